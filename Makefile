@@ -1,0 +1,40 @@
+# `make demo` and `make test` need only Python >= 3.11, make and a C++ compiler: both make .venv.
+PYTHON ?= python3
+BIN := .venv/bin
+# Threads that spin while they wait starve each other on a few cores.
+export OMP_WAIT_POLICY ?= PASSIVE
+
+.PHONY: demo test test-all lint format bench clean
+
+.venv/installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "stackwise needs Python >= 3.11; say which: make PYTHON=python3.12")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet -c constraints.txt hatchling editables
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev]'
+	@touch $@
+
+.venv: .venv/installed
+
+demo: .venv/installed
+	$(BIN)/python docs/demo/demo.py
+
+test: .venv/installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m 'not slow'
+
+test-all: .venv/installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+bench: .venv/installed
+	$(BIN)/python -m pytest bench
+
+lint: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: .venv/installed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf .venv build .mypy_cache .ruff_cache .pytest_cache

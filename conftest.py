@@ -1,0 +1,22 @@
+"""What every test of the project shares."""
+
+import os
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+pytest_plugins = ["pytester"]
+
+settings.register_profile(
+    "stackwise", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("stackwise")
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    import torch
+
+    torch.manual_seed(0)
+    if os.environ.get("PYTEST_XDIST_WORKER"):
+        torch.set_num_threads(1)

@@ -1,0 +1,1 @@
+"""The pytest face of stackwise."""

@@ -1,0 +1,1 @@
+"""Is a transformer architecture right, is it stable, is it fast?"""

@@ -1,0 +1,296 @@
+"""StackWiseConfig: what to build, how to train it and on what, as validated data.
+
+YAML in, YAML out. Every problem of a file is reported at once, each with the path of its key, the
+value seen and what is allowed. Sections stay valid after construction: assigning to a field checks
+the whole section again and leaves it untouched when the check fails.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+
+__all__ = [
+    "ArchitectureConfig",
+    "ConfigError",
+    "DataConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "ScheduleConfig",
+    "StackWiseConfig",
+    "TrainingConfig",
+]
+
+AttentionType = Literal["mha", "gqa"]
+AttentionMode = Literal["causal", "bidirectional"]
+NormKind = Literal["rmsnorm", "layernorm"]
+
+
+class ConfigError(ValueError):
+    """A configuration was refused.
+
+    Attributes:
+        problems: one line per problem: the key's path, the value seen and what is allowed.
+    """
+
+    def __init__(self, problems: list[str], source: str = "configuration") -> None:
+        self.problems = problems
+        noun = "problem" if len(problems) == 1 else "problems"
+        super().__init__(f"{source}: {len(problems)} {noun}\n" + "\n".join(f"  {p}" for p in problems))
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, validate_default=True)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        try:
+            checked = type(self).model_validate({**dict(self), name: value})
+        except ValidationError as error:
+            raise ConfigError(_problems(type(self), error)) from None
+        super().__setattr__(name, getattr(checked, name))
+
+
+class ArchitectureConfig(_Section):
+    """How many Stacks a Rack has, and how many Blocks each Stack has."""
+
+    n_stacks: int = Field(2, ge=1)
+    blocks_per_stack: int = Field(4, ge=1)
+
+
+class ModelConfig(_Section):
+    """The Rack: its widths, its attention and its depth.
+
+    `n_kv_heads=None` means as many as `n_heads`; `sliding_window=W` lets a token see itself and
+    the W-1 tokens before it.
+    """
+
+    vocab_size: int = Field(256, ge=1)
+    d_model: int = Field(512, ge=1)
+    n_heads: int = Field(8, ge=1)
+    n_kv_heads: int | None = Field(2, ge=1)
+    d_ff: int = Field(2048, ge=1)
+    attention_type: AttentionType = "gqa"
+    attention_mode: AttentionMode = "causal"
+    sliding_window: int | None = Field(None, ge=1)
+    norm: NormKind = "rmsnorm"
+    dropout: float = Field(0.0, ge=0.0, lt=1.0)
+    tie_embeddings: bool = True
+    freeze_up_proj: bool = False
+    use_rope: bool = True
+    rope_theta: float = Field(10_000.0, gt=0.0)
+    architecture: ArchitectureConfig = Field(default_factory=ArchitectureConfig)
+
+    @field_validator("n_heads")
+    @classmethod
+    def _heads_divide_width(cls, n_heads: int, info: ValidationInfo) -> int:
+        d_model = info.data.get("d_model")
+        if d_model is not None and d_model % n_heads:
+            raise ValueError(f"must divide d_model={d_model}")
+        return n_heads
+
+    @field_validator("n_kv_heads")
+    @classmethod
+    def _kv_heads_divide_heads(cls, n_kv_heads: int | None, info: ValidationInfo) -> int | None:
+        n_heads = info.data.get("n_heads")
+        if n_kv_heads is not None and n_heads is not None and n_heads % n_kv_heads:
+            raise ValueError(f"must divide n_heads={n_heads}")
+        return n_kv_heads
+
+    @field_validator("attention_type")
+    @classmethod
+    def _type_matches_heads(cls, attention_type: AttentionType, info: ValidationInfo) -> AttentionType:
+        n_heads, n_kv_heads = info.data.get("n_heads"), info.data.get("n_kv_heads")
+        if attention_type == "mha" and n_heads and n_kv_heads not in (None, n_heads):
+            raise ValueError(f"'mha' needs n_kv_heads=null or {n_heads} (n_kv_heads={n_kv_heads}); use 'gqa'")
+        if attention_type == "gqa" and "n_kv_heads" in info.data and n_kv_heads is None:
+            raise ValueError("'gqa' needs n_kv_heads; use 'mha' or set it")
+        return attention_type
+
+    @field_validator("use_rope")
+    @classmethod
+    def _rope_rotates_pairs(cls, use_rope: bool, info: ValidationInfo) -> bool:
+        d_model, n_heads = info.data.get("d_model"), info.data.get("n_heads")
+        if use_rope and d_model and n_heads and (d_model // n_heads) % 2:
+            raise ValueError(f"needs an even head size; d_model // n_heads is {d_model // n_heads}")
+        return use_rope
+
+
+class OptimizerConfig(_Section):
+    """AdamW (Loshchilov & Hutter 2019). Weight decay spares norms, biases and embeddings."""
+
+    lr: float = Field(1e-4, gt=0.0)
+    weight_decay: float = Field(0.1, ge=0.0)
+    betas: list[float] = Field(default_factory=lambda: [0.9, 0.95], min_length=2, max_length=2)
+    eps: float = Field(1e-8, gt=0.0)
+
+    @field_validator("betas")
+    @classmethod
+    def _betas_below_one(cls, betas: list[float]) -> list[float]:
+        if not all(0.0 <= beta < 1.0 for beta in betas):
+            raise ValueError("each must be in [0, 1)")
+        return betas
+
+
+class ScheduleConfig(_Section):
+    """The learning rate over time: a linear warm-up, then `kind` down to `min_lr`."""
+
+    kind: Literal["cosine", "linear", "constant"] = "cosine"
+    warmup_steps: int = Field(20, ge=0)
+    min_lr: float = Field(0.0, ge=0.0)
+
+
+class TrainingConfig(_Section):
+    """One training run. `seq_len` counts the tokens the model sees in one row of a batch.
+
+    `grad_clip` is the largest global L2 norm of the gradient, `null` for no clipping.
+    `device` is `auto` (CUDA where there is one, else the CPU), `cpu` or `cuda`, `cuda:1`, ...
+    `checkpoint_dir=null` saves nothing; otherwise every `save_interval` steps and at the end.
+    """
+
+    training_architecture: Literal["rackwise"] = "rackwise"
+    batch_size: int = Field(4, ge=1)
+    seq_len: int = Field(512, ge=1)
+    max_steps: int = Field(200, ge=1)
+    seed: int = Field(0, ge=0, lt=2**63)
+    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
+    precision: Literal["fp32", "bf16"] = "bf16"
+    grad_clip: float | None = Field(1.0, gt=0.0)
+    log_interval: int = Field(10, ge=1)
+    checkpoint_dir: str | None = None
+    save_interval: int = Field(100, ge=1)
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
+
+    @field_validator("schedule")
+    @classmethod
+    def _schedule_fits(cls, schedule: ScheduleConfig, info: ValidationInfo) -> ScheduleConfig:
+        max_steps, optimizer = info.data.get("max_steps"), info.data.get("optimizer")
+        if max_steps is not None and schedule.warmup_steps > max_steps:
+            raise ValueError(
+                f"warmup_steps={schedule.warmup_steps} must not exceed training.max_steps={max_steps}"
+            )
+        if optimizer is not None and schedule.min_lr > optimizer.lr:
+            raise ValueError(f"min_lr={schedule.min_lr} must not exceed training.optimizer.lr={optimizer.lr}")
+        return schedule
+
+
+class DataConfig(_Section):
+    """Text, read as bytes. `dataset_path=null` is the documentation that every CPython carries."""
+
+    dataset_path: str | None = None
+    validation_fraction: float = Field(0.05, ge=0.0, lt=1.0)
+    shuffle: bool = True
+
+
+class StackWiseConfig(_Section):
+    """Everything that describes a run: `model`, `training`, `data`."""
+
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    training: TrainingConfig = Field(default_factory=TrainingConfig)
+    data: DataConfig = Field(default_factory=DataConfig)
+
+    @classmethod
+    def from_dict(cls, mapping: Mapping[str, Any], *, source: str = "configuration") -> Self:
+        """Build from nested mappings; a missing key takes its default.
+
+        Raises:
+            ConfigError: naming every unknown key and every refused value.
+        """
+        if not isinstance(mapping, Mapping):
+            raise ConfigError([f"got {_show(mapping)}; allowed: a mapping of sections"], source)
+        try:
+            return cls.model_validate(dict(mapping))
+        except ValidationError as error:
+            raise ConfigError(_problems(cls, error), source) from None
+
+    @classmethod
+    def from_yaml(cls, path: str | Path) -> Self:
+        """Read a YAML file; an empty one is all defaults.
+
+        Raises:
+            ConfigError: the file is not YAML, repeats a key, or describes no valid configuration.
+            OSError: the file cannot be read.
+        """
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+            mapping = yaml.load(text, Loader=_Yaml12Loader)  # noqa: S506  it is a SafeLoader
+        except (yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError) as error:
+            raise ConfigError([" ".join(str(error).split()) or repr(error)], str(path)) from None
+        return cls.from_dict({} if mapping is None else mapping, source=str(path))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Nested plain Python values; `from_dict` gives an equal configuration back."""
+        return self.model_dump(mode="python")
+
+    def to_yaml(self, path: str | Path) -> None:
+        """Write a YAML file; `from_yaml` gives an equal configuration back."""
+        Path(path).write_text(yaml.safe_dump(self.to_dict(), sort_keys=False), encoding="utf-8")
+
+    def validate(self) -> None:  # type: ignore[override]
+        """Check everything again, rules across sections included.
+
+        Raises:
+            ConfigError: naming every refused value.
+        """
+        self.from_dict(self.to_dict())
+
+
+class _Yaml12Loader(yaml.SafeLoader):
+    """SafeLoader that reads `1e-4` as a number, as YAML 1.2 does, and refuses repeated keys."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            key = key_node.value if isinstance(key_node, yaml.ScalarNode) else None
+            if key is not None and key in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"key {key!r} is given twice", key_node.start_mark
+                )
+            seen.add(key)
+        return super().construct_mapping(node, deep=deep)
+
+
+_Yaml12Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
+    list("-+0123456789."),
+)
+
+
+def _problems(section: type[BaseModel], error: ValidationError) -> list[str]:
+    lines = []
+    for detail in error.errors(include_url=False, include_context=True):
+        path = ".".join(str(part) for part in detail["loc"]) or "(top level)"
+        match detail["type"]:
+            case "extra_forbidden":
+                allowed = _fields_at(section, detail["loc"][:-1])
+                near = difflib.get_close_matches(str(detail["loc"][-1]), allowed, n=1)
+                hint = f"did you mean {near[0]!r}? " if near else ""
+                lines.append(f"{path}: unknown key; {hint}allowed: {', '.join(allowed)}")
+            case "value_error":
+                lines.append(f"{path}: got {_show(detail['input'])}; {detail['ctx']['error']}")
+            case _:
+                wanted = re.sub(r"^\w+ should (be )?", "", detail["msg"])
+                lines.append(f"{path}: got {_show(detail['input'])}; allowed: {wanted}")
+    return lines
+
+
+def _fields_at(section: type[BaseModel], path: tuple[int | str, ...]) -> list[str]:
+    for part in path:
+        annotation = section.model_fields[str(part)].annotation
+        assert isinstance(annotation, type) and issubclass(annotation, BaseModel)
+        section = annotation
+    return list(section.model_fields)
+
+
+def _show(value: object) -> str:
+    if isinstance(value, BaseModel):
+        return type(value).__name__
+    text = repr(value)
+    return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"

@@ -1,0 +1,162 @@
+"""Block: one transformer layer.
+
+Shapes: B batch, T positions, C model width.
+"""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+from torch import Tensor, nn
+
+from stackwise.config import AttentionMode, AttentionType, NormKind
+from stackwise.model.attention import Attention
+from stackwise.model.feedforward import SwiGLU
+from stackwise.model.mask import padding_mask
+from stackwise.model.rotary import Positions
+
+__all__ = ["Block"]
+
+
+class Block(nn.Module):
+    """Pre-norm transformer layer: x + attention(norm(x)), then x + feedforward(norm(x)).
+
+    Args:
+        d_model: C; a multiple of `n_heads`.
+        d_ff: feed-forward width.
+        n_heads: query heads.
+        n_kv_heads: key/value heads; None means `n_heads`.
+        attention_type: "mha" or "gqa".
+        attention_mode: "causal" or "bidirectional".
+        sliding_window: how many positions a query sees, itself included; None for all.
+        norm: "rmsnorm" (Zhang & Sennrich 2019) or "layernorm".
+        dropout: probability, in [0, 1).
+        freeze_up_proj: keep the up-projection at its random values; see `SwiGLU`.
+        use_rope: rotate queries and keys by position.
+        rope_theta: base of the rotary frequencies.
+
+    Raises:
+        ValueError: sizes that do not divide, or a combination that is not known.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        d_ff: int,
+        n_heads: int,
+        n_kv_heads: int | None = None,
+        attention_type: AttentionType = "mha",
+        attention_mode: AttentionMode = "causal",
+        sliding_window: int | None = None,
+        norm: NormKind = "rmsnorm",
+        dropout: float = 0.0,
+        freeze_up_proj: bool = False,
+        use_rope: bool = True,
+        rope_theta: float = 10_000.0,
+    ) -> None:
+        super().__init__()
+        _check_sizes(d_model=d_model, d_ff=d_ff, n_heads=n_heads)
+        _check_choice("attention_type", attention_type, AttentionType)
+        _check_choice("attention_mode", attention_mode, AttentionMode)
+        _check_choice("norm", norm, NormKind)
+        if n_kv_heads is None and attention_type == "gqa":
+            raise ValueError("n_kv_heads: got None; attention_type='gqa' needs a number that divides n_heads")
+        n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
+        _check_sizes(n_kv_heads=n_kv_heads)
+        if sliding_window is not None:
+            _check_sizes(sliding_window=sliding_window)
+        if d_model % n_heads:
+            raise ValueError(f"n_heads: got {n_heads}; must divide d_model={d_model}")
+        if n_heads % n_kv_heads:
+            raise ValueError(f"n_kv_heads: got {n_kv_heads}; must divide n_heads={n_heads}")
+        if attention_type == "mha" and n_kv_heads != n_heads:
+            raise ValueError(
+                f"n_kv_heads: got {n_kv_heads}; attention_type='mha' has n_heads={n_heads}; use 'gqa'"
+            )
+        if use_rope and (d_model // n_heads) % 2:
+            raise ValueError(f"n_heads: got {n_heads}; rotary needs an even head size, d_model / n_heads")
+        if not 0.0 <= dropout < 1.0:
+            raise ValueError(f"dropout: got {dropout}; allowed: 0 <= dropout < 1")
+
+        self.attention_type = attention_type
+        self.freeze_up_proj = freeze_up_proj
+        self.attention_norm = _norm(norm, d_model)
+        self.attention = Attention(
+            d_model,
+            n_heads,
+            n_kv_heads,
+            causal=attention_mode == "causal",
+            sliding_window=sliding_window,
+            dropout=dropout,
+            rope_theta=rope_theta if use_rope else None,
+        )
+        self.feedforward_norm = _norm(norm, d_model)
+        self.feedforward = SwiGLU(d_model, d_ff, dropout=dropout, freeze_up_proj=freeze_up_proj)
+
+    def forward(
+        self, x_BTC: Tensor, attention_mask: Tensor | None = None, positions: Positions | None = None
+    ) -> Tensor:
+        """(B, T, C) -> (B, T, C).
+
+        Args:
+            x_BTC: hidden states.
+            attention_mask: bool or integer (B, T), nonzero at real tokens. Combined with, never
+                instead of, causality and window.
+            positions: the positions of this pass; a Rack shares one among its blocks. None: 0..T-1.
+        """
+        B, T, _ = x_BTC.shape
+        keep_BS = padding_mask(attention_mask, B, T)
+        positions = positions or Positions(T, x_BTC.device)
+        x_BTC = x_BTC + self.attention(self.attention_norm(x_BTC), keep_BS, positions)
+        x_BTC = x_BTC + self.feedforward(self.feedforward_norm(x_BTC))
+        return x_BTC
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether no output depends on a later input."""
+        return self.attention.causal
+
+    def freeze(self) -> None:
+        """Stop training every parameter."""
+        self.requires_grad_(False)
+
+    def unfreeze(self) -> None:
+        """Train every parameter again, but for a frozen up-projection, which stays as it is."""
+        self.requires_grad_(True)
+        self.feedforward.up.weight.requires_grad_(not self.freeze_up_proj)
+
+    def get_attention_info(self) -> dict[str, Any]:
+        """The attention's kind and sizes, as plain values."""
+        attention = self.attention
+        return {
+            "attention_type": self.attention_type,
+            "attention_mode": "causal" if attention.causal else "bidirectional",
+            "n_heads": attention.n_heads,
+            "n_kv_heads": attention.n_kv_heads,
+            "head_dim": attention.head_dim,
+            "sliding_window": attention.sliding_window,
+            "rope_theta": attention.rope_theta,
+        }
+
+    def get_parameter_count(self) -> int:
+        """Number of parameters, frozen ones included."""
+        return sum(p.numel() for p in self.parameters())
+
+    def get_trainable_parameter_count(self) -> int:
+        """Number of parameters that train."""
+        return sum(p.numel() for p in self.parameters() if p.requires_grad)
+
+
+def _norm(kind: NormKind, d_model: int) -> nn.Module:
+    return nn.RMSNorm(d_model, eps=1e-6) if kind == "rmsnorm" else nn.LayerNorm(d_model, bias=False)
+
+
+def _check_sizes(**sizes: int) -> None:
+    for name, value in sizes.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{name}: got {value!r}; allowed: an integer >= 1")
+
+
+def _check_choice(name: str, value: str, choices: Any) -> None:
+    if value not in get_args(choices):
+        raise ValueError(f"{name}: got {value!r}; allowed: {', '.join(map(repr, get_args(choices)))}")

@@ -1,0 +1,188 @@
+"""Builders: from plain values or a configuration to Blocks, Stacks and Racks."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from stackwise.config import AttentionMode, AttentionType, StackWiseConfig
+from stackwise.model.block import Block
+from stackwise.model.initialization import initialize_block
+from stackwise.model.rack import Rack
+from stackwise.model.stack import Stack
+
+__all__ = [
+    "create_block_spec",
+    "create_rack_from_config",
+    "create_rack_from_specs",
+    "create_simple_rack",
+    "create_stack_from_spec",
+]
+
+_BLOCK_KEYS = tuple(inspect.signature(Block).parameters)
+_STACK_KEYS = ("stack_id", "n_blocks", "block_spec", "freeze_blocks")
+
+
+def create_block_spec(
+    d_model: int, d_ff: int | None = None, n_heads: int | None = None, **block: Any
+) -> dict[str, Any]:
+    """The arguments of a Block as a dict, to be changed, stored or repeated.
+
+    Args:
+        d_model: model width.
+        d_ff: feed-forward width; default 4 * d_model.
+        n_heads: query heads; default heads of size 64 (one head where d_model is smaller).
+        **block: any other argument of `Block`.
+
+    Raises:
+        ValueError: an argument that Block does not have, or a d_model that needs n_heads spelled out.
+    """
+    if n_heads is None:
+        if d_model > 64 and d_model % 64:
+            raise ValueError(
+                f"n_heads: got None; d_model={d_model} is no multiple of 64, so say how many heads"
+            )
+        n_heads = max(1, d_model // 64)
+    spec = {"d_model": d_model, "d_ff": 4 * d_model if d_ff is None else d_ff, "n_heads": n_heads, **block}
+    _refuse_unknown("block_spec", spec, _BLOCK_KEYS)
+    return spec
+
+
+def create_stack_from_spec(
+    stack_id: int,
+    n_blocks: int,
+    block_spec: Mapping[str, Any],
+    freeze_blocks: bool = False,
+    *,
+    model_blocks: int | None = None,
+) -> Stack:
+    """A Stack of `n_blocks` equal Blocks.
+
+    Args:
+        stack_id: the Stack's name.
+        n_blocks: at least 1.
+        block_spec: what `create_block_spec` returns.
+        freeze_blocks: start frozen.
+        model_blocks: depth of the model that the Stack will be part of, which scales the
+            initialisation; None: the Stack is all of it.
+    """
+    if n_blocks < 1:
+        raise ValueError(f"n_blocks: got {n_blocks}; allowed: an integer >= 1")
+    _refuse_unknown("block_spec", block_spec, _BLOCK_KEYS)
+    blocks = [Block(**block_spec) for _ in range(n_blocks)]
+    for block in blocks:
+        initialize_block(block, model_blocks or n_blocks)
+    return Stack(blocks, stack_id, freeze_blocks)
+
+
+def create_rack_from_specs(
+    vocab_size: int, d_model: int, stack_specs: Sequence[Mapping[str, Any]], tie_embeddings: bool = True
+) -> Rack:
+    """A Rack whose Stacks may differ.
+
+    Args:
+        vocab_size: vocabulary.
+        d_model: model width, the same in every Stack.
+        stack_specs: per Stack a mapping with `n_blocks`, `block_spec` and optionally `stack_id`
+            (default: its index) and `freeze_blocks`.
+        tie_embeddings: share embedding and head.
+
+    Raises:
+        ValueError: an unknown or missing key, or a Stack of another width.
+    """
+    for i, spec in enumerate(stack_specs):
+        _refuse_unknown(f"stack_specs[{i}]", spec, _STACK_KEYS)
+        missing = [key for key in ("n_blocks", "block_spec") if key not in spec]
+        if missing:
+            raise ValueError(
+                f"stack_specs[{i}]: {', '.join(missing)} missing; allowed: {', '.join(_STACK_KEYS)}"
+            )
+        width = spec["block_spec"].get("d_model")
+        if width != d_model:
+            raise ValueError(
+                f"stack_specs[{i}].block_spec.d_model: got {width}; the Rack has d_model={d_model}"
+            )
+    depth = sum(spec["n_blocks"] for spec in stack_specs)
+    stacks = [
+        create_stack_from_spec(
+            spec.get("stack_id", i),
+            spec["n_blocks"],
+            spec["block_spec"],
+            spec.get("freeze_blocks", False),
+            model_blocks=depth,
+        )
+        for i, spec in enumerate(stack_specs)
+    ]
+    return Rack(stacks, vocab_size, d_model, tie_embeddings)
+
+
+def create_simple_rack(
+    n_stacks: int,
+    blocks_per_stack: int,
+    d_model: int,
+    d_ff: int,
+    n_heads: int,
+    vocab_size: int,
+    n_kv_heads: int | None = None,
+    attention_type: AttentionType | None = None,
+    attention_mode: AttentionMode = "causal",
+    tie_embeddings: bool = True,
+    **block: Any,
+) -> Rack:
+    """A Rack of `n_stacks` equal Stacks of `blocks_per_stack` equal Blocks.
+
+    `attention_type=None` is "gqa" where `n_kv_heads` is fewer than `n_heads`, else "mha". Further
+    keyword arguments are those of `Block`.
+    """
+    if n_stacks < 1:
+        raise ValueError(f"n_stacks: got {n_stacks}; allowed: an integer >= 1")
+    if attention_type is None:
+        attention_type = "mha" if n_kv_heads in (None, n_heads) else "gqa"
+    spec = create_block_spec(
+        d_model,
+        d_ff,
+        n_heads,
+        n_kv_heads=n_kv_heads,
+        attention_type=attention_type,
+        attention_mode=attention_mode,
+        **block,
+    )
+    stacks = [{"n_blocks": blocks_per_stack, "block_spec": spec}] * n_stacks
+    return create_rack_from_specs(vocab_size, d_model, stacks, tie_embeddings)
+
+
+def create_rack_from_config(config: StackWiseConfig | Mapping[str, Any]) -> Rack:
+    """The Rack that a configuration, or the dict of one, describes.
+
+    Raises:
+        ConfigError: naming every refused key and value.
+    """
+    if not isinstance(config, StackWiseConfig):
+        config = StackWiseConfig.from_dict(config)
+    config.validate()
+    model = config.model
+    return create_simple_rack(
+        n_stacks=model.architecture.n_stacks,
+        blocks_per_stack=model.architecture.blocks_per_stack,
+        d_model=model.d_model,
+        d_ff=model.d_ff,
+        n_heads=model.n_heads,
+        vocab_size=model.vocab_size,
+        n_kv_heads=model.n_kv_heads,
+        attention_type=model.attention_type,
+        attention_mode=model.attention_mode,
+        tie_embeddings=model.tie_embeddings,
+        sliding_window=model.sliding_window,
+        norm=model.norm,
+        dropout=model.dropout,
+        freeze_up_proj=model.freeze_up_proj,
+        use_rope=model.use_rope,
+        rope_theta=model.rope_theta,
+    )
+
+
+def _refuse_unknown(where: str, given: Mapping[str, Any], allowed: Sequence[str]) -> None:
+    unknown = [key for key in given if key not in allowed]
+    if unknown:
+        raise ValueError(f"{where}: unknown {', '.join(map(repr, unknown))}; allowed: {', '.join(allowed)}")

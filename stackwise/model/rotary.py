@@ -1,0 +1,47 @@
+"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864), in float32.
+
+Shapes: B batch, T positions, H heads, D head size.
+The pairs are (i, i + D/2), as in Llama and the Hugging Face models.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["Positions", "rotate"]
+
+
+class Positions:
+    """The positions of one forward pass, with the cos/sin tables that its blocks share.
+
+    Blocks of one Rack may differ in head size and theta; each pair's tables are computed once per
+    forward pass and kept for no longer, so that nothing is cached across devices or autograd modes.
+    """
+
+    def __init__(self, seq_len: int, device: torch.device) -> None:
+        self.positions_T = torch.arange(seq_len, device=device, dtype=torch.float32)
+        self._tables: dict[tuple[int, float], tuple[Tensor, Tensor]] = {}
+
+    def tables(self, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+        """cos and sin of position * theta^(-2i/D): float32, each (T, D/2)."""
+        key = (head_dim, theta)
+        if key not in self._tables:
+            device = self.positions_T.device
+            exponent = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
+            with torch.autocast(device.type, enabled=False):
+                angle = torch.outer(self.positions_T, theta**-exponent)
+            self._tables[key] = angle.cos(), angle.sin()
+        return self._tables[key]
+
+
+def rotate(x_BHTD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
+    """Rotate each pair of `x_BHTD` by its position's angle.
+
+    Computed in float32 (float64 for float64 input) and returned in the dtype of `x_BHTD`:
+    bfloat16 angles make neighbouring positions beyond 256 identical.
+    """
+    wide = x_BHTD.to(torch.promote_types(x_BHTD.dtype, torch.float32))
+    first, second = wide.chunk(2, dim=-1)
+    rotated = torch.cat((first * cos_TD - second * sin_TD, second * cos_TD + first * sin_TD), dim=-1)
+    return rotated.to(x_BHTD.dtype)

@@ -1,0 +1,92 @@
+"""Stack: a group of Blocks that is frozen, trained and moved as one.
+
+Shapes: B batch, T positions, C model width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor, nn
+
+from stackwise.model.block import Block
+from stackwise.model.rotary import Positions
+
+__all__ = ["Stack"]
+
+
+class Stack(nn.Module):
+    """Blocks, one after the other.
+
+    Args:
+        blocks: at least one.
+        stack_id: the name that messages and results use.
+        freeze_blocks: start frozen.
+    """
+
+    def __init__(self, blocks: Iterable[Block], stack_id: int = 0, freeze_blocks: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+        self.stack_id = stack_id
+        if not self.blocks:
+            raise ValueError("blocks: got none; a Stack needs at least one Block")
+        if freeze_blocks:
+            self.freeze()
+
+    def forward(
+        self, x_BTC: Tensor, attention_mask: Tensor | None = None, positions: Positions | None = None
+    ) -> Tensor:
+        """(B, T, C) -> (B, T, C). Arguments as in `Block.forward`."""
+        return self.forward_from_block(x_BTC, 0, None, attention_mask, positions)
+
+    def forward_from_block(
+        self,
+        x_BTC: Tensor,
+        start: int,
+        end: int | None = None,
+        attention_mask: Tensor | None = None,
+        positions: Positions | None = None,
+    ) -> Tensor:
+        """Run blocks `start` to `end` (exclusive; None: the last) only. (B, T, C) -> (B, T, C)."""
+        positions = positions or Positions(x_BTC.shape[1], x_BTC.device)
+        for block in self.blocks[start:end]:
+            x_BTC = block(x_BTC, attention_mask, positions)
+        return x_BTC
+
+    def get_block(self, index: int) -> Block:
+        """The Block at `index`; IndexError where there is none."""
+        block = self.blocks[index]
+        assert isinstance(block, Block)
+        return block
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of Blocks."""
+        return len(self.blocks)
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether every Block is causal."""
+        return all(self.get_block(i).is_causal for i in range(self.num_blocks))
+
+    def freeze(self) -> None:
+        """Stop training every Block."""
+        self.freeze_blocks_from(0)
+
+    def freeze_blocks_from(self, start: int) -> None:
+        """Stop training the Blocks from index `start` on."""
+        for i in range(start, self.num_blocks):
+            self.get_block(i).freeze()
+
+    def unfreeze(self) -> None:
+        """Train every Block again; frozen up-projections stay frozen."""
+        for i in range(self.num_blocks):
+            self.get_block(i).unfreeze()
+
+    def get_parameter_count(self) -> int:
+        """Number of parameters, frozen ones included."""
+        return sum(p.numel() for p in self.parameters())
+
+    def get_trainable_parameter_count(self) -> int:
+        """Number of parameters that train."""
+        return sum(p.numel() for p in self.parameters() if p.requires_grad)

@@ -1,0 +1,78 @@
+"""Workloads: what is timed. One call is one forward pass or one training step of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from stackwise.spec import ModelSpec
+
+__all__ = ["MODES", "Workload", "model_workload"]
+
+MODES = ("forward", "train")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Something to time.
+
+    Attributes:
+        name: in reports.
+        call: does the work once.
+        device: where it runs.
+        tokens: how many one call handles; 0 where that means nothing.
+    """
+
+    name: str
+    call: Callable[[], object]
+    device: torch.device
+    tokens: int = 0
+
+
+def model_workload(
+    spec: ModelSpec,
+    mode: str,
+    *,
+    batch_size: int,
+    seq_len: int,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+) -> Workload:
+    """A forward pass without gradients in eval mode, or a step with backward pass and update.
+
+    Args:
+        spec: the model.
+        mode: "forward" or "train".
+        batch_size: rows.
+        seq_len: positions in each.
+        device: where to run.
+        seed: of weights and inputs.
+
+    Raises:
+        ValueError: another mode, or sizes that are no positive integers or beyond the model.
+    """
+    if mode not in MODES:
+        raise ValueError(f"mode: got {mode!r}; allowed: {', '.join(MODES)}")
+    for key, value in {"batch_size": batch_size, "seq_len": seq_len}.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{key}: got {value!r}; allowed: an integer >= 1")
+    device = torch.device(device)
+    model = spec.create(device, seed).train(mode == "train")
+    inputs = spec.batch(batch_size, seq_len, device=device, seed=seed)
+
+    def forward() -> None:
+        with torch.no_grad():
+            spec.logits(model, inputs)
+
+    if mode == "forward":
+        return Workload(f"{spec.name} forward", forward, device, batch_size * seq_len)
+    optimizer = spec.optimizer(p for p in model.parameters() if p.requires_grad)
+
+    def train() -> None:
+        spec.loss_of(model, inputs).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return Workload(f"{spec.name} train", train, device, batch_size * seq_len)

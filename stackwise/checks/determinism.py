@@ -1,0 +1,36 @@
+"""Determinism: the same input gives the same output. Asked before all other checks."""
+
+from __future__ import annotations
+
+import torch
+
+from stackwise.checks.check import CheckResult, Subject, check
+from stackwise.checks.difference import relative_difference
+
+LIMIT = 1e-6
+
+
+@check
+def determinism(subject: Subject) -> CheckResult:
+    """Do two calls in eval mode give the same output?"""
+    model, inputs = subject.model(), subject.inputs(2)
+    with torch.no_grad(), subject.fixed_randomness():
+        first = subject.spec.logits(model, inputs)
+        second = subject.spec.logits(model, inputs)
+    value = relative_difference(first, second).max().item()
+    if value <= LIMIT:
+        return subject.passed(value, LIMIT)
+    seeded = relative_difference(subject.logits(model, inputs), subject.logits(model, inputs)).max().item()
+    if seeded <= LIMIT:
+        return subject.failed(
+            value,
+            LIMIT,
+            meaning="Two calls in eval mode differ, and agree under one seed: something random is left on.",
+            advice="Look for dropout that ignores self.training: F.dropout(x, p) or dropout_p=p without it.",
+        )
+    return subject.failed(
+        value,
+        LIMIT,
+        meaning="Two calls in eval mode differ even under one seed: the model changes, or memory is unset.",
+        advice="Look for buffers that forward() updates in eval mode, torch.empty, and atomic kernels.",
+    )

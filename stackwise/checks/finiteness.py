@@ -1,0 +1,60 @@
+"""Finiteness: no NaN and no infinity, in outputs and in gradients."""
+
+from __future__ import annotations
+
+from stackwise.checks.check import CheckResult, Subject, check
+from stackwise.stability.locate import first_nonfinite_module
+
+
+@check
+def finite_logits(subject: Subject) -> CheckResult:
+    """Is every output finite, in eval and in train mode?"""
+    inputs = subject.inputs(2)
+    for mode in ("eval", "train"):
+        model = subject.model(train=mode == "train")
+        output = subject.logits(model, inputs)
+        bad = int((~output.isfinite()).sum())
+        if bad:
+            culprit = first_nonfinite_module(model, lambda: subject.logits(model, inputs))  # noqa: B023
+            return subject.failed(
+                bad / output.numel(),
+                0.0,
+                where=f"{mode} mode; first in {culprit}" if culprit else f"{mode} mode",
+                meaning=f"{bad} of {output.numel()} outputs are NaN or infinite.",
+                advice="Look for a fully masked softmax row, a log or division of 0, uninitialised weights.",
+            )
+    return subject.passed(0.0, 0.0)
+
+
+@check
+def finite_gradients(subject: Subject) -> CheckResult:
+    """Are the loss and every gradient finite?"""
+    model = subject.model(train=True)
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not parameters:
+        return subject.not_applicable("no parameter is trainable")
+    inputs = subject.inputs(2)
+    with subject.fixed_randomness():
+        loss = subject.spec.loss_of(model, inputs)
+    if not loss.isfinite():
+        return subject.failed(
+            float(loss), where="the loss", meaning="The loss is not finite.", advice="See finite_logits."
+        )
+    loss.backward()  # type: ignore[no-untyped-call]
+    gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+    if not gradients:
+        return subject.failed(
+            0.0,
+            meaning="No parameter has a gradient: the loss is cut off from the model.",
+            advice="Look for detach(), .data, no_grad() or an argmax between the parameters and the output.",
+        )
+    bad = [name for name, g in gradients.items() if not g.isfinite().all()]
+    if bad:
+        return subject.failed(
+            len(bad) / len(gradients),
+            0.0,
+            where=f"{', '.join(bad[:3])}{', ...' if len(bad) > 3 else ''}",
+            meaning=f"{len(bad)} of {len(gradients)} gradients are NaN or infinite; the loss is finite.",
+            advice="Look for sqrt or norm at 0, 0 * inf in a masked branch, and a softmax over an empty row.",
+        )
+    return subject.passed(0.0, 0.0, meaning=f"{len(gradients)} of {len(parameters)} parameters have one.")

@@ -1,0 +1,65 @@
+"""The device: what hardware this is, and which of it to use."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["fingerprint", "resolve_device"]
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device that `name` asks for.
+
+    Args:
+        name: "auto" (CUDA where there is one, else the CPU), "cpu", "cuda" or "cuda:N".
+
+    Raises:
+        ValueError: a CUDA device that this machine does not have, or another name.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device: got {name!r}; allowed: auto, cpu, cuda, cuda:N")
+    count = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise ValueError(f"device: got {name!r}; this machine has {count} CUDA devices")
+    return device
+
+
+def fingerprint() -> dict[str, Any]:
+    """What a measurement depends on: processor, cores, threads, versions, GPU.
+
+    Never a clock, a temperature or a load, so that two runs on one machine compare equal.
+    """
+    gpu = None
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        gpu = {"name": properties.name, "memory_bytes": properties.total_memory, "cuda": torch.version.cuda}
+    return {
+        "cpu": _cpu_name(),
+        "cpu_count": os.cpu_count(),
+        "torch_threads": torch.get_num_threads(),
+        "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY"),
+        "gpu": gpu,
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
+def _cpu_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,330 @@
+"""ModelSpec: what is under test, and how to drive it from outside.
+
+Shapes: B batch, T positions, V vocabulary, C width of a model that takes vectors.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from stackwise.seed import seeded
+
+__all__ = ["InferenceError", "ModelSpec", "load_factory", "logits_of"]
+
+Factory = Callable[[], nn.Module]
+MakeBatch = Callable[[int, int, torch.Generator], Tensor]
+
+_TRIAL_LENGTHS = (16, 8, 4)
+
+
+class InferenceError(ValueError):
+    """A model's way of being called could not be inferred and has to be declared."""
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A model under test: how to build it, what goes in, what it claims.
+
+    `ModelSpec.of(factory)` fills in what can be seen from outside; whatever it cannot see is
+    declared by keyword: `ModelSpec.of(factory, causal=False)`.
+
+    Attributes:
+        build: makes a fresh model; called under a fixed seed.
+        name: in test ids and reports.
+        inputs: "tokens" (integer ids (B, T)) or "vectors" (float (B, T, C)).
+        width: V for tokens, C for vectors.
+        causal: whether no output may depend on a later input; None: nothing is claimed.
+        trained: the weights are trained, so that checks of the initialisation do not apply.
+        max_length: the longest sequence that the model takes; None: no limit known.
+        forward: (model, inputs) -> output; a tensor, or something with `logits`.
+        make_batch: (batch_size, seq_len, generator) -> inputs on the CPU; None: random ones.
+        loss: (model, inputs) -> scalar; None: next-token cross-entropy for causal tokens,
+            cross-entropy with the input itself for other tokens, mean square for vectors.
+        optimizer: parameters -> optimizer, for short training runs.
+        tolerance: largest change, relative to the largest output, that counts as rounding in float32.
+        seq_len: T of the checks.
+        notes: what was inferred or assumed, in one line.
+    """
+
+    build: Factory
+    name: str
+    inputs: Literal["tokens", "vectors"]
+    width: int
+    causal: bool | None = None
+    trained: bool = False
+    max_length: int | None = None
+    forward: Callable[[nn.Module, Tensor], Any] = lambda model, inputs: model(inputs)
+    make_batch: MakeBatch | None = None
+    loss: Callable[[nn.Module, Tensor], Tensor] | None = None
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = lambda parameters: (
+        torch.optim.AdamW(parameters, lr=1e-3)
+    )
+    tolerance: float = 1e-5
+    seq_len: int = 16
+    notes: str = ""
+
+    @classmethod
+    def of(cls, subject: Any, **declared: Any) -> ModelSpec:
+        """Describe `subject` by building it once and trying it.
+
+        Args:
+            subject: a function that returns a module (or a ModelSpec), a module (copied for each
+                use), or a ModelSpec.
+            **declared: attributes of ModelSpec that are not to be inferred.
+
+        Raises:
+            InferenceError: no way of calling the model was found; the message says what was tried.
+            TypeError: `subject` is, or returns, something else.
+        """
+        if isinstance(subject, nn.Module):
+            return cls._infer(lambda: copy.deepcopy(subject), type(subject).__name__, declared)
+        if callable(subject):
+            made = subject()
+            if isinstance(made, nn.Module):
+                return cls._infer(subject, getattr(subject, "__name__", "model"), declared)
+            subject = made
+        if not isinstance(subject, ModelSpec):
+            raise TypeError(
+                f"model: got {type(subject).__name__}; wanted a function that takes no arguments and returns "
+                "an nn.Module or a ModelSpec, an nn.Module, or a ModelSpec"
+            )
+        return replace(subject, **declared) if declared else subject
+
+    @classmethod
+    def _infer(cls, build: Factory, name: str, declared: dict[str, Any]) -> ModelSpec:
+        fields: dict[str, Any] = {"build": build, "name": name, **declared}
+        with seeded(0):
+            model = build().eval()
+            notes = []
+            if not {"inputs", "width"} <= fields.keys():
+                inputs, width, seq_len = _try_calls(model, cls, fields)
+                fields.setdefault("seq_len", seq_len)
+                fields |= {"inputs": inputs, "width": width}
+                notes.append(f"takes {inputs} of width {width}")
+        if "causal" not in declared:
+            fields["causal"], reason = _claimed_causality(model, fields["inputs"])
+            notes.append(reason)
+        if "max_length" not in declared:
+            fields["max_length"] = _length_limit(model)
+            if fields["max_length"] is not None:
+                notes.append(f"at most {fields['max_length']} positions")
+        fields.setdefault("notes", "; ".join(notes))
+        return cls(**fields)
+
+    def create(self, device: torch.device | str = "cpu", seed: int = 0) -> nn.Module:
+        """A fresh model on `device`, built under `seed`. The caller's random state is untouched."""
+        with seeded(seed, device):
+            model = self.build()
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"{self.name}: build() returned {type(model).__name__}; wanted an nn.Module")
+        return model.to(device)
+
+    def batch(
+        self, batch_size: int, seq_len: int, *, device: torch.device | str = "cpu", seed: int = 0
+    ) -> Tensor:
+        """Inputs on `device`: (B, T) ids or (B, T, C) vectors, a function of `seed` alone.
+
+        Raises:
+            ValueError: `seq_len` is beyond what the model takes.
+        """
+        if self.max_length is not None and seq_len > self.max_length:
+            raise ValueError(f"seq_len: got {seq_len}; {self.name} takes at most {self.max_length} positions")
+        generator = torch.Generator().manual_seed(seed)
+        if self.make_batch is not None:
+            inputs = self.make_batch(batch_size, seq_len, generator)
+        elif self.inputs == "tokens":
+            inputs = torch.randint(self.width, (batch_size, seq_len), generator=generator)
+        else:
+            inputs = torch.randn(batch_size, seq_len, self.width, generator=generator)
+        return inputs.to(device)
+
+    def logits(self, model: nn.Module, inputs: Tensor) -> Tensor:
+        """The model's output on `inputs`: (B, T, anything)."""
+        return logits_of(self.forward(model, inputs))
+
+    def loss_of(self, model: nn.Module, inputs: Tensor) -> Tensor:
+        """The scalar that a training step minimises."""
+        if self.loss is not None:
+            return self.loss(model, inputs)
+        output = self.logits(model, inputs)
+        if self.inputs == "vectors":
+            return output.float().square().mean()
+        labels = inputs
+        if self.causal:
+            output, labels = output[:, :-1], inputs[:, 1:]
+        return F.cross_entropy(output.flatten(0, 1).float(), labels.flatten())
+
+    def with_(self, **changes: Any) -> Self:
+        """A copy with some attributes changed."""
+        return replace(self, **changes)
+
+
+def logits_of(output: Any) -> Tensor:
+    """The logits in a model's output: itself, `.logits`, `["logits"]`, or the first of a tuple.
+
+    Raises:
+        TypeError: none of these is a tensor.
+    """
+    found = output
+    if not isinstance(found, Tensor):
+        if hasattr(output, "logits"):
+            found = output.logits
+        elif isinstance(output, Mapping):
+            found = output.get("logits")
+        elif isinstance(output, tuple | list) and output:
+            found = output[0]
+    if not isinstance(found, Tensor):
+        raise TypeError(
+            f"output: got {type(output).__name__}; wanted a tensor, or logits in an object or dict"
+        )
+    return found
+
+
+def load_factory(target: str, *, search: Path | None = None) -> Any:
+    """The object that "package.module:name" or "path/to/file.py:name" names.
+
+    Args:
+        target: what to load.
+        search: a folder to import from beside the installed packages.
+
+    Raises:
+        ValueError: the text has another form, or there is no such module or name; what the module
+            itself raises while it is imported is given as the cause.
+    """
+    module_name, separator, attribute = target.partition(":")
+    if not (separator and module_name and attribute):
+        raise ValueError(f"got {target!r}; wanted MODULE:FACTORY, such as mypackage.models:tiny")
+    if search is not None and str(search) not in sys.path:
+        sys.path.insert(0, str(search))
+    try:
+        if module_name.endswith(".py"):
+            module = _load_file((search or Path()) / module_name)
+        else:
+            module = importlib.import_module(module_name)
+    except Exception as error:
+        raise ValueError(f"{target}: cannot import {module_name}: {type(error).__name__}: {error}") from error
+    found = module
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            public = [name for name, value in vars(module).items() if callable(value) and name[0] != "_"]
+            raise ValueError(
+                f"{target}: {module_name} has no {attribute}; it has {', '.join(public) or 'none'}"
+            )
+        found = getattr(found, part)
+    return found
+
+
+def _load_file(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None or not path.exists():
+        raise FileNotFoundError(path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(path.stem, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+@torch.no_grad()
+def _try_calls(
+    model: nn.Module, cls: type[ModelSpec], fields: dict[str, Any]
+) -> tuple[Literal["tokens", "vectors"], int, int]:
+    """How the model can be called: kind of input, width, and a length that works."""
+    forward = fields.get("forward", cls.forward)
+    tried: list[str] = []
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+
+    def attempt(inputs: Tensor) -> Tensor | None:
+        try:
+            output = logits_of(forward(model, inputs.to(device)))
+        except Exception as error:  # any failure is an answer: this is not how it is called
+            tried.append(f"{_describe(inputs)}: {type(error).__name__}: {str(error).splitlines()[:1]}")
+            return None
+        if output.ndim == 3 and output.shape[:2] == inputs.shape[:2] and output.is_floating_point():
+            return output
+        tried.append(f"{_describe(inputs)}: output of shape {tuple(output.shape)}")
+        return None
+
+    limit = _length_limit(model)
+    lengths = [t for t in (fields.get("seq_len"), *_TRIAL_LENGTHS) if t and (limit is None or t <= limit)]
+    for seq_len in lengths:
+        accepted = []
+        for vocab_size in _vocabulary_candidates(model):
+            output = attempt(torch.randint(vocab_size, (2, seq_len)))
+            if output is not None:
+                if output.shape[-1] == vocab_size:
+                    return "tokens", vocab_size, seq_len
+                accepted.append(vocab_size)
+        if accepted:
+            return "tokens", min(accepted), seq_len
+        for width in _width_candidates(model):
+            if attempt(torch.randn(2, seq_len, width)) is not None:
+                return "vectors", width, seq_len
+    raise InferenceError(
+        f"{fields['name']}: no call was found that gives (batch, positions, width). Declare inputs=, width= "
+        "and forward= in ModelSpec.of(factory, ...). Tried:\n  "
+        + "\n  ".join(tried or ["nothing: no layers seen"])
+    )
+
+
+def _describe(inputs: Tensor) -> str:
+    kind = "vectors" if inputs.is_floating_point() else "ids"
+    return f"{kind} {tuple(inputs.shape)}"
+
+
+def _vocabulary_candidates(model: nn.Module) -> list[int]:
+    config = getattr(model, "config", None)
+    named = [getattr(config, "vocab_size", None)] + [
+        getattr(model, n, None) for n in ("vocab_size", "num_tokens")
+    ]
+    seen = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
+    return list(dict.fromkeys(v for v in (*named, *seen) if isinstance(v, int) and v > 0))
+
+
+def _width_candidates(model: nn.Module) -> list[int]:
+    widths: list[Any] = [getattr(model, name, None) for name in ("d_model", "dim", "hidden_size")]
+    for module in model.modules():
+        match module:
+            case nn.LayerNorm() | nn.RMSNorm():
+                widths.append(module.normalized_shape[-1])
+            case nn.Linear():
+                widths.append(module.in_features)
+            case nn.MultiheadAttention():
+                widths.append(module.embed_dim)
+    return list(dict.fromkeys(w for w in widths if isinstance(w, int) and w > 0))
+
+
+def _claimed_causality(model: nn.Module, inputs: str) -> tuple[bool | None, str]:
+    """What the model says of itself; a next-token model by its shape is assumed to be causal."""
+    layers = getattr(model, "attn_layers", None)
+    for owner in (model, layers):
+        for name in ("is_causal", "causal"):
+            claim = getattr(owner, name, None)
+            if isinstance(claim, bool):
+                return claim, f"says {name}={claim}"
+    can_generate = getattr(model, "can_generate", None)
+    if inspect.ismethod(can_generate) and isinstance(answer := can_generate(), bool):
+        return answer, "causal, since it can generate" if answer else "not causal: it cannot generate"
+    if inputs == "tokens":
+        return True, "assumed causal (say causal=False if not)"
+    return None, "no claim about causality (say causal=True to check it)"
+
+
+def _length_limit(model: nn.Module) -> int | None:
+    config = getattr(model, "config", None)
+    for owner, name in ((config, "max_position_embeddings"), (model, "max_seq_len"), (model, "max_length")):
+        limit = getattr(owner, name, None)
+        if isinstance(limit, int) and limit > 0:
+            return limit
+    return None

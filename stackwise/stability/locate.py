@@ -1,0 +1,62 @@
+"""Locating: the first module that turns finite inputs into a non-finite output."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+__all__ = ["first_nonfinite_module", "nonfinite_gradients"]
+
+
+def first_nonfinite_module(model: nn.Module, run: Callable[[], object]) -> str | None:
+    """Run `run` under hooks and name the culprit.
+
+    Args:
+        model: whose modules are watched.
+        run: calls the model.
+
+    Returns:
+        The name of the first module, in order of completion, whose inputs are finite and whose
+        output is not ("(the model itself)" for the root), or None where all outputs are finite.
+    """
+    found: list[str] = []
+
+    def watch(name: str) -> Callable[[nn.Module, Any, Any, Any], None]:
+        def hook(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if not found and not _finite(output) and _finite((args, kwargs)):
+                found.append(name)
+
+        return hook
+
+    handles = [
+        module.register_forward_hook(watch(name or "(the model itself)"), with_kwargs=True)
+        for name, module in model.named_modules()
+    ]
+    try:
+        run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found[0] if found else None
+
+
+def nonfinite_gradients(model: nn.Module) -> list[str]:
+    """Names of the parameters whose gradient has a NaN or an infinity."""
+    return [n for n, p in model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
+
+
+def _finite(value: Any) -> bool:
+    return all(bool(t.isfinite().all()) for t in _tensors(value) if t.is_floating_point())
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _tensors(item)

@@ -1,0 +1,214 @@
+"""StabilityRun: a short training run of any model, with faults, and what became of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from stackwise.seed import seeded
+from stackwise.spec import ModelSpec
+from stackwise.stability.faults import Fault, NanInjection
+from stackwise.stability.guard import Alarm, SpikeDetector
+from stackwise.stability.locate import first_nonfinite_module, nonfinite_gradients
+from stackwise.stability.telemetry import StepRecord, global_norm, gradient_norms
+
+__all__ = ["StabilityRun", "Verdict", "stability_run"]
+
+Verdict = Literal["stable", "caught", "missed", "false alarm", "not recovered"]
+
+
+@dataclass(frozen=True)
+class StabilityRun:
+    """What happened.
+
+    Attributes:
+        model: the spec's name.
+        seq_len: length of the sequences.
+        records: one per step, skipped ones included.
+        alarms: in order.
+        faults: what was injected.
+        fired: the steps at which some fault acted.
+        finite: whether every parameter is finite at the end.
+    """
+
+    model: str
+    seq_len: int
+    records: Sequence[StepRecord]
+    alarms: Sequence[Alarm]
+    faults: Sequence[Fault]
+    fired: Sequence[int]
+    finite: bool
+
+    @property
+    def alarm_steps(self) -> list[int]:
+        """The steps that raised an alarm."""
+        return [alarm.step for alarm in self.alarms]
+
+    @property
+    def missed(self) -> list[int]:
+        """Broken steps that raised no alarm."""
+        return sorted(set(self.fired) - set(self.alarm_steps))
+
+    @property
+    def false_alarms(self) -> list[Alarm]:
+        """Alarms at steps that no fault broke."""
+        return [alarm for alarm in self.alarms if alarm.step not in self.fired]
+
+    @property
+    def recovered(self) -> bool:
+        """Whether parameters and last loss are finite, and the last step was taken."""
+        last = self.records[-1]
+        return self.finite and math.isfinite(last.loss) and not last.skipped
+
+    @property
+    def verdict(self) -> Verdict:
+        """The run in a word; without faults, "stable" is the good one, with them, "caught"."""
+        if self.missed:
+            return "missed"
+        if self.false_alarms:
+            return "false alarm"
+        if not self.recovered:
+            return "not recovered"
+        return "caught" if self.fired else "stable"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {
+            "model": self.model,
+            "seq_len": self.seq_len,
+            "faults": [str(fault) for fault in self.faults],
+            "fired": list(self.fired),
+            "verdict": self.verdict,
+            "alarms": [alarm.to_dict() | {"text": str(alarm)} for alarm in self.alarms],
+            "records": [record.to_dict() for record in self.records],
+        }
+
+
+def stability_run(
+    spec: ModelSpec,
+    *,
+    steps: int = 16,
+    faults: Iterable[Fault] = (),
+    batch_size: int = 8,
+    seq_len: int | None = None,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+    detector: SpikeDetector | None = None,
+) -> StabilityRun:
+    """Train a fresh model for a few steps while breaking it, and skip the steps that are broken.
+
+    Loss and gradient norm are judged before each update: a non-finite one always raises an alarm,
+    a norm that is far above its history as well. The culprit is named by running the forward pass
+    again under hooks, with the same fault. This is a test harness: it waits for the device at each
+    step.
+
+    Args:
+        spec: the model.
+        steps: length of the run.
+        faults: what to break, and when.
+        batch_size: rows of a batch; each step has another batch. With very few rows the norms of sound
+            steps scatter by more than a fault's factor.
+        seq_len: positions; None: the spec's own.
+        device: where to run.
+        seed: of weights, batches and dropout.
+        detector: judges the norms.
+
+    Raises:
+        ValueError: a fault beyond the run, or too early to be judged, or with no target; a length that
+            the model does not take.
+    """
+    faults = tuple(faults)
+    detector = detector or SpikeDetector()
+    seq_len = spec.seq_len if seq_len is None else seq_len
+    device = torch.device(device)
+    model = spec.create(device, seed).train()
+    _check_faults(faults, steps, detector, model)
+    optimizer = spec.optimizer(p for p in model.parameters() if p.requires_grad)
+    records: list[StepRecord] = []
+    alarms: list[Alarm] = []
+    fired: list[int] = []
+
+    for step in range(steps):
+        inputs = spec.batch(batch_size, seq_len, device=device, seed=seed + 1 + step)
+        active = [fault for fault in faults if step in fault.steps]
+
+        def forward(
+            inputs: Tensor = inputs, active: Sequence[Fault] = active, step_seed: int = seed + 1 + step
+        ) -> Tensor:
+            with ExitStack() as stack:
+                for fault in active:
+                    stack.enter_context(fault.around_forward(model))
+                stack.enter_context(seeded(step_seed, device))
+                loss = spec.loss_of(model, inputs)
+            for fault in active:
+                loss = fault.on_loss(loss)
+            return loss
+
+        optimizer.zero_grad()
+        loss = forward()
+        loss.backward()  # type: ignore[no-untyped-call]
+        for fault in active:
+            fault.on_gradients(model)
+        if active:
+            fired.append(step)
+
+        norm = float(global_norm(gradient_norms(model.parameters())))
+        alarm = _judge(step, loss.item(), norm, detector)
+        if alarm is None:
+            optimizer.step()
+            detector.accept(norm)
+        else:
+            alarms.append(
+                Alarm(alarm.step, alarm.kind, alarm.value, alarm.limit, _locate(alarm, model, forward))
+            )
+        lr = float(optimizer.param_groups[0]["lr"])
+        records.append(StepRecord(step, loss.item(), norm, lr, alarm is not None))
+
+    finite = all(bool(p.isfinite().all()) for p in model.parameters())
+    return StabilityRun(spec.name, seq_len, records, alarms, faults, fired, finite)
+
+
+def _check_faults(faults: Sequence[Fault], steps: int, detector: SpikeDetector, model: nn.Module) -> None:
+    if steps < 1:
+        raise ValueError(f"steps: got {steps}; allowed: an integer >= 1")
+    for fault in faults:
+        if fault.steps.stop > steps:
+            raise ValueError(
+                f"{fault.name}: its last step is {fault.steps.stop - 1}; the run has {steps} steps"
+            )
+        if not isinstance(fault, NanInjection) and fault.step < detector.minimum:
+            raise ValueError(
+                f"{fault.name}: step: got {fault.step}; allowed: >= {detector.minimum}, since a norm is "
+                "judged by those before it"
+            )
+        fault.prepare(model)
+
+
+def _judge(step: int, loss: float, norm: float, detector: SpikeDetector) -> Alarm | None:
+    if not math.isfinite(loss):
+        return Alarm(step, "non-finite loss", loss)
+    if not math.isfinite(norm):
+        return Alarm(step, "non-finite gradient", norm)
+    limit = detector.limit()
+    if limit is not None and norm > limit:
+        return Alarm(step, "gradient spike", norm, limit)
+    return None
+
+
+def _locate(alarm: Alarm, model: nn.Module, forward: Any) -> str:
+    match alarm.kind:
+        case "non-finite loss":
+            with torch.no_grad():
+                return first_nonfinite_module(model, forward) or "the loss"
+        case "non-finite gradient":
+            names = nonfinite_gradients(model)
+            return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        case "gradient spike":
+            norms = {n: float(p.grad.norm()) for n, p in model.named_parameters() if p.grad is not None}
+            return max(norms, key=lambda name: norms[name])

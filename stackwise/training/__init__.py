@@ -1,0 +1,17 @@
+"""The trainer: data, objective, schedule, optimizer, precision, checkpoints and the loop."""
+
+from stackwise.training.checkpoint import CheckpointManager, load_rack
+from stackwise.training.data import TokenWindows, create_data
+from stackwise.training.schedule import get_lr_with_warmup
+from stackwise.training.trainer import ArchitectureTrainer, NonFiniteStepError, TrainingResult
+
+__all__ = [
+    "ArchitectureTrainer",
+    "CheckpointManager",
+    "NonFiniteStepError",
+    "TokenWindows",
+    "TrainingResult",
+    "create_data",
+    "get_lr_with_warmup",
+    "load_rack",
+]

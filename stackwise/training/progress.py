@@ -1,0 +1,65 @@
+"""Progress: a live line on a terminal, a line now and then elsewhere."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from stackwise.stability.telemetry import StepRecord
+
+__all__ = ["TrainingProgress"]
+
+
+class TrainingProgress:
+    """Shows the newest step's loss, gradient norm and tokens per second.
+
+    Args:
+        total_steps: length of the run.
+        console: where to; default: standard error.
+        quiet_seconds: the least time between two lines where there is no terminal.
+    """
+
+    def __init__(
+        self, total_steps: int, *, console: Console | None = None, quiet_seconds: float = 10.0
+    ) -> None:
+        self._console = console or Console(stderr=True)
+        self._total, self._quiet_seconds = total_steps, quiet_seconds
+        self._bar: Progress | None = None
+        if self._console.is_terminal:
+            columns = (
+                TextColumn("training"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.description}"),
+                TimeRemainingColumn(),
+            )
+            self._bar = Progress(*columns, console=self._console)
+            self._task = self._bar.add_task("", total=total_steps)
+
+    def __enter__(self) -> Self:
+        self._start = self._last_line = time.perf_counter()
+        if self._bar:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar:
+            self._bar.stop()
+
+    def update(self, record: StepRecord, tokens: int) -> None:
+        """Show `record` as the newest step, after `tokens` tokens in all."""
+        now = time.perf_counter()
+        done = record.step + 1
+        rate = tokens / (now - self._start)
+        text = f"loss {record.loss:.3f}  grad norm {record.grad_norm:.2f}  {rate:,.0f} tokens/s"
+        if self._bar:
+            self._bar.update(self._task, completed=done, description=text)
+        elif done == self._total or now - self._last_line >= self._quiet_seconds:
+            self._last_line = now
+            self._console.print(f"training {done}/{self._total}  {text}", highlight=False)

@@ -1,0 +1,235 @@
+"""ArchitectureTrainer: the training loop, top to bottom.
+
+Nothing in a step makes the host wait for the device: loss, gradient norm and whether they are
+finite stay there; a non-finite step is left out by the fused optimizer itself, and is noticed when
+the records are read, every `log_interval` steps.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
+from typing import TypedDict
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from stackwise.config import StackWiseConfig
+from stackwise.device import resolve_device
+from stackwise.model.rack import Rack
+from stackwise.seed import seeded
+from stackwise.stability.telemetry import StepBuffer, StepRecord, global_norm, gradient_norms, mean_loss
+from stackwise.training.checkpoint import CheckpointManager
+from stackwise.training.objective import next_token_loss, require_causal
+from stackwise.training.optimizer import clip_gradients, create_optimizer
+from stackwise.training.precision import autocast
+from stackwise.training.progress import TrainingProgress
+from stackwise.training.schedule import get_lr_with_warmup
+
+__all__ = ["ArchitectureTrainer", "NonFiniteStepError", "TrainingResult"]
+
+Batch = Mapping[str, Tensor] | Tensor
+
+
+class NonFiniteStepError(ArithmeticError):
+    """A step had a non-finite loss or gradient. Its update was left out: the weights are sound.
+
+    Attributes:
+        record: the first such step.
+    """
+
+    def __init__(self, record: StepRecord) -> None:
+        self.record = record
+        super().__init__(
+            f"step {record.step}: loss {record.loss}, gradient norm {record.grad_norm}; the update was "
+            "skipped and the weights are those of the last finite step"
+        )
+
+
+class EpochLoss(TypedDict):
+    """Mean training loss of one pass over the data, in nats."""
+
+    epoch: int
+    loss: float
+
+
+class TrainingResult(TypedDict):
+    """What a run did. Losses in nats; `records` has every step."""
+
+    training_architecture: str
+    n_stacks: int
+    blocks_per_stack: list[int]
+    num_stacks: int
+    parameters: int
+    trainable_parameters: int
+    num_batches: int
+    avg_loss: float
+    final_loss: float
+    training_history: list[EpochLoss]
+    seconds: float
+    tokens_per_second: float
+    records: list[StepRecord]
+
+
+class ArchitectureTrainer:
+    """Trains a Rack as `config.training` says; the same seed gives the same weights, bit for bit.
+
+    Args:
+        config: `training` is read; `model` only to store it beside checkpoints.
+        progress: show progress; None: where standard error is a terminal.
+
+    Raises:
+        ConfigError: the configuration contradicts itself.
+    """
+
+    def __init__(self, config: StackWiseConfig, *, progress: bool | None = None) -> None:
+        config.validate()
+        self.config = config
+        self.device = resolve_device(config.training.device)
+        self.progress = Console(stderr=True).is_terminal if progress is None else progress
+
+    def train_architecture(self, rack: Rack, dataloader: Iterable[Batch]) -> TrainingResult:
+        """Train `rack` in place for `training.max_steps` steps of the next-token loss.
+
+        Args:
+            rack: moved to the configured device.
+            dataloader: batches with `input_ids` (B, N) of N - 1 predictions each, as `next_token_loss`
+                takes them, or bare (B, N) tensors. Started again when it ends.
+
+        Raises:
+            ValueError: a bidirectional Stack (the loss would leak), nothing to train, no data, or a
+                `checkpoint_dir` for a Rack that the configuration does not describe.
+            NonFiniteStepError: the loss or the gradient stopped being finite.
+        """
+        settings = self.config.training
+        require_causal(rack)
+        checkpoints = None
+        if settings.checkpoint_dir is not None:
+            checkpoints = CheckpointManager(settings.checkpoint_dir, self.config)
+            checkpoints.check(rack)
+        rack.to(self.device).train()
+        optimizer = create_optimizer(rack, settings.optimizer)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        buffer = StepBuffer(settings.log_interval, self.device)
+        records: list[StepRecord] = []
+        epochs: list[int] = []
+        tokens = 0
+        start = time.perf_counter()
+
+        with seeded(settings.seed, self.device), self._progress() as progress:
+            for step, (epoch, batch) in zip(range(settings.max_steps), _forever(dataloader), strict=False):
+                batch = {key: value.to(self.device, non_blocking=True) for key, value in batch.items()}
+                lr = self.learning_rate(step)
+                for group in optimizer.param_groups:
+                    group["lr"] = lr
+
+                with autocast(settings.precision, self.device):
+                    loss = next_token_loss(rack, batch)
+                loss.backward()  # type: ignore[no-untyped-call]
+
+                norm = global_norm(gradient_norms(parameters))
+                if settings.grad_clip is not None:
+                    clip_gradients(
+                        [p.grad for p in parameters if p.grad is not None], norm, settings.grad_clip
+                    )
+                broken = ~(loss.isfinite() & norm.isfinite())
+                optimizer.found_inf = broken.float()  # type: ignore[attr-defined]  # read by fused AdamW
+                optimizer.step()
+                optimizer.zero_grad()
+
+                buffer.write(step, lr, loss=loss.detach(), grad_norm=norm, skipped=broken)
+                epochs.append(epoch)
+                tokens += batch["input_ids"][:, 1:].numel()
+                saving = checkpoints is not None and (step + 1) % settings.save_interval == 0
+                last = step == settings.max_steps - 1
+                if buffer.full or saving or last:
+                    records += _sound(buffer.drain())
+                    if progress:
+                        progress.update(records[-1], tokens)
+                if checkpoints and (saving or last):
+                    checkpoints.save(step + 1, rack)
+
+        seconds = time.perf_counter() - start
+        return TrainingResult(
+            training_architecture=settings.training_architecture,
+            n_stacks=len(rack.stacks),
+            blocks_per_stack=[rack.get_stack(i).num_blocks for i in range(len(rack.stacks))],
+            num_stacks=len(rack.stacks),
+            parameters=rack.get_parameter_count(),
+            trainable_parameters=rack.get_trainable_parameter_count(),
+            num_batches=len(records),
+            avg_loss=mean_loss(records),
+            final_loss=mean_loss(records[-settings.log_interval :]),
+            training_history=[
+                {
+                    "epoch": epoch,
+                    "loss": mean_loss([r for r, e in zip(records, epochs, strict=True) if e == epoch]),
+                }
+                for epoch in sorted(set(epochs))
+            ],
+            seconds=seconds,
+            tokens_per_second=tokens / seconds,
+            records=records,
+        )
+
+    def learning_rate(self, step: int) -> float:
+        """Learning rate of `step`, counted from 0."""
+        settings = self.config.training
+        return get_lr_with_warmup(
+            step,
+            settings.schedule.warmup_steps,
+            settings.max_steps,
+            settings.optimizer.lr,
+            settings.schedule.min_lr,
+            settings.schedule.kind,
+        )
+
+    @torch.no_grad()
+    def evaluate(self, rack: Rack, dataloader: Iterable[Batch]) -> float:
+        """Mean loss in nats over one pass of `dataloader`, in eval mode; the mode is put back."""
+        was_training = rack.training
+        rack.to(self.device).eval()
+        total, count = 0.0, 0
+        try:
+            for batch in map(_as_mapping, dataloader):
+                batch = {key: value.to(self.device) for key, value in batch.items()}
+                with autocast(self.config.training.precision, self.device):
+                    total += next_token_loss(rack, batch).item()
+                count += 1
+        finally:
+            rack.train(was_training)
+        return total / count if count else math.nan
+
+    def _progress(self) -> TrainingProgress | nullcontext[None]:
+        return TrainingProgress(self.config.training.max_steps) if self.progress else nullcontext()
+
+
+def _sound(records: list[StepRecord]) -> list[StepRecord]:
+    for record in records:
+        if record.skipped:
+            raise NonFiniteStepError(record)
+    return records
+
+
+def _forever(dataloader: Iterable[Batch]) -> Iterator[tuple[int, Mapping[str, Tensor]]]:
+    epoch = 0
+    while True:
+        batch = None
+        for batch in dataloader:
+            yield epoch, _as_mapping(batch)
+        if batch is None:
+            raise ValueError("dataloader: got no batch" + (" in a later epoch" if epoch else ""))
+        epoch += 1
+
+
+def _as_mapping(batch: Batch) -> Mapping[str, Tensor]:
+    if isinstance(batch, Tensor):
+        return {"input_ids": batch}
+    if isinstance(batch, Mapping) and "input_ids" in batch:
+        return batch
+    raise ValueError(
+        f"dataloader: got a batch of {type(batch).__name__}; allowed: ids, or a dict with input_ids"
+    )

@@ -1,0 +1,865 @@
+"""What a configuration accepts, what it refuses, and what it says when it refuses."""
+
+import collections
+import copy
+import math
+import pickle
+import random
+import re
+import tracemalloc
+import types
+
+import pytest
+import yaml
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from stackwise.config import (
+    ArchitectureConfig,
+    ConfigError,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ScheduleConfig,
+    StackWiseConfig,
+    TrainingConfig,
+)
+
+SECTIONS = {
+    "": StackWiseConfig,
+    "model": ModelConfig,
+    "model.architecture": ArchitectureConfig,
+    "training": TrainingConfig,
+    "training.optimizer": OptimizerConfig,
+    "training.schedule": ScheduleConfig,
+    "data": DataConfig,
+}
+# The smallest value of each integer.
+INTEGERS = {
+    "model.vocab_size": 1,
+    "model.d_model": 1,
+    "model.n_heads": 1,
+    "model.n_kv_heads": 1,
+    "model.d_ff": 1,
+    "model.sliding_window": 1,
+    "model.architecture.n_stacks": 1,
+    "model.architecture.blocks_per_stack": 1,
+    "training.batch_size": 1,
+    "training.seq_len": 1,
+    "training.max_steps": 1,
+    "training.seed": 0,
+    "training.log_interval": 1,
+    "training.save_interval": 1,
+    "training.schedule.warmup_steps": 0,
+}
+# Per number: a whole number that is allowed, and numbers just outside.
+FLOATS = {
+    "model.dropout": (0, [-1e-9, 1.0, 1, -1]),
+    "model.rope_theta": (10, [0.0, 0, -1.0]),
+    "training.grad_clip": (1, [0.0, 0, -1.0]),
+    "training.optimizer.lr": (1, [0.0, 0, -1e-4]),
+    "training.optimizer.weight_decay": (0, [-1e-9, -1]),
+    "training.optimizer.eps": (1, [0.0, -1e-8]),
+    "training.schedule.min_lr": (0, [-1e-9]),
+    "data.validation_fraction": (0, [-0.1, 1.0, 1, 2]),
+}
+BOOLEANS = ["model.tie_embeddings", "model.freeze_up_proj", "model.use_rope", "data.shuffle"]
+CHOICES = {
+    "model.attention_type": ["mha", "gqa"],
+    "model.attention_mode": ["causal", "bidirectional"],
+    "model.norm": ["rmsnorm", "layernorm"],
+    "training.training_architecture": ["rackwise"],
+    "training.precision": ["fp32", "bf16"],
+    "training.schedule.kind": ["cosine", "linear", "constant"],
+}
+TEXTS = ["training.checkpoint_dir", "data.dataset_path"]
+MAY_BE_NULL = {"model.n_kv_heads", "model.sliding_window", "training.grad_clip", *TEXTS}
+NO_INTEGERS = ["8", 8.0, True, False, [8], {"a": 8}, math.nan, math.inf, b"8"]
+NO_FLOATS = ["0.1", "1e-4", True, False, [0.1], {}, math.nan, math.inf, -math.inf]
+DEVICES_REFUSED = [
+    "",
+    "gpu",
+    "CUDA",
+    "cuda:",
+    "cuda:-1",
+    "cuda:x",
+    "cpu:0",
+    " cpu",
+    "cuda:1\n",
+    "cuda:\u0661",
+]
+
+# Combinations of values that are each fine: the mapping, the path refused, what its line must contain.
+INCONSISTENT = [
+    ({"model": {"d_model": 64, "n_heads": 7}}, "model.n_heads", ["7", "d_model=64"]),
+    ({"model": {"d_model": 4, "n_heads": 8}}, "model.n_heads", ["8", "d_model=4"]),
+    ({"model": {"n_heads": 8, "n_kv_heads": 3}}, "model.n_kv_heads", ["3", "n_heads=8"]),
+    ({"model": {"n_heads": 8, "n_kv_heads": 16}}, "model.n_kv_heads", ["16", "n_heads=8"]),
+    ({"model": {"attention_type": "mha"}}, "model.attention_type", ["'mha'", "n_kv_heads=2", "8"]),
+    ({"model": {"n_kv_heads": None}}, "model.attention_type", ["'gqa'", "n_kv_heads", "mha"]),
+    ({"model": {"d_model": 6, "n_heads": 2}}, "model.use_rope", ["True", "even", "3"]),
+    ({"training": {"max_steps": 19}}, "training.schedule", ["warmup_steps=20", "max_steps=19"]),
+    (
+        {"training": {"schedule": {"warmup_steps": 201}}},
+        "training.schedule",
+        ["warmup_steps=201", "max_steps=200"],
+    ),
+    ({"training": {"schedule": {"min_lr": 0.5}}}, "training.schedule", ["min_lr=0.5", "lr=0.0001"]),
+    (
+        {"training": {"optimizer": {"lr": 1e-5}, "schedule": {"min_lr": 1e-4}}},
+        "training.schedule",
+        ["min_lr=0.0001", "lr=1e-05"],
+    ),
+    (
+        {"training": {"optimizer": {"betas": [0.9, 1.0]}}},
+        "training.optimizer.betas",
+        ["[0.9, 1.0]", "[0, 1)"],
+    ),
+    ({"training": {"optimizer": {"betas": [-0.1, 0.9]}}}, "training.optimizer.betas", ["-0.1", "[0, 1)"]),
+    ({"training": {"optimizer": {"betas": [0.9]}}}, "training.optimizer.betas", ["[0.9]", "2"]),
+    ({"training": {"optimizer": {"betas": [0.9] * 3}}}, "training.optimizer.betas", ["[0.9, 0.9, 0.9]", "2"]),
+    ({"training": {"optimizer": {"betas": [0.9, "x"]}}}, "training.optimizer.betas.1", ["'x'"]),
+    ({"training": {"seed": 2**63}}, "training.seed", [str(2**63)]),
+]
+CONSISTENT = [
+    {"model": {"d_model": 64, "n_heads": 64, "n_kv_heads": 64, "use_rope": False}},
+    {"model": {"n_heads": 8, "n_kv_heads": 8, "attention_type": "mha"}},
+    {"model": {"n_heads": 8, "n_kv_heads": None, "attention_type": "mha"}},
+    {"model": {"n_heads": 8, "n_kv_heads": 8, "attention_type": "gqa"}},
+    {"model": {"n_heads": 8, "n_kv_heads": 1}},
+    {"training": {"max_steps": 20}},
+    {"training": {"schedule": {"warmup_steps": 200}}},
+    {"training": {"schedule": {"warmup_steps": 0, "min_lr": 1e-4}}},
+    {"training": {"seed": 2**63 - 1, "device": "cuda:11"}},
+    {"training": {"optimizer": {"betas": [0, 0.999]}}},
+]
+YAML_NUMBERS = {
+    "1e-4": 1e-4,
+    "1E-4": 1e-4,
+    "1.e-4": 1e-4,
+    ".1e-3": 1e-4,
+    "1.5e-4": 1.5e-4,
+    "+1e-4": 1e-4,
+    "1e0": 1.0,
+    "0.0001": 1e-4,
+    "1": 1.0,
+}
+REPEATED_KEYS = [
+    ("model: {}\nmodel: {}\n", "model"),
+    ("training:\n  seed: 1\n  seed: 1\n", "seed"),
+    ("training: {optimizer: {lr: 1.0, lr: 2.0}}\n", "lr"),
+    ("training:\n  seed: 1\n  'seed': 2\n", "seed"),
+]
+# None of these is a configuration. `touch` would leave a file behind if anything were executed.
+HOSTILE = {
+    "python apply": "training: {seed: !!python/object/apply:os.system ['touch executed']}",
+    "python new": "training: !!python/object/new:os.system ['touch executed']",
+    "python apply at the top": "!!python/object/apply:os.system ['touch executed']",
+    "python name": "training: {seed: !!python/name:os.system }",
+    "python module": "training: !!python/module:os",
+    "python tuple": "training: {optimizer: {betas: !!python/tuple [0.9, 0.95]}}",
+    "unknown tag": "model: !mine {}",
+    "list at the top": "- model",
+    "number at the top": "3",
+    "word at the top": "model",
+    "set at the top": "!!set {model}",
+    "open bracket": "model: {",
+    "tab": "model:\n\td_model: 64",
+    "two documents": "---\nmodel: {}\n---\nmodel: {}\n",
+    "undefined alias": "model: *nowhere",
+    "contains itself": "&a [*a]",
+    "section contains itself": "&a {model: *a}",
+    "value contains itself": "training: {seed: &a [*a]}",
+    "list as a key": "? [1, 2]\n: 3",
+    "number as a key": "1: 2",
+    "null as a key": "~: 2",
+    "date": "training: {seed: 2001-13-99}",
+    "value sign": "training: {seed: =}",
+    "number of many digits": "training: {seed: " + "9" * 5000 + "}",
+    "hexadecimal number of many digits": "training: {seed: 0x" + "f" * 5000 + "}",
+    "infinite": "training: {optimizer: {lr: 1e999}}",
+    "not a boolean": "training: {seed: !!bool maybe}",
+    "not an integer": "training: {seed: !!int ''}",
+    "not a number": "training: {optimizer: {lr: !!float x}}",
+    "not a timestamp": "training: {seed: !!timestamp yesterday}",
+    "not a mapping": "model: !!map [d_model]",
+    "not a mapping either": "model: !!map d_model",
+    "not a set": "model: !!set [d_model]",
+    "not binary": "training: {seed: !!binary '\u00e9'}",
+    "nested lists": "model: " + "[" * 20_000,
+    "nested mappings": "{a: " * 20_000,
+    "nested through aliases": "\n".join(
+        [
+            "x0: &a0 []",
+            *(f"x{i}: &a{i} {'[' * 100}*a{i - 1}{']' * 100}" for i in range(1, 40)),
+            "training: {seed: *a39}",
+        ]
+    ),
+}
+HOSTILE_BYTES = {
+    "zeros": b"\0" * 64,
+    "latin-1": "data: {dataset_path: caf\u00e9}".encode("latin-1"),
+    "utf-16": "model: {}".encode("utf-16"),
+    "control characters": b"model: \x01\x02",
+    "gzip": bytes.fromhex("1f8b0800000000000003"),
+    "pickle": pickle.dumps({"model": {}}),
+}
+
+
+def nested(path, value):
+    for key in reversed(path.split(".")):
+        value = {key: value}
+    return value
+
+
+def not_null(path):
+    return [] if path in MAY_BE_NULL else [None]
+
+
+def refusal(mapping):
+    with pytest.raises(ConfigError) as caught:
+        StackWiseConfig.from_dict(mapping)
+    return caught.value.problems
+
+
+def accepted(mapping):
+    try:
+        return StackWiseConfig.from_dict(mapping)
+    except ConfigError:
+        return None
+
+
+def is_int(value, least):
+    return type(value) is int and value >= least
+
+
+def is_float(value):
+    return type(value) is float and math.isfinite(value)
+
+
+def assert_valid(mapping):
+    """Every rule of the format, spelled out for the dict of one whole configuration."""
+    leaves = dict.fromkeys([*INTEGERS, *FLOATS, *BOOLEANS, *CHOICES, *TEXTS], mapping)
+    for path in leaves:
+        for key in path.split("."):
+            leaves[path] = leaves[path][key]
+    for path, value in leaves.items():
+        if value is None:
+            assert path in MAY_BE_NULL
+        elif path in INTEGERS:
+            assert is_int(value, INTEGERS[path]), path
+        elif path in FLOATS:
+            assert is_float(value), path
+        elif path in BOOLEANS:
+            assert type(value) is bool, path
+        elif path in CHOICES:
+            assert value in CHOICES[path]
+        else:
+            assert type(value) is str, path
+    model, training, data = mapping["model"], mapping["training"], mapping["data"]
+    optimizer, schedule = training["optimizer"], training["schedule"]
+    n_heads = model["n_heads"]
+    n_kv_heads = n_heads if model["n_kv_heads"] is None else model["n_kv_heads"]
+    assert model["d_model"] % n_heads == 0 and n_heads % n_kv_heads == 0
+    assert model["attention_type"] == "gqa" or n_kv_heads == n_heads
+    assert model["attention_type"] == "mha" or model["n_kv_heads"] is not None
+    assert not model["use_rope"] or (model["d_model"] // n_heads) % 2 == 0
+    assert 0 <= model["dropout"] < 1 and model["rope_theta"] > 0
+    assert re.fullmatch("auto|cpu|cuda(:[0-9]+)?", training["device"])
+    assert training["seed"] < 2**63 and (training["grad_clip"] is None or training["grad_clip"] > 0)
+    assert optimizer["lr"] > 0 and optimizer["weight_decay"] >= 0 and optimizer["eps"] > 0
+    assert len(optimizer["betas"]) == 2 and all(is_float(b) and 0 <= b < 1 for b in optimizer["betas"])
+    assert schedule["warmup_steps"] <= training["max_steps"]
+    assert 0 <= schedule["min_lr"] <= optimizer["lr"]
+    assert 0 <= data["validation_fraction"] < 1
+
+
+counts = st.integers(1, 10**6)
+positive = st.floats(0, exclude_min=True, allow_infinity=False)
+fraction = st.floats(0, 1, exclude_max=True)
+paths = st.none() | st.text()
+
+
+@st.composite
+def valid_mappings(draw):
+    """Complete mappings that satisfy every rule, built without the code under test."""
+    n_kv_heads, group, half_head = (draw(st.integers(1, 9)) for _ in range(3))
+    use_rope = draw(st.booleans())
+    n_heads = n_kv_heads * group
+    attention_type = draw(st.sampled_from(["mha", "gqa"]))
+    if attention_type == "mha":
+        n_kv_heads = draw(st.sampled_from([None, n_heads]))
+    max_steps, lr = draw(counts), draw(positive)
+    return {
+        "model": {
+            "vocab_size": draw(counts),
+            "d_model": n_heads * half_head * (2 if use_rope else 1),
+            "n_heads": n_heads,
+            "n_kv_heads": n_kv_heads,
+            "d_ff": draw(counts),
+            "attention_type": attention_type,
+            "attention_mode": draw(st.sampled_from(["causal", "bidirectional"])),
+            "sliding_window": draw(st.none() | counts),
+            "norm": draw(st.sampled_from(["rmsnorm", "layernorm"])),
+            "dropout": draw(fraction),
+            "tie_embeddings": draw(st.booleans()),
+            "freeze_up_proj": draw(st.booleans()),
+            "use_rope": use_rope,
+            "rope_theta": draw(positive),
+            "architecture": {"n_stacks": draw(counts), "blocks_per_stack": draw(counts)},
+        },
+        "training": {
+            "training_architecture": "rackwise",
+            "batch_size": draw(counts),
+            "seq_len": draw(counts),
+            "max_steps": max_steps,
+            "seed": draw(st.integers(0, 2**63 - 1)),
+            "device": draw(st.sampled_from(["auto", "cpu", "cuda", "cuda:0", "cuda:17"])),
+            "precision": draw(st.sampled_from(["fp32", "bf16"])),
+            "grad_clip": draw(st.none() | positive),
+            "log_interval": draw(counts),
+            "checkpoint_dir": draw(paths),
+            "save_interval": draw(counts),
+            "optimizer": {
+                "lr": lr,
+                "weight_decay": draw(st.floats(0, allow_infinity=False)),
+                "betas": [draw(fraction), draw(fraction)],
+                "eps": draw(positive),
+            },
+            "schedule": {
+                "kind": draw(st.sampled_from(["cosine", "linear", "constant"])),
+                "warmup_steps": draw(st.integers(0, max_steps)),
+                "min_lr": draw(st.floats(0, lr)),
+            },
+        },
+        "data": {
+            "dataset_path": draw(paths),
+            "validation_fraction": draw(fraction),
+            "shuffle": draw(st.booleans()),
+        },
+    }
+
+
+@pytest.fixture(scope="module")
+def yaml_file(tmp_path_factory):
+    return tmp_path_factory.mktemp("config") / "config.yaml"
+
+
+class TestRoundTrip:
+    @given(valid_mappings())
+    def test_dict(self, mapping):
+        before = copy.deepcopy(mapping)
+        config = StackWiseConfig.from_dict(mapping)
+        assert config.to_dict() == before == mapping
+        assert_valid(config.to_dict())
+
+    @given(valid_mappings())
+    def test_yaml(self, yaml_file, mapping):
+        config = StackWiseConfig.from_dict(mapping)
+        config.to_yaml(yaml_file)
+        again = StackWiseConfig.from_yaml(yaml_file)
+        assert again == config and again.to_dict() == mapping
+
+    @given(valid_mappings())
+    def test_yaml_is_plain_for_other_readers(self, yaml_file, mapping):
+        StackWiseConfig.from_dict(mapping).to_yaml(yaml_file)
+        assert yaml.safe_load(yaml_file.read_text(encoding="utf-8")) == mapping
+
+    @pytest.mark.parametrize("path", INTEGERS)
+    def test_what_is_accepted_can_be_written(self, yaml_file, path):
+        # Python writes no decimal number of more than 4300 digits.
+        config = accepted(nested(path, 2**20_000))
+        if config is not None:
+            config.to_yaml(yaml_file)
+            assert StackWiseConfig.from_yaml(yaml_file) == config
+
+    @given(valid_mappings(), st.data())
+    def test_missing_keys_are_defaults(self, mapping, data):
+        kept = data.draw(st.sets(st.sampled_from(["model", "training", "data"])))
+        defaults = StackWiseConfig().to_dict()
+        given_part = {key: mapping[key] for key in kept}
+        assert StackWiseConfig.from_dict(given_part).to_dict() == {**defaults, **given_part}
+
+    @pytest.mark.parametrize(
+        "text", ["no", "1e-4", "null", "~", "2001-01-01", "a: b", "#x", " x ", "\n", "\ud800"]
+    )
+    def test_text_stays_text(self, yaml_file, text):
+        config = StackWiseConfig.from_dict({"data": {"dataset_path": text}})
+        config.to_yaml(yaml_file)
+        assert StackWiseConfig.from_yaml(yaml_file).data.dataset_path == text
+
+    def test_dict_is_a_copy(self):
+        config = StackWiseConfig()
+        mapping = config.to_dict()
+        mapping["model"]["d_model"] = -1
+        mapping["training"]["optimizer"]["betas"].append(3.0)
+        assert config == StackWiseConfig()
+
+    def test_configurations_do_not_share_values(self):
+        betas = [0.5, 0.6]
+        first = StackWiseConfig.from_dict({"training": {"optimizer": {"betas": betas}}})
+        betas.append(7.0)
+        assert first.training.optimizer.betas == [0.5, 0.6]
+        StackWiseConfig().training.optimizer.betas.append(7.0)
+        assert StackWiseConfig().training.optimizer.betas == [0.9, 0.95]
+
+    @pytest.mark.parametrize("kind", [collections.OrderedDict, types.MappingProxyType, collections.UserDict])
+    def test_any_mapping(self, kind):
+        config = StackWiseConfig.from_dict(kind({"model": kind({"architecture": kind({"n_stacks": 3})})}))
+        assert config.model.architecture.n_stacks == 3
+
+
+class TestYaml:
+    @pytest.mark.parametrize("text", ["", "\n\n", "# nothing\n", "---\n", "null\n", "{}", "\ufeff"])
+    def test_empty_is_defaults(self, yaml_file, text):
+        yaml_file.write_text(text, encoding="utf-8")
+        assert StackWiseConfig.from_yaml(yaml_file) == StackWiseConfig()
+
+    @pytest.mark.parametrize("text, value", YAML_NUMBERS.items())
+    def test_numbers(self, yaml_file, text, value):
+        yaml_file.write_text(f"training: {{optimizer: {{lr: {text}}}}}", encoding="utf-8")
+        lr = StackWiseConfig.from_yaml(str(yaml_file)).training.optimizer.lr
+        assert type(lr) is float and lr == value
+
+    @pytest.mark.parametrize("text", ["'1e-4'", "1e", "e-4", "1e-4x", "--1e-4", "1e-4.0", "1e4e4", "1_0e-4"])
+    def test_not_quite_numbers(self, yaml_file, text):
+        yaml_file.write_text(f"training: {{optimizer: {{lr: {text}}}}}", encoding="utf-8")
+        with pytest.raises(ConfigError, match=r"training\.optimizer\.lr: got '"):
+            StackWiseConfig.from_yaml(yaml_file)
+
+    @pytest.mark.parametrize("text, key", REPEATED_KEYS)
+    def test_repeated_key(self, yaml_file, text, key):
+        yaml_file.write_text(text, encoding="utf-8")
+        with pytest.raises(ConfigError, match=f"'{key}'") as caught:
+            StackWiseConfig.from_yaml(yaml_file)
+        assert "line" in str(caught.value) and str(yaml_file) in str(caught.value)
+
+    def test_same_key_in_two_sections(self, yaml_file):
+        yaml_file.write_text("training: {seed: 1}\nmodel: {d_ff: 2}\ndata: {}\n", encoding="utf-8")
+        assert StackWiseConfig.from_yaml(yaml_file).training.seed == 1
+
+    def test_aliases(self, yaml_file):
+        yaml_file.write_text("model: {d_model: &n 256, d_ff: *n}", encoding="utf-8")
+        assert StackWiseConfig.from_yaml(yaml_file).model.d_ff == 256
+
+    @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE.keys())
+    def test_hostile_text(self, yaml_file, tmp_path, monkeypatch, text):
+        monkeypatch.chdir(tmp_path)
+        yaml_file.write_text(text, encoding="utf-8")
+        with pytest.raises(ConfigError) as caught:
+            StackWiseConfig.from_yaml(yaml_file)
+        assert str(yaml_file) in str(caught.value)
+        assert caught.value.problems and all(len(line) < 2000 for line in caught.value.problems)
+        assert not list(tmp_path.iterdir())
+
+    @pytest.mark.parametrize("content", HOSTILE_BYTES.values(), ids=HOSTILE_BYTES.keys())
+    def test_hostile_bytes(self, yaml_file, content):
+        yaml_file.write_bytes(content)
+        with pytest.raises(ConfigError, match="problem"):
+            StackWiseConfig.from_yaml(yaml_file)
+
+    @pytest.mark.parametrize(
+        "shape", ["{}", "training: {{seed: {}}}", "training: {}"], ids=["top level", "leaf", "section"]
+    )
+    def test_aliases_that_multiply(self, yaml_file, shape):
+        # Written out this is 2^20 elements, 8 MB of text; nothing needs to write it out.
+        text = "[x]"
+        for i in range(20):
+            text = f"[&a{i} {text}, *a{i}]"
+        yaml_file.write_text(shape.format(text), encoding="utf-8")
+        tracemalloc.start()
+        try:
+            with pytest.raises(ConfigError):
+                StackWiseConfig.from_yaml(yaml_file)
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert peak < 2_000_000
+
+    def test_missing_file_is_no_config_error(self, tmp_path):
+        with pytest.raises(FileNotFoundError):
+            StackWiseConfig.from_yaml(tmp_path / "none.yaml")
+
+
+class TestUnknownKeys:
+    @pytest.mark.parametrize(
+        "section, name",
+        [(path, name) for path, section in SECTIONS.items() for name in section.model_fields],
+    )
+    def test_every_level(self, section, name):
+        path = f"{section}.{name}x".lstrip(".")
+        (line,) = refusal(nested(path, 1))
+        assert line.startswith(f"{path}: unknown key")
+        assert f"did you mean '{name}'?" in line
+        assert all(allowed in line for allowed in SECTIONS[section].model_fields)
+
+    @pytest.mark.parametrize("section", SECTIONS)
+    def test_no_suggestion_for_something_else(self, section):
+        path = f"{section}.zzzz".lstrip(".")
+        (line,) = refusal(nested(path, 1))
+        assert line.startswith(f"{path}: ") and "did you mean" not in line and "allowed: " in line
+
+    @pytest.mark.parametrize("key", [1, None, True, 2.5, (1, 2), b"model"])
+    def test_key_that_is_no_text(self, key):
+        for mapping in ({key: 1}, {"model": {key: 1}}, {"training": {"optimizer": {key: 1}}}):
+            (line,) = refusal(mapping)
+            assert str(key) in line
+
+
+class TestTypes:
+    @pytest.mark.parametrize("path, value", [(p, v) for p in INTEGERS for v in NO_INTEGERS + not_null(p)])
+    def test_integers(self, path, value):
+        (line,) = refusal(nested(path, value))
+        assert line.startswith(f"{path}: got {value!r}") and "integer" in line
+
+    @pytest.mark.parametrize("below", [1, 2, 10**30])
+    @pytest.mark.parametrize("path, least", INTEGERS.items())
+    def test_too_small(self, path, least, below):
+        (line,) = refusal(nested(path, least - below))
+        assert line.startswith(f"{path}: got {least - below} (int)") and line.endswith(f"{least}")
+
+    @pytest.mark.parametrize("path, value", [(p, v) for p in FLOATS for v in NO_FLOATS + not_null(p)])
+    def test_floats(self, path, value):
+        (line,) = refusal(nested(path, value))
+        assert line.startswith(f"{path}: got {value!r}") and "number" in line
+
+    @pytest.mark.parametrize(
+        "path, value", [(path, v) for path, (_, refused) in FLOATS.items() for v in refused]
+    )
+    def test_outside(self, path, value):
+        (line,) = refusal(nested(path, value))
+        assert line.startswith(f"{path}: got {value!r}") and ("greater than" in line or "less than" in line)
+
+    @pytest.mark.parametrize("path, value", [(path, whole) for path, (whole, _) in FLOATS.items()])
+    def test_whole_numbers_are_numbers(self, path, value):
+        result = StackWiseConfig.from_dict(nested(path, value)).to_dict()
+        for key in path.split("."):
+            result = result[key]
+        assert result == value and type(result) is float
+
+    @pytest.mark.parametrize("value", [0, 1, "true", "yes", "", None, [], 1.0])
+    @pytest.mark.parametrize("path", BOOLEANS)
+    def test_booleans(self, path, value):
+        (line,) = refusal(nested(path, value))
+        assert line.startswith(f"{path}: got {value!r}") and "boolean" in line
+
+    @pytest.mark.parametrize("value", ["", "x", 0, True, None, ["causal"]])
+    @pytest.mark.parametrize("path, allowed", CHOICES.items())
+    def test_choices(self, path, allowed, value):
+        for wrong in (value, allowed[0].upper(), f"{allowed[0]} "):
+            (line,) = refusal(nested(path, wrong))
+            assert line.startswith(f"{path}: got {wrong!r}")
+            assert all(repr(choice) in line for choice in allowed)
+
+    @pytest.mark.parametrize("value", [0, True, 1.5, ["a"], {}, b"a"])
+    @pytest.mark.parametrize("path", [*TEXTS, "training.device"])
+    def test_texts(self, path, value):
+        (line,) = refusal(nested(path, value))
+        assert line.startswith(f"{path}: got {value!r}") and "string" in line
+
+    @pytest.mark.parametrize("device", DEVICES_REFUSED)
+    def test_devices(self, device):
+        (line,) = refusal({"training": {"device": device}})
+        assert line.startswith(f"training.device: got {device!r}") and "auto" in line
+
+    @pytest.mark.parametrize("path", sorted(MAY_BE_NULL - {"model.n_kv_heads"}))
+    def test_null(self, path):
+        result = StackWiseConfig.from_dict(nested(path, None)).to_dict()
+        for key in path.split("."):
+            result = result[key]
+        assert result is None
+
+    @pytest.mark.parametrize("value", [None, 0, True, "x", [], [1], ["a", "b"]])
+    @pytest.mark.parametrize("path", [path for path in SECTIONS if path])
+    def test_sections(self, path, value):
+        (line,) = refusal(nested(path, value))
+        assert line.startswith(f"{path}: got {value!r}") and "dictionary" in line
+
+    @pytest.mark.parametrize("value", [None, 0, "x", [], [("model", {})], {"model"}])
+    def test_not_a_mapping(self, value):
+        (line,) = refusal(value)
+        assert repr(value) in line and "mapping" in line
+
+    @pytest.mark.parametrize("path", ["model.d_model", "training.seed", "training.optimizer.lr"])
+    @pytest.mark.parametrize(
+        "value", [-(10**5000), "x" * 10**6, [[0] * 1000] * 1000], ids=["int", "str", "list"]
+    )
+    def test_long_values_are_shown_short(self, path, value):
+        (line,) = refusal(nested(path, value))
+        assert line.startswith(f"{path}: ") and len(line) < 300
+
+    def test_deep_values(self):
+        deep = []
+        for _ in range(100_000):
+            deep = [deep]
+        (line,) = refusal({"model": deep})
+        assert line.startswith("model: ") and len(line) < 300
+
+
+class TestConsistency:
+    @pytest.mark.parametrize("mapping, path, parts", INCONSISTENT)
+    def test_refused(self, mapping, path, parts):
+        (line,) = refusal(mapping)
+        assert line.startswith(f"{path}: got ")
+        assert all(part in line for part in parts), line
+
+    @pytest.mark.parametrize("mapping", CONSISTENT)
+    def test_accepted(self, mapping):
+        assert_valid(StackWiseConfig.from_dict(mapping).to_dict())
+
+    @given(d_model=st.integers(1, 48), n_heads=st.integers(1, 16), n_kv_heads=st.none() | st.integers(1, 16))
+    def test_heads(self, d_model, n_heads, n_kv_heads):
+        kv = n_heads if n_kv_heads is None else n_kv_heads
+        divides = d_model % n_heads == 0 and n_heads % kv == 0
+        for attention_type, fits in (("mha", kv == n_heads), ("gqa", n_kv_heads is not None)):
+            for use_rope in (False, True):
+                allowed = divides and fits and not (use_rope and (d_model // n_heads) % 2)
+                model = {
+                    "d_model": d_model,
+                    "n_heads": n_heads,
+                    "n_kv_heads": n_kv_heads,
+                    "attention_type": attention_type,
+                    "use_rope": use_rope,
+                }
+                if allowed:
+                    assert StackWiseConfig.from_dict({"model": model}).model.d_model == d_model
+                else:
+                    assert refusal({"model": model})
+
+
+class TestProblems:
+    def test_all_at_once(self):
+        wrong = {
+            "model": {"n_heads": 7, "n_kv_heads": True, "norm": "batchnorm", "architecture": {"n_stacks": 0}},
+            "training": {
+                "batch_size": 0,
+                "seed": 2.0,
+                "device": "tpu",
+                "optimizer": {"lr": "1e-4", "betas": [0.9, 1.0], "moment": 1},
+                "schedule": {"kind": "step"},
+            },
+            "data": {"shuffle": 1, "validation_fraction": math.nan},
+            "modle": {},
+        }
+        expected = {
+            "model.n_heads": ("7", "divide d_model=512"),
+            "model.n_kv_heads": ("True", "integer"),
+            "model.norm": ("'batchnorm'", "'rmsnorm' or 'layernorm'"),
+            "model.architecture.n_stacks": ("0", "greater than or equal to 1"),
+            "training.batch_size": ("0", "greater than or equal to 1"),
+            "training.seed": ("2.0", "integer"),
+            "training.device": ("'tpu'", "cuda"),
+            "training.optimizer.lr": ("'1e-4'", "number"),
+            "training.optimizer.betas": ("[0.9, 1.0]", "[0, 1)"),
+            "training.optimizer.moment": ("unknown key", "weight_decay"),
+            "training.schedule.kind": ("'step'", "'cosine', 'linear' or 'constant'"),
+            "data.shuffle": ("1", "boolean"),
+            "data.validation_fraction": ("nan", "finite number"),
+            "modle": ("unknown key", "did you mean 'model'?"),
+        }
+        problems = refusal(wrong)
+        lines = {line.split(": ")[0]: line for line in problems}
+        assert len(problems) == len(lines) and set(lines) == set(expected)
+        for path, parts in expected.items():
+            assert all(part in lines[path] for part in parts), lines[path]
+
+    def test_two_of_one_schedule(self):
+        text = "\n".join(refusal({"training": {"schedule": {"warmup_steps": 201, "min_lr": 0.5}}}))
+        assert "warmup_steps=201" in text and "max_steps=200" in text
+        assert "min_lr=0.5" in text and "lr=0.0001" in text
+
+    def test_message(self, yaml_file):
+        yaml_file.write_text("model: {d_model: x, d_ff: 0}\n", encoding="utf-8")
+        with pytest.raises(ConfigError) as caught:
+            StackWiseConfig.from_yaml(yaml_file)
+        first, *lines = str(caught.value).splitlines()
+        assert first == f"{yaml_file}: 2 problems"
+        assert [line.strip() for line in lines] == caught.value.problems
+        assert isinstance(caught.value, ValueError)
+
+    def test_crosses_processes(self):
+        error = ConfigError(["model.d_ff: got 0 (int); allowed: 1", "data: x"], "a.yaml")
+        for again in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
+            assert again.problems == error.problems and str(again) == str(error)
+
+
+class TestAssignment:
+    @pytest.mark.parametrize("path", [*INTEGERS, *FLOATS, *BOOLEANS, *CHOICES, "training.device"])
+    def test_refused_assignment_changes_nothing(self, path):
+        *section_path, name = path.split(".")
+        config = StackWiseConfig()
+        section = config
+        for key in section_path:
+            section = getattr(section, key)
+        for value in ("x", -1, [], math.nan):
+            with pytest.raises(ConfigError, match=f"{name}: got"):
+                setattr(section, name, value)
+        assert config == StackWiseConfig()
+
+    def test_accepted_assignment(self):
+        config = StackWiseConfig()
+        config.training.schedule.warmup_steps = 0
+        config.training.optimizer.lr = 1
+        config.model.d_model = 1024
+        config.model.architecture = {"n_stacks": 7}
+        expected = StackWiseConfig().to_dict()
+        expected["training"]["schedule"]["warmup_steps"] = 0
+        expected["training"]["optimizer"]["lr"] = 1.0
+        expected["model"]["d_model"] = 1024
+        expected["model"]["architecture"]["n_stacks"] = 7
+        assert config.to_dict() == expected
+        assert isinstance(config.model.architecture, ArchitectureConfig)
+        config.validate()
+
+    @pytest.mark.parametrize(
+        "name, value", [("n_heads", 7), ("d_model", 100), ("n_kv_heads", 3), ("attention_type", "mha")]
+    )
+    def test_rules_between_fields_of_a_section(self, name, value):
+        model = ModelConfig()
+        with pytest.raises(ConfigError):
+            setattr(model, name, value)
+        assert model == ModelConfig()
+
+    def test_steps_below_the_warm_up(self):
+        training = TrainingConfig()
+        with pytest.raises(ConfigError, match=r"warmup_steps=20.*max_steps=19"):
+            training.max_steps = 19
+        assert training == TrainingConfig()
+
+    @pytest.mark.parametrize("section", SECTIONS)
+    def test_unknown_name(self, section):
+        instance = SECTIONS[section]()
+        with pytest.raises(ConfigError, match="zzzz: unknown key"):
+            instance.zzzz = 1
+        assert not hasattr(instance, "zzzz") and instance == SECTIONS[section]()
+
+    def test_validate_sees_what_a_section_alone_cannot(self):
+        config = StackWiseConfig()
+        config.training.schedule.warmup_steps = 201
+        with pytest.raises(ConfigError, match="max_steps=200"):
+            config.validate()
+        config = StackWiseConfig()
+        config.training.optimizer.betas.append(0.5)
+        with pytest.raises(ConfigError, match=r"training\.optimizer\.betas"):
+            config.validate()
+
+    @given(
+        st.lists(
+            st.tuples(
+                st.sampled_from(
+                    ["d_model", "n_heads", "n_kv_heads", "attention_type", "use_rope", "dropout"]
+                ),
+                st.sampled_from([None, 0, 1, 2, 3, 4, 8, 12, 24, 0.5, "mha", "gqa", True, False]),
+            ),
+            max_size=12,
+        )
+    )
+    def test_sections_are_always_valid(self, assignments):
+        config = StackWiseConfig()
+        for name, value in assignments:
+            before = config.to_dict()
+            try:
+                setattr(config.model, name, value)
+            except ConfigError:
+                assert config.to_dict() == before
+            else:
+                before["model"][name] = value
+                assert config.to_dict() == before
+            assert_valid(config.to_dict())
+
+
+field_names = sorted({name for section in SECTIONS.values() for name in section.model_fields})
+scalars = (
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 70)
+    | st.integers()
+    | st.floats()
+    | st.sampled_from([choice for choices in CHOICES.values() for choice in choices])
+    | st.text(max_size=5)
+)
+trees = st.recursive(
+    scalars,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(field_names) | st.text(max_size=3), inner, max_size=5)
+    ),
+    max_leaves=12,
+)
+
+
+@st.composite
+def nearly_valid_mappings(draw):
+    """Valid mappings with up to three values, sections or keys replaced."""
+    mapping = draw(valid_mappings())
+    for _ in range(draw(st.integers(0, 3))):
+        place = mapping
+        while True:
+            key = draw(st.sampled_from([*sorted(place), "other"]))
+            if key in place and isinstance(place[key], dict) and place[key] and draw(st.booleans()):
+                place = place[key]
+                continue
+            place[key] = draw(trees)
+            break
+    return mapping
+
+
+yaml_tokens = st.lists(
+    st.sampled_from([*field_names, "x", "1", "-1", "1e-4", "true", "~", "''"])
+    | st.sampled_from(
+        ["\n", "\n  ", "\n    ", "\t", ": ", ": ", ": ", "- ", "? ", "[", "]", "{", "}", ", ", "#"]
+    )
+    | st.sampled_from(["&a ", "*a", "<<: ", "!!map ", "!!set ", "!!omap ", "!!pairs ", "!!seq ", "!!str "])
+    | st.sampled_from(
+        ["!!int ", "!!bool ", "!!float ", "!!null ", "!!timestamp ", "!!binary ", "!x ", "!!merge "]
+    )
+    | st.sampled_from(
+        ["|\n", ">\n", "---\n", "...\n", "%YAML 1.1\n", "'", '"', "\\", "=", "0x", "1:2", ".inf"]
+    ),
+    max_size=14,
+).map("".join)
+
+
+class TestFuzz:
+    @given(
+        st.dictionaries(st.sampled_from(["model", "training", "data"]) | st.text(max_size=3), trees) | trees
+    )
+    def test_dict(self, tree):
+        self.survives(lambda: StackWiseConfig.from_dict(tree))
+
+    @given(nearly_valid_mappings())
+    def test_nearly_valid_dict(self, mapping):
+        self.survives(lambda: StackWiseConfig.from_dict(mapping))
+
+    @given(st.text() | yaml_tokens)
+    @example("model: !!map [1]")
+    def test_yaml_text(self, yaml_file, text):
+        yaml_file.write_bytes(text.encode("utf-8"))
+        self.survives(lambda: StackWiseConfig.from_yaml(yaml_file))
+
+    @given(st.binary())
+    def test_yaml_bytes(self, yaml_file, content):
+        yaml_file.write_bytes(content)
+        self.survives(lambda: StackWiseConfig.from_yaml(yaml_file))
+
+    @settings(max_examples=50)
+    @given(valid_mappings(), st.randoms(use_true_random=False))
+    def test_damaged_yaml(self, yaml_file, mapping, chance: random.Random):
+        text = yaml.safe_dump(mapping)
+        for _ in range(chance.randint(1, 4)):
+            at = chance.randrange(len(text))
+            text = (
+                text[:at]
+                + chance.choice(["", "", "\n", " ", ":", "-", "[", "!!map ", "0", "&a ", "*a"])
+                + text[at + 1 :]
+            )
+        yaml_file.write_bytes(text.encode("utf-8"))
+        self.survives(lambda: StackWiseConfig.from_yaml(yaml_file))
+
+    def survives(self, build):
+        problems = []
+        try:
+            assert_valid(build().to_dict())
+        except ConfigError as error:
+            problems = error.problems
+        assert all(len(line) < 2000 for line in problems)

@@ -1,1 +1,18 @@
-"""The pytest face of stackwise."""
+"""The pytest face of stackwise: thin, without numerics, and without torch until a test needs it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pytest_stackwise.checks import parametrize_with_checks as parametrize_with_checks
+
+__all__ = ["parametrize_with_checks"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        from pytest_stackwise import checks
+
+        return getattr(checks, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,1 +1,81 @@
-"""Is a transformer architecture right, is it stable, is it fast?"""
+"""Is a transformer architecture right, is it stable, is it fast?
+
+The names below are handed on when they are first used: importing stackwise does not import torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from stackwise.benchmark import Measurement, measure
+    from stackwise.checks import CheckResult, check_model
+    from stackwise.config import ConfigError, StackWiseConfig
+    from stackwise.model import (
+        Block,
+        Rack,
+        Stack,
+        create_block_spec,
+        create_rack_from_config,
+        create_rack_from_specs,
+        create_simple_rack,
+        create_stack_from_spec,
+    )
+    from stackwise.report import Report
+    from stackwise.spec import ModelSpec
+    from stackwise.stability import StabilityRun, stability_run
+    from stackwise.training import ArchitectureTrainer
+
+_HOMES = {
+    "ArchitectureTrainer": "stackwise.training",
+    "Block": "stackwise.model",
+    "CheckResult": "stackwise.checks",
+    "ConfigError": "stackwise.config",
+    "Measurement": "stackwise.benchmark",
+    "ModelSpec": "stackwise.spec",
+    "Rack": "stackwise.model",
+    "Report": "stackwise.report",
+    "StabilityRun": "stackwise.stability",
+    "Stack": "stackwise.model",
+    "StackWiseConfig": "stackwise.config",
+    "check_model": "stackwise.checks",
+    "create_block_spec": "stackwise.model",
+    "create_rack_from_config": "stackwise.model",
+    "create_rack_from_specs": "stackwise.model",
+    "create_simple_rack": "stackwise.model",
+    "create_stack_from_spec": "stackwise.model",
+    "measure": "stackwise.benchmark",
+    "stability_run": "stackwise.stability",
+}
+__all__ = [
+    "ArchitectureTrainer",
+    "Block",
+    "CheckResult",
+    "ConfigError",
+    "Measurement",
+    "ModelSpec",
+    "Rack",
+    "Report",
+    "StabilityRun",
+    "Stack",
+    "StackWiseConfig",
+    "check_model",
+    "create_block_spec",
+    "create_rack_from_config",
+    "create_rack_from_specs",
+    "create_simple_rack",
+    "create_stack_from_spec",
+    "measure",
+    "stability_run",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -9,7 +9,7 @@ import torch
 
 from stackwise.spec import ModelSpec
 
-__all__ = ["MODES", "Workload", "model_workload"]
+__all__ = ["MODES", "Workload", "check_shape", "model_workload"]
 
 MODES = ("forward", "train")
 
@@ -53,11 +53,7 @@ def model_workload(
     Raises:
         ValueError: another mode, or sizes that are no positive integers or beyond the model.
     """
-    if mode not in MODES:
-        raise ValueError(f"mode: got {mode!r}; allowed: {', '.join(MODES)}")
-    for key, value in {"batch_size": batch_size, "seq_len": seq_len}.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{key}: got {value!r}; allowed: an integer >= 1")
+    check_shape(mode=mode, batch_size=batch_size, seq_len=seq_len)
     device = torch.device(device)
     model = spec.create(device, seed).train(mode == "train")
     inputs = spec.batch(batch_size, seq_len, device=device, seed=seed)
@@ -76,3 +72,16 @@ def model_workload(
         optimizer.zero_grad()
 
     return Workload(f"{spec.name} train", train, device, batch_size * seq_len)
+
+
+def check_shape(*, mode: str = "forward", batch_size: int = 1, seq_len: int = 1) -> None:
+    """Refuse what `model_workload` would refuse, without building anything.
+
+    Raises:
+        ValueError: naming the argument, its value and what is allowed.
+    """
+    if mode not in MODES:
+        raise ValueError(f"mode: got {mode!r}; allowed: {', '.join(map(repr, MODES))}")
+    for key, value in {"batch_size": batch_size, "seq_len": seq_len}.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{key}: got {value!r}; allowed: an integer >= 1")

@@ -10,7 +10,7 @@ import fnmatch
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 import torch
@@ -37,6 +37,12 @@ class Fault:
     def __post_init__(self) -> None:
         _require(self.name, "step", self.step, int, self.step >= 0, "an integer >= 0")
         _require(self.name, "duration", self.duration, int, self.duration >= 1, "an integer >= 1")
+
+    def __str__(self) -> str:
+        given = (
+            f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default
+        )
+        return f"{self.name}({', '.join(given)})"
 
     @property
     def steps(self) -> range:

@@ -1,0 +1,69 @@
+"""The plugin's hooks. Each hands on to the file about its noun."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
+import pytest
+
+from pytest_stackwise import checks, device, markers, options, records, stability, summary, throughput
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Enter the options and their ini twins."""
+    options.add_options(parser)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_load_initial_conftests(parser: pytest.Parser) -> Generator[None, object, object]:
+    """Enter `--gpu` after the conftests, one of which may have it already."""
+    result = yield
+    options.add_gpu_option(parser)
+    return result
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Enter markers, fixtures and the collector of records."""
+    markers.register(config)
+    config.pluginmanager.register(stability.StabilityFixtures(), "stackwise-stability")
+    config.pluginmanager.register(throughput.fixtures(config), "stackwise-throughput")
+    config.pluginmanager.register(summary.Summary(config), "stackwise-summary")
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Stop the run where `--gpu` is asked for and there is none."""
+    device.require_what_was_asked(session.config)
+    options.report_paths(session.config)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """One test per length of `seq_lengths`."""
+    stability.parametrize_lengths(metafunc)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(
+    session: pytest.Session, config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    """Add the zero-code checks, validate markers, skip what needs a GPU: before anything deselects."""
+    items.extend(checks.zero_code_items(session, config))
+    for item in items:
+        markers.validate(item)
+    device.skip_without_gpu(config, items)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    """Let what runs inside the test find the test."""
+    with records.current(item):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Attach the test's records to its report, which carries them across processes."""
+    report = yield
+    records.attach(item, report)
+    return report

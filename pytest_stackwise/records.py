@@ -1,0 +1,52 @@
+"""Records: what a test found out, kept with the test and carried by its report.
+
+A record is a dict of plain values with a `section`: "checks", "stability" or "throughput". Reports
+cross from xdist workers to the controller as JSON, and the records with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import pytest
+
+__all__ = ["add", "attach", "current", "current_item", "of_report"]
+
+_RECORDS = pytest.StashKey[list[dict[str, Any]]]()
+_ATTRIBUTE = "stackwise"
+_current: ContextVar[pytest.Item | None] = ContextVar("stackwise_item", default=None)
+
+
+@contextmanager
+def current(item: pytest.Item) -> Iterator[None]:
+    """Inside, `current_item` is `item`."""
+    token = _current.set(item)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def current_item() -> pytest.Item | None:
+    """The test that is running, or None outside of one."""
+    return _current.get()
+
+
+def add(item: pytest.Item, section: str, record: dict[str, Any]) -> None:
+    """Keep a record with its test."""
+    item.stash.setdefault(_RECORDS, []).append({"section": section, **record})
+
+
+def attach(item: pytest.Item, report: pytest.TestReport) -> None:
+    """Put the records on the report of the test's call."""
+    if report.when == "call" and _RECORDS in item.stash:
+        setattr(report, _ATTRIBUTE, item.stash[_RECORDS])
+
+
+def of_report(report: pytest.TestReport) -> list[dict[str, Any]]:
+    """The records on a report; [] where the test had none."""
+    found: list[dict[str, Any]] = getattr(report, _ATTRIBUTE, [])
+    return found

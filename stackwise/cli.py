@@ -1,0 +1,103 @@
+"""The `stackwise` command: a thin face of the library."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+__all__ = ["main"]
+
+
+@dataclass(frozen=True)
+class Check:
+    """Check a model and say what is wrong with it; exit code 1 where something is."""
+
+    model: tyro.conf.Positional[str]
+    """MODULE:FACTORY, or path/to/file.py:FACTORY; FACTORY() returns an nn.Module or a ModelSpec."""
+    checks: tuple[str, ...] = ()
+    """Names of checks or families; none: all."""
+    device: str = "cpu"
+    """cpu, cuda or cuda:N."""
+    seed: int = 0
+    """Of weights, inputs and dropout."""
+    report: Path | None = None
+    """Write the results here, as .md or .json."""
+
+    def run(self) -> int:
+        """Print every result."""
+        from stackwise.checks import check_model
+        from stackwise.device import fingerprint, resolve_device
+        from stackwise.report import Report
+        from stackwise.spec import ModelSpec, load_factory
+
+        spec = ModelSpec.of(load_factory(self.model, search=Path.cwd()))
+        print(f"{spec.name}: {spec.notes}")
+        results = check_model(
+            spec, checks=self.checks or None, device=resolve_device(self.device), seed=self.seed
+        )
+        report = Report(failed_tests=[f"{r.model}::{r.check}" for r in results if not r.ok])
+        for result in results:
+            report.add("checks", **result.to_dict())
+        for line in report.lines():
+            print(line)
+        if self.report:
+            report.environment = fingerprint()
+            report.write(self.report)
+        return 1 if report.failed_tests else 0
+
+
+@dataclass(frozen=True)
+class Train:
+    """Train a Rack as a YAML file says."""
+
+    config: tyro.conf.Positional[Path]
+    """A file that StackWiseConfig.from_yaml reads."""
+    progress: Literal["auto", "on", "off"] = "auto"
+    """Show progress; auto: on a terminal."""
+
+    def run(self) -> int:
+        """Train and print what came of it."""
+        import torch
+
+        from stackwise.config import StackWiseConfig
+        from stackwise.model import create_rack_from_config
+        from stackwise.training import ArchitectureTrainer, create_data
+
+        config = StackWiseConfig.from_yaml(self.config)
+        torch.manual_seed(config.training.seed)
+        rack = create_rack_from_config(config)
+        training, validation = create_data(config)
+        trainer = ArchitectureTrainer(
+            config, progress={"auto": None, "on": True, "off": False}[self.progress]
+        )
+        result = trainer.train_architecture(rack, training)
+        line = f"{result['num_batches']} steps, {result['tokens_per_second']:,.0f} tokens/s, "
+        line += f"loss {result['final_loss']:.4f}"
+        if validation is not None:
+            line += f", validation {trainer.evaluate(rack, validation):.4f} nats per byte"
+        print(line)
+        if config.training.checkpoint_dir:
+            print(f"saved in {config.training.checkpoint_dir}")
+        return 0
+
+
+Command = Annotated[Check, tyro.conf.subcommand("check")] | Annotated[Train, tyro.conf.subcommand("train")]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; user errors are one line on standard error and exit code 2."""
+    command: Check | Train = tyro.cli(
+        Command,  # type: ignore[arg-type]
+        args=arguments,
+        prog="stackwise",
+        description="Is a transformer architecture right, is it stable, is it fast?",
+    )
+    try:
+        return command.run()
+    except (ValueError, TypeError, OSError) as error:
+        print(f"stackwise: {error}", file=sys.stderr)
+        return 2

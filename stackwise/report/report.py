@@ -1,0 +1,238 @@
+"""Report: the records of a run, as text, Markdown and JSON, and one verdict over them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Self
+
+__all__ = ["Report"]
+
+_SECTIONS = ("checks", "stability", "throughput")
+_MARKS = {
+    "passed": "PASS",
+    "failed": "FAIL",
+    "warned": "WARN",
+    "error": "ERROR",
+    "not applicable": "n/a",
+    "expected failure": "XFAIL",
+}
+
+
+@dataclass
+class Report:
+    """What a run found out.
+
+    Attributes:
+        checks: CheckResults as dicts.
+        stability: StabilityRuns as dicts.
+        throughput: Measurements as dicts, with their shape.
+        training: what a training run did, or None.
+        environment: the machine's fingerprint, or None.
+        failed_tests: names of the tests that failed, whatever they were about.
+        created: ISO 8601, UTC.
+    """
+
+    checks: list[dict[str, Any]] = field(default_factory=list)
+    stability: list[dict[str, Any]] = field(default_factory=list)
+    throughput: list[dict[str, Any]] = field(default_factory=list)
+    training: dict[str, Any] | None = None
+    environment: dict[str, Any] | None = None
+    failed_tests: list[str] = field(default_factory=list)
+    created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
+
+    def add(self, section: str, **record: Any) -> None:
+        """Enter one record in "checks", "stability" or "throughput"."""
+        if section not in _SECTIONS:
+            raise ValueError(f"section: got {section!r}; allowed: {', '.join(_SECTIONS)}")
+        getattr(self, section).append(record)
+
+    @property
+    def verdict(self) -> str:
+        """FAIL where a test failed; EMPTY where nothing was found out; else PASS. Never a silent pass."""
+        if self.failed_tests:
+            return "FAIL"
+        return "PASS" if self.checks or self.stability or self.throughput or self.training else "EMPTY"
+
+    def summary(self) -> str:
+        """The verdict and what it rests on, in one line."""
+        parts = []
+        if self.checks:
+            counts = Counter(c["status"] for c in self.checks)
+            parts.append("checks: " + ", ".join(f"{n} {status}" for status, n in counts.items()))
+        if self.stability:
+            counts = Counter(r["verdict"] for r in self.stability)
+            parts.append("stability: " + ", ".join(f"{n} {verdict}" for verdict, n in counts.items()))
+        if self.throughput:
+            parts.append(f"throughput: {len(self.throughput)} measured")
+        if self.failed_tests:
+            noun = "test" if len(self.failed_tests) == 1 else "tests"
+            parts.append(f"{len(self.failed_tests)} {noun} failed")
+        return f"verdict: {self.verdict} ({'; '.join(parts) or 'nothing was found out'})"
+
+    def lines(self) -> Iterator[str]:
+        """Plain text, for a terminal."""
+        if self.training:
+            yield "training"
+            yield f"  {_training_line(self.training)}"
+        for model, rows in _grouped(self.checks):
+            yield f"checks of {model}"
+            for row in rows:
+                yield f"  {_MARKS[row['status']]:5} {row['check']:18} {_check_text(row)}".rstrip()
+        if self.stability:
+            yield "stability"
+            for run in self.stability:
+                yield f"  {run['verdict']:13} {run['model']}  {_fault_text(run)}"
+                for alarm in run["alarms"][:3]:
+                    yield f"  {'':13} {alarm['text']}"
+        if self.throughput:
+            yield "throughput"
+            for row in self.throughput:
+                yield f"  {row['model']}  {_shape_text(row)}  {_rate_text(row)}"
+        yield self.summary()
+
+    def markdown(self) -> str:
+        """A page for people."""
+        blocks = [f"# stackwise report\n\n**{self.summary()}**"]
+        blocks.append(f"{self.created}, stackwise {version('stackwise')}")
+        if self.environment:
+            blocks.append("\n".join(f"- {key}: {value}" for key, value in self.environment.items()))
+        if self.training:
+            blocks.append(f"## Training\n\n{_training_line(self.training)}")
+        for model, rows in _grouped(self.checks):
+            table = [
+                [_MARKS[r["status"]], r["check"], _number(r["value"]), _number(r["limit"]), _words(r)]
+                for r in rows
+            ]
+            header = ["", "check", "measured", "limit", "what it says"]
+            blocks.append(f"## Checks of {model}\n\n{_table(header, table)}")
+        if self.stability:
+            table = [
+                [
+                    run["verdict"],
+                    run["model"],
+                    _fault_text(run),
+                    "; ".join(a["text"] for a in run["alarms"]) or "none",
+                ]
+                for run in self.stability
+            ]
+            blocks.append(f"## Stability\n\n{_table(['verdict', 'model', 'run', 'alarms'], table)}")
+        if self.throughput:
+            table = [
+                [
+                    r["model"],
+                    _shape_text(r),
+                    f"{r['median_seconds'] * 1e3:.2f}",
+                    f"{r['tokens_per_second']:,.0f}",
+                    _bytes(r["peak_memory_bytes"]),
+                    str(r["calls"]),
+                    "yes" if r["steady"] else "no",
+                ]
+                for r in self.throughput
+            ]
+            header = ["model", "workload", "median ms", "tokens/s", "peak memory", "calls", "steady"]
+            blocks.append(f"## Throughput\n\n{_table(header, table)}")
+        if self.failed_tests:
+            blocks.append("## Failed tests\n\n" + "\n".join(f"- `{name}`" for name in self.failed_tests))
+        return "\n\n".join(blocks) + "\n"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values; `from_json` reads them back."""
+        return {
+            "stackwise": version("stackwise"),
+            "created": self.created,
+            "verdict": self.verdict,
+            "environment": self.environment,
+            "training": self.training,
+            "checks": self.checks,
+            "stability": self.stability,
+            "throughput": self.throughput,
+            "failed_tests": self.failed_tests,
+        }
+
+    def write(self, path: str | Path) -> None:
+        """Write Markdown or JSON, by the ending of `path`; a reader never sees half a file.
+
+        Raises:
+            ValueError: another ending.
+            OSError: the file cannot be written.
+        """
+        path = Path(path)
+        match path.suffix:
+            case ".md":
+                text = self.markdown()
+            case ".json":
+                text = json.dumps(self.to_dict(), indent=1, allow_nan=True) + "\n"
+            case _:
+                raise ValueError(f"report: got {path.name!r}; allowed endings: .md, .json")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch = path.with_name(f".{path.name}.{os.getpid()}")
+        scratch.write_text(text, encoding="utf-8")
+        scratch.replace(path)
+
+    @classmethod
+    def from_json(cls, path: str | Path) -> Self:
+        """Read what `write` wrote to a .json file."""
+        stored = json.loads(Path(path).read_text(encoding="utf-8"))
+        return cls(**{key: stored[key] for key in cls.__dataclass_fields__})
+
+
+def _grouped(rows: Sequence[dict[str, Any]]) -> list[tuple[str, list[dict[str, Any]]]]:
+    models = dict.fromkeys(row["model"] for row in rows)
+    return [(model, [row for row in rows if row["model"] == model]) for model in models]
+
+
+def _check_text(row: dict[str, Any]) -> str:
+    value, limit = _number(row["value"]), _number(row["limit"])
+    measured = f"{value} <= {limit}" if row["status"] == "passed" else f"{value} (limit {limit})"
+    return f"{measured if row['value'] is not None and row['limit'] is not None else value}  {_words(row)}"
+
+
+def _words(row: dict[str, Any]) -> str:
+    shown = (row["where"], row["meaning"], row["advice"] if row["status"] != "passed" else "")
+    return ". ".join(text.rstrip(".") for text in shown if text)
+
+
+def _fault_text(run: dict[str, Any]) -> str:
+    return f"T={run['seq_len']}, {len(run['records'])} steps, {', '.join(run['faults']) or 'no fault'}"
+
+
+def _shape_text(row: dict[str, Any]) -> str:
+    return f"{row['mode']} {row['batch_size']} x {row['seq_len']} on {row['device']}"
+
+
+def _rate_text(row: dict[str, Any]) -> str:
+    if not row["measured"]:
+        return "called once, not measured (benchmarks are disabled)"
+    steady = "" if row["steady"] else ", not steady"
+    return (
+        f"{row['tokens_per_second']:,.0f} tokens/s, median {row['median_seconds'] * 1e3:.2f} ms of "
+        f"{row['calls']} calls{steady}, peak memory {_bytes(row['peak_memory_bytes'])}"
+    )
+
+
+def _training_line(training: dict[str, Any]) -> str:
+    return (
+        f"{training['parameters']:,} parameters, {training['num_batches']} steps in "
+        f"{training['seconds']:.0f} s ({training['tokens_per_second']:,.0f} tokens/s): "
+        f"loss {training['first_loss']:.3f} -> {training['final_loss']:.3f}, validation {training['validation_loss']:.3f} nats per byte"
+    )
+
+
+def _table(header: list[str], rows: list[list[str]]) -> str:
+    cells = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(c.replace("|", "\\|") for c in row) + " |" for row in cells)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g}"
+
+
+def _bytes(count: int | None) -> str:
+    return "not available" if count is None else f"{count / 2**20:,.0f} MiB"

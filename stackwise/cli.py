@@ -91,7 +91,7 @@ Command = Annotated[Check, tyro.conf.subcommand("check")] | Annotated[Train, tyr
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; user errors are one line on standard error and exit code 2."""
     command: Check | Train = tyro.cli(
-        Command,  # type: ignore[arg-type]
+        Command,
         args=arguments,
         prog="stackwise",
         description="Is a transformer architecture right, is it stable, is it fast?",

@@ -221,7 +221,8 @@ def _training_line(training: dict[str, Any]) -> str:
     return (
         f"{training['parameters']:,} parameters, {training['num_batches']} steps in "
         f"{training['seconds']:.0f} s ({training['tokens_per_second']:,.0f} tokens/s): "
-        f"loss {training['first_loss']:.3f} -> {training['final_loss']:.3f}, validation {training['validation_loss']:.3f} nats per byte"
+        f"loss {training['first_loss']:.3f} -> {training['final_loss']:.3f}, "
+        f"validation {training['validation_loss']:.3f} nats per byte"
     )
 
 

@@ -76,11 +76,21 @@ class Report:
             parts.append(f"{len(self.failed_tests)} {noun} failed")
         return f"verdict: {self.verdict} ({'; '.join(parts) or 'nothing was found out'})"
 
+    def training_line(self) -> str:
+        """What the training run did, in one line; "" where there was none."""
+        run = self.training
+        if run is None:
+            return ""
+        return (
+            f"training: {run['parameters']:,} parameters, {run['num_batches']} steps in {run['seconds']:.0f} s "
+            f"({run['tokens_per_second']:,.0f} tokens/s), loss {run['first_loss']:.3f} -> "
+            f"{run['final_loss']:.3f}, validation {run['validation_loss']:.3f} nats per byte"
+        )
+
     def lines(self) -> Iterator[str]:
         """Plain text, for a terminal."""
         if self.training:
-            yield "training"
-            yield f"  {_training_line(self.training)}"
+            yield self.training_line()
         for model, rows in _grouped(self.checks):
             yield f"checks of {model}"
             for row in rows:
@@ -104,7 +114,7 @@ class Report:
         if self.environment:
             blocks.append("\n".join(f"- {key}: {value}" for key, value in self.environment.items()))
         if self.training:
-            blocks.append(f"## Training\n\n{_training_line(self.training)}")
+            blocks.append(f"## Training\n\n{self.training_line()}")
         for model, rows in _grouped(self.checks):
             table = [
                 [_MARKS[r["status"]], r["check"], _number(r["value"]), _number(r["limit"]), _words(r)]
@@ -214,15 +224,6 @@ def _rate_text(row: dict[str, Any]) -> str:
     return (
         f"{row['tokens_per_second']:,.0f} tokens/s, median {row['median_seconds'] * 1e3:.2f} ms of "
         f"{row['calls']} calls{steady}, peak memory {_bytes(row['peak_memory_bytes'])}"
-    )
-
-
-def _training_line(training: dict[str, Any]) -> str:
-    return (
-        f"{training['parameters']:,} parameters, {training['num_batches']} steps in "
-        f"{training['seconds']:.0f} s ({training['tokens_per_second']:,.0f} tokens/s): "
-        f"loss {training['first_loss']:.3f} -> {training['final_loss']:.3f}, "
-        f"validation {training['validation_loss']:.3f} nats per byte"
     )
 
 

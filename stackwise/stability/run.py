@@ -20,7 +20,7 @@ from stackwise.stability.telemetry import StepRecord, global_norm, gradient_norm
 
 __all__ = ["StabilityRun", "Verdict", "stability_run"]
 
-Verdict = Literal["stable", "caught", "missed", "false alarm", "not recovered"]
+Verdict = Literal["stable", "unstable", "caught", "missed", "false alarm", "not recovered"]
 
 
 @dataclass(frozen=True)
@@ -68,14 +68,14 @@ class StabilityRun:
 
     @property
     def verdict(self) -> Verdict:
-        """The run in a word; without faults, "stable" is the good one, with them, "caught"."""
+        """The run in a word. Good are "stable", without faults, and "caught", with them."""
+        if not self.fired:
+            return "stable" if self.recovered and not self.alarms else "unstable"
         if self.missed:
             return "missed"
         if self.false_alarms:
             return "false alarm"
-        if not self.recovered:
-            return "not recovered"
-        return "caught" if self.fired else "stable"
+        return "caught" if self.recovered else "not recovered"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""

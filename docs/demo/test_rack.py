@@ -1,0 +1,61 @@
+"""What a user's own test file looks like: a trained Rack checked, broken and measured."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from pytest_stackwise import parametrize_with_checks
+from stackwise import ModelSpec
+from stackwise.training import load_rack
+from stackwise.training.data import documentation_text
+
+TEXT = torch.frombuffer(bytearray(documentation_text().encode()), dtype=torch.uint8)
+
+
+def trained_rack():
+    return load_rack(Path("build/demo/rack/step-320"))
+
+
+def text_batch(batch_size, seq_len, generator):
+    starts = torch.randint(len(TEXT) - seq_len, (batch_size, 1), generator=generator)
+    return TEXT[starts + torch.arange(seq_len)].long()
+
+
+def gentle_adamw(parameters):
+    # A trained model that meets a new optimizer without warm-up needs a small learning rate.
+    return torch.optim.AdamW(parameters, lr=1e-4)
+
+
+SPEC = ModelSpec.of(trained_rack, name="rack", trained=True, make_batch=text_batch, optimizer=gentle_adamw)
+
+
+@parametrize_with_checks([SPEC])
+def test_right(spec, check):
+    check(spec)
+
+
+@pytest.mark.nan_injection(step=8, target="activation:stacks.1.blocks.0.attention")
+def test_nan_is_caught_at_its_step_and_place(stability_run):
+    run = stability_run(SPEC, steps=16)
+    assert run.alarm_steps == [8]
+    assert run.alarms[0].where == "stacks.1.blocks.0.attention"
+    assert run.recovered
+
+
+@pytest.mark.gradient_explosion(step=8, factor=10)
+def test_explosion_is_caught_at_its_step(stability_run):
+    run = stability_run(SPEC, steps=16)
+    assert run.alarm_steps == [8]
+    assert run.recovered
+
+
+@pytest.mark.seq_lengths(64, 256, 1024)
+def test_stable_at_length(stability_run):
+    assert stability_run(SPEC, steps=6, batch_size=4).verdict == "stable"
+
+
+@pytest.mark.parametrize("mode", ["forward", "train"])
+@pytest.mark.throughput(batch_size=8, seq_len=256)
+def test_fast(throughput, mode):
+    throughput(SPEC, mode=mode)

@@ -14,7 +14,7 @@ SMALL = ModelSpec.of(
 
 
 @pytest.mark.parametrize("mode", ["forward", "train"])
-@pytest.mark.parametrize("batch_size, seq_len", [(2, 256), (8, 256), (4, 1024)])
+@pytest.mark.parametrize(("batch_size", "seq_len"), [(2, 256), (8, 256), (4, 1024)])
 @pytest.mark.benchmark(group="rack")
 def test_rack(throughput, mode, batch_size, seq_len):
     throughput(SMALL, mode=mode, batch_size=batch_size, seq_len=seq_len, min_seconds=3.0)
@@ -22,7 +22,7 @@ def test_rack(throughput, mode, batch_size, seq_len):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["forward", "train"])
-@pytest.mark.parametrize("batch_size, seq_len", [(32, 1024), (8, 4096)])
+@pytest.mark.parametrize(("batch_size", "seq_len"), [(32, 1024), (8, 4096)])
 @pytest.mark.benchmark(group="rack-gpu")
 def test_rack_on_gpu(throughput, mode, batch_size, seq_len):
     throughput(SMALL, mode=mode, batch_size=batch_size, seq_len=seq_len, min_seconds=3.0)

@@ -138,10 +138,13 @@ class OptimizerConfig(_Section):
 
 
 class ScheduleConfig(_Section):
-    """The learning rate over time: a linear warm-up, then `kind` down to `min_lr`."""
+    """The learning rate over time: a linear warm-up, then `kind` down to `min_lr`.
+
+    `warmup_steps=None` is a tenth of the run.
+    """
 
     kind: Literal["cosine", "linear", "constant"] = "cosine"
-    warmup_steps: int = Field(20, ge=0)
+    warmup_steps: int | None = Field(None, ge=0)
     min_lr: float = Field(0.0, ge=0.0)
 
 
@@ -171,7 +174,7 @@ class TrainingConfig(_Section):
     @classmethod
     def _schedule_fits(cls, schedule: ScheduleConfig, info: ValidationInfo) -> ScheduleConfig:
         max_steps, optimizer = info.data.get("max_steps"), info.data.get("optimizer")
-        if max_steps is not None and schedule.warmup_steps > max_steps:
+        if max_steps is not None and (schedule.warmup_steps or 0) > max_steps:
             raise ValueError(
                 f"warmup_steps={schedule.warmup_steps} must not exceed training.max_steps={max_steps}"
             )

@@ -178,9 +178,10 @@ class ArchitectureTrainer:
     def learning_rate(self, step: int) -> float:
         """Learning rate of `step`, counted from 0."""
         settings = self.config.training
+        warmup_steps = settings.schedule.warmup_steps
         return get_lr_with_warmup(
             step,
-            settings.schedule.warmup_steps,
+            settings.max_steps // 10 if warmup_steps is None else warmup_steps,
             settings.max_steps,
             settings.optimizer.lr,
             settings.schedule.min_lr,

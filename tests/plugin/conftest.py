@@ -1,0 +1,160 @@
+"""Nested runs: a folder with models in it, and pytest in this process."""
+
+import json
+import warnings
+
+import pytest
+
+MODELS = """
+import torch
+from torch import nn
+
+QUICK = {"min_seconds": 0.0, "min_calls": 3, "warmup_seconds": 0.0}
+
+class Plain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(11, 8)
+        self.head = nn.Linear(8, 11)
+
+    def forward(self, ids):
+        return self.head(self.embedding(ids))
+
+class Conv(nn.Module):
+    def __init__(self, padding):
+        super().__init__()
+        self.embedding = nn.Embedding(11, 8)
+        self.conv = nn.Conv1d(8, 8, 3)
+        self.head = nn.Linear(8, 11)
+        self.padding = padding
+
+    def forward(self, ids):
+        x = nn.functional.pad(self.embedding(ids).transpose(1, 2), self.padding)
+        return self.head(self.conv(x).transpose(1, 2))
+
+class Vectors(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mix = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.mix(x)
+
+class EvalOnly(Plain):
+    def forward(self, ids):
+        if self.training:
+            raise KeyError("only in eval mode")
+        return super().forward(ids)
+
+def plain():
+    return Plain()
+
+def conv():
+    return Conv((2, 0))
+
+def leaky():
+    return Conv((1, 1))
+
+def vectors():
+    return Vectors()
+
+def eval_only():
+    return EvalOnly()
+
+def rack():
+    from stackwise import create_simple_rack
+    return create_simple_rack(1, 2, d_model=16, d_ff=32, n_heads=2, vocab_size=11)
+
+def broken():
+    raise RuntimeError("the weights are gone")
+
+def number():
+    return 3
+
+def needy(width):
+    return Plain()
+"""
+
+
+@pytest.fixture(scope="session")
+def _warm():
+    """Whatever a nested run imports first is forgotten at its end, and torch bears no second import."""
+    import stackwise.cli  # noqa: F401
+    from stackwise import ModelSpec, Report, check_model, create_simple_rack, measure, stability_run
+    from stackwise.benchmark import model_workload
+
+    spec = ModelSpec.of(lambda: create_simple_rack(1, 1, d_model=8, d_ff=8, n_heads=1, vocab_size=7))
+    check_model(spec)
+    stability_run(spec, steps=1)
+    workload = model_workload(spec, "train", batch_size=1, seq_len=4)
+    measure(workload, min_seconds=0.0, min_calls=1, warmup_seconds=0.0)
+    Report().markdown()
+
+
+@pytest.fixture(autouse=True)
+def _machine_without_gpu(request, monkeypatch):
+    """A nested run finds the same machine wherever, and however parallel, the outer run is."""
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    if request.node.get_closest_marker("gpu"):
+        return
+    import torch
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+
+
+@pytest.fixture(autouse=True)
+def folder(pytester, _machine_without_gpu):
+    """The folder of the nested run: `models.py` can be imported from it and from its tests."""
+    pytester.makepyfile(models=MODELS)
+    pytester.syspathinsert()
+    return pytester.path
+
+
+@pytest.fixture
+def run(pytester, _warm):
+    """pytest in this process: run(*arguments) -> RunResult."""
+
+    def run(*arguments):
+        with warnings.catch_warnings():
+            return pytester.runpytest_inprocess("-p", "no:cacheprovider", *map(str, arguments))
+
+    return run
+
+
+@pytest.fixture
+def run_apart(pytester):
+    """pytest in a process of its own: run_apart(*arguments) -> RunResult."""
+
+    def run(*arguments):
+        return pytester.runpytest_subprocess("-p", "no:cacheprovider", *map(str, arguments), timeout=120)
+
+    return run
+
+
+@pytest.fixture
+def report(folder):
+    """The JSON report of the nested run: report(name) -> dict."""
+
+    def report(name="out.json"):
+        return json.loads((folder / name).read_text(encoding="utf-8"))
+
+    return report
+
+
+@pytest.fixture
+def driven(monkeypatch):
+    """Device and seed of every model that a nested run in this process makes."""
+    from stackwise import ModelSpec
+
+    made, create = [], ModelSpec.create
+
+    def recording(self, device="cpu", seed=0):
+        made.append((str(device), seed))
+        return create(self, device, seed)
+
+    monkeypatch.setattr(ModelSpec, "create", recording)
+    return made

@@ -1,0 +1,112 @@
+"""Loading: who runs no stackwise test pays nothing for the plugin, and nobody waits for torch in vain."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HEAVY = {"torch", "numpy", "pydantic", "rich", "scipy"}
+WATCH = """
+import os, pathlib, sys
+def pytest_unconfigure():
+    pathlib.Path(f"modules-{os.getpid()}.txt").write_text("\\n".join(sys.modules))
+"""
+PROBE = """
+import sys, time
+import pytest
+before = set(sys.modules)
+start = time.perf_counter()
+import pytest_stackwise.plugin
+print(time.perf_counter() - start, *sorted(set(sys.modules) - before))
+"""
+
+
+def loaded(folder):
+    """The modules that each process of the nested run had at its end."""
+    return [set(path.read_text().splitlines()) for path in folder.glob("modules-*.txt")]
+
+
+def heavy(modules):
+    return {name for name in modules if name in HEAVY or name.startswith("stackwise.")}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "processes"),
+    [
+        (["--help"], 1),
+        (["--markers"], 1),
+        (["--collect-only", "-q"], 1),
+        ([], 1),
+        (["-n", "1"], 2),
+        (["-m", "not stability", "--stackwise-device=cpu", "--stackwise-seed=1"], 1),
+    ],
+    ids=["help", "markers", "collect-only", "run", "xdist", "options"],
+)
+def test_nothing_heavy_is_loaded_without_need(pytester, folder, run_apart, arguments, processes):
+    pytester.makeconftest(WATCH)
+    pytester.makepyfile(
+        test_plain="import pytest\n@pytest.mark.gpu\ndef test_gpu(): pass\ndef test_it(): pass"
+    )
+    result = run_apart(*arguments)
+    assert result.ret == 0, result.stdout.str()
+    seen = loaded(folder)
+    assert len(seen) == processes
+    for modules in seen:
+        assert "pytest_stackwise.plugin" in modules
+        assert not heavy(modules)
+
+
+def test_watch_sees_torch_where_a_test_needs_it(pytester, folder, run_apart):
+    pytester.makeconftest(WATCH)
+    pytester.makepyfile(
+        "import models\ndef test_it(stability_run): assert stability_run(models.plain, steps=1)"
+    )
+    run_apart().assert_outcomes(passed=1)
+    (modules,) = loaded(folder)
+    assert heavy(modules) >= {"torch", "stackwise.spec", "stackwise.stability"}
+
+
+def test_plugin_import_adds_only_the_plugin():
+    runs = []
+    for _ in range(3):
+        command = [sys.executable, "-c", PROBE]
+        seconds, *modules = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+        runs.append((float(seconds), modules))
+    print(f"import of pytest_stackwise.plugin: {min(runs)[0] * 1e3:.1f} ms, best of {len(runs)}")
+    modules = runs[0][1]
+    assert "pytest_stackwise.plugin" in modules
+    assert {name.partition(".")[0] for name in modules} - sys.stdlib_module_names == {"pytest_stackwise"}
+    assert len(modules) <= 20
+
+
+def test_public_name_is_handed_on_late():
+    command = [
+        sys.executable,
+        "-c",
+        "import sys, pytest_stackwise as p\n"
+        "assert 'parametrize_with_checks' in p.__all__ and 'torch' not in sys.modules\n"
+        "assert p.parametrize_with_checks.__module__ == 'pytest_stackwise.checks'\n"
+        "assert 'torch' not in sys.modules\n"
+        "try: p.nothing\n"
+        "except AttributeError as error: print(error)",
+    ]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=Path(__file__).parent)
+    assert done.stdout.strip() == "module 'pytest_stackwise' has no attribute 'nothing'"
+
+
+def test_help_lists_the_options_in_their_group(run):
+    result = run("--help")
+    assert result.ret == 0
+    result.stdout.fnmatch_lines(
+        [
+            "stackwise: is a transformer architecture right, stable, fast?*",
+            "  --stackwise-device=DEVICE*",
+            "  --stackwise-seed=N*",
+            "  --stackwise-model=MODULE:FACTORY*",
+            "  --stackwise-report=PATH*",
+            "  --gpu *",
+        ]
+    )
+    result.stdout.fnmatch_lines([f"  stackwise_{key} (*" for key in ("gpu", "device", "seed")])
+    result.stdout.fnmatch_lines([f"  stackwise_{key} (*" for key in ("model", "report")])

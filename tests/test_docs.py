@@ -1,0 +1,131 @@
+"""What README and docs/ say is what the code does."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import stackwise.checks.check as check_module
+from stackwise import ModelSpec, StackWiseConfig, check_model, measure, stability_run
+from stackwise.benchmark import model_workload
+from stackwise.checks import known_checks
+
+ROOT = Path(__file__).parent.parent
+PAGES = ["README.md", "CONTRIBUTING.md", "docs/checks.md", "docs/rack.md", "docs/plugin.md"]
+FENCE = re.compile(r"```(\w+)\n(.*?)```", re.DOTALL)
+EXAMPLES = [
+    pytest.param(code, id=f"{page}-{number}")
+    for page in PAGES
+    for number, (language, code) in enumerate(FENCE.findall((ROOT / page).read_text()))
+    if language == "python"
+]
+MODELS = """
+from torch import nn
+
+def tiny_llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2,
+    ))
+
+def leaky_llama():
+    model = tiny_llama()
+    for layer in model.model.layers:
+        layer.self_attn.is_causal = False
+    return model
+
+def tiny_encoder():
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 1)
+"""
+
+
+@pytest.fixture(scope="session")
+def _imported():
+    # A nested run forgets what it imported first, and neither torch nor transformers bears a second import.
+    models = {}
+    exec(MODELS, models)
+    spec = ModelSpec.of(models["tiny_llama"])
+    check_model(spec)
+    stability_run(spec, steps=1)
+    measure(model_workload(spec, "train", batch_size=1, seq_len=4), min_seconds=0.0, warmup_seconds=0.0)
+
+
+@pytest.fixture
+def package(pytester, _imported, monkeypatch):
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+    pytester.mkpydir("mypackage").joinpath("models.py").write_text(MODELS)
+    pytester.syspathinsert()
+    return pytester
+
+
+@pytest.mark.parametrize("code", EXAMPLES)
+def test_example_runs(code, package, monkeypatch):
+    monkeypatch.setattr(check_module, "_registry", dict(check_module._registry))
+    if "def test_" in code:
+        package.makepyfile(test_example=code)
+        result = package.runpytest("-p", "no:cacheprovider", "-p", "no:xdist")
+        outcomes = result.parseoutcomes()
+        assert outcomes.get("passed", 0) > 0
+        assert outcomes.keys() <= {"passed", "skipped"}
+    else:
+        exec(compile(code, "example", "exec"), {"__name__": "example"})
+
+
+def test_zero_code_line_of_the_readme(package):
+    result = package.runpytest("--stackwise-model=mypackage.models:tiny_llama", "-p", "no:xdist")
+    assert result.parseoutcomes() == {"passed": 1 + len(known_checks())}
+
+
+def test_message_of_the_readme_is_the_message(package):
+    shown = re.search(r"```text\n(tiny_llama: causality.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[
+        1
+    ]
+    result = package.runpytest("--stackwise-model=mypackage.models:leaky_llama", "-p", "no:xdist")
+    printed = [re.sub(r"[\d.]+", "N", line) for line in result.outlines]
+    for line in shown.replace("tiny_llama", "leaky_llama").splitlines():
+        assert re.sub(r"[\d.]+", "N", line) in printed
+
+
+def test_configuration_of_the_page_is_the_default(tmp_path):
+    for language, text in FENCE.findall((ROOT / "docs/rack.md").read_text()):
+        if language == "yaml":
+            (tmp_path / "run.yaml").write_text(text)
+            assert StackWiseConfig.from_yaml(tmp_path / "run.yaml") == StackWiseConfig()
+            written = {line.split(":")[0].strip() for line in text.splitlines()}
+            assert written >= set(_leaves(StackWiseConfig().to_dict()))
+
+
+def test_page_of_checks_lists_every_check():
+    rows = re.findall(r"^\| `(\w+)` \| (.*?) \|", (ROOT / "docs/checks.md").read_text(), re.MULTILINE)
+    assert dict(rows) == {name: check.summary for name, check in known_checks().items()}
+
+
+def test_page_of_the_plugin_lists_every_option_and_marker(pytestconfig):
+    page = (ROOT / "docs/plugin.md").read_text()
+    for option in (
+        "--gpu",
+        "--stackwise-device",
+        "--stackwise-seed",
+        "--stackwise-model",
+        "--stackwise-report",
+    ):
+        assert f"`{option}" in page
+        assert pytestconfig.getoption(option, default="missing") != "missing"
+    ours = ["gpu", "stability", "nan_injection", "gradient_explosion", "seq_lengths", "throughput"]
+    registered = {line.split(":")[0].split("(")[0] for line in pytestconfig.getini("markers")}
+    assert registered >= set(ours)
+    for marker in ours:
+        assert re.search(rf"\| `{marker}\b", page), marker
+
+
+def test_links_lead_somewhere():
+    for page in [*PAGES, "docs/design.md", "docs/log.md"]:
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)", (ROOT / page).read_text()):
+            assert ((ROOT / page).parent / target).exists(), (page, target)
+
+
+def _leaves(tree):
+    for key, value in tree.items():
+        yield from _leaves(value) if isinstance(value, dict) else [key]

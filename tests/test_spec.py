@@ -1,0 +1,630 @@
+"""What ModelSpec sees of a model from outside, how it drives it, and what it says when it cannot."""
+
+import json
+import sys
+import types
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from torch import nn
+
+from stackwise.benchmark import model_workload
+from stackwise.checks import check_model
+from stackwise.seed import seeded
+from stackwise.spec import InferenceError, ModelSpec, load_factory, logits_of
+from stackwise.stability import stability_run
+
+# Factory: inputs, width, causal, longest sequence.
+KNOWN = {
+    "rack": ("tokens", 61, True, None),
+    "bidirectional_rack": ("tokens", 61, False, None),
+    "llama": ("tokens", 97, True, 64),
+    "gpt2": ("tokens", 97, True, 64),
+    "bert": ("tokens", 97, False, 64),
+    "x_decoder": ("tokens", 80, True, 64),
+    "x_encoder": ("tokens", 80, False, 64),
+    "gru": ("tokens", 50, True, None),
+    "conv": ("tokens", 50, True, None),
+    "in_dict": ("tokens", 29, True, None),
+    "in_tuple": ("tokens", 29, True, None),
+    "in_object": ("tokens", 29, True, None),
+    "encoder": ("vectors", 16, None, None),
+}
+
+# The CPU generator takes a seed modulo 2**32.
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+class PositionFirst(nn.Module):
+    """Its first embedding is of places, not of tokens."""
+
+    def __init__(self, n_places, vocab_size=50, d_out=None):
+        super().__init__()
+        self.places = nn.Embedding(n_places, 8)
+        self.tokens = nn.Embedding(vocab_size, 8)
+        self.head = nn.Linear(8, d_out or vocab_size)
+
+    def forward(self, ids):
+        return self.head(self.tokens(ids) + self.places(torch.arange(ids.shape[1])))
+
+
+class Same(nn.Module):
+    """No layer of it says how it wants to be called."""
+
+    def forward(self, x):
+        return x
+
+
+class Flat(nn.Module):
+    """Takes ids, but returns one vector for all positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(23, 8)
+
+    def forward(self, ids):
+        return self.embedding(ids).mean(1)
+
+
+class Fussy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(23, 8)
+
+    def forward(self, ids, *, cache):
+        return self.embedding(ids)
+
+
+def state_of(module):
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+def same_state(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def spec_of(**changes):
+    fields = {"build": lambda: nn.Linear(3, 3), "name": "linear", "inputs": "vectors", "width": 3}
+    return ModelSpec(**fields | changes)
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_what_is_inferred(subjects, name):
+    factory = getattr(subjects, name)
+    spec = ModelSpec.of(factory)
+    assert (spec.inputs, spec.width, spec.causal, spec.max_length) == KNOWN[name]
+    assert spec.name == factory.__name__
+    assert f"{spec.inputs} of width {spec.width}" in spec.notes
+    assert not spec.trained
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_inferred_spec_drives_the_model(subjects, name):
+    spec = ModelSpec.of(getattr(subjects, name))
+    inputs = spec.batch(3, 7, seed=5)
+    model = spec.create(seed=3).eval()
+    torch.manual_seed(3)
+    twin = getattr(subjects, name)().eval()
+    unwrap = {
+        "in_dict": lambda output: output["logits"],
+        "in_tuple": lambda output: output[0],
+        **dict.fromkeys(["in_object", "llama", "gpt2", "bert"], lambda output: output.logits),
+    }
+    with torch.no_grad():
+        logits, direct = spec.logits(model, inputs), unwrap.get(name, lambda output: output)(twin(inputs))
+    assert logits.shape == (3, 7, spec.width)
+    torch.testing.assert_close(logits, direct, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["rack", "llama", "x_decoder", "gru", "encoder", "causal_encoder"])
+def test_spec_can_train(subjects, name):
+    subject = getattr(subjects, name)
+    spec = subject() if name == "causal_encoder" else ModelSpec.of(subject)
+    model = spec.create().train()
+    spec.loss_of(model, spec.batch(2, 6)).backward()
+    assert any(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
+
+
+def test_module_class_is_a_factory(subjects):
+    assert ModelSpec.of(subjects.GRULM).name == "GRULM"
+
+
+def test_function_that_returns_a_spec(subjects):
+    spec = subjects.causal_encoder()
+    assert ModelSpec.of(lambda: spec) is spec
+    assert ModelSpec.of(spec) is spec
+    changed = ModelSpec.of(lambda: spec, tolerance=0.5, trained=True)
+    assert (changed.tolerance, changed.trained, changed.causal) == (0.5, True, True)
+    assert spec.tolerance == 1e-5
+
+
+@pytest.mark.parametrize("name", ["rack", "gru", "llama"])
+def test_module_is_never_changed(subjects, name):
+    module = getattr(subjects, name)()
+    # A caller's module may be anywhere: here in train mode, with one frozen weight.
+    first = next(module.parameters()).requires_grad_(False)
+    before, training = state_of(module), module.training
+    spec = ModelSpec.of(module)
+    check_model(spec)
+    stability_run(spec, steps=2, batch_size=2)
+    model_workload(spec, "train", batch_size=2, seq_len=4).call()
+    assert same_state(module.state_dict(), before)
+    assert module.training == training
+    assert all(p.grad is None for p in module.parameters())
+    assert not first.requires_grad
+    assert not any(m._forward_hooks for m in module.modules())
+    assert spec.name == type(module).__name__
+
+
+def test_training_a_copy_really_changes_it(subjects):
+    module = subjects.gru()
+    spec = ModelSpec.of(module)
+    trained = []
+
+    def optimizer(parameters):
+        trained.extend(parameters)
+        return torch.optim.SGD(trained, lr=1.0)
+
+    stability_run(spec.with_(optimizer=optimizer), steps=1, batch_size=2)
+    assert not torch.equal(trained[0], next(module.parameters()))
+
+
+def test_module_gives_equal_weights_in_separate_memory(subjects):
+    module = subjects.gru()
+    spec = ModelSpec.of(module)
+    one, two = spec.create(seed=0), spec.create(seed=1)
+    assert same_state(one.state_dict(), module.state_dict())
+    assert same_state(two.state_dict(), module.state_dict())
+    pointers = [p.data_ptr() for m in (module, one, two) for p in m.parameters()]
+    assert len(set(pointers)) == len(pointers)
+
+
+@pytest.mark.parametrize("n_places", [4, 16, 20, 200])
+def test_first_embedding_of_places(n_places):
+    spec = ModelSpec.of(lambda: PositionFirst(n_places))
+    assert (spec.inputs, spec.width) == ("tokens", 50)
+    assert spec.seq_len == min(n_places, 16)
+    spec.logits(spec.create(), spec.batch(2, spec.seq_len))
+
+
+@pytest.mark.parametrize("n_places, width", [(16, 16), (200, 50)])
+def test_outputs_that_are_no_logits_take_ids_that_every_embedding_has(n_places, width):
+    spec = ModelSpec.of(lambda: PositionFirst(n_places, d_out=7))
+    assert (spec.inputs, spec.width) == ("tokens", width)
+
+
+def test_declared_attributes_win(subjects):
+    def forward(model, inputs):
+        return model(inputs).logits
+
+    spec = ModelSpec.of(
+        subjects.llama,
+        name="mine",
+        causal=False,
+        max_length=9,
+        seq_len=5,
+        trained=True,
+        forward=forward,
+        notes="said",
+    )
+    assert (spec.name, spec.causal, spec.max_length) == ("mine", False, 9)
+    assert (spec.seq_len, spec.trained, spec.forward, spec.notes) == (5, True, forward, "said")
+    assert (spec.inputs, spec.width) == ("tokens", 97)
+
+
+def test_declared_width_wins(subjects):
+    # Fewer ids than the embedding has rows, as where the vocabulary is padded.
+    spec = ModelSpec.of(subjects.gru, width=40)
+    assert (spec.inputs, spec.width) == ("tokens", 40)
+    assert int(spec.batch(50, 9).max()) < 40
+
+
+def test_declared_inputs_win():
+    class Either(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding = nn.Embedding(23, 8)
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, inputs):
+            return self.layer(inputs if inputs.is_floating_point() else self.embedding(inputs))
+
+    assert ModelSpec.of(Either).inputs == "tokens"
+    spec = ModelSpec.of(Either, inputs="vectors")
+    assert (spec.inputs, spec.width) == ("vectors", 8)
+
+
+def test_declared_nothing_is_not_inferred(subjects):
+    assert ModelSpec.of(subjects.rack, causal=None).causal is None
+    assert ModelSpec.of(subjects.llama, max_length=None).max_length is None
+
+
+def test_inputs_and_width_declared_need_no_trial():
+    class Counting(nn.Linear):
+        calls = 0
+
+        def forward(self, x):
+            Counting.calls += 1
+            return super().forward(x)
+
+    ModelSpec.of(lambda: Counting(3, 3), inputs="vectors", width=3)
+    assert Counting.calls == 0
+    assert ModelSpec.of(lambda: Counting(3, 3)).width == 3
+    assert Counting.calls > 0
+
+
+def test_declared_forward_is_tried(subjects):
+    class Masked(subjects.TinyLM):
+        def forward(self, ids, keep):
+            return super().forward(ids * keep)
+
+    with pytest.raises(InferenceError):
+        ModelSpec.of(Masked)
+    spec = ModelSpec.of(Masked, forward=lambda model, ids: model(ids, torch.ones_like(ids)))
+    assert (spec.inputs, spec.width) == ("tokens", 29)
+
+
+def test_declaring_what_does_not_exist(subjects):
+    with pytest.raises(TypeError, match="vocab"):
+        ModelSpec.of(subjects.gru, vocab=50)
+
+
+@pytest.mark.parametrize("claim", [True, False])
+@pytest.mark.parametrize("name", ["causal", "is_causal"])
+def test_what_the_model_says_of_itself(subjects, name, claim):
+    def factory():
+        model = subjects.gru()
+        setattr(model, name, claim)
+        return model
+
+    spec = ModelSpec.of(factory)
+    assert spec.causal is claim
+    assert f"{name}={claim}" in spec.notes
+
+
+def test_an_assumption_is_noted(subjects):
+    assert "assumed" in ModelSpec.of(subjects.gru).notes
+    assert "assumed" not in ModelSpec.of(subjects.rack).notes
+
+
+def test_factory_that_needs_arguments():
+    def factory(width):
+        return nn.Linear(width, width)
+
+    with pytest.raises(TypeError, match=r"factory.* missing 1 required positional argument: 'width'"):
+        ModelSpec.of(factory)
+
+
+def test_factory_that_raises():
+    def factory():
+        raise LookupError("no weights here")
+
+    with pytest.raises(LookupError, match="no weights here"):
+        ModelSpec.of(factory)
+
+
+@pytest.mark.parametrize("made", [None, 3, "model", [nn.Linear(2, 2)], nn.Linear])
+def test_factory_that_returns_something_else(made):
+    with pytest.raises(TypeError, match=f"got {type(made).__name__}; wanted a function"):
+        ModelSpec.of(lambda: made)
+
+
+@pytest.mark.parametrize("subject", [None, 3, "model", {"model": 1}])
+def test_subject_that_is_something_else(subject):
+    with pytest.raises(TypeError, match=f"got {type(subject).__name__}; wanted"):
+        ModelSpec.of(subject)
+
+
+def test_build_that_returns_no_module():
+    with pytest.raises(TypeError, match=r"linear: build\(\) returned int; wanted an nn.Module"):
+        spec_of(build=lambda: 3).create()
+
+
+@pytest.mark.parametrize(
+    "factory, tried",
+    [
+        (Flat, [r"ids \(2, 16\): output of shape \(2, 8\)", r"ids \(2, 4\)"]),
+        (Fussy, [r"ids \(2, 16\): TypeError: .*cache"]),
+        (lambda: nn.Conv1d(3, 3, 1), ["nothing"]),
+        (Same, ["nothing"]),
+        (lambda: nn.Sequential(nn.Linear(6, 4), nn.Flatten()), [r"vectors \(2, 16, 6\): output of shape"]),
+        (lambda: nn.Bilinear(5, 5, 5), ["nothing"]),
+    ],
+    ids=["flat", "fussy", "convolution", "same", "flattened", "bilinear"],
+)
+def test_model_that_cannot_be_called(factory, tried):
+    with pytest.raises(InferenceError, match="Declare inputs=, width= and forward=") as raised:
+        ModelSpec.of(factory)
+    for pattern in tried:
+        raised.match(pattern)
+
+
+def test_inference_error_is_a_value_error():
+    assert issubclass(InferenceError, ValueError)
+
+
+@given(seed=SEEDS, other=SEEDS, rows=st.integers(1, 4), length=st.integers(1, 9))
+@example(seed=0, other=1, rows=1, length=1)
+def test_batch_is_a_function_of_the_seed(seed, other, rows, length):
+    for spec in (spec_of(inputs="tokens", width=1 << 30), spec_of()):
+        torch.manual_seed(other)
+        first = spec.batch(rows, length, seed=seed)
+        state = torch.get_rng_state()
+        assert torch.equal(spec.batch(rows, length, seed=seed), first)
+        assert torch.equal(torch.get_rng_state(), state)
+        assert first.shape[:2] == (rows, length)
+        if other != seed:
+            assert not torch.equal(spec.batch(rows, length, seed=other), first)
+
+
+def test_token_batches_use_the_whole_vocabulary():
+    ids = spec_of(inputs="tokens", width=7).batch(32, 16)
+    assert ids.dtype == torch.int64
+    assert ids.unique().tolist() == list(range(7))
+
+
+def test_vector_batches_are_standard_normal():
+    vectors = spec_of(width=32).batch(32, 16)
+    assert vectors.shape == (32, 16, 32)
+    assert abs(vectors.mean().item()) < 0.03
+    assert abs(vectors.std().item() - 1) < 0.03
+
+
+def test_batches_that_the_model_brings():
+    def make(batch_size, seq_len, generator):
+        return torch.randint(3, (batch_size, seq_len), generator=generator) + 100
+
+    spec = spec_of(inputs="tokens", make_batch=make)
+    assert torch.equal(spec.batch(2, 30, seed=4), spec.batch(2, 30, seed=4))
+    assert not torch.equal(spec.batch(2, 30, seed=4), spec.batch(2, 30, seed=5))
+    assert spec.batch(2, 30).unique().tolist() == [100, 101, 102]
+
+
+def test_batch_beyond_the_longest_sequence(subjects):
+    spec = ModelSpec.of(subjects.llama)
+    assert spec.batch(1, 64).shape == (1, 64)
+    with pytest.raises(ValueError, match="seq_len: got 65; llama takes at most 64 positions"):
+        spec.batch(1, 65)
+
+
+@given(seed=SEEDS, other=SEEDS)
+def test_create_is_reproducible_and_leaves_the_random_state(seed, other):
+    spec = spec_of()
+    torch.manual_seed(other)
+    first = spec.create(seed=seed)
+    drawn = torch.rand(3)
+    torch.manual_seed(other)
+    assert torch.equal(torch.rand(3), drawn)
+    second = spec.create(seed=seed)
+    assert same_state(first.state_dict(), second.state_dict())
+    if seed != other:
+        assert not same_state(spec.create(seed=other).state_dict(), first.state_dict())
+
+
+def test_create_gives_fresh_models():
+    spec = spec_of()
+    one, two = spec.create(), spec.create()
+    assert one is not two
+    assert one.weight.data_ptr() != two.weight.data_ptr()
+
+
+@pytest.mark.parametrize("kind", ["factory", "module", "spec"])
+def test_of_leaves_the_random_state(subjects, kind):
+    subject = {"factory": subjects.gru, "module": subjects.gru(), "spec": ModelSpec.of(subjects.gru)}[kind]
+    before = torch.get_rng_state()
+    ModelSpec.of(subject)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_of_builds_once(subjects):
+    built = []
+
+    def factory():
+        built.append(1)
+        return subjects.gru()
+
+    ModelSpec.of(factory)
+    assert len(built) == 1
+
+
+def test_of_leaves_no_model_behind(subjects):
+    # What is tried is thrown away: what is created later must not have gone through the trial.
+    class Counting(subjects.GRULM):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, ids):
+            self.calls += 1
+            return super().forward(ids)
+
+    spec = ModelSpec.of(Counting)
+    assert spec.create().calls == 0
+    module = Counting()
+    ModelSpec.of(module)
+    assert module.calls == 0
+
+
+def test_seeded_puts_the_state_back_after_an_exception():
+    before = torch.get_rng_state()
+
+    def fail():
+        torch.rand(5)
+        raise KeyError
+
+    with pytest.raises(KeyError), seeded(3):
+        fail()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_seeded_is_a_function_of_the_seed():
+    draws = []
+    for seed in (1, 1, 2):
+        torch.rand(7)
+        with seeded(seed):
+            draws.append(torch.rand(3))
+    assert torch.equal(draws[0], draws[1])
+    assert not torch.equal(draws[0], draws[2])
+
+
+def test_seeding_the_cpu_leaves_the_cuda_generators(monkeypatch):
+    # torch.manual_seed reseeds every GPU, and fork_rng([]) puts none of them back.
+    seeds = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
+    torch.manual_seed(0)
+    assert seeds == [0]
+    seeds.clear()
+    with seeded(7, "cpu"):
+        torch.rand(1)
+    assert seeds == []
+
+
+def cross_entropy(logits, labels):
+    logits = logits.double()
+    chosen = logits.gather(-1, labels[..., None])[..., 0]
+    return (logits.exp().sum(-1).log() - chosen).mean().item()
+
+
+@pytest.mark.parametrize("name", ["gru", "in_object"])
+def test_loss_of_a_causal_model_is_that_of_the_next_token(subjects, name):
+    spec = ModelSpec.of(getattr(subjects, name))
+    model, ids = spec.create(), spec.batch(3, 6)
+    with torch.no_grad():
+        loss, logits = spec.loss_of(model, ids).item(), spec.logits(model, ids)
+    assert loss == pytest.approx(cross_entropy(logits[:, :-1], ids[:, 1:]), rel=1e-5)
+    assert loss != pytest.approx(cross_entropy(logits, ids), rel=1e-3)
+
+
+def test_loss_of_other_models(subjects):
+    spec = ModelSpec.of(subjects.gru, causal=False)
+    model, ids = spec.create(), spec.batch(3, 6)
+    with torch.no_grad():
+        assert spec.loss_of(model, ids).item() == pytest.approx(cross_entropy(model(ids), ids), rel=1e-5)
+    spec = spec_of()
+    model, vectors = spec.create(), spec.batch(3, 6)
+    with torch.no_grad():
+        expected = float((model(vectors).numpy() ** 2).mean())
+        assert spec.loss_of(model, vectors).item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_loss_that_the_model_brings():
+    spec = spec_of(loss=lambda model, inputs: model(inputs).sum() * 0 + 42.0)
+    assert spec.loss_of(spec.create(), spec.batch(1, 2)).item() == 42.0
+
+
+def test_with_changes_a_copy():
+    spec = spec_of()
+    assert spec.with_(tolerance=0.1, causal=True).tolerance == 0.1
+    assert (spec.tolerance, spec.causal) == (1e-5, None)
+
+
+LOGITS = torch.zeros(1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        LOGITS,
+        types.SimpleNamespace(logits=LOGITS),
+        {"logits": LOGITS},
+        {"loss": 1, "logits": LOGITS},
+        (LOGITS, None),
+        [LOGITS],
+    ],
+)
+def test_where_logits_are_found(output):
+    assert logits_of(output) is LOGITS
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        None,
+        3.0,
+        {},
+        {"out": LOGITS},
+        (),
+        [],
+        ("a", LOGITS),
+        types.SimpleNamespace(logits=None),
+        {"logits": 1},
+    ],
+)
+def test_outputs_without_logits(output):
+    with pytest.raises(TypeError, match=f"output: got {type(output).__name__}; wanted a tensor"):
+        logits_of(output)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    known = set(sys.modules)
+    (tmp_path / "shelf_of_models.py").write_text(
+        "class Family:\n    member = staticmethod(lambda: 'member')\n"
+        "def small():\n    return 'small'\n"
+        "def _hidden():\n    return 'hidden'\n"
+        "size = 3\n"
+    )
+    (tmp_path / "broken_models.py").write_text("def small(): pass\nraise OSError('disk on fire')\n")
+    yield tmp_path
+    for name in set(sys.modules) - known:
+        if name in ("shelf_of_models", "broken_models", "models"):
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize("module", ["shelf_of_models", "shelf_of_models.py"])
+def test_load_factory(folder, module):
+    assert load_factory(f"{module}:small", search=folder)() == "small"
+    assert load_factory(f"{module}:Family.member", search=folder)() == "member"
+    assert load_factory(f"{module}:_hidden", search=folder)() == "hidden"
+    assert load_factory(f"{module}:size", search=folder) == 3
+
+
+def test_load_factory_by_path(folder, monkeypatch):
+    assert load_factory(f"{folder}/shelf_of_models.py:small")() == "small"
+    monkeypatch.chdir(folder)
+    assert load_factory("shelf_of_models.py:small")() == "small"
+
+
+def test_load_factory_of_an_installed_module():
+    assert load_factory("json:dumps") is json.dumps
+    assert load_factory("json:JSONEncoder.encode") is json.JSONEncoder.encode
+
+
+def test_load_factory_of_two_files_with_one_name(folder):
+    for name in ("a", "b"):
+        (folder / name).mkdir()
+        (folder / name / "models.py").write_text(f"def which():\n    return {name!r}\n")
+    assert load_factory("a/models.py:which", search=folder)() == "a"
+    assert load_factory("b/models.py:which", search=folder)() == "b"
+
+
+@pytest.mark.parametrize("target", ["", ":", "module", "module:", ":factory", "module.factory"])
+def test_load_factory_wants_a_form(target):
+    with pytest.raises(ValueError, match="wanted MODULE:FACTORY") as raised:
+        load_factory(target)
+    assert repr(target) in str(raised.value)
+
+
+@pytest.mark.parametrize("target", ["no_such_module_here:f", "no_such_file_here.py:f", "json.no_such:f"])
+def test_load_factory_of_a_missing_module(folder, target):
+    with pytest.raises(ValueError, match=f"cannot import {target[:-2]}: ") as raised:
+        load_factory(target, search=folder)
+    assert isinstance(raised.value.__cause__, ModuleNotFoundError | FileNotFoundError)
+
+
+@pytest.mark.parametrize("attribute", ["large", "Family.other", "small.a.b"])
+def test_load_factory_of_a_missing_name_lists_what_there_is(folder, attribute):
+    with pytest.raises(ValueError, match=f"has no {attribute}; it has Family, small$"):
+        load_factory(f"shelf_of_models:{attribute}", search=folder)
+
+
+@pytest.mark.parametrize("module", ["broken_models", "broken_models.py"])
+def test_load_factory_of_a_module_that_raises(folder, module):
+    with pytest.raises(ValueError, match=r"cannot import .*OSError: disk on fire") as raised:
+        load_factory(f"{module}:small", search=folder)
+    assert isinstance(raised.value.__cause__, OSError)
+    # As after a failed import statement: half a module would be found by the next one.
+    assert "broken_models" not in sys.modules

@@ -9,12 +9,21 @@ from __future__ import annotations
 
 import difflib
 import re
+import reprlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 __all__ = [
     "ArchitectureConfig",
@@ -30,6 +39,7 @@ __all__ = [
 AttentionType = Literal["mha", "gqa"]
 AttentionMode = Literal["causal", "bidirectional"]
 NormKind = Literal["rmsnorm", "layernorm"]
+Size = Annotated[int, Field(ge=1, lt=2**63)]
 
 
 class ConfigError(ValueError):
@@ -37,16 +47,25 @@ class ConfigError(ValueError):
 
     Attributes:
         problems: one line per problem: the key's path, the value seen and what is allowed.
+        source: the file, or "configuration".
     """
 
     def __init__(self, problems: list[str], source: str = "configuration") -> None:
-        self.problems = problems
-        noun = "problem" if len(problems) == 1 else "problems"
-        super().__init__(f"{source}: {len(problems)} {noun}\n" + "\n".join(f"  {p}" for p in problems))
+        self.problems, self.source = problems, source
+        super().__init__(problems, source)
+
+    def __str__(self) -> str:
+        noun = "problem" if len(self.problems) == 1 else "problems"
+        return f"{self.source}: {len(self.problems)} {noun}\n" + "\n".join(f"  {p}" for p in self.problems)
 
 
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, validate_default=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _any_mapping(cls, value: Any) -> Any:
+        return dict(value) if isinstance(value, Mapping) else value
 
     def __setattr__(self, name: str, value: Any) -> None:
         try:
@@ -59,8 +78,8 @@ class _Section(BaseModel):
 class ArchitectureConfig(_Section):
     """How many Stacks a Rack has, and how many Blocks each Stack has."""
 
-    n_stacks: int = Field(2, ge=1)
-    blocks_per_stack: int = Field(4, ge=1)
+    n_stacks: Size = 2
+    blocks_per_stack: Size = 4
 
 
 class ModelConfig(_Section):
@@ -70,14 +89,14 @@ class ModelConfig(_Section):
     the W-1 tokens before it.
     """
 
-    vocab_size: int = Field(256, ge=1)
-    d_model: int = Field(512, ge=1)
-    n_heads: int = Field(8, ge=1)
-    n_kv_heads: int | None = Field(2, ge=1)
-    d_ff: int = Field(2048, ge=1)
+    vocab_size: Size = 256
+    d_model: Size = 512
+    n_heads: Size = 8
+    n_kv_heads: Size | None = 2
+    d_ff: Size = 2048
     attention_type: AttentionType = "gqa"
     attention_mode: AttentionMode = "causal"
-    sliding_window: int | None = Field(None, ge=1)
+    sliding_window: Size | None = None
     norm: NormKind = "rmsnorm"
     dropout: float = Field(0.0, ge=0.0, lt=1.0)
     tie_embeddings: bool = True
@@ -144,7 +163,7 @@ class ScheduleConfig(_Section):
     """
 
     kind: Literal["cosine", "linear", "constant"] = "cosine"
-    warmup_steps: int | None = Field(None, ge=0)
+    warmup_steps: int | None = Field(None, ge=0, lt=2**63)
     min_lr: float = Field(0.0, ge=0.0)
 
 
@@ -157,16 +176,16 @@ class TrainingConfig(_Section):
     """
 
     training_architecture: Literal["rackwise"] = "rackwise"
-    batch_size: int = Field(4, ge=1)
-    seq_len: int = Field(512, ge=1)
-    max_steps: int = Field(200, ge=1)
+    batch_size: Size = 4
+    seq_len: Size = 512
+    max_steps: Size = 200
     seed: int = Field(0, ge=0, lt=2**63)
-    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
+    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:[0-9]+)?)$")
     precision: Literal["fp32", "bf16"] = "bf16"
     grad_clip: float | None = Field(1.0, gt=0.0)
-    log_interval: int = Field(10, ge=1)
+    log_interval: Size = 10
     checkpoint_dir: str | None = None
-    save_interval: int = Field(100, ge=1)
+    save_interval: Size = 100
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
 
@@ -174,12 +193,15 @@ class TrainingConfig(_Section):
     @classmethod
     def _schedule_fits(cls, schedule: ScheduleConfig, info: ValidationInfo) -> ScheduleConfig:
         max_steps, optimizer = info.data.get("max_steps"), info.data.get("optimizer")
+        wrong = []
         if max_steps is not None and (schedule.warmup_steps or 0) > max_steps:
-            raise ValueError(
+            wrong.append(
                 f"warmup_steps={schedule.warmup_steps} must not exceed training.max_steps={max_steps}"
             )
         if optimizer is not None and schedule.min_lr > optimizer.lr:
-            raise ValueError(f"min_lr={schedule.min_lr} must not exceed training.optimizer.lr={optimizer.lr}")
+            wrong.append(f"min_lr={schedule.min_lr} must not exceed training.optimizer.lr={optimizer.lr}")
+        if wrong:
+            raise ValueError("; ".join(wrong))
         return schedule
 
 
@@ -220,10 +242,10 @@ class StackWiseConfig(_Section):
             ConfigError: the file is not YAML, repeats a key, or describes no valid configuration.
             OSError: the file cannot be read.
         """
+        content = Path(path).read_bytes()
         try:
-            text = Path(path).read_text(encoding="utf-8")
-            mapping = yaml.load(text, Loader=_Yaml12Loader)  # noqa: S506  it is a SafeLoader
-        except (yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError) as error:
+            mapping = yaml.load(content.decode("utf-8"), Loader=_Yaml12Loader)  # noqa: S506  it is a SafeLoader
+        except Exception as error:  # PyYAML lets KeyError, IndexError and others out on malformed scalars
             raise ConfigError([" ".join(str(error).split()) or repr(error)], str(path)) from None
         return cls.from_dict({} if mapping is None else mapping, source=str(path))
 
@@ -233,7 +255,8 @@ class StackWiseConfig(_Section):
 
     def to_yaml(self, path: str | Path) -> None:
         """Write a YAML file; `from_yaml` gives an equal configuration back."""
-        Path(path).write_text(yaml.safe_dump(self.to_dict(), sort_keys=False), encoding="utf-8")
+        text = yaml.dump(self.to_dict(), Dumper=_Yaml12Dumper, sort_keys=False)
+        Path(path).write_text(text, encoding="utf-8")
 
     def validate(self) -> None:  # type: ignore[override]
         """Check everything again, rules across sections included.
@@ -249,7 +272,7 @@ class _Yaml12Loader(yaml.SafeLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
-        for key_node, _ in node.value:
+        for key_node, _ in node.value if isinstance(node, yaml.MappingNode) else ():
             key = key_node.value if isinstance(key_node, yaml.ScalarNode) else None
             if key is not None and key in seen:
                 raise yaml.constructor.ConstructorError(
@@ -259,11 +282,16 @@ class _Yaml12Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
-_Yaml12Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
-    list("-+0123456789."),
-)
+class _Yaml12Dumper(yaml.SafeDumper):
+    """SafeDumper that quotes the text `1e-4`, which the loader would read as a number."""
+
+
+for _side in (_Yaml12Loader, _Yaml12Dumper):
+    _side.add_implicit_resolver(
+        "tag:yaml.org,2002:float",
+        re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
+        list("-+0123456789."),
+    )
 
 
 def _problems(section: type[BaseModel], error: ValidationError) -> list[str]:
@@ -295,5 +323,12 @@ def _fields_at(section: type[BaseModel], path: tuple[int | str, ...]) -> list[st
 def _show(value: object) -> str:
     if isinstance(value, BaseModel):
         return type(value).__name__
-    text = repr(value)
+    try:
+        text = _brief.repr(value)
+    except Exception:  # a value whose repr fails is refused like any other
+        text = object.__repr__(value)
     return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
+
+
+_brief = reprlib.Repr()
+_brief.maxstring = _brief.maxlong = _brief.maxother = 60

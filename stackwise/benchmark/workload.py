@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from stackwise.argument import check_choice, check_sizes
 from stackwise.spec import ModelSpec
 
 __all__ = ["MODES", "Workload", "check_shape", "model_workload"]
@@ -80,8 +81,5 @@ def check_shape(*, mode: str = "forward", batch_size: int = 1, seq_len: int = 1)
     Raises:
         ValueError: naming the argument, its value and what is allowed.
     """
-    if mode not in MODES:
-        raise ValueError(f"mode: got {mode!r}; allowed: {', '.join(map(repr, MODES))}")
-    for key, value in {"batch_size": batch_size, "seq_len": seq_len}.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{key}: got {value!r}; allowed: an integer >= 1")
+    check_choice("mode", mode, MODES)
+    check_sizes(batch_size=batch_size, seq_len=seq_len)

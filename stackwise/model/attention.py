@@ -51,7 +51,7 @@ class Attention(nn.Module):
     def forward(self, x_BTC: Tensor, keep_BS: Tensor | None, positions: Positions) -> Tensor:
         """(B, T, C) -> (B, T, C). `keep_BS`: bool, False at padding, or None."""
         B, T, _ = x_BTC.shape
-        heads = self.qkv(x_BTC).view(B, T, -1, self.head_dim).transpose(1, 2)
+        heads = self.qkv(x_BTC).view(B, T, self.n_heads + 2 * self.n_kv_heads, self.head_dim).transpose(1, 2)
         q_BHTD, k_BKTD, v_BKTD = heads.split((self.n_heads, self.n_kv_heads, self.n_kv_heads), dim=1)
         if self.rope_theta is not None:
             cos, sin = positions.tables(self.head_dim, self.rope_theta)
@@ -68,7 +68,7 @@ class Attention(nn.Module):
             is_causal=mask.is_causal,
             enable_gqa=self.n_kv_heads != self.n_heads,
         )
-        y_BTC = self.out(y_BHTD.transpose(1, 2).reshape(B, T, -1))
+        y_BTC = self.out(y_BHTD.transpose(1, 2).reshape(x_BTC.shape))
         return F.dropout(y_BTC, self.dropout, self.training)
 
     def extra_repr(self) -> str:  # noqa: D102

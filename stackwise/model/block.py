@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 from torch import Tensor, nn
 
+from stackwise.argument import check_choice, check_number, check_sizes, require
 from stackwise.config import AttentionMode, AttentionType, NormKind
 from stackwise.model.attention import Attention
 from stackwise.model.feedforward import SwiGLU
@@ -55,28 +56,32 @@ class Block(nn.Module):
         rope_theta: float = 10_000.0,
     ) -> None:
         super().__init__()
-        _check_sizes(d_model=d_model, d_ff=d_ff, n_heads=n_heads)
-        _check_choice("attention_type", attention_type, AttentionType)
-        _check_choice("attention_mode", attention_mode, AttentionMode)
-        _check_choice("norm", norm, NormKind)
-        if n_kv_heads is None and attention_type == "gqa":
-            raise ValueError("n_kv_heads: got None; attention_type='gqa' needs a number that divides n_heads")
+        check_sizes(d_model=d_model, d_ff=d_ff, n_heads=n_heads)
+        check_choice("attention_type", attention_type, get_args(AttentionType))
+        check_choice("attention_mode", attention_mode, get_args(AttentionMode))
+        check_choice("norm", norm, get_args(NormKind))
+        if attention_type == "gqa":
+            require(n_kv_heads is not None, "n_kv_heads", n_kv_heads, "for 'gqa', a divisor of n_heads")
         n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
-        _check_sizes(n_kv_heads=n_kv_heads)
-        if sliding_window is not None:
-            _check_sizes(sliding_window=sliding_window)
-        if d_model % n_heads:
-            raise ValueError(f"n_heads: got {n_heads}; must divide d_model={d_model}")
-        if n_heads % n_kv_heads:
-            raise ValueError(f"n_kv_heads: got {n_kv_heads}; must divide n_heads={n_heads}")
-        if attention_type == "mha" and n_kv_heads != n_heads:
-            raise ValueError(
-                f"n_kv_heads: got {n_kv_heads}; attention_type='mha' has n_heads={n_heads}; use 'gqa'"
+        check_sizes(n_kv_heads=n_kv_heads)
+        require(d_model % n_heads == 0, "n_heads", n_heads, f"a divisor of d_model={d_model}")
+        require(n_heads % n_kv_heads == 0, "n_kv_heads", n_kv_heads, f"a divisor of n_heads={n_heads}")
+        if attention_type == "mha":
+            require(
+                n_kv_heads == n_heads, "n_kv_heads", n_kv_heads, f"for 'mha', n_heads={n_heads}; or use 'gqa'"
             )
-        if use_rope and (d_model // n_heads) % 2:
-            raise ValueError(f"n_heads: got {n_heads}; rotary needs an even head size, d_model / n_heads")
-        if not 0.0 <= dropout < 1.0:
-            raise ValueError(f"dropout: got {dropout}; allowed: 0 <= dropout < 1")
+        if sliding_window is not None:
+            check_sizes(sliding_window=sliding_window)
+        if use_rope:
+            even = (d_model // n_heads) % 2 == 0
+            require(
+                even,
+                "n_heads",
+                n_heads,
+                f"with rotary positions, an even d_model / n_heads (d_model={d_model})",
+            )
+        check_number("rope_theta", rope_theta, "a finite number > 0", lambda theta: theta > 0)
+        check_number("dropout", dropout, "0 <= dropout < 1", lambda p: 0 <= p < 1)
 
         self.attention_type = attention_type
         self.freeze_up_proj = freeze_up_proj
@@ -149,14 +154,3 @@ class Block(nn.Module):
 
 def _norm(kind: NormKind, d_model: int) -> nn.Module:
     return nn.RMSNorm(d_model, eps=1e-6) if kind == "rmsnorm" else nn.LayerNorm(d_model, bias=False)
-
-
-def _check_sizes(**sizes: int) -> None:
-    for name, value in sizes.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{name}: got {value!r}; allowed: an integer >= 1")
-
-
-def _check_choice(name: str, value: str, choices: Any) -> None:
-    if value not in get_args(choices):
-        raise ValueError(f"{name}: got {value!r}; allowed: {', '.join(map(repr, get_args(choices)))}")

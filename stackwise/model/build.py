@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from stackwise.argument import check_sizes, require
 from stackwise.config import AttentionMode, AttentionType, StackWiseConfig
 from stackwise.model.block import Block
 from stackwise.model.initialization import initialize_block
@@ -38,6 +39,7 @@ def create_block_spec(
     Raises:
         ValueError: an argument that Block does not have, or a d_model that needs n_heads spelled out.
     """
+    check_sizes(d_model=d_model)
     if n_heads is None:
         if d_model > 64 and d_model % 64:
             raise ValueError(
@@ -45,7 +47,7 @@ def create_block_spec(
             )
         n_heads = max(1, d_model // 64)
     spec = {"d_model": d_model, "d_ff": 4 * d_model if d_ff is None else d_ff, "n_heads": n_heads, **block}
-    _refuse_unknown("block_spec", spec, _BLOCK_KEYS)
+    _check_keys("block_spec", spec, _BLOCK_KEYS)
     return spec
 
 
@@ -67,9 +69,8 @@ def create_stack_from_spec(
         model_blocks: depth of the model that the Stack will be part of, which scales the
             initialisation; None: the Stack is all of it.
     """
-    if n_blocks < 1:
-        raise ValueError(f"n_blocks: got {n_blocks}; allowed: an integer >= 1")
-    _refuse_unknown("block_spec", block_spec, _BLOCK_KEYS)
+    check_sizes(n_blocks=n_blocks)
+    _check_keys("block_spec", block_spec, _BLOCK_KEYS, needed=_BLOCK_KEYS[:3])
     blocks = [Block(**block_spec) for _ in range(n_blocks)]
     for block in blocks:
         initialize_block(block, model_blocks or n_blocks)
@@ -92,17 +93,12 @@ def create_rack_from_specs(
         ValueError: an unknown or missing key, or a Stack of another width.
     """
     for i, spec in enumerate(stack_specs):
-        _refuse_unknown(f"stack_specs[{i}]", spec, _STACK_KEYS)
-        missing = [key for key in ("n_blocks", "block_spec") if key not in spec]
-        if missing:
-            raise ValueError(
-                f"stack_specs[{i}]: {', '.join(missing)} missing; allowed: {', '.join(_STACK_KEYS)}"
-            )
-        width = spec["block_spec"].get("d_model")
-        if width != d_model:
-            raise ValueError(
-                f"stack_specs[{i}].block_spec.d_model: got {width}; the Rack has d_model={d_model}"
-            )
+        where = f"stack_specs[{i}]"
+        _check_keys(where, spec, _STACK_KEYS, needed=("n_blocks", "block_spec"))
+        check_sizes(**{f"{where}.n_blocks": spec["n_blocks"]})
+        _check_keys(f"{where}.block_spec", spec["block_spec"], _BLOCK_KEYS, needed=_BLOCK_KEYS[:3])
+        width = spec["block_spec"]["d_model"]
+        require(width == d_model, f"{where}.block_spec.d_model", width, f"the Rack's d_model={d_model}")
     depth = sum(spec["n_blocks"] for spec in stack_specs)
     stacks = [
         create_stack_from_spec(
@@ -135,8 +131,7 @@ def create_simple_rack(
     `attention_type=None` is "gqa" where `n_kv_heads` is fewer than `n_heads`, else "mha". Further
     keyword arguments are those of `Block`.
     """
-    if n_stacks < 1:
-        raise ValueError(f"n_stacks: got {n_stacks}; allowed: an integer >= 1")
+    check_sizes(n_stacks=n_stacks, blocks_per_stack=blocks_per_stack)
     if attention_type is None:
         attention_type = "mha" if n_kv_heads in (None, n_heads) else "gqa"
     spec = create_block_spec(
@@ -182,7 +177,11 @@ def create_rack_from_config(config: StackWiseConfig | Mapping[str, Any]) -> Rack
     )
 
 
-def _refuse_unknown(where: str, given: Mapping[str, Any], allowed: Sequence[str]) -> None:
+def _check_keys(where: str, given: Any, allowed: Sequence[str], needed: Sequence[str] = ()) -> None:
+    require(isinstance(given, Mapping), where, given, f"a mapping of {', '.join(allowed)}")
     unknown = [key for key in given if key not in allowed]
     if unknown:
         raise ValueError(f"{where}: unknown {', '.join(map(repr, unknown))}; allowed: {', '.join(allowed)}")
+    missing = [key for key in needed if key not in given]
+    if missing:
+        raise ValueError(f"{where}: {', '.join(missing)} missing; allowed: {', '.join(allowed)}")

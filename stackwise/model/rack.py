@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 from torch import Tensor, nn
 
+from stackwise.argument import check_sizes
 from stackwise.model.initialization import initialize_embedding, initialize_head
 from stackwise.model.rotary import Positions
 from stackwise.model.stack import Stack
@@ -36,8 +37,7 @@ class Rack(nn.Module):
         self.stacks = nn.ModuleList(stacks)
         if not self.stacks:
             raise ValueError("stacks: got none; a Rack needs at least one Stack")
-        if vocab_size < 1:
-            raise ValueError(f"vocab_size: got {vocab_size}; allowed: an integer >= 1")
+        check_sizes(vocab_size=vocab_size, d_model=d_model)
         for stack in map(self.get_stack, range(len(self.stacks))):
             for i in range(stack.num_blocks):
                 width = stack.get_block(i).attention.out.out_features

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
+import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields
@@ -15,6 +16,8 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+
+from stackwise.argument import check_choice, check_number, check_sizes, require
 
 __all__ = ["Fault", "GradientExplosion", "NanInjection"]
 
@@ -35,8 +38,8 @@ class Fault:
     duration: int = 1
 
     def __post_init__(self) -> None:
-        _require(self.name, "step", self.step, int, self.step >= 0, "an integer >= 0")
-        _require(self.name, "duration", self.duration, int, self.duration >= 1, "an integer >= 1")
+        check_sizes(0, **{f"{self.name}: step": self.step})
+        check_sizes(1, **{f"{self.name}: duration": self.duration})
 
     def __str__(self) -> str:
         given = (
@@ -82,12 +85,12 @@ class NanInjection(Fault):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _require(self.name, "kind", self.kind, str, self.kind in _VALUES, "'nan' or 'inf'")
+        check_choice(f"{self.name}: kind", self.kind, _VALUES)
+        sound = isinstance(self.target, str) and re.fullmatch(
+            r"loss|(activation|gradient)(:.+)?", self.target
+        )
         allowed = "'loss', 'activation[:PATTERN]' or 'gradient[:PATTERN]'"
-        _require(self.name, "target", self.target, str, True, allowed)
-        place, colon, pattern = self.target.partition(":")
-        sound = place in ("loss", "activation", "gradient") and bool(pattern) == bool(colon)
-        _require(self.name, "target", self.target, str, sound and not (place == "loss" and colon), allowed)
+        require(bool(sound), f"{self.name}: target", self.target, allowed)
 
     def prepare(self, model: nn.Module) -> None:  # noqa: D102
         if self.target != "loss":
@@ -161,17 +164,9 @@ class GradientExplosion(Fault):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        sound = isinstance(self.factor, int | float) and math.isfinite(self.factor) and self.factor > 1
-        _require(self.name, "factor", self.factor, (int, float), sound, "a finite number > 1")
+        check_number(f"{self.name}: factor", self.factor, "a finite number > 1", lambda factor: factor > 1)
 
     @torch.no_grad()
     def on_gradients(self, model: nn.Module) -> None:  # noqa: D102
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         torch._foreach_mul_(gradients, float(self.factor))
-
-
-def _require(
-    fault: str, key: str, value: object, kind: type | tuple[type, ...], sound: bool, allowed: str
-) -> None:
-    if not isinstance(value, kind) or isinstance(value, bool) or not sound:
-        raise ValueError(f"{fault}: {key}: got {value!r}; allowed: {allowed}")

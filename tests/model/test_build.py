@@ -164,7 +164,7 @@ REFUSED_STACKS = [
     ([{"n_blocks": 1, "block_spec": SPEC, "depth": 2}], ["stack_specs[0]", "'depth'", "freeze_blocks"]),
     ([{"n_blocks": 1, "block_spec": {**SPEC, "heads": 2}}], ["block_spec", "'heads'", "n_heads"]),
     ([{"n_blocks": 1, "block_spec": {**SPEC, "d_model": 64}}], ["stack_specs[0]", "64", "d_model=32"]),
-    ([{"n_blocks": 1, "block_spec": {"n_heads": 4, "d_ff": 48}}], ["d_model", "None", "d_model=32"]),
+    ([{"n_blocks": 1, "block_spec": {"n_heads": 4, "d_ff": 48}}], ["block_spec", "d_model missing"]),
     ([{"n_blocks": 1, "block_spec": {"d_model": 32, "n_heads": 4}}], ["d_ff"]),
     ([{"n_blocks": 1, "block_spec": {"d_model": 32, "d_ff": 48}}], ["n_heads"]),
     ([{"n_blocks": 1, "block_spec": None}], ["block_spec", "None"]),

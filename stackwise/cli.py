@@ -98,6 +98,9 @@ def main(arguments: list[str] | None = None) -> int:
     )
     try:
         return command.run()
-    except (ValueError, TypeError, OSError) as error:
+    except (ValueError, OSError) as error:
         print(f"stackwise: {error}", file=sys.stderr)
+        return 2
+    except (TypeError, ArithmeticError, RuntimeError) as error:
+        print(f"stackwise: {type(error).__name__}: {error}", file=sys.stderr)
         return 2

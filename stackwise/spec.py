@@ -91,7 +91,8 @@ class ModelSpec:
         if isinstance(subject, nn.Module):
             return cls._infer(lambda: copy.deepcopy(subject), type(subject).__name__, declared)
         if callable(subject):
-            made = subject()
+            with seeded(0):
+                made = subject()
             if isinstance(made, nn.Module):
                 return cls._infer(subject, getattr(subject, "__name__", "model"), declared)
             subject = made

@@ -29,8 +29,7 @@ class Positions:
         if key not in self._tables:
             device = self.positions_T.device
             exponent = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
-            with torch.autocast(device.type, enabled=False):
-                angle = torch.outer(self.positions_T, theta**-exponent)
+            angle = self.positions_T[:, None] * theta**-exponent
             self._tables[key] = angle.cos(), angle.sin()
         return self._tables[key]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from stackwise.argument import check_sizes
 from stackwise.config import StackWiseConfig
 
 __all__ = ["SmallVariant", "create_small_variant"]
@@ -36,8 +37,7 @@ def create_small_variant(config: StackWiseConfig, factor: int = 4) -> SmallVaria
     Raises:
         ValueError: `factor` is below 1.
     """
-    if factor < 1:
-        raise ValueError(f"factor: got {factor}; allowed: an integer >= 1")
+    check_sizes(factor=factor)
     model = config.model
     head_dim = model.d_model // model.n_heads
     n_heads = max(1, model.n_heads // factor)
@@ -56,12 +56,16 @@ def create_small_variant(config: StackWiseConfig, factor: int = 4) -> SmallVaria
     if n_stacks * blocks_per_stack * factor != depth:
         notes.append(f"depth: {n_stacks * blocks_per_stack} blocks instead of {depth} / {factor}")
 
+    exact_d_ff = model.d_ff / model.d_model * n_heads * head_dim
+    if exact_d_ff < 0.5:
+        notes.append(f"d_ff: 1 instead of {exact_d_ff:.2g}")
+
     changed = config.to_dict()
     changed["model"] |= {
         "d_model": n_heads * head_dim,
         "n_heads": n_heads,
         "n_kv_heads": None if model.attention_type == "mha" else n_kv_heads,
-        "d_ff": max(1, round(model.d_ff / model.d_model * n_heads * head_dim)),
+        "d_ff": max(1, round(exact_d_ff)),
         "architecture": {"n_stacks": n_stacks, "blocks_per_stack": blocks_per_stack},
     }
     return SmallVariant(StackWiseConfig.from_dict(changed), tuple(notes))

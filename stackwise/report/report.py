@@ -84,7 +84,8 @@ class Report:
         return (
             f"training: {run['parameters']:,} parameters, {run['num_batches']} steps in "
             f"{run['seconds']:.0f} s ({run['tokens_per_second']:,.0f} tokens/s), "
-            f"loss {run['first_loss']:.3f} -> {run['final_loss']:.3f}, validation {run['validation_loss']:.3f} nats per byte"
+            f"loss {run['first_loss']:.3f} -> {run['final_loss']:.3f}, "
+            f"validation {run['validation_loss']:.3f} nats per byte"
         )
 
     def lines(self) -> Iterator[str]:

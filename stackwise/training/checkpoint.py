@@ -5,18 +5,21 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from stackwise.argument import check_sizes
 from stackwise.config import StackWiseConfig
 from stackwise.model.build import create_rack_from_config
 from stackwise.model.rack import Rack
 
 __all__ = ["CheckpointManager", "load_rack"]
 
-_NAME = re.compile(r"step-(\d+)")
+_NAME = re.compile(r"step-(0|[1-9][0-9]*)")
 _TIED_COPY = "lm_head.weight"
 
 
@@ -33,8 +36,7 @@ class CheckpointManager:
     """
 
     def __init__(self, directory: str | Path, config: StackWiseConfig, *, keep_last: int = 3) -> None:
-        if keep_last < 1:
-            raise ValueError(f"keep_last: got {keep_last}; allowed: >= 1")
+        check_sizes(keep_last=keep_last)
         self.directory, self.config, self.keep_last = Path(directory), config, keep_last
 
     def check(self, rack: Rack) -> None:
@@ -45,13 +47,20 @@ class CheckpointManager:
         """
         with torch.device("meta"):
             twin = create_rack_from_config(self.config)
-        wanted = {name: tuple(w.shape) for name, w in twin.state_dict().items()}
-        given = {name: tuple(w.shape) for name, w in rack.state_dict().items()}
+        wanted = {name: (*w.shape, w.dtype) for name, w in twin.state_dict().items()}
+        given = {name: (*w.shape, w.dtype) for name, w in rack.state_dict().items()}
         for name in sorted(wanted.keys() | given.keys()):
             if wanted.get(name) != given.get(name):
                 raise ValueError(
                     f"checkpoint_dir: the configuration does not describe this Rack: {name} is "
                     f"{given.get(name, 'missing')}, configured {wanted.get(name, 'missing')}"
+                )
+        # Equal shapes can mean different computations: heads, norm, window, positions, tying.
+        for ours, theirs in zip_longest(_description(rack), _description(twin)):
+            if ours != theirs:
+                raise ValueError(
+                    "checkpoint_dir: the configuration does not describe this Rack: "
+                    f"{ours}, configured {theirs}"
                 )
 
     def save(self, step: int, rack: Rack) -> Path:
@@ -67,6 +76,7 @@ class CheckpointManager:
         self.check(rack)
         target = self.directory / f"step-{step}"
         scratch = self.directory / f".step-{step}.{os.getpid()}"
+        replaced = self.directory / f".step-{step}.{os.getpid()}.old"
         scratch.mkdir(parents=True, exist_ok=True)
         try:
             save_file(_weights(rack), scratch / "model.safetensors")
@@ -74,13 +84,20 @@ class CheckpointManager:
             for path in (*scratch.iterdir(), scratch):
                 _flush(path)
             if target.exists():
-                shutil.rmtree(target)
-            scratch.rename(target)
+                target.rename(replaced)
+            try:
+                scratch.rename(target)
+            except OSError:
+                if replaced.exists():
+                    replaced.rename(target)
+                raise
             _flush(self.directory)
+            shutil.rmtree(replaced, ignore_errors=True)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
         for old in self.steps()[: -self.keep_last]:
-            shutil.rmtree(self.directory / f"step-{old}")
+            if old != step:
+                shutil.rmtree(self.directory / f"step-{old}")
         return target
 
     def steps(self) -> list[int]:
@@ -105,14 +122,21 @@ def load_rack(path: str | Path) -> Rack:
     """
     path = Path(path)
     rack = create_rack_from_config(StackWiseConfig.from_yaml(path / "config.yaml"))
-    weights = load_file(path / "model.safetensors")
-    if rack.tie_embeddings:
+    try:
+        weights = load_file(path / "model.safetensors")
+    except SafetensorError as error:
+        raise ValueError(f"{path}: model.safetensors is damaged: {error}") from None
+    if rack.tie_embeddings and "embedding.weight" in weights:
         weights[_TIED_COPY] = weights["embedding.weight"]
     try:
         rack.load_state_dict(weights)
     except RuntimeError as error:
         raise ValueError(f"{path}: weights and configuration disagree: {error}") from None
     return rack
+
+
+def _description(rack: Rack) -> list[str]:
+    return [f"tie_embeddings={rack.tie_embeddings}", *(line.strip() for line in str(rack).splitlines())]
 
 
 def _weights(rack: Rack) -> dict[str, torch.Tensor]:

@@ -101,6 +101,13 @@ def create_data(config: StackWiseConfig) -> tuple[TokenWindows, TokenWindows | N
     if n_validation == 0:
         return training, None
     held_out = tokens[len(tokens) - n_validation :]
-    return training, TokenWindows(
-        held_out, config.training.batch_size, config.training.seq_len, shuffle=False
-    )
+    try:
+        validation = TokenWindows(
+            held_out, config.training.batch_size, config.training.seq_len, shuffle=False
+        )
+    except ValueError as error:
+        raise ValueError(
+            f"data.validation_fraction: got {config.data.validation_fraction}, which is {n_validation} of "
+            f"{len(tokens)} tokens; {error}, or 0 for no validation"
+        ) from None
+    return training, validation

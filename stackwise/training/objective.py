@@ -33,7 +33,8 @@ def next_token_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     attention_mask = batch.get("attention_mask")
     labels = batch.get("labels", input_ids)[:, 1:]
     if attention_mask is not None:
-        labels = labels.masked_fill(attention_mask[:, 1:] == 0, IGNORED)
+        real = attention_mask != 0
+        labels = labels.masked_fill(~(real[:, 1:] & real[:, :-1]), IGNORED)
         attention_mask = attention_mask[:, :-1]
     logits_BTV = model(input_ids[:, :-1], attention_mask)
     total = F.cross_entropy(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+from stackwise.argument import check_choice, check_sizes, require
+
 __all__ = ["get_lr_with_warmup"]
 
 _KINDS = ("cosine", "linear", "constant")
@@ -21,7 +23,7 @@ def get_lr_with_warmup(
 
     It rises linearly over the first `warmup_steps` steps and reaches `base_lr` at the last of them;
     from the step after, it goes from `base_lr` to exactly `min_lr` at the last step (or stays, for
-    "constant"). `warmup_steps=0` starts at `base_lr`.
+    "constant"). `warmup_steps=0` starts at `base_lr`; a run of one step is at `base_lr`.
 
     Args:
         step: 0 to total_steps - 1; beyond, the last value holds.
@@ -34,17 +36,18 @@ def get_lr_with_warmup(
     Raises:
         ValueError: an argument out of range.
     """
-    if schedule not in _KINDS:
-        raise ValueError(f"schedule: got {schedule!r}; allowed: {', '.join(_KINDS)}")
-    if not 0 <= warmup_steps <= total_steps or total_steps < 1:
-        raise ValueError(f"warmup_steps: got {warmup_steps}; allowed: 0 to total_steps={total_steps} (>= 1)")
-    if step < 0:
-        raise ValueError(f"step: got {step}; allowed: >= 0")
+    check_choice("schedule", schedule, _KINDS)
+    check_sizes(total_steps=total_steps)
+    require(0 <= warmup_steps <= total_steps, "warmup_steps", warmup_steps, f"0 to total_steps={total_steps}")
+    require(0 <= min_lr <= base_lr, "min_lr", min_lr, f"0 to base_lr={base_lr}")
+    require(step >= 0, "step", step, ">= 0")
+    step = min(step, total_steps - 1)
     if step < warmup_steps:
-        return base_lr * (step + 1) / warmup_steps
-    if schedule == "constant":
+        return base_lr * ((step + 1) / warmup_steps)
+    if schedule == "constant" or total_steps == 1:
         return base_lr
-    decay_steps = total_steps - 1 - warmup_steps
-    progress = 1.0 if decay_steps <= 0 else min(1.0, (step - warmup_steps) / decay_steps)
+    if step == total_steps - 1:
+        return min_lr
+    progress = (step - warmup_steps) / (total_steps - 1 - warmup_steps)
     fall = progress if schedule == "linear" else 0.5 * (1 - math.cos(math.pi * progress))
-    return base_lr + (min_lr - base_lr) * fall
+    return max(min_lr, base_lr - (base_lr - min_lr) * fall)

@@ -44,8 +44,8 @@ class NonFiniteStepError(ArithmeticError):
     def __init__(self, record: StepRecord) -> None:
         self.record = record
         super().__init__(
-            f"step {record.step}: loss {record.loss}, gradient norm {record.grad_norm}; the update was "
-            "skipped and the weights are those of the last finite step"
+            f"step {record.step}: loss {record.loss}, gradient norm {record.grad_norm}; its update was "
+            "left out, and the weights are finite"
         )
 
 
@@ -112,6 +112,7 @@ class ArchitectureTrainer:
             checkpoints.check(rack)
         rack.to(self.device).train()
         optimizer = create_optimizer(rack, settings.optimizer)
+        optimizer.zero_grad()
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         buffer = StepBuffer(settings.log_interval, self.device)
         records: list[StepRecord] = []
@@ -190,8 +191,8 @@ class ArchitectureTrainer:
 
     @torch.no_grad()
     def evaluate(self, rack: Rack, dataloader: Iterable[Batch]) -> float:
-        """Mean loss in nats over one pass of `dataloader`, in eval mode; the mode is put back."""
-        was_training = rack.training
+        """Mean loss in nats over one pass of `dataloader`, in eval mode; each module's mode is put back."""
+        modes = [(module, module.training) for module in rack.modules()]
         rack.to(self.device).eval()
         total, count = 0.0, 0
         try:
@@ -201,7 +202,8 @@ class ArchitectureTrainer:
                     total += next_token_loss(rack, batch).item()
                 count += 1
         finally:
-            rack.train(was_training)
+            for module, training in modes:
+                module.training = training
         return total / count if count else math.nan
 
     def _progress(self) -> TrainingProgress | nullcontext[None]:

@@ -21,7 +21,17 @@ RACKS = {
     "multi-head": {"attention_type": "mha", "n_kv_heads": None, "use_rope": False},
 }
 # Names beside `step-N` that are no checkpoint.
-JUNK = ["step-x", "step-", "step-1.5", "step--3", "step-12 ", ".step-11.123", "xstep-12", "step-12.old", "STEP-12"]
+JUNK = [
+    "step-x",
+    "step-",
+    "step-1.5",
+    "step--3",
+    "step-12 ",
+    ".step-11.123",
+    "xstep-12",
+    "step-12.old",
+    "STEP-12",
+]
 # Numbers that no checkpoint is saved under: nothing but the digits of `str(N)` names one.
 OTHER_SPELLINGS = ["step-012", "step-00", "step-\N{ARABIC-INDIC DIGIT NINE}"]
 # Other Racks than the configured one that have weights of other shapes.
@@ -188,7 +198,9 @@ class TestOrder:
 
 
 class TestRetention:
-    @pytest.mark.parametrize("keep_last, kept", [(1, [11]), (2, [10, 11]), (3, [9, 10, 11]), (9, [8, 9, 10, 11])])
+    @pytest.mark.parametrize(
+        "keep_last, kept", [(1, [11]), (2, [10, 11]), (3, [9, 10, 11]), (9, [8, 9, 10, 11])]
+    )
     def test_newest_by_number(self, tmp_path, config, make_rack, keep_last, kept):
         manager = CheckpointManager(tmp_path, config, keep_last=keep_last)
         rack = make_rack(config)
@@ -214,7 +226,7 @@ class TestRetention:
 
     @pytest.mark.parametrize("keep_last", [0, -1])
     def test_nothing_kept_is_refused(self, tmp_path, config, keep_last):
-        with pytest.raises(ValueError, match=rf"keep_last: got {keep_last}; allowed: >= 1"):
+        with pytest.raises(ValueError, match=rf"keep_last: got {keep_last}; allowed: an integer >= 1"):
             CheckpointManager(tmp_path, config, keep_last=keep_last)
 
 
@@ -299,6 +311,12 @@ class TestRefused:
         with pytest.raises(ValueError, match="does not describe this Rack"):
             manager.save(1, make_rack(make_config(model=model)))
 
+    def test_one_stack_alone(self, manager, config, make_rack):
+        rack = make_rack(config)
+        rack.get_stack(1).get_block(0).attention.sliding_window = 2
+        with pytest.raises(ValueError, match="does not describe this Rack"):
+            manager.save(1, rack)
+
     def test_configured_rack(self, manager, config, make_rack):
         rack = make_rack(config)
         rack.get_stack(0).freeze()
@@ -340,6 +358,6 @@ class TestRefused:
         with pytest.raises(FileNotFoundError, match="nowhere"):
             load_rack(tmp_path / "nowhere")
 
-    def test_loading_leaves_the_configured_rack(self, manager, config, make_rack):
+    def test_the_loaded_rack_is_the_configured_one(self, manager, config, make_rack):
         loaded = load_rack(manager.save(1, make_rack(config)))
         assert str(loaded) == str(create_rack_from_config(config))

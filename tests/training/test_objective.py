@@ -96,7 +96,11 @@ class TestLoss:
         assert table.seen[0].equal(ids[:, :-1]) and table.seen[1].shape == (2, 5)
 
     def test_batch_is_left_alone(self):
-        batch = {"input_ids": ids_of(), "labels": ids_of(1), "attention_mask": torch.tensor(PADDINGS["right"])}
+        batch = {
+            "input_ids": ids_of(),
+            "labels": ids_of(1),
+            "attention_mask": torch.tensor(PADDINGS["right"]),
+        }
         before = {key: value.clone() for key, value in batch.items()}
         next_token_loss(Table(), batch)
         assert batch.keys() == before.keys()
@@ -113,7 +117,9 @@ class TestPadding:
     def test_loop(self, mask, dtype):
         table, ids = Table(), ids_of()
         batch = {"input_ids": ids, "attention_mask": torch.tensor(mask).to(dtype)}
-        assert next_token_loss(table, batch).item() == pytest.approx(loop_in_float64(table, ids, mask), rel=1e-5)
+        assert next_token_loss(table, batch).item() == pytest.approx(
+            loop_in_float64(table, ids, mask), rel=1e-5
+        )
 
     @pytest.mark.parametrize("mask", PADDINGS.values(), ids=PADDINGS)
     def test_neither_seen_nor_predicted(self, mask):
@@ -205,7 +211,12 @@ class TestLabelLeak:
     def test_trainer_learns_nothing(self, make_config, make_rack, make_batches):
         config = make_config(
             model={"vocab_size": self.V},
-            training={"max_steps": self.STEPS, "batch_size": 8, "log_interval": 50, "optimizer": {"lr": 3e-3}},
+            training={
+                "max_steps": self.STEPS,
+                "batch_size": 8,
+                "log_interval": 50,
+                "optimizer": {"lr": 3e-3},
+            },
         )
         rack = make_rack(config)
         trainer = ArchitectureTrainer(config)

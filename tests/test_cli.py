@@ -1,0 +1,304 @@
+"""The command line: exit codes, what is printed where, and errors in one line."""
+
+import json
+import re
+import sys
+import textwrap
+
+import pytest
+import torch
+
+from stackwise.cli import main
+from stackwise.config import StackWiseConfig
+from stackwise.report import Report
+from stackwise.training import CheckpointManager
+
+MODELS = """
+    import torch
+    from torch import nn
+    from stackwise import ModelSpec
+    from stackwise.model import create_simple_rack
+
+    def good():
+        return create_simple_rack(1, 2, 16, 32, 2, 11)
+
+    class Leaky(nn.Module):
+        # The output at position 3 reads token 5.
+        def __init__(self):
+            super().__init__()
+            self.embedding = nn.Embedding(11, 8)
+            self.head = nn.Linear(8, 11)
+
+        def forward(self, ids):
+            x = self.embedding(ids)
+            shifted = torch.zeros_like(x)
+            if ids.shape[1] > 5:
+                shifted[:, 3] = x[:, 5]
+            return self.head(x + shifted)
+
+    def leaky():
+        return Leaky()
+
+    def spec():
+        return ModelSpec.of(Leaky, causal=False, name="declared")
+
+    def telling():
+        print("built under seed", torch.initial_seed())
+        return good()
+
+    def vectors():
+        return nn.Linear(4, 4)
+
+    def nothing():
+        return 3
+
+    def puzzling():
+        class Puzzle(nn.Module):
+            def forward(self, a, b, c):
+                return a
+        return Puzzle()
+
+    def broken():
+        raise RuntimeError("no such weights")
+"""
+# Per target that cannot be loaded: what the line on standard error must contain.
+UNLOADABLE = [
+    ("cli_models.py:nowhere", ["cli_models.py", "nowhere", "good", "leaky"]),
+    ("missing.py:good", ["missing.py"]),
+    ("no.such.module:good", ["no.such.module"]),
+    ("stackwise.model:nowhere", ["stackwise.model", "nowhere"]),
+    ("cli_models.py", ["MODULE:FACTORY"]),
+    ("cli_models.py:", ["MODULE:FACTORY"]),
+    (":good", ["MODULE:FACTORY"]),
+    ("cli_syntax.py:good", ["cli_syntax.py", "SyntaxError"]),
+    ("cli_models.py:nothing", ["int", "nn.Module"]),
+    ("cli_models.py:broken", ["no such weights"]),
+]
+CONFIG = """
+    model:
+      vocab_size: 256
+      d_model: 16
+      n_heads: 2
+      n_kv_heads: 1
+      d_ff: 24
+      architecture: {n_stacks: 2, blocks_per_stack: 1}
+    training:
+      batch_size: 2
+      seq_len: 8
+      max_steps: 3
+      device: cpu
+      precision: fp32
+      checkpoint_dir: runs
+      optimizer: {lr: 1e-2}
+      schedule: {warmup_steps: 1}
+    data:
+      dataset_path: text.txt
+"""
+
+
+@pytest.fixture(autouse=True)
+def workplace(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "cli_models.py").write_text(textwrap.dedent(MODELS))
+    (tmp_path / "cli_syntax.py").write_text("def good(:\n")
+    (tmp_path / "run.yaml").write_text(textwrap.dedent(CONFIG))
+    (tmp_path / "text.txt").write_bytes(b"So we beat on, boats against the current. " * 20)
+    yield tmp_path
+    for name in ("cli_models", "cli_syntax"):
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def call(capsys):
+    """Exit code, standard output and standard error of one command."""
+
+    def run(*arguments):
+        code = main(list(arguments))
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+class TestCheck:
+    def test_good(self, call):
+        code, out, err = call("check", "cli_models.py:good")
+        assert code == 0 and err == ""
+        assert "PASS" in out and "FAIL" not in out and "ERROR" not in out
+        assert re.search(r"PASS +causality", out) and "verdict: PASS" in out
+        assert "takes tokens of width 11" in out
+
+    def test_leak(self, call):
+        code, out, err = call("check", "cli_models.py:leaky")
+        assert code == 1 and err == ""
+        (line,) = [line for line in out.splitlines() if re.search(r"FAIL +causality", line)]
+        assert "position 3 reads token 5" in line
+        assert "verdict: FAIL" in out
+
+    def test_absolute_path(self, call, workplace):
+        assert call("check", f"{workplace}/cli_models.py:good", "--checks", "causality")[0] == 0
+
+    def test_module(self, call):
+        code, out, _ = call("check", "cli_models:good", "--checks", "causality")
+        assert code == 0 and "PASS" in out
+
+    def test_declared_spec(self, call):
+        code, out, _ = call("check", "cli_models.py:spec", "--checks", "causality")
+        assert code == 0 and "declared" in out and re.search(r"n/a +causality", out)
+
+    def test_vectors(self, call):
+        code, out, _ = call("check", "cli_models.py:vectors", "--checks", "causality")
+        assert code == 0 and "takes vectors of width 4" in out
+
+    def test_some_checks(self, call):
+        _, out, _ = call("check", "cli_models.py:good", "--checks", "causality", "finite_gradients")
+        shown = re.findall(r"^  (?:PASS|FAIL|WARN|ERROR|n/a|XFAIL) +(\w+)", out, flags=re.M)
+        assert set(shown) <= {"causality", "finite_gradients"} and "causality" in shown
+
+    def test_seed(self, call):
+        for seed, other in (("3", "4"), ("4", "3")):
+            _, out, _ = call("check", "cli_models.py:telling", "--seed", seed, "--checks", "causality")
+            assert f"built under seed {seed}\n" in out and f"built under seed {other}\n" not in out
+
+    def test_random_state_is_left_alone(self, call):
+        before = torch.get_rng_state()
+        call("check", "cli_models.py:good", "--checks", "causality")
+        assert torch.get_rng_state().equal(before)
+
+
+class TestCheckReport:
+    @pytest.mark.parametrize("factory, verdict", [("good", "PASS"), ("leaky", "FAIL")])
+    def test_json(self, call, workplace, factory, verdict):
+        code, _, _ = call("check", f"cli_models.py:{factory}", "--report", "out/report.json")
+        stored = json.loads((workplace / "out" / "report.json").read_text())
+        assert code == (verdict == "FAIL") and stored["verdict"] == verdict
+        (row,) = [row for row in stored["checks"] if row["check"] == "causality"]
+        assert row["status"] == {"PASS": "passed", "FAIL": "failed"}[verdict]
+        assert stored["environment"]["torch"] == torch.__version__
+        assert Report.from_json(workplace / "out" / "report.json").verdict == verdict
+
+    def test_markdown(self, call, workplace):
+        call("check", "cli_models.py:leaky", "--report", "report.md")
+        text = (workplace / "report.md").read_text()
+        assert text.startswith("# ") and "position 3 reads token 5" in text and "leaky::causality" in text
+
+    def test_nothing_is_written_unasked(self, call, workplace):
+        before = {path.name for path in workplace.iterdir()}
+        call("check", "cli_models.py:good", "--checks", "causality")
+        assert {path.name for path in workplace.iterdir()} - {"__pycache__"} == before
+
+    def test_other_ending(self, call):
+        code, _, err = call("check", "cli_models.py:good", "--checks", "causality", "--report", "report.txt")
+        assert code == 2 and "'report.txt'" in err and ".md, .json" in err
+
+
+class TestCheckRefused:
+    @pytest.mark.parametrize("target, parts", UNLOADABLE)
+    def test_target(self, call, target, parts):
+        code, out, err = call("check", target)
+        assert code == 2 and out == ""
+        assert err.startswith("stackwise: ") and err.count("\n") == 1
+        assert [part for part in parts if part not in err] == []
+
+    def test_model_that_cannot_be_called(self, call):
+        code, _, err = call("check", "cli_models.py:puzzling")
+        assert code == 2 and "puzzling" in err and "inputs=" in err
+
+    def test_unknown_check(self, call):
+        code, _, err = call("check", "cli_models.py:good", "--checks", "cauzality")
+        assert code == 2 and "cauzality" in err and "causality" in err and err.count("\n") == 1
+
+    @pytest.mark.parametrize("device", ["tpu", "cuda:99", "cuda:x"])
+    def test_device(self, call, device):
+        code, _, err = call("check", "cli_models.py:good", "--device", device)
+        assert code == 2 and f"device: got '{device}'" in err and err.count("\n") == 1
+
+    @pytest.mark.parametrize(
+        "arguments",
+        [[], ["check"], ["train"], ["nothing"], ["check", "a:b", "--seed", "x"], ["check", "a:b", "-z"]],
+    )
+    def test_usage(self, call, arguments, capsys):
+        with pytest.raises(SystemExit) as leaving:
+            call(*arguments)
+        assert leaving.value.code == 2
+
+    @pytest.mark.parametrize("arguments", [["--help"], ["check", "--help"], ["train", "--help"]])
+    def test_help(self, call, arguments, capsys):
+        with pytest.raises(SystemExit) as leaving:
+            call(*arguments)
+        assert leaving.value.code == 0 and "stackwise" in capsys.readouterr().out
+
+
+class TestTrain:
+    def test_runs(self, call, workplace):
+        code, out, err = call("train", "run.yaml", "--progress", "off")
+        assert code == 0 and err == ""
+        assert re.search(
+            r"^3 steps, [\d,]+ tokens/s, loss \d\.\d{4}, validation \d\.\d{4} nats per byte$", out, re.M
+        )
+        assert "saved in runs" in out
+        manager = CheckpointManager(workplace / "runs", StackWiseConfig.from_yaml("run.yaml"))
+        assert manager.steps() == [3]
+
+    def test_without_checkpoints_and_validation(self, call, workplace):
+        config = StackWiseConfig.from_yaml("run.yaml")
+        config.training.checkpoint_dir, config.data.validation_fraction = None, 0.0
+        config.to_yaml("run.yaml")
+        code, out, _ = call("train", "run.yaml")
+        assert code == 0 and "saved" not in out and "validation" not in out
+        assert not (workplace / "runs").exists()
+
+    def test_progress(self, call, monkeypatch):
+        for name in ("FORCE_COLOR", "TTY_COMPATIBLE"):
+            monkeypatch.delenv(name, raising=False)
+        _, out, err = call("train", "run.yaml", "--progress", "on")
+        assert "training 3/3" in err and "training 3/3" not in out
+
+    def test_same_weights_again(self, call, workplace):
+        saved = []
+        for state in (1, 2):
+            torch.manual_seed(state)
+            call("train", "run.yaml")
+            saved.append((workplace / "runs" / "step-3" / "model.safetensors").read_bytes())
+        assert saved[0] == saved[1]
+
+
+class TestTrainRefused:
+    def test_every_problem_of_the_file(self, call, workplace):
+        (workplace / "run.yaml").write_text(
+            "model: {d_model: 0, n_head: 4}\ntraining: {precision: fp16, max_steps: none}\nextra: 1\n"
+        )
+        code, out, err = call("train", "run.yaml")
+        assert code == 2 and out == ""
+        assert err.startswith("stackwise: run.yaml: 5 problems\n")
+        problems = ["model.d_model", "model.n_head", "'n_heads'", "precision", "fp16", "max_steps", "extra"]
+        assert [part for part in problems if part not in err] == []
+
+    def test_no_yaml(self, call, workplace):
+        (workplace / "run.yaml").write_text("model: [")
+        code, _, err = call("train", "run.yaml")
+        assert code == 2 and "run.yaml" in err and "Traceback" not in err
+
+    def test_missing_file(self, call):
+        code, _, err = call("train", "nowhere.yaml")
+        assert code == 2 and "nowhere.yaml" in err and err.count("\n") == 1
+
+    @pytest.mark.parametrize(
+        "line, replacement, part",
+        [
+            ("dataset_path: text.txt", "dataset_path: nowhere.txt", "nowhere.txt"),
+            ("vocab_size: 256", "vocab_size: 100", "model.vocab_size"),
+            ("device: cpu", "device: 'cuda:99'", "cuda:99"),
+            ("d_model: 16", "d_model: 16\n  attention_mode: bidirectional", "attention_mode"),
+            ("seq_len: 8", "seq_len: 5000", "tokens"),
+            ("lr: 1e-2", "lr: 1e+30", "step 1"),
+        ],
+    )
+    def test_one_line(self, call, workplace, line, replacement, part):
+        text = (workplace / "run.yaml").read_text()
+        assert line in text
+        (workplace / "run.yaml").write_text(text.replace(line, replacement))
+        code, _, err = call("train", "run.yaml")
+        assert code == 2 and part in err
+        assert err.startswith("stackwise: ") and err.count("\n") == 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -43,6 +43,8 @@ def parametrize_with_checks(
         def test_model(spec, check):
             check(spec)
 
+    A model is built when its first check runs, not when tests are collected.
+
     Args:
         models: ModelSpecs, or anything that `ModelSpec.of` understands.
         checks: names of checks or families; None: all.
@@ -50,21 +52,49 @@ def parametrize_with_checks(
             a check must fail, and is then reported as xfailed.
 
     Raises:
+        TypeError: `models` is one model instead of several.
         ValueError: an unknown check, or an expected failure that matches none of the tests.
     """
     from stackwise.checks.check import refuse_unmatched, select_checks
-    from stackwise.spec import ModelSpec
 
+    if not isinstance(models, Iterable):
+        raise TypeError(f"models: got {type(models).__name__}; wanted a list of models")
     selected = select_checks(checks)
+    if isinstance(expected_failures, Mapping):
+        refuse_unmatched(expected_failures, selected)
     parameters = []
-    for spec in map(ModelSpec.of, models):
-        expected = expected_failures(spec) if callable(expected_failures) else expected_failures or {}
-        refuse_unmatched(expected, selected)
+    for model in models:
+        subject = LazySpec(model)
         parameters += [
-            pytest.param(spec, BoundCheck(check, expected.get(check.name)), id=f"{spec.name}-{check.name}")
+            pytest.param(subject, BoundCheck(check, expected_failures), id=f"{subject.name}-{check.name}")
             for check in selected
         ]
     return pytest.mark.parametrize(("spec", "check"), parameters)
+
+
+class LazySpec:
+    """A model whose ModelSpec is inferred once, at its first use.
+
+    Args:
+        model: anything that `ModelSpec.of` understands, or a function that gives such a thing.
+        name: in test ids and reports; None: the model's own.
+    """
+
+    def __init__(self, model: Any, name: str | None = None) -> None:
+        self.model = model
+        own = getattr(model, "name", None) or getattr(model, "__name__", None) or type(model).__name__
+        self.name = name or str(own)
+        self._named = name
+        self._spec: ModelSpec | None = None
+
+    def get(self) -> ModelSpec:
+        """The ModelSpec; whatever `ModelSpec.of` raises comes out."""
+        if self._spec is None:
+            from stackwise.spec import ModelSpec
+
+            declared = {"name": self._named} if self._named else {}
+            self._spec = ModelSpec.of(self.model, **declared)
+        return self._spec
 
 
 class BoundCheck:
@@ -72,10 +102,10 @@ class BoundCheck:
 
     Args:
         check: the question.
-        expected: the reason why it is expected to fail, or None.
+        expected: expected failures, as in `parametrize_with_checks`.
     """
 
-    def __init__(self, check: Check, expected: str | None = None) -> None:
+    def __init__(self, check: Check, expected: Expected | None = None) -> None:
         self.check, self.expected = check, expected
 
     def __call__(self, spec: Any) -> CheckResult:
@@ -85,15 +115,19 @@ class BoundCheck:
             CheckFailedError: the check failed.
         """
         __tracebackhide__ = True
-        from stackwise.checks.check import against_expectation
+        from stackwise.checks.check import against_expectation, refuse_unmatched
         from stackwise.spec import ModelSpec
 
         item = records.current_item()
-        assert item is not None, "a check runs inside a test"
-        result = self.check.run(
-            ModelSpec.of(spec), device=options.device_name(item.config), seed=options.seed(item.config)
-        )
-        result = against_expectation(result, self.expected)
+        if item is None:
+            raise RuntimeError("check: called outside of a test, or without the stackwise plugin")
+        records.pay(item, "check")
+        spec = ModelSpec.of(spec)
+        expected = self.expected(spec) if callable(self.expected) else self.expected or {}
+        refuse_unmatched(expected, [self.check], known=True)
+        reason = expected.get(self.check.name)
+        result = self.check.run(spec, device=options.device_name(item.config), seed=options.seed(item.config))
+        result = against_expectation(result, reason)
         records.add(item, "checks", result.to_dict())
         if result.value is not None:
             item.user_properties.append((f"stackwise.{result.check}", result.value))
@@ -101,14 +135,30 @@ class BoundCheck:
             case "failed":
                 raise CheckFailedError(result)
             case "expected failure":
-                pytest.xfail(self.expected or "")
+                if item.config.option.runxfail:
+                    raise CheckFailedError(result)
+                pytest.xfail(reason or "")
             case "not applicable":
                 pytest.skip(f"{result.check} does not apply: {result.meaning}")
         return result
 
 
+def hand_over(item: pytest.Item) -> None:
+    """Give a test its ModelSpec, now that it runs, and make it owe the call of its check."""
+    arguments: dict[str, Any] = getattr(item, "funcargs", {})
+    for name, value in tuple(arguments.items()):
+        if isinstance(value, LazySpec):
+            arguments[name] = value.get()
+        elif isinstance(value, BoundCheck):
+            records.owe(item, "check", "the test never called its check: check(spec)")
+
+
 class ModelCollector(pytest.Collector):
     """The parent of a model's zero-code checks."""
+
+    def __init__(self, *, target: str, subject: LazySpec, **node: Any) -> None:
+        super().__init__(**node)
+        self.target, self.subject = target, subject
 
     def collect(self) -> Iterator[pytest.Item]:
         """First whether the model can be driven at all, then each check."""
@@ -120,19 +170,25 @@ class ModelCollector(pytest.Collector):
 
 
 class ModelItem(pytest.Item):
-    """One check of a model that `--stackwise-model` names; without a check, whether it can be built."""
+    """One check of a model that `--stackwise-model` names; without a check, whether it can be driven."""
 
     def __init__(self, *, check: BoundCheck | None, **node: Any) -> None:
         super().__init__(**node)
         self.check = check
 
+    @property
+    def collector(self) -> ModelCollector:
+        """The model's collector."""
+        assert isinstance(self.parent, ModelCollector)
+        return self.parent
+
     def runtest(self) -> None:
-        """Build and infer once a process; a model that cannot be built fails one test and skips the rest."""
-        assert self.parent is not None
+        """Infer once a process; a model that cannot be driven fails one test and skips the others."""
         try:
-            spec = _spec_of(self.parent.name, self.config)
+            spec = self.collector.subject.get()
         except Exception as error:
-            if self.check is None:
+            siblings = (item for item in self.session.items if item.parent is self.parent)
+            if self.check is None or not any(item.name == "model" for item in siblings):
                 raise
             pytest.skip(f"the model cannot be driven: {type(error).__name__}; see ::model")
         if self.check is None:
@@ -148,10 +204,24 @@ class ModelItem(pytest.Item):
             return str(excinfo.value)
         return super().repr_failure(excinfo, style)
 
-    def reportinfo(self) -> tuple[str, None, str]:
+    def _traceback_filter(self, excinfo: pytest.ExceptionInfo[BaseException]) -> Any:
+        """Leave out the frames of pytest and of this file."""
+        inside = excinfo.traceback.cut(path=__file__)
+        return inside.cut(excludepath=Path(__file__)) if len(inside) else inside
+
+    def reportinfo(self) -> tuple[str, int, str]:
         """Where the test is, for the terminal."""
-        assert self.parent is not None
-        return self.parent.name, None, f"{self.parent.name}::{self.name}"
+        return self.collector.name, 0, f"{self.collector.name}::{self.name}"
+
+
+def require_targets(config: pytest.Config) -> None:
+    """Stop the run where `--stackwise-model` names what cannot be imported.
+
+    Raises:
+        pytest.UsageError: naming it.
+    """
+    for target, folder in options.model_targets(config).items():
+        _load(target, folder)
 
 
 def zero_code_items(session: pytest.Session, config: pytest.Config) -> list[pytest.Item]:
@@ -160,29 +230,26 @@ def zero_code_items(session: pytest.Session, config: pytest.Config) -> list[pyte
     Raises:
         pytest.UsageError: there is no such module or name.
     """
+    targets = options.model_targets(config)
+    factories = [target.rpartition(":")[2] for target in targets]
     items: list[pytest.Item] = []
-    for target in options.model_targets(config):
-        _load(target, config)
+    for (target, folder), factory in zip(targets.items(), factories, strict=True):
+        name = f"stackwise[{target}]"
         collector = ModelCollector.from_parent(
-            session, name=f"stackwise[{target}]", nodeid=f"stackwise[{target}]"
+            session,
+            name=name,
+            nodeid=name,
+            target=target,
+            subject=LazySpec(_load(target, folder), target if factories.count(factory) > 1 else None),
         )
         items += [node for node in collector.collect() if isinstance(node, pytest.Item)]
     return items
 
 
-@cache
-def _load(target: str, config: pytest.Config) -> Any:
+def _load(target: str, folder: Path) -> Any:
     from stackwise.spec import load_factory
 
     try:
-        return load_factory(target, search=config.invocation_params.dir)
+        return load_factory(target, search=folder)
     except ValueError as error:
         raise pytest.UsageError(f"--stackwise-model: {error}") from None
-
-
-@cache
-def _spec_of(node: str, config: pytest.Config) -> ModelSpec:
-    from stackwise.spec import ModelSpec
-
-    target = node.removeprefix("stackwise[").removesuffix("]")
-    return ModelSpec.of(_load(target, config))

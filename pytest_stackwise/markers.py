@@ -42,15 +42,13 @@ def validate(item: pytest.Item) -> None:
         pytest.UsageError: naming test, marker, key, value and what is allowed.
     """
     fixtures = getattr(item, "fixturenames", ())
-    for marker in item.iter_markers():
+    for marker in item.own_markers:  # one on a class or module is for those of its tests that read it
         needed = _NEEDS.get(marker.name)
         if needed and not any(name in fixtures for name in needed):
             raise pytest.UsageError(
                 f"{item.nodeid}: marker {marker.name} does nothing here: the test does not use "
                 f"{' or '.join(needed)}"
             )
-        if marker.name in ("gpu", "stability") and (marker.args or marker.kwargs):
-            raise pytest.UsageError(f"{item.nodeid}: marker {marker.name} takes no arguments")
     faults_of(item)
     lengths_of(item)
     throughput_of(item)

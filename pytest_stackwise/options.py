@@ -13,6 +13,7 @@ __all__ = [
     "device_name",
     "gpu_requested",
     "model_targets",
+    "release_gpu_option",
     "report_paths",
     "seed",
 ]
@@ -65,20 +66,31 @@ def add_gpu_option(parser: pytest.Parser) -> None:
         return
 
 
+def release_gpu_option(config: pytest.Config) -> None:
+    """Once all is parsed, let a conftest that is only found during collection have its own `--gpu`."""
+    parser = getattr(getattr(config, "_parser", None), "optparser", None)
+    getattr(parser, "_option_string_actions", {}).pop("--gpu", None)
+
+
 def gpu_requested(config: pytest.Config) -> bool:
     """Whether `--gpu`, ours or a conftest's, or its ini twin is on."""
+    # A conftest's own --gpu may take a number or a name: only a flag that is on means what ours does.
     flags = (config.getoption("stackwise_gpu", False), config.getoption("--gpu", False))
-    return any(map(bool, flags)) or bool(config.getini("stackwise_gpu"))
+    return any(flag is True for flag in flags) or bool(config.getini("stackwise_gpu"))
 
 
 def device_name(config: pytest.Config) -> str:
-    """Where models run."""
+    """Where models run: cpu, cuda or cuda:N; "auto" is resolved."""
     named = config.getoption("stackwise_device") or config.getini("stackwise_device")
+    if named == "auto":
+        from stackwise.device import resolve_device
+
+        return str(resolve_device("auto"))
     return str(named) if named else ("cuda" if gpu_requested(config) else "cpu")
 
 
 def seed(config: pytest.Config) -> int:
-    """The seed; UsageError where the ini value is no number."""
+    """The seed; UsageError where it is no number, or out of range."""
     given = config.getoption("stackwise_seed")
     if given is None:
         given = config.getini("stackwise_seed") or 0
@@ -86,28 +98,34 @@ def seed(config: pytest.Config) -> int:
         value = int(given)
     except ValueError:
         value = -1
-    if value < 0:
-        raise pytest.UsageError(f"stackwise_seed: got {given!r}; allowed: an integer >= 0")
+    if not 0 <= value < 2**63:
+        raise pytest.UsageError(f"--stackwise-seed: got {given!r}; allowed: an integer >= 0 and below 2**63")
     return value
 
 
-def model_targets(config: pytest.Config) -> list[str]:
-    """MODULE:FACTORY of every model to check without code, each once."""
-    named = [*config.getini("stackwise_model"), *(config.getoption("stackwise_model") or [])]
-    return list(dict.fromkeys(named))
+def model_targets(config: pytest.Config) -> dict[str, Path]:
+    """MODULE:FACTORY of every model to check without code, and the folder where its module is looked for.
+
+    That of the configuration file for those that it names, else the one that pytest was started in.
+    """
+    in_file = dict.fromkeys(config.getini("stackwise_model"), config.rootpath)
+    return in_file | dict.fromkeys(config.getoption("stackwise_model") or [], config.invocation_params.dir)
 
 
 def report_paths(config: pytest.Config) -> list[Path]:
-    """The files to write; UsageError for an ending that is not known."""
-    given = config.getoption("stackwise_report") or config.getini("stackwise_report")
+    """The files to write; UsageError for an ending that is not known, or a folder that cannot be written."""
+    given, folder = config.getoption("stackwise_report"), config.invocation_params.dir
+    if not given:
+        given, folder = config.getini("stackwise_report"), config.rootpath
     if not given:
         return []
-    path = Path(given)
-    match path.suffix:
-        case ".md" | ".json":
-            return [path]
-        case "":
-            return [path.with_suffix(".md"), path.with_suffix(".json")]
-    raise pytest.UsageError(
-        f"--stackwise-report: got {given!r}; allowed endings: .md, .json, or none for both"
-    )
+    path = folder / given
+    if path.suffix not in (".md", ".json", ""):
+        raise pytest.UsageError(
+            f"--stackwise-report: got {given!r}; allowed endings: .md, .json, none for both"
+        )
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise pytest.UsageError(f"--stackwise-report: {given}: {error}") from None
+    return [path] if path.suffix else [path.with_suffix(".md"), path.with_suffix(".json")]

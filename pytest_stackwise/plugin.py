@@ -24,6 +24,7 @@ def pytest_load_initial_conftests(parser: pytest.Parser) -> Generator[None, obje
 
 def pytest_configure(config: pytest.Config) -> None:
     """Enter markers, fixtures and the collector of records."""
+    options.release_gpu_option(config)
     markers.register(config)
     config.pluginmanager.register(stability.StabilityFixtures(), "stackwise-stability")
     config.pluginmanager.register(throughput.fixtures(config), "stackwise-throughput")
@@ -31,9 +32,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Stop the run where `--gpu` is asked for and there is none."""
-    device.require_what_was_asked(session.config)
-    options.report_paths(session.config)
+    """Stop the run at once where something is asked for that cannot be had."""
+    config = session.config
+    if not records.is_worker(config):
+        device.require_what_was_asked(config)
+        options.seed(config)
+        options.report_paths(config)
+        checks.require_targets(config)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -46,17 +51,27 @@ def pytest_collection_modifyitems(
     session: pytest.Session, config: pytest.Config, items: list[pytest.Item]
 ) -> None:
     """Add the zero-code checks, validate markers, skip what needs a GPU: before anything deselects."""
-    items.extend(checks.zero_code_items(session, config))
-    for item in items:
-        markers.validate(item)
+    try:
+        items.extend(checks.zero_code_items(session, config))
+        for item in items:
+            markers.validate(item)
+    except pytest.UsageError as error:
+        if not records.is_worker(config):
+            raise
+        # An exception here would end an xdist worker without a word: report it as a collection error.
+        items.clear()
+        config.hook.pytest_collectreport(report=pytest.CollectReport("stackwise", "failed", str(error), []))
     device.skip_without_gpu(config, items)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
-    """Let what runs inside the test find the test."""
+    """Let what runs inside the test find the test; fail a test that passed without doing what it declares."""
     with records.current(item):
-        return (yield)
+        checks.hand_over(item)
+        result = yield
+    records.collect_debts(item)
+    return result
 
 
 @pytest.hookimpl(wrapper=True)

@@ -13,9 +13,20 @@ from typing import Any
 
 import pytest
 
-__all__ = ["add", "attach", "current", "current_item", "of_report"]
+__all__ = [
+    "add",
+    "attach",
+    "collect_debts",
+    "current",
+    "current_item",
+    "is_worker",
+    "of_report",
+    "owe",
+    "pay",
+]
 
 _RECORDS = pytest.StashKey[list[dict[str, Any]]]()
+_DEBTS = pytest.StashKey[dict[str, str]]()
 _ATTRIBUTE = "stackwise"
 _current: ContextVar[pytest.Item | None] = ContextVar("stackwise_item", default=None)
 
@@ -38,6 +49,27 @@ def current_item() -> pytest.Item | None:
 def add(item: pytest.Item, section: str, record: dict[str, Any]) -> None:
     """Keep a record with its test."""
     item.stash.setdefault(_RECORDS, []).append({"section": section, **record})
+
+
+def owe(item: pytest.Item, name: str, complaint: str) -> None:
+    """From now on the test fails with `complaint`, though it passes, unless `pay` is called."""
+    item.stash.setdefault(_DEBTS, {})[name] = complaint
+
+
+def pay(item: pytest.Item, name: str) -> None:
+    """The test did what it owed."""
+    item.stash.setdefault(_DEBTS, {}).pop(name, None)
+
+
+def collect_debts(item: pytest.Item) -> None:
+    """Fail a test that has passed but still owes something."""
+    for complaint in item.stash.get(_DEBTS, {}).values():
+        pytest.fail(complaint, pytrace=False)
+
+
+def is_worker(config: pytest.Config) -> bool:
+    """Whether this process is one of xdist's workers."""
+    return hasattr(config, "workerinput")
 
 
 def attach(item: pytest.Item, report: pytest.TestReport) -> None:

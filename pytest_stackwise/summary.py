@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import pytest
@@ -21,6 +22,8 @@ class Summary:
         self.config = config
         self._reports: list[pytest.TestReport] = []
         self._failed: list[str] = []
+        self._complete = True
+        self._notes: list[str] = []
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Keep the reports that carry records, and the names of failed tests."""
@@ -29,30 +32,47 @@ class Summary:
         if report.failed:
             self._failed.append(report.nodeid)
 
-    def pytest_sessionfinish(self) -> None:
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """A file that cannot be collected has failed too."""
+        if report.failed:
+            self._failed.append(report.nodeid)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         """Write the report."""
-        if hasattr(self.config, "workerinput"):
+        finished = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED)
+        self._complete = exitstatus in finished
+        if records.is_worker(self.config) or self.config.option.collectonly:
+            return
+        if exitstatus == pytest.ExitCode.USAGE_ERROR:
             return
         paths = options.report_paths(self.config)
-        if paths:
-            report = self._report()
-            for path in paths:
+        if not paths:
+            return
+        from stackwise.device import fingerprint
+
+        report = self._report()
+        report.environment = fingerprint()
+        for path in paths:
+            try:
                 report.write(path)
+                self._notes.append(f"written: {os.path.relpath(path, self.config.invocation_params.dir)}")
+            except OSError as error:
+                self._notes.append(f"not written: {path}: {error}")
+                session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Show the records, where there are any."""
-        if not self._reports:
+        if not self._reports and not self._notes:
             return
         terminalreporter.section("stackwise")
-        for line in self._report().lines():
+        for line in (*self._report().lines(), *self._notes):
             terminalreporter.write_line(line)
-        for path in options.report_paths(self.config):
-            terminalreporter.write_line(f"written: {path}")
 
     def _report(self) -> Report:
         from stackwise.report import Report
 
-        report = Report(failed_tests=list(dict.fromkeys(self._failed)))
+        report = Report(failed_tests=list(dict.fromkeys(self._failed)), complete=self._complete)
         for test in self._reports:
             for record in records.of_report(test):
                 report.add(**record)

@@ -7,7 +7,7 @@ advances by just that sample: saving, comparing, JSON, groups and --benchmark-on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from stackwise.benchmark import Measurement
 
 __all__ = ["fixtures"]
+
+_CALLED = pytest.StashKey[bool]()
 
 
 def fixtures(config: pytest.Config) -> object:
@@ -32,15 +34,14 @@ class ReplayClock:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.samples: Sequence[float] = ()
+        self.samples: Iterator[float] = iter(())
 
     def __call__(self) -> float:
         return self.now
 
     def advance(self) -> None:
         """Take the next sample's time."""
-        self.now += self.samples[0]
-        self.samples = self.samples[1:]
+        self.now += next(self.samples)
 
 
 class WithBenchmark:
@@ -77,7 +78,7 @@ class WithBenchmark:
 
         def run(model: Any, **arguments: Any) -> Measurement:
             measurement, record = _measure(request.node, model, seq_len, benchmark.disabled, arguments)
-            stackwise_clock.samples = measurement.seconds
+            stackwise_clock.samples = iter(measurement.seconds)
             benchmark.extra_info.update(record)
             benchmark.pedantic(stackwise_clock.advance, rounds=len(measurement.seconds))
             return measurement
@@ -101,9 +102,12 @@ class Alone:
 def _measure(
     item: pytest.Item, model: Any, seq_len: int | None, disabled: bool, arguments: dict[str, Any]
 ) -> tuple[Measurement, dict[str, Any]]:
-    from stackwise.benchmark import measure, model_workload
+    from stackwise.benchmark import call_once, measure, model_workload
     from stackwise.spec import ModelSpec
 
+    if _CALLED in item.stash:
+        raise RuntimeError("throughput: call it once in a test; parametrize the test for more")
+    item.stash[_CALLED] = True
     spec = ModelSpec.of(model)
     shape: dict[str, Any] = {
         "mode": "forward",
@@ -114,9 +118,8 @@ def _measure(
     shape |= markers.throughput_of(item) | ({"seq_len": seq_len} if seq_len else {})
     shape |= {key: arguments.pop(key) for key in tuple(arguments) if key in shape}
     workload = model_workload(spec, seed=options.seed(item.config), **shape)
-    if disabled:
-        arguments = {"min_seconds": 0.0, "min_calls": 1, "warmup_seconds": 0.0}
-    measurement = measure(workload, **arguments)
+    measurement = call_once(workload) if disabled else measure(workload, **arguments)
+    shape["device"] = str(shape["device"])
     record = {"model": spec.name, **shape, **measurement.to_dict(), "measured": not disabled}
     records.add(item, "throughput", {"test": item.nodeid, **record})
     return measurement, record

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
-__all__ = ["check_choice", "check_number", "check_sizes", "require"]
+__all__ = ["check_choice", "check_number", "check_range", "check_sizes", "require"]
 
 
 def require(condition: bool, key: str, value: object, allowed: str) -> None:
@@ -24,6 +24,12 @@ def check_sizes(minimum: int = 1, **sizes: Any) -> None:
     for key, value in sizes.items():
         sound = isinstance(value, int) and not isinstance(value, bool) and value >= minimum
         require(sound, key, value, f"an integer >= {minimum}")
+
+
+def check_range(noun: str, start: int, end: int | None, count: int) -> None:
+    """Refuse a range of `count` things that is not within them; the end is exclusive, None the last."""
+    require(0 <= start <= count, f"start {noun}", start, f"0 to {count}")
+    require(end is None or start <= end <= count, f"end {noun}", end, f"{start} to {count}, or None")
 
 
 def check_number(key: str, value: Any, allowed: str, holds: Callable[[float], bool]) -> None:

@@ -59,6 +59,14 @@ class ConfigError(ValueError):
         return f"{self.source}: {len(self.problems)} {noun}\n" + "\n".join(f"  {p}" for p in self.problems)
 
 
+class _KeysRefusedError(ValueError):
+    """Several keys of one section, each with its value and what is allowed."""
+
+    def __init__(self, keys: list[tuple[str, object, str]]) -> None:
+        self.keys = keys
+        super().__init__("; ".join(f"{key}={value} {allowed}" for key, value, allowed in keys))
+
+
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, validate_default=True)
 
@@ -193,15 +201,15 @@ class TrainingConfig(_Section):
     @classmethod
     def _schedule_fits(cls, schedule: ScheduleConfig, info: ValidationInfo) -> ScheduleConfig:
         max_steps, optimizer = info.data.get("max_steps"), info.data.get("optimizer")
-        wrong = []
+        wrong: list[tuple[str, object, str]] = []
         if max_steps is not None and (schedule.warmup_steps or 0) > max_steps:
-            wrong.append(
-                f"warmup_steps={schedule.warmup_steps} must not exceed training.max_steps={max_steps}"
-            )
+            limit = f"must not exceed training.max_steps={max_steps}"
+            wrong.append(("warmup_steps", schedule.warmup_steps, limit))
         if optimizer is not None and schedule.min_lr > optimizer.lr:
-            wrong.append(f"min_lr={schedule.min_lr} must not exceed training.optimizer.lr={optimizer.lr}")
+            limit = f"must not exceed training.optimizer.lr={optimizer.lr}"
+            wrong.append(("min_lr", schedule.min_lr, limit))
         if wrong:
-            raise ValueError("; ".join(wrong))
+            raise _KeysRefusedError(wrong)
         return schedule
 
 
@@ -268,7 +276,7 @@ class StackWiseConfig(_Section):
 
 
 class _Yaml12Loader(yaml.SafeLoader):
-    """SafeLoader that reads `1e-4` as a number, as YAML 1.2 does, and refuses repeated keys."""
+    """SafeLoader with the numbers of YAML 1.2: `1e-4` is one, `010` is ten; repeated keys are refused."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -283,15 +291,25 @@ class _Yaml12Loader(yaml.SafeLoader):
 
 
 class _Yaml12Dumper(yaml.SafeDumper):
-    """SafeDumper that quotes the text `1e-4`, which the loader would read as a number."""
+    """SafeDumper that quotes text which the loader would read as a number."""
 
 
+_NUMBERS = {  # YAML 1.2.2, section 10.3.2, without octal and hexadecimal
+    "tag:yaml.org,2002:int": r"[-+]?[0-9]+",
+    "tag:yaml.org,2002:float": r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?"
+    r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+}
 for _side in (_Yaml12Loader, _Yaml12Dumper):
-    _side.add_implicit_resolver(
-        "tag:yaml.org,2002:float",
-        re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
-        list("-+0123456789."),
-    )
+    _side.yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in resolvers if tag not in _NUMBERS]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+    for _tag, _pattern in _NUMBERS.items():
+        _side.add_implicit_resolver(_tag, re.compile(f"^({_pattern})$"), list("-+0123456789."))
+_Yaml12Loader.add_constructor(
+    "tag:yaml.org,2002:int",
+    lambda loader, node: int(str(loader.construct_scalar(node))),  # type: ignore[arg-type]
+)
 
 
 def _problems(section: type[BaseModel], error: ValidationError) -> list[str]:
@@ -304,6 +322,9 @@ def _problems(section: type[BaseModel], error: ValidationError) -> list[str]:
                 near = difflib.get_close_matches(str(detail["loc"][-1]), allowed, n=1)
                 hint = f"did you mean {near[0]!r}? " if near else ""
                 lines.append(f"{path}: unknown key; {hint}allowed: {', '.join(allowed)}")
+            case "value_error" if isinstance(detail["ctx"]["error"], _KeysRefusedError):
+                for key, value, rule in detail["ctx"]["error"].keys:
+                    lines.append(f"{path}.{key}: got {_show(value)}; {rule}")
             case "value_error":
                 lines.append(f"{path}: got {_show(detail['input'])}; {detail['ctx']['error']}")
             case _:

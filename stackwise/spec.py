@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from stackwise.argument import check_choice, check_number, check_sizes, require
 from stackwise.seed import seeded
 
 __all__ = ["InferenceError", "ModelSpec", "load_factory", "logits_of"]
@@ -51,7 +53,8 @@ class ModelSpec:
         forward: (model, inputs) -> output; a tensor, or something with `logits`.
         make_batch: (batch_size, seq_len, generator) -> inputs on the CPU; None: random ones.
         loss: (model, inputs) -> scalar; None: next-token cross-entropy for causal tokens,
-            cross-entropy with the input itself for other tokens, mean square for vectors.
+            cross-entropy with the input itself for other tokens, mean square of the output for
+            vectors and for models with fewer outputs than tokens.
         optimizer: parameters -> optimizer, for short training runs.
         tolerance: largest change, relative to the largest output, that counts as rounding in float32.
         seq_len: T of the checks.
@@ -89,12 +92,14 @@ class ModelSpec:
             TypeError: `subject` is, or returns, something else.
         """
         if isinstance(subject, nn.Module):
-            return cls._infer(lambda: copy.deepcopy(subject), type(subject).__name__, declared)
+            return cls._infer(lambda: copy.deepcopy(subject), subject, type(subject).__name__, declared)
         if callable(subject):
             with seeded(0):
                 made = subject()
             if isinstance(made, nn.Module):
-                return cls._infer(subject, getattr(subject, "__name__", "model"), declared)
+                name = getattr(subject, "__name__", "<lambda>")
+                name = type(made).__name__ if name == "<lambda>" else name
+                return cls._infer(subject, made, name, declared)
             subject = made
         if not isinstance(subject, ModelSpec):
             raise TypeError(
@@ -104,25 +109,32 @@ class ModelSpec:
         return replace(subject, **declared) if declared else subject
 
     @classmethod
-    def _infer(cls, build: Factory, name: str, declared: dict[str, Any]) -> ModelSpec:
-        fields: dict[str, Any] = {"build": build, "name": name, **declared}
+    def _infer(cls, build: Factory, model: nn.Module, name: str, declared: dict[str, Any]) -> ModelSpec:
+        """What is declared wins; only the rest is inferred, from a copy of `model`."""
+        model = copy.deepcopy(model).eval()
+        inferred: dict[str, Any] = {"build": build, "name": name, "max_length": _length_limit(model)}
+        notes = []
+        if "forward" not in declared and _is_sequence_first(model):
+            inferred["forward"] = _transposed_call
+            notes.append("batch_first=False: called with positions first")
         with seeded(0):
-            model = build().eval()
-            notes = []
-            if not {"inputs", "width"} <= fields.keys():
-                inputs, width, seq_len = _try_calls(model, cls, fields)
-                fields.setdefault("seq_len", seq_len)
-                fields |= {"inputs": inputs, "width": width}
-                notes.append(f"takes {inputs} of width {width}")
+            inferred |= _try_calls(model, inferred | declared)
+        known = inferred | declared
+        notes.append(f"takes {known['inputs']} of width {known['width']}")
         if "causal" not in declared:
-            fields["causal"], reason = _claimed_causality(model, fields["inputs"])
+            inferred["causal"], reason = _claimed_causality(model, known["inputs"])
             notes.append(reason)
-        if "max_length" not in declared:
-            fields["max_length"] = _length_limit(model)
-            if fields["max_length"] is not None:
-                notes.append(f"at most {fields['max_length']} positions")
-        fields.setdefault("notes", "; ".join(notes))
-        return cls(**fields)
+        if known["max_length"] is not None:
+            notes.append(f"at most {known['max_length']} positions")
+        return cls(**{"notes": "; ".join(notes)} | inferred | declared)
+
+    def __post_init__(self) -> None:
+        check_choice("inputs", self.inputs, ("tokens", "vectors"))
+        check_sizes(width=self.width, seq_len=self.seq_len)
+        if self.max_length is not None:
+            check_sizes(max_length=self.max_length)
+        check_number("tolerance", self.tolerance, "a finite number > 0", lambda limit: limit > 0)
+        require(callable(self.build), "build", self.build, "a function that takes no arguments")
 
     def create(self, device: torch.device | str = "cpu", seed: int = 0) -> nn.Module:
         """A fresh model on `device`, built under `seed`. The caller's random state is untouched."""
@@ -152,20 +164,20 @@ class ModelSpec:
         return inputs.to(device)
 
     def logits(self, model: nn.Module, inputs: Tensor) -> Tensor:
-        """The model's output on `inputs`: (B, T, anything)."""
-        return logits_of(self.forward(model, inputs))
+        """The model's output on `inputs`: (B, T, anything). Vectors are cast to the model's own dtype."""
+        return logits_of(self.forward(model, _cast(inputs, model)))
 
     def loss_of(self, model: nn.Module, inputs: Tensor) -> Tensor:
         """The scalar that a training step minimises."""
         if self.loss is not None:
             return self.loss(model, inputs)
         output = self.logits(model, inputs)
-        if self.inputs == "vectors":
+        if self.inputs == "vectors" or output.shape[-1] < self.width:
             return output.float().square().mean()
         labels = inputs
         if self.causal:
             output, labels = output[:, :-1], inputs[:, 1:]
-        return F.cross_entropy(output.flatten(0, 1).float(), labels.flatten())
+        return F.cross_entropy(output.flatten(0, 1).float(), labels.flatten().long())
 
     def with_(self, **changes: Any) -> Self:
         """A copy with some attributes changed."""
@@ -214,7 +226,7 @@ def load_factory(target: str, *, search: Path | None = None) -> Any:
             module = _load_file((search or Path()) / module_name)
         else:
             module = importlib.import_module(module_name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(f"{target}: cannot import {module_name}: {type(error).__name__}: {error}") from error
     found = module
     for part in attribute.split("."):
@@ -228,55 +240,93 @@ def load_factory(target: str, *, search: Path | None = None) -> Any:
 
 
 def _load_file(path: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None or not path.exists():
+    """The module in a file; its folder can be imported from, as where Python runs the file itself."""
+    if not path.is_file():
         raise FileNotFoundError(path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(path.stem, module)
-    spec.loader.exec_module(module)
+    path = path.resolve()
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    name = path.stem
+    known = sys.modules.get(name)
+    if known is not None and getattr(known, "__file__", None) != str(path):
+        name = f"{path.stem}_{zlib.crc32(str(path).encode()):08x}"
+        known = sys.modules.get(name)
+    if known is not None:
+        return known
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
     return module
 
 
 @torch.no_grad()
-def _try_calls(
-    model: nn.Module, cls: type[ModelSpec], fields: dict[str, Any]
-) -> tuple[Literal["tokens", "vectors"], int, int]:
-    """How the model can be called: kind of input, width, and a length that works."""
-    forward = fields.get("forward", cls.forward)
+def _try_calls(model: nn.Module, known: dict[str, Any]) -> dict[str, Any]:
+    """Find how the model can be called: kind of input, width, and a length that works."""
+    forward = known.get("forward", ModelSpec.forward)
     tried: list[str] = []
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
 
     def attempt(inputs: Tensor) -> Tensor | None:
+        device = next((p.device for p in model.parameters()), inputs.device)
         try:
-            output = logits_of(forward(model, inputs.to(device)))
+            output = logits_of(forward(model, _cast(inputs.to(device), model)))
         except Exception as error:  # any failure is an answer: this is not how it is called
-            tried.append(f"{_describe(inputs)}: {type(error).__name__}: {str(error).splitlines()[:1]}")
+            tried.append(f"{_describe(inputs)}: {type(error).__name__}: {' '.join(str(error).split())[:120]}")
             return None
         if output.ndim == 3 and output.shape[:2] == inputs.shape[:2] and output.is_floating_point():
             return output
         tried.append(f"{_describe(inputs)}: output of shape {tuple(output.shape)}")
         return None
 
-    limit = _length_limit(model)
-    lengths = [t for t in (fields.get("seq_len"), *_TRIAL_LENGTHS) if t and (limit is None or t <= limit)]
-    for seq_len in lengths:
-        accepted = []
-        for vocab_size in _vocabulary_candidates(model):
-            output = attempt(torch.randint(vocab_size, (2, seq_len)))
-            if output is not None:
-                if output.shape[-1] == vocab_size:
-                    return "tokens", vocab_size, seq_len
-                accepted.append(vocab_size)
-        if accepted:
-            return "tokens", min(accepted), seq_len
-        for width in _width_candidates(model):
-            if attempt(torch.randn(2, seq_len, width)) is not None:
-                return "vectors", width, seq_len
+    kinds = (known["inputs"],) if "inputs" in known else ("tokens", "vectors")
+    limit = known["max_length"] or max(_TRIAL_LENGTHS)
+    lengths = (known["seq_len"],) if "seq_len" in known else tuple(t for t in _TRIAL_LENGTHS if t <= limit)
+    for seq_len in lengths or (limit,):
+        if "tokens" in kinds:
+            accepted = []
+            for vocab_size in (known["width"],) if "width" in known else _vocabulary_candidates(model):
+                output = attempt(torch.randint(vocab_size, (2, seq_len)))
+                if output is not None and output.shape[-1] == vocab_size:
+                    return {"inputs": "tokens", "width": vocab_size, "seq_len": seq_len}
+                if output is not None:
+                    accepted.append(vocab_size)
+            if accepted:
+                return {"inputs": "tokens", "width": min(accepted), "seq_len": seq_len}
+        if "vectors" in kinds:
+            for width in (known["width"],) if "width" in known else _width_candidates(model):
+                if attempt(torch.randn(2, seq_len, width)) is not None:
+                    return {"inputs": "vectors", "width": width, "seq_len": seq_len}
     raise InferenceError(
-        f"{fields['name']}: no call was found that gives (batch, positions, width). Declare inputs=, width= "
+        f"{known['name']}: no call was found that gives (batch, positions, width). Declare inputs=, width= "
         "and forward= in ModelSpec.of(factory, ...). Tried:\n  "
-        + "\n  ".join(tried or ["nothing: no layers seen"])
+        + "\n  ".join(dict.fromkeys(tried) or ["nothing: no layers seen"])
     )
+
+
+def _cast(inputs: Tensor, model: nn.Module) -> Tensor:
+    if not inputs.is_floating_point():
+        return inputs
+    return inputs.to(next((p.dtype for p in model.parameters() if p.is_floating_point()), inputs.dtype))
+
+
+def _is_sequence_first(model: nn.Module) -> bool:
+    """Whether this is one of torch's own layers in torch's own default order, (positions, batch, width)."""
+    match model:
+        case nn.RNNBase() | nn.MultiheadAttention():
+            return not model.batch_first
+        case nn.TransformerEncoder():
+            return _is_sequence_first(model.layers[0])
+        case nn.TransformerEncoderLayer():
+            return not model.self_attn.batch_first
+    return False
+
+
+def _transposed_call(model: nn.Module, inputs: Tensor) -> Tensor:
+    return logits_of(model(inputs.transpose(0, 1))).transpose(0, 1)
 
 
 def _describe(inputs: Tensor) -> str:

@@ -106,19 +106,19 @@ INCONSISTENT = [
     ({"model": {"d_model": 6, "n_heads": 2}}, "model.use_rope", ["True", "even", "3"]),
     (
         {"training": {"max_steps": 19, "schedule": {"warmup_steps": 20}}},
-        "training.schedule",
-        ["warmup_steps=20", "max_steps=19"],
+        "training.schedule.warmup_steps",
+        ["20", "max_steps=19"],
     ),
     (
         {"training": {"schedule": {"warmup_steps": 201}}},
-        "training.schedule",
-        ["warmup_steps=201", "max_steps=200"],
+        "training.schedule.warmup_steps",
+        ["201", "max_steps=200"],
     ),
-    ({"training": {"schedule": {"min_lr": 0.5}}}, "training.schedule", ["min_lr=0.5", "lr=0.0001"]),
+    ({"training": {"schedule": {"min_lr": 0.5}}}, "training.schedule.min_lr", ["0.5", "lr=0.0001"]),
     (
         {"training": {"optimizer": {"lr": 1e-5}, "schedule": {"min_lr": 1e-4}}},
-        "training.schedule",
-        ["min_lr=0.0001", "lr=1e-05"],
+        "training.schedule.min_lr",
+        ["0.0001", "lr=1e-05"],
     ),
     (
         {"training": {"optimizer": {"betas": [0.9, 1.0]}}},
@@ -676,8 +676,8 @@ class TestProblems:
 
     def test_two_of_one_schedule(self):
         text = "\n".join(refusal({"training": {"schedule": {"warmup_steps": 201, "min_lr": 0.5}}}))
-        assert "warmup_steps=201" in text and "max_steps=200" in text
-        assert "min_lr=0.5" in text and "lr=0.0001" in text
+        assert "training.schedule.warmup_steps: got 201" in text and "max_steps=200" in text
+        assert "training.schedule.min_lr: got 0.5" in text and "lr=0.0001" in text
 
     def test_message(self, yaml_file):
         yaml_file.write_text("model: {d_model: x, d_ff: 0}\n", encoding="utf-8")
@@ -734,7 +734,7 @@ class TestAssignment:
     def test_steps_below_the_warm_up(self):
         training = TrainingConfig(schedule=ScheduleConfig(warmup_steps=20))
         before = training.model_dump()
-        with pytest.raises(ConfigError, match=r"warmup_steps=20.*max_steps=19"):
+        with pytest.raises(ConfigError, match=r"schedule.warmup_steps: got 20.*max_steps=19"):
             training.max_steps = 19
         assert training.model_dump() == before
 

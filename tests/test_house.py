@@ -7,7 +7,18 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-ROOMS = ["argument", "config", "seed", "device", "spec", "stability", "checks", "benchmark", "model", "training"]
+ROOMS = [
+    "argument",
+    "config",
+    "seed",
+    "device",
+    "spec",
+    "stability",
+    "checks",
+    "benchmark",
+    "model",
+    "training",
+]
 ROOMS += ["prototype", "report", "cli"]
 FILES = sorted([*(ROOT / "stackwise").rglob("*.py"), *(ROOT / "pytest_stackwise").rglob("*.py")])
 

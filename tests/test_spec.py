@@ -189,6 +189,18 @@ def test_first_embedding_of_places(n_places):
     spec.logits(spec.create(), spec.batch(2, spec.seq_len))
 
 
+@pytest.mark.parametrize("limit", [1, 3, 5, 20])
+def test_trial_stays_within_the_longest_sequence(limit):
+    def factory():
+        model = PositionFirst(limit)
+        model.max_seq_len = limit
+        return model
+
+    spec = ModelSpec.of(factory)
+    assert (spec.width, spec.max_length) == (50, limit)
+    assert spec.seq_len <= limit
+
+
 @pytest.mark.parametrize("n_places, width", [(16, 16), (200, 50)])
 def test_outputs_that_are_no_logits_take_ids_that_every_embedding_has(n_places, width):
     spec = ModelSpec.of(lambda: PositionFirst(n_places, d_out=7))
@@ -241,18 +253,16 @@ def test_declared_nothing_is_not_inferred(subjects):
     assert ModelSpec.of(subjects.llama, max_length=None).max_length is None
 
 
-def test_inputs_and_width_declared_need_no_trial():
-    class Counting(nn.Linear):
-        calls = 0
+def test_only_what_is_not_declared_is_tried():
+    seen = []
 
-        def forward(self, x):
-            Counting.calls += 1
-            return super().forward(x)
+    class Watched(PositionFirst):
+        def forward(self, ids):
+            seen.append((tuple(ids.shape), int(ids.max()) < 5))
+            return super().forward(ids)
 
-    ModelSpec.of(lambda: Counting(3, 3), inputs="vectors", width=3)
-    assert Counting.calls == 0
-    assert ModelSpec.of(lambda: Counting(3, 3)).width == 3
-    assert Counting.calls > 0
+    ModelSpec.of(lambda: Watched(64), inputs="tokens", width=5, seq_len=7)
+    assert seen == [((2, 7), True)]
 
 
 def test_declared_forward_is_tried(subjects):

@@ -3,6 +3,7 @@
 Run from the project's root: `python docs/demo/demo.py`. Writes `build/demo/report.md` and `.json`.
 """
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,7 @@ BUILD = Path("build/demo")
 def train() -> dict[str, float]:
     """Train the configured Rack with a live progress line; its weights go to build/demo/rack."""
     config = StackWiseConfig.from_yaml(HERE / "config.yaml")
+    shutil.rmtree(config.training.checkpoint_dir, ignore_errors=True)
     torch.manual_seed(config.training.seed)
     rack = create_rack_from_config(config)
     training, validation = create_data(config)

@@ -1,20 +1,18 @@
 """What a user's own test file looks like: a trained Rack checked, broken and measured."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from pytest_stackwise import parametrize_with_checks
 from stackwise import ModelSpec
-from stackwise.training import load_rack
+from stackwise.training import latest_checkpoint, load_rack
 from stackwise.training.data import documentation_text
 
 TEXT = torch.frombuffer(bytearray(documentation_text().encode()), dtype=torch.uint8)
 
 
 def trained_rack():
-    return load_rack(Path("build/demo/rack/step-320"))
+    return load_rack(latest_checkpoint("build/demo/rack"))
 
 
 def text_batch(batch_size, seq_len, generator):

@@ -12,7 +12,7 @@ from stackwise.benchmark.clock import time_call
 from stackwise.benchmark.memory import peak_memory_bytes
 from stackwise.benchmark.workload import Workload
 
-__all__ = ["Measurement", "measure"]
+__all__ = ["Measurement", "call_once", "measure"]
 
 
 @dataclass(frozen=True)
@@ -94,10 +94,18 @@ def measure(
     gc.disable()
     try:
         samples: list[float] = []
-        while len(samples) < min_calls or sum(samples) < min_seconds:
+        total = 0.0
+        while len(samples) < min_calls or total < min_seconds:
             samples.append(time_call(workload.call, workload.device))
+            total += samples[-1]
     finally:
         if was_enabled:
             gc.enable()
     peak = peak_memory_bytes(workload.call, workload.device)
     return Measurement(workload.name, tuple(samples), workload.tokens, warmup_calls, steady, peak)
+
+
+def call_once(workload: Workload) -> Measurement:
+    """One timed call without warm-up: that it runs is shown, how fast it is, is not."""
+    seconds = time_call(workload.call, workload.device)
+    return Measurement(workload.name, (seconds,), workload.tokens, 0, False, None)

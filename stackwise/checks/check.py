@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from stackwise.argument import require
 from stackwise.seed import seeded
 from stackwise.spec import ModelSpec
 
@@ -114,11 +115,8 @@ class Subject:
     @torch.no_grad()
     def logits(self, model: nn.Module, inputs: Tensor) -> Tensor:
         """The output without gradients, with every random choice (dropout) the same at each call."""
-        dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-        if inputs.is_floating_point():
-            inputs = inputs.to(dtype)
         with self.fixed_randomness():
-            return self.spec.logits(model, inputs)
+            return self.spec.logits(model, inputs.clone())
 
     def fixed_randomness(self) -> AbstractContextManager[None]:
         """Inside, random choices start from the seed; outside, nothing is changed."""
@@ -196,6 +194,7 @@ def select_checks(names: Iterable[str] | None = None) -> list[Check]:
     if names is None:
         return list(known.values())
     wanted = set(names)
+    require(bool(wanted), "checks", [], "names of checks or families, or None for all")
     unknown = wanted - known.keys() - {c.family for c in known.values()}
     if unknown:
         raise ValueError(f"checks: unknown {', '.join(sorted(unknown))}; known: {', '.join(known)}")
@@ -243,13 +242,13 @@ def check_model(
     return results
 
 
-def refuse_unmatched(expected: Mapping[str, str], selected: Iterable[Check]) -> None:
-    """Refuse expected failures of checks that are not asked.
+def refuse_unmatched(expected: Mapping[str, str], selected: Iterable[Check], *, known: bool = False) -> None:
+    """Refuse expected failures of checks that are not asked, or, if `known`, that do not exist.
 
     Raises:
         ValueError: naming them.
     """
-    names = [c.name for c in selected]
+    names = [*known_checks()] if known else [c.name for c in selected]
     unmatched = sorted(set(expected) - set(names))
     if unmatched:
         raise ValueError(f"expected_failures: no check {', '.join(unmatched)}; asked: {', '.join(names)}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from stackwise.checks.check import CheckResult, Subject, check
 from stackwise.checks.difference import relative_difference
@@ -14,14 +15,23 @@ LIMIT = 1e-6
 def determinism(subject: Subject) -> CheckResult:
     """Do two calls in eval mode give the same output?"""
     model, inputs = subject.model(), subject.inputs(2)
+    untouched = inputs.clone()
+
+    def gap(first: Tensor, second: Tensor) -> float:
+        return relative_difference(first, second).max().item()
+
     with torch.no_grad(), subject.fixed_randomness():
         first = subject.spec.logits(model, inputs)
+        if not torch.equal(inputs, untouched):
+            return subject.failed(
+                meaning="The model writes into its own input.",
+                advice="Look for an operation in place (add_, masked_fill_, +=) on the input or on a view.",
+            )
         second = subject.spec.logits(model, inputs)
-    value = relative_difference(first, second).max().item()
+    value = gap(first, second)
     if value <= LIMIT:
         return subject.passed(value, LIMIT)
-    seeded = relative_difference(subject.logits(model, inputs), subject.logits(model, inputs)).max().item()
-    if seeded <= LIMIT:
+    if gap(subject.logits(model, inputs), subject.logits(model, inputs)) <= LIMIT:
         return subject.failed(
             value,
             LIMIT,

@@ -1,37 +1,98 @@
-"""Differences between two outputs, relative to their size, and whether they are only rounding."""
+"""Differences between two outputs, and whether they are there or only rounding.
+
+A difference is measured against how much the output *varies*, not against how large it is: a large
+constant (a bias, columns at -1e9 for a padded vocabulary) would hide everything else.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from stackwise.checks.check import Subject
 
-__all__ = ["persists_in_float64", "relative_difference"]
+__all__ = ["Finding", "absolute_difference", "hear", "relative_difference", "variation"]
 
-_FLOAT64_ROUNDING = 1e-9
+# Differences beyond this are no rounding, even where float64 does not show them: then a kernel or a
+# branch that only the model's own dtype takes is wrong.
+_GROSS = 1e-3
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A difference after its hearing.
+
+    Attributes:
+        value: the measured difference.
+        limit: what passes.
+        real: whether it is more than rounding.
+        dtype: where `value` was measured.
+    """
+
+    value: float
+    limit: float
+    real: bool
+    dtype: torch.dtype
+
+    @property
+    def meaning(self) -> str:
+        """Where it was measured, if not in float64."""
+        return "" if self.dtype == torch.float64 else f"measured in {str(self.dtype).removeprefix('torch.')}"
+
+
+def hear(
+    subject: Subject, measure: Callable[[nn.Module], float], *, exact_limit: float, train: bool = False
+) -> Finding:
+    """Measure in the model's own dtype and in float64, and decide.
+
+    Rounding shrinks by 1e9 from float32 to float64, a defect does not; so float64 decides, both ways:
+    it acquits a large float32 difference, and finds one that float32 swallows. A model that cannot run
+    in float64 is judged by its own dtype alone.
+
+    Args:
+        subject: the model.
+        measure: model -> difference relative to the output's variation.
+        exact_limit: what passes in float64.
+        train: measure in train mode.
+    """
+    native = subject.model(train=train)
+    dtype = next((p.dtype for p in native.parameters() if p.is_floating_point()), torch.float32)
+    value = measure(native)
+    limit = max(subject.spec.tolerance, 8 * torch.finfo(dtype).eps)
+    gross = max(_GROSS, 64 * torch.finfo(dtype).eps)
+    try:
+        exact = measure(subject.model(train=train, dtype=torch.float64))
+    except (RuntimeError, TypeError, ValueError, NotImplementedError):
+        return Finding(value, limit, not value <= limit, dtype)
+    if not exact <= exact_limit or value <= gross:
+        return Finding(exact, exact_limit, not exact <= exact_limit, torch.float64)
+    return Finding(value, limit, True, dtype)
+
+
+def absolute_difference(a: Tensor, b: Tensor) -> Tensor:
+    """Element-wise |a - b| in float64; 0 where both are the same, NaN included; else inf where not finite."""
+    same = (a == b) | (a.isnan() & b.isnan())
+    difference = (a.double() - b.double()).abs()
+    return difference.nan_to_num(nan=torch.inf, posinf=torch.inf).masked_fill(same, 0.0)
+
+
+def variation(output: Tensor) -> Tensor:
+    """How far a channel of `output` (B, T, C) gets from its first finite value, at most: a float64 scalar.
+
+    Where no channel varies, the largest finite size; where that is 0, 1.
+    """
+    output = output.double().flatten(0, -2)
+    finite = output.isfinite()
+    first = output.gather(0, finite.long().argmax(dim=0, keepdim=True))
+    for candidate in ((output - first)[finite].abs(), output[finite].abs()):
+        if candidate.numel() and candidate.max() > 0:
+            return candidate.max()
+    return torch.ones((), dtype=torch.float64, device=output.device)
 
 
 def relative_difference(a: Tensor, b: Tensor) -> Tensor:
-    """Element-wise |a - b| / max|a|; an element that is finite in one of them only is infinitely far."""
-    difference = (a.double() - b.double()).abs()
-    same = (a == b) | (a.isnan() & b.isnan())
-    difference = difference.masked_fill(same, 0.0).nan_to_num(nan=torch.inf)
-    finite = a[a.isfinite()]
-    scale = finite.abs().max().double() if finite.numel() else torch.tensor(1.0, dtype=torch.float64)
-    return difference / scale.clamp(min=torch.finfo(torch.float32).tiny)
-
-
-def persists_in_float64(
-    subject: Subject, measure: Callable[[nn.Module], float], *, train: bool = False
-) -> bool:
-    """Whether a difference found in float32 is there in float64 too, where rounding shrinks by 1e9.
-
-    A model that cannot run in float64 gets no such second hearing: the float32 finding stands.
-    """
-    try:
-        return measure(subject.model(train=train, dtype=torch.float64)) > _FLOAT64_ROUNDING
-    except (RuntimeError, TypeError, ValueError, NotImplementedError):
-        return True
+    """Element-wise difference of two outputs (B, T, C) over the variation of the first."""
+    return absolute_difference(a, b) / variation(a)

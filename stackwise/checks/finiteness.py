@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from stackwise.checks.check import CheckResult, Subject, check
 from stackwise.stability.locate import first_nonfinite_module
 
@@ -33,14 +35,17 @@ def finite_gradients(subject: Subject) -> CheckResult:
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not parameters:
         return subject.not_applicable("no parameter is trainable")
+    if subject.seq_len < 2 and subject.spec.causal and subject.spec.loss is None:
+        return subject.not_applicable("needs at least 2 positions, to predict one from the other")
     inputs = subject.inputs(2)
-    with subject.fixed_randomness():
+    with torch.enable_grad(), subject.fixed_randomness():
         loss = subject.spec.loss_of(model, inputs)
     if not loss.isfinite():
         return subject.failed(
-            float(loss), where="the loss", meaning="The loss is not finite.", advice="See finite_logits."
+            loss.item(), where="the loss", meaning="The loss is not finite.", advice="See finite_logits."
         )
-    loss.backward()  # type: ignore[no-untyped-call]
+    if loss.requires_grad:
+        loss.backward()  # type: ignore[no-untyped-call]
     gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
     if not gradients:
         return subject.failed(

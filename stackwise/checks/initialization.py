@@ -8,8 +8,7 @@ import torch.nn.functional as F
 
 from stackwise.checks.check import CheckResult, Subject, check
 
-# Over 126 healthy causal models of the transformers library the median distance is 0.015 nat, the
-# 95th percentile 0.087, the largest of a plain decoder 0.9.
+# A sound model stays well below the first; beyond the second with widely spread logits none does.
 USUAL, LIMIT = 0.25, 1.0
 
 

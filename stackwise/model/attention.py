@@ -25,7 +25,7 @@ class Attention(nn.Module):
         n_heads: H; a multiple of `n_kv_heads`.
         n_kv_heads: K.
         causal: hide the positions after the query.
-        sliding_window: how many positions a query sees, itself included; None for all.
+        sliding_window: W; a query sees positions closer than W, itself included; None for all.
         dropout: probability on the attention weights and on the output, in training mode.
         rope_theta: base of the rotary frequencies; None for no positions.
     """

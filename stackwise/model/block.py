@@ -29,7 +29,7 @@ class Block(nn.Module):
         n_kv_heads: key/value heads; None means `n_heads`.
         attention_type: "mha" or "gqa".
         attention_mode: "causal" or "bidirectional".
-        sliding_window: how many positions a query sees, itself included; None for all.
+        sliding_window: W; a query sees positions closer than W, itself included; None for all.
         norm: "rmsnorm" (Zhang & Sennrich 2019) or "layernorm".
         dropout: probability, in [0, 1).
         freeze_up_proj: keep the up-projection at its random values; see `SwiGLU`.

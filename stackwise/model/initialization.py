@@ -12,6 +12,7 @@ from stackwise.model.block import Block
 __all__ = ["embedding_std", "head_std", "initialize_block", "initialize_embedding", "initialize_head"]
 
 WEIGHT_STD = 0.02
+FLOOR_STD = 2e-3  # below, the epsilon of the first norm is no longer small beside the mean square
 _EXCESS = 0.03  # nats above ln(vocab) that either bound below may cost
 
 
@@ -21,11 +22,13 @@ def embedding_std(vocab_size: int, d_model: int, *, tied: bool) -> float:
     A tied head multiplies the final hidden state, which still carries the token's own embedding,
     with that embedding again. In the worst case, where nothing else is in the stream, that logit is
     std * d_model, and softmax over V otherwise flat logits costs ln(1 + (e^logit - 1) / V) nats.
-    The bound keeps this below 0.03 nat; N(0, 1) embeddings give a first loss in the hundreds.
+    The bound keeps this below 0.03 nat; N(0, 1) embeddings give a first loss in the hundreds. Where
+    the bound is below `FLOOR_STD`, the model is so wide that its blocks drown the embedding anyway.
     """
     if not tied:
         return WEIGHT_STD
-    return min(WEIGHT_STD, math.log1p(_EXCESS * vocab_size) / d_model, head_std(d_model))
+    bound = min(math.log1p(_EXCESS * vocab_size) / d_model, head_std(d_model))
+    return min(WEIGHT_STD, max(FLOOR_STD, bound))
 
 
 def head_std(d_model: int) -> float:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from torch import Tensor, nn
 
-from stackwise.argument import check_sizes
+from stackwise.argument import check_range, check_sizes
 from stackwise.model.initialization import initialize_embedding, initialize_head
 from stackwise.model.rotary import Positions
 from stackwise.model.stack import Stack
@@ -80,6 +80,7 @@ class Rack(nn.Module):
         (B, T, C) -> (B, T, C). `head` turns the result of the last Stack into logits:
         `rack(ids) == rack.head(rack.forward_from_stack(rack.embed(ids), 0))`.
         """
+        check_range("stack", start, end, len(self.stacks))
         positions = Positions(x_BTC.shape[1], x_BTC.device)
         for stack in self.stacks[start:end]:
             x_BTC = stack(x_BTC, attention_mask, positions)

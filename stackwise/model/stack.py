@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 from torch import Tensor, nn
 
+from stackwise.argument import check_range
 from stackwise.model.block import Block
 from stackwise.model.rotary import Positions
 
@@ -48,6 +49,7 @@ class Stack(nn.Module):
         positions: Positions | None = None,
     ) -> Tensor:
         """Run blocks `start` to `end` (exclusive; None: the last) only. (B, T, C) -> (B, T, C)."""
+        check_range("block", start, end, self.num_blocks)
         positions = positions or Positions(x_BTC.shape[1], x_BTC.device)
         for block in self.blocks[start:end]:
             x_BTC = block(x_BTC, attention_mask, positions)
@@ -75,6 +77,7 @@ class Stack(nn.Module):
 
     def freeze_blocks_from(self, start: int) -> None:
         """Stop training the Blocks from index `start` on."""
+        check_range("block", start, None, self.num_blocks)
         for i in range(start, self.num_blocks):
             self.get_block(i).freeze()
 

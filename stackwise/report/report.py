@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -36,6 +37,7 @@ class Report:
         training: what a training run did, or None.
         environment: the machine's fingerprint, or None.
         failed_tests: names of the tests that failed, whatever they were about.
+        complete: whether the run came to its end.
         created: ISO 8601, UTC.
     """
 
@@ -45,6 +47,7 @@ class Report:
     training: dict[str, Any] | None = None
     environment: dict[str, Any] | None = None
     failed_tests: list[str] = field(default_factory=list)
+    complete: bool = True
     created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
 
     def add(self, section: str, **record: Any) -> None:
@@ -55,10 +58,20 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        """FAIL where a test failed; EMPTY where nothing was found out; else PASS. Never a silent pass."""
+        """The whole in a word; never a silent pass.
+
+        FAIL: a test failed. INCOMPLETE: the run was cut short. EMPTY: nothing was found out. WARN: all
+        tests passed, but among the findings is one that no sound model gives. PASS: none of these.
+        """
         if self.failed_tests:
             return "FAIL"
-        return "PASS" if self.checks or self.stability or self.throughput or self.training else "EMPTY"
+        if not self.complete:
+            return "INCOMPLETE"
+        if not (self.checks or self.stability or self.throughput or self.training):
+            return "EMPTY"
+        doubtful = any(check["status"] in ("failed", "error") for check in self.checks)
+        doubtful |= any(run["verdict"] not in ("stable", "caught") for run in self.stability)
+        return "WARN" if doubtful else "PASS"
 
     def summary(self) -> str:
         """The verdict and what it rests on, in one line."""
@@ -70,7 +83,8 @@ class Report:
             counts = Counter(r["verdict"] for r in self.stability)
             parts.append("stability: " + ", ".join(f"{n} {verdict}" for verdict, n in counts.items()))
         if self.throughput:
-            parts.append(f"throughput: {len(self.throughput)} measured")
+            counts = Counter("measured" if r["measured"] else "only called" for r in self.throughput)
+            parts.append("throughput: " + ", ".join(f"{n} {what}" for what, n in counts.items()))
         if self.failed_tests:
             noun = "test" if len(self.failed_tests) == 1 else "tests"
             parts.append(f"{len(self.failed_tests)} {noun} failed")
@@ -143,7 +157,7 @@ class Report:
                     f"{r['tokens_per_second']:,.0f}",
                     _bytes(r["peak_memory_bytes"]),
                     str(r["calls"]),
-                    "yes" if r["steady"] else "no",
+                    ("yes" if r["steady"] else "no") if r["measured"] else "not measured",
                 ]
                 for r in self.throughput
             ]
@@ -154,7 +168,7 @@ class Report:
         return "\n\n".join(blocks) + "\n"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values; `from_json` reads them back."""
+        """Plain values; in a file, NaN and infinities are the strings "nan", "inf" and "-inf"."""
         return {
             "stackwise": version("stackwise"),
             "created": self.created,
@@ -165,6 +179,7 @@ class Report:
             "stability": self.stability,
             "throughput": self.throughput,
             "failed_tests": self.failed_tests,
+            "complete": self.complete,
         }
 
     def write(self, path: str | Path) -> None:
@@ -179,19 +194,34 @@ class Report:
             case ".md":
                 text = self.markdown()
             case ".json":
-                text = json.dumps(self.to_dict(), indent=1, allow_nan=True) + "\n"
+                text = json.dumps(_plain(self.to_dict()), indent=1, allow_nan=False) + "\n"
             case _:
                 raise ValueError(f"report: got {path.name!r}; allowed endings: .md, .json")
         path.parent.mkdir(parents=True, exist_ok=True)
         scratch = path.with_name(f".{path.name}.{os.getpid()}")
-        scratch.write_text(text, encoding="utf-8")
-        scratch.replace(path)
+        try:
+            scratch.write_text(text, encoding="utf-8")
+            scratch.replace(path)
+        finally:
+            scratch.unlink(missing_ok=True)
 
     @classmethod
     def from_json(cls, path: str | Path) -> Self:
         """Read what `write` wrote to a .json file."""
         stored = json.loads(Path(path).read_text(encoding="utf-8"))
         return cls(**{key: stored[key] for key in cls.__dataclass_fields__})
+
+
+def _plain(value: Any) -> Any:
+    """The same with non-finite numbers as text, which JSON has no numbers for."""
+    match value:
+        case dict():
+            return {key: _plain(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_plain(item) for item in value]
+        case float() if not math.isfinite(value):
+            return str(value)
+    return value
 
 
 def _grouped(rows: Sequence[dict[str, Any]]) -> list[tuple[str, list[dict[str, Any]]]]:
@@ -230,11 +260,13 @@ def _rate_text(row: dict[str, Any]) -> str:
 
 def _table(header: list[str], rows: list[list[str]]) -> str:
     cells = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(c.replace("|", "\\|") for c in row) + " |" for row in cells)
+    return "\n".join(
+        "| " + " | ".join(" ".join(c.split()).replace("|", "\\|") for c in row) + " |" for row in cells
+    )
 
 
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.3g}"
+def _number(value: float | str | None) -> str:
+    return "" if value is None else f"{float(value):.3g}"
 
 
 def _bytes(count: int | None) -> str:

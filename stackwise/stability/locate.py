@@ -18,15 +18,20 @@ def first_nonfinite_module(model: nn.Module, run: Callable[[], object]) -> str |
         run: calls the model.
 
     Returns:
-        The name of the first module, in order of completion, whose inputs are finite and whose
-        output is not ("(the model itself)" for the root), or None where all outputs are finite.
+        The name of the first module, in order of completion, whose inputs are sound and whose output
+        is not ("(the model itself)" for the root), or None where there is none. NaN and +inf are
+        unsound; -inf only where nothing else is found, since additive masks are made of it.
     """
     found: list[str] = []
+    with_negative: list[str] = []
 
     def watch(name: str) -> Callable[[nn.Module, Any, Any, Any], None]:
         def hook(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if not found and not _finite(output) and _finite((args, kwargs)):
-                found.append(name)
+            if _is_sound((args, kwargs)):
+                if not _is_sound(output):
+                    found.append(name)
+                elif not _is_sound(output, negative=True):
+                    with_negative.append(name)
 
         return hook
 
@@ -39,7 +44,7 @@ def first_nonfinite_module(model: nn.Module, run: Callable[[], object]) -> str |
     finally:
         for handle in handles:
             handle.remove()
-    return found[0] if found else None
+    return next(iter(found + with_negative), None)
 
 
 def nonfinite_gradients(model: nn.Module) -> list[str]:
@@ -47,8 +52,10 @@ def nonfinite_gradients(model: nn.Module) -> list[str]:
     return [n for n, p in model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
 
 
-def _finite(value: Any) -> bool:
-    return all(bool(t.isfinite().all()) for t in _tensors(value) if t.is_floating_point())
+def _is_sound(value: Any, *, negative: bool = False) -> bool:
+    """Whether no tensor in `value` has a NaN, a +inf, or, if `negative`, a -inf."""
+    floating = (t for t in _tensors(value) if t.is_floating_point())
+    return not any(bool((~t.isfinite() & ~(t.isneginf() & (not negative))).any()) for t in floating)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

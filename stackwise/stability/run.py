@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from stackwise.argument import check_sizes, require
 from stackwise.seed import seeded
 from stackwise.spec import ModelSpec
-from stackwise.stability.faults import Fault, NanInjection
+from stackwise.stability.faults import Acted, Anatomy, Fault, GradientExplosion
 from stackwise.stability.guard import Alarm, SpikeDetector
 from stackwise.stability.locate import first_nonfinite_module, nonfinite_gradients
 from stackwise.stability.telemetry import StepRecord, global_norm, gradient_norms
@@ -33,8 +34,9 @@ class StabilityRun:
         records: one per step, skipped ones included.
         alarms: in order.
         faults: what was injected.
-        fired: the steps at which some fault acted.
-        finite: whether every parameter is finite at the end.
+        fired: the steps at which a fault did act.
+        finite: whether every parameter and buffer is finite at the end (-inf, of which masks are made,
+            aside).
     """
 
     model: str
@@ -62,7 +64,7 @@ class StabilityRun:
 
     @property
     def recovered(self) -> bool:
-        """Whether parameters and last loss are finite, and the last step was taken."""
+        """Whether parameters, buffers and last loss are finite, and the last step was taken."""
         last = self.records[-1]
         return self.finite and math.isfinite(last.loss) and not last.skipped
 
@@ -103,6 +105,8 @@ def stability_run(
 ) -> StabilityRun:
     """Train a fresh model for a few steps while breaking it, and skip the steps that are broken.
 
+    A skipped step leaves no trace: neither in parameters and optimizer, nor in buffers.
+
     Loss and gradient norm are judged before each update: a non-finite one always raises an alarm,
     a norm that is far above its history as well. The culprit is named by running the forward pass
     again under hooks, with the same fault. This is a test harness: it waits for the device at each
@@ -123,71 +127,118 @@ def stability_run(
         ValueError: a fault beyond the run, or too early to be judged, or with no target; a length that
             the model does not take.
     """
-    faults = tuple(faults)
     detector = detector or SpikeDetector()
     seq_len = spec.seq_len if seq_len is None else seq_len
+    check_sizes(steps=steps, batch_size=batch_size)
+    least = 2 if spec.inputs == "tokens" and spec.causal and spec.loss is None else 1
+    check_sizes(least, seq_len=seq_len)
     device = torch.device(device)
+    faults = _resolved(faults, spec, steps, detector, batch_size, seq_len, device, seed)
     model = spec.create(device, seed).train()
-    _check_faults(faults, steps, detector, model)
-    optimizer = spec.optimizer(p for p in model.parameters() if p.requires_grad)
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    require(bool(trainable), "model", spec.name, "a model with a parameter that trains")
+    optimizer = spec.optimizer(trainable)
     records: list[StepRecord] = []
     alarms: list[Alarm] = []
     fired: list[int] = []
 
-    for step in range(steps):
-        inputs = spec.batch(batch_size, seq_len, device=device, seed=seed + 1 + step)
-        active = [fault for fault in faults if step in fault.steps]
+    with torch.enable_grad():
+        for step in range(steps):
+            inputs = spec.batch(batch_size, seq_len, device=device, seed=seed + 1 + step)
+            active = [fault for fault in faults if step in fault.steps]
+            acted: set[int] = set()
+            attempt = _Attempt(spec, model, inputs, active, seed + 1 + step, lambda: acted.add(step))  # noqa: B023
+            buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
 
-        def forward(
-            inputs: Tensor = inputs, active: Sequence[Fault] = active, step_seed: int = seed + 1 + step
-        ) -> Tensor:
-            with ExitStack() as stack:
-                for fault in active:
-                    stack.enter_context(fault.around_forward(model))
-                stack.enter_context(seeded(step_seed, device))
-                loss = spec.loss_of(model, inputs)
             for fault in active:
-                loss = fault.on_loss(loss)
-            return loss
+                if isinstance(fault, GradientExplosion) and detector.limit() is None:
+                    raise ValueError(
+                        f"{fault.name}: step: got {fault.step}; a norm is judged by those of "
+                        f"{detector.minimum} sound steps before it, and there are fewer"
+                    )
+            optimizer.zero_grad()
+            loss = attempt.loss()
+            loss.backward()  # type: ignore[no-untyped-call]
+            for fault in active:
+                fault.on_gradients(model, attempt.acted)
+            if active and not acted:
+                raise ValueError(f"{active[0]}: it did not act at step {step}: its target was not reached")
+            fired += acted
 
-        optimizer.zero_grad()
-        loss = forward()
-        loss.backward()  # type: ignore[no-untyped-call]
-        for fault in active:
-            fault.on_gradients(model)
-        if active:
-            fired.append(step)
+            norm = float(global_norm(gradient_norms(trainable)))
+            alarm = _judge(step, loss.item(), norm, detector)
+            if alarm is None:
+                optimizer.step()
+                detector.accept(norm)
+            else:
+                alarms.append(replace(alarm, where=_locate(alarm, model, attempt)))
+                _restore(model, buffers)
+            lr = float(optimizer.param_groups[0]["lr"])
+            records.append(StepRecord(step, loss.item(), norm, lr, alarm is not None))
 
-        norm = float(global_norm(gradient_norms(model.parameters())))
-        alarm = _judge(step, loss.item(), norm, detector)
-        if alarm is None:
-            optimizer.step()
-            detector.accept(norm)
-        else:
-            alarms.append(
-                Alarm(alarm.step, alarm.kind, alarm.value, alarm.limit, _locate(alarm, model, forward))
-            )
-        lr = float(optimizer.param_groups[0]["lr"])
-        records.append(StepRecord(step, loss.item(), norm, lr, alarm is not None))
-
-    finite = all(bool(p.isfinite().all()) for p in model.parameters())
+    state = [t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()]
+    finite = all(not bool((t.isnan() | t.isposinf()).any()) for t in state)
     return StabilityRun(spec.name, seq_len, records, alarms, faults, fired, finite)
 
 
-def _check_faults(faults: Sequence[Fault], steps: int, detector: SpikeDetector, model: nn.Module) -> None:
-    if steps < 1:
-        raise ValueError(f"steps: got {steps}; allowed: an integer >= 1")
+@dataclass(frozen=True)
+class _Attempt:
+    """One forward pass under the faults of its step; the same each time it is asked for."""
+
+    spec: ModelSpec
+    model: nn.Module
+    inputs: Tensor
+    faults: Sequence[Fault]
+    seed: int
+    acted: Acted
+
+    def loss(self) -> Tensor:
+        with ExitStack() as stack:
+            for fault in self.faults:
+                stack.enter_context(fault.around_forward(self.model, self.acted))
+            stack.enter_context(seeded(self.seed, self.inputs.device))
+            loss = self.spec.loss_of(self.model, self.inputs.clone())
+        for fault in self.faults:
+            loss = fault.on_loss(loss, self.acted)
+        return loss
+
+
+def _resolved(
+    faults: Iterable[Fault],
+    spec: ModelSpec,
+    steps: int,
+    detector: SpikeDetector,
+    batch_size: int,
+    seq_len: int,
+    device: torch.device,
+    seed: int,
+) -> tuple[Fault, ...]:
+    """The faults with their targets spelled out, as a step of a throwaway model shows them."""
+    faults = tuple(faults)
     for fault in faults:
         if fault.steps.stop > steps:
             raise ValueError(
                 f"{fault.name}: its last step is {fault.steps.stop - 1}; the run has {steps} steps"
             )
-        if not isinstance(fault, NanInjection) and fault.step < detector.minimum:
+        if isinstance(fault, GradientExplosion) and fault.step < detector.minimum:
             raise ValueError(
                 f"{fault.name}: step: got {fault.step}; allowed: >= {detector.minimum}, since a norm is "
                 "judged by those before it"
             )
-        fault.prepare(model)
+    if not faults:
+        return ()
+    twin = spec.create(device, seed).train()
+    inputs = spec.batch(batch_size, seq_len, device=device, seed=seed)
+    with torch.enable_grad(), seeded(seed, device):
+        anatomy = Anatomy.of(twin, lambda: spec.loss_of(twin, inputs).backward())  # type: ignore[no-untyped-call]
+    return tuple(fault.resolve(anatomy) for fault in faults)
+
+
+@torch.no_grad()
+def _restore(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
+    for name, buffer in model.named_buffers():
+        if name in buffers and buffer.shape == buffers[name].shape:
+            buffer.copy_(buffers[name])
 
 
 def _judge(step: int, loss: float, norm: float, detector: SpikeDetector) -> Alarm | None:
@@ -201,11 +252,11 @@ def _judge(step: int, loss: float, norm: float, detector: SpikeDetector) -> Alar
     return None
 
 
-def _locate(alarm: Alarm, model: nn.Module, forward: Any) -> str:
+def _locate(alarm: Alarm, model: nn.Module, attempt: _Attempt) -> str:
     match alarm.kind:
         case "non-finite loss":
             with torch.no_grad():
-                return first_nonfinite_module(model, forward) or "the loss"
+                return first_nonfinite_module(model, attempt.loss) or "the loss"
         case "non-finite gradient":
             names = nonfinite_gradients(model)
             return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

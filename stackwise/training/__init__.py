@@ -1,6 +1,6 @@
 """The trainer: data, objective, schedule, optimizer, precision, checkpoints and the loop."""
 
-from stackwise.training.checkpoint import CheckpointManager, load_rack
+from stackwise.training.checkpoint import CheckpointManager, latest_checkpoint, load_rack
 from stackwise.training.data import TokenWindows, create_data
 from stackwise.training.schedule import get_lr_with_warmup
 from stackwise.training.trainer import ArchitectureTrainer, NonFiniteStepError, TrainingResult
@@ -13,5 +13,6 @@ __all__ = [
     "TrainingResult",
     "create_data",
     "get_lr_with_warmup",
+    "latest_checkpoint",
     "load_rack",
 ]

@@ -16,8 +16,9 @@ from stackwise.argument import check_sizes
 from stackwise.config import StackWiseConfig
 from stackwise.model.build import create_rack_from_config
 from stackwise.model.rack import Rack
+from stackwise.seed import seeded
 
-__all__ = ["CheckpointManager", "load_rack"]
+__all__ = ["CheckpointManager", "latest_checkpoint", "load_rack"]
 
 _NAME = re.compile(r"step-(0|[1-9][0-9]*)")
 _TIED_COPY = "lm_head.weight"
@@ -102,15 +103,24 @@ class CheckpointManager:
 
     def steps(self) -> list[int]:
         """The steps that have a checkpoint, ascending as numbers."""
-        if not self.directory.is_dir():
-            return []
-        names = (_NAME.fullmatch(path.name) for path in self.directory.iterdir() if path.is_dir())
-        return sorted(int(match[1]) for match in names if match)
+        return _steps(self.directory)
 
     def latest(self) -> Path | None:
         """The checkpoint with the highest step number, or None."""
-        steps = self.steps()
-        return self.directory / f"step-{steps[-1]}" if steps else None
+        return latest_checkpoint(self.directory)
+
+
+def latest_checkpoint(directory: str | Path) -> Path | None:
+    """The checkpoint with the highest step number in a directory, or None."""
+    steps = _steps(Path(directory))
+    return Path(directory) / f"step-{steps[-1]}" if steps else None
+
+
+def _steps(directory: Path) -> list[int]:
+    if not directory.is_dir():
+        return []
+    names = (_NAME.fullmatch(path.name) for path in directory.iterdir() if path.is_dir())
+    return sorted(int(match[1]) for match in names if match)
 
 
 def load_rack(path: str | Path) -> Rack:
@@ -121,7 +131,9 @@ def load_rack(path: str | Path) -> Rack:
         OSError: it cannot be read.
     """
     path = Path(path)
-    rack = create_rack_from_config(StackWiseConfig.from_yaml(path / "config.yaml"))
+    config = StackWiseConfig.from_yaml(path / "config.yaml")
+    with seeded(0):
+        rack = create_rack_from_config(config)
     try:
         weights = load_file(path / "model.safetensors")
     except SafetensorError as error:

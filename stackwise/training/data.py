@@ -58,6 +58,10 @@ class TokenWindows:
         usable = len(self.tokens) - 1 - (self.seq_len - 1 if self.shuffle else 0)
         return usable // self.seq_len // self.batch_size
 
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next pass the one of `epoch`. Without it, each pass is the next epoch."""
+        self.epoch = epoch
+
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         epoch, self.epoch = self.epoch, self.epoch + 1
         n_windows = len(self) * self.batch_size

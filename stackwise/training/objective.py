@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from stackwise.model.rack import Rack
 
-__all__ = ["IGNORED", "next_token_loss", "require_causal"]
+__all__ = ["IGNORED", "next_token_loss", "next_token_total", "require_causal"]
 
 IGNORED = -100  # label of a position that is not predicted, as in torch and Hugging Face
 
@@ -29,9 +29,15 @@ def next_token_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     Returns:
         A float32 scalar; 0 with zero gradient where nothing is to be predicted.
     """
+    total, count = next_token_total(model, batch)
+    return total / count.clamp(min=1)
+
+
+def next_token_total(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Summed cross-entropy in nats, and how many tokens it is over; see `next_token_loss`."""
     input_ids = batch["input_ids"]
     attention_mask = batch.get("attention_mask")
-    labels = batch.get("labels", input_ids)[:, 1:]
+    labels = batch.get("labels", input_ids)[:, 1:].long()
     if attention_mask is not None:
         real = attention_mask != 0
         labels = labels.masked_fill(~(real[:, 1:] & real[:, :-1]), IGNORED)
@@ -40,7 +46,7 @@ def next_token_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     total = F.cross_entropy(
         logits_BTV.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORED, reduction="sum"
     )
-    return total / (labels != IGNORED).sum().clamp(min=1)
+    return total, (labels != IGNORED).sum()
 
 
 def require_causal(rack: Rack) -> None:

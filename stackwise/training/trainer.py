@@ -7,9 +7,8 @@ the records are read, every `log_interval` steps.
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import TypedDict
 
@@ -23,7 +22,7 @@ from stackwise.model.rack import Rack
 from stackwise.seed import seeded
 from stackwise.stability.telemetry import StepBuffer, StepRecord, global_norm, gradient_norms, mean_loss
 from stackwise.training.checkpoint import CheckpointManager
-from stackwise.training.objective import next_token_loss, require_causal
+from stackwise.training.objective import next_token_loss, next_token_total, require_causal
 from stackwise.training.optimizer import clip_gradients, create_optimizer
 from stackwise.training.precision import autocast
 from stackwise.training.progress import TrainingProgress
@@ -31,7 +30,7 @@ from stackwise.training.schedule import get_lr_with_warmup
 
 __all__ = ["ArchitectureTrainer", "NonFiniteStepError", "TrainingResult"]
 
-Batch = Mapping[str, Tensor] | Tensor
+Batch = Mapping[str, Tensor] | Tensor | Sequence[Tensor]
 
 
 class NonFiniteStepError(ArithmeticError):
@@ -110,6 +109,11 @@ class ArchitectureTrainer:
         if settings.checkpoint_dir is not None:
             checkpoints = CheckpointManager(settings.checkpoint_dir, self.config)
             checkpoints.check(rack)
+            if checkpoints.steps():
+                raise ValueError(
+                    f"training.checkpoint_dir: {settings.checkpoint_dir} already holds checkpoints of steps "
+                    f"{checkpoints.steps()}; allowed: a folder without any, so that no two runs mix"
+                )
         rack.to(self.device).train()
         optimizer = create_optimizer(rack, settings.optimizer)
         optimizer.zero_grad()
@@ -122,7 +126,7 @@ class ArchitectureTrainer:
 
         with seeded(settings.seed, self.device), self._progress() as progress:
             for step, (epoch, batch) in zip(range(settings.max_steps), _forever(dataloader), strict=False):
-                batch = {key: value.to(self.device, non_blocking=True) for key, value in batch.items()}
+                batch = self._on_device(batch)
                 lr = self.learning_rate(step)
                 for group in optimizer.param_groups:
                     group["lr"] = lr
@@ -191,20 +195,36 @@ class ArchitectureTrainer:
 
     @torch.no_grad()
     def evaluate(self, rack: Rack, dataloader: Iterable[Batch]) -> float:
-        """Mean loss in nats over one pass of `dataloader`, in eval mode; each module's mode is put back."""
+        """Mean loss in nats of all tokens of one pass of `dataloader`, in eval mode.
+
+        Each module's mode is put back. NaN where there is nothing to predict.
+
+        Raises:
+            ValueError: a bidirectional Stack.
+        """
+        require_causal(rack)
         modes = [(module, module.training) for module in rack.modules()]
         rack.to(self.device).eval()
-        total, count = 0.0, 0
+        total, count = torch.zeros(2, dtype=torch.float64, device=self.device)
         try:
             for batch in map(_as_mapping, dataloader):
-                batch = {key: value.to(self.device) for key, value in batch.items()}
                 with autocast(self.config.training.precision, self.device):
-                    total += next_token_loss(rack, batch).item()
-                count += 1
+                    batch_total, batch_count = next_token_total(rack, self._on_device(batch))
+                total, count = total + batch_total, count + batch_count
         finally:
             for module, training in modes:
                 module.training = training
-        return total / count if count else math.nan
+        return float(total / count)
+
+    def _on_device(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The batch, copied from pinned memory so that the host does not wait for the copy."""
+        pinning = self.device.type == "cuda"
+        return {
+            key: (value.pin_memory() if pinning and not value.is_cuda else value).to(
+                self.device, non_blocking=True
+            )
+            for key, value in batch.items()
+        }
 
     def _progress(self) -> TrainingProgress | nullcontext[None]:
         return TrainingProgress(self.config.training.max_steps) if self.progress else nullcontext()
@@ -220,6 +240,8 @@ def _sound(records: list[StepRecord]) -> list[StepRecord]:
 def _forever(dataloader: Iterable[Batch]) -> Iterator[tuple[int, Mapping[str, Tensor]]]:
     epoch = 0
     while True:
+        if hasattr(dataloader, "set_epoch"):
+            dataloader.set_epoch(epoch)
         batch = None
         for batch in dataloader:
             yield epoch, _as_mapping(batch)
@@ -229,6 +251,8 @@ def _forever(dataloader: Iterable[Batch]) -> Iterator[tuple[int, Mapping[str, Te
 
 
 def _as_mapping(batch: Batch) -> Mapping[str, Tensor]:
+    if isinstance(batch, tuple | list) and len(batch) == 1:
+        batch = batch[0]
     if isinstance(batch, Tensor):
         return {"input_ids": batch}
     if isinstance(batch, Mapping) and "input_ids" in batch:

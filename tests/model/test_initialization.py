@@ -46,7 +46,7 @@ EMBEDDING_STD = [
     (512, 10_000, True, 0.01083, 0.01083),
     (640, 10_000, True, 0.008917, 0.008917),
     (512, 256, True, 0.004221, 0.004221),
-    (1024, 8, True, 0.0002101, 0.0002101),
+    (1024, 8, True, 0.002, 0.002),
 ]
 # A sample standard deviation has a relative standard error of 1 / sqrt(2n); five of those.
 SIGMAS = 5

@@ -20,6 +20,17 @@ start = time.perf_counter()
 import pytest_stackwise.plugin
 print(time.perf_counter() - start, *sorted(set(sys.modules) - before))
 """
+LATE = """
+import sys
+import pytest_stackwise as plugin
+assert plugin.__all__ == ["parametrize_with_checks"]
+assert plugin.parametrize_with_checks.__module__ == "pytest_stackwise.checks"
+assert "torch" not in sys.modules
+try:
+    plugin.nothing
+except AttributeError as error:
+    print(error)
+"""
 
 
 def loaded(folder):
@@ -81,17 +92,9 @@ def test_plugin_import_adds_only_the_plugin():
 
 
 def test_public_name_is_handed_on_late():
-    command = [
-        sys.executable,
-        "-c",
-        "import sys, pytest_stackwise as p\n"
-        "assert 'parametrize_with_checks' in p.__all__ and 'torch' not in sys.modules\n"
-        "assert p.parametrize_with_checks.__module__ == 'pytest_stackwise.checks'\n"
-        "assert 'torch' not in sys.modules\n"
-        "try: p.nothing\n"
-        "except AttributeError as error: print(error)",
-    ]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=Path(__file__).parent)
+    done = subprocess.run(
+        [sys.executable, "-c", LATE], check=True, capture_output=True, text=True, cwd=Path(__file__).parent
+    )
     assert done.stdout.strip() == "module 'pytest_stackwise' has no attribute 'nothing'"
 
 

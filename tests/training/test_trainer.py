@@ -439,7 +439,9 @@ class TestDataloader:
         with pytest.raises(ValueError, match="dataloader: got no batch in a later epoch"):
             run(dataloader=iter(make_batches(make_config(), 2)))
 
-    @pytest.mark.parametrize("batch, name", [((torch.zeros(2, 9).long(),), "tuple"), ({"ids": 1}, "dict")])
+    @pytest.mark.parametrize(
+        "batch, name", [((torch.zeros(2, 9).long(),) * 2, "tuple"), ({"ids": 1}, "dict")]
+    )
     def test_other_batches(self, run, batch, name):
         with pytest.raises(ValueError, match=f"dataloader: got a batch of {name}; allowed: .*input_ids"):
             run(dataloader=[batch])

@@ -1,0 +1,476 @@
+"""Leaks in time: each kind is caught, its position and token are true, and sound models stay silent."""
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from stackwise.spec import ModelSpec
+
+SEQ_LEN = 16
+NAMED = re.compile(r"position (\d+) reads token (\d+) \((eval|train) mode\)")
+PREFIX = re.compile(r"the first (\d+) of 16 positions \(eval mode\)")
+
+
+@pytest.fixture(scope="module")
+def models(subjects):
+    class Sound(subjects.TinyLM):
+        pass
+
+    class ShiftedMask(subjects.TinyLM):
+        def visible(self, seq_len):
+            return torch.ones(seq_len, seq_len, dtype=torch.bool).tril(diagonal=1)
+
+    class NoMask(subjects.TinyLM):
+        def visible(self, seq_len):
+            return torch.ones(seq_len, seq_len, dtype=torch.bool)
+
+    class LeakInEval(subjects.TinyLM):
+        """is_causal=self.training."""
+
+        def visible(self, seq_len):
+            return super().visible(seq_len) | (not self.training)
+
+    class LeakInTraining(subjects.TinyLM):
+        def visible(self, seq_len):
+            return super().visible(seq_len) | self.training
+
+    class LeakBehindDropout(LeakInTraining):
+        def mix(self, x):
+            return F.dropout(x, 0.5, self.training)
+
+    class ViewedHeads(subjects.TinyLM):
+        """view() to (B, H, T, D) mixes positions and heads; transpose() is missing."""
+
+        def split(self, x):
+            return x.reshape(x.shape[0], self.n_heads, x.shape[1], -1)
+
+    class MeanOverPositions(subjects.TinyLM):
+        def mix(self, x):
+            return x - x.mean(dim=1, keepdim=True)
+
+    class NormOverPositions(subjects.TinyLM):
+        def mix(self, x):
+            return F.layer_norm(x.transpose(1, 2), x.shape[1:2]).transpose(1, 2)
+
+    class BatchNormOverPositions(subjects.TinyLM):
+        """In train mode its statistics are taken over rows and positions."""
+
+        def __init__(self):
+            super().__init__()
+            self.batch_norm = nn.BatchNorm1d(16)
+
+        def mix(self, x):
+            return self.batch_norm(x.transpose(1, 2)).transpose(1, 2)
+
+    class BidirectionalGRU(subjects.GRULM):
+        def __init__(self):
+            super().__init__()
+            self.recurrence = nn.GRU(16, 8, batch_first=True, bidirectional=True)
+
+    class SymmetricPadding(subjects.ConvLM):
+        padding = (1, 1)
+
+    class PlacesFromTheEnd(subjects.TinyLM):
+        def place_ids(self, seq_len):
+            return torch.arange(seq_len).flip(0)
+
+    class ScaledByLength(subjects.TinyLM):
+        def weigh(self, scores):
+            return (scores / scores.shape[-1]).softmax(dim=-1)
+
+    class MixedRows(subjects.TinyLM):
+        """Rows see each other, in the same position only: wrong, but no leak in time."""
+
+        def mix(self, x):
+            return x + x.mean(dim=0, keepdim=True)
+
+    class MixedRowsAndLeak(MixedRows, ShiftedMask):
+        pass
+
+    class Blind(subjects.TinyLM):
+        def __init__(self):
+            super().__init__()
+            with torch.no_grad():
+                self.tokens.weight[:] = self.tokens.weight[0]
+
+    class SelfHidden(subjects.TinyLM):
+        """Reads every earlier token, but not the one that stands where it is."""
+
+        def forward(self, ids):
+            return super().forward(F.pad(ids, (1, 0))[:, :-1])
+
+    class SoundDropout(subjects.TinyLM):
+        def mix(self, x):
+            return F.dropout(x, 0.3, self.training)
+
+    return {name: value for name, value in locals().items() if isinstance(value, type)}
+
+
+def leaky_llama(subjects):
+    model = subjects.llama()
+    for layer in model.model.layers:
+        layer.self_attn.is_causal = False
+    return model
+
+
+def leaky_x_decoder(subjects):
+    model = subjects.x_decoder()
+    for module in model.modules():
+        if type(module).__name__ in ("Attention", "Attend"):
+            module.causal = False
+    assert model.attn_layers.causal, "the model goes on saying that it is causal"
+    return model
+
+
+def leaky_rack(subjects):
+    model = subjects.rack()
+    model.stacks[1].blocks[0].attention.causal = False
+    return ModelSpec.of(model, causal=True)
+
+
+def make(factory):
+    torch.manual_seed(0)
+    return factory()
+
+
+def ids_of(model, rows=1):
+    return torch.randint(29, (rows, SEQ_LEN), generator=torch.Generator().manual_seed(5))
+
+
+def leaks(subjects, model, train=False):
+    """Whether any output depends on a later input, by gradients alone."""
+    model.train(train)
+    return any(
+        subjects.reads(model, ids_of(model), position, position + 1) > 0 for position in range(SEQ_LEN - 1)
+    )
+
+
+def assert_named(subjects, result, model, mode=None):
+    """The result names a leak, and the leak is where it says."""
+    assert result.status == "failed", str(result)
+    position, token, found = NAMED.fullmatch(result.where).groups()
+    position, token = int(position), int(token)
+    assert position < token < SEQ_LEN
+    assert result.value > result.limit > 0
+    assert mode in (None, found)
+    model.train(found == "train")
+    assert subjects.reads(model, ids_of(model), position, token) > 0
+    assert f"token {token} changed the output at position {position}" in result.meaning
+
+
+LEAKS = {
+    "ShiftedMask": "eval",
+    "NoMask": "eval",
+    "LeakInEval": "eval",
+    "LeakInTraining": "train",
+    "LeakBehindDropout": "train",
+    "ViewedHeads": "eval",
+    "MeanOverPositions": "eval",
+    "NormOverPositions": "eval",
+    "BatchNormOverPositions": "train",
+    "BidirectionalGRU": "eval",
+    "SymmetricPadding": "eval",
+    "MixedRowsAndLeak": "eval",
+}
+SOUND = ["Sound", "SoundDropout", "MixedRows"]
+
+
+@pytest.mark.parametrize("name", LEAKS)
+def test_leak(subjects, models, name):
+    model = make(models[name])
+    # The mode that is named is the first of the two that leaks.
+    assert leaks(subjects, model, train=False) == (LEAKS[name] == "eval")
+    assert LEAKS[name] == "eval" or leaks(subjects, model, train=True)
+    assert_named(subjects, subjects.ask(models[name], "causality"), model, LEAKS[name])
+
+
+@pytest.mark.parametrize("leaky", [leaky_llama, leaky_x_decoder, leaky_rack])
+def test_leak_in_a_published_model(subjects, leaky):
+    def build():
+        made = leaky(subjects)
+        return made.create() if isinstance(made, ModelSpec) else made
+
+    model = make(build)
+    assert leaks(subjects, model)
+    spec = ModelSpec.of(build, causal=True)
+    assert_named(subjects, subjects.ask(spec, "causality"), model, "eval")
+
+
+@pytest.mark.parametrize("name", ["llama", "x_decoder", "rack"])
+def test_published_models_are_sound(subjects, name):
+    factory = getattr(subjects, name)
+    assert not leaks(subjects, make(factory))
+    result = subjects.ask(factory, "causality")
+    assert (result.status, result.where) == ("passed", "")
+    assert result.value <= result.limit
+
+
+def test_vectors(subjects):
+    spec = subjects.causal_encoder()
+    assert subjects.ask(spec, "causality").status == "passed"
+    leaky = ModelSpec.of(subjects.encoder, causal=True)
+    model, inputs = leaky.create().eval(), leaky.batch(1, SEQ_LEN)
+    result = subjects.ask(leaky, "causality")
+    position, token, mode = NAMED.fullmatch(result.where).groups()
+    assert (result.status, mode) == ("failed", "eval")
+    assert int(position) < int(token)
+    model.train()  # the fused inference path of torch has no gradients
+    assert subjects.reads(model, inputs, int(position), int(token)) > 0
+
+
+@pytest.mark.parametrize("name", SOUND)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_sound(subjects, models, name, seed):
+    assert not leaks(subjects, make(models[name]), train=False)
+    assert not leaks(subjects, make(models[name]), train=True)
+    assert subjects.ask(models[name], "causality", seed=seed).status == "passed"
+
+
+@pytest.mark.parametrize("name", ["PlacesFromTheEnd", "ScaledByLength"])
+def test_outputs_that_depend_on_the_length(subjects, models, name):
+    model = make(models[name]).eval()
+    assert not leaks(subjects, model), "no token is read too early: only a prefix shows it"
+    ids = ids_of(model)
+    result = subjects.ask(models[name], "causality")
+    assert result.status == "failed"
+    length = int(PREFIX.fullmatch(result.where)[1])
+    assert 0 < length < SEQ_LEN
+    with torch.no_grad():
+        gap = (model(ids)[:, :length] - model(ids[:, :length])).abs().max()
+    assert gap > 1e-3
+    assert "prefix" in result.meaning
+
+
+def test_token_that_is_not_read(subjects, models):
+    with torch.no_grad():
+        model = make(models["Blind"]).eval()
+        assert torch.equal(model(torch.zeros(1, 5, dtype=torch.int64)), model(torch.arange(5)[None]))
+    result = subjects.ask(models["Blind"], "causality")
+    assert (result.status, result.where) == ("warned", "token 0")
+    assert "changed nothing" in result.meaning
+
+
+def test_last_token_that_is_not_read(subjects, models):
+    model = make(models["SelfHidden"]).eval()
+    ids = ids_of(model)
+    with torch.no_grad():
+        assert torch.equal(model(ids)[:, -1], model(ids.index_fill(1, torch.tensor([15]), 0))[:, -1])
+        assert not torch.equal(model(ids)[:, -1], model(ids.index_fill(1, torch.tensor([14]), 0))[:, -1])
+    result = subjects.ask(models["SelfHidden"], "causality")
+    assert (result.status, result.where) == ("warned", "token 15")
+
+
+def test_where_the_question_does_not_apply(subjects):
+    for spec, reason in [
+        (ModelSpec.of(subjects.encoder), "needs the claim"),
+        (ModelSpec.of(subjects.gru, causal=None), "needs the claim"),
+        (ModelSpec.of(subjects.bert), "claims no causality"),
+        (ModelSpec.of(subjects.bidirectional_rack), "claims no causality"),
+        (ModelSpec.of(subjects.gru, seq_len=1), "at least 2 positions"),
+        (ModelSpec.of(lambda: subjects.GRULM(vocab_size=1)), "vocabulary of at least 2"),
+    ]:
+        result = subjects.ask(spec, "causality")
+        assert result.status == "not applicable"
+        assert reason in result.meaning
+
+
+def test_shortest_sequence_that_can_leak(subjects, models):
+    assert subjects.ask(ModelSpec.of(models["NoMask"], seq_len=2), "causality").status == "failed"
+    assert subjects.ask(ModelSpec.of(models["Sound"], seq_len=2), "causality").status == "passed"
+
+
+def test_smallest_vocabulary_that_can_leak(subjects, models):
+    class TwoWords(models["NoMask"]):
+        def __init__(self):
+            super().__init__(vocab_size=2)
+
+    # Each seed replaces tokens by another step, which must never be a whole turn.
+    for seed in range(3):
+        result = subjects.ask(TwoWords, "causality", seed=seed)
+        assert "reads token" in result.where
+
+
+def test_tolerance_is_for_models_that_have_no_float64(subjects, models):
+    class Float32Only(models["NoMask"]):
+        def forward(self, ids):
+            if self.norm.weight.dtype == torch.float64:
+                raise NotImplementedError("float32 only")
+            return super().forward(ids)
+
+    result = subjects.ask(Float32Only, "causality")
+    assert (result.status, result.limit) == ("failed", 1e-5)
+    tolerant = subjects.ask(ModelSpec.of(Float32Only, tolerance=2 * result.value), "causality")
+    assert "reads token" not in tolerant.where
+    # A leak that float64 shows is no matter of tolerance.
+    tolerant = subjects.ask(ModelSpec.of(models["NoMask"], tolerance=1e3), "causality")
+    assert "reads token" in tolerant.where
+
+
+def test_a_leak_below_the_tolerance_of_float32(subjects):
+    class Faint(subjects.TinyLM):
+        def mix(self, x):
+            return x + 1e-7 * x.sum(dim=1, keepdim=True)
+
+    model, ids = make(Faint).eval(), ids_of(None)
+    with torch.no_grad():
+        changed = ids.index_fill(1, torch.tensor([15]), 3)
+        assert (model(ids) - model(changed))[:, :15].abs().max() < 1e-5
+    assert_named(subjects, subjects.ask(Faint, "causality"), model.double(), "eval")
+
+
+def test_a_leak_behind_large_constants(subjects):
+    class PaddedVocabulary(subjects.TinyLM):
+        """Columns at -1e9, as where a vocabulary is padded: nothing is large beside them."""
+
+        def visible(self, seq_len):
+            return torch.ones(seq_len, seq_len, dtype=torch.bool).tril(diagonal=1)
+
+        def forward(self, ids):
+            x = super().forward(ids)
+            return torch.cat([x, torch.full_like(x[..., :3], -1e9)], dim=-1)
+
+    assert_named(subjects, subjects.ask(PaddedVocabulary, "causality"), make(PaddedVocabulary), "eval")
+
+
+class ZeroOutput:
+    """Starts with the projection out of attention at zero: nothing is read, and nothing leaks, yet."""
+
+    def __init__(self):
+        super().__init__()
+        for layer in self.layers:
+            nn.init.zeros_(layer["out"].weight)
+
+
+@pytest.mark.parametrize("name, status", [("ShiftedMask", "failed"), ("Sound", "passed")])
+def test_a_leak_behind_weights_that_start_at_zero(subjects, models, name, status):
+    factory = type(f"Zero{name}", (ZeroOutput, models[name]), {})
+    model = make(factory)
+    assert not leaks(subjects, model)
+    assert subjects.reads(model, ids_of(model), 5, 4) == 0
+    result = subjects.ask(factory, "causality")
+    assert result.status == status
+    assert ("zero weights made random" in result.where) == (status == "failed")
+    assert ("zero weights made random" in result.meaning) == (status == "passed")
+
+
+def test_a_model_without_memory(subjects):
+    class Bigram(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(29, 29)
+
+        def forward(self, ids):
+            return self.table(ids)
+
+    result = subjects.ask(Bigram, "causality")
+    assert result.status == "warned"
+    assert "nothing to leak" in result.meaning
+
+
+def test_rounding_is_no_leak(subjects):
+    class Rounding(subjects.TinyLM):
+        """Adds and takes away a number that depends on the whole row: float32 keeps a trace of it."""
+
+        def mix(self, x):
+            noise = 1000.0 * x.sum(dim=(1, 2), keepdim=True).sin()
+            return (x + noise) - noise
+
+    model = make(Rounding).eval()
+    ids = ids_of(model)
+    with torch.no_grad():
+        trace = (model(ids) - model(ids.index_fill(1, torch.tensor([15]), 3)))[:, :10].abs().max()
+    assert trace > 1e-5
+    assert subjects.ask(Rounding, "causality").status == "passed"
+
+
+@pytest.mark.parametrize("name, status", [("NoMask", "failed"), ("MixedRows", "passed")])
+def test_a_model_without_float64_gets_no_second_hearing(subjects, models, name, status):
+    class Float32Only(models[name]):
+        def forward(self, ids):
+            if self.norm.weight.dtype == torch.float64:
+                raise NotImplementedError("float32 only")
+            return super().forward(ids)
+
+    assert subjects.ask(Float32Only, "causality").status == status
+
+
+@settings(max_examples=15)
+@given(data=st.data())
+def test_the_one_leak_there_is(subjects, data):
+    position = data.draw(st.integers(0, SEQ_LEN - 2))
+    token = data.draw(st.integers(position + 1, SEQ_LEN - 1))
+
+    class OneLeak(subjects.TinyLM):
+        def __init__(self):
+            super().__init__(n_layers=1)
+
+        def visible(self, seq_len):
+            mask = super().visible(seq_len)
+            if seq_len > token:
+                mask[position, token] = True
+            return mask
+
+    result = subjects.ask(OneLeak, "causality", seed=data.draw(st.integers(0, 9)))
+    assert result.status == "failed"
+    assert result.where == f"position {position} reads token {token} (eval mode)"
+
+
+@settings(max_examples=15)
+@given(
+    n_heads=st.sampled_from([1, 2, 4]),
+    n_layers=st.integers(1, 3),
+    vocab_size=st.integers(2, 40),
+    seq_len=st.integers(2, 20),
+    seed=st.integers(0, 2**31),
+    dropout=st.sampled_from([0.0, 0.2]),
+)
+def test_random_models(subjects, n_heads, n_layers, vocab_size, seq_len, seed, dropout):
+    class Sound(subjects.TinyLM):
+        def __init__(self):
+            super().__init__(vocab_size, 8, n_heads, n_layers)
+
+        def mix(self, x):
+            return F.dropout(x, dropout, self.training)
+
+    class NoMask(Sound):
+        def visible(self, seq_len):
+            return super().visible(seq_len) | True
+
+    for factory, status in ((Sound, "passed"), (NoMask, "failed")):
+        spec = ModelSpec.of(factory, seq_len=seq_len)
+        assert subjects.ask(spec, "causality", seed=seed).status == status
+
+
+@settings(max_examples=15)
+@given(
+    n_heads=st.sampled_from([2, 4]),
+    grouped=st.booleans(),
+    window=st.none() | st.integers(1, 20),
+    norm=st.sampled_from(["rmsnorm", "layernorm"]),
+    dropout=st.sampled_from([0.0, 0.1]),
+    tied=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_random_racks(subjects, n_heads, grouped, window, norm, dropout, tied, seed):
+    def factory(mode="causal"):
+        return subjects.rack(
+            blocks_per_stack=1,
+            n_heads=n_heads,
+            n_kv_heads=n_heads // 2 if grouped else None,
+            sliding_window=window,
+            norm=norm,
+            dropout=dropout,
+            tie_embeddings=tied,
+            attention_mode=mode,
+        )
+
+    # A window of one position sees nothing but itself, masked or not.
+    expected = ("warned", "warned") if window == 1 else ("passed", "failed")
+    assert subjects.ask(ModelSpec.of(factory), "causality", seed=seed).status == expected[0]
+    open_spec = ModelSpec.of(lambda: factory("bidirectional"), causal=True)
+    assert subjects.ask(open_spec, "causality", seed=seed).status == expected[1]

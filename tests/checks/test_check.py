@@ -1,0 +1,345 @@
+"""The registry, the run over all checks, and results as data."""
+
+import json
+import random
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+import stackwise.checks
+from stackwise.checks import Check, CheckResult, check_model, known_checks
+from stackwise.checks import check as check_module
+from stackwise.checks.check import Subject, against_expectation, refuse_unmatched, select_checks
+from stackwise.spec import ModelSpec
+
+STATUSES = ["passed", "failed", "warned", "not applicable", "expected failure", "error"]
+
+
+@pytest.fixture
+def registry():
+    """The registry, put back as it was after the test."""
+    known_checks()
+    stored = dict(check_module._registry)
+    yield check_module._registry
+    check_module._registry.clear()
+    check_module._registry.update(stored)
+    known_checks.cache_clear()
+
+
+def names(checks):
+    return [c.name for c in checks]
+
+
+def test_determinism_comes_first():
+    order = list(known_checks())
+    assert order[0] == "determinism"
+    assert order[1:] == sorted(order[1:])
+    assert {"causality", "batch_invariance", "finite_gradients", "finite_logits", "initial_loss"} < set(order)
+
+
+def test_what_is_known_of_a_check():
+    for name, one in known_checks().items():
+        assert one.name == name
+        assert one.summary.endswith("?")
+        assert "\n" not in one.summary
+        assert one.function.__module__ == f"stackwise.checks.{one.family}"
+
+
+@pytest.mark.parametrize(
+    "wanted, found",
+    [
+        (["causality"], ["causality"]),
+        (["finiteness"], ["finite_gradients", "finite_logits"]),
+        (["finite_logits"], ["finite_logits"]),
+        (["initial_loss", "determinism", "invariance"], ["determinism", "batch_invariance", "initial_loss"]),
+        (["finiteness", "finite_logits"], ["finite_gradients", "finite_logits"]),
+    ],
+)
+def test_selection(wanted, found):
+    assert names(select_checks(wanted)) == found
+    assert names(select_checks(iter(wanted))) == found
+
+
+def test_selection_of_all():
+    assert names(select_checks()) == list(known_checks())
+
+
+def test_selection_of_nothing():
+    # No check at all would pass in silence.
+    with pytest.raises(ValueError, match="checks: got"):
+        select_checks([])
+
+
+def test_unknown_names():
+    with pytest.raises(ValueError, match=r"checks: unknown finite, speed; known: determinism") as raised:
+        select_checks(["causality", "speed", "finite"])
+    assert all(name in str(raised.value) for name in known_checks())
+
+
+def test_order_of_results(subjects):
+    results = check_model(subjects.gru, checks=["initialization", "determinism", "causality"])
+    assert [r.check for r in results] == ["determinism", "causality", "initial_loss"]
+    assert {r.model for r in results} == {"gru"}
+    assert [r.check for r in check_model(subjects.gru)] == list(known_checks())
+
+
+def test_unknown_check_is_refused_before_any_runs(subjects):
+    with pytest.raises(ValueError, match="unknown speed"):
+        check_model(subjects.gru, checks=["speed"])
+
+
+def test_an_exception_is_an_answer(subjects):
+    class OnlyTwoRows(subjects.GRULM):
+        """Breaks in a batch of another size, which only batch_invariance and causality have."""
+
+        def forward(self, ids):
+            if len(ids) not in (2, 4):
+                raise ArithmeticError("rows|of the wrong number")
+            return super().forward(ids)
+
+    results = {r.check: r for r in check_model(OnlyTwoRows)}
+    assert {name for name, r in results.items() if r.status == "error"} == {"batch_invariance", "causality"}
+    assert {r.status for name, r in results.items()} == {"error", "passed"}
+    for name in ("batch_invariance", "causality"):
+        result = results[name]
+        assert result.meaning == "ArithmeticError: rows|of the wrong number"
+        file, _, line = result.where.rpartition(":")
+        assert file == __file__
+        assert int(line) > 1
+        assert not result.ok
+
+
+def test_a_check_by_itself_does_not_hide_the_exception(subjects):
+    spec = ModelSpec(lambda: subjects.GRULM(), "gru", "vectors", 3)
+    with pytest.raises(RuntimeError):
+        known_checks()["determinism"].run(spec)
+
+
+def test_interrupts_are_no_answer(subjects):
+    class Interrupted(subjects.GRULM):
+        def forward(self, ids):
+            raise KeyboardInterrupt
+
+    spec = ModelSpec(Interrupted, "interrupted", "tokens", 50)
+    with pytest.raises(KeyboardInterrupt):
+        check_model(spec)
+
+
+def test_run_names_the_check(subjects):
+    spec = ModelSpec.of(subjects.gru)
+    result = known_checks()["finite_logits"].run(spec, seed=3)
+    assert (result.check, result.model) == ("finite_logits", "gru")
+
+
+def leaky(subjects):
+    class Leaky(subjects.ConvLM):
+        padding = (1, 1)
+
+    return Leaky
+
+
+def test_expected_failure(subjects):
+    [result] = check_model(
+        leaky(subjects), checks=["causality"], expected_failures={"causality": "a known leak"}
+    )
+    assert result.status == "expected failure"
+    assert result.ok
+    assert result.advice == "declared: a known leak"
+    assert "reads token" in result.where
+
+
+def test_expected_failure_that_does_not_fail(subjects):
+    results = check_model(subjects.gru, expected_failures={"causality": "a known leak"})
+    assert [r.check for r in results if not r.ok] == ["causality"]
+    [result] = [r for r in results if not r.ok]
+    assert result.status == "failed"
+    assert "declared as an expected failure, but passed" in result.meaning
+    assert "remove the declaration (a known leak)" in result.advice
+
+
+@pytest.mark.parametrize(
+    "status, becomes",
+    [
+        ("passed", "failed"),
+        ("warned", "failed"),
+        ("not applicable", "failed"),
+        ("failed", "expected failure"),
+        ("error", "error"),
+    ],
+)
+def test_expectations_are_strict(status, becomes):
+    result = CheckResult("c", "m", status, meaning="It says.")
+    assert against_expectation(result, "why").status == becomes
+    assert against_expectation(result, "").status == becomes
+    assert against_expectation(result, None) == result
+
+
+def test_expected_failure_of_what_is_not_asked(subjects):
+    with pytest.raises(ValueError, match="expected_failures: no check causalty; asked: determinism"):
+        check_model(subjects.gru, expected_failures={"causalty": "misspelt"})
+    with pytest.raises(ValueError, match=r"no check causality; asked: determinism$"):
+        check_model(subjects.gru, checks=["determinism"], expected_failures={"causality": "why"})
+    # A family is no check: what exactly is expected to fail has to be said.
+    with pytest.raises(ValueError, match="no check finiteness"):
+        refuse_unmatched({"finiteness": "why"}, select_checks())
+
+
+@pytest.mark.parametrize("status", STATUSES)
+def test_ok(status):
+    expected = {"failed": False, "error": False}.get(status, True)
+    assert CheckResult("c", "m", status).ok is expected
+
+
+def test_results_are_data(subjects):
+    results = check_model(leaky(subjects)) + check_model(subjects.encoder)
+    assert {r.status for r in results} == {"passed", "failed", "not applicable"}
+    for result in results:
+        stored = json.loads(json.dumps(result.to_dict(), allow_nan=False))
+        assert CheckResult(**stored) == result
+        assert list(stored) == [
+            "check",
+            "model",
+            "status",
+            "value",
+            "limit",
+            "where",
+            "meaning",
+            "advice",
+        ]
+
+
+def test_text_of_a_result():
+    result = CheckResult("causality", "m", "failed", 0.123456, 1e-5, "position 1", "It moved.", "Look there.")
+    assert str(result).splitlines() == [
+        "m: causality failed: measured 0.123, limit 1e-05",
+        "  position 1",
+        "  It moved.",
+        "  Look there.",
+    ]
+    assert str(CheckResult("c", "m", "passed", 0.0)) == "m: c passed: measured 0"
+    assert str(CheckResult("c", "m", "not applicable", meaning="No.")) == "m: c not applicable\n  No."
+
+
+@pytest.mark.parametrize("kind", ["factory", "module", "spec"])
+def test_nothing_of_the_callers_is_touched(subjects, kind):
+    module = subjects.dropout_rack().train()
+    subject = {"factory": subjects.dropout_rack, "module": module, "spec": ModelSpec.of(module)}[kind]
+    weights = {name: value.clone() for name, value in module.state_dict().items()}
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
+    settings = torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_num_threads()
+    check_model(subject)
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert random.getstate() == states[1]
+    assert np.random.get_state()[1].tolist() == states[2]  # noqa: NPY002
+    assert (torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_num_threads()) == settings
+    assert all(torch.equal(value, weights[name]) for name, value in module.state_dict().items())
+    assert module.training
+    assert all(p.grad is None for p in module.parameters())
+
+
+def test_results_are_a_function_of_the_seed(subjects):
+    one, again, other = (check_model(subjects.dropout_rack, seed=seed) for seed in (1, 1, 2))
+    assert one == again
+    assert one != other
+
+
+def test_a_family_is_one_file(subjects, registry, tmp_path, monkeypatch):
+    (tmp_path / "steadiness.py").write_text(
+        '"""One more family."""\n'
+        "from stackwise.checks.check import check\n\n"
+        "@check\n"
+        "def steady(subject):\n"
+        '    """Is it steady?\n\n    More words.\n    """\n'
+        "    return subject.passed(float(subject.seed), 9.0)\n\n"
+        "@check\n"
+        "def calm(subject):\n"
+        '    """Is it calm?"""\n'
+        "    return subject.failed(where='everywhere')\n"
+    )
+    monkeypatch.setattr(stackwise.checks, "__path__", [*stackwise.checks.__path__, str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "stackwise.checks.steadiness", raising=False)
+    before = list(known_checks())
+    known_checks.cache_clear()
+    try:
+        assert sorted([*before[1:], "calm", "steady"]) == list(known_checks())[1:]
+        assert names(select_checks(["steadiness"])) == ["calm", "steady"]
+        steady = known_checks()["steady"]
+        assert (steady.family, steady.summary) == ("steadiness", "Is it steady?")
+        results = check_model(subjects.gru, checks=["steadiness"], seed=4)
+        assert [(r.check, r.status, r.value) for r in results] == [
+            ("calm", "failed", None),
+            ("steady", "passed", 4.0),
+        ]
+    finally:
+        sys.modules.pop("stackwise.checks.steadiness", None)
+        vars(stackwise.checks).pop("steadiness", None)
+
+
+def test_a_name_is_taken_once(registry):
+    def causality(subject):
+        """Again?"""
+
+    with pytest.raises(AssertionError, match="causality"):
+        check_module.check(causality)
+
+
+def test_a_check_without_a_question(registry):
+    def wordless(subject):
+        pass
+
+    with pytest.raises(AssertionError, match="wordless"):
+        check_module.check(wordless)
+    assert "wordless" not in registry
+
+
+def test_subject_is_made_anew_each_time(subjects):
+    subject = Subject(ModelSpec.of(subjects.gru), torch.device("cpu"), seed=2)
+    one, two = subject.model(), subject.model(train=True, dtype=torch.float64)
+    assert (one.training, two.training) == (False, True)
+    assert two.head.weight.dtype == torch.float64
+    torch.testing.assert_close(one.head.weight.double(), two.head.weight, rtol=0, atol=0)
+    assert torch.equal(subject.inputs(3), subject.inputs(3))
+    assert not torch.equal(subject.inputs(3), subject.inputs(3, shift=1))
+    assert subject.inputs(3, 5).shape == (3, 5)
+
+
+def test_subject_stays_within_the_model(subjects):
+    spec = ModelSpec.of(subjects.gru, seq_len=32, max_length=10)
+    subject = Subject(spec, torch.device("cpu"))
+    assert subject.seq_len == 10
+    assert subject.inputs(2).shape == (2, 10)
+    assert {r.status for r in check_model(spec)} == {"passed"}
+
+
+def test_randomness_of_a_subject(subjects):
+    subject = Subject(ModelSpec.of(subjects.dropout_rack), torch.device("cpu"), seed=2)
+    model, inputs = subject.model(train=True), subject.inputs(2)
+    before = torch.get_rng_state()
+    first = subject.logits(model, inputs)
+    assert torch.equal(subject.logits(model, inputs), first)
+    assert torch.equal(torch.get_rng_state(), before)
+    with torch.no_grad():
+        assert not torch.equal(model(inputs), first)
+    assert not first.requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_models_of_another_precision(subjects, dtype):
+    # Vectors are made in float32; every check has to hand them over in the model's own type.
+    def forward(model, inputs):
+        assert inputs.dtype == model.layers[0].linear1.weight.dtype
+        return model(inputs)
+
+    spec = ModelSpec(
+        lambda: subjects.encoder().to(dtype), "encoder", "vectors", 16, forward=forward, tolerance=0.1
+    )
+    assert {r.check: r.status for r in check_model(spec) if r.status == "error"} == {}
+
+
+def test_check_is_a_plain_value():
+    one = known_checks()["causality"]
+    assert isinstance(one, Check)
+    with pytest.raises(AttributeError):
+        one.name = "other"

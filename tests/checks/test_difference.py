@@ -1,0 +1,194 @@
+"""When two outputs count as different, how far apart they are, and when that is more than rounding."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from torch import nn
+
+from stackwise.checks import Subject
+from stackwise.checks.difference import Finding, absolute_difference, hear, relative_difference, variation
+from stackwise.spec import ModelSpec
+
+NAN, INF = math.nan, math.inf
+NUMBERS = st.floats(-(2.0**100), 2.0**100, width=32)
+OUTPUTS = hnp.arrays(np.float32, (2, 3, 2), elements=st.floats(-1e6, 1e6, width=32))
+
+
+def absolute(a, b):
+    return absolute_difference(torch.tensor(a), torch.tensor(b)).tolist()
+
+
+def output_of(*values):
+    """An output of one row and one channel."""
+    return torch.tensor(values, dtype=torch.float32).view(1, -1, 1)
+
+
+@given(st.lists(st.tuples(NUMBERS, NUMBERS), min_size=1, max_size=8))
+def test_finite_values(pairs):
+    a, b = (list(column) for column in zip(*pairs, strict=True))
+    assert absolute(a, b) == np.abs(np.array(a) - np.array(b)).tolist()
+
+
+@pytest.mark.parametrize("same", [NAN, INF, -INF])
+def test_equal_and_not_finite(same):
+    assert absolute([same, 2.0], [same, 3.0]) == [0.0, 1.0]
+
+
+@pytest.mark.parametrize("finite", [0.0, -3.0, 1e30])
+@pytest.mark.parametrize("other", [NAN, INF, -INF])
+def test_not_finite_in_one_of_them(finite, other):
+    assert absolute([finite, 8.0], [other, 8.0]) == [INF, 0.0]
+    assert absolute([other, 8.0], [finite, 8.0]) == [INF, 0.0]
+
+
+@pytest.mark.parametrize("pair", [(INF, -INF), (INF, NAN), (NAN, -INF)])
+def test_not_finite_in_different_ways(pair):
+    assert absolute([pair[0], 8.0], [pair[1], 8.0]) == [INF, 0.0]
+
+
+def test_signed_zeros_are_equal():
+    assert absolute([0.0, 0.0], [0.0, -0.0]) == [0.0, 0.0]
+
+
+def test_shape_and_precision():
+    a = torch.full((2, 3, 1), 1.0, dtype=torch.bfloat16)
+    found = absolute_difference(a, a + 0.5)
+    assert found.shape == (2, 3, 1)
+    assert found.dtype == torch.float64
+    assert (found == 0.5).all()
+
+
+@given(OUTPUTS)
+def test_variation_is_the_largest_distance_from_the_first_position(output):
+    spread = np.abs(output.astype(np.float64) - output[:1, :1].astype(np.float64)).max()
+    expected = spread or np.abs(output.astype(np.float64)).max() or 1.0
+    assert variation(torch.tensor(output)).item() == expected
+
+
+def test_variation_does_not_see_constants():
+    # A bias of a million, or the columns at -1e9 of a padded vocabulary, would hide everything else.
+    output = torch.randn(2, 5, 3)
+    padded = torch.cat([output, torch.full((2, 5, 4), -1e9)], dim=-1)
+    assert variation(padded) == variation(output)
+    assert variation(output.double() + 1e6).item() == pytest.approx(variation(output).item(), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "values, expected",
+    [
+        ([1.0, 3.0, -4.0], 5.0),
+        ([7.0, 7.0], 7.0),
+        ([0.0, 0.0], 1.0),
+        ([INF, INF], 1.0),
+        ([2.0, INF, 3.0], 1.0),
+        ([NAN, 1.0, 4.0], 3.0),
+    ],
+)
+def test_variation_of_little(values, expected):
+    assert variation(output_of(*values)).item() == expected
+
+
+@given(OUTPUTS, OUTPUTS)
+def test_relative_difference(a, b):
+    a64, b64 = a.astype(np.float64), b.astype(np.float64)
+    scale = np.abs(a64 - a64[:1, :1]).max() or np.abs(a64).max() or 1.0
+    found = relative_difference(torch.tensor(a), torch.tensor(b)).numpy()
+    np.testing.assert_allclose(found, np.abs(a64 - b64) / scale, rtol=1e-12)
+
+
+@pytest.mark.parametrize("scale", [1e-3, 8.0])
+@pytest.mark.parametrize("other", [NAN, INF])
+def test_what_is_infinitely_far_stays_so(scale, other):
+    a, b = output_of(0.0, scale, 1.0), output_of(0.0, scale, other)
+    assert relative_difference(a, b).flatten().tolist() == [0.0, 0.0, INF]
+    assert relative_difference(b, a).flatten().tolist() == [0.0, 0.0, INF]
+
+
+def subject_of(**changes):
+    return Subject(ModelSpec(lambda: nn.Linear(4, 4), "linear", "vectors", 4, **changes), torch.device("cpu"))
+
+
+def by_dtype(native, exact):
+    """A measurement with one value in float32, and another in float64."""
+    return lambda model: exact if model.weight.dtype == torch.float64 else native
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_a_hearing_asks_fresh_models_of_one_seed(train):
+    asked = []
+
+    def measure(model):
+        asked.append((model.weight.dtype, model.training, model.weight[0, 0].item()))
+        return 0.0
+
+    subject = subject_of()
+    hear(subject, measure, exact_limit=1e-8, train=train)
+    weight = subject.model().weight[0, 0].item()
+    assert asked == [(torch.float32, train, weight), (torch.float64, train, weight)]
+
+
+@pytest.mark.parametrize(
+    "native, exact, real, value, limit, dtype",
+    [
+        (0.0, 0.0, False, 0.0, 1e-8, torch.float64),
+        (1e-4, 1e-12, False, 1e-12, 1e-8, torch.float64),
+        (0.1, 0.1, True, 0.1, 1e-8, torch.float64),
+        # What float32 swallows, float64 shows.
+        (0.0, 1e-6, True, 1e-6, 1e-8, torch.float64),
+        (0.0, NAN, True, NAN, 1e-8, torch.float64),
+        (0.0, INF, True, INF, 1e-8, torch.float64),
+        # No rounding is that large: only the model's own type takes the wrong branch.
+        (0.5, 0.0, True, 0.5, 1e-5, torch.float32),
+        (NAN, 0.0, True, NAN, 1e-5, torch.float32),
+    ],
+)
+def test_verdict_of_a_hearing(native, exact, real, value, limit, dtype):
+    found = hear(subject_of(), by_dtype(native, exact), exact_limit=1e-8)
+    assert (found.real, found.limit, found.dtype) == (real, limit, dtype)
+    assert found.value == value or (math.isnan(found.value) and math.isnan(value))
+
+
+@pytest.mark.parametrize("error", [RuntimeError, TypeError, ValueError, NotImplementedError])
+@pytest.mark.parametrize(
+    "value, tolerance, real", [(1e-6, 1e-5, False), (1e-4, 1e-5, True), (1e-4, 1e-3, False)]
+)
+def test_model_that_cannot_run_in_float64(error, value, tolerance, real):
+    def measure(model):
+        if model.weight.dtype == torch.float64:
+            raise error
+        return value
+
+    found = hear(subject_of(tolerance=tolerance), measure, exact_limit=1e-8)
+    assert found == Finding(value, tolerance, real, torch.float32)
+
+
+def test_low_precision_may_round_more():
+    spec = ModelSpec(lambda: nn.Linear(4, 4).bfloat16(), "linear", "vectors", 4)
+
+    def measure(model):
+        if model.weight.dtype == torch.float64:
+            raise NotImplementedError
+        return 0.03
+
+    found = hear(Subject(spec, torch.device("cpu")), measure, exact_limit=1e-8)
+    assert (found.real, found.dtype) == (False, torch.bfloat16)
+    assert found.limit > 0.03
+
+
+def test_mistakes_are_no_answer():
+    def measure(model):
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        hear(subject_of(), measure, exact_limit=1e-8)
+
+
+def test_where_a_finding_was_measured():
+    said = [Finding(0.0, 1.0, False, d).meaning for d in (torch.float64, torch.float32, torch.bfloat16)]
+    assert len(set(said)) == 3 or said[0] == ""
+    assert "bfloat16" in said[2]

@@ -1,0 +1,178 @@
+"""The first loss: against what theory says it is, on models that are too sure of themselves."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from stackwise.spec import ModelSpec
+
+
+class Bigram(nn.Module):
+    """Logits that are one table: independent N(0, std^2), so that the loss is known."""
+
+    def __init__(self, std, vocab_size=499):
+        super().__init__()
+        self.table = nn.Embedding(vocab_size, vocab_size)
+        nn.init.normal_(self.table.weight, std=std)
+
+    def forward(self, ids):
+        return self.table(ids)
+
+
+class Tied(nn.Module):
+    """Embedding and head are one weight, as wide as real ones."""
+
+    def __init__(self, std, vocab_size=256, d_model=512):
+        super().__init__()
+        self.tokens = nn.Embedding(vocab_size, d_model)
+        self.layer = nn.Linear(d_model, d_model)
+        self.head = nn.Linear(d_model, vocab_size, bias=False)
+        nn.init.normal_(self.tokens.weight, std=std)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, ids):
+        x = self.tokens(ids)
+        return self.head(x + self.layer(x).relu())
+
+
+class FinalNorm(nn.Module):
+    def __init__(self, norm, vocab_size=256, d_model=32):
+        super().__init__()
+        self.tokens = nn.Embedding(vocab_size, d_model)
+        self.layers = nn.ModuleList(nn.Linear(d_model, d_model) for _ in range(4))
+        for layer in self.layers:
+            nn.init.normal_(layer.weight, std=1.0)
+        self.norm = norm
+        self.head = nn.Linear(d_model, vocab_size, bias=False)
+        nn.init.normal_(self.head.weight, std=0.05)
+
+    def forward(self, ids):
+        x = self.tokens(ids)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(self.norm(x))
+
+
+@torch.no_grad()
+def first_loss(factory, vocab_size):
+    """Of many random targets, by its definition."""
+    torch.manual_seed(0)
+    logits = factory().eval()(torch.randint(vocab_size, (16, 16))).double()
+    labels = torch.randint(vocab_size, (16, 16, 1))
+    return (logits.exp().sum(-1).log() - logits.gather(-1, labels)[..., 0]).mean().item()
+
+
+# Logits N(0, s^2) cost s^2 / 2 nats above ln(V).
+@pytest.mark.parametrize(
+    "std, status", [(0.0, "passed"), (0.3, "passed"), (0.6, "passed"), (1.1, "warned"), (3.0, "failed")]
+)
+def test_logits_of_known_size(subjects, std, status):
+    result = subjects.ask(lambda: Bigram(std), "initial_loss")
+    assert result.status == status
+    # 64 targets: the mean of their logits scatters by std / 8.
+    assert result.value == pytest.approx(std**2 / 2, abs=3 * std / 8 + 1e-5)
+    assert result.limit == (1.0 if status == "failed" else 0.25)
+    assert f"ln(499) = {math.log(499):.2f}" in result.meaning
+    assert float(result.meaning.rpartition("std of logits ")[2].rstrip(".")) == pytest.approx(std, rel=0.02)
+
+
+def test_large_tied_embedding(subjects):
+    large = first_loss(lambda: Tied(1.0), 256)
+    assert large > 100
+    result = subjects.ask(lambda: Tied(1.0), "initial_loss")
+    assert result.status == "failed"
+    assert result.value == pytest.approx(large - math.log(256), rel=0.1)
+    assert "embedding" in result.advice
+
+
+def test_small_tied_embedding(subjects):
+    assert abs(first_loss(lambda: Tied(0.01), 256) - math.log(256)) < 0.1
+    assert subjects.ask(lambda: Tied(0.01), "initial_loss").status == "passed"
+
+
+def test_missing_final_norm(subjects):
+    assert first_loss(lambda: FinalNorm(nn.Identity()), 256) > 50
+    result = subjects.ask(lambda: FinalNorm(nn.Identity()), "initial_loss")
+    assert result.status == "failed"
+    assert "final norm" in result.advice
+    assert first_loss(lambda: FinalNorm(nn.LayerNorm(32)), 256) < math.log(256) + 0.2
+    assert subjects.ask(lambda: FinalNorm(nn.LayerNorm(32)), "initial_loss").status == "passed"
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_logits_that_are_not_finite(subjects, value):
+    class Broken(Bigram):
+        def forward(self, ids):
+            return super().forward(ids) + value
+
+    result = subjects.ask(lambda: Broken(0.1), "initial_loss")
+    assert result.status == "failed"
+    assert not math.isfinite(result.value)
+
+
+def test_a_loss_that_is_far_off_without_large_logits_is_only_unusual(subjects):
+    class OneSure(Bigram):
+        """One token of 499 is preferred: 0.3 of standard deviation, 1.7 nats."""
+
+        def forward(self, ids):
+            return super().forward(ids) * 0 + 8.0 * nn.functional.one_hot(torch.tensor(3), 499)
+
+    assert first_loss(lambda: OneSure(0.0), 499) - math.log(499) > 1.5
+    assert subjects.ask(lambda: OneSure(0.0), "initial_loss").status == "warned"
+
+
+def test_trained_weights(subjects):
+    spec = ModelSpec.of(lambda: Tied(1.0), trained=True)
+    result = subjects.ask(spec, "initial_loss")
+    assert (result.status, result.meaning) == ("not applicable", "the weights are trained")
+
+
+def test_vectors(subjects):
+    result = subjects.ask(subjects.encoder, "initial_loss")
+    assert result.status == "not applicable"
+    assert "needs token ids" in result.meaning
+
+
+def test_outputs_that_are_no_logits(subjects):
+    class Headless(Tied):
+        def forward(self, ids):
+            return self.layer(self.tokens(ids))
+
+    result = subjects.ask(lambda: Headless(1.0, vocab_size=600), "initial_loss")
+    assert result.status == "not applicable"
+    assert result.meaning == "512 outputs are no logits over 600 tokens"
+
+
+def test_padded_vocabulary(subjects):
+    class Padded(Bigram):
+        """Five tokens, and logits for 499."""
+
+        def forward(self, ids):
+            assert ids.max() < 5
+            return super().forward(ids)
+
+    spec = ModelSpec(lambda: Padded(0.1), "padded", "tokens", 5, causal=True)
+    result = subjects.ask(spec, "initial_loss")
+    assert result.status == "passed"
+    assert "ln(499)" in result.meaning
+
+
+def test_a_model_that_knows_the_next_token_of_nothing_random(subjects):
+    class Copies(nn.Module):
+        """Predicts its own input: a loss on the inputs would be 0."""
+
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(50, 50)
+            with torch.no_grad():
+                self.table.weight.copy_(torch.eye(50) * 20.0)
+
+        def forward(self, ids):
+            return self.table(ids)
+
+    spec = ModelSpec.of(Copies, causal=False)
+    with torch.no_grad():
+        assert spec.loss_of(spec.create(), spec.batch(2, 8)) < 1e-3
+    assert subjects.ask(spec, "initial_loss").status == "failed"

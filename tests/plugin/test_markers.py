@@ -1,0 +1,195 @@
+"""Markers: known to pytest, validated before a test runs, refused where nothing reads them."""
+
+import pytest
+
+NAMES = ("gpu", "stability", "nan_injection", "gradient_explosion", "seq_lengths", "throughput")
+INT_FROM_0, INT_FROM_1 = "an integer >= 0", "an integer >= 1"
+TARGETS = "'loss', 'activation[:PATTERN]' or 'gradient[:PATTERN]'"
+
+
+def marked(pytester, marker, fixture):
+    pytester.makepyfile(
+        test_it=f"""
+        import models, pathlib, pytest
+        @pytest.mark.{marker}
+        def test_marked({fixture}): pathlib.Path("ran").touch()
+        """
+    )
+
+
+def refused(result, *texts):
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    (line,) = [line for line in result.errlines if line.startswith("ERROR: ")]
+    for text in ("test_it.py::test_marked", *texts):
+        assert text in line
+    assert "Traceback" not in result.stderr.str() + result.stdout.str()
+    assert "pluggy/" not in result.stderr.str() + result.stdout.str()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_marker_is_listed(run, name):
+    result = run("--markers")
+    assert result.ret == 0
+    result.stdout.fnmatch_lines([f"@pytest.mark.{name}[(:]*"])
+
+
+def test_markers_are_known_to_strict_runs(pytester, run):
+    pytester.makepyfile(
+        """
+        import pytest
+        @pytest.mark.gpu
+        def test_gpu(): pass
+        @pytest.mark.nan_injection(step=1)
+        @pytest.mark.gradient_explosion(step=6)
+        @pytest.mark.seq_lengths(4)
+        def test_faults(stability_run): pass
+        @pytest.mark.throughput(seq_len=4)
+        def test_speed(throughput): pass
+        """
+    )
+    result = run("--strict-markers", "--strict-config", "--collect-only", "-q", "-W", "error")
+    assert result.ret == 0
+    result.stdout.fnmatch_lines(["*::test_gpu", "*::test_faults[[]T4]", "*::test_speed"])
+
+
+@pytest.mark.parametrize(
+    ("marker", "fixture", "texts"),
+    [
+        ("nan_injection", "stability_run", ["nan_injection", "missing", "'step'"]),
+        ("nan_injection(step=-1)", "stability_run", ["nan_injection: step: got -1", INT_FROM_0]),
+        ("nan_injection(step=1.5)", "stability_run", ["nan_injection: step: got 1.5", INT_FROM_0]),
+        ("nan_injection(step=True)", "stability_run", ["nan_injection: step: got True", INT_FROM_0]),
+        ("nan_injection(step='3')", "stability_run", ["nan_injection: step: got '3'", INT_FROM_0]),
+        ("nan_injection(step=1, duration=0)", "stability_run", ["duration: got 0", INT_FROM_1]),
+        ("nan_injection(step=1, target='activations')", "stability_run", ["'activations'", TARGETS]),
+        ("nan_injection(step=1, target='loss:head')", "stability_run", ["'loss:head'", TARGETS]),
+        ("nan_injection(step=1, target='gradient:')", "stability_run", ["'gradient:'", TARGETS]),
+        ("nan_injection(step=1, target=None)", "stability_run", ["target: got None", TARGETS]),
+        ("nan_injection(step=1, kind='NaN')", "stability_run", ["kind: got 'NaN'", "'nan'", "'inf'"]),
+        ("nan_injection(step=1, place='loss')", "stability_run", ["nan_injection", "'place'"]),
+        ("nan_injection(3)", "stability_run", ["nan_injection", "keyword arguments only"]),
+        ("gradient_explosion", "stability_run", ["gradient_explosion", "missing", "'step'"]),
+        ("gradient_explosion(step=6, factor=0.5)", "stability_run", ["factor: got 0.5", "> 1"]),
+        ("gradient_explosion(step=6, factor=1)", "stability_run", ["factor: got 1;", "> 1"]),
+        ("gradient_explosion(step=6, factor='x')", "stability_run", ["factor: got 'x'", "> 1"]),
+        ("gradient_explosion(step=6, factor=float('inf'))", "stability_run", ["factor: got inf", "> 1"]),
+        ("gradient_explosion(6, 10)", "stability_run", ["gradient_explosion", "keyword arguments only"]),
+        ("gradient_explosion(step=6, scale=2)", "stability_run", ["gradient_explosion", "'scale'"]),
+        ("seq_lengths()", "stability_run", ["seq_lengths()", INT_FROM_1.replace("an integer", "integers")]),
+        ("seq_lengths(16, -1)", "stability_run", ["seq_lengths(16, -1)", "integers >= 1"]),
+        ("seq_lengths(0)", "seq_len", ["seq_lengths(0)", "integers >= 1"]),
+        ("seq_lengths('16')", "throughput", ["seq_lengths('16')", "integers >= 1"]),
+        ("seq_lengths([16, 32])", "stability_run", ["seq_lengths([16, 32])", "integers >= 1"]),
+        ("seq_lengths(16, step=2)", "stability_run", ["seq_lengths(16, step=2)", "integers >= 1"]),
+        ("throughput(mode='backward')", "throughput", ["mode: got 'backward'", "'forward', 'train'"]),
+        ("throughput(batch_size=0)", "throughput", ["throughput: batch_size: got 0", INT_FROM_1]),
+        ("throughput(seq_len=2.0)", "throughput", ["throughput: seq_len: got 2.0", INT_FROM_1]),
+        ("throughput(batch=2)", "throughput", ["throughput", "'batch'"]),
+        ("throughput('train')", "throughput", ["throughput", "keyword arguments only"]),
+    ],
+)
+def test_bad_arguments_stop_the_run(pytester, folder, run, marker, fixture, texts):
+    marked(pytester, marker, fixture)
+    refused(run(), *texts)
+    assert not (folder / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("marker", "fixture", "wanted"),
+    [
+        ("nan_injection(step=1)", "tmp_path", "stability_run"),
+        ("gradient_explosion(step=6)", "throughput", "stability_run"),
+        ("seq_lengths(16)", "tmp_path", "stability_run or throughput or seq_len"),
+        ("throughput(seq_len=4)", "stability_run", "throughput"),
+    ],
+)
+def test_marker_that_nothing_reads_is_refused(pytester, folder, run, marker, fixture, wanted):
+    marked(pytester, marker, fixture)
+    refused(run(), marker.partition("(")[0], f"the test does not use {wanted}")
+    assert not (folder / "ran").exists()
+
+
+def test_bad_arguments_are_named_under_xdist_too(pytester, folder, run_apart):
+    marked(pytester, "nan_injection(step=-1)", "stability_run")
+    result = run_apart("-n", "1")
+    assert result.ret not in (pytest.ExitCode.OK, pytest.ExitCode.INTERNAL_ERROR)
+    text = result.stdout.str() + result.stderr.str()
+    assert "test_it.py::test_marked: marker nan_injection: step: got -1" in text
+    assert not (folder / "ran").exists()
+
+
+def test_stability_is_set_where_the_fixture_is_used(pytester, run):
+    pytester.makepyfile(
+        """
+        import pytest
+        def test_direct(stability_run): pass
+        @pytest.fixture
+        def short_run(stability_run): return stability_run
+        def test_through_a_fixture(short_run): pass
+        @pytest.mark.stability
+        def test_by_hand(): pass
+        def test_ordinary(): pass
+        """
+    )
+    run("-m", "stability").assert_outcomes(passed=3, deselected=1)
+    run("-m", "not stability").assert_outcomes(passed=1, deselected=3)
+
+
+@pytest.mark.parametrize("level", ["class", "module", "class attribute"])
+def test_marker_on_many_tests(pytester, run, report, level):
+    marker = "pytest.mark.nan_injection(step=2)"
+    pytester.makepyfile(
+        f"""
+        import models, pytest
+        {f"pytestmark = {marker}" if level == "module" else ""}
+        {f"@{marker}" if level == "class" else ""}
+        class TestIt:
+            {f"pytestmark = {marker}" if level == "class attribute" else ""}
+            def test_one(self, stability_run):
+                assert stability_run(models.plain, steps=4).alarm_steps == [2]
+            @pytest.mark.nan_injection(step=3, target="loss")
+            def test_two(self, stability_run):
+                assert stability_run(models.plain, steps=5).alarm_steps == [2, 3]
+        """
+    )
+    run("--stackwise-report=out.json").assert_outcomes(passed=2)
+    faults = [record["faults"] for record in report()["stability"]]
+    assert faults == [
+        ["nan_injection(step=2, target='activation:head')"],
+        ["nan_injection(step=2, target='activation:head')", "nan_injection(step=3, target='loss')"],
+    ]
+
+
+@pytest.mark.parametrize("marker", ["nan_injection(step=1)", "gradient_explosion(step=6)"])
+def test_faults_that_no_run_saw_are_an_error(pytester, run, marker):
+    marked(pytester, marker, "stability_run")
+    result = run()
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["the test declares faults but never called stability_run"])
+
+
+def test_no_faults_and_no_run_is_fine(pytester, run):
+    pytester.makepyfile("def test_it(stability_run): pass")
+    run().assert_outcomes(passed=1)
+
+
+def test_test_that_skips_itself_need_not_run(pytester, run):
+    pytester.makepyfile(
+        """
+        import pytest
+        @pytest.mark.nan_injection(step=1)
+        def test_it(stability_run): pytest.importorskip("no_such_library")
+        """
+    )
+    run().assert_outcomes(skipped=1)
+
+
+def test_test_that_fails_before_its_run_fails_once(pytester, run):
+    pytester.makepyfile(
+        """
+        import pytest
+        @pytest.mark.nan_injection(step=1)
+        def test_it(stability_run): raise KeyError("before")
+        """
+    )
+    run().assert_outcomes(failed=1)

@@ -1,0 +1,164 @@
+"""Summary and report: what all tests found out, and a verdict that is never better than the run."""
+
+import json
+
+import pytest
+
+MIXED = """
+import models, pytest
+from pytest_stackwise import parametrize_with_checks
+@parametrize_with_checks([models.leaky], checks=["causality", "determinism"])
+def test_model(spec, check): check(spec)
+@pytest.mark.nan_injection(step=2)
+def test_fault(stability_run): assert stability_run(models.plain, steps=4).verdict == "caught"
+def test_speed(throughput): throughput(models.plain, seq_len=4, **models.QUICK)
+def test_ordinary(): pass
+"""
+SOUND = "import models\ndef test_it(stability_run): assert stability_run(models.plain, steps=1)\n"
+
+
+def test_no_records_no_section(pytester, run):
+    pytester.makepyfile("def test_one(): pass\ndef test_two(): assert 0")
+    result = run()
+    result.assert_outcomes(passed=1, failed=1)
+    assert "stackwise =" not in result.stdout.str()
+    assert "verdict" not in result.stdout.str()
+
+
+def test_section_has_every_kind_of_record(pytester, run):
+    pytester.makepyfile(MIXED)
+    result = run("--benchmark-disable")
+    result.assert_outcomes(passed=4, failed=1)
+    result.stdout.fnmatch_lines(
+        [
+            "*= stackwise =*",
+            "checks of leaky",
+            "  PASS  determinism *",
+            "  FAIL  causality *position * reads token *",
+            "stability",
+            "  caught *plain  T=16, 4 steps, nan_injection(step=2*",
+            " *step 2: non-finite loss nan in *; update skipped",
+            "throughput",
+            "  plain  forward 1 x 4 on cpu *",
+            "verdict: FAIL (checks: 1 passed, 1 failed; stability: 1 caught; *; 1 test failed)",
+        ]
+    )
+
+
+def test_section_comes_once(pytester, run):
+    pytester.makepyfile(SOUND)
+    text = run().stdout.str()
+    assert text.count("= stackwise =") == 1
+    assert text.count("verdict: ") == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "written"),
+    [
+        ("out.md", ["out.md"]),
+        ("out.json", ["out.json"]),
+        ("out", ["out.json", "out.md"]),
+        ("deep/er/out", ["deep/er/out.json", "deep/er/out.md"]),
+    ],
+)
+def test_files(pytester, folder, run, given, written):
+    pytester.makepyfile(SOUND)
+    result = run(f"--stackwise-report={given}")
+    result.assert_outcomes(passed=1)
+    assert sorted(str(p.relative_to(folder)) for p in folder.rglob("*out*") if p.is_file()) == written
+    result.stdout.fnmatch_lines_random([f"written: {name}" for name in written])
+
+
+def test_no_report_is_written_unasked(pytester, folder, run):
+    pytester.makepyfile(SOUND)
+    run().assert_outcomes(passed=1)
+    assert not [*folder.glob("*.json"), *folder.glob("*.md")]
+
+
+def test_json_report(pytester, folder, run, report):
+    from stackwise import Report
+
+    pytester.makepyfile(MIXED)
+    run("--stackwise-report=out.json")
+    found = report()
+    assert {(record["check"], record["status"]) for record in found["checks"]} == {
+        ("causality", "failed"),
+        ("determinism", "passed"),
+    }
+    assert [record["verdict"] for record in found["stability"]] == ["caught"]
+    assert [record["model"] for record in found["throughput"]] == ["plain"]
+    assert found["failed_tests"] == ["test_json_report.py::test_model[leaky-causality]"]
+    assert found["verdict"] == "FAIL"
+    assert Report.from_json(folder / "out.json").verdict == "FAIL"
+
+
+def test_markdown_report(pytester, folder, run):
+    pytester.makepyfile(MIXED)
+    run("--stackwise-report=out.md")
+    lines = (folder / "out.md").read_text().splitlines()
+    assert lines[0] == "# stackwise report"
+    assert [line for line in lines if line.startswith("## ")] == [
+        "## Checks of leaky",
+        "## Stability",
+        "## Throughput",
+        "## Failed tests",
+    ]
+    assert any(line.startswith("| FAIL | causality |") for line in lines)
+    assert "- `test_markdown_report.py::test_model[leaky-causality]`" in lines
+
+
+@pytest.mark.parametrize(
+    ("source", "verdict"),
+    [
+        (SOUND, "PASS"),
+        ("def test_it(): pass", "EMPTY"),
+        ("def test_it(): assert 0", "FAIL"),
+        (SOUND + "def test_other(): assert 0", "FAIL"),
+        (SOUND + "def test_other(no_such_fixture): pass", "FAIL"),
+        (
+            SOUND
+            + "import pytest\n@pytest.fixture\ndef bad():\n    yield\n    1 / 0\ndef test_other(bad): pass",
+            "FAIL",
+        ),
+        (SOUND + "import pytest\n@pytest.mark.xfail\ndef test_other(): assert 0", "PASS"),
+        (SOUND + "import pytest\n@pytest.mark.xfail(strict=True)\ndef test_other(): pass", "FAIL"),
+        (SOUND + "import pytest\ndef test_other(): pytest.skip('x')", "PASS"),
+    ],
+    ids=["sound", "empty", "failed", "other failed", "setup", "teardown", "xfail", "xpass", "skip"],
+)
+def test_verdict(pytester, run, report, source, verdict):
+    pytester.makepyfile(source)
+    run("--stackwise-report=out.json")
+    assert report()["verdict"] == verdict
+
+
+def test_file_that_cannot_be_collected_is_no_pass(pytester, run, report):
+    pytester.makepyfile(test_sound=SOUND, test_torn="def test_(:")
+    result = run("--stackwise-report=out.json", "--continue-on-collection-errors")
+    result.assert_outcomes(passed=1, errors=1)
+    assert report()["verdict"] == "FAIL"
+
+
+def test_run_that_ended_early_is_no_pass(pytester, run_apart, report):
+    pytester.makepyfile(SOUND + "def test_last(): raise KeyboardInterrupt\ndef test_never(): pass")
+    result = run_apart("--stackwise-report=out.json")
+    assert result.ret != pytest.ExitCode.OK
+    assert report()["verdict"] == "INCOMPLETE"
+
+
+def test_old_report_is_replaced(pytester, folder, run, report):
+    (folder / "out.json").write_text("old")
+    pytester.makepyfile(SOUND)
+    run("--stackwise-report=out.json").assert_outcomes(passed=1)
+    assert report()["verdict"] == "PASS"
+    assert not list(folder.glob(".out.json*"))
+
+
+def test_records_are_plain_json(pytester, folder, run):
+    pytester.makepyfile(SOUND)
+    run("--stackwise-report=out.json").assert_outcomes(passed=1)
+
+    def refuse(constant):
+        raise ValueError(constant)
+
+    assert json.loads((folder / "out.json").read_text(), parse_constant=refuse)["stability"]

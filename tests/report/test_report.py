@@ -1,0 +1,438 @@
+"""The report: its verdict, its three forms, and the file that is whole or not there."""
+
+import json
+import math
+import re
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stackwise.benchmark import measure, model_workload
+from stackwise.checks import CheckResult, check_model
+from stackwise.device import fingerprint
+from stackwise.report import Report
+from stackwise.spec import ModelSpec
+from stackwise.stability import GradientExplosion, stability_run
+
+TRAINING = {
+    "parameters": 1234567,
+    "num_batches": 40,
+    "seconds": 12.4,
+    "tokens_per_second": 54321.6,
+    "first_loss": 5.5451,
+    "final_loss": 3.2109,
+    "validation_loss": 3.3334,
+}
+THROUGHPUT = {
+    "model": "rack",
+    "mode": "train",
+    "batch_size": 4,
+    "seq_len": 128,
+    "device": "cpu",
+    "workload": "rack train",
+    "median_seconds": 0.0125,
+    "min_seconds": 0.01,
+    "max_seconds": 0.02,
+    "calls": 80,
+    "tokens_per_second": 40960.0,
+    "peak_memory_bytes": 300 * 2**20,
+    "warmup_calls": 6,
+    "steady": True,
+    "measured": True,
+}
+STABILITY = {
+    "model": "rack",
+    "seq_len": 16,
+    "faults": ["gradient_explosion(step=8)"],
+    "fired": [8],
+    "verdict": "caught",
+    "alarms": [{"text": "step 8: gradient spike 12.3 (limit 3); update skipped"}],
+    "records": [{}] * 12,
+}
+STATUSES = {
+    "passed": "PASS",
+    "failed": "FAIL",
+    "warned": "WARN",
+    "error": "ERROR",
+    "not applicable": "n/a",
+    "expected failure": "XFAIL",
+}
+
+
+def check(status="passed", **changes):
+    fields = {"check": "causality", "model": "rack", "status": status, "value": 0.0, "limit": 1e-5}
+    return CheckResult(**fields | changes).to_dict()
+
+
+def full_report():
+    report = Report(training=TRAINING, environment={"cpu": "some|cpu", "cpu_count": 2}, failed_tests=["t::a"])
+    report.add("checks", **check())
+    report.add(
+        "checks", **check("failed", value=0.118, where="position 5", meaning="It moved.", advice="Look.")
+    )
+    report.add("stability", **STABILITY)
+    report.add("throughput", **THROUGHPUT)
+    return report
+
+
+@pytest.fixture(scope="module")
+def real(subjects):
+    """A report of what the library itself finds out, not of what a test thinks that it looks like."""
+    report = Report(environment=fingerprint())
+    spec = ModelSpec.of(subjects.gru)
+    for result in check_model(spec):
+        report.add("checks", **result.to_dict())
+    report.add("stability", **stability_run(spec, steps=8, faults=[GradientExplosion(step=5)]).to_dict())
+    shape = {"mode": "forward", "batch_size": 1, "seq_len": 4}
+    measured = measure(model_workload(spec, **shape), min_calls=2, min_seconds=0.0, warmup_seconds=0.0)
+    report.add("throughput", model="gru", device="cpu", **shape, **measured.to_dict(), measured=True)
+    return report
+
+
+@pytest.mark.parametrize(
+    "fields, verdict",
+    [
+        ({}, "EMPTY"),
+        ({"environment": {"cpu": "x"}}, "EMPTY"),
+        ({"checks": [check()]}, "PASS"),
+        ({"checks": [check("warned")]}, "PASS"),
+        ({"checks": [check("expected failure")]}, "PASS"),
+        ({"checks": [check("failed")]}, "WARN"),
+        ({"checks": [check(), check("error")]}, "WARN"),
+        ({"stability": [STABILITY]}, "PASS"),
+        ({"stability": [STABILITY | {"verdict": "stable"}]}, "PASS"),
+        *(
+            ({"stability": [STABILITY | {"verdict": verdict}]}, "WARN")
+            for verdict in ("unstable", "missed", "false alarm", "not recovered")
+        ),
+        ({"checks": [check()], "complete": False}, "INCOMPLETE"),
+        ({"complete": False}, "INCOMPLETE"),
+        ({"complete": False, "failed_tests": ["t"]}, "FAIL"),
+        ({"checks": [check("failed")], "failed_tests": ["t"]}, "FAIL"),
+        ({"throughput": [THROUGHPUT]}, "PASS"),
+        ({"training": TRAINING}, "PASS"),
+        ({"failed_tests": ["t"]}, "FAIL"),
+        ({"checks": [check()], "failed_tests": ["t"]}, "FAIL"),
+        ({"training": TRAINING, "stability": [STABILITY], "failed_tests": ["t"]}, "FAIL"),
+    ],
+)
+def test_verdict(fields, verdict):
+    report = Report(**fields)
+    assert report.verdict == verdict
+    assert report.to_dict()["verdict"] == verdict
+    assert report.summary().startswith(f"verdict: {verdict} (")
+    assert f"**verdict: {verdict} " in report.markdown()
+    assert list(report.lines())[-1] == report.summary()
+
+
+def test_summary():
+    assert Report().summary() == "verdict: EMPTY (nothing was found out)"
+    report = full_report()
+    report.add("checks", **check())
+    report.failed_tests.append("t::b")
+    assert report.summary() == (
+        "verdict: FAIL (checks: 2 passed, 1 failed; stability: 1 caught; throughput: 1 measured; "
+        "2 tests failed)"
+    )
+    assert Report(failed_tests=["t"]).summary() == "verdict: FAIL (1 test failed)"
+
+
+def test_sections():
+    report = Report()
+    with pytest.raises(ValueError, match="section: got 'speed'; allowed: checks, stability, throughput"):
+        report.add("speed", value=1)
+    with pytest.raises(ValueError, match="section: got 'training'"):
+        report.add("training", value=1)
+    assert report == Report(created=report.created)
+
+
+def test_reports_share_nothing():
+    one, two = Report(), Report()
+    one.add("checks", **check())
+    one.failed_tests.append("t")
+    assert (two.checks, two.failed_tests) == ([], [])
+
+
+def test_created_is_a_time_with_its_zone():
+    created = datetime.fromisoformat(Report().created)
+    assert created.utcoffset().total_seconds() == 0
+
+
+@pytest.mark.parametrize("status", STATUSES)
+def test_lines_of_checks(status):
+    report = Report(
+        checks=[check(status, value=0.25, limit=0.5, where="there", meaning="It is.", advice="Look.")]
+    )
+    header, line, _ = report.lines()
+    assert header == "checks of rack"
+    assert line.split()[:2] == [STATUSES[status], "causality"]
+    assert ("0.25 <= 0.5" in line) == (status == "passed")
+    assert "there. It is" in line
+    assert ("Look" in line) == (status != "passed")
+
+
+def test_lines_of_checks_without_numbers():
+    lines = list(Report(checks=[check("not applicable", value=None, limit=None, meaning="No.")]).lines())
+    assert lines[1].split() == ["n/a", "causality", "No"]
+    lines = list(Report(checks=[check("error", value=None, limit=None)]).lines())
+    assert lines[1] == "  ERROR causality"
+
+
+def test_checks_are_grouped_by_model():
+    rows = [check(model=m, check=c) for m, c in [("a", "one"), ("b", "one"), ("a", "two")]]
+    lines = list(Report(checks=rows).lines())[:-1]
+    assert [line.split()[-1] if "of" in line else line.split()[1] for line in lines] == [
+        "a",
+        "one",
+        "two",
+        "b",
+        "one",
+    ]
+
+
+def test_lines_of_stability():
+    alarms = [{"text": f"step {i}: loss"} for i in range(5)]
+    lines = list(Report(stability=[STABILITY, STABILITY | {"faults": [], "alarms": alarms}]).lines())
+    assert lines[0] == "stability"
+    assert lines[1].split(None, 1) == ["caught", "rack  T=16, 12 steps, gradient_explosion(step=8)"]
+    assert lines[2].strip() == STABILITY["alarms"][0]["text"]
+    assert lines[3].endswith("no fault")
+    assert [line.strip() for line in lines[4:-1]] == ["step 0: loss", "step 1: loss", "step 2: loss"]
+
+
+def test_lines_of_throughput():
+    rows = [
+        THROUGHPUT,
+        THROUGHPUT | {"steady": False, "peak_memory_bytes": None},
+        THROUGHPUT | {"measured": False},
+    ]
+    header, measured, unsteady, called, _ = Report(throughput=rows).lines()
+    assert header == "throughput"
+    assert "rack  train 4 x 128 on cpu  40,960 tokens/s, median 12.50 ms of 80 calls" in measured
+    assert "peak memory 300 MiB" in measured
+    assert "not steady" not in measured
+    assert "not steady" in unsteady
+    assert "peak memory not available" in unsteady
+    assert "not measured" in called
+    assert "tokens/s" not in called
+    report = Report(throughput=rows)
+    assert "throughput: 2 measured, 1 only called" in report.summary()
+    [table] = tables(report.markdown())
+    assert [cells(row)[-1] for row in table[2:]] == ["yes", "no", "not measured"]
+
+
+def test_lines_of_training():
+    [line, _] = Report(training=TRAINING).lines()
+    for text in ("1,234,567 parameters", "40 steps", "54,322 tokens/s", "5.545 -> 3.211", "3.333 nats"):
+        assert text in line
+
+
+def test_lines_of_what_the_library_finds(real):
+    text = "\n".join(real.lines())
+    for part in ("checks of gru", "PASS", "stability", "caught", "throughput", "gru  forward 1 x 4 on cpu"):
+        assert part in text
+    assert real.summary() == ("verdict: PASS (checks: 6 passed; stability: 1 caught; throughput: 1 measured)")
+
+
+def names_in(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def cells(row):
+    """The cells of a table's row, as a Markdown reader splits it: an escaped pipe is no border."""
+    return [cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]]
+
+
+def tables(page):
+    return [block.splitlines() for block in page.split("\n\n") if block.startswith("|")]
+
+
+def test_markdown():
+    page = full_report().markdown()
+    assert page.startswith("# stackwise report\n\n**verdict: FAIL")
+    assert page.endswith("\n")
+    headings = [line for line in page.splitlines() if line.startswith("## ")]
+    assert headings == [
+        "## Training",
+        "## Checks of rack",
+        "## Stability",
+        "## Throughput",
+        "## Failed tests",
+    ]
+    assert "- `t::a`" in page
+    checks, stability, throughput = tables(page)
+    assert cells(checks[0]) == ["", "check", "measured", "limit", "what it says"]
+    assert cells(checks[3]) == ["FAIL", "causality", "0.118", "1e-05", "position 5. It moved. Look"]
+    assert cells(stability[2]) == [
+        "caught",
+        "rack",
+        "T=16, 12 steps, gradient_explosion(step=8)",
+        STABILITY["alarms"][0]["text"],
+    ]
+    assert cells(throughput[2]) == [
+        "rack",
+        "train 4 x 128 on cpu",
+        "12.50",
+        "40,960",
+        "300 MiB",
+        "80",
+        "yes",
+    ]
+
+
+def test_markdown_of_an_empty_report():
+    page = Report().markdown()
+    assert "nothing was found out" in page
+    assert "## " not in page
+
+
+def test_pipes_are_escaped():
+    report = Report(checks=[check("failed", where="a|b", meaning="|c|", advice="d")])
+    [table] = tables(report.markdown())
+    assert cells(table[2])[4] == r"a\|b. \|c\|. d"
+    assert {len(cells(row)) for row in table} == {5}
+
+
+@given(
+    st.text(
+        st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"], exclude_characters="\\"), max_size=20
+    )
+)
+def test_tables_stay_tables(text):
+    report = Report(checks=[check("failed", where=text, meaning=text)])
+    report.add("stability", **STABILITY | {"faults": [text]})
+    for table in tables(report.markdown()):
+        assert len({len(cells(row)) for row in table}) == 1
+
+
+def test_a_message_of_several_lines_is_one_row(subjects):
+    class Broken(subjects.GRULM):
+        def forward(self, ids):
+            raise RuntimeError("first line\nsecond | line\n\nlast line")
+
+    spec = ModelSpec(Broken, "broken", "tokens", 50)
+    report = Report(checks=[r.to_dict() for r in check_model(spec, checks=["determinism"])])
+    [table] = tables(report.markdown())
+    assert len(table) == 3
+    assert {len(cells(row)) for row in table} == {5}
+    assert "first line" in table[2]
+    assert "last line" in table[2]
+    assert len(list(report.lines())) == 3
+
+
+def test_round_trip(tmp_path, real):
+    for number, report in enumerate((full_report(), real, Report())):
+        path = tmp_path / f"{number}.json"
+        report.write(path)
+        again = Report.from_json(path)
+        assert again == report
+        assert again.markdown() == report.markdown()
+        assert list(again.lines()) == list(report.lines())
+
+
+def test_numbers_that_are_not_finite(tmp_path):
+    report = Report(checks=[check("failed", value=math.inf), check("failed", value=math.nan)])
+    report.write(tmp_path / "r.json")
+    again = Report.from_json(tmp_path / "r.json")
+    # JSON has no such numbers, and readers in other languages refuse them.
+    json.loads((tmp_path / "r.json").read_text(), parse_constant=pytest.fail)
+    assert [float(row["value"]) for row in again.checks] == pytest.approx([math.inf, math.nan], nan_ok=True)
+    assert [line.split()[2] for line in list(report.lines())[1:3]] == ["inf", "nan"]
+    assert list(again.lines()) == list(report.lines())
+    assert again.markdown() == report.markdown()
+
+
+def test_json_is_for_programs(tmp_path):
+    full_report().write(tmp_path / "r.json")
+    text = (tmp_path / "r.json").read_text()
+    stored = json.loads(text)
+    assert text.endswith("}\n")
+    assert set(stored) == {
+        "stackwise",
+        "created",
+        "verdict",
+        "environment",
+        "training",
+        "checks",
+        "stability",
+        "throughput",
+        "failed_tests",
+        "complete",
+    }
+
+
+def test_write_of_markdown(tmp_path):
+    report = Report(failed_tests=["ä"])
+    report.write(str(tmp_path / "a" / "b" / "r.md"))
+    assert (tmp_path / "a" / "b" / "r.md").read_text(encoding="utf-8") == report.markdown()
+    assert names_in(tmp_path / "a" / "b") == ["r.md"]
+
+
+@pytest.mark.parametrize("name", ["r.txt", "r", "r.html", "r.JSON", ".md"])
+def test_other_endings(tmp_path, name):
+    with pytest.raises(ValueError, match=f"report: got '{name}'; allowed endings: .md, .json"):
+        Report().write(tmp_path / "new" / name)
+    assert names_in(tmp_path) == []
+
+
+def test_write_replaces(tmp_path):
+    path = tmp_path / "r.json"
+    Report(failed_tests=["old"] * 100).write(path)
+    Report(failed_tests=["new"]).write(path)
+    assert Report.from_json(path).failed_tests == ["new"]
+    assert names_in(tmp_path) == ["r.json"]
+
+
+def test_what_cannot_be_written_leaves_the_old_report(tmp_path):
+    path = tmp_path / "r.json"
+    Report(failed_tests=["old"]).write(path)
+    with pytest.raises(TypeError):
+        Report(environment={"device": torch.device("cpu")}).write(path)
+    assert Report.from_json(path).failed_tests == ["old"]
+    assert names_in(tmp_path) == ["r.json"]
+
+
+@pytest.mark.parametrize("name", ["r.json", "r.md"])
+def test_a_full_disk_leaves_the_old_report_and_nothing_else(tmp_path, monkeypatch, name):
+    path = tmp_path / name
+    Report(failed_tests=["old"]).write(path)
+    before = path.read_bytes()
+    write_text = Path.write_text
+
+    def full_disk(self, text, *arguments, **keywords):
+        write_text(self, text[:10], *arguments, **keywords)
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", full_disk)
+        with pytest.raises(OSError, match="No space left"):
+            Report(failed_tests=["new"]).write(path)
+    assert path.read_bytes() == before
+    assert names_in(tmp_path) == [name]
+
+
+def test_a_reader_never_sees_half_a_file(tmp_path, monkeypatch):
+    path = tmp_path / "r.json"
+    Report(failed_tests=["old"]).write(path)
+    seen = []
+    replace = Path.replace
+
+    def look(self, target):
+        seen.append((Report.from_json(path).failed_tests, Report.from_json(self).failed_tests))
+        assert self.parent == path.parent, "a rename is atomic within one folder only"
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", look)
+    Report(failed_tests=["new"]).write(path)
+    assert seen == [(["old"], ["new"])]
+
+
+def test_folder_in_the_place_of_the_file(tmp_path):
+    (tmp_path / "r.md").mkdir()
+    with pytest.raises(OSError):
+        Report().write(tmp_path / "r.md")
+    assert names_in(tmp_path) == ["r.md"]

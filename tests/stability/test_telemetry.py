@@ -1,0 +1,151 @@
+"""Norms against float64, and the buffer that keeps a step's scalars."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from torch import nn
+
+from stackwise.stability import StepRecord
+from stackwise.stability.telemetry import StepBuffer, global_norm, gradient_norms, mean_loss
+
+ARRAYS = hnp.arrays(
+    np.float32,
+    hnp.array_shapes(min_dims=0, max_dims=3, max_side=5),
+    elements=st.floats(-1e4, 1e4, width=32),
+)
+
+
+def parameters_of(arrays, dtype=torch.float32):
+    parameters = []
+    for array in arrays:
+        parameters.append(nn.Parameter(torch.zeros(array.shape, dtype=dtype)))
+        parameters[-1].grad = torch.tensor(array).to(dtype)
+    return parameters
+
+
+def buffer_of(capacity, rows=()):
+    buffer = StepBuffer(capacity, torch.device("cpu"))
+    for step, lr, loss, norm, skipped in rows:
+        buffer.write(
+            step,
+            lr,
+            loss=torch.tensor(loss),
+            grad_norm=torch.tensor(norm),
+            skipped=torch.tensor(skipped),
+        )
+    return buffer
+
+
+@given(st.lists(ARRAYS, min_size=1, max_size=5))
+def test_norms(arrays):
+    norms = gradient_norms(parameters_of(arrays))
+    expected = [np.sqrt((a.astype(np.float64) ** 2).sum()) for a in arrays]
+    assert norms.shape == (len(arrays),)
+    # Squares of numbers below 1e-19 are nothing in float32, and no gradient that matters.
+    np.testing.assert_allclose(norms.numpy(), expected, rtol=1e-5, atol=1e-15)
+
+
+@given(st.lists(ARRAYS, min_size=1, max_size=5))
+def test_global_norm_is_that_of_one_long_vector(arrays):
+    total = global_norm(gradient_norms(parameters_of(arrays))).item()
+    whole = np.concatenate([a.astype(np.float64).ravel() for a in arrays])
+    assert total == pytest.approx(float(np.linalg.norm(whole)), rel=1e-5, abs=1e-15)
+
+
+def test_global_norm_is_not_the_sum_of_norms():
+    norms = gradient_norms(parameters_of([np.float32([3.0]), np.float32([[4.0]])]))
+    assert norms.tolist() == [3.0, 4.0]
+    assert global_norm(norms).item() == pytest.approx(5.0)
+
+
+def test_global_norm_is_torchs():
+    parameters = parameters_of([np.float32([1.0, -2.0]), np.float32([[4.0, 0.5]])])
+    ours = global_norm(gradient_norms(parameters)).item()
+    assert ours == pytest.approx(nn.utils.clip_grad_norm_(parameters, 1e9).item())
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_one_broken_element_is_seen(value):
+    arrays = [np.ones(3, np.float32), np.float32([1.0, value, 1.0])]
+    norms = gradient_norms(parameters_of(arrays))
+    assert norms.isfinite().tolist() == [True, False]
+    assert not global_norm(norms).isfinite()
+
+
+def test_parameters_without_a_gradient_are_left_out():
+    one, two = parameters_of([np.float32([3.0]), np.float32([4.0])])
+    one.grad = None
+    assert gradient_norms([one, two]).tolist() == [4.0]
+    assert global_norm(gradient_norms([one])).item() == 0.0
+    assert gradient_norms([]).shape == (0,)
+
+
+def test_norms_of_bfloat16_are_taken_in_float32():
+    # In bfloat16 a sum of squares stops growing at 256 ones.
+    norms = gradient_norms(parameters_of([np.ones(10_000, np.float32)], torch.bfloat16))
+    assert norms.dtype == torch.float32
+    assert norms.item() == pytest.approx(100.0, rel=1e-3)
+
+
+ROWS = [(7, 0.1, 1.5, 2.0, False), (8, 0.2, math.inf, 3.0, True), (9, 0.3, 2.5, 4.0, False)]
+
+
+def test_rows_come_back_in_order():
+    records = buffer_of(3, ROWS).drain()
+    assert records == [
+        StepRecord(7, 1.5, 2.0, 0.1, False),
+        StepRecord(8, math.inf, 3.0, 0.2, True),
+        StepRecord(9, 2.5, 4.0, 0.3, False),
+    ]
+    assert [type(r.skipped) for r in records] == [bool] * 3
+
+
+def test_drain_empties():
+    buffer = buffer_of(3, ROWS[:2])
+    assert len(buffer.drain()) == 2
+    assert buffer.drain() == []
+    buffer.write(5, 0.5, loss=torch.tensor(9.0), grad_norm=torch.tensor(8.0), skipped=torch.tensor(True))
+    assert buffer.drain() == [StepRecord(5, 9.0, 8.0, 0.5, True)]
+
+
+def test_full_at_its_capacity():
+    for count in range(4):
+        assert buffer_of(3, ROWS[:count]).full == (count == 3)
+    buffer = buffer_of(3, ROWS)
+    with pytest.raises(AssertionError, match="drain"):
+        buffer.write(0, 0.0, loss=torch.tensor(0.0), grad_norm=torch.tensor(0.0), skipped=torch.tensor(False))
+    assert len(buffer.drain()) == 3
+    assert not buffer.full
+
+
+def test_records_do_not_change_with_the_buffer():
+    buffer = buffer_of(1, ROWS[:1])
+    [first] = buffer.drain()
+    loss = torch.tensor(5.0)
+    buffer.write(0, 0.0, loss=loss, grad_norm=loss, skipped=loss > 6)
+    loss.zero_()
+    assert first.loss == 1.5
+    assert buffer.drain()[0].loss == 5.0
+
+
+def test_low_precision_and_graphs():
+    buffer = StepBuffer(1, torch.device("cpu"))
+    loss = torch.tensor(1.5, dtype=torch.bfloat16, requires_grad=True)
+    buffer.write(0, 0.1, loss=loss * 2, grad_norm=torch.tensor(2.0).double(), skipped=torch.tensor(False))
+    assert buffer.drain() == [StepRecord(0, 3.0, 2.0, 0.1, False)]
+
+
+def test_record_is_data():
+    record = StepRecord(7, 1.5, 2.0, 0.1, False)
+    assert StepRecord(**json.loads(json.dumps(record.to_dict()))) == record
+
+
+def test_mean_loss():
+    assert mean_loss(buffer_of(2, [(0, 0.0, 1.0, 0.0, False), (1, 0.0, 4.0, 0.0, False)]).drain()) == 2.5
+    assert math.isnan(mean_loss([]))

@@ -1,0 +1,102 @@
+"""Devices by name, and a fingerprint that two runs on one machine share."""
+
+import json
+import os
+import platform
+import re
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from stackwise.device import fingerprint, resolve_device
+
+CPUINFO = Path("/proc/cpuinfo")
+
+
+def pretend(monkeypatch, count):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_cpu(monkeypatch, count):
+    pretend(monkeypatch, count)
+    assert resolve_device("cpu") == torch.device("cpu")
+
+
+@pytest.mark.parametrize("count, kind", [(0, "cpu"), (1, "cuda"), (3, "cuda")])
+def test_auto(monkeypatch, count, kind):
+    pretend(monkeypatch, count)
+    assert resolve_device("auto") == torch.device(kind)
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_cuda(monkeypatch, count):
+    pretend(monkeypatch, count)
+    for index, name in [(0, "cuda"), (0, "cuda:0"), (1, "cuda:1"), (2, "cuda:2"), (3, "cuda:3")]:
+        if index < count:
+            assert resolve_device(name) == torch.device(name)
+        else:
+            with pytest.raises(
+                ValueError, match=f"device: got '{name}'; this machine has {count} CUDA devices"
+            ):
+                resolve_device(name)
+
+
+@pytest.mark.parametrize("count", [0, 2])
+@pytest.mark.parametrize("name", ["", "gpu", "CPU", "cuda:x", "cuda:-1", "meta", "mps", "cuda,cpu", "cuda:"])
+def test_other_names(monkeypatch, name, count):
+    pretend(monkeypatch, count)
+    with pytest.raises(ValueError, match=f"device: got '{name}'; allowed: auto, cpu, cuda, cuda:N"):
+        resolve_device(name)
+
+
+def test_fingerprint():
+    found = fingerprint()
+    assert found["cpu_count"] == os.cpu_count()
+    assert found["torch"] == torch.__version__
+    assert found["torch_threads"] == torch.get_num_threads()
+    assert found["python"] == platform.python_version()
+    assert platform.machine() in found["system"]
+    assert found["cpu"]
+    assert (found["gpu"] is None) == (not torch.cuda.is_available())
+
+
+def test_fingerprint_is_data():
+    found = fingerprint()
+    assert json.loads(json.dumps(found)) == found
+
+
+def test_fingerprint_holds_still():
+    first = fingerprint()
+    end = time.perf_counter() + 0.05
+    while time.perf_counter() < end:
+        torch.rand(100, 100) @ torch.rand(100, 100)
+    assert fingerprint() == first
+
+
+def test_fingerprint_has_nothing_that_moves():
+    keys = {"cpu", "cpu_count", "torch_threads", "omp_wait_policy", "gpu", "system", "python", "torch"}
+    assert set(fingerprint()) == keys
+
+
+@pytest.mark.skipif(not CPUINFO.exists(), reason="needs /proc/cpuinfo")
+def test_fingerprint_names_the_processor():
+    # The clock stands beside the name, and moves.
+    named = re.search(r"^model name\s*:\s*(.*?)\s*$", CPUINFO.read_text(), re.MULTILINE)
+    expected = named[1] if named else platform.processor() or platform.machine()
+    assert fingerprint()["cpu"] == expected
+
+
+def test_fingerprint_sees_what_a_measurement_depends_on(monkeypatch):
+    before, threads = fingerprint(), torch.get_num_threads()
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE_OF_THIS_TEST")
+    torch.set_num_threads(threads + 1)
+    try:
+        after = fingerprint()
+    finally:
+        torch.set_num_threads(threads)
+    changed = {key for key in before if before[key] != after[key]}
+    assert changed == {"omp_wait_policy", "torch_threads"}

@@ -161,3 +161,15 @@ def test_everything_on_a_real_gpu(pytester, run, report):
     run("--gpu", "--stackwise-model=models:rack", "--stackwise-report=out.json").assert_outcomes(passed=9)
     assert report()["throughput"][0]["device"] == "cuda"
     assert report()["throughput"][0]["peak_memory_bytes"] > 0
+
+
+@pytest.mark.parametrize("arguments", [(), ("--gpu", "2")])
+def test_option_of_another_meaning_is_left_alone(pytester, run, arguments):
+    pytester.makeconftest(
+        """
+        def pytest_addoption(parser):
+            parser.addoption("--gpu", type=int, default=-1)
+        """
+    )
+    pytester.makepyfile(MARKED)
+    run(*arguments).assert_outcomes(passed=1, skipped=1)

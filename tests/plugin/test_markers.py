@@ -193,3 +193,26 @@ def test_test_that_fails_before_its_run_fails_once(pytester, run):
         """
     )
     run().assert_outcomes(failed=1)
+
+
+def test_markers_of_other_projects_with_our_names(pytester, run):
+    pytester.makepyfile(
+        """
+        import pytest
+        @pytest.mark.stability("flaky", owner="them")
+        def test_theirs(): pass
+        """
+    )
+    run().assert_outcomes(passed=1)
+
+
+def test_marker_of_a_module_is_for_the_tests_that_read_it(pytester, run):
+    pytester.makepyfile(
+        """
+        import models, pytest
+        pytestmark = pytest.mark.nan_injection(step=1)
+        def test_fault(stability_run): assert stability_run(models.plain, steps=3).alarm_steps == [1]
+        def test_helper(): pass
+        """
+    )
+    run().assert_outcomes(passed=2)

@@ -162,3 +162,28 @@ def test_records_are_plain_json(pytester, folder, run):
         raise ValueError(constant)
 
     assert json.loads((folder / "out.json").read_text(), parse_constant=refuse)["stability"]
+
+
+def test_finding_that_no_test_minds_is_no_plain_pass(pytester, run, report):
+    pytester.makepyfile(
+        """
+        import models, pytest
+        @pytest.mark.gradient_explosion(step=8, factor=1.01)
+        def test_it(stability_run): stability_run(models.plain)
+        """
+    )
+    run("--stackwise-report=out.json").assert_outcomes(passed=1)
+    assert report()["stability"][0]["verdict"] == "missed"
+    assert report()["verdict"] == "WARN"
+
+
+def test_collecting_alone_writes_nothing(pytester, folder, run):
+    pytester.makepyfile(SOUND)
+    run("--stackwise-report=out.json", "--collect-only")
+    assert not (folder / "out.json").exists()
+
+
+def test_report_says_where_it_was_measured(pytester, run, report):
+    pytester.makepyfile(SOUND)
+    run("--stackwise-report=out.json").assert_outcomes(passed=1)
+    assert {"cpu", "torch", "python", "gpu"} <= report()["environment"].keys()

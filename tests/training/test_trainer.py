@@ -16,6 +16,7 @@ from stackwise.training import (
     ArchitectureTrainer,
     CheckpointManager,
     NonFiniteStepError,
+    TokenWindows,
     create_data,
     load_rack,
 )
@@ -604,3 +605,49 @@ class TestProgress:
         captured = capsys.readouterr()
         assert ("training 4/4" in captured.err) == shown
         assert captured.out == ""
+
+    def test_every_token_counts_once(self, make_config, make_rack, make_batches):
+        config = make_config()
+        rack = make_rack(config).eval()
+        [ids] = make_batches(config, 1)
+        few = ids.clone()
+        few[:, 3:] = -100
+        batches = [{"input_ids": ids}, {"input_ids": ids, "labels": few}]
+        with torch.no_grad():
+            log_probability = rack(ids[:, :-1]).double().log_softmax(-1)
+        nats = -log_probability.gather(-1, ids[:, 1:, None])[..., 0]
+        expected = (nats.sum() + nats[:, :2].sum()) / (nats.numel() + nats[:, :2].numel())
+        assert ArchitectureTrainer(config).evaluate(rack, batches) == pytest.approx(expected.item(), rel=1e-5)
+
+    def test_bidirectional_rack_is_refused(self, make_config, make_rack, make_batches):
+        config = make_config(model={"attention_mode": "bidirectional"})
+        with pytest.raises(ValueError, match="bidirectional"):
+            ArchitectureTrainer(config).evaluate(make_rack(config), make_batches(config))
+
+
+def test_one_loader_used_twice_gives_the_same_weights(make_config, make_rack):
+    config = make_config(training={"max_steps": 5})
+    windows = TokenWindows(torch.arange(200) % 23, batch_size=2, seq_len=8, seed=3)
+    racks = [make_rack(config) for _ in range(2)]
+    for rack in racks:
+        ArchitectureTrainer(config).train_architecture(rack, windows)
+    for first, second in zip(racks[0].parameters(), racks[1].parameters(), strict=True):
+        assert torch.equal(first, second)
+
+
+def test_folder_of_another_run_is_refused(make_config, make_rack, make_batches, tmp_path):
+    config = make_config(training={"checkpoint_dir": str(tmp_path), "save_interval": 4})
+    ArchitectureTrainer(config).train_architecture(make_rack(config), make_batches(config))
+    rack = make_rack(config)
+    before = weights_of(rack)
+    with pytest.raises(ValueError, match=r"checkpoint_dir: .* holds checkpoints of steps \[4\]"):
+        ArchitectureTrainer(config).train_architecture(rack, make_batches(config))
+    assert not changed(rack, before)
+
+
+def test_run_of_one_step_moves(make_config, make_rack, make_batches):
+    config = make_config(training={"max_steps": 1, "schedule": {"kind": "cosine", "warmup_steps": None}})
+    rack = make_rack(config)
+    before = weights_of(rack)
+    ArchitectureTrainer(config).train_architecture(rack, make_batches(config))
+    assert changed(rack, before)

@@ -119,13 +119,9 @@ def report_paths(config: pytest.Config) -> list[Path]:
         given, folder = config.getini("stackwise_report"), config.rootpath
     if not given:
         return []
-    path = folder / given
-    if path.suffix not in (".md", ".json", ""):
-        raise pytest.UsageError(
-            f"--stackwise-report: got {given!r}; allowed endings: .md, .json, none for both"
-        )
+    from stackwise.report import report_files
+
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise pytest.UsageError(f"--stackwise-report: {given}: {error}") from None
-    return [path] if path.suffix else [path.with_suffix(".md"), path.with_suffix(".json")]
+        return report_files(folder / given)
+    except (ValueError, OSError) as error:
+        raise pytest.UsageError(f"--stackwise-report: got {given}: {error}") from None

@@ -25,15 +25,16 @@ class Check:
     seed: int = 0
     """Of weights, inputs and dropout."""
     report: Path | None = None
-    """Write the results here, as .md or .json."""
+    """Write the results here, as .md, as .json, or both where the name has no ending."""
 
     def run(self) -> int:
         """Print every result."""
         from stackwise.checks import check_model
         from stackwise.device import fingerprint, resolve_device
-        from stackwise.report import Report
+        from stackwise.report import Report, report_files
         from stackwise.spec import ModelSpec, load_factory
 
+        files = report_files(self.report) if self.report else []
         spec = ModelSpec.of(load_factory(self.model, search=Path.cwd()))
         print(f"{spec.name}: {spec.notes}")
         results = check_model(
@@ -44,9 +45,10 @@ class Check:
             report.add("checks", **result.to_dict())
         for line in report.lines():
             print(line)
-        if self.report:
-            report.environment = fingerprint()
-            report.write(self.report)
+        report.environment = fingerprint()
+        for file in files:
+            report.write(file)
+            print(f"written: {file}")
         return 1 if report.failed_tests else 0
 
 

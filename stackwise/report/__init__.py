@@ -1,5 +1,5 @@
 """Reports: every finding from the same records, for people and for programs."""
 
-from stackwise.report.report import Report
+from stackwise.report.report import Report, report_files
 
-__all__ = ["Report"]
+__all__ = ["Report", "report_files"]

@@ -13,7 +13,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Self
 
-__all__ = ["Report"]
+from stackwise.argument import require
+
+__all__ = ["Report", "report_files"]
 
 _SECTIONS = ("checks", "stability", "throughput")
 _MARKS = {
@@ -210,6 +212,21 @@ class Report:
         """Read what `write` wrote to a .json file."""
         stored = json.loads(Path(path).read_text(encoding="utf-8"))
         return cls(**{key: stored[key] for key in cls.__dataclass_fields__})
+
+
+def report_files(path: str | Path) -> list[Path]:
+    """The files that `path` asks for: itself, or both kinds where it has no ending. Makes its folder.
+
+    Raises:
+        ValueError: another ending than .md or .json.
+        OSError: the folder cannot be made.
+    """
+    path = Path(path)
+    require(
+        path.suffix in (".md", ".json", ""), "report", str(path), "a name ending in .md, .json, or neither"
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return [path] if path.suffix else [path.with_suffix(".md"), path.with_suffix(".json")]
 
 
 def _plain(value: Any) -> Any:

@@ -1,9 +1,11 @@
 """What ModelSpec sees of a model from outside, how it drives it, and what it says when it cannot."""
 
 import json
+import random
 import sys
 import types
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import example, given
@@ -479,6 +481,24 @@ def test_seeded_is_a_function_of_the_seed():
     assert not torch.equal(draws[0], draws[2])
 
 
+def test_seeded_covers_python_and_numpy():
+    states = random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
+    draws = []
+    for seed in (1, 1, 2):
+        with seeded(seed):
+            draws.append((random.random(), float(np.random.rand())))  # noqa: NPY002
+    assert draws[0] == draws[1]
+    assert draws[0][0] != draws[2][0]
+    assert draws[0][1] != draws[2][1]
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == states  # noqa: NPY002
+
+
+@pytest.mark.parametrize("seed", [0, 2**32 - 1, 2**32 + 3, 2**63 - 1])
+def test_large_seeds(seed):
+    with seeded(seed):
+        torch.rand(1)
+
+
 def test_seeding_the_cpu_leaves_the_cuda_generators(monkeypatch):
     # torch.manual_seed reseeds every GPU, and fork_rng([]) puts none of them back.
     seeds = []
@@ -522,6 +542,51 @@ def test_loss_of_other_models(subjects):
 def test_loss_that_the_model_brings():
     spec = spec_of(loss=lambda model, inputs: model(inputs).sum() * 0 + 42.0)
     assert spec.loss_of(spec.create(), spec.batch(1, 2)).item() == 42.0
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"inputs": "ids"}, "inputs: got 'ids'; allowed: 'tokens', 'vectors'"),
+        ({"width": 0}, "width: got 0"),
+        ({"width": 2.0}, "width: got 2.0"),
+        ({"seq_len": 0}, "seq_len: got 0"),
+        ({"max_length": 0}, "max_length: got 0"),
+        ({"tolerance": 0.0}, "tolerance: got 0.0"),
+        ({"tolerance": float("nan")}, "tolerance: got nan"),
+        ({"build": nn.Linear(2, 2).weight}, "build: got "),
+    ],
+)
+def test_values_that_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        spec_of(**changes)
+
+
+@pytest.mark.parametrize("kind", ["encoder", "gru"])
+def test_layers_that_put_positions_first(kind):
+    def factory():
+        if kind == "gru":
+            return nn.GRU(16, 16)
+        layer = nn.TransformerEncoderLayer(16, 2, 32)
+        return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    spec = ModelSpec.of(factory, inputs="vectors", width=16)
+    assert "batch_first=False" in spec.notes
+    model, vectors = spec.create().eval(), spec.batch(3, 5)
+    with torch.no_grad():
+        direct = model(vectors.transpose(0, 1))
+        direct = direct[0] if kind == "gru" else direct
+        torch.testing.assert_close(spec.logits(model, vectors), direct.transpose(0, 1))
+    assert {r.check: r.status for r in check_model(spec)}["batch_invariance"] == "passed"
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_vectors_are_cast_to_the_models_own_type(subjects, dtype):
+    spec = ModelSpec.of(lambda: subjects.encoder().to(dtype))
+    assert (spec.inputs, spec.width) == ("vectors", 16)
+    model = spec.create()
+    assert spec.logits(model, spec.batch(2, 4)).dtype == dtype
+    assert spec.loss_of(model, spec.batch(2, 4)).isfinite()
 
 
 def test_with_changes_a_copy():

@@ -337,6 +337,33 @@ def test_a_leak_behind_large_constants(subjects):
     assert_named(subjects, subjects.ask(PaddedVocabulary, "causality"), make(PaddedVocabulary), "eval")
 
 
+def test_the_value_is_the_leak_over_the_influence_on_the_token_itself(subjects):
+    class ReadsNext(nn.Module):
+        """Each output is the next token's row, and a thousandth of its own."""
+
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(29, 29)
+
+        def forward(self, ids):
+            x = self.table(ids)
+            return 1e-3 * x + F.pad(x[:, 1:], (0, 0, 0, 1))
+
+    result = subjects.ask(ReadsNext, "causality")
+    position, token, _ = NAMED.fullmatch(result.where).groups()
+    assert int(token) == int(position) + 1
+    assert result.value == pytest.approx(1000.0)
+
+
+@pytest.mark.parametrize("name", ["Sound", "ShiftedMask"])
+def test_large_outputs_are_taken_in_parts(subjects, models, monkeypatch, name):
+    whole = subjects.ask(models[name], "causality")
+    monkeypatch.setattr("stackwise.checks.causality._MAX_ELEMENTS", 3 * SEQ_LEN * 29)
+    parts = subjects.ask(models[name], "causality")
+    assert (parts.status, parts.where) == (whole.status, whole.where)
+    assert parts.value == pytest.approx(whole.value, rel=1e-6, abs=1e-12)
+
+
 class ZeroOutput:
     """Starts with the projection out of attention at zero: nothing is read, and nothing leaks, yet."""
 

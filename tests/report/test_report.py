@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from stackwise.benchmark import measure, model_workload
 from stackwise.checks import CheckResult, check_model
 from stackwise.device import fingerprint
-from stackwise.report import Report
+from stackwise.report import Report, report_files
 from stackwise.spec import ModelSpec
 from stackwise.stability import GradientExplosion, stability_run
 
@@ -376,6 +376,26 @@ def test_write_of_markdown(tmp_path):
 def test_other_endings(tmp_path, name):
     with pytest.raises(ValueError, match=f"report: got '{name}'; allowed endings: .md, .json"):
         Report().write(tmp_path / "new" / name)
+    assert names_in(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "name, files", [("r.md", ["r.md"]), ("r.json", ["r.json"]), ("r", ["r.md", "r.json"])]
+)
+def test_files_that_a_name_asks_for(tmp_path, name, files):
+    found = report_files(tmp_path / "new" / name)
+    assert found == [tmp_path / "new" / file for file in files]
+    # The folder is there before the run, so that a long one does not end without its report.
+    assert names_in(tmp_path) == ["new"]
+    assert names_in(tmp_path / "new") == []
+
+
+@pytest.mark.parametrize("name", ["r.txt", "r.html", "r.tar.md.gz"])
+def test_files_of_another_kind(tmp_path, name):
+    with pytest.raises(
+        ValueError, match=r"report: got .*; allowed: a name ending in \.md, \.json, or neither"
+    ):
+        report_files(tmp_path / "new" / name)
     assert names_in(tmp_path) == []
 
 

@@ -224,7 +224,7 @@ def test_without_the_guard_the_weights_are_lost(specs, name):
     assert math.isfinite(run.records[-1].loss)
 
 
-def test_poisoned_buffers_are_no_recovery(subjects):
+def test_a_skipped_step_leaves_no_trace_in_buffers(subjects):
     # Running statistics take in a NaN during the forward pass, which no skipped update undoes: in
     # eval mode such a model is dead, though every parameter and every training loss is finite.
     built = []
@@ -240,9 +240,57 @@ def test_poisoned_buffers_are_no_recovery(subjects):
 
     fault = NanInjection(step=3, target="activation:layers.0.qkv")
     run = stability_run(ModelSpec.of(WithStatistics), steps=8, faults=[fault])
-    alive = built[-1].eval()(torch.zeros(1, 4, dtype=torch.int64)).isfinite().all()
-    assert run.alarm_steps == [3]
-    assert alive == (run.verdict == "caught")
+    model = built[-1]
+    assert (run.verdict, run.alarm_steps) == ("caught", [3])
+    # Once for each layer and sound step.
+    assert model.batch_norm.num_batches_tracked == 2 * 7
+    assert model.eval()(torch.zeros(1, 4, dtype=torch.int64)).isfinite().all()
+
+
+@pytest.mark.parametrize("value, verdict", [(math.nan, "unstable"), (math.inf, "unstable"), (1.0, "stable")])
+def test_buffers_that_break_by_themselves(subjects, value, verdict):
+    class Broken(subjects.TinyLM):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("average", torch.zeros(2))
+            self.register_buffer("mask", torch.full((2,), -math.inf))
+
+        def forward(self, ids):
+            self.average.fill_(value)
+            return super().forward(ids)
+
+    run = stability_run(ModelSpec.of(Broken), steps=2)
+    assert (run.verdict, run.alarms) == (verdict, [])
+
+
+def test_a_target_that_is_not_reached_at_its_step(subjects):
+    class Sometimes(subjects.TinyLM):
+        """Calls one of its modules in its first forward pass only."""
+
+        def __init__(self):
+            super().__init__()
+            self.extra, self.calls = nn.Linear(16, 16), 0
+
+        def forward(self, ids):
+            self.calls += 1
+            return super().forward(ids)
+
+        def mix(self, x):
+            return x + self.extra(x) if self.calls == 1 else x
+
+    spec = ModelSpec(Sometimes, "sometimes", "tokens", 29, causal=True)
+    first = NanInjection(step=0, target="activation:extra")
+    assert stability_run(spec, steps=3, faults=[first]).fired == [0]
+    with pytest.raises(ValueError, match="did not act at step 1"):
+        stability_run(spec, steps=3, faults=[NanInjection(step=1, target="activation:extra")])
+
+
+def test_a_model_with_nothing_to_train(subjects):
+    def factory():
+        return subjects.gru().requires_grad_(False)
+
+    with pytest.raises(ValueError, match="a model with a parameter that trains"):
+        stability_run(ModelSpec.of(factory), steps=2)
 
 
 @pytest.mark.parametrize("name", ["rack", "gru", "encoder"])
@@ -340,12 +388,18 @@ def test_the_model_runs_in_train_mode_without_leftover_hooks(subjects):
             {"steps": 8, "faults": [GradientExplosion(step=3)]},
             "gradient_explosion: step: got 3; allowed: >= 4",
         ),
+        ({"steps": 2, "seq_len": 1}, "seq_len: got 1; allowed: an integer >= 2"),
+        ({"steps": 2, "batch_size": 0}, "batch_size: got 0; allowed: an integer >= 1"),
         ({"steps": 2, "seq_len": 65}, "seq_len: got 65; .* takes at most 64 positions"),
     ],
 )
 def test_runs_that_are_refused(subjects, arguments, message):
     with pytest.raises(ValueError, match=message):
         stability_run(ModelSpec.of(subjects.gru, max_length=64), **arguments)
+
+
+def test_one_position_of_vectors_is_enough(specs):
+    assert stability_run(specs["encoder"], steps=2, seq_len=1).seq_len == 1
 
 
 def test_the_last_possible_steps(specs):

@@ -340,7 +340,9 @@ def _vocabulary_candidates(model: nn.Module) -> list[int]:
         getattr(model, n, None) for n in ("vocab_size", "num_tokens")
     ]
     seen = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
-    return list(dict.fromkeys(v for v in (*named, *seen) if isinstance(v, int) and v > 0))
+    # From the smallest, so that ids are tried beyond an embedding only where no other way is left: on
+    # CUDA an index out of range ruins the process.
+    return sorted({v for v in (*named, *seen) if isinstance(v, int) and v > 0})
 
 
 def _width_candidates(model: nn.Module) -> list[int]:

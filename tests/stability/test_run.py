@@ -386,7 +386,7 @@ def test_the_model_runs_in_train_mode_without_leftover_hooks(subjects):
         ),
         (
             {"steps": 8, "faults": [GradientExplosion(step=3)]},
-            "gradient_explosion: step: got 3; allowed: >= 4",
+            "gradient_explosion: step: got 3; allowed: one that at least 4",
         ),
         ({"steps": 2, "seq_len": 1}, "seq_len: got 1; allowed: an integer >= 2"),
         ({"steps": 2, "batch_size": 0}, "batch_size: got 0; allowed: an integer >= 1"),

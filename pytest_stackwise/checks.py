@@ -247,7 +247,7 @@ def zero_code_items(session: pytest.Session, config: pytest.Config) -> list[pyte
 
 
 def _load(target: str, folder: Path) -> Any:
-    from stackwise.spec import load_factory
+    from stackwise.factory import load_factory
 
     try:
         return load_factory(target, search=folder)

@@ -31,8 +31,9 @@ class Check:
         """Print every result."""
         from stackwise.checks import check_model
         from stackwise.device import fingerprint, resolve_device
+        from stackwise.factory import load_factory
         from stackwise.report import Report, report_files
-        from stackwise.spec import ModelSpec, load_factory
+        from stackwise.spec import ModelSpec
 
         files = report_files(self.report) if self.report else []
         spec = ModelSpec.of(load_factory(self.model, search=Path.cwd()))

@@ -6,14 +6,9 @@ Shapes: B batch, T positions, V vocabulary, C width of a model that takes vector
 from __future__ import annotations
 
 import copy
-import importlib
-import importlib.util
 import inspect
-import sys
-import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal, Self
 
 import torch
@@ -23,7 +18,7 @@ from torch import Tensor, nn
 from stackwise.argument import check_choice, check_number, check_sizes, require
 from stackwise.seed import seeded
 
-__all__ = ["InferenceError", "ModelSpec", "load_factory", "logits_of"]
+__all__ = ["InferenceError", "ModelSpec", "logits_of"]
 
 Factory = Callable[[], nn.Module]
 MakeBatch = Callable[[int, int, torch.Generator], Tensor]
@@ -203,65 +198,6 @@ def logits_of(output: Any) -> Tensor:
             f"output: got {type(output).__name__}; wanted a tensor, or logits in an object or dict"
         )
     return found
-
-
-def load_factory(target: str, *, search: Path | None = None) -> Any:
-    """The object that "package.module:name" or "path/to/file.py:name" names.
-
-    Args:
-        target: what to load.
-        search: a folder to import from beside the installed packages.
-
-    Raises:
-        ValueError: the text has another form, or there is no such module or name; what the module
-            itself raises while it is imported is given as the cause.
-    """
-    module_name, separator, attribute = target.partition(":")
-    if not (separator and module_name and attribute):
-        raise ValueError(f"got {target!r}; wanted MODULE:FACTORY, such as mypackage.models:tiny")
-    if search is not None and str(search) not in sys.path:
-        sys.path.insert(0, str(search))
-    try:
-        if module_name.endswith(".py"):
-            module = _load_file((search or Path()) / module_name)
-        else:
-            module = importlib.import_module(module_name)
-    except (Exception, SystemExit) as error:
-        raise ValueError(f"{target}: cannot import {module_name}: {type(error).__name__}: {error}") from error
-    found = module
-    for part in attribute.split("."):
-        if not hasattr(found, part):
-            public = [name for name, value in vars(module).items() if callable(value) and name[0] != "_"]
-            raise ValueError(
-                f"{target}: {module_name} has no {attribute}; it has {', '.join(public) or 'none'}"
-            )
-        found = getattr(found, part)
-    return found
-
-
-def _load_file(path: Path) -> Any:
-    """The module in a file; its folder can be imported from, as where Python runs the file itself."""
-    if not path.is_file():
-        raise FileNotFoundError(path)
-    path = path.resolve()
-    if str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))
-    name = path.stem
-    known = sys.modules.get(name)
-    if known is not None and getattr(known, "__file__", None) != str(path):
-        name = f"{path.stem}_{zlib.crc32(str(path).encode()):08x}"
-        known = sys.modules.get(name)
-    if known is not None:
-        return known
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
 
 
 @torch.no_grad()

@@ -1,11 +1,7 @@
 """What ModelSpec sees of a model from outside, how it drives it, and what it says when it cannot."""
 
-import json
-import random
-import sys
 import types
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import example, given
@@ -14,8 +10,7 @@ from torch import nn
 
 from stackwise.benchmark import model_workload
 from stackwise.checks import check_model
-from stackwise.seed import seeded
-from stackwise.spec import InferenceError, ModelSpec, load_factory, logits_of
+from stackwise.spec import InferenceError, ModelSpec, logits_of
 from stackwise.stability import stability_run
 
 # Factory: inputs, width, causal, longest sequence.
@@ -459,58 +454,6 @@ def test_of_leaves_no_model_behind(subjects):
     assert module.calls == 0
 
 
-def test_seeded_puts_the_state_back_after_an_exception():
-    before = torch.get_rng_state()
-
-    def fail():
-        torch.rand(5)
-        raise KeyError
-
-    with pytest.raises(KeyError), seeded(3):
-        fail()
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_seeded_is_a_function_of_the_seed():
-    draws = []
-    for seed in (1, 1, 2):
-        torch.rand(7)
-        with seeded(seed):
-            draws.append(torch.rand(3))
-    assert torch.equal(draws[0], draws[1])
-    assert not torch.equal(draws[0], draws[2])
-
-
-def test_seeded_covers_python_and_numpy():
-    states = random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
-    draws = []
-    for seed in (1, 1, 2):
-        with seeded(seed):
-            draws.append((random.random(), float(np.random.rand())))  # noqa: NPY002
-    assert draws[0] == draws[1]
-    assert draws[0][0] != draws[2][0]
-    assert draws[0][1] != draws[2][1]
-    assert (random.getstate(), np.random.get_state()[1].tolist()) == states  # noqa: NPY002
-
-
-@pytest.mark.parametrize("seed", [0, 2**32 - 1, 2**32 + 3, 2**63 - 1])
-def test_large_seeds(seed):
-    with seeded(seed):
-        torch.rand(1)
-
-
-def test_seeding_the_cpu_leaves_the_cuda_generators(monkeypatch):
-    # torch.manual_seed reseeds every GPU, and fork_rng([]) puts none of them back.
-    seeds = []
-    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
-    torch.manual_seed(0)
-    assert seeds == [0]
-    seeds.clear()
-    with seeded(7, "cpu"):
-        torch.rand(1)
-    assert seeds == []
-
-
 def cross_entropy(logits, labels):
     logits = logits.double()
     chosen = logits.gather(-1, labels[..., None])[..., 0]
@@ -630,76 +573,3 @@ def test_where_logits_are_found(output):
 def test_outputs_without_logits(output):
     with pytest.raises(TypeError, match=f"output: got {type(output).__name__}; wanted a tensor"):
         logits_of(output)
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    known = set(sys.modules)
-    (tmp_path / "shelf_of_models.py").write_text(
-        "class Family:\n    member = staticmethod(lambda: 'member')\n"
-        "def small():\n    return 'small'\n"
-        "def _hidden():\n    return 'hidden'\n"
-        "size = 3\n"
-    )
-    (tmp_path / "broken_models.py").write_text("def small(): pass\nraise OSError('disk on fire')\n")
-    yield tmp_path
-    for name in set(sys.modules) - known:
-        if name in ("shelf_of_models", "broken_models", "models"):
-            del sys.modules[name]
-
-
-@pytest.mark.parametrize("module", ["shelf_of_models", "shelf_of_models.py"])
-def test_load_factory(folder, module):
-    assert load_factory(f"{module}:small", search=folder)() == "small"
-    assert load_factory(f"{module}:Family.member", search=folder)() == "member"
-    assert load_factory(f"{module}:_hidden", search=folder)() == "hidden"
-    assert load_factory(f"{module}:size", search=folder) == 3
-
-
-def test_load_factory_by_path(folder, monkeypatch):
-    assert load_factory(f"{folder}/shelf_of_models.py:small")() == "small"
-    monkeypatch.chdir(folder)
-    assert load_factory("shelf_of_models.py:small")() == "small"
-
-
-def test_load_factory_of_an_installed_module():
-    assert load_factory("json:dumps") is json.dumps
-    assert load_factory("json:JSONEncoder.encode") is json.JSONEncoder.encode
-
-
-def test_load_factory_of_two_files_with_one_name(folder):
-    for name in ("a", "b"):
-        (folder / name).mkdir()
-        (folder / name / "models.py").write_text(f"def which():\n    return {name!r}\n")
-    assert load_factory("a/models.py:which", search=folder)() == "a"
-    assert load_factory("b/models.py:which", search=folder)() == "b"
-
-
-@pytest.mark.parametrize("target", ["", ":", "module", "module:", ":factory", "module.factory"])
-def test_load_factory_wants_a_form(target):
-    with pytest.raises(ValueError, match="wanted MODULE:FACTORY") as raised:
-        load_factory(target)
-    assert repr(target) in str(raised.value)
-
-
-@pytest.mark.parametrize("target", ["no_such_module_here:f", "no_such_file_here.py:f", "json.no_such:f"])
-def test_load_factory_of_a_missing_module(folder, target):
-    with pytest.raises(ValueError, match=f"cannot import {target[:-2]}: ") as raised:
-        load_factory(target, search=folder)
-    assert isinstance(raised.value.__cause__, ModuleNotFoundError | FileNotFoundError)
-
-
-@pytest.mark.parametrize("attribute", ["large", "Family.other", "small.a.b"])
-def test_load_factory_of_a_missing_name_lists_what_there_is(folder, attribute):
-    with pytest.raises(ValueError, match=f"has no {attribute}; it has Family, small$"):
-        load_factory(f"shelf_of_models:{attribute}", search=folder)
-
-
-@pytest.mark.parametrize("module", ["broken_models", "broken_models.py"])
-def test_load_factory_of_a_module_that_raises(folder, module):
-    with pytest.raises(ValueError, match=r"cannot import .*OSError: disk on fire") as raised:
-        load_factory(f"{module}:small", search=folder)
-    assert isinstance(raised.value.__cause__, OSError)
-    # As after a failed import statement: half a module would be found by the next one.
-    assert "broken_models" not in sys.modules

@@ -1,0 +1,71 @@
+"""Factories: the object that MODULE:FACTORY names on a command line."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import zlib
+from pathlib import Path
+from typing import Any
+
+__all__ = ["load_factory"]
+
+
+def load_factory(target: str, *, search: Path | None = None) -> Any:
+    """The object that "package.module:name" or "path/to/file.py:name" names.
+
+    Args:
+        target: what to load.
+        search: a folder to import from beside the installed packages.
+
+    Raises:
+        ValueError: the text has another form, or there is no such module or name; what the module
+            itself raises while it is imported is given as the cause.
+    """
+    module_name, separator, attribute = target.partition(":")
+    if not (separator and module_name and attribute):
+        raise ValueError(f"got {target!r}; wanted MODULE:FACTORY, such as mypackage.models:tiny")
+    if search is not None and str(search) not in sys.path:
+        sys.path.insert(0, str(search))
+    try:
+        if module_name.endswith(".py"):
+            module = _load_file((search or Path()) / module_name)
+        else:
+            module = importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"{target}: cannot import {module_name}: {type(error).__name__}: {error}") from error
+    found = module
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            public = [name for name, value in vars(module).items() if callable(value) and name[0] != "_"]
+            raise ValueError(
+                f"{target}: {module_name} has no {attribute}; it has {', '.join(public) or 'none'}"
+            )
+        found = getattr(found, part)
+    return found
+
+
+def _load_file(path: Path) -> Any:
+    """The module in a file; its folder can be imported from, as where Python runs the file itself."""
+    if not path.is_file():
+        raise FileNotFoundError(path)
+    path = path.resolve()
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    name = path.stem
+    known = sys.modules.get(name)
+    if known is not None and getattr(known, "__file__", None) != str(path):
+        name = f"{path.stem}_{zlib.crc32(str(path).encode()):08x}"
+        known = sys.modules.get(name)
+    if known is not None:
+        return known
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module

@@ -7,19 +7,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-ROOMS = [
-    "argument",
-    "config",
-    "seed",
-    "device",
-    "spec",
-    "stability",
-    "checks",
-    "benchmark",
-    "model",
-    "training",
-]
-ROOMS += ["prototype", "report", "cli"]
+ROOMS = ["argument", "config", "seed", "device", "factory", "spec", "stability", "checks", "benchmark"]
+ROOMS += ["model", "training", "prototype", "report", "cli"]
 FILES = sorted([*(ROOT / "stackwise").rglob("*.py"), *(ROOT / "pytest_stackwise").rglob("*.py")])
 
 

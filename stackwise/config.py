@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-import yaml
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -24,6 +23,8 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+
+from stackwise.yaml12 import dump_yaml, load_yaml
 
 __all__ = [
     "ArchitectureConfig",
@@ -252,9 +253,9 @@ class StackWiseConfig(_Section):
         """
         content = Path(path).read_bytes()
         try:
-            mapping = yaml.load(content.decode("utf-8"), Loader=_Yaml12Loader)  # noqa: S506  it is a SafeLoader
-        except Exception as error:  # PyYAML lets KeyError, IndexError and others out on malformed scalars
-            raise ConfigError([" ".join(str(error).split()) or repr(error)], str(path)) from None
+            mapping = load_yaml(content)
+        except ValueError as error:
+            raise ConfigError([str(error)], str(path)) from None
         return cls.from_dict({} if mapping is None else mapping, source=str(path))
 
     def to_dict(self) -> dict[str, Any]:
@@ -263,8 +264,7 @@ class StackWiseConfig(_Section):
 
     def to_yaml(self, path: str | Path) -> None:
         """Write a YAML file; `from_yaml` gives an equal configuration back."""
-        text = yaml.dump(self.to_dict(), Dumper=_Yaml12Dumper, sort_keys=False)
-        Path(path).write_text(text, encoding="utf-8")
+        Path(path).write_text(dump_yaml(self.to_dict()), encoding="utf-8")
 
     def validate(self) -> None:  # type: ignore[override]
         """Check everything again, rules across sections included.
@@ -273,43 +273,6 @@ class StackWiseConfig(_Section):
             ConfigError: naming every refused value.
         """
         self.from_dict(self.to_dict())
-
-
-class _Yaml12Loader(yaml.SafeLoader):
-    """SafeLoader with the numbers of YAML 1.2: `1e-4` is one, `010` is ten; repeated keys are refused."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key_node, _ in node.value if isinstance(node, yaml.MappingNode) else ():
-            key = key_node.value if isinstance(key_node, yaml.ScalarNode) else None
-            if key is not None and key in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"key {key!r} is given twice", key_node.start_mark
-                )
-            seen.add(key)
-        return super().construct_mapping(node, deep=deep)
-
-
-class _Yaml12Dumper(yaml.SafeDumper):
-    """SafeDumper that quotes text which the loader would read as a number."""
-
-
-_NUMBERS = {  # YAML 1.2.2, section 10.3.2, without octal and hexadecimal
-    "tag:yaml.org,2002:int": r"[-+]?[0-9]+",
-    "tag:yaml.org,2002:float": r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?"
-    r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
-}
-for _side in (_Yaml12Loader, _Yaml12Dumper):
-    _side.yaml_implicit_resolvers = {
-        first: [(tag, pattern) for tag, pattern in resolvers if tag not in _NUMBERS]
-        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-    for _tag, _pattern in _NUMBERS.items():
-        _side.add_implicit_resolver(_tag, re.compile(f"^({_pattern})$"), list("-+0123456789."))
-_Yaml12Loader.add_constructor(
-    "tag:yaml.org,2002:int",
-    lambda loader, node: int(str(loader.construct_scalar(node))),  # type: ignore[arg-type]
-)
 
 
 def _problems(section: type[BaseModel], error: ValidationError) -> list[str]:

@@ -7,7 +7,18 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-ROOMS = ["argument", "config", "seed", "device", "factory", "spec", "stability", "checks", "benchmark"]
+ROOMS = [
+    "argument",
+    "yaml12",
+    "config",
+    "seed",
+    "device",
+    "factory",
+    "spec",
+    "stability",
+    "checks",
+    "benchmark",
+]
 ROOMS += ["model", "training", "prototype", "report", "cli"]
 FILES = sorted([*(ROOT / "stackwise").rglob("*.py"), *(ROOT / "pytest_stackwise").rglob("*.py")])
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from torch.utils.data import DataLoader
 
 from stackwise.config import ConfigError
-from stackwise.stability.telemetry import StepRecord
+from stackwise.stability.telemetry import StepBuffer, StepRecord
 from stackwise.training import (
     ArchitectureTrainer,
     CheckpointManager,
@@ -651,3 +651,26 @@ def test_run_of_one_step_moves(make_config, make_rack, make_batches):
     before = weights_of(rack)
     ArchitectureTrainer(config).train_architecture(rack, make_batches(config))
     assert changed(rack, before)
+
+
+@pytest.mark.gpu
+def test_no_step_waits_for_the_device(make_config, make_rack, make_batches, monkeypatch):
+    config = make_config(training={"device": "cuda", "precision": "bf16", "max_steps": 6, "log_interval": 3})
+    trainer, rack, batches = ArchitectureTrainer(config), make_rack(config), make_batches(config)
+    trainer.train_architecture(rack, batches)  # what is set up once may wait
+    drain = StepBuffer.drain
+
+    def allowed_to_wait(self):
+        torch.cuda.set_sync_debug_mode("default")
+        try:
+            return drain(self)
+        finally:
+            torch.cuda.set_sync_debug_mode("error")
+
+    monkeypatch.setattr(StepBuffer, "drain", allowed_to_wait)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        result = trainer.train_architecture(rack, batches)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len(result["records"]) == 6

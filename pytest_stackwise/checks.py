@@ -57,16 +57,19 @@ def parametrize_with_checks(
     """
     from stackwise.checks.check import refuse_unmatched, select_checks
 
-    if not isinstance(models, Iterable):
+    if not isinstance(models, Iterable) or isinstance(models, str) or hasattr(models, "named_modules"):
         raise TypeError(f"models: got {type(models).__name__}; wanted a list of models")
     selected = select_checks(checks)
+    asked = [check.name for check in selected]
     if isinstance(expected_failures, Mapping):
-        refuse_unmatched(expected_failures, selected)
+        refuse_unmatched(expected_failures, asked)
     parameters = []
     for model in models:
         subject = LazySpec(model)
         parameters += [
-            pytest.param(subject, BoundCheck(check, expected_failures), id=f"{subject.name}-{check.name}")
+            pytest.param(
+                subject, BoundCheck(check, expected_failures, asked), id=f"{subject.name}-{check.name}"
+            )
             for check in selected
         ]
     return pytest.mark.parametrize(("spec", "check"), parameters)
@@ -103,10 +106,11 @@ class BoundCheck:
     Args:
         check: the question.
         expected: expected failures, as in `parametrize_with_checks`.
+        asked: names of all checks that are asked, which `expected` must be among.
     """
 
-    def __init__(self, check: Check, expected: Expected | None = None) -> None:
-        self.check, self.expected = check, expected
+    def __init__(self, check: Check, expected: Expected | None = None, asked: Iterable[str] = ()) -> None:
+        self.check, self.expected, self.asked = check, expected, tuple(asked)
 
     def __call__(self, spec: Any) -> CheckResult:
         """Ask; return the result where the model is sound, skip where the question does not apply.
@@ -124,7 +128,7 @@ class BoundCheck:
         records.pay(item, "check")
         spec = ModelSpec.of(spec)
         expected = self.expected(spec) if callable(self.expected) else self.expected or {}
-        refuse_unmatched(expected, [self.check], known=True)
+        refuse_unmatched(expected, self.asked)
         reason = expected.get(self.check.name)
         result = self.check.run(spec, device=options.device_name(item.config), seed=options.seed(item.config))
         result = against_expectation(result, reason)
@@ -249,6 +253,9 @@ def zero_code_items(session: pytest.Session, config: pytest.Config) -> list[pyte
 def _load(target: str, folder: Path) -> Any:
     from stackwise.factory import load_factory
 
+    # The module may be a test file, and whoever imports it first decides about its assertions.
+    module = target.partition(":")[0]
+    pytest.register_assert_rewrite(Path(module).stem if module.endswith(".py") else module)
     try:
         return load_factory(target, search=folder)
     except ValueError as error:

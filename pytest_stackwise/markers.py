@@ -85,6 +85,16 @@ def check_lengths(nodeid: str, marker: pytest.Mark) -> tuple[int, ...]:
     return marker.args
 
 
+def refuse_other_length(seq_len: int | None, arguments: Mapping[str, Any]) -> None:
+    """Refuse a call whose `seq_len` is not the one that the test is parametrized with.
+
+    Raises:
+        ValueError: naming both.
+    """
+    if seq_len is not None and arguments.get("seq_len", seq_len) != seq_len:
+        raise ValueError(f"seq_len: got {arguments['seq_len']}; the test is parametrized with {seq_len}")
+
+
 def throughput_of(item: pytest.Item) -> dict[str, Any]:
     """The arguments of the marker throughput, or {}."""
     marker = item.get_closest_marker("throughput")

@@ -64,6 +64,12 @@ def pytest_collection_modifyitems(
     device.skip_without_gpu(config, items)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Start each run of a test, a rerun too, without what an earlier one left."""
+    records.reset(item)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     """Let what runs inside the test find the test; fail a test that passed without doing what it declares."""

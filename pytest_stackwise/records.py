@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -19,16 +20,33 @@ __all__ = [
     "collect_debts",
     "current",
     "current_item",
+    "first_time",
     "is_worker",
     "of_report",
     "owe",
     "pay",
+    "reset",
 ]
 
-_RECORDS = pytest.StashKey[list[dict[str, Any]]]()
-_DEBTS = pytest.StashKey[dict[str, str]]()
 _ATTRIBUTE = "stackwise"
 _current: ContextVar[pytest.Item | None] = ContextVar("stackwise_item", default=None)
+
+
+@dataclass
+class _State:
+    """Of one run of one test; a rerun starts with a new one."""
+
+    records: list[dict[str, Any]] = field(default_factory=list)
+    debts: dict[str, str] = field(default_factory=dict)
+    done: set[str] = field(default_factory=set)
+
+
+_STATE = pytest.StashKey[_State]()
+
+
+def reset(item: pytest.Item) -> None:
+    """Forget what an earlier run of the same test left."""
+    item.stash[_STATE] = _State()
 
 
 @contextmanager
@@ -48,22 +66,30 @@ def current_item() -> pytest.Item | None:
 
 def add(item: pytest.Item, section: str, record: dict[str, Any]) -> None:
     """Keep a record with its test."""
-    item.stash.setdefault(_RECORDS, []).append({"section": section, **record})
+    item.stash[_STATE].records.append({"section": section, **record})
 
 
 def owe(item: pytest.Item, name: str, complaint: str) -> None:
     """From now on the test fails with `complaint`, though it passes, unless `pay` is called."""
-    item.stash.setdefault(_DEBTS, {})[name] = complaint
+    item.stash[_STATE].debts[name] = complaint
 
 
 def pay(item: pytest.Item, name: str) -> None:
     """The test did what it owed."""
-    item.stash.setdefault(_DEBTS, {}).pop(name, None)
+    item.stash[_STATE].debts.pop(name, None)
+
+
+def first_time(item: pytest.Item, name: str) -> bool:
+    """Whether this is the first call with this name in this run of the test."""
+    done = item.stash[_STATE].done
+    is_first = name not in done
+    done.add(name)
+    return is_first
 
 
 def collect_debts(item: pytest.Item) -> None:
     """Fail a test that has passed but still owes something."""
-    for complaint in item.stash.get(_DEBTS, {}).values():
+    for complaint in item.stash[_STATE].debts.values():
         pytest.fail(complaint, pytrace=False)
 
 
@@ -74,8 +100,8 @@ def is_worker(config: pytest.Config) -> bool:
 
 def attach(item: pytest.Item, report: pytest.TestReport) -> None:
     """Put the records on the report of the test's call."""
-    if report.when == "call" and _RECORDS in item.stash:
-        setattr(report, _ATTRIBUTE, item.stash[_RECORDS])
+    if report.when == "call" and item.stash[_STATE].records:
+        setattr(report, _ATTRIBUTE, item.stash[_STATE].records)
 
 
 def of_report(report: pytest.TestReport) -> list[dict[str, Any]]:

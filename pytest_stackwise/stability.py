@@ -47,6 +47,7 @@ class StabilityFixtures:
             from stackwise.spec import ModelSpec
             from stackwise.stability import stability_run
 
+            markers.refuse_other_length(seq_len, arguments)
             if "faults" in arguments:
                 arguments["faults"] = [*faults, *arguments["faults"]]
             defaults: dict[str, Any] = {

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 __all__ = ["fixtures"]
 
-_CALLED = pytest.StashKey[bool]()
-
 
 def fixtures(config: pytest.Config) -> object:
     """The fixtures: with pytest-benchmark where it is loaded, alone where it is not."""
@@ -75,6 +73,7 @@ class WithBenchmark:
         `stackwise.benchmark.measure`. Returns the Measurement. Where benchmarks are disabled
         (--benchmark-disable, xdist) one call is made and timed, without warm-up.
         """
+        _owe(request.node)
 
         def run(model: Any, **arguments: Any) -> Measurement:
             measurement, record = _measure(request.node, model, seq_len, benchmark.disabled, arguments)
@@ -92,11 +91,17 @@ class Alone:
     @pytest.fixture
     def throughput(self, request: pytest.FixtureRequest, seq_len: int | None) -> Callable[..., Measurement]:
         """Measure a model's forward pass or training step; see the fixture of the same name above."""
+        _owe(request.node)
 
         def run(model: Any, **arguments: Any) -> Measurement:
             return _measure(request.node, model, seq_len, False, arguments)[0]
 
         return run
+
+
+def _owe(item: pytest.Item) -> None:
+    if item.get_closest_marker("throughput"):
+        records.owe(item, "throughput", "the test is marked throughput but never called throughput")
 
 
 def _measure(
@@ -105,9 +110,10 @@ def _measure(
     from stackwise.benchmark import call_once, measure, model_workload
     from stackwise.spec import ModelSpec
 
-    if _CALLED in item.stash:
+    if not records.first_time(item, "throughput"):
         raise RuntimeError("throughput: call it once in a test; parametrize the test for more")
-    item.stash[_CALLED] = True
+    records.pay(item, "throughput")
+    markers.refuse_other_length(seq_len, arguments)
     spec = ModelSpec.of(model)
     shape: dict[str, Any] = {
         "mode": "forward",

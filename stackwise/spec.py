@@ -51,7 +51,8 @@ class ModelSpec:
             cross-entropy with the input itself for other tokens, mean square of the output for
             vectors and for models with fewer outputs than tokens.
         optimizer: parameters -> optimizer, for short training runs.
-        tolerance: largest change, relative to the largest output, that counts as rounding in float32.
+        tolerance: largest difference, relative to how far the output varies, that counts as rounding
+            where a model cannot be run in float64.
         seq_len: T of the checks.
         notes: what was inferred or assumed, in one line.
     """
@@ -304,6 +305,11 @@ def _claimed_causality(model: nn.Module, inputs: str) -> tuple[bool | None, str]
                 return claim, f"says {name}={claim}"
     can_generate = getattr(model, "can_generate", None)
     if inspect.ismethod(can_generate) and isinstance(answer := can_generate(), bool):
+        if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+            return None, "no claim about causality: its encoder sees everything"
+        flags = [m.is_causal for m in model.modules() if isinstance(getattr(m, "is_causal", None), bool)]
+        if answer and flags and not any(flags) and "CausalLM" not in type(model).__name__:
+            return False, "not causal: none of its attention says so"
         return answer, "causal, since it can generate" if answer else "not causal: it cannot generate"
     if inputs == "tokens":
         return True, "assumed causal (say causal=False if not)"

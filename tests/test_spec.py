@@ -573,3 +573,18 @@ def test_where_logits_are_found(output):
 def test_outputs_without_logits(output):
     with pytest.raises(TypeError, match=f"output: got {type(output).__name__}; wanted a tensor"):
         logits_of(output)
+
+
+def test_encoder_decoder_claims_nothing():
+    from transformers import BartConfig, BartForConditionalGeneration, BertConfig, BertLMHeadModel
+
+    sizes = {"vocab_size": 50, "d_model": 16, "max_position_embeddings": 32}
+    layers = {
+        f"{side}_{what}": 2 for side in ("encoder", "decoder") for what in ("layers", "attention_heads")
+    }
+    config = BartConfig(**sizes, **layers, encoder_ffn_dim=32, decoder_ffn_dim=32)
+    assert ModelSpec.of(lambda: BartForConditionalGeneration(config)).causal is None
+    config = BertConfig(
+        vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
+    )
+    assert ModelSpec.of(lambda: BertLMHeadModel(config)).causal is False

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from stackwise.checks.check import CheckResult, Subject, check
 from stackwise.checks.difference import Finding, absolute_difference, hear, relative_difference
 
-_EXACT_LEAK = 1e-8  # equal inputs and shapes: a sound model repeats itself to the bit
-_EXACT_PREFIX = 1e-6  # other shapes, other order of sums; parts of a float64 model may stay float32
 _MAX_ELEMENTS = 2**24  # of one output (R, T, V)
 
 _ADVICE = (
@@ -34,36 +32,41 @@ def causality(subject: Subject) -> CheckResult:
     if spec.inputs == "tokens" and spec.width < 2:
         return subject.not_applicable("needs a vocabulary of at least 2")
 
-    findings = []
-    for mode in ("eval", "train"):
-        leak = _find_leak(subject, train=mode == "train")
-        if leak.real:
-            token, position = _place(subject, train=mode == "train", dtype=leak.dtype)
-            return subject.failed(
-                leak.value,
-                leak.limit,
-                where=f"position {position} reads token {token} ({mode} mode)",
-                meaning=f"Replacing token {token} changed the output at position {position}, before it.",
-                advice=_ADVICE,
-            )
-        findings.append(leak)
-    for length in sorted({max(1, subject.seq_len // 2), subject.seq_len - 1}):
-        gap = _find_gap(subject, length)
-        if gap.real:
-            return subject.failed(
-                gap.value,
-                gap.limit,
-                where=f"the first {length} of {subject.seq_len} positions (eval mode)",
-                meaning="The outputs of a prefix change when tokens follow it.",
-                advice=_ADVICE + " Positions counted from the end do this too.",
-            )
-    worst = max(findings, key=lambda finding: finding.value)
+    worst = Finding(0.0, 0.0, False, torch.float64)
+    for fill_zeros in (False, True) if subject.starts_at_zero else (False,):
+        behind = ", zero weights made random" if fill_zeros else ""
+        for mode in ("eval", "train"):
+            leak = _find_leak(subject, mode == "train", fill_zeros)
+            if leak.real:
+                token, position = _place(subject, mode == "train", fill_zeros, leak.dtype)
+                return subject.failed(
+                    leak.value,
+                    leak.limit,
+                    where=f"position {position} reads token {token} ({mode} mode{behind})",
+                    meaning=f"Replacing token {token} changed the output at position {position}, before it.",
+                    advice=_ADVICE,
+                )
+            worst = max(worst, leak, key=lambda finding: (finding.value, finding.limit))
+        for length in sorted({max(1, subject.seq_len // 2), subject.seq_len - 1}):
+            gap = _find_gap(subject, length, fill_zeros)
+            if gap.real:
+                return subject.failed(
+                    gap.value,
+                    gap.limit,
+                    where=f"the first {length} of {subject.seq_len} positions (eval mode{behind})",
+                    meaning="The outputs of a prefix change when tokens follow it.",
+                    advice=_ADVICE + " Positions counted from the end do this too.",
+                )
     return _unless_blind(subject, worst)
 
 
-def _find_leak(subject: Subject, *, train: bool) -> Finding:
+def _find_leak(subject: Subject, train: bool, fill_zeros: bool) -> Finding:
     return hear(
-        subject, lambda model: _leaks(subject, model).max().item(), exact_limit=_EXACT_LEAK, train=train
+        subject,
+        lambda model: _leaks(subject, model).max().item(),
+        same_shapes=True,
+        train=train,
+        fill_zeros=fill_zeros,
     )
 
 
@@ -78,7 +81,7 @@ def _leaks(subject: Subject, model: nn.Module) -> Tensor:
     return leak
 
 
-def _find_gap(subject: Subject, length: int) -> Finding:
+def _find_gap(subject: Subject, length: int, fill_zeros: bool) -> Finding:
     """f(x[:t]) == f(x)[:t]; catches positions and scales that depend on the length."""
     inputs = subject.inputs(1)
 
@@ -86,19 +89,21 @@ def _find_gap(subject: Subject, length: int) -> Finding:
         whole = subject.logits(model, inputs)
         return relative_difference(whole[:, :length], subject.logits(model, inputs[:, :length])).max().item()
 
-    return hear(subject, gap, exact_limit=_EXACT_PREFIX)
+    return hear(subject, gap, same_shapes=False, fill_zeros=fill_zeros)
 
 
-def _place(subject: Subject, *, train: bool, dtype: torch.dtype) -> tuple[int, int]:
+def _place(subject: Subject, train: bool, fill_zeros: bool, dtype: torch.dtype) -> tuple[int, int]:
     """The (token, position) of the largest leak."""
-    leak = _leaks(subject, subject.model(train=train, dtype=dtype))
+    leak = _leaks(subject, subject.model(train=train, dtype=dtype, fill_zeros=fill_zeros))
     token, position = divmod(int(leak.argmax()), subject.seq_len)
     return token, position
 
 
 def _unless_blind(subject: Subject, worst: Finding) -> CheckResult:
     """The passing result, or a warning where nothing was there to leak."""
-    influence = _influence(subject, subject.model(dtype=worst.dtype), *_perturbed(subject))
+    filled = subject.starts_at_zero
+    model = subject.model(dtype=worst.dtype, fill_zeros=filled)
+    influence = _influence(subject, model, *_perturbed(subject))
     blind = (influence.triu().amax(dim=1) == 0).nonzero().flatten()
     if len(blind):
         return subject.warned(
@@ -109,37 +114,14 @@ def _unless_blind(subject: Subject, worst: Finding) -> CheckResult:
             advice="Look for a mask that hides the token itself, and for an embedding that is constant.",
         )
     if influence.triu(1).max() == 0:
-        return _with_zeros_filled(subject, worst)
-    return subject.passed(worst.value, worst.limit, meaning=worst.meaning)
-
-
-def _with_zeros_filled(subject: Subject, worst: Finding) -> CheckResult:
-    """No position reads another. Where zero-initialised weights are why, look behind them."""
-    model = subject.model(dtype=torch.float64) if worst.dtype == torch.float64 else subject.model()
-    zero = [p for p in model.parameters() if p.is_floating_point() and not p.any()]
-    generator = torch.Generator().manual_seed(subject.seed)
-    with torch.no_grad():
-        for p in zero:
-            p.copy_(0.02 * torch.randn(p.shape, generator=generator))
-    influence = _influence(subject, model, *_perturbed(subject))
-    leak = _leak(influence)
-    if leak.max() > worst.limit:
-        token, position = divmod(int(leak.argmax()), subject.seq_len)
-        return subject.failed(
-            leak.max().item(),
+        return subject.warned(
+            worst.value,
             worst.limit,
-            where=f"position {position} reads token {token} (eval mode, zero weights made random)",
-            meaning="No position reads another as initialised, but a later one will once zero weights train.",
-            advice=_ADVICE,
+            meaning="No position reads another, so there was nothing to leak.",
+            advice="Right for a model without memory; else look for attention that is cut off.",
         )
-    if influence.triu(1).max() > 0:
-        return subject.passed(leak.max().item(), worst.limit, meaning="asked with zero weights made random")
-    return subject.warned(
-        worst.value,
-        worst.limit,
-        meaning="No position reads another, so there was nothing to leak.",
-        advice="Right for a model without memory; else look for attention that is cut off.",
-    )
+    asked_twice = "asked again with zero weights made random" if filled else ""
+    return subject.passed(worst.value, worst.limit, meaning=worst.meaning or asked_twice)
 
 
 def _perturbed(subject: Subject) -> tuple[Tensor, Tensor]:

@@ -95,12 +95,33 @@ class Subject:
     device: torch.device
     seed: int = 0
 
-    def model(self, *, train: bool = False, dtype: torch.dtype | None = None) -> nn.Module:
-        """A fresh model, in eval mode unless `train`; floating-point weights as `dtype`."""
+    def model(
+        self, *, train: bool = False, dtype: torch.dtype | None = None, fill_zeros: bool = False
+    ) -> nn.Module:
+        """A fresh model.
+
+        Args:
+            train: in train mode, else in eval mode.
+            dtype: of floating-point weights and buffers; complex ones get the complex dtype as wide.
+            fill_zeros: make the weights random that `starts_at_zero` finds.
+        """
         model = self.spec.create(self.device, self.seed)
+        if fill_zeros:
+            generator = torch.Generator().manual_seed(self.seed)
+            with torch.no_grad():
+                for p in _zero_weights(model):
+                    p.copy_(0.02 * torch.randn(p.shape, generator=generator))
         if dtype is not None:
-            model = model.to(dtype)
+            model._apply(lambda tensor: _as_wide_as(tensor, dtype))  # type: ignore[no-untyped-call]
         return model.train(train)
+
+    @property
+    def starts_at_zero(self) -> bool:
+        """Whether a weight (not a bias) is all zero, as in branches and heads that start switched off.
+
+        What is behind it cannot be seen until it has trained, or has been made random.
+        """
+        return bool(_zero_weights(self.spec.create(self.device, self.seed)))
 
     def inputs(self, batch_size: int, seq_len: int | None = None, *, shift: int = 0) -> Tensor:
         """A batch; `shift` gives another one."""
@@ -114,9 +135,17 @@ class Subject:
 
     @torch.no_grad()
     def logits(self, model: nn.Module, inputs: Tensor) -> Tensor:
-        """The output without gradients, with every random choice (dropout) the same at each call."""
+        """The output without gradients, with every random choice (dropout) the same at each call.
+
+        Buffers that the call updates (running statistics) are put back, so that calls are comparable.
+        """
+        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
         with self.fixed_randomness():
-            return self.spec.logits(model, inputs.clone())
+            output = self.spec.logits(model, inputs.clone())
+        for name, buffer in model.named_buffers():
+            if name in before and buffer.shape == before[name].shape:
+                buffer.copy_(before[name])
+        return output
 
     def fixed_randomness(self) -> AbstractContextManager[None]:
         """Inside, random choices start from the seed; outside, nothing is changed."""
@@ -224,7 +253,7 @@ def check_model(
     spec = ModelSpec.of(model)
     selected = select_checks(checks)
     expected = dict(expected_failures or {})
-    refuse_unmatched(expected, selected)
+    refuse_unmatched(expected, [c.name for c in selected])
     results = []
     for one in selected:
         try:
@@ -242,13 +271,13 @@ def check_model(
     return results
 
 
-def refuse_unmatched(expected: Mapping[str, str], selected: Iterable[Check], *, known: bool = False) -> None:
-    """Refuse expected failures of checks that are not asked, or, if `known`, that do not exist.
+def refuse_unmatched(expected: Mapping[str, str], names: Iterable[str]) -> None:
+    """Refuse expected failures of checks other than `names`.
 
     Raises:
         ValueError: naming them.
     """
-    names = [*known_checks()] if known else [c.name for c in selected]
+    names = list(names)
     unmatched = sorted(set(expected) - set(names))
     if unmatched:
         raise ValueError(f"expected_failures: no check {', '.join(unmatched)}; asked: {', '.join(names)}")
@@ -268,3 +297,14 @@ def against_expectation(result: CheckResult, reason: str | None) -> CheckResult:
         meaning=f"declared as an expected failure, but {result.status}. {result.meaning}".strip(),
         advice=f"remove the declaration ({reason})",
     )
+
+
+def _zero_weights(model: nn.Module) -> list[nn.Parameter]:
+    named = model.named_parameters()
+    return [p for name, p in named if p.is_floating_point() and not name.endswith("bias") and not p.any()]
+
+
+def _as_wide_as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    if tensor.is_complex():
+        return tensor.to(dtype.to_complex())
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor

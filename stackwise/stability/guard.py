@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections import deque
@@ -44,31 +45,42 @@ class Alarm:
 class SpikeDetector:
     """Judges a gradient norm by those of the sound steps before it.
 
-    A norm is a spike where its logarithm exceeds the median by more than max(`deviations` * MAD,
-    ln `factor`). Spikes stay out of the history, so that a lasting fault does not become the rule.
-    The median and the MAD, unlike mean and standard deviation, are not moved by a few outliers
-    (Leys et al. 2013, doi:10.1016/j.jesp.2013.03.013).
+    A norm is a spike where its logarithm exceeds the median of the last `recent` ones by more than
+    max(`deviations` * MAD, ln `factor`), the MAD being that of the changes from step to step: norms may
+    fall a thousandfold while a model settles, and that is no scatter. Spikes stay out of the history,
+    so that a lasting fault does not become the rule. The median and the MAD, unlike mean and standard
+    deviation, are not moved by a few outliers (Leys et al. 2013, doi:10.1016/j.jesp.2013.03.013).
 
     Args:
-        deviations: how many MADs of log-norm.
+        deviations: how many MADs of the change of log-norm.
         factor: a rise that is always allowed.
-        history: how many sound norms are remembered.
+        recent: how many of the last sound norms give the level.
+        history: how many sound norms give the scatter.
         minimum: how many there must be before anything is a spike.
     """
 
     def __init__(
-        self, *, deviations: float = 6.0, factor: float = 3.0, history: int = 128, minimum: int = 4
+        self,
+        *,
+        deviations: float = 6.0,
+        factor: float = 3.0,
+        recent: int = 8,
+        history: int = 128,
+        minimum: int = 4,
     ) -> None:
-        self.deviations, self.factor, self.minimum = deviations, factor, minimum
+        self.deviations, self.factor, self.recent, self.minimum = deviations, factor, recent, minimum
         self._log_norms: deque[float] = deque(maxlen=history)
 
     def limit(self) -> float | None:
         """The largest norm that passes now; None while the history is too short to say."""
-        if len(self._log_norms) < self.minimum:
+        logs = list(self._log_norms)
+        if len(logs) < self.minimum:
             return None
-        median = statistics.median(self._log_norms)
-        mad = statistics.median(abs(x - median) for x in self._log_norms)
-        return math.exp(median + max(self.deviations * mad, math.log(self.factor)))
+        changes = [after - before for before, after in itertools.pairwise(logs)]
+        center = statistics.median(changes) if changes else 0.0
+        scatter = statistics.median(abs(change - center) for change in changes) if changes else 0.0
+        level = statistics.median(logs[-self.recent :])
+        return math.exp(level + max(self.deviations * scatter, math.log(self.factor)))
 
     def accept(self, norm: float) -> None:
         """Remember the norm of a sound step."""

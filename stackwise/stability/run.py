@@ -177,7 +177,8 @@ def stability_run(
             records.append(StepRecord(step, loss.item(), norm, lr, alarm is not None))
 
     finite = all(bool(p.isfinite().all()) for p in model.parameters())
-    finite &= all(not bool((b.isnan() | b.isposinf()).any()) for b in model.buffers())
+    buffers_real = (torch.view_as_real(b) if b.is_complex() else b for b in model.buffers())
+    finite &= not any(bool((b.isnan() | b.isposinf()).any()) for b in buffers_real)
     return StabilityRun(spec.name, seq_len, records, alarms, faults, fired, finite)
 
 

@@ -43,7 +43,10 @@ def gradient_norms(parameters: Iterable[nn.Parameter]) -> Tensor:
     gradients = [p.grad for p in parameters if p.grad is not None]
     if not gradients:
         return torch.zeros(0)
-    return torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32))
+    gradients = [torch.view_as_real(g) if g.is_complex() else g for g in gradients]
+    wide = any(g.dtype == torch.float64 for g in gradients)
+    norms = torch._foreach_norm(gradients, 2, dtype=torch.float64 if wide else torch.float32)
+    return torch.stack(norms).float()
 
 
 def global_norm(norms: Tensor) -> Tensor:

@@ -501,3 +501,88 @@ def test_random_racks(subjects, n_heads, grouped, window, norm, dropout, tied, s
     assert subjects.ask(ModelSpec.of(factory), "causality", seed=seed).status == expected[0]
     open_spec = ModelSpec.of(lambda: factory("bidirectional"), causal=True)
     assert subjects.ask(open_spec, "causality", seed=seed).status == expected[1]
+
+
+class Mixer(nn.Module):
+    """A causal convolution, which always works, and attention whose way out starts at zero."""
+
+    def __init__(self, seen=lambda mask, training: mask, scale=lambda x: 1.0, zero_head=False):
+        super().__init__()
+        self.seen, self.scale = seen, scale
+        self.tokens = nn.Embedding(29, 16)
+        self.conv = nn.Conv1d(16, 16, 3)
+        self.out = nn.Linear(16, 16, bias=False)
+        self.head = nn.Linear(16, 29, bias=False)
+        nn.init.zeros_((self.head if zero_head else self.out).weight)
+
+    def forward(self, ids):
+        x = self.tokens(ids)
+        x = x + self.conv(F.pad(x.transpose(1, 2), (2, 0))).transpose(1, 2)
+        visible = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).tril()
+        y = F.scaled_dot_product_attention(x, x, x, attn_mask=self.seen(visible, self.training))
+        return self.head(x + self.scale(x) * self.out(y))
+
+
+@pytest.mark.parametrize(
+    "arguments, status, where",
+    [
+        ({}, "passed", ""),
+        ({"zero_head": True}, "passed", ""),
+        ({"seen": lambda mask, _: mask | True}, "failed", "eval mode, zero weights made random"),
+        ({"seen": lambda mask, _: mask | True, "zero_head": True}, "failed", "eval mode, zero weights"),
+        ({"seen": lambda mask, training: mask | training}, "failed", "train mode, zero weights made random"),
+        ({"scale": lambda x: x.shape[1]}, "failed", "the first 8 of 16 positions"),
+    ],
+    ids=["sound", "sound head", "no mask", "no mask, head", "no mask in training", "length"],
+)
+def test_what_is_behind_a_branch_that_starts_at_zero(subjects, arguments, status, where):
+    result = subjects.ask(lambda: Mixer(**arguments), "causality")
+    assert result.status == status
+    assert where in result.where
+
+
+def test_state_that_a_training_call_updates_is_no_leak(subjects):
+    class Balanced(subjects.TinyLM):
+        """Routing biases move with each training call, as in mixtures balanced without a loss."""
+
+        def __init__(self):
+            super().__init__(n_layers=1)
+            self.register_buffer("bias", torch.zeros(16))
+
+        def mix(self, x):
+            output = x + self.bias
+            if self.training:
+                self.bias += 0.1 * x.detach().mean(dim=(0, 1)).sign().to(self.bias.dtype)
+            return output
+
+    model = make(Balanced).train()
+    ids = ids_of(model)
+    assert not torch.equal(model(ids), model(ids))
+    assert subjects.ask(Balanced, "causality").status == "passed"
+
+
+def test_long_convolution_that_stays_float32(subjects):
+    class LongConvolution(subjects.TinyLM):
+        """By FFT, whose rounding spreads over all positions, in float32 whatever the weights are."""
+
+        def __init__(self):
+            super().__init__()
+            self.kernel = nn.Parameter(torch.randn(16, 64) * 0.1)
+
+        def mix(self, x):
+            n = 2 * x.shape[1]
+            spectrum = torch.fft.rfft(x.float().transpose(1, 2), n) * torch.fft.rfft(
+                self.kernel.float()[:, : x.shape[1]], n
+            )
+            return x + torch.fft.irfft(spectrum, n)[..., : x.shape[1]].transpose(1, 2).to(x.dtype)
+
+    assert subjects.ask(LongConvolution, "causality").status == "passed"
+
+
+def test_leak_that_only_bfloat16_takes(subjects):
+    class Kernel(subjects.TinyLM):
+        def mix(self, x):
+            return x + 0.3 * x.mean(dim=1, keepdim=True) if x.dtype == torch.bfloat16 else x
+
+    assert subjects.ask(Kernel, "causality").status == "passed"
+    assert subjects.ask(lambda: Kernel().bfloat16(), "causality").status == "failed"

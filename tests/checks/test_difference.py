@@ -127,7 +127,7 @@ def test_a_hearing_asks_fresh_models_of_one_seed(train):
         return 0.0
 
     subject = subject_of()
-    hear(subject, measure, exact_limit=1e-8, train=train)
+    hear(subject, measure, same_shapes=True, train=train)
     weight = subject.model().weight[0, 0].item()
     assert asked == [(torch.float32, train, weight), (torch.float64, train, weight)]
 
@@ -148,7 +148,7 @@ def test_a_hearing_asks_fresh_models_of_one_seed(train):
     ],
 )
 def test_verdict_of_a_hearing(native, exact, real, value, limit, dtype):
-    found = hear(subject_of(), by_dtype(native, exact), exact_limit=1e-8)
+    found = hear(subject_of(), by_dtype(native, exact), same_shapes=True)
     assert (found.real, found.limit, found.dtype) == (real, limit, dtype)
     assert found.value == value or (math.isnan(found.value) and math.isnan(value))
 
@@ -163,7 +163,7 @@ def test_model_that_cannot_run_in_float64(error, value, tolerance, real):
             raise error
         return value
 
-    found = hear(subject_of(tolerance=tolerance), measure, exact_limit=1e-8)
+    found = hear(subject_of(tolerance=tolerance), measure, same_shapes=True)
     assert found == Finding(value, tolerance, real, torch.float32)
 
 
@@ -175,9 +175,11 @@ def test_low_precision_may_round_more():
             raise NotImplementedError
         return 0.03
 
-    found = hear(Subject(spec, torch.device("cpu")), measure, exact_limit=1e-8)
+    found = hear(Subject(spec, torch.device("cpu")), measure, same_shapes=False)
     assert (found.real, found.dtype) == (False, torch.bfloat16)
     assert found.limit > 0.03
+    # Equal shapes are summed in equal order: there is nothing to round differently.
+    assert hear(Subject(spec, torch.device("cpu")), measure, same_shapes=True).real
 
 
 def test_mistakes_are_no_answer():
@@ -185,10 +187,30 @@ def test_mistakes_are_no_answer():
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        hear(subject_of(), measure, exact_limit=1e-8)
+        hear(subject_of(), measure, same_shapes=True)
 
 
 def test_where_a_finding_was_measured():
     said = [Finding(0.0, 1.0, False, d).meaning for d in (torch.float64, torch.float32, torch.bfloat16)]
     assert len(set(said)) == 3 or said[0] == ""
     assert "bfloat16" in said[2]
+
+
+@pytest.mark.parametrize("narrow, real", [(True, False), (False, True)])
+def test_parts_that_stay_float32_may_round_as_float32(narrow, real):
+    def measure(model):
+        if model.weight.dtype == torch.float64 and narrow:
+            model.weight.float().sum()
+        return 1e-7
+
+    assert hear(subject_of(), measure, same_shapes=True).real is real
+
+
+def test_a_leak_in_bfloat16_alone_is_a_leak():
+    spec = ModelSpec(lambda: nn.Linear(4, 4).bfloat16(), "linear", "vectors", 4)
+    found = hear(
+        Subject(spec, torch.device("cpu")),
+        lambda model: 0.0 if model.weight.dtype == torch.float64 else 0.02,
+        same_shapes=True,
+    )
+    assert (found.real, found.dtype) == (True, torch.bfloat16)

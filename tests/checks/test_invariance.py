@@ -146,3 +146,34 @@ def test_rounding_is_no_dependence(subjects):
         model, inputs = spec.create().eval(), spec.batch(3, 16)
         assert (model(inputs)[:1] - model(inputs[:1])).abs().max() > 1e-5
     assert subjects.ask(Rounding, "batch_invariance").status == "passed"
+
+
+def test_rows_that_see_each_other_behind_a_head_that_starts_at_zero(subjects):
+    class ZeroHead(subjects.TinyLM):
+        def __init__(self):
+            super().__init__()
+            nn.init.zeros_(self.head.weight)
+
+    class Mixed(ZeroHead):
+        def mix(self, x):
+            return x + 0.3 * x.mean(dim=0, keepdim=True)
+
+    assert subjects.ask(ZeroHead, "batch_invariance").status == "passed"
+    result = subjects.ask(Mixed, "batch_invariance")
+    assert result.status == "failed"
+    assert "zero weights made random" in result.where
+
+
+def test_complex_weights_stay_complex(subjects):
+    class Complex(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.tokens = nn.Embedding(29, 8)
+            self.turn = nn.Parameter(torch.randn(8, dtype=torch.complex64))
+            self.head = nn.Linear(8, 29)
+
+        def forward(self, ids):
+            assert self.turn.imag.abs().max() > 0
+            return self.head((self.tokens(ids) * self.turn).real)
+
+    assert subjects.ask(Complex, "batch_invariance").status == "passed"

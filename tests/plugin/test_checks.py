@@ -256,3 +256,53 @@ def test_check_outside_of_a_test_is_refused():
 def test_no_models_is_no_pass(pytester, run):
     checked(pytester, "[]")
     assert "passed" not in run().parseoutcomes()
+
+
+def test_expected_failure_of_a_function_must_be_asked(pytester, run):
+    checked(
+        pytester,
+        "[models.plain], checks=['determinism'], expected_failures=lambda spec: {'causality': 'why'}",
+    )
+    run().assert_outcomes(failed=1)
+
+
+@pytest.mark.parametrize(
+    "models", ["models.Plain()", "torch.nn.Sequential(models.Plain())", "'models:plain'"]
+)
+def test_one_model_is_no_list(pytester, run, models):
+    pytester.makepyfile(
+        f"""
+        import models, torch
+        from pytest_stackwise import parametrize_with_checks
+        @parametrize_with_checks({models})
+        def test_model(spec, check): check(spec)
+        """
+    )
+    result = run()
+    result.assert_outcomes(errors=1)
+    result.stdout.fnmatch_lines(["E *wanted a list of models*"])
+
+
+def test_rerun_of_a_test_starts_anew(pytester, run, report):
+    pytester.makeconftest(
+        """
+        from _pytest.runner import runtestprotocol
+        def pytest_runtest_protocol(item, nextitem):
+            runtestprotocol(item, nextitem=nextitem, log=False)
+            for report in runtestprotocol(item, nextitem=nextitem, log=False):
+                item.ihook.pytest_runtest_logreport(report=report)
+            return True
+        """
+    )
+    pytester.makepyfile(
+        """
+        import models
+        from pytest_stackwise import parametrize_with_checks
+        @parametrize_with_checks([models.plain], checks=["determinism"])
+        def test_model(spec, check, throughput):
+            check(spec)
+            throughput(spec, **models.QUICK)
+        """
+    )
+    run("--stackwise-report=out.json", "-p", "no:benchmark").assert_outcomes(passed=1)
+    assert (len(report()["checks"]), len(report()["throughput"])) == (1, 1)

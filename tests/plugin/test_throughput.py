@@ -60,7 +60,6 @@ def test_marker_alone_says_what_is_measured(pytester, run, report):
         ("throughput(seq_len=8)", "seq_len=4, mode='train'", ("train", 1, 4)),
         ("throughput(batch_size=2, mode='train')", "batch_size=3", ("train", 3, 128)),
         ("seq_lengths(16)", "", ("forward", 1, 16)),
-        ("seq_lengths(16)", "seq_len=4", ("forward", 1, 4)),
     ],
 )
 def test_call_wins_over_marker_over_default(pytester, run, report, marker, call, shape):
@@ -257,3 +256,30 @@ def test_device_and_seed_of_the_run(pytester, run, driven):
     pytester.makepyfile(CALL)
     run("--stackwise-seed=6").assert_outcomes(passed=1)
     assert driven == [("cpu", 6)]
+
+
+@pytest.mark.parametrize("plugins", [(), ("-p", "no:benchmark")])
+def test_marked_test_that_measures_nothing(pytester, run, plugins):
+    pytester.makepyfile(
+        """
+        import pytest
+        @pytest.mark.throughput(mode="train")
+        def test_speed(throughput): pass
+        """
+    )
+    result = run("-W", "default", *plugins)
+    result.assert_outcomes(failed=1, warnings=0 if plugins else 1)
+    result.stdout.fnmatch_lines(["*the test is marked throughput but never called throughput*"])
+
+
+def test_length_that_contradicts_the_test(pytester, run):
+    pytester.makepyfile(
+        """
+        import models, pytest
+        @pytest.mark.seq_lengths(8, 16)
+        def test_stable(stability_run): stability_run(models.plain, steps=1, seq_len=8)
+        """
+    )
+    result = run()
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(["E *seq_len: got 8; the test is parametrized with 16"])

@@ -13,11 +13,11 @@ from stackwise.stability import Alarm, SpikeDetector
 NORMS = st.floats(1e-6, 1e6)
 
 
-def expected_limit(norms, deviations=6.0, factor=3.0):
+def expected_limit(norms, deviations=6.0, factor=3.0, recent=8):
     logs = np.log(norms)
-    median = np.median(logs)
-    mad = np.median(np.abs(logs - median))
-    return float(np.exp(median + max(deviations * mad, np.log(factor))))
+    changes = np.diff(logs)
+    mad = np.median(np.abs(changes - np.median(changes)))
+    return float(np.exp(np.median(logs[-recent:]) + max(deviations * mad, np.log(factor))))
 
 
 def limit_after(norms, **arguments):
@@ -71,7 +71,14 @@ def test_minimum(minimum):
 def test_history_forgets():
     norms = [1.0] * 50 + [100.0] * 5
     assert limit_after(norms, history=5) == pytest.approx(300.0)
-    assert limit_after(norms, history=50) == pytest.approx(3.0)
+    assert limit_after(norms, history=50, recent=5) == pytest.approx(300.0)
+    assert limit_after(norms, history=50, recent=50) == pytest.approx(3.0)
+
+
+def test_norms_that_fall_are_no_scatter():
+    # Gradient norms of a small RWKV in its first steps, and its tenth times ten.
+    norms = [676.0, 184.0, 160.0, 32.0, 22.0, 17.0, 16.0, 15.0]
+    assert watch(SpikeDetector(), [*norms, 132.0]) == [8]
 
 
 def test_a_norm_of_zero_says_nothing():

@@ -459,3 +459,27 @@ def test_run_is_data(specs):
     assert [a["text"] for a in stored["alarms"]] == [str(a) for a in run.alarms]
     assert len(stored["records"]) == 7
     assert stored["records"][0] == run.records[0].to_dict()
+
+
+class Turned(nn.Module):
+    """A complex parameter and a complex buffer, as in LRU and in Llama's table of rotations."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Embedding(29, 8)
+        self.turn = nn.Parameter(torch.polar(torch.ones(8), torch.randn(8)))
+        self.register_buffer("table", torch.polar(torch.ones(8), torch.randn(8)))
+        self.head = nn.Linear(8, 29)
+
+    def forward(self, ids):
+        return self.head((self.tokens(ids) * self.turn * self.table).real)
+
+
+@pytest.mark.parametrize("factory", [Turned, lambda: in_float64()], ids=["complex", "float64"])
+def test_other_number_types(factory):
+    run = stability_run(ModelSpec.of(factory), steps=10, faults=[GradientExplosion(step=6)])
+    assert (run.verdict, run.alarm_steps) == ("caught", [6])
+
+
+def in_float64():
+    return nn.Sequential(nn.Embedding(29, 8), nn.Linear(8, 29)).double()

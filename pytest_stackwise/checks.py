@@ -202,7 +202,7 @@ class ModelItem(pytest.Item):
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
         """The result's own text; a traceback only for what nobody expected."""
-        from stackwise.spec import InferenceError
+        from stackwise.inference import InferenceError
 
         if isinstance(excinfo.value, CheckFailedError | InferenceError):
             return str(excinfo.value)

@@ -14,6 +14,7 @@ ROOMS = [
     "seed",
     "device",
     "factory",
+    "inference",
     "spec",
     "stability",
     "checks",

@@ -10,7 +10,8 @@ from torch import nn
 
 from stackwise.benchmark import model_workload
 from stackwise.checks import check_model
-from stackwise.spec import InferenceError, ModelSpec, logits_of
+from stackwise.inference import InferenceError, logits_of
+from stackwise.spec import ModelSpec
 from stackwise.stability import stability_run
 
 # Factory: inputs, width, causal, longest sequence.

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stackwise.model.mask import AttentionMask
-from stackwise.model.rotary import Positions, rotate
+from stackwise.model.layout import Layout
+from stackwise.model.rotary import rotate
 
 __all__ = ["Attention"]
 
@@ -48,17 +48,15 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(d_model, (n_heads + 2 * n_kv_heads) * self.head_dim, bias=False)
         self.out = nn.Linear(d_model, d_model, bias=False)
 
-    def forward(self, x_BTC: Tensor, keep_BS: Tensor | None, positions: Positions) -> Tensor:
-        """(B, T, C) -> (B, T, C). `keep_BS`: bool, False at padding, or None."""
+    def forward(self, x_BTC: Tensor, layout: Layout) -> Tensor:
+        """(B, T, C) -> (B, T, C)."""
         B, T, _ = x_BTC.shape
         heads = self.qkv(x_BTC).view(B, T, self.n_heads + 2 * self.n_kv_heads, self.head_dim).transpose(1, 2)
         q_BHTD, k_BKTD, v_BKTD = heads.split((self.n_heads, self.n_kv_heads, self.n_kv_heads), dim=1)
         if self.rope_theta is not None:
-            cos, sin = positions.tables(self.head_dim, self.rope_theta)
+            cos, sin = layout.rotary(self.head_dim, self.rope_theta)
             q_BHTD, k_BKTD = rotate(q_BHTD, cos, sin), rotate(k_BKTD, cos, sin)
-        mask = AttentionMask.build(
-            T, causal=self.causal, window=self.sliding_window, keep_BS=keep_BS, device=x_BTC.device
-        )
+        mask = layout.mask(causal=self.causal, window=self.sliding_window)
         y_BHTD = F.scaled_dot_product_attention(
             q_BHTD,
             k_BKTD,

@@ -13,8 +13,7 @@ from stackwise.argument import check_choice, check_number, check_sizes, require
 from stackwise.config import AttentionMode, AttentionType, NormKind
 from stackwise.model.attention import Attention
 from stackwise.model.feedforward import SwiGLU
-from stackwise.model.mask import padding_mask
-from stackwise.model.rotary import Positions
+from stackwise.model.layout import Layout
 
 __all__ = ["Block"]
 
@@ -99,7 +98,7 @@ class Block(nn.Module):
         self.feedforward = SwiGLU(d_model, d_ff, dropout=dropout, freeze_up_proj=freeze_up_proj)
 
     def forward(
-        self, x_BTC: Tensor, attention_mask: Tensor | None = None, positions: Positions | None = None
+        self, x_BTC: Tensor, attention_mask: Tensor | None = None, layout: Layout | None = None
     ) -> Tensor:
         """(B, T, C) -> (B, T, C).
 
@@ -107,12 +106,10 @@ class Block(nn.Module):
             x_BTC: hidden states.
             attention_mask: bool or integer (B, T), nonzero at real tokens. Combined with, never
                 instead of, causality and window.
-            positions: the positions of this pass; a Rack shares one among its blocks. None: 0..T-1.
+            layout: of this pass, in place of `attention_mask`; a Rack shares one among its blocks.
         """
-        B, T, _ = x_BTC.shape
-        keep_BS = padding_mask(attention_mask, B, T)
-        positions = positions or Positions(T, x_BTC.device)
-        x_BTC = x_BTC + self.attention(self.attention_norm(x_BTC), keep_BS, positions)
+        layout = layout or Layout(x_BTC, attention_mask)
+        x_BTC = x_BTC + self.attention(self.attention_norm(x_BTC), layout)
         x_BTC = x_BTC + self.feedforward(self.feedforward_norm(x_BTC))
         return x_BTC
 

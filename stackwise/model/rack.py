@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from stackwise.argument import check_range, check_sizes
 from stackwise.model.initialization import initialize_embedding, initialize_head
-from stackwise.model.rotary import Positions
+from stackwise.model.layout import Layout
 from stackwise.model.stack import Stack
 
 __all__ = ["Rack"]
@@ -81,9 +81,9 @@ class Rack(nn.Module):
         `rack(ids) == rack.head(rack.forward_from_stack(rack.embed(ids), 0))`.
         """
         check_range("stack", start, end, len(self.stacks))
-        positions = Positions(x_BTC.shape[1], x_BTC.device)
+        layout = Layout(x_BTC, attention_mask)
         for stack in self.stacks[start:end]:
-            x_BTC = stack(x_BTC, attention_mask, positions)
+            x_BTC = stack(x_BTC, layout=layout)
         return x_BTC
 
     def head(self, x_BTC: Tensor) -> Tensor:

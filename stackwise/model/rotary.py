@@ -9,29 +9,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["Positions", "rotate"]
+__all__ = ["rotary_tables", "rotate"]
 
 
-class Positions:
-    """The positions of one forward pass, with the cos/sin tables that its blocks share.
-
-    Blocks of one Rack may differ in head size and theta; each pair's tables are computed once per
-    forward pass and kept for no longer, so that nothing is cached across devices or autograd modes.
-    """
-
-    def __init__(self, seq_len: int, device: torch.device) -> None:
-        self.positions_T = torch.arange(seq_len, device=device, dtype=torch.float32)
-        self._tables: dict[tuple[int, float], tuple[Tensor, Tensor]] = {}
-
-    def tables(self, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-        """cos and sin of position * theta^(-2i/D): float32, each (T, D/2)."""
-        key = (head_dim, theta)
-        if key not in self._tables:
-            device = self.positions_T.device
-            exponent = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
-            angle = self.positions_T[:, None] * theta**-exponent
-            self._tables[key] = angle.cos(), angle.sin()
-        return self._tables[key]
+def rotary_tables(positions_T: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+    """Cos and sin of position * theta^(-2i/D): float32, each (T, D/2), for float32 positions (T,)."""
+    exponent = torch.arange(0, head_dim, 2, device=positions_T.device, dtype=torch.float32) / head_dim
+    angle = positions_T[:, None] * theta**-exponent
+    return angle.cos(), angle.sin()
 
 
 def rotate(x_BHTD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from stackwise.argument import check_range
 from stackwise.model.block import Block
-from stackwise.model.rotary import Positions
+from stackwise.model.layout import Layout
 
 __all__ = ["Stack"]
 
@@ -35,10 +35,10 @@ class Stack(nn.Module):
             self.freeze()
 
     def forward(
-        self, x_BTC: Tensor, attention_mask: Tensor | None = None, positions: Positions | None = None
+        self, x_BTC: Tensor, attention_mask: Tensor | None = None, layout: Layout | None = None
     ) -> Tensor:
         """(B, T, C) -> (B, T, C). Arguments as in `Block.forward`."""
-        return self.forward_from_block(x_BTC, 0, None, attention_mask, positions)
+        return self.forward_from_block(x_BTC, 0, None, attention_mask, layout)
 
     def forward_from_block(
         self,
@@ -46,13 +46,13 @@ class Stack(nn.Module):
         start: int,
         end: int | None = None,
         attention_mask: Tensor | None = None,
-        positions: Positions | None = None,
+        layout: Layout | None = None,
     ) -> Tensor:
         """Run blocks `start` to `end` (exclusive; None: the last) only. (B, T, C) -> (B, T, C)."""
         check_range("block", start, end, self.num_blocks)
-        positions = positions or Positions(x_BTC.shape[1], x_BTC.device)
+        layout = layout or Layout(x_BTC, attention_mask)
         for block in self.blocks[start:end]:
-            x_BTC = block(x_BTC, attention_mask, positions)
+            x_BTC = block(x_BTC, layout=layout)
         return x_BTC
 
     def get_block(self, index: int) -> Block:

@@ -12,7 +12,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from stackwise.model.attention import Attention
 from stackwise.model.block import Block
 from stackwise.model.feedforward import SwiGLU
-from stackwise.model.rotary import Positions, rotate
+from stackwise.model.layout import Layout
+from stackwise.model.rotary import rotary_tables, rotate
 
 B, T = 2, 7
 HEADS = [(1, 1), (4, 4), (4, 2), (4, 1), (6, 3)]
@@ -117,7 +118,7 @@ def make_input(width, dtype=torch.float64):
 
 def run_attention(attention, x_BTC, keep_BS=None):
     with torch.no_grad():
-        return attention(x_BTC, keep_BS, Positions(x_BTC.shape[1], x_BTC.device))
+        return attention(x_BTC, Layout(x_BTC, keep_BS))
 
 
 class TestAttentionReference:
@@ -151,9 +152,7 @@ class TestAttentionReference:
     def test_a_window_of_w_sees_w(self, window, causal):
         attention = make_attention(2, 1, causal=causal, sliding_window=window)
         x_BTC = make_input(8)[:1]
-        jacobian = torch.autograd.functional.jacobian(
-            lambda x: attention(x, None, Positions(T, x.device))[0].sum(-1), x_BTC
-        )
+        jacobian = torch.autograd.functional.jacobian(lambda x: attention(x, Layout(x))[0].sum(-1), x_BTC)
         influences = jacobian[:, 0].abs().amax(-1) > 1e-9
         reach = T if window is None else min(window, T)
         for query in range(T):
@@ -261,7 +260,7 @@ class TestBlockReference:
 
 class TestRotary:
     def tables(self, n_positions, head_dim=16, theta=10_000.0):
-        return Positions(n_positions, torch.device("cpu")).tables(head_dim, theta)
+        return rotary_tables(torch.arange(n_positions).float(), head_dim, theta)
 
     def test_reference(self):
         x = torch.randn(300, 16, dtype=torch.float64)
@@ -316,10 +315,10 @@ class TestRotary:
         assert scores.max() - scores.min() > 4 * tolerance
 
     def test_blocks_of_one_pass_may_differ(self):
-        positions = Positions(9, torch.device("cpu"))
+        layout = Layout(torch.zeros(1, 9, 1))
         for head_dim, theta in [(4, 10.0), (8, 10.0), (4, 100.0), (4, 10.0)]:
             x = torch.randn(9, head_dim, dtype=torch.float64)
-            actual = rotate(x[None, None], *positions.tables(head_dim, theta))[0, 0]
+            actual = rotate(x[None, None], *layout.rotary(head_dim, theta))[0, 0]
             torch.testing.assert_close(actual, torch.from_numpy(rotated(x.numpy(), theta)), rtol=0, atol=1e-5)
 
     def test_length_is_kept(self):
@@ -374,9 +373,8 @@ class TestDropout:
         attention = Attention(8, 2, 1, dropout=p)
         x_BTC = torch.randn(1, 4, 8).expand(4000, 4, 8)
         with torch.no_grad():
-            positions = Positions(4, x_BTC.device)
-            full = attention.eval()(x_BTC, None, positions)[0]
-            dropped = attention.train()(x_BTC, None, positions)
+            full = attention.eval()(x_BTC, Layout(x_BTC))[0]
+            dropped = attention.train()(x_BTC, Layout(x_BTC))
         error = dropped.std(0) / math.sqrt(len(dropped))
         assert ((dropped.mean(0) - full).abs() < 5 * error).all()
         kept = [dropped[:, 3, c][dropped[:, 3, c] != 0] for c in range(8)]

@@ -277,3 +277,16 @@ def test_models_of_one_name_are_told_apart(folder, run, report):
     )
     result.assert_outcomes(passed=14)
     assert len({record["model"] for record in report()["checks"]}) == 2
+
+
+def test_test_file_as_module_keeps_its_assertions(pytester, run):
+    pytester.makepyfile(
+        test_both="""
+        import models
+        def factory(): return models.Plain()
+        def test_it(): assert {"left": 1} == {"left": 2}
+        """
+    )
+    result = run("--stackwise-model=test_both:factory", "-k", "test_it")
+    result.assert_outcomes(failed=1, deselected=7)
+    result.stdout.fnmatch_lines(["E *assert {'left': 1} == {'left': 2}*"])

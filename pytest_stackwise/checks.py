@@ -253,9 +253,6 @@ def zero_code_items(session: pytest.Session, config: pytest.Config) -> list[pyte
 def _load(target: str, folder: Path) -> Any:
     from stackwise.factory import load_factory
 
-    # The module may be a test file, and whoever imports it first decides about its assertions.
-    module = target.partition(":")[0]
-    pytest.register_assert_rewrite(Path(module).stem if module.endswith(".py") else module)
     try:
         return load_factory(target, search=folder)
     except ValueError as error:

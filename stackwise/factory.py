@@ -53,13 +53,13 @@ def _load_file(path: Path) -> Any:
     path = path.resolve()
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
-    name = path.stem
-    known = sys.modules.get(name)
-    if known is not None and getattr(known, "__file__", None) != str(path):
-        name = f"{path.stem}_{zlib.crc32(str(path).encode()):08x}"
-        known = sys.modules.get(name)
-    if known is not None:
-        return known
+    module = sys.modules.get(path.stem) or _import_plainly(path.stem)
+    if module is not None and getattr(module, "__file__", None) == str(path):
+        return module
+    # Another module has the name already.
+    name = f"{path.stem}_{zlib.crc32(str(path).encode()):08x}"
+    if name in sys.modules:
+        return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
@@ -69,3 +69,8 @@ def _load_file(path: Path) -> Any:
         del sys.modules[name]
         raise
     return module
+
+
+def _import_plainly(name: str) -> Any:
+    """As an import statement does, through whatever hooks there are (pytest's, for assertions)."""
+    return importlib.import_module(name) if name.isidentifier() else None

@@ -279,7 +279,8 @@ def test_models_of_one_name_are_told_apart(folder, run, report):
     assert len({record["model"] for record in report()["checks"]}) == 2
 
 
-def test_test_file_as_module_keeps_its_assertions(pytester, run):
+@pytest.mark.parametrize("module", ["test_both", "test_both.py"])
+def test_test_file_as_module_keeps_its_assertions(pytester, run_apart, module):
     pytester.makepyfile(
         test_both="""
         import models
@@ -287,6 +288,6 @@ def test_test_file_as_module_keeps_its_assertions(pytester, run):
         def test_it(): assert {"left": 1} == {"left": 2}
         """
     )
-    result = run("--stackwise-model=test_both:factory", "-k", "test_it")
+    result = run_apart(f"--stackwise-model={module}:factory", "-k", "test_it")
     result.assert_outcomes(failed=1, deselected=7)
     result.stdout.fnmatch_lines(["E *assert {'left': 1} == {'left': 2}*"])

@@ -160,9 +160,9 @@ def hand_over(item: pytest.Item) -> None:
 class ModelCollector(pytest.Collector):
     """The parent of a model's zero-code checks."""
 
-    def __init__(self, *, target: str, subject: LazySpec, **node: Any) -> None:
+    def __init__(self, *, subject: LazySpec, **node: Any) -> None:
         super().__init__(**node)
-        self.target, self.subject = target, subject
+        self.subject = subject
 
     def collect(self) -> Iterator[pytest.Item]:
         """First whether the model can be driven at all, then each check."""
@@ -243,7 +243,6 @@ def zero_code_items(session: pytest.Session, config: pytest.Config) -> list[pyte
             session,
             name=name,
             nodeid=name,
-            target=target,
             subject=LazySpec(_load(target, folder), target if factories.count(factory) > 1 else None),
         )
         items += [node for node in collector.collect() if isinstance(node, pytest.Item)]

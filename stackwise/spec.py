@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -74,7 +74,7 @@ class ModelSpec:
 
         Args:
             subject: a function that returns a module (or a ModelSpec), a module (copied for each
-                use), or a ModelSpec.
+                use), or a ModelSpec (of which a copy with the declared attributes is made).
             **declared: attributes of ModelSpec that are not to be inferred.
 
         Raises:
@@ -156,7 +156,3 @@ class ModelSpec:
         if self.causal:
             output, labels = output[:, :-1], inputs[:, 1:]
         return F.cross_entropy(output.flatten(0, 1).float(), labels.flatten().long())
-
-    def with_(self, **changes: Any) -> Self:
-        """A copy with some attributes changed."""
-        return replace(self, **changes)

@@ -165,7 +165,7 @@ def test_training_a_copy_really_changes_it(subjects):
         trained.extend(parameters)
         return torch.optim.SGD(trained, lr=1.0)
 
-    stability_run(spec.with_(optimizer=optimizer), steps=1, batch_size=2)
+    stability_run(ModelSpec.of(spec, optimizer=optimizer), steps=1, batch_size=2)
     assert not torch.equal(trained[0], next(module.parameters()))
 
 
@@ -533,9 +533,9 @@ def test_vectors_are_cast_to_the_models_own_type(subjects, dtype):
     assert spec.loss_of(model, spec.batch(2, 4)).isfinite()
 
 
-def test_with_changes_a_copy():
+def test_declaring_on_a_spec_changes_a_copy():
     spec = spec_of()
-    assert spec.with_(tolerance=0.1, causal=True).tolerance == 0.1
+    assert ModelSpec.of(spec, tolerance=0.1, causal=True).tolerance == 0.1
     assert (spec.tolerance, spec.causal) == (1e-5, None)
 
 

@@ -33,7 +33,8 @@ def causality(subject: Subject) -> CheckResult:
         return subject.not_applicable("needs a vocabulary of at least 2")
 
     worst = Finding(0.0, 0.0, False, torch.float64)
-    for fill_zeros in (False, True) if subject.starts_at_zero else (False,):
+    starts_at_zero = subject.starts_at_zero
+    for fill_zeros in (False, True) if starts_at_zero else (False,):
         behind = ", zero weights made random" if fill_zeros else ""
         for mode in ("eval", "train"):
             leak = _find_leak(subject, mode == "train", fill_zeros)
@@ -57,7 +58,7 @@ def causality(subject: Subject) -> CheckResult:
                     meaning="The outputs of a prefix change when tokens follow it.",
                     advice=_ADVICE + " Positions counted from the end do this too.",
                 )
-    return _unless_blind(subject, worst)
+    return _unless_blind(subject, worst, fill_zeros=starts_at_zero)
 
 
 def _find_leak(subject: Subject, train: bool, fill_zeros: bool) -> Finding:
@@ -99,10 +100,9 @@ def _place(subject: Subject, train: bool, fill_zeros: bool, dtype: torch.dtype) 
     return token, position
 
 
-def _unless_blind(subject: Subject, worst: Finding) -> CheckResult:
+def _unless_blind(subject: Subject, worst: Finding, *, fill_zeros: bool) -> CheckResult:
     """The passing result, or a warning where nothing was there to leak."""
-    filled = subject.starts_at_zero
-    model = subject.model(dtype=worst.dtype, fill_zeros=filled)
+    model = subject.model(dtype=worst.dtype, fill_zeros=fill_zeros)
     influence = _influence(subject, model, *_perturbed(subject))
     blind = (influence.triu().amax(dim=1) == 0).nonzero().flatten()
     if len(blind):
@@ -120,7 +120,7 @@ def _unless_blind(subject: Subject, worst: Finding) -> CheckResult:
             meaning="No position reads another, so there was nothing to leak.",
             advice="Right for a model without memory; else look for attention that is cut off.",
         )
-    asked_twice = "asked again with zero weights made random" if filled else ""
+    asked_twice = "asked again with zero weights made random" if fill_zeros else ""
     return subject.passed(worst.value, worst.limit, meaning=worst.meaning or asked_twice)
 
 

@@ -33,10 +33,11 @@ def test_other_parametrizations_stack(pytester, run):
     pytester.makepyfile(
         """
         import models, pytest
+        from stackwise import ModelSpec
         from pytest_stackwise import parametrize_with_checks
         @pytest.mark.parametrize("length", [4, 8])
         @parametrize_with_checks([models.plain], checks=["causality"])
-        def test_model(spec, check, length): assert check(spec.with_(seq_len=length)).ok
+        def test_model(spec, check, length): assert check(ModelSpec.of(spec, seq_len=length)).ok
         """
     )
     run().assert_outcomes(passed=2)

@@ -339,7 +339,7 @@ def test_module_that_is_never_called(subjects, model, target):
 def test_fires_at_its_steps_and_at_no_other(subjects, target, step, duration):
     spec = ModelSpec.of(subjects.gru)
     # An optimizer that changes nothing, so that every step can be compared with the clean run's.
-    spec = spec.with_(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0))
+    spec = ModelSpec.of(spec, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0))
     clean = stability_run(spec, steps=6, batch_size=2)
     broken = stability_run(
         spec, steps=6, batch_size=2, faults=[NanInjection(step=step, duration=duration, target=target)]
@@ -357,7 +357,7 @@ def test_fires_at_its_steps_and_at_no_other(subjects, target, step, duration):
 
 def test_an_explosion_fires_at_its_steps_and_at_no_other(subjects):
     spec = ModelSpec.of(subjects.gru)
-    spec = spec.with_(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0))
+    spec = ModelSpec.of(spec, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0))
     clean = stability_run(spec, steps=9, batch_size=2)
     broken = stability_run(
         spec, steps=9, batch_size=2, faults=[GradientExplosion(step=5, duration=2, factor=7.0)]

@@ -41,7 +41,7 @@ def keeping(spec, kept):
         kept[:] = parameters
         return torch.optim.AdamW(kept, lr=1e-3)
 
-    return spec.with_(optimizer=optimizer)
+    return ModelSpec.of(spec, optimizer=optimizer)
 
 
 def bare_loop(spec, steps, *, skipped=(), fault=None, batch_size=8, seed=0):
@@ -205,7 +205,7 @@ def test_updates_are_made_at_sound_steps_only(specs):
         def step(self, closure=None):
             steps.append(1)
 
-    spec = specs["gru"].with_(optimizer=lambda parameters: Counting(parameters, lr=0.1))
+    spec = ModelSpec.of(specs["gru"], optimizer=lambda parameters: Counting(parameters, lr=0.1))
     stability_run(spec, steps=6, faults=[NanInjection(step=1, duration=2, target="loss")])
     assert len(steps) == 4
 
@@ -346,7 +346,7 @@ def test_each_step_has_another_batch(specs):
         seen.append(ids)
         return loss_of(model, ids)
 
-    stability_run(specs["gru"].with_(loss=loss), steps=5, batch_size=3, seq_len=7)
+    stability_run(ModelSpec.of(specs["gru"], loss=loss), steps=5, batch_size=3, seq_len=7)
     assert [tuple(ids.shape) for ids in seen] == [(3, 7)] * 5
     assert len({tuple(ids.flatten().tolist()) for ids in seen}) == 5
 

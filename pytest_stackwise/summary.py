@@ -20,15 +20,15 @@ class Summary:
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
-        self._reports: list[pytest.TestReport] = []
+        self._reports: dict[str, pytest.TestReport] = {}
         self._failed: list[str] = []
         self._complete = True
         self._notes: list[str] = []
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Keep the reports that carry records, and the names of failed tests."""
+        """Keep the reports that carry records, of a rerun test the last, and the names of failed tests."""
         if records.of_report(report):
-            self._reports.append(report)
+            self._reports[report.nodeid] = report
         if report.failed:
             self._failed.append(report.nodeid)
 
@@ -73,7 +73,7 @@ class Summary:
         from stackwise.report import Report
 
         report = Report(failed_tests=list(dict.fromkeys(self._failed)), complete=self._complete)
-        for test in self._reports:
+        for test in self._reports.values():
             for record in records.of_report(test):
                 report.add(**record)
         return report

@@ -289,7 +289,9 @@ def test_rerun_of_a_test_starts_anew(pytester, run, report):
         """
         from _pytest.runner import runtestprotocol
         def pytest_runtest_protocol(item, nextitem):
-            runtestprotocol(item, nextitem=nextitem, log=False)
+            for report in runtestprotocol(item, nextitem=nextitem, log=False):
+                report.outcome = "rerun"
+                item.ihook.pytest_runtest_logreport(report=report)
             for report in runtestprotocol(item, nextitem=nextitem, log=False):
                 item.ihook.pytest_runtest_logreport(report=report)
             return True

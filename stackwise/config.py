@@ -28,18 +28,25 @@ from stackwise.yaml12 import dump_yaml, load_yaml
 
 __all__ = [
     "ArchitectureConfig",
+    "BlockConfig",
     "ConfigError",
     "DataConfig",
+    "KernelConfig",
+    "LatentConfig",
     "ModelConfig",
     "OptimizerConfig",
+    "RopeScalingConfig",
     "ScheduleConfig",
     "StackWiseConfig",
     "TrainingConfig",
 ]
 
-AttentionType = Literal["mha", "gqa"]
+AttentionType = Literal["mha", "gqa", "mqa", "mla", "kernel"]
 AttentionMode = Literal["causal", "bidirectional"]
+FeatureMapKind = Literal["favor", "gaussian", "laplacian", "elu"]
 NormKind = Literal["rmsnorm", "layernorm"]
+NormPosition = Literal["pre", "post"]
+QueryKeyNorm = Literal["head", "width"]
 Size = Annotated[int, Field(ge=1, lt=2**63)]
 
 
@@ -76,6 +83,24 @@ class _Section(BaseModel):
     def _any_mapping(cls, value: Any) -> Any:
         return dict(value) if isinstance(value, Mapping) else value
 
+    @classmethod
+    def from_dict(cls, mapping: Mapping[str, Any], *, source: str = "configuration") -> Self:
+        """Build from nested mappings; a missing key takes its default.
+
+        Raises:
+            ConfigError: naming every unknown key and every refused value.
+        """
+        if not isinstance(mapping, Mapping):
+            raise ConfigError([f"got {_show(mapping)}; allowed: a mapping of keys"], source)
+        try:
+            return cls.model_validate(dict(mapping))
+        except ValidationError as error:
+            raise ConfigError(_problems(cls, error), source) from None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Nested plain Python values; `from_dict` gives an equal section back."""
+        return self.model_dump(mode="python")
+
     def __setattr__(self, name: str, value: Any) -> None:
         try:
             checked = type(self).model_validate({**dict(self), name: value})
@@ -91,36 +116,93 @@ class ArchitectureConfig(_Section):
     blocks_per_stack: Size = 4
 
 
-class ModelConfig(_Section):
-    """The Rack: its widths, its attention and its depth.
+class LatentConfig(_Section):
+    """The sizes of multi-head latent attention, under the names that DeepSeek-V2 and V3 publish.
 
-    `n_kv_heads=None` means as many as `n_heads`; `sliding_window=W` lets a token see itself and
-    the W-1 tokens before it.
+    `q_lora_rank=None` projects queries directly. Each head's query and key are `qk_nope_head_dim`
+    numbers without position and `qk_rope_head_dim` with; the rotated key is shared by all heads.
     """
 
-    vocab_size: Size = 256
-    d_model: Size = 512
-    n_heads: Size = 8
-    n_kv_heads: Size | None = 2
-    d_ff: Size = 2048
-    attention_type: AttentionType = "gqa"
+    kv_lora_rank: Size = 512
+    q_lora_rank: Size | None = None
+    qk_nope_head_dim: Size = 128
+    qk_rope_head_dim: Size = 64
+    v_head_dim: Size = 128
+
+    @field_validator("qk_rope_head_dim")
+    @classmethod
+    def _pairs(cls, qk_rope_head_dim: int) -> int:
+        if qk_rope_head_dim % 2:
+            raise ValueError("must be even: it is rotated in pairs")
+        return qk_rope_head_dim
+
+
+class KernelConfig(_Section):
+    """Which kernel attention weighs by, and how finely it is approximated.
+
+    `favor` is the softmax kernel by positive random features, `gaussian` and `laplacian` are
+    shift-invariant kernels of width `bandwidth` by random Fourier features, `elu` is elu(x) + 1.
+    `n_features` is per head; `elu` has one per dimension of the head and draws nothing.
+    """
+
+    feature_map: FeatureMapKind = "favor"
+    n_features: Size = 256
+    bandwidth: float = Field(1.0, gt=0.0)
+
+    @field_validator("n_features")
+    @classmethod
+    def _cos_and_sin(cls, n_features: int, info: ValidationInfo) -> int:
+        if info.data.get("feature_map") in ("gaussian", "laplacian") and n_features % 2:
+            raise ValueError("must be even: each frequency gives a cosine and a sine")
+        return n_features
+
+
+class RopeScalingConfig(_Section):
+    """Rotary frequencies stretched for longer contexts.
+
+    `linear` divides all by `factor` (Chen et al. 2023, arXiv:2306.15595); `llama3` divides those whose
+    wavelength exceeds `original_max_position_embeddings / low_freq_factor`, keeps those below
+    `original_max_position_embeddings / high_freq_factor` and blends between (Llama 3.1).
+    """
+
+    rope_type: Literal["linear", "llama3"]
+    factor: float = Field(ge=1.0)
+    low_freq_factor: float = Field(1.0, gt=0.0)
+    high_freq_factor: float = Field(4.0, gt=0.0)
+    original_max_position_embeddings: Size = 8192
+
+    @field_validator("high_freq_factor")
+    @classmethod
+    def _above_low(cls, high: float, info: ValidationInfo) -> float:
+        low = info.data.get("low_freq_factor")
+        if low is not None and high <= low:
+            raise ValueError(f"must exceed low_freq_factor={low}")
+        return high
+
+
+class _BlockSection(_Section):
+    """What a Block and a whole Rack are both configured by."""
+
+    d_model: Size
+    d_ff: Size
+    head_dim: Size | None = None
+    n_heads: Size
+    n_kv_heads: Size | None = None
+    attention_type: AttentionType = "mha"
     attention_mode: AttentionMode = "causal"
-    sliding_window: Size | None = None
+    latent: LatentConfig | None = None
+    kernel: KernelConfig | None = None
+    qk_norm: QueryKeyNorm | None = None
+    softcap: float | None = Field(None, gt=0.0)
+    qkv_bias: bool = False
     norm: NormKind = "rmsnorm"
+    norm_eps: float = Field(1e-6, gt=0.0)
+    norm_position: NormPosition = "pre"
     dropout: float = Field(0.0, ge=0.0, lt=1.0)
-    tie_embeddings: bool = True
     freeze_up_proj: bool = False
     use_rope: bool = True
     rope_theta: float = Field(10_000.0, gt=0.0)
-    architecture: ArchitectureConfig = Field(default_factory=ArchitectureConfig)
-
-    @field_validator("n_heads")
-    @classmethod
-    def _heads_divide_width(cls, n_heads: int, info: ValidationInfo) -> int:
-        d_model = info.data.get("d_model")
-        if d_model is not None and d_model % n_heads:
-            raise ValueError(f"must divide d_model={d_model}")
-        return n_heads
+    rope_scaling: RopeScalingConfig | None = None
 
     @field_validator("n_kv_heads")
     @classmethod
@@ -130,23 +212,137 @@ class ModelConfig(_Section):
             raise ValueError(f"must divide n_heads={n_heads}")
         return n_kv_heads
 
+    @field_validator("n_heads")
+    @classmethod
+    def _heads_divide_width(cls, n_heads: int, info: ValidationInfo) -> int:
+        d_model = info.data.get("d_model")
+        if d_model is not None and info.data.get("head_dim") is None and d_model % n_heads:
+            raise ValueError(f"must divide d_model={d_model}")
+        return n_heads
+
     @field_validator("attention_type")
     @classmethod
     def _type_matches_heads(cls, attention_type: AttentionType, info: ValidationInfo) -> AttentionType:
-        n_heads, n_kv_heads = info.data.get("n_heads"), info.data.get("n_kv_heads")
-        if attention_type == "mha" and n_heads and n_kv_heads not in (None, n_heads):
-            raise ValueError(f"'mha' needs n_kv_heads=null or {n_heads} (n_kv_heads={n_kv_heads}); use 'gqa'")
-        if attention_type == "gqa" and "n_kv_heads" in info.data and n_kv_heads is None:
+        if "n_heads" not in info.data or "n_kv_heads" not in info.data:
+            return attention_type
+        n_heads, n_kv_heads = info.data["n_heads"], info.data["n_kv_heads"]
+        seen = f"(n_kv_heads={n_kv_heads})"
+        if attention_type == "mha" and n_kv_heads not in (None, n_heads):
+            raise ValueError(f"'mha' needs n_kv_heads=null or {n_heads} {seen}; use 'gqa'")
+        if attention_type == "gqa" and n_kv_heads is None:
             raise ValueError("'gqa' needs n_kv_heads; use 'mha' or set it")
+        if attention_type == "mqa" and n_kv_heads not in (None, 1):
+            raise ValueError(f"'mqa' needs n_kv_heads=null or 1 {seen}; use 'gqa'")
+        if attention_type == "mla" and n_kv_heads is not None:
+            raise ValueError(f"'mla' needs n_kv_heads=null {seen}: all heads share one latent")
+        if attention_type == "mla" and info.data.get("head_dim") is not None:
+            raise ValueError("'mla' needs head_dim=null; the sizes of its heads are in latent")
         return attention_type
+
+    @field_validator("latent", "kernel")
+    @classmethod
+    def _section_belongs(cls, section: _Section | None, info: ValidationInfo) -> _Section | None:
+        owner = "mla" if info.field_name == "latent" else "kernel"
+        attention_type = info.data.get("attention_type", owner)
+        if section is not None and attention_type != owner:
+            raise ValueError(f"is for attention_type={owner!r} (attention_type={attention_type!r})")
+        return section
+
+    @field_validator("qk_norm", "softcap", "qkv_bias")
+    @classmethod
+    def _kind_has_it(cls, value: object, info: ValidationInfo) -> object:
+        attention_type = info.data.get("attention_type")
+        without = {"qk_norm": ("mla",), "softcap": ("kernel",), "qkv_bias": ("mla",)}[str(info.field_name)]
+        if value and attention_type in without:
+            raise ValueError(f"attention_type={attention_type!r} has none")
+        return value
 
     @field_validator("use_rope")
     @classmethod
     def _rope_rotates_pairs(cls, use_rope: bool, info: ValidationInfo) -> bool:
         d_model, n_heads = info.data.get("d_model"), info.data.get("n_heads")
-        if use_rope and d_model and n_heads and (d_model // n_heads) % 2:
-            raise ValueError(f"needs an even head size; d_model // n_heads is {d_model // n_heads}")
+        head_dim = info.data.get("head_dim") or (d_model // n_heads if d_model and n_heads else 0)
+        if use_rope and head_dim % 2 and info.data.get("attention_type") != "mla":
+            raise ValueError(f"needs an even head size; it is {head_dim}")
         return use_rope
+
+    @field_validator("rope_scaling")
+    @classmethod
+    def _scales_something(
+        cls, rope_scaling: RopeScalingConfig | None, info: ValidationInfo
+    ) -> RopeScalingConfig | None:
+        if rope_scaling is not None and info.data.get("use_rope") is False:
+            raise ValueError("needs use_rope=true")
+        return rope_scaling
+
+
+class BlockConfig(_BlockSection):
+    """One Block: its widths, its attention and its norms.
+
+    `n_kv_heads=None` means as many as `n_heads`, `head_dim=None` means `d_model // n_heads`;
+    `sliding_window=W` lets a token see itself and the W-1 tokens before it. `qk_norm` normalises
+    queries and keys before they are rotated, each head for itself or all heads as one vector.
+    `softcap=c` bounds attention logits by c * tanh(logit / c). `norm_position="post"` normalises what a
+    branch adds to the residual stream instead of what it reads.
+    """
+
+    sliding_window: Size | None = None
+
+    @field_validator("sliding_window")
+    @classmethod
+    def _kernel_sees_all(cls, window: int | None, info: ValidationInfo) -> int | None:
+        return _refuse_window(window, info)
+
+
+class ModelConfig(_BlockSection):
+    """The Rack: a Block's keys, and what only the whole model has.
+
+    `sliding_window` may be a list, which is repeated over the blocks from the first to the last:
+    `[256, null]` alternates. `max_seq_len` is the longest sequence that generation may reach.
+    """
+
+    vocab_size: Size = 256
+    d_model: Size = 512
+    d_ff: Size = 2048
+    n_heads: Size = 8
+    n_kv_heads: Size | None = 2
+    attention_type: AttentionType = "gqa"
+    sliding_window: Size | list[Size | None] | None = None
+    max_seq_len: Size | None = None
+    tie_embeddings: bool = True
+    architecture: ArchitectureConfig = Field(default_factory=ArchitectureConfig)
+
+    @field_validator("sliding_window")
+    @classmethod
+    def _some_window(
+        cls, window: int | list[int | None] | None, info: ValidationInfo
+    ) -> int | list[int | None] | None:
+        if isinstance(window, list):
+            if not window:
+                raise ValueError("a list needs at least one window")
+            for each in window:
+                _refuse_window(each, info)
+            return window
+        return _refuse_window(window, info)
+
+    def blocks(self) -> list[list[BlockConfig]]:
+        """The configuration of every Block, by Stack."""
+        shared = {key: value for key, value in self if key in BlockConfig.model_fields}
+        windows = self.sliding_window if isinstance(self.sliding_window, list) else [self.sliding_window]
+        per_stack = self.architecture.blocks_per_stack
+        return [
+            [
+                BlockConfig(**{**shared, "sliding_window": windows[(stack * per_stack + i) % len(windows)]})
+                for i in range(per_stack)
+            ]
+            for stack in range(self.architecture.n_stacks)
+        ]
+
+
+def _refuse_window(window: int | None, info: ValidationInfo) -> int | None:
+    if window is not None and info.data.get("attention_type") == "kernel":
+        raise ValueError("attention_type='kernel' sees the whole past; allowed: null")
+    return window
 
 
 class OptimizerConfig(_Section):
@@ -230,20 +426,6 @@ class StackWiseConfig(_Section):
     data: DataConfig = Field(default_factory=DataConfig)
 
     @classmethod
-    def from_dict(cls, mapping: Mapping[str, Any], *, source: str = "configuration") -> Self:
-        """Build from nested mappings; a missing key takes its default.
-
-        Raises:
-            ConfigError: naming every unknown key and every refused value.
-        """
-        if not isinstance(mapping, Mapping):
-            raise ConfigError([f"got {_show(mapping)}; allowed: a mapping of sections"], source)
-        try:
-            return cls.model_validate(dict(mapping))
-        except ValidationError as error:
-            raise ConfigError(_problems(cls, error), source) from None
-
-    @classmethod
     def from_yaml(cls, path: str | Path) -> Self:
         """Read a YAML file; an empty one is all defaults.
 
@@ -257,10 +439,6 @@ class StackWiseConfig(_Section):
         except ValueError as error:
             raise ConfigError([str(error)], str(path)) from None
         return cls.from_dict({} if mapping is None else mapping, source=str(path))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Nested plain Python values; `from_dict` gives an equal configuration back."""
-        return self.model_dump(mode="python")
 
     def to_yaml(self, path: str | Path) -> None:
         """Write a YAML file; `from_yaml` gives an equal configuration back."""

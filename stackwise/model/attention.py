@@ -1,76 +1,98 @@
-"""Attention: multi-head and grouped-query, causal or bidirectional, full or windowed.
+"""Attention: multi-head, grouped-query and multi-query, causal or bidirectional, full or windowed.
 
-Shapes: B batch, T positions, C model width, H query heads, K key/value heads, D head size.
+Shapes: B batch, T positions, S positions with those of the cache, C model width, H query heads,
+K key/value heads, D head size.
 """
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from stackwise.config import BlockConfig
+from stackwise.model.backend import attend
+from stackwise.model.cache import BlockCache, SlotCache
 from stackwise.model.layout import Layout
-from stackwise.model.rotary import rotate
+from stackwise.model.rotary import Rotary, rotate
 
-__all__ = ["Attention"]
+__all__ = ["Attention", "rotary_of"]
 
 
 class Attention(nn.Module):
-    """Softmax attention through `scaled_dot_product_attention`, one fused projection for q, k, v.
+    """Softmax attention with one fused projection for q, k, v.
 
     Grouped queries (Ainslie et al. 2023, arXiv:2305.13245): query head h reads key/value head
-    h // (H/K). With K == H this is ordinary multi-head attention.
+    h // (H/K). With K == H this is multi-head attention, with K == 1 multi-query attention.
 
     Args:
-        d_model: C; a multiple of `n_heads`.
-        n_heads: H; a multiple of `n_kv_heads`.
-        n_kv_heads: K.
-        causal: hide the positions after the query.
-        sliding_window: W; a query sees positions closer than W, itself included; None for all.
-        dropout: probability on the attention weights and on the output, in training mode.
-        rope_theta: base of the rotary frequencies; None for no positions.
+        config: of the Block.
     """
 
-    def __init__(
-        self,
-        d_model: int,
-        n_heads: int,
-        n_kv_heads: int,
-        *,
-        causal: bool = True,
-        sliding_window: int | None = None,
-        dropout: float = 0.0,
-        rope_theta: float | None = 10_000.0,
-    ) -> None:
+    def __init__(self, config: BlockConfig) -> None:
         super().__init__()
-        self.n_heads, self.n_kv_heads, self.head_dim = n_heads, n_kv_heads, d_model // n_heads
-        self.causal, self.sliding_window = causal, sliding_window
-        self.dropout, self.rope_theta = dropout, rope_theta
-        self.qkv = nn.Linear(d_model, (n_heads + 2 * n_kv_heads) * self.head_dim, bias=False)
-        self.out = nn.Linear(d_model, d_model, bias=False)
+        self.n_heads = config.n_heads
+        self.n_kv_heads = 1 if config.attention_type == "mqa" else config.n_kv_heads or config.n_heads
+        self.head_dim = config.head_dim or config.d_model // config.n_heads
+        self.causal, self.sliding_window = config.attention_mode == "causal", config.sliding_window
+        self.softcap, self.dropout = config.softcap, config.dropout
+        self.rotary = rotary_of(config, self.head_dim)
+        self.qk_norm = config.qk_norm
+        heads = self.n_heads + 2 * self.n_kv_heads
+        self.qkv = nn.Linear(config.d_model, heads * self.head_dim, bias=config.qkv_bias)
+        self.out = nn.Linear(self.n_heads * self.head_dim, config.d_model, bias=False)
+        if config.qk_norm is not None:
+            across = (1, 1) if config.qk_norm == "head" else (self.n_heads, self.n_kv_heads)
+            self.q_norm = nn.RMSNorm(across[0] * self.head_dim, eps=config.norm_eps)
+            self.k_norm = nn.RMSNorm(across[1] * self.head_dim, eps=config.norm_eps)
 
-    def forward(self, x_BTC: Tensor, layout: Layout) -> Tensor:
-        """(B, T, C) -> (B, T, C)."""
-        B, T, _ = x_BTC.shape
-        heads = self.qkv(x_BTC).view(B, T, self.n_heads + 2 * self.n_kv_heads, self.head_dim).transpose(1, 2)
-        q_BHTD, k_BKTD, v_BKTD = heads.split((self.n_heads, self.n_kv_heads, self.n_kv_heads), dim=1)
-        if self.rope_theta is not None:
-            cos, sin = layout.rotary(self.head_dim, self.rope_theta)
-            q_BHTD, k_BKTD = rotate(q_BHTD, cos, sin), rotate(k_BKTD, cos, sin)
-        mask = layout.mask(causal=self.causal, window=self.sliding_window)
-        y_BHTD = F.scaled_dot_product_attention(
+    def forward(self, x_BTC: Tensor, layout: Layout, cache: BlockCache | None = None) -> Tensor:
+        """(B, T, C) -> (B, T, C); with a cache, of the T tokens that follow those in it."""
+        q_BHTD, k_BKTD, v_BKTD = self.project(x_BTC, layout)
+        keys = None
+        if cache is not None:
+            assert isinstance(cache, SlotCache)
+            (k_BKTD, v_BKTD), keys = cache.append(layout, k_BKTD, v_BKTD)
+        y_BHTD = attend(
             q_BHTD,
             k_BKTD,
             v_BKTD,
-            attn_mask=mask.bias_BTS,
-            dropout_p=self.dropout if self.training else 0.0,
-            is_causal=mask.is_causal,
-            enable_gqa=self.n_kv_heads != self.n_heads,
+            layout.mask(causal=self.causal, window=self.sliding_window, keys=keys),
+            softcap=self.softcap,
+            dropout=self.dropout if self.training else 0.0,
         )
-        y_BTC = self.out(y_BHTD.transpose(1, 2).reshape(x_BTC.shape))
+        y_BTC = self.out(y_BHTD.transpose(1, 2).flatten(2))
         return F.dropout(y_BTC, self.dropout, self.training)
+
+    def project(self, x_BTC: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries (B, H, T, D), keys and values (B, K, T, D); queries and keys normalised, then rotated."""
+        sizes = [n * self.head_dim for n in (self.n_heads, self.n_kv_heads, self.n_kv_heads)]
+        q, k, v = self.qkv(x_BTC).split(sizes, dim=-1)
+        if self.qk_norm == "width":
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (each.unflatten(-1, (-1, self.head_dim)) for each in (q, k, v))
+        if self.qk_norm == "head":
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        if self.rotary is not None:
+            cos, sin = layout.rotary(self.rotary)
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        return q, k, v
+
+    def new_cache(
+        self, batch_size: int, capacity: int, dtype: torch.dtype, device: torch.device
+    ) -> BlockCache:
+        """A cache for `capacity` tokens, of which a window's worth is kept where there is a window."""
+        sizes = [(self.n_kv_heads, self.head_dim)] * 2
+        return SlotCache(batch_size, capacity, self.sliding_window, sizes, dtype, device)
 
     def extra_repr(self) -> str:  # noqa: D102
         return (
             f"n_heads={self.n_heads}, n_kv_heads={self.n_kv_heads}, causal={self.causal}, "
-            f"sliding_window={self.sliding_window}, rope_theta={self.rope_theta}"
+            f"sliding_window={self.sliding_window}, rotary={self.rotary}"
         )
+
+
+def rotary_of(config: BlockConfig, head_dim: int) -> Rotary | None:
+    """What a Block rotates heads of this size by; None: nothing."""
+    return Rotary(head_dim, config.rope_theta, config.rope_scaling) if config.use_rope else None

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stackwise.argument import check_sizes, require
-from stackwise.config import AttentionMode, AttentionType, StackWiseConfig
+from stackwise.config import AttentionMode, AttentionType, BlockConfig, StackWiseConfig
 from stackwise.model.block import Block
 from stackwise.model.initialization import initialize_block
 from stackwise.model.rack import Rack
@@ -21,7 +20,8 @@ __all__ = [
     "create_stack_from_spec",
 ]
 
-_BLOCK_KEYS = tuple(inspect.signature(Block).parameters)
+_NEEDED = ("d_model", "d_ff", "n_heads")
+_BLOCK_KEYS = (*_NEEDED, *(key for key in BlockConfig.model_fields if key not in _NEEDED))
 _STACK_KEYS = ("stack_id", "n_blocks", "block_spec", "freeze_blocks")
 
 
@@ -34,7 +34,7 @@ def create_block_spec(
         d_model: model width.
         d_ff: feed-forward width; default 4 * d_model.
         n_heads: query heads; default heads of size 64 (one head where d_model is smaller).
-        **block: any other argument of `Block`.
+        **block: any other key of `BlockConfig`.
 
     Raises:
         ValueError: an argument that Block does not have, or a d_model that needs n_heads spelled out.
@@ -70,10 +70,9 @@ def create_stack_from_spec(
             initialisation; None: the Stack is all of it.
     """
     check_sizes(n_blocks=n_blocks)
-    _check_keys("block_spec", block_spec, _BLOCK_KEYS, needed=_BLOCK_KEYS[:3])
-    blocks = [Block(**block_spec) for _ in range(n_blocks)]
-    for block in blocks:
-        initialize_block(block, model_blocks or n_blocks)
+    _check_keys("block_spec", block_spec, _BLOCK_KEYS, needed=_NEEDED)
+    config = BlockConfig.from_dict(block_spec, source="block_spec")
+    blocks = [create_block(config, model_blocks or n_blocks) for _ in range(n_blocks)]
     return Stack(blocks, stack_id, freeze_blocks)
 
 
@@ -96,7 +95,7 @@ def create_rack_from_specs(
         where = f"stack_specs[{i}]"
         _check_keys(where, spec, _STACK_KEYS, needed=("n_blocks", "block_spec"))
         check_sizes(**{f"{where}.n_blocks": spec["n_blocks"]})
-        _check_keys(f"{where}.block_spec", spec["block_spec"], _BLOCK_KEYS, needed=_BLOCK_KEYS[:3])
+        _check_keys(f"{where}.block_spec", spec["block_spec"], _BLOCK_KEYS, needed=_NEEDED)
         width = spec["block_spec"]["d_model"]
         require(width == d_model, f"{where}.block_spec.d_model", width, f"the Rack's d_model={d_model}")
     depth = sum(spec["n_blocks"] for spec in stack_specs)
@@ -157,24 +156,19 @@ def create_rack_from_config(config: StackWiseConfig | Mapping[str, Any]) -> Rack
         config = StackWiseConfig.from_dict(config)
     config.validate()
     model = config.model
-    return create_simple_rack(
-        n_stacks=model.architecture.n_stacks,
-        blocks_per_stack=model.architecture.blocks_per_stack,
-        d_model=model.d_model,
-        d_ff=model.d_ff,
-        n_heads=model.n_heads,
-        vocab_size=model.vocab_size,
-        n_kv_heads=model.n_kv_heads,
-        attention_type=model.attention_type,
-        attention_mode=model.attention_mode,
-        tie_embeddings=model.tie_embeddings,
-        sliding_window=model.sliding_window,
-        norm=model.norm,
-        dropout=model.dropout,
-        freeze_up_proj=model.freeze_up_proj,
-        use_rope=model.use_rope,
-        rope_theta=model.rope_theta,
-    )
+    blocks = model.blocks()
+    stacks = [
+        Stack([create_block(block, sum(map(len, blocks))) for block in stack], i)
+        for i, stack in enumerate(blocks)
+    ]
+    return Rack(stacks, model.vocab_size, model.d_model, model.tie_embeddings, model.max_seq_len)
+
+
+def create_block(config: BlockConfig, model_blocks: int) -> Block:
+    """A Block, initialised as one of `model_blocks`."""
+    block = Block(**config.to_dict())
+    initialize_block(block, model_blocks)
+    return block
 
 
 def _check_keys(where: str, given: Any, allowed: Sequence[str], needed: Sequence[str] = ()) -> None:

@@ -46,6 +46,8 @@ def initialize_block(block: Block, n_blocks: int) -> None:
         if isinstance(module, nn.Linear):
             std = WEIGHT_STD / math.sqrt(2 * n_blocks) if module in into_residual else WEIGHT_STD
             _normal(module.weight, std)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
 
 
 def initialize_embedding(embedding: nn.Embedding, *, tied: bool) -> None:

@@ -1,15 +1,16 @@
 """Layout: where the tokens of a batch stand and which of them are real, shared by the blocks of one pass.
 
-Shapes: B batch, T positions.
+Shapes: B batch, T positions of this pass, S positions with those of the cache.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from stackwise.model.mask import AttentionMask, padding_mask
-from stackwise.model.rotary import rotary_tables
+from stackwise.model.mask import AttentionMask, Keys, document_runs, padding_mask
+from stackwise.model.rotary import Rotary
 
 __all__ = ["Layout"]
 
@@ -24,31 +25,86 @@ class Layout:
     Args:
         x_BTC: the hidden states of the pass; only shape and device are read.
         attention_mask: bool or integer (B, T), nonzero at real tokens, or None.
+        document_ids: integer (B, T), equal within a document, or None. Tokens see their own document
+            only, and positions start again at each.
+        start: how many tokens a cache holds before these: a number, or an int64 tensor of no
+            dimensions where the pass must not depend on its value (graph capture).
+        keep_BS: bool, what is real of everything that a cache has room for, these tokens included;
+            replaces `attention_mask`.
 
     Raises:
-        ValueError: a mask of another shape, or of floating-point numbers.
+        ValueError: a mask of another shape, or of floating-point numbers; documents beside a cache.
     """
 
-    def __init__(self, x_BTC: Tensor, attention_mask: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        x_BTC: Tensor,
+        attention_mask: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        *,
+        start: int | Tensor = 0,
+        keep_BS: Tensor | None = None,
+    ) -> None:
         batch_size, self.seq_len, _ = x_BTC.shape
-        self.device = x_BTC.device
-        self.keep_BT = padding_mask(attention_mask, batch_size, self.seq_len)
-        self.positions_T = torch.arange(self.seq_len, device=self.device, dtype=torch.float32)
-        self._tables: dict[tuple[int, float], tuple[Tensor, Tensor]] = {}
-        self._masks: dict[tuple[bool, int | None], AttentionMask] = {}
+        self.device, self.start = x_BTC.device, start
+        self._wide = torch.promote_types(x_BTC.dtype, torch.float32)
+        self.keep_BS = padding_mask(attention_mask, batch_size, self.seq_len) if keep_BS is None else keep_BS
+        self.documents_BT = document_runs(document_ids, batch_size, self.seq_len)
+        self.time_T = torch.arange(self.seq_len, device=self.device) + start
+        self.positions = self._positions()
+        self._tables: dict[str, tuple[Tensor, Tensor]] = {}
+        self._masks: dict[tuple[bool, int | None, int | None], AttentionMask] = {}
 
-    def rotary(self, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-        """Cos and sin of the rotary embedding: float32, each (T, head_dim / 2)."""
-        key = (head_dim, theta)
-        if key not in self._tables:
-            self._tables[key] = rotary_tables(self.positions_T, head_dim, theta)
-        return self._tables[key]
+    def _positions(self) -> Tensor:
+        """int64 (T,), or (B, T) where rows differ: how many real tokens of its document precede a token.
 
-    def mask(self, *, causal: bool, window: int | None) -> AttentionMask:
-        """Who may see whom."""
-        key = (causal, window)
+        Padding has no position of its own, so that a row computes the same wherever it is padded.
+        """
+        if self.keep_BS is not None:
+            before: Tensor = (self.keep_BS.cumsum(1) - 1).clamp(min=0)
+            positions = before[:, self.time_T] if before.shape[1] != self.seq_len else before
+        else:
+            positions = self.time_T
+        if self.documents_BT is None:
+            return positions
+        begins = F.pad(self.documents_BT[:, 1:] != self.documents_BT[:, :-1], (1, 0), value=True)
+        return positions - torch.where(begins, positions, 0).cummax(1).values
+
+    @property
+    def keep_BT(self) -> Tensor | None:
+        """What is real of the tokens of this pass: bool (B, T), or None."""
+        if self.keep_BS is None or self.keep_BS.shape[1] == self.seq_len:
+            return self.keep_BS
+        return self.keep_BS[:, self.time_T]
+
+    def rotary(self, rotary: Rotary) -> tuple[Tensor, Tensor]:
+        """Cos and sin of the rotary embedding: each (T, D/2), or (B, 1, T, D/2) where rows differ.
+
+        In float32, or in float64 where the hidden states are.
+        """
+        if rotary.key not in self._tables:
+            self._tables[rotary.key] = rotary.tables(self.positions.to(self._wide))
+        return self._tables[rotary.key]
+
+    def mask(self, *, causal: bool, window: int | None, keys: Keys | None = None) -> AttentionMask:
+        """Who may see whom.
+
+        Args:
+            causal: hide the future.
+            window: see `AttentionMask`.
+            keys: when the keys happened, as `SlotCache.append` says; None: they are the tokens of this pass.
+        """
+        key = (causal, window, None if keys is None else len(keys.time_S))
         if key not in self._masks:
-            self._masks[key] = AttentionMask.build(
-                self.seq_len, causal=causal, window=window, keep_BS=self.keep_BT, device=self.device
+            keep_BS = self.keep_BT if keys is None else self.keep_BS
+            if keep_BS is not None and keys is not None:
+                keep_BS = keep_BS[:, keys.time_S.clamp(min=0)]
+            self._masks[key] = AttentionMask(
+                self.time_T,
+                keys or Keys(self.time_T, True),
+                causal=causal,
+                window=window,
+                keep_BS=keep_BS,
+                documents=None if self.documents_BT is None else (self.documents_BT, self.documents_BT),
             )
         return self._masks[key]

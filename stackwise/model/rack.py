@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
 from torch import Tensor, nn
 
-from stackwise.argument import check_range, check_sizes
+from stackwise.argument import check_range, check_sizes, require
+from stackwise.model.cache import RackCache
 from stackwise.model.initialization import initialize_embedding, initialize_head
 from stackwise.model.layout import Layout
+from stackwise.model.norm import create_norm
 from stackwise.model.stack import Stack
 
 __all__ = ["Rack"]
@@ -28,24 +31,34 @@ class Rack(nn.Module):
         vocab_size: V.
         d_model: C.
         tie_embeddings: the head is the embedding's own weight, counted and saved once.
+        max_seq_len: the longest sequence that generation may reach; None: any.
     """
 
     def __init__(
-        self, stacks: Iterable[Stack], vocab_size: int, d_model: int, tie_embeddings: bool = True
+        self,
+        stacks: Iterable[Stack],
+        vocab_size: int,
+        d_model: int,
+        tie_embeddings: bool = True,
+        max_seq_len: int | None = None,
     ) -> None:
         super().__init__()
         self.stacks = nn.ModuleList(stacks)
         if not self.stacks:
             raise ValueError("stacks: got none; a Rack needs at least one Stack")
         check_sizes(vocab_size=vocab_size, d_model=d_model)
+        if max_seq_len is not None:
+            check_sizes(max_seq_len=max_seq_len)
         for stack in map(self.get_stack, range(len(self.stacks))):
             for i in range(stack.num_blocks):
-                width = stack.get_block(i).attention.out.out_features
+                width = stack.get_block(i).config.d_model
                 if width != d_model:
                     raise ValueError(f"d_model: got {d_model}, but stack {stack.stack_id} has width {width}")
         self.vocab_size, self.d_model, self.tie_embeddings = vocab_size, d_model, tie_embeddings
+        self.max_seq_len = max_seq_len
         self.embedding = nn.Embedding(vocab_size, d_model)
-        self.final_norm = _like(self.get_stack(-1).get_block(-1).attention_norm)
+        last = self.get_stack(-1).get_block(-1).config
+        self.final_norm = create_norm(last.norm, d_model, last.norm_eps)
         self.lm_head = nn.Linear(d_model, vocab_size, bias=False)
         initialize_embedding(self.embedding, tied=tie_embeddings)
         if tie_embeddings:
@@ -53,17 +66,63 @@ class Rack(nn.Module):
         else:
             initialize_head(self.lm_head)
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        cache: RackCache | None = None,
+    ) -> Tensor:
         """Logits for every position.
 
         Args:
             input_ids: integer (B, T).
             attention_mask: bool or integer (B, T), nonzero at real tokens.
+            document_ids: integer (B, T), equal within a document, for rows packed of several. A token
+                sees its own document only, and positions start again at each.
+            cache: of `new_cache`; the tokens follow those already in it, and are added to it.
 
         Returns:
             (B, T, V).
+
+        Raises:
+            ValueError: a mask of another shape or kind; a cache that is full, or has documents.
         """
-        return self.head(self.forward_from_stack(self.embed(input_ids), 0, None, attention_mask))
+        x_BTC = self.embed(input_ids)
+        if cache is None:
+            return self.head(self.forward_from_stack(x_BTC, 0, None, attention_mask, document_ids))
+        require(document_ids is None, "document_ids", document_ids, "None beside a cache")
+        layout = cache.layout(x_BTC, attention_mask)
+        for stack, caches in zip(self.stacks, cache.blocks, strict=True):
+            x_BTC = stack(x_BTC, layout=layout, caches=caches)
+        cache.length += input_ids.shape[1]
+        return self.head(x_BTC)
+
+    def new_cache(self, batch_size: int, capacity: int, dtype: torch.dtype | None = None) -> RackCache:
+        """Room for `capacity` tokens in each of `batch_size` rows, taken at once.
+
+        Args:
+            batch_size: rows.
+            capacity: tokens of prompt and continuation together.
+            dtype: of keys and values; None: that of the weights.
+
+        Raises:
+            ValueError: a bidirectional Rack, whose earlier outputs depend on later tokens.
+        """
+        check_sizes(batch_size=batch_size, capacity=capacity)
+        if not self.is_causal:
+            raise ValueError("cache: a bidirectional Stack changes what it said with every later token")
+        weight = self.embedding.weight
+        blocks = [
+            [
+                stack.get_block(i).attention.new_cache(
+                    batch_size, capacity, dtype or weight.dtype, weight.device
+                )
+                for i in range(stack.num_blocks)
+            ]
+            for stack in map(self.get_stack, range(len(self.stacks)))
+        ]
+        return RackCache(blocks, batch_size, capacity, weight.device)
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """Token ids (B, T) to the hidden states (B, T, C) that enter the first Stack."""
@@ -73,7 +132,12 @@ class Rack(nn.Module):
         return x_BTC
 
     def forward_from_stack(
-        self, x_BTC: Tensor, start: int, end: int | None = None, attention_mask: Tensor | None = None
+        self,
+        x_BTC: Tensor,
+        start: int,
+        end: int | None = None,
+        attention_mask: Tensor | None = None,
+        document_ids: Tensor | None = None,
     ) -> Tensor:
         """Run Stacks `start` to `end` (exclusive; None: the last) on hidden states.
 
@@ -81,7 +145,7 @@ class Rack(nn.Module):
         `rack(ids) == rack.head(rack.forward_from_stack(rack.embed(ids), 0))`.
         """
         check_range("stack", start, end, len(self.stacks))
-        layout = Layout(x_BTC, attention_mask)
+        layout = Layout(x_BTC, attention_mask, document_ids)
         for stack in self.stacks[start:end]:
             x_BTC = stack(x_BTC, layout=layout)
         return x_BTC
@@ -127,10 +191,3 @@ class Rack(nn.Module):
     def get_trainable_parameter_count(self) -> int:
         """Number of parameters that train; a tied weight counts once."""
         return sum(p.numel() for p in self.parameters() if p.requires_grad)
-
-
-def _like(norm: nn.Module) -> nn.Module:
-    if isinstance(norm, nn.RMSNorm):
-        return nn.RMSNorm(norm.normalized_shape, eps=norm.eps)
-    assert isinstance(norm, nn.LayerNorm)
-    return nn.LayerNorm(norm.normalized_shape, eps=norm.eps, bias=norm.bias is not None)

@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864), in float32.
+"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864), in float32 or float64.
 
 Shapes: B batch, T positions, H heads, D head size.
 The pairs are (i, i + D/2), as in Llama and the Hugging Face models.
@@ -6,17 +6,57 @@ The pairs are (i, i + D/2), as in Llama and the Hugging Face models.
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass, field
+
 import torch
 from torch import Tensor
 
-__all__ = ["rotary_tables", "rotate"]
+from stackwise.config import RopeScalingConfig
+
+__all__ = ["Rotary", "rotate"]
 
 
-def rotary_tables(positions_T: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Cos and sin of position * theta^(-2i/D): float32, each (T, D/2), for float32 positions (T,)."""
-    exponent = torch.arange(0, head_dim, 2, device=positions_T.device, dtype=torch.float32) / head_dim
-    angle = positions_T[:, None] * theta**-exponent
-    return angle.cos(), angle.sin()
+@dataclass(frozen=True)
+class Rotary:
+    """Which frequencies a head is rotated by.
+
+    Attributes:
+        head_dim: D, even.
+        theta: the base; frequency i is theta^(-2i/D) before scaling.
+        scaling: see `RopeScalingConfig`.
+        key: all of it as text.
+    """
+
+    head_dim: int
+    theta: float = 10_000.0
+    scaling: RopeScalingConfig | None = None
+    key: str = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "key", f"{self.head_dim} {self.theta} {self.scaling}")
+
+    def frequencies(self, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Radians per position: (D/2,)."""
+        exponent = torch.arange(0, self.head_dim, 2, device=device, dtype=dtype) / self.head_dim
+        frequency = self.theta**-exponent
+        if self.scaling is None:
+            return frequency
+        divided = frequency / self.scaling.factor
+        if self.scaling.rope_type == "linear":
+            return divided
+        # How often a pair turns within the original context decides, as in Llama 3.1.
+        turns = self.scaling.original_max_position_embeddings * frequency / (2 * math.pi)
+        low, high = self.scaling.low_freq_factor, self.scaling.high_freq_factor
+        kept = ((turns - low) / (high - low)).clamp(0, 1)
+        return kept * frequency + (1 - kept) * divided
+
+    def tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cos and sin for positions (T,) or (B, T): (T, D/2) or (B, 1, T, D/2), in their dtype."""
+        angle = positions[..., None] * self.frequencies(positions.device, positions.dtype)
+        if angle.ndim == 3:
+            angle = angle[:, None]
+        return angle.cos(), angle.sin()
 
 
 def rotate(x_BHTD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:

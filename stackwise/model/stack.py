@@ -5,12 +5,13 @@ Shapes: B batch, T positions, C model width.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor, nn
 
 from stackwise.argument import check_range
 from stackwise.model.block import Block
+from stackwise.model.cache import BlockCache
 from stackwise.model.layout import Layout
 
 __all__ = ["Stack"]
@@ -35,10 +36,14 @@ class Stack(nn.Module):
             self.freeze()
 
     def forward(
-        self, x_BTC: Tensor, attention_mask: Tensor | None = None, layout: Layout | None = None
+        self,
+        x_BTC: Tensor,
+        attention_mask: Tensor | None = None,
+        layout: Layout | None = None,
+        caches: Sequence[BlockCache] | None = None,
     ) -> Tensor:
-        """(B, T, C) -> (B, T, C). Arguments as in `Block.forward`."""
-        return self.forward_from_block(x_BTC, 0, None, attention_mask, layout)
+        """(B, T, C) -> (B, T, C). Arguments as in `Block.forward`; one cache a Block."""
+        return self.forward_from_block(x_BTC, 0, None, attention_mask, layout, caches)
 
     def forward_from_block(
         self,
@@ -47,12 +52,13 @@ class Stack(nn.Module):
         end: int | None = None,
         attention_mask: Tensor | None = None,
         layout: Layout | None = None,
+        caches: Sequence[BlockCache] | None = None,
     ) -> Tensor:
         """Run blocks `start` to `end` (exclusive; None: the last) only. (B, T, C) -> (B, T, C)."""
         check_range("block", start, end, self.num_blocks)
         layout = layout or Layout(x_BTC, attention_mask)
-        for block in self.blocks[start:end]:
-            x_BTC = block(x_BTC, layout=layout)
+        for i, block in enumerate(self.blocks[start:end], start):
+            x_BTC = block(x_BTC, layout=layout, cache=None if caches is None else caches[i])
         return x_BTC
 
     def get_block(self, index: int) -> Block:

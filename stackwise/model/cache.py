@@ -1,0 +1,165 @@
+"""Caches: what the tokens so far leave behind for the tokens to come.
+
+Shapes: B batch, H heads, T tokens of this pass, S tokens in the cache, D size, M features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from stackwise.model.layout import Layout
+from stackwise.model.mask import Keys, padding_mask
+
+__all__ = ["BlockCache", "RackCache", "SlotCache", "StateCache"]
+
+
+class SlotCache:
+    """One slot a token, for keys and values or whatever else has a time axis.
+
+    Where a sliding window hides old tokens, the slots are a ring of that many: token t is in slot
+    t mod S. Memory is taken once, at construction.
+
+    Args:
+        batch_size: B.
+        capacity: how many tokens the whole generation may have.
+        window: the sliding window, or None.
+        sizes: (H, D) of each tensor kept.
+        dtype: of each tensor.
+        device: where.
+    """
+
+    def __init__(
+        self,
+        batch_size: int,
+        capacity: int,
+        window: int | None,
+        sizes: Sequence[tuple[int, int]],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.n_slots = capacity if window is None else min(window, capacity)
+        self.rolling = self.n_slots < capacity
+        self.slots = [
+            torch.zeros(batch_size, heads, self.n_slots, size, dtype=dtype, device=device)
+            for heads, size in sizes
+        ]
+
+    def append(self, layout: Layout, *new_BHTD: Tensor) -> tuple[list[Tensor], Keys | None]:
+        """Keep what the tokens of this pass bring, and return all that they may look at.
+
+        Returns:
+            Each tensor as (B, H, S, D), and when these happened; None: exactly the tokens of this pass.
+        """
+        start, n_new = layout.start, new_BHTD[0].shape[2]
+        if not isinstance(start, int):
+            return self._append_on_device(start, *new_BHTD)
+        if not self.rolling or start + n_new <= self.n_slots:
+            for slots, new in zip(self.slots, new_BHTD, strict=True):
+                slots[:, :, start : start + n_new] = new
+            if start == 0:
+                return list(new_BHTD), None
+            whole = [slots[:, :, : start + n_new] for slots in self.slots]
+            return whole, Keys(torch.arange(start + n_new, device=layout.device), True)
+        if n_new == 1:
+            for slots, new in zip(self.slots, new_BHTD, strict=True):
+                slots[:, :, start % self.n_slots] = new[:, :, 0]
+            if layout.keep_BS is None:  # then the order of the slots says nothing to a single query
+                return self.slots, Keys(torch.arange(self.n_slots, device=layout.device), True)
+            return self.slots, Keys(self._times(torch.tensor(start, device=layout.device)), False)
+        # Early queries of the pass still need what its later tokens overwrite.
+        n_before = min(start, self.n_slots)
+        time_S = torch.arange(start - n_before, start + n_new, device=layout.device)
+        before, last = time_S[:n_before] % self.n_slots, time_S[-self.n_slots :] % self.n_slots
+        whole = []
+        for slots, new in zip(self.slots, new_BHTD, strict=True):
+            whole.append(torch.cat((slots[:, :, before], new.to(slots.dtype)), dim=2))
+            slots[:, :, last] = whole[-1][:, :, -self.n_slots :]
+        return whole, Keys(time_S, True) if start else None
+
+    def _append_on_device(self, start: Tensor, *new_BHTD: Tensor) -> tuple[list[Tensor], Keys]:
+        """As `append` for one token, with nothing that depends on the value of `start`."""
+        slot = (start % self.n_slots).reshape(1)
+        for slots, new in zip(self.slots, new_BHTD, strict=True):
+            assert new.shape[2] == 1, "one token at a time where the position is on the device"
+            slots.index_copy_(2, slot, new.to(slots.dtype))
+        return self.slots, Keys(self._times(start), False)
+
+    def _times(self, start: Tensor) -> Tensor:
+        """When the token in each slot happened, after that of `start` was put in; negative: none yet."""
+        slot_S = torch.arange(self.n_slots, device=start.device)
+        return start - (start - slot_S) % self.n_slots
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory."""
+        return sum(slots.nbytes for slots in self.slots)
+
+
+class StateCache:
+    """Sums over all tokens so far, of a size that does not depend on how many they are.
+
+    Args:
+        sums: of no tokens yet. Float32: a bfloat16 sum stops growing after a few hundred terms.
+    """
+
+    def __init__(self, sums: Sequence[Tensor]) -> None:
+        self.sums = list(sums)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory."""
+        return sum(each.nbytes for each in self.sums)
+
+
+BlockCache = SlotCache | StateCache
+
+
+class RackCache:
+    """The caches of all Blocks, and which of the tokens so far are real.
+
+    Args:
+        blocks: one cache a Block, by Stack.
+        batch_size: B.
+        capacity: how many tokens there is room for.
+        device: where.
+
+    Attributes:
+        length: how many tokens are in it.
+    """
+
+    def __init__(
+        self, blocks: Sequence[Sequence[BlockCache]], batch_size: int, capacity: int, device: torch.device
+    ) -> None:
+        self.blocks, self.batch_size, self.capacity = blocks, batch_size, capacity
+        self.length = 0
+        self._device = device
+        self._keep_BS: Tensor | None = None
+
+    def layout(self, x_BTC: Tensor, attention_mask: Tensor | None) -> Layout:
+        """The Layout of a pass of T more tokens, `attention_mask` (B, T) saying which are real.
+
+        Raises:
+            ValueError: another batch size, or no room left.
+        """
+        batch_size, seq_len, _ = x_BTC.shape
+        if batch_size != self.batch_size:
+            raise ValueError(f"input_ids: got {batch_size} rows; allowed: {self.batch_size}, as in the cache")
+        if self.length + seq_len > self.capacity:
+            raise ValueError(
+                f"input_ids: got {seq_len} tokens after {self.length}; allowed: {self.capacity} in all, "
+                "the capacity of the cache"
+            )
+        keep_BT = padding_mask(attention_mask, batch_size, seq_len)
+        if keep_BT is not None and self._keep_BS is None:
+            self._keep_BS = torch.ones(batch_size, self.capacity, dtype=torch.bool, device=self._device)
+        if self._keep_BS is not None and keep_BT is not None:
+            self._keep_BS[:, self.length : self.length + seq_len] = keep_BT
+        return Layout(x_BTC, start=self.length, keep_BS=self._keep_BS)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory of all Blocks."""
+        return sum(cache.nbytes for stack in self.blocks for cache in stack)

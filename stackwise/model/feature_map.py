@@ -1,0 +1,107 @@
+"""Feature maps: functions phi whose inner products phi(q) . phi(k) are, or estimate, a kernel.
+
+Shapes: B batch, K heads, T positions, D head size, M features, F frequencies.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from stackwise.config import FeatureMapKind
+
+__all__ = ["FeatureMap", "Features"]
+
+
+class Features(NamedTuple):
+    """phi(x) as `value * exp(log_scale)`, so that no exponential leaves the range of float32.
+
+    Attributes:
+        value_BKTM: float32, or float64.
+        log_scale_BKT: of that dtype, without gradient; None: all zero.
+    """
+
+    value_BKTM: Tensor
+    log_scale_BKT: Tensor | None
+
+
+class FeatureMap(nn.Module):
+    """phi for one kernel, with random draws of its own for each key/value head.
+
+    Heads of size D are first divided by D^(1/4), as softmax(q.k / sqrt(D)) divides their product. With
+    x and y so divided, the kernels are
+
+    - `favor`: exp(x.y), by positive orthogonal random features (Choromanski et al. 2021, arXiv:2009.14794,
+      lemma 1): exp(w.x - |x|^2 / 2), w ~ N(0, I).
+    - `gaussian`: exp(-|x - y|^2 / (2 b^2)), by random Fourier features (Rahimi & Recht 2007): cosine and
+      sine of w.x, w ~ N(0, I / b^2), drawn orthogonally (Yu et al. 2016, arXiv:1610.09072).
+    - `laplacian`: exp(-|x - y|_1 / b) in the same way; the frequencies are independent Cauchy numbers of
+      scale 1 / b, the Fourier transform of the kernel.
+    - `elu`: (elu(x) + 1) . (elu(y) + 1) (Katharopoulos et al. 2020, arXiv:2006.16236), nothing drawn.
+
+    The estimates are unbiased, and their error falls as 1 / sqrt(M).
+
+    Args:
+        kind: see above.
+        n_heads: K.
+        head_dim: D.
+        n_features: M; for `elu` it is D.
+        bandwidth: b.
+    """
+
+    def __init__(
+        self, kind: FeatureMapKind, n_heads: int, head_dim: int, n_features: int, bandwidth: float
+    ) -> None:
+        super().__init__()
+        self.kind, self.head_dim = kind, head_dim
+        self.n_features = head_dim if kind == "elu" else n_features
+        match kind:
+            case "favor":
+                frequencies = _orthogonal_normal(n_heads, n_features, head_dim)
+            case "gaussian":
+                frequencies = _orthogonal_normal(n_heads, n_features // 2, head_dim) / bandwidth
+            case "laplacian":
+                frequencies = torch.empty(n_heads, n_features // 2, head_dim).cauchy_() / bandwidth
+            case "elu":
+                frequencies = torch.empty(n_heads, 0, head_dim)
+        self.frequencies_KFD: Tensor
+        self.register_buffer("frequencies_KFD", frequencies)
+
+    @property
+    def is_positive(self) -> bool:
+        """Whether every feature is above zero, so that no estimate of the kernel is negative."""
+        return self.kind in ("favor", "elu")
+
+    def forward(self, x_BKTD: Tensor) -> Features:
+        """Features of queries or keys (B, K, T, D), or (B, K, G, T, D) with G query heads to a key head."""
+        x = x_BKTD.to(torch.promote_types(x_BKTD.dtype, torch.float32)) * self.head_dim**-0.25
+        if self.kind == "elu":
+            return Features(F.elu(x) + 1, None)
+        frequencies_KDF = self.frequencies_KFD.to(x.dtype).transpose(-1, -2)
+        phase = x @ (frequencies_KDF if x.ndim == 4 else frequencies_KDF[:, None])
+        if self.kind == "favor":
+            exponent = phase - x.square().sum(-1, keepdim=True) / 2
+            highest = exponent.detach().amax(-1, keepdim=True)
+            value = (exponent - highest).exp() / math.sqrt(self.n_features)
+            return Features(value, highest.squeeze(-1))
+        value = torch.cat((phase.cos(), phase.sin()), dim=-1) / math.sqrt(self.n_features / 2)
+        return Features(value, None)
+
+    def extra_repr(self) -> str:  # noqa: D102
+        return f"{self.kind}, n_features={self.n_features}"
+
+
+def _orthogonal_normal(n_heads: int, n_frequencies: int, head_dim: int) -> Tensor:
+    """Rows that are each N(0, I), and orthogonal within each group of D."""
+    groups = math.ceil(n_frequencies / head_dim)
+    gaussian = torch.randn(n_heads, groups, head_dim, head_dim)
+    q, r = torch.linalg.qr(gaussian)
+    # The signs make Q uniform (Mezzadri 2007, arXiv:math-ph/0609050); lengths are redrawn apart from it.
+    q = q * r.diagonal(dim1=-2, dim2=-1).sign()[..., None, :]
+    lengths = torch.randn(n_heads, groups, head_dim, head_dim).norm(dim=-1, keepdim=True)
+    rows: Tensor = (q * lengths).flatten(1, 2)[:, :n_frequencies]
+    return rows

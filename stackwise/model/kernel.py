@@ -1,0 +1,200 @@
+"""KernelAttention: attention weights from a kernel, in time linear in the number of tokens.
+
+Shapes: B batch, T positions, L positions of a chunk, C model width, H query heads, K key/value heads,
+G = H/K, D head size, M features.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from stackwise.config import BlockConfig, KernelConfig
+from stackwise.model.attention import Attention
+from stackwise.model.cache import BlockCache, StateCache
+from stackwise.model.feature_map import FeatureMap, Features
+from stackwise.model.layout import Layout
+
+__all__ = ["KernelAttention", "PrefixSums"]
+
+CHUNK = 128
+_NOTHING = -1e30  # log of a weight that is zero; finite, so that the difference of two is no NaN
+
+
+class KernelAttention(Attention):
+    """y_t = sum_s kernel(q_t, k_s) v_s / sum_s kernel(q_t, k_s) through features of queries and keys.
+
+    With kernel(q, k) = phi(q) . phi(k) both sums are phi(q_t) times a sum over the keys, which is carried
+    along: prefix sums over chunks in the causal case (Katharopoulos et al. 2020, arXiv:2006.16236),
+    one sum over everything in the bidirectional case. All of it in float32, or float64 for float64 input.
+
+    Where features may be negative (random Fourier features), so may an estimate of the denominator;
+    it is kept above 1 / sqrt(M), the standard error of one term, below which it says nothing.
+
+    Args:
+        config: of the Block; `kernel` says which, default as in `KernelConfig`.
+    """
+
+    def __init__(self, config: BlockConfig) -> None:
+        super().__init__(config)
+        kernel = config.kernel or KernelConfig()
+        self.feature_map = FeatureMap(
+            kernel.feature_map, self.n_kv_heads, self.head_dim, kernel.n_features, kernel.bandwidth
+        )
+        self.floor = 1e-30 if self.feature_map.is_positive else self.feature_map.n_features**-0.5
+
+    def forward(self, x_BTC: Tensor, layout: Layout, cache: BlockCache | None = None) -> Tensor:
+        """(B, T, C) -> (B, T, C); with a cache, of the T tokens that follow those in it."""
+        q_BHTD, k_BKTD, v_BKTD = self.project(x_BTC, layout)
+        with torch.autocast(x_BTC.device.type, enabled=False):
+            B, _, T, D = q_BHTD.shape
+            q = self.feature_map(q_BHTD.reshape(B, self.n_kv_heads, -1, T, D)).value_BKTM
+            k = self.feature_map(k_BKTD)
+            v = v_BKTD.to(q.dtype)
+            if layout.keep_BT is not None:
+                k = Features(k.value_BKTM * layout.keep_BT[:, None, :, None], k.log_scale_BKT)
+            if self.causal:
+                assert cache is None or isinstance(cache, StateCache)
+                y_BKGTD = self._causal(q, k, v, layout, cache)
+            else:
+                y_BKGTD = self._bidirectional(q, k, v, layout)
+        y_BTC = self.out(y_BKGTD.flatten(1, 2).transpose(1, 2).flatten(2).to(x_BTC.dtype))
+        return F.dropout(y_BTC, self.dropout, self.training)
+
+    def _causal(
+        self, q_BKGTM: Tensor, k: Features, v_BKTD: Tensor, layout: Layout, cache: StateCache | None
+    ) -> Tensor:
+        sums = PrefixSums(*cache.sums) if cache else PrefixSums.empty(k.value_BKTM, v_BKTD)
+        outputs = []
+        for start in range(0, q_BKGTM.shape[3], CHUNK):
+            part = slice(start, start + CHUNK)
+            log_scale = None if k.log_scale_BKT is None else k.log_scale_BKT[..., part]
+            documents = None
+            if layout.documents_BT is not None:
+                documents = layout.documents_BT[:, part]
+                previous = layout.documents_BT[:, max(start - 1, 0)]
+                documents = torch.cat((previous[:, None], documents), dim=1)
+            y, sums = sums.advance(
+                q_BKGTM[..., part, :],
+                Features(k.value_BKTM[..., part, :], log_scale),
+                v_BKTD[..., part, :],
+                self.floor,
+                documents,
+            )
+            outputs.append(y)
+        if cache:
+            cache.sums = list(sums)
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=3)
+
+    def _bidirectional(self, q_BKGTM: Tensor, k: Features, v_BKTD: Tensor, layout: Layout) -> Tensor:
+        if layout.documents_BT is not None:
+            raise ValueError(
+                "document_ids: bidirectional kernel attention sums over the whole row; allowed: None"
+            )
+        weighted_BKTM = k.value_BKTM
+        if k.log_scale_BKT is not None:
+            relative = k.log_scale_BKT - k.log_scale_BKT.amax(-1, keepdim=True)
+            weighted_BKTM = weighted_BKTM * relative.exp()[..., None]
+        sums_BKMD = weighted_BKTM.transpose(-1, -2) @ v_BKTD
+        total_BKM = weighted_BKTM.sum(-2)
+        numerator = q_BKGTM @ sums_BKMD[:, :, None]
+        denominator = q_BKGTM @ total_BKM[:, :, None, :, None]
+        return numerator / denominator.clamp(min=self.floor)
+
+    def new_cache(
+        self,
+        batch_size: int,
+        capacity: int,  # noqa: ARG002  # the same call for every kind of attention
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> BlockCache:
+        """A cache whose size depends on no number of tokens: the sums so far, in float32."""
+        dtype = torch.promote_types(dtype, torch.float32)
+        M = self.feature_map.n_features
+        k_BKTM = torch.empty(batch_size, self.n_kv_heads, 0, M, dtype=dtype, device=device)
+        v_BKTD = torch.empty(batch_size, self.n_kv_heads, 0, self.head_dim, dtype=dtype, device=device)
+        return StateCache(PrefixSums.empty(k_BKTM, v_BKTD))
+
+
+class PrefixSums(NamedTuple):
+    """What the keys and values so far add up to, divided by exp of the largest log-scale so far.
+
+    Attributes:
+        values_BKMD: sum of phi(k) v^T, float32.
+        weights_BKM: sum of phi(k), float32.
+        log_scale_BK: that log-scale, float32.
+    """
+
+    values_BKMD: Tensor
+    weights_BKM: Tensor
+    log_scale_BK: Tensor
+
+    @classmethod
+    def empty(cls, k_BKTM: Tensor, v_BKTD: Tensor) -> PrefixSums:
+        """Of no keys yet."""
+        B, K, _, M = k_BKTM.shape
+        return cls(
+            k_BKTM.new_zeros(B, K, M, v_BKTD.shape[-1]),
+            k_BKTM.new_zeros(B, K, M),
+            k_BKTM.new_full((B, K), _NOTHING),
+        )
+
+    def advance(
+        self,
+        q_BKGLM: Tensor,
+        k: Features,
+        v_BKLD: Tensor,
+        floor: float,
+        documents_BL: Tensor | None = None,
+    ) -> tuple[Tensor, PrefixSums]:
+        """The outputs (B, K, G, L, D) of a chunk of L tokens, and the sums with these.
+
+        L = 1 is the recurrent form, L = T the quadratic one.
+
+        Args:
+            q_BKGLM: features of the queries; their scale does not matter.
+            k: features of the keys.
+            v_BKLD: values.
+            floor: the least denominator.
+            documents_BL: the document of the token before the chunk, then those of its L tokens.
+        """
+        values_BKMD, weights_BKM, before_BK = self
+        L = v_BKLD.shape[2]
+        time_L = torch.arange(L, device=v_BKLD.device)
+        visible_BLL = (time_L <= time_L[:, None])[None]
+        continues_BL = visible_BLL[:, :, 0]  # from the first token on, the sums of the past count
+        if documents_BL is not None:
+            visible_BLL = visible_BLL & (documents_BL[:, 1:, None] == documents_BL[:, None, 1:])
+            continues_BL = documents_BL[:, 1:] == documents_BL[:, :1]
+
+        inside = q_BKGLM @ k.value_BKTM.transpose(-1, -2)[:, :, None]
+        if k.log_scale_BKT is None:
+            inside = inside * visible_BLL[:, None, None]
+            past_BKL = continues_BL[:, None].to(inside.dtype)
+            last_BKL = visible_BLL[:, None, -1].to(inside.dtype)
+            after_BK = before_BK
+            carried_BK = past_BKL[..., -1]
+        else:
+            # As in an online softmax: each query divides by exp of the largest log-scale that it sees.
+            log_BKLL = k.log_scale_BKT[:, :, None].masked_fill(~visible_BLL[:, None], _NOTHING)
+            past_log_BKL = before_BK[..., None].masked_fill(~continues_BL[:, None], _NOTHING)
+            highest_BKL = torch.maximum(log_BKLL.amax(-1), past_log_BKL)
+            inside = inside * (log_BKLL - highest_BKL[..., None]).exp()[:, :, None]
+            past_BKL = (past_log_BKL - highest_BKL).exp()
+            last_BKL = (log_BKLL[..., -1, :] - highest_BKL[..., -1:]).exp()
+            after_BK = highest_BKL[..., -1]
+            carried_BK = past_BKL[..., -1]
+
+        q_past = q_BKGLM * past_BKL[:, :, None, :, None]
+        numerator = inside @ v_BKLD[:, :, None] + q_past @ values_BKMD[:, :, None]
+        denominator = inside.sum(-1, keepdim=True) + q_past @ weights_BKM[:, :, None, :, None]
+        weighted_BKLM = k.value_BKTM * last_BKL[..., None]
+        after = PrefixSums(
+            values_BKMD * carried_BK[..., None, None] + weighted_BKLM.transpose(-1, -2) @ v_BKLD,
+            weights_BKM * carried_BK[..., None] + weighted_BKLM.sum(-2),
+            after_BK,
+        )
+        return numerator / denominator.clamp(min=floor), after

@@ -128,6 +128,7 @@ class RackCache:
 
     Attributes:
         length: how many tokens are in it.
+        device: where.
     """
 
     def __init__(
@@ -135,8 +136,9 @@ class RackCache:
     ) -> None:
         self.blocks, self.batch_size, self.capacity = blocks, batch_size, capacity
         self.length = 0
-        self._device = device
+        self.device = device
         self._keep_BS: Tensor | None = None
+        self._length_on_device: Tensor | None = None
 
     def layout(self, x_BTC: Tensor, attention_mask: Tensor | None) -> Layout:
         """The Layout of a pass of T more tokens, `attention_mask` (B, T) saying which are real.
@@ -154,10 +156,38 @@ class RackCache:
             )
         keep_BT = padding_mask(attention_mask, batch_size, seq_len)
         if keep_BT is not None and self._keep_BS is None:
-            self._keep_BS = torch.ones(batch_size, self.capacity, dtype=torch.bool, device=self._device)
+            self._keep_BS = torch.ones(batch_size, self.capacity, dtype=torch.bool, device=self.device)
         if self._keep_BS is not None and keep_BT is not None:
             self._keep_BS[:, self.length : self.length + seq_len] = keep_BT
-        return Layout(x_BTC, start=self.length, keep_BS=self._keep_BS)
+        start = self.length if self._length_on_device is None else self._length_on_device
+        return Layout(x_BTC, start=start, keep_BS=self._keep_BS)
+
+    def advance(self, n_tokens: int) -> None:
+        """Count `n_tokens` more."""
+        self.length += n_tokens
+        if self._length_on_device is not None:
+            self._length_on_device += n_tokens
+
+    def count_on_device(self) -> None:
+        """From here on take single tokens, and compute nothing from a number that the host knows.
+
+        One captured or compiled step then serves every position. All slots are read each time.
+        """
+        self._length_on_device = torch.tensor(self.length, device=self.device)
+
+    def snapshot(self) -> list[Tensor]:
+        """Copies of what a step cannot simply write again; for `restore`."""
+        return [each.clone() for each in self._running()]
+
+    def restore(self, snapshot: list[Tensor]) -> None:
+        """Undo the steps since `snapshot` on the device; `length` is the caller's."""
+        for each, before in zip(self._running(), snapshot, strict=True):
+            each.copy_(before)
+
+    def _running(self) -> list[Tensor]:
+        blocks = [cache for stack in self.blocks for cache in stack]
+        sums = [each for cache in blocks if isinstance(cache, StateCache) for each in cache.sums]
+        return sums if self._length_on_device is None else [self._length_on_device, *sums]
 
     @property
     def nbytes(self) -> int:

@@ -86,7 +86,8 @@ class KernelAttention(Attention):
             )
             outputs.append(y)
         if cache:
-            cache.sums = list(sums)
+            for kept, new in zip(cache.sums, sums, strict=True):
+                kept.copy_(new)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=3)
 
     def _bidirectional(self, q_BKGTM: Tensor, k: Features, v_BKTD: Tensor, layout: Layout) -> Tensor:

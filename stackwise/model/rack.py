@@ -5,13 +5,15 @@ Shapes: B batch, T positions, C model width, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from stackwise.argument import check_range, check_sizes, require
 from stackwise.model.cache import RackCache
+from stackwise.model.generate import generate, stream
 from stackwise.model.initialization import initialize_embedding, initialize_head
 from stackwise.model.layout import Layout
 from stackwise.model.norm import create_norm
@@ -88,15 +90,41 @@ class Rack(nn.Module):
         Raises:
             ValueError: a mask of another shape or kind; a cache that is full, or has documents.
         """
+        return self.head(self.hidden(input_ids, attention_mask, document_ids, cache))
+
+    def hidden(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        cache: RackCache | None = None,
+    ) -> Tensor:
+        """What `head` reads, (B, T, C). Arguments and errors as in `forward`."""
         x_BTC = self.embed(input_ids)
         if cache is None:
-            return self.head(self.forward_from_stack(x_BTC, 0, None, attention_mask, document_ids))
+            return self.forward_from_stack(x_BTC, 0, None, attention_mask, document_ids)
         require(document_ids is None, "document_ids", document_ids, "None beside a cache")
         layout = cache.layout(x_BTC, attention_mask)
         for stack, caches in zip(self.stacks, cache.blocks, strict=True):
             x_BTC = stack(x_BTC, layout=layout, caches=caches)
-        cache.length += input_ids.shape[1]
-        return self.head(x_BTC)
+        cache.advance(input_ids.shape[1])
+        return x_BTC
+
+    def generate(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, *, max_new_tokens: int, **options: Any
+    ) -> Tensor:
+        """Continue each row; arguments and errors as in `stackwise.model.generate.generate`.
+
+        Returns:
+            int64 (B, T + N): the prompts, then N <= `max_new_tokens` tokens.
+        """
+        return generate(self, input_ids, attention_mask, max_new_tokens=max_new_tokens, **options)
+
+    def stream(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, *, max_new_tokens: int, **options: Any
+    ) -> Iterator[Tensor]:
+        """As `generate`, but each column of tokens (B,) as soon as it is there."""
+        return stream(self, input_ids, attention_mask, max_new_tokens=max_new_tokens, **options)
 
     def new_cache(self, batch_size: int, capacity: int, dtype: torch.dtype | None = None) -> RackCache:
         """Room for `capacity` tokens in each of `batch_size` rows, taken at once.

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from stackwise.config import StackWiseConfig
 from stackwise.device import resolve_device
+from stackwise.model.mode import evaluating
 from stackwise.model.rack import Rack
 from stackwise.seed import seeded
 from stackwise.stability.telemetry import StepBuffer, StepRecord, global_norm, gradient_norms, mean_loss
@@ -203,17 +204,13 @@ class ArchitectureTrainer:
             ValueError: a bidirectional Stack.
         """
         require_causal(rack)
-        modes = [(module, module.training) for module in rack.modules()]
-        rack.to(self.device).eval()
+        rack.to(self.device)
         total, count = torch.zeros(2, dtype=torch.float64, device=self.device)
-        try:
+        with evaluating(rack):
             for batch in map(_as_mapping, dataloader):
                 with autocast(self.config.training.precision, self.device):
                     batch_total, batch_count = next_token_total(rack, self._on_device(batch))
                 total, count = total + batch_total, count + batch_count
-        finally:
-            for module, training in modes:
-                module.training = training
         return float(total / count)
 
     def _on_device(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:

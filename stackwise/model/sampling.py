@@ -1,0 +1,63 @@
+"""Sampler: from logits to the next token, on the device.
+
+Shapes: B batch, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from stackwise.argument import check_number, check_sizes
+
+__all__ = ["Sampler"]
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """How the next token is drawn. The rules apply in the order of the attributes.
+
+    Attributes:
+        temperature: logits are divided by it; 0 takes the most likely token.
+        top_k: only the k most likely tokens, and those that tie with the last of them; None: all.
+        top_p: only the most likely tokens whose probabilities add up to p, the one that crosses p
+            included (Holtzman et al. 2020, arXiv:1904.09751); 1: all.
+
+    Raises:
+        ValueError: a value outside its range.
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_number("temperature", self.temperature, "a finite number >= 0", lambda t: t >= 0)
+        check_number("top_p", self.top_p, "0 < top_p <= 1", lambda p: 0 < p <= 1)
+        if self.top_k is not None:
+            check_sizes(top_k=self.top_k)
+
+    def __call__(self, logits_BV: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """Token ids (B,), int64. Never waits for the device."""
+        if self.temperature == 0:
+            return logits_BV.argmax(-1)
+        logits_BV = self.filter(logits_BV)
+        # argmax of p / Exp(1) is distributed as p, and needs no cumulative sum and no host.
+        noise_BV = torch.empty_like(logits_BV).exponential_(generator=generator)
+        return (logits_BV.softmax(-1) / noise_BV).argmax(-1)
+
+    def filter(self, logits_BV: Tensor) -> Tensor:
+        """The logits, float32, over the temperature, with -inf at what is never drawn."""
+        logits_BV = logits_BV.float() / self.temperature
+        if self.top_k is not None and self.top_k < logits_BV.shape[-1]:
+            least = logits_BV.topk(self.top_k, dim=-1).values[:, -1:]
+            logits_BV = logits_BV.masked_fill(logits_BV < least, float("-inf"))
+        if self.top_p < 1:
+            descending, order = logits_BV.sort(dim=-1, descending=True)
+            probability = descending.softmax(-1)
+            before = probability.cumsum(-1) - probability
+            dropped = torch.zeros_like(before, dtype=torch.bool).scatter(-1, order, before >= self.top_p)
+            logits_BV = logits_BV.masked_fill(dropped, float("-inf"))
+        return logits_BV

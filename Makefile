@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Threads that spin while they wait starve each other on a few cores.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo test test-all lint format bench clean
+.PHONY: demo test test-all lint format bench peers clean
 
 .venv/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "stackwise needs Python >= 3.11; say which: make PYTHON=python3.12")'
@@ -26,6 +26,10 @@ test-all: .venv/installed
 
 bench: .venv/installed
 	$(BIN)/python -m pytest bench
+
+# What bench.peers compares with.
+peers: .venv/installed
+	$(BIN)/python -m pip install --quiet --no-deps -r bench/peers.txt
 
 lint: .venv/installed
 	$(BIN)/ruff check .

@@ -12,12 +12,13 @@ import re
 import reprlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    TypeAdapter,
     ValidationError,
     ValidationInfo,
     field_validator,
@@ -294,6 +295,10 @@ class BlockConfig(_BlockSection):
         return _refuse_window(window, info)
 
 
+_WINDOW: TypeAdapter[int | None] = TypeAdapter(Size | None, config=ConfigDict(strict=True))
+_WINDOWS: TypeAdapter[list[int | None]] = TypeAdapter(list[Size | None], config=ConfigDict(strict=True))
+
+
 class ModelConfig(_BlockSection):
     """The Rack: a Block's keys, and what only the whole model has.
 
@@ -312,18 +317,18 @@ class ModelConfig(_BlockSection):
     tie_embeddings: bool = True
     architecture: ArchitectureConfig = Field(default_factory=ArchitectureConfig)
 
-    @field_validator("sliding_window")
+    @field_validator("sliding_window", mode="plain")
     @classmethod
-    def _some_window(
-        cls, window: int | list[int | None] | None, info: ValidationInfo
-    ) -> int | list[int | None] | None:
-        if isinstance(window, list):
-            if not window:
-                raise ValueError("a list needs at least one window")
-            for each in window:
-                _refuse_window(each, info)
-            return window
-        return _refuse_window(window, info)
+    def _some_window(cls, value: object, info: ValidationInfo) -> int | list[int | None] | None:
+        # Of a union, pydantic would report what each of its members expected.
+        if not isinstance(value, list):
+            return _refuse_window(_WINDOW.validate_python(value), info)
+        if not value:
+            raise ValueError("a list needs at least one window")
+        windows = _WINDOWS.validate_python(value)
+        for window in windows:
+            _refuse_window(window, info)
+        return windows
 
     def blocks(self) -> list[list[BlockConfig]]:
         """The configuration of every Block, by Stack."""
@@ -376,6 +381,8 @@ class TrainingConfig(_Section):
     """One training run. `seq_len` counts the tokens the model sees in one row of a batch.
 
     `grad_clip` is the largest global L2 norm of the gradient, `null` for no clipping.
+    `precision` is `fp32`, `bf16` (autocast) or `bf16_weights` (bfloat16 weights and gradients, float32
+    masters in the optimizer). `compile` pays where a run is longer than the half minute it takes.
     `device` is `auto` (CUDA where there is one, else the CPU), `cpu` or `cuda`, `cuda:1`, ...
     `checkpoint_dir=null` saves nothing; otherwise every `save_interval` steps and at the end.
     """
@@ -386,7 +393,8 @@ class TrainingConfig(_Section):
     max_steps: Size = 200
     seed: int = Field(0, ge=0, lt=2**63)
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:[0-9]+)?)$")
-    precision: Literal["fp32", "bf16"] = "bf16"
+    precision: Literal["fp32", "bf16", "bf16_weights"] = "bf16"
+    compile: bool = False
     grad_clip: float | None = Field(1.0, gt=0.0)
     log_interval: Size = 10
     checkpoint_dir: str | None = None
@@ -468,6 +476,8 @@ def _problems(section: type[BaseModel], error: ValidationError) -> list[str]:
                     lines.append(f"{path}.{key}: got {_show(value)}; {rule}")
             case "value_error":
                 lines.append(f"{path}: got {_show(detail['input'])}; {detail['ctx']['error']}")
+            case "missing":
+                lines.append(f"{path}: got nothing; it has no default")
             case _:
                 wanted = re.sub(r"^\w+ should (be )?", "", detail["msg"])
                 lines.append(f"{path}: got {_show(detail['input'])}; allowed: {wanted}")
@@ -477,8 +487,8 @@ def _problems(section: type[BaseModel], error: ValidationError) -> list[str]:
 def _fields_at(section: type[BaseModel], path: tuple[int | str, ...]) -> list[str]:
     for part in path:
         annotation = section.model_fields[str(part)].annotation
-        assert isinstance(annotation, type) and issubclass(annotation, BaseModel)
-        section = annotation
+        kinds = (annotation, *get_args(annotation))
+        (section,) = (kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel))
     return list(section.model_fields)
 
 

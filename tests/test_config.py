@@ -2,6 +2,7 @@
 
 import collections
 import copy
+import functools
 import math
 import pickle
 import random
@@ -16,10 +17,14 @@ from hypothesis import strategies as st
 
 from stackwise.config import (
     ArchitectureConfig,
+    BlockConfig,
     ConfigError,
     DataConfig,
+    KernelConfig,
+    LatentConfig,
     ModelConfig,
     OptimizerConfig,
+    RopeScalingConfig,
     ScheduleConfig,
     StackWiseConfig,
     TrainingConfig,
@@ -28,11 +33,20 @@ from stackwise.config import (
 SECTIONS = {
     "": StackWiseConfig,
     "model": ModelConfig,
+    "model.latent": LatentConfig,
+    "model.kernel": KernelConfig,
+    "model.rope_scaling": RopeScalingConfig,
     "model.architecture": ArchitectureConfig,
     "training": TrainingConfig,
     "training.optimizer": OptimizerConfig,
     "training.schedule": ScheduleConfig,
     "data": DataConfig,
+}
+# Sections that only some models have: what the model then is.
+OPTIONAL_SECTIONS = {
+    "model.latent": {"attention_type": "mla", "n_kv_heads": None, "latent": {}},
+    "model.kernel": {"attention_type": "kernel", "kernel": {}},
+    "model.rope_scaling": {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
 }
 # The smallest value of each integer.
 INTEGERS = {
@@ -41,7 +55,16 @@ INTEGERS = {
     "model.n_heads": 1,
     "model.n_kv_heads": 1,
     "model.d_ff": 1,
+    "model.head_dim": 1,
+    "model.max_seq_len": 1,
     "model.sliding_window": 1,
+    "model.latent.kv_lora_rank": 1,
+    "model.latent.q_lora_rank": 1,
+    "model.latent.qk_nope_head_dim": 1,
+    "model.latent.qk_rope_head_dim": 1,
+    "model.latent.v_head_dim": 1,
+    "model.kernel.n_features": 1,
+    "model.rope_scaling.original_max_position_embeddings": 1,
     "model.architecture.n_stacks": 1,
     "model.architecture.blocks_per_stack": 1,
     "training.batch_size": 1,
@@ -56,6 +79,12 @@ INTEGERS = {
 FLOATS = {
     "model.dropout": (0, [-1e-9, 1.0, 1, -1]),
     "model.rope_theta": (10, [0.0, 0, -1.0]),
+    "model.softcap": (30, [0.0, 0, -1.0]),
+    "model.norm_eps": (1, [0.0, 0, -1e-6]),
+    "model.kernel.bandwidth": (2, [0.0, 0, -1.0]),
+    "model.rope_scaling.factor": (2, [1 - 1e-9, 0, -1.0]),
+    "model.rope_scaling.low_freq_factor": (2, [0.0, 0, -1.0]),
+    "model.rope_scaling.high_freq_factor": (2, [0.0, 0, -1.0]),
     "training.grad_clip": (1, [0.0, 0, -1.0]),
     "training.optimizer.lr": (1, [0.0, 0, -1e-4]),
     "training.optimizer.weight_decay": (0, [-1e-9, -1]),
@@ -63,19 +92,35 @@ FLOATS = {
     "training.schedule.min_lr": (0, [-1e-9]),
     "data.validation_fraction": (0, [-0.1, 1.0, 1, 2]),
 }
-BOOLEANS = ["model.tie_embeddings", "model.freeze_up_proj", "model.use_rope", "data.shuffle"]
+BOOLEANS = [
+    "model.tie_embeddings",
+    "model.freeze_up_proj",
+    "model.use_rope",
+    "model.qkv_bias",
+    "training.compile",
+    "data.shuffle",
+]
 CHOICES = {
-    "model.attention_type": ["mha", "gqa"],
+    "model.attention_type": ["mha", "gqa", "mqa", "mla", "kernel"],
     "model.attention_mode": ["causal", "bidirectional"],
     "model.norm": ["rmsnorm", "layernorm"],
+    "model.norm_position": ["pre", "post"],
+    "model.qk_norm": ["head", "width"],
+    "model.kernel.feature_map": ["favor", "gaussian", "laplacian", "elu"],
+    "model.rope_scaling.rope_type": ["linear", "llama3"],
     "training.training_architecture": ["rackwise"],
-    "training.precision": ["fp32", "bf16"],
+    "training.precision": ["fp32", "bf16", "bf16_weights"],
     "training.schedule.kind": ["cosine", "linear", "constant"],
 }
 TEXTS = ["training.checkpoint_dir", "data.dataset_path"]
 MAY_BE_NULL = {
     "model.n_kv_heads",
+    "model.head_dim",
+    "model.max_seq_len",
+    "model.qk_norm",
+    "model.softcap",
     "model.sliding_window",
+    "model.latent.q_lora_rank",
     "training.grad_clip",
     "training.schedule.warmup_steps",
     *TEXTS,
@@ -95,6 +140,93 @@ DEVICES_REFUSED = [
     "cuda:\u0661",
 ]
 
+# Keys of a Block that do not fit together: the keys, the one refused, what its line must contain.
+REFUSED_MODELS = [
+    ({"attention_type": "mha", "n_kv_heads": 4}, "attention_type", ["'mha'", "n_kv_heads=4", "8", "'gqa'"]),
+    ({"attention_type": "gqa", "n_kv_heads": None}, "attention_type", ["'gqa'", "needs n_kv_heads", "'mha'"]),
+    (
+        {"attention_type": "mqa", "n_kv_heads": 2},
+        "attention_type",
+        ["'mqa'", "n_kv_heads=null or 1", "n_kv_heads=2", "'gqa'"],
+    ),
+    ({"attention_type": "mla", "n_kv_heads": 8}, "attention_type", ["'mla'", "=null", "n_kv_heads=8"]),
+    (
+        {"attention_type": "mla", "n_kv_heads": None, "head_dim": 64},
+        "attention_type",
+        ["'mla'", "head_dim=null", "latent"],
+    ),
+    ({"attention_type": "mqa", "n_kv_heads": 1, "latent": {}}, "latent", ["{}", "'mla'", "'mqa'"]),
+    ({"attention_type": "kernel", "latent": {}}, "latent", ["{}", "'mla'", "'kernel'"]),
+    ({"kernel": {"n_features": 8}}, "kernel", ["{'n_features': 8}", "'kernel'", "'gqa'"]),
+    (
+        {"attention_type": "mla", "n_kv_heads": None, "kernel": {}},
+        "kernel",
+        ["{}", "'kernel'", "'mla'"],
+    ),
+    (
+        {"attention_type": "mla", "n_kv_heads": None, "qk_norm": "head"},
+        "qk_norm",
+        ["'head'", "attention_type='mla' has none"],
+    ),
+    (
+        {"attention_type": "mla", "n_kv_heads": None, "qkv_bias": True},
+        "qkv_bias",
+        ["True", "attention_type='mla' has none"],
+    ),
+    (
+        {"attention_type": "kernel", "softcap": 3.0},
+        "softcap",
+        ["3.0", "attention_type='kernel' has none"],
+    ),
+    (
+        {"attention_type": "kernel", "sliding_window": 5},
+        "sliding_window",
+        ["5", "attention_type='kernel' sees the whole past", "allowed: null"],
+    ),
+    ({"head_dim": 5}, "use_rope", ["True", "even", "it is 5"]),
+    ({"head_dim": 1, "n_heads": 3, "n_kv_heads": 3}, "use_rope", ["True", "even", "it is 1"]),
+    (
+        {"use_rope": False, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        "rope_scaling",
+        ["'linear'", "needs use_rope=true"],
+    ),
+    (
+        {
+            "attention_type": "mla",
+            "n_kv_heads": None,
+            "latent": {"qk_rope_head_dim": 3},
+        },
+        "latent.qk_rope_head_dim",
+        ["3", "must be even"],
+    ),
+    (
+        {"attention_type": "kernel", "kernel": {"feature_map": "gaussian", "n_features": 7}},
+        "kernel.n_features",
+        ["7", "must be even", "cosine and a sine"],
+    ),
+    (
+        {"attention_type": "kernel", "kernel": {"feature_map": "laplacian", "n_features": 1}},
+        "kernel.n_features",
+        ["1", "must be even"],
+    ),
+    (
+        {"rope_scaling": {"rope_type": "llama3", "factor": 2.0, "high_freq_factor": 1.0}},
+        "rope_scaling.high_freq_factor",
+        ["1.0", "must exceed low_freq_factor=1.0"],
+    ),
+    (
+        {"rope_scaling": {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 5.0}},
+        "rope_scaling.high_freq_factor",
+        ["4.0", "must exceed low_freq_factor=5.0"],
+    ),
+    ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling.factor", ["got nothing", "no default"]),
+    ({"rope_scaling": {"factor": 2.0}}, "rope_scaling.rope_type", ["got nothing", "no default"]),
+    (
+        {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
+        "rope_scaling.rope_type",
+        ["'yarn'", "'llama3'"],
+    ),
+]
 # Combinations of values that are each fine: the mapping, the path refused, what its line must contain.
 INCONSISTENT = [
     ({"model": {"d_model": 64, "n_heads": 7}}, "model.n_heads", ["7", "d_model=64"]),
@@ -104,6 +236,18 @@ INCONSISTENT = [
     ({"model": {"attention_type": "mha"}}, "model.attention_type", ["'mha'", "n_kv_heads=2", "8"]),
     ({"model": {"n_kv_heads": None}}, "model.attention_type", ["'gqa'", "n_kv_heads", "mha"]),
     ({"model": {"d_model": 6, "n_heads": 2}}, "model.use_rope", ["True", "even", "3"]),
+    *(({"model": model}, f"model.{key}", parts) for model, key, parts in REFUSED_MODELS),
+    ({"model": {"sliding_window": []}}, "model.sliding_window", ["[]", "at least one"]),
+    ({"model": {"sliding_window": [4, 0]}}, "model.sliding_window.1", ["0", "greater than or equal to 1"]),
+    ({"model": {"sliding_window": ["4"]}}, "model.sliding_window.0", ["'4'", "integer"]),
+    ({"model": {"sliding_window": [[4]]}}, "model.sliding_window.0", ["[4]", "integer"]),
+    ({"model": {"sliding_window": [True, None]}}, "model.sliding_window.0", ["True", "integer"]),
+    ({"model": {"sliding_window": (4,)}}, "model.sliding_window", ["(4,)", "integer"]),
+    (
+        {"model": {"attention_type": "kernel", "sliding_window": [None, 4]}},
+        "model.sliding_window",
+        ["[None, 4]", "attention_type='kernel'", "null"],
+    ),
     (
         {"training": {"max_steps": 19, "schedule": {"warmup_steps": 20}}},
         "training.schedule.warmup_steps",
@@ -137,6 +281,18 @@ CONSISTENT = [
     {"model": {"n_heads": 8, "n_kv_heads": None, "attention_type": "mha"}},
     {"model": {"n_heads": 8, "n_kv_heads": 8, "attention_type": "gqa"}},
     {"model": {"n_heads": 8, "n_kv_heads": 1}},
+    {"model": {"n_heads": 8, "n_kv_heads": None, "attention_type": "mqa"}},
+    {"model": {"n_heads": 8, "n_kv_heads": 1, "attention_type": "mqa"}},
+    {"model": {"n_kv_heads": None, "attention_type": "mla", "softcap": 1.0, "sliding_window": 3}},
+    {"model": {"n_kv_heads": None, "attention_type": "mla", "latent": {"q_lora_rank": 7, "v_head_dim": 5}}},
+    {"model": {"n_kv_heads": None, "attention_type": "mla", "d_model": 24, "n_heads": 8}},
+    {"model": {"attention_type": "kernel", "qk_norm": "head", "qkv_bias": True}},
+    {"model": {"attention_type": "kernel", "sliding_window": [None, None]}},
+    {"model": {"attention_type": "kernel", "kernel": {"feature_map": "favor", "n_features": 7}}},
+    {"model": {"d_model": 7, "head_dim": 4, "n_heads": 6, "n_kv_heads": 3}},
+    {"model": {"d_model": 7, "head_dim": 5, "n_heads": 6, "n_kv_heads": 3, "use_rope": False}},
+    {"model": {"sliding_window": [256, None]}},
+    {"model": {"sliding_window": [1] * 100}},
     {"training": {"max_steps": 1}},
     {"training": {"max_steps": 20, "schedule": {"warmup_steps": 20}}},
     {"training": {"schedule": {"warmup_steps": 200}}},
@@ -218,9 +374,30 @@ HOSTILE_BYTES = {
 
 
 def nested(path, value):
+    """The mapping with one value, in a model that has the section it is of."""
     for key in reversed(path.split(".")):
         value = {key: value}
+    for section, model in OPTIONAL_SECTIONS.items():
+        if path.startswith(f"{section}."):
+            return merged({"model": model}, value)
     return value
+
+
+def merged(mapping, other):
+    """`other` over `mapping`, section by section."""
+    return mapping | {
+        key: merged(mapping[key], value)
+        if isinstance(value, dict) and isinstance(mapping.get(key), dict)
+        else value
+        for key, value in other.items()
+    }
+
+
+def missing_or(mapping, path):
+    """The value at `path`, or null where a section on the way is null."""
+    for key in path.split("."):
+        mapping = None if mapping is None else mapping[key]
+    return mapping
 
 
 def not_null(path):
@@ -250,13 +427,15 @@ def is_float(value):
 
 def assert_valid(mapping):
     """Every rule of the format, spelled out for the dict of one whole configuration."""
-    leaves = dict.fromkeys([*INTEGERS, *FLOATS, *BOOLEANS, *CHOICES, *TEXTS], mapping)
-    for path in leaves:
-        for key in path.split("."):
-            leaves[path] = leaves[path][key]
-    for path, value in leaves.items():
+    for path in [*INTEGERS, *FLOATS, *BOOLEANS, *CHOICES, *TEXTS]:
+        section = path.rpartition(".")[0]
+        if section in OPTIONAL_SECTIONS and missing_or(mapping, section) is None:
+            continue
+        value = missing_or(mapping, path)
         if value is None:
-            assert path in MAY_BE_NULL
+            assert path in MAY_BE_NULL, path
+        elif path == "model.sliding_window" and type(value) is list:
+            assert value and all(window is None or is_int(window, 1) for window in value)
         elif path in INTEGERS:
             assert is_int(value, INTEGERS[path]), path
         elif path in FLOATS:
@@ -269,13 +448,7 @@ def assert_valid(mapping):
             assert type(value) is str, path
     model, training, data = mapping["model"], mapping["training"], mapping["data"]
     optimizer, schedule = training["optimizer"], training["schedule"]
-    n_heads = model["n_heads"]
-    n_kv_heads = n_heads if model["n_kv_heads"] is None else model["n_kv_heads"]
-    assert model["d_model"] % n_heads == 0 and n_heads % n_kv_heads == 0
-    assert model["attention_type"] == "gqa" or n_kv_heads == n_heads
-    assert model["attention_type"] == "mha" or model["n_kv_heads"] is not None
-    assert not model["use_rope"] or (model["d_model"] // n_heads) % 2 == 0
-    assert 0 <= model["dropout"] < 1 and model["rope_theta"] > 0
+    assert_model_is_consistent(model)
     assert re.fullmatch("auto|cpu|cuda(:[0-9]+)?", training["device"])
     assert training["seed"] < 2**63 and (training["grad_clip"] is None or training["grad_clip"] > 0)
     assert optimizer["lr"] > 0 and optimizer["weight_decay"] >= 0 and optimizer["eps"] > 0
@@ -285,40 +458,128 @@ def assert_valid(mapping):
     assert 0 <= data["validation_fraction"] < 1
 
 
+def assert_model_is_consistent(model):
+    kind, n_heads, n_kv_heads = model["attention_type"], model["n_heads"], model["n_kv_heads"]
+    assert n_heads % (n_kv_heads or n_heads) == 0
+    assert model["head_dim"] is not None or model["d_model"] % n_heads == 0
+    head_dim = model["head_dim"] or model["d_model"] // n_heads
+    match kind:
+        case "mha":
+            assert n_kv_heads in (None, n_heads)
+        case "gqa":
+            assert n_kv_heads is not None
+        case "mqa":
+            assert n_kv_heads in (None, 1)
+        case "mla":
+            assert n_kv_heads is None and model["head_dim"] is None
+            assert model["qk_norm"] is None and not model["qkv_bias"]
+        case "kernel":
+            assert model["softcap"] is None
+            assert model["sliding_window"] is None or set(model["sliding_window"]) == {None}
+    assert model["latent"] is None or (kind == "mla" and model["latent"]["qk_rope_head_dim"] % 2 == 0)
+    if model["kernel"] is not None:
+        assert kind == "kernel" and model["kernel"]["bandwidth"] > 0
+        pairs = model["kernel"]["feature_map"] in ("gaussian", "laplacian")
+        assert not pairs or model["kernel"]["n_features"] % 2 == 0
+    assert not model["use_rope"] or kind == "mla" or head_dim % 2 == 0
+    if model["rope_scaling"] is not None:
+        scaling = model["rope_scaling"]
+        assert model["use_rope"] and scaling["factor"] >= 1
+        assert 0 < scaling["low_freq_factor"] < scaling["high_freq_factor"]
+    assert 0 <= model["dropout"] < 1 and model["rope_theta"] > 0 and model["norm_eps"] > 0
+    assert model["softcap"] is None or model["softcap"] > 0
+
+
 counts = st.integers(1, 10**6)
 positive = st.floats(0, exclude_min=True, allow_infinity=False)
 fraction = st.floats(0, 1, exclude_max=True)
 paths = st.none() | st.text()
 
 
+latents = st.fixed_dictionaries(
+    {
+        "kv_lora_rank": counts,
+        "q_lora_rank": st.none() | counts,
+        "qk_nope_head_dim": counts,
+        "qk_rope_head_dim": counts.map(lambda half: 2 * half),
+        "v_head_dim": counts,
+    }
+)
+kernels = st.fixed_dictionaries(
+    {
+        "feature_map": st.sampled_from(["favor", "gaussian", "laplacian", "elu"]),
+        "n_features": counts.map(lambda half: 2 * half),
+        "bandwidth": positive,
+    }
+)
+scalings = st.fixed_dictionaries(
+    {
+        "rope_type": st.sampled_from(["linear", "llama3"]),
+        "factor": st.floats(1, allow_infinity=False),
+        "low_freq_factor": st.floats(0, 1, exclude_min=True),
+        "high_freq_factor": st.floats(1, exclude_min=True, allow_infinity=False),
+        "original_max_position_embeddings": counts,
+    }
+)
+kinds = st.sampled_from(["mha", "gqa", "mqa", "mla", "kernel"])
+
+
+@st.composite
+def valid_models(draw):
+    """Complete mappings of a model that satisfy every rule, built without the code under test."""
+    n_kv_heads, group, half_head = (draw(st.integers(1, 9)) for _ in range(3))
+    kind, use_rope = draw(kinds), draw(st.booleans())
+    n_heads = n_kv_heads * group
+    head_dim = half_head * (2 if use_rope else 1)
+    own_head_dim = kind != "mla" and draw(st.booleans())
+    match kind:
+        case "mha":
+            n_kv_heads = draw(st.sampled_from([None, n_heads]))
+        case "mqa":
+            n_kv_heads = draw(st.sampled_from([None, 1]))
+        case "mla":
+            n_kv_heads = None
+        case "kernel":
+            n_kv_heads = draw(st.sampled_from([None, n_kv_heads]))
+    window = st.none() | counts
+    windows = window | st.lists(window, min_size=1, max_size=4)
+    if kind == "kernel":
+        windows = st.none() | st.lists(st.none(), min_size=1, max_size=4)
+    return {
+        "vocab_size": draw(counts),
+        "d_model": draw(counts) if own_head_dim else n_heads * head_dim,
+        "n_heads": n_heads,
+        "n_kv_heads": n_kv_heads,
+        "head_dim": head_dim if own_head_dim else None,
+        "d_ff": draw(counts),
+        "attention_type": kind,
+        "attention_mode": draw(st.sampled_from(["causal", "bidirectional"])),
+        "latent": draw(st.none() | latents) if kind == "mla" else None,
+        "kernel": draw(st.none() | kernels) if kind == "kernel" else None,
+        "qk_norm": None if kind == "mla" else draw(st.sampled_from([None, "head", "width"])),
+        "softcap": None if kind == "kernel" else draw(st.none() | positive),
+        "qkv_bias": kind != "mla" and draw(st.booleans()),
+        "sliding_window": draw(windows),
+        "max_seq_len": draw(st.none() | counts),
+        "norm": draw(st.sampled_from(["rmsnorm", "layernorm"])),
+        "norm_eps": draw(positive),
+        "norm_position": draw(st.sampled_from(["pre", "post"])),
+        "dropout": draw(fraction),
+        "tie_embeddings": draw(st.booleans()),
+        "freeze_up_proj": draw(st.booleans()),
+        "use_rope": use_rope,
+        "rope_theta": draw(positive),
+        "rope_scaling": draw(st.none() | scalings) if use_rope else None,
+        "architecture": {"n_stacks": draw(counts), "blocks_per_stack": draw(counts)},
+    }
+
+
 @st.composite
 def valid_mappings(draw):
     """Complete mappings that satisfy every rule, built without the code under test."""
-    n_kv_heads, group, half_head = (draw(st.integers(1, 9)) for _ in range(3))
-    use_rope = draw(st.booleans())
-    n_heads = n_kv_heads * group
-    attention_type = draw(st.sampled_from(["mha", "gqa"]))
-    if attention_type == "mha":
-        n_kv_heads = draw(st.sampled_from([None, n_heads]))
     max_steps, lr = draw(counts), draw(positive)
     return {
-        "model": {
-            "vocab_size": draw(counts),
-            "d_model": n_heads * half_head * (2 if use_rope else 1),
-            "n_heads": n_heads,
-            "n_kv_heads": n_kv_heads,
-            "d_ff": draw(counts),
-            "attention_type": attention_type,
-            "attention_mode": draw(st.sampled_from(["causal", "bidirectional"])),
-            "sliding_window": draw(st.none() | counts),
-            "norm": draw(st.sampled_from(["rmsnorm", "layernorm"])),
-            "dropout": draw(fraction),
-            "tie_embeddings": draw(st.booleans()),
-            "freeze_up_proj": draw(st.booleans()),
-            "use_rope": use_rope,
-            "rope_theta": draw(positive),
-            "architecture": {"n_stacks": draw(counts), "blocks_per_stack": draw(counts)},
-        },
+        "model": draw(valid_models()),
         "training": {
             "training_architecture": "rackwise",
             "batch_size": draw(counts),
@@ -326,7 +587,8 @@ def valid_mappings(draw):
             "max_steps": max_steps,
             "seed": draw(st.integers(0, 2**63 - 1)),
             "device": draw(st.sampled_from(["auto", "cpu", "cuda", "cuda:0", "cuda:17"])),
-            "precision": draw(st.sampled_from(["fp32", "bf16"])),
+            "precision": draw(st.sampled_from(["fp32", "bf16", "bf16_weights"])),
+            "compile": draw(st.booleans()),
             "grad_clip": draw(st.none() | positive),
             "log_interval": draw(counts),
             "checkpoint_dir": draw(paths),
@@ -518,7 +780,16 @@ class TestUnknownKeys:
 
 
 class TestTypes:
-    @pytest.mark.parametrize("path, value", [(p, v) for p in INTEGERS for v in NO_INTEGERS + not_null(p)])
+    @pytest.mark.parametrize(
+        "path, value",
+        [
+            (path, value)
+            for path in INTEGERS
+            for value in NO_INTEGERS + not_null(path)
+            # A list of windows is one for each of several blocks.
+            if path != "model.sliding_window" or not isinstance(value, list)
+        ],
+    )
     def test_integers(self, path, value):
         (line,) = refusal(nested(path, value))
         assert line.startswith(f"{path}: got {value!r}") and "integer" in line
@@ -554,9 +825,11 @@ class TestTypes:
         (line,) = refusal(nested(path, value))
         assert line.startswith(f"{path}: got {value!r}") and "boolean" in line
 
-    @pytest.mark.parametrize("value", ["", "x", 0, True, None, ["causal"]])
-    @pytest.mark.parametrize("path, allowed", CHOICES.items())
-    def test_choices(self, path, allowed, value):
+    @pytest.mark.parametrize(
+        "path, value", [(p, v) for p in CHOICES for v in ["", "x", 0, True, ["causal"], *not_null(p)]]
+    )
+    def test_choices(self, path, value):
+        allowed = CHOICES[path]
         for wrong in (value, allowed[0].upper(), f"{allowed[0]} "):
             (line,) = refusal(nested(path, wrong))
             assert line.startswith(f"{path}: got {wrong!r}")
@@ -583,6 +856,9 @@ class TestTypes:
     @pytest.mark.parametrize("value", [None, 0, True, "x", [], [1], ["a", "b"]])
     @pytest.mark.parametrize("path", [path for path in SECTIONS if path])
     def test_sections(self, path, value):
+        if value is None and path in OPTIONAL_SECTIONS:
+            assert missing_or(StackWiseConfig.from_dict(nested(path, None)).to_dict(), path) is None
+            return
         (line,) = refusal(nested(path, value))
         assert line.startswith(f"{path}: got {value!r}") and "dictionary" in line
 
@@ -618,11 +894,52 @@ class TestConsistency:
     def test_accepted(self, mapping):
         assert_valid(StackWiseConfig.from_dict(mapping).to_dict())
 
+    @pytest.mark.parametrize("keys, key, parts", REFUSED_MODELS)
+    def test_a_block_refuses_what_a_model_refuses(self, keys, key, parts):
+        sizes = {"d_model": 512, "d_ff": 64, "n_heads": 8, "n_kv_heads": 2, "attention_type": "gqa"}
+        with pytest.raises(ConfigError) as caught:
+            BlockConfig.from_dict({**sizes, **keys}, source="Block")
+        (line,) = caught.value.problems
+        assert line.startswith(f"{key}: ") and all(part in line for part in parts), line
+        assert str(caught.value).startswith("Block: 1 problem\n")
+
+    def test_a_block_has_one_window(self):
+        for window in ([4], [4, None]):
+            with pytest.raises(ConfigError, match=r"sliding_window: got \[4.*allowed: a valid integer"):
+                BlockConfig.from_dict({"d_model": 8, "d_ff": 8, "n_heads": 2, "sliding_window": window})
+
+    @pytest.mark.parametrize("key", ["d_model", "d_ff", "n_heads"])
+    def test_what_a_block_needs(self, key):
+        sizes = {"d_model": 8, "d_ff": 8, "n_heads": 2}
+        del sizes[key]
+        with pytest.raises(ConfigError) as caught:
+            BlockConfig.from_dict(sizes)
+        (line,) = caught.value.problems
+        assert line == f"{key}: got nothing; it has no default"
+
+    @given(valid_models())
+    def test_every_block_of_a_model(self, mapping):
+        mapping["architecture"] = {"n_stacks": 2, "blocks_per_stack": 3}
+        model = ModelConfig.from_dict(mapping)
+        blocks = model.blocks()
+        assert [len(stack) for stack in blocks] == [3, 3]
+        windows = mapping["sliding_window"]
+        windows = windows if isinstance(windows, list) else [windows]
+        for i, block in enumerate(block for stack in blocks for block in stack):
+            keys = {key: value for key, value in mapping.items() if key in BlockConfig.model_fields}
+            assert block.to_dict() == keys | {"sliding_window": windows[i % len(windows)]}
+        assert model.to_dict() == mapping
+
     @given(d_model=st.integers(1, 48), n_heads=st.integers(1, 16), n_kv_heads=st.none() | st.integers(1, 16))
     def test_heads(self, d_model, n_heads, n_kv_heads):
         kv = n_heads if n_kv_heads is None else n_kv_heads
         divides = d_model % n_heads == 0 and n_heads % kv == 0
-        for attention_type, fits in (("mha", kv == n_heads), ("gqa", n_kv_heads is not None)):
+        for attention_type, fits in (
+            ("mha", kv == n_heads),
+            ("gqa", n_kv_heads is not None),
+            ("mqa", n_kv_heads in (None, 1)),
+            ("kernel", True),
+        ):
             for use_rope in (False, True):
                 allowed = divides and fits and not (use_rope and (d_model // n_heads) % 2)
                 model = {
@@ -698,14 +1015,14 @@ class TestAssignment:
     @pytest.mark.parametrize("path", [*INTEGERS, *FLOATS, *BOOLEANS, *CHOICES, "training.device"])
     def test_refused_assignment_changes_nothing(self, path):
         *section_path, name = path.split(".")
-        config = StackWiseConfig()
-        section = config
+        mapping = {"model": OPTIONAL_SECTIONS.get(".".join(section_path), {})}
+        config = section = StackWiseConfig.from_dict(mapping)
         for key in section_path:
             section = getattr(section, key)
         for value in ("x", -1, [], math.nan):
             with pytest.raises(ConfigError, match=f"{name}: got"):
                 setattr(section, name, value)
-        assert config == StackWiseConfig()
+        assert config == StackWiseConfig.from_dict(mapping)
 
     def test_accepted_assignment(self):
         config = StackWiseConfig()
@@ -740,10 +1057,13 @@ class TestAssignment:
 
     @pytest.mark.parametrize("section", SECTIONS)
     def test_unknown_name(self, section):
-        instance = SECTIONS[section]()
+        build = functools.partial(
+            SECTIONS[section].from_dict, OPTIONAL_SECTIONS.get(section, {}).get(section[6:], {})
+        )
+        instance = build()
         with pytest.raises(ConfigError, match="zzzz: unknown key"):
             instance.zzzz = 1
-        assert not hasattr(instance, "zzzz") and instance == SECTIONS[section]()
+        assert not hasattr(instance, "zzzz") and instance == build()
 
     def test_validate_sees_what_a_section_alone_cannot(self):
         config = StackWiseConfig()
@@ -759,9 +1079,21 @@ class TestAssignment:
         st.lists(
             st.tuples(
                 st.sampled_from(
-                    ["d_model", "n_heads", "n_kv_heads", "attention_type", "use_rope", "dropout"]
+                    [
+                        "d_model",
+                        "n_heads",
+                        "n_kv_heads",
+                        "head_dim",
+                        "attention_type",
+                        "use_rope",
+                        "dropout",
+                        "sliding_window",
+                        "softcap",
+                        "qk_norm",
+                    ]
                 ),
-                st.sampled_from([None, 0, 1, 2, 3, 4, 8, 12, 24, 0.5, "mha", "gqa", True, False]),
+                st.sampled_from([None, 0, 1, 2, 3, 4, 8, 12, 24, 0.5, "mha", "gqa", "mqa", "mla", "kernel"])
+                | st.sampled_from(["head", [4, None], [], True, False]),
             ),
             max_size=12,
         )

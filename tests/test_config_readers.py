@@ -3,7 +3,7 @@
 import contextlib
 import math
 import sys
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -11,7 +11,8 @@ from pydantic import BaseModel, Field, create_model
 from torch import nn
 
 from stackwise import config as module
-from stackwise.config import StackWiseConfig
+from stackwise.config import BlockConfig, ModelConfig, StackWiseConfig
+from stackwise.model import block as block_module
 from stackwise.model import create_rack_from_config
 from stackwise.training import ArchitectureTrainer, create_data
 
@@ -61,19 +62,43 @@ OTHER_EFFECTS = {
     "training.training_architecture",
     "training.max_steps",
     "training.device",
+    "training.compile",
     "training.log_interval",
     "training.checkpoint_dir",
     "training.save_interval",
 }
 
 
-def leaves_of(section, path=""):
-    """(path, class name, field name) of every field that is not itself a section."""
+# Between them and a plain model, these use every field of a Block.
+KINDS = [
+    {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}},
+    {"attention_type": "mla", "n_kv_heads": None, "latent": {"kv_lora_rank": 4, "qk_rope_head_dim": 4}},
+    {"attention_type": "kernel", "kernel": {"n_features": 4}},
+]
+
+
+def section_of(annotation):
+    """The section that a field is, or may be instead of null; None: it is none."""
+    kinds = [annotation, *get_args(annotation)]
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+
+
+def leaves_of(section, block=BlockConfig, path=""):
+    """(path, class name, field name) of every field that is not itself a section.
+
+    What a Rack and its Blocks are both configured by, `ModelConfig.blocks` hands on to a `block`, of which
+    it is to be read. The windows are not handed on but spread over the Blocks: they are read of both.
+    """
     for name, field in section.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from leaves_of(field.annotation, f"{path}{name}.")
+        inner = section_of(field.annotation)
+        if issubclass(section, ModelConfig) and name in block.model_fields and name != "sliding_window":
+            continue
+        if inner is not None:
+            yield from leaves_of(inner, block, f"{path}{name}.")
         else:
             yield f"{path}{name}", section.__name__, name
+    if issubclass(section, ModelConfig):
+        yield from leaves_of(block, block, f"{path}blocks.")
 
 
 LEAVES = {path: (owner, name) for path, owner, name in leaves_of(StackWiseConfig)}
@@ -99,14 +124,16 @@ def mapping(tmp_path):
 def recorded_reads():
     """The (class name, field name) pairs that are read as attributes meanwhile.
 
-    What the configuration reads of itself, to validate, does not count.
+    What the configuration reads of itself, to validate, does not count; `ModelConfig.blocks` validates
+    nothing, and what it asks for decides which Blocks there are.
     """
     reads = set()
     original = module._Section.__getattribute__
 
     def reading(self, name):
         owner = type(self)
-        inside = sys._getframe(1).f_code.co_filename == module.__file__
+        code = sys._getframe(1).f_code
+        inside = code.co_filename == module.__file__ and code.co_qualname != "ModelConfig.blocks"
         if name in owner.__pydantic_fields__ and not inside:
             reads.add((owner.__name__, name))
         return original(self, name)
@@ -143,27 +170,75 @@ def run(mapping, config_class=StackWiseConfig):
     return seen
 
 
+@pytest.fixture
+def reads_of_every_kind(mapping, tmp_path):
+    """The reads of runs that between them use every part of the configuration."""
+
+    def reads_of(config_class=StackWiseConfig):
+        with recorded_reads() as reads:
+            run(changed(mapping, "training.checkpoint_dir", str(tmp_path / "runs")), config_class)
+            for kind in KINDS:
+                run({**mapping, "model": mapping["model"] | kind}, config_class)
+        return reads
+
+    return reads_of
+
+
 class TestReaders:
     def test_the_fields_were_found(self):
-        assert len(LEAVES) > 30
-        assert {"model.architecture.n_stacks", "training.optimizer.betas", "data.shuffle"} <= LEAVES.keys()
+        assert len(LEAVES) > 50
+        assert {
+            "model.architecture.n_stacks",
+            "model.max_seq_len",
+            "model.sliding_window",
+            "model.blocks.sliding_window",
+            "model.blocks.d_ff",
+            "model.blocks.latent.q_lora_rank",
+            "model.blocks.kernel.bandwidth",
+            "model.blocks.rope_scaling.factor",
+            "training.optimizer.betas",
+            "data.shuffle",
+        } <= LEAVES.keys()
+        assert LEAVES["model.blocks.d_ff"] == ("BlockConfig", "d_ff")
+        owners = {owner for path, (owner, _) in LEAVES.items() if not path.startswith("model.blocks.")}
+        assert "BlockConfig" not in owners
+        for name in ModelConfig.model_fields.keys() - {"architecture"}:
+            paths = {path for path in LEAVES if path.startswith((f"model.{name}", f"model.blocks.{name}"))}
+            assert paths, name
 
-    def test_every_field_is_read(self, mapping, tmp_path):
-        with recorded_reads() as reads:
-            run(changed(mapping, "training.checkpoint_dir", str(tmp_path / "runs")))
-        assert unread(reads) == []
+    def test_every_field_is_read(self, reads_of_every_kind):
+        assert unread(reads_of_every_kind()) == []
 
     @pytest.mark.parametrize("section", ["model", "training", "data"])
-    def test_a_field_that_nothing_reads_shows(self, mapping, section):
+    def test_a_field_that_nothing_reads_shows(self, reads_of_every_kind, section):
         base = StackWiseConfig.model_fields[section].annotation
         longer = create_model(base.__name__, __base__=base, forgotten=(int, 3))
         whole = create_model(
             "StackWiseConfig", __base__=StackWiseConfig, **{section: (longer, Field(default_factory=longer))}
         )
         leaves = {path: (owner, name) for path, owner, name in leaves_of(whole)}
+        assert unread(reads_of_every_kind(whole), leaves) == [f"{section}.forgotten"]
+
+    def test_a_field_of_a_block_that_nothing_reads_shows(self, reads_of_every_kind, monkeypatch):
+        longer = create_model("BlockConfig", __base__=BlockConfig, forgotten=(int, 3))
+        for place in (module, block_module):
+            monkeypatch.setattr(place, "BlockConfig", longer)
+        leaves = {path: (owner, name) for path, owner, name in leaves_of(StackWiseConfig, longer)}
+        assert unread(reads_of_every_kind(), leaves) == ["model.blocks.forgotten"]
+
+    def test_handing_on_is_not_reading(self, mapping):
+        """`ModelConfig.blocks` reads what it decides by, and nothing of what it only hands on."""
+        config = StackWiseConfig.from_dict(mapping)
         with recorded_reads() as reads:
-            run(changed(mapping, "training.checkpoint_dir", mapping["data"]["dataset_path"] + "-runs"), whole)
-        assert unread(reads, leaves) == [f"{section}.forgotten"]
+            blocks = config.model.blocks()
+        assert len(blocks) == 2
+        assert reads == {
+            ("StackWiseConfig", "model"),
+            ("ModelConfig", "sliding_window"),
+            ("ModelConfig", "architecture"),
+            ("ArchitectureConfig", "n_stacks"),
+            ("ArchitectureConfig", "blocks_per_stack"),
+        }
 
     def test_validating_and_writing_are_not_reading(self, mapping, tmp_path):
         """Else every field would count as read by the first copy that is made of it."""
@@ -221,6 +296,14 @@ class TestEffects:
     def test_precision(self, mapping):
         assert run(mapping)["dtypes"] == {torch.float32}
         assert run(changed(mapping, "training.precision", "bf16"))["dtypes"] == {torch.bfloat16}
+        assert torch.bfloat16 in run(changed(mapping, "training.precision", "bf16_weights"))["dtypes"]
+
+    @pytest.mark.parametrize("wanted", [True, False])
+    def test_compile(self, mapping, wanted, monkeypatch):
+        compiled = []
+        monkeypatch.setattr(torch, "compile", lambda function, **_: compiled.append(function) or function)
+        run(changed(mapping, "training.compile", wanted))
+        assert bool(compiled) == wanted
 
     @pytest.mark.parametrize("name", ["auto", "cpu", "cuda"])
     def test_device(self, mapping, name, monkeypatch):

@@ -2,13 +2,16 @@
 
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
+import yaml
 
 import stackwise.checks.check as check_module
 from stackwise import ModelSpec, StackWiseConfig, check_model, measure, stability_run
 from stackwise.benchmark import model_workload
 from stackwise.checks import known_checks
+from stackwise.config import ModelConfig
 
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", "CONTRIBUTING.md", "docs/checks.md", "docs/rack.md", "docs/plugin.md"]
@@ -95,6 +98,18 @@ def test_configuration_of_the_page_is_the_default(tmp_path):
             assert StackWiseConfig.from_yaml(tmp_path / "run.yaml") == StackWiseConfig()
             written = {line.split(":")[0].strip() for line in text.splitlines()}
             assert written >= set(_leaves(StackWiseConfig().to_dict()))
+
+
+def test_sections_that_are_null_are_shown_with_their_defaults():
+    page = re.sub(r"\n +# ", " ", (ROOT / "docs/rack.md").read_text())
+    for name, given in [
+        ("latent", {}),
+        ("kernel", {}),
+        ("rope_scaling", {"rope_type": "linear", "factor": 2.0}),
+    ]:
+        shown = yaml.safe_load(re.search(rf"^  {name}: null .*?(\{{.*?\}})", page, re.MULTILINE)[1])
+        kinds = get_args(ModelConfig.model_fields[name].annotation)
+        assert given | shown == kinds[0].from_dict(given).to_dict(), name
 
 
 def test_page_of_checks_lists_every_check():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from stackwise.benchmark.clock import time_call
@@ -26,6 +26,7 @@ class Measurement:
         warmup_calls: calls before the first sample.
         steady: whether the warm-up ended because the time had settled, not because its own had run out.
         peak_memory_bytes: of one call in a pass of its own; None where it cannot be read.
+        execution: how the work was done, as far as the workload says: which attention kernel ran, say.
     """
 
     workload: str
@@ -34,6 +35,7 @@ class Measurement:
     warmup_calls: int
     steady: bool
     peak_memory_bytes: int | None
+    execution: dict[str, str] = field(default_factory=dict)
 
     @property
     def median(self) -> float:
@@ -57,6 +59,7 @@ class Measurement:
             "peak_memory_bytes": self.peak_memory_bytes,
             "warmup_calls": self.warmup_calls,
             "steady": self.steady,
+            "execution": self.execution,
         }
 
 
@@ -102,10 +105,12 @@ def measure(
         if was_enabled:
             gc.enable()
     peak = peak_memory_bytes(workload.call, workload.device)
-    return Measurement(workload.name, tuple(samples), workload.tokens, warmup_calls, steady, peak)
+    return Measurement(
+        workload.name, tuple(samples), workload.tokens, warmup_calls, steady, peak, workload.execution()
+    )
 
 
 def call_once(workload: Workload) -> Measurement:
     """One timed call without warm-up: that it runs is shown, how fast it is, is not."""
     seconds = time_call(workload.call, workload.device)
-    return Measurement(workload.name, (seconds,), workload.tokens, 0, False, None)
+    return Measurement(workload.name, (seconds,), workload.tokens, 0, False, None, workload.execution())

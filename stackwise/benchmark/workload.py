@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from stackwise.argument import check_choice, check_sizes
 from stackwise.spec import ModelSpec
@@ -24,12 +25,14 @@ class Workload:
         call: does the work once.
         device: where it runs.
         tokens: how many one call handles; 0 where that means nothing.
+        execution: asked after a call, how the work was done: the kernels that were chosen, say.
     """
 
     name: str
     call: Callable[[], object]
     device: torch.device
     tokens: int = 0
+    execution: Callable[[], dict[str, str]] = dict
 
 
 def model_workload(
@@ -64,7 +67,9 @@ def model_workload(
             spec.logits(model, inputs)
 
     if mode == "forward":
-        return Workload(f"{spec.name} forward", forward, device, batch_size * seq_len)
+        return Workload(
+            f"{spec.name} forward", forward, device, batch_size * seq_len, lambda: _execution(model)
+        )
     optimizer = spec.optimizer(p for p in model.parameters() if p.requires_grad)
 
     def train() -> None:
@@ -72,7 +77,16 @@ def model_workload(
         optimizer.step()
         optimizer.zero_grad()
 
-    return Workload(f"{spec.name} train", train, device, batch_size * seq_len)
+    return Workload(f"{spec.name} train", train, device, batch_size * seq_len, lambda: _execution(model))
+
+
+def _execution(model: nn.Module) -> dict[str, str]:
+    """What a model says of its last call: its own `execution()`, or the attention of a transformers model."""
+    tell = getattr(model, "execution", None)
+    if callable(tell):
+        return dict(tell())
+    attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    return {} if attention is None else {"attention": str(attention)}
 
 
 def check_shape(*, mode: str = "forward", batch_size: int = 1, seq_len: int = 1) -> None:

@@ -14,6 +14,8 @@ from stackwise.config import BlockConfig
 from stackwise.model.backend import attend
 from stackwise.model.cache import BlockCache, SlotCache
 from stackwise.model.layout import Layout
+from stackwise.model.linear import Linear
+from stackwise.model.norm import RMSNorm
 from stackwise.model.rotary import Rotary, rotate
 
 __all__ = ["Attention", "rotary_of"]
@@ -36,15 +38,16 @@ class Attention(nn.Module):
         self.head_dim = config.head_dim or config.d_model // config.n_heads
         self.causal, self.sliding_window = config.attention_mode == "causal", config.sliding_window
         self.softcap, self.dropout = config.softcap, config.dropout
+        self.backend: str | None = None  # that computed the last pass
         self.rotary = rotary_of(config, self.head_dim)
         self.qk_norm = config.qk_norm
         heads = self.n_heads + 2 * self.n_kv_heads
-        self.qkv = nn.Linear(config.d_model, heads * self.head_dim, bias=config.qkv_bias)
-        self.out = nn.Linear(self.n_heads * self.head_dim, config.d_model, bias=False)
+        self.qkv = Linear(config.d_model, heads * self.head_dim, bias=config.qkv_bias)
+        self.out = Linear(self.n_heads * self.head_dim, config.d_model, bias=False)
         if config.qk_norm is not None:
             across = (1, 1) if config.qk_norm == "head" else (self.n_heads, self.n_kv_heads)
-            self.q_norm = nn.RMSNorm(across[0] * self.head_dim, eps=config.norm_eps)
-            self.k_norm = nn.RMSNorm(across[1] * self.head_dim, eps=config.norm_eps)
+            self.q_norm = RMSNorm(across[0] * self.head_dim, eps=config.norm_eps)
+            self.k_norm = RMSNorm(across[1] * self.head_dim, eps=config.norm_eps)
 
     def forward(self, x_BTC: Tensor, layout: Layout, cache: BlockCache | None = None) -> Tensor:
         """(B, T, C) -> (B, T, C); with a cache, of the T tokens that follow those in it."""
@@ -53,7 +56,7 @@ class Attention(nn.Module):
         if cache is not None:
             assert isinstance(cache, SlotCache)
             (k_BKTD, v_BKTD), keys = cache.append(layout, k_BKTD, v_BKTD)
-        y_BHTD = attend(
+        y_BHTD, self.backend = attend(
             q_BHTD,
             k_BKTD,
             v_BKTD,

@@ -5,15 +5,37 @@ Shapes: B batch, H query heads, K key/value heads, G = H/K, T queries, S keys, D
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from statistics import median
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from stackwise.argument import check_choice
 from stackwise.model.mask import AttentionMask
 
-__all__ = ["attend"]
+__all__ = ["attend", "sliced_attention", "tuning", "using"]
 
 QUERIES_PER_SLICE = 128
+MAX_SLICES = 16  # beyond, a compiled graph has too many parts, and a slice has rows enough
+
+_KERNELS = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+BACKENDS = ("sdpa", "sliced", *_KERNELS)
+
+Signature = tuple[object, ...]
+_tuned: dict[Signature, str] = {}
+_forced: str | None = None
+_tuning: Callable[[Callable[..., Tensor]], Callable[..., Tensor]] | None = None
 
 
 def attend(
@@ -25,7 +47,7 @@ def attend(
     scale: float | None = None,
     softcap: float | None = None,
     dropout: float = 0.0,
-) -> Tensor:
+) -> tuple[Tensor, str]:
     """softmax(scale * q k^T, over the visible keys) v, each query head with key/value head h // G.
 
     Args:
@@ -38,10 +60,147 @@ def attend(
         dropout: probability on the attention weights.
 
     Returns:
-        (B, H, T, D of the values).
+        (B, H, T, D of the values), and the name of the backend that ran.
     """
+    name = _choose(q_BHTD, k_BKSD, v_BKSD, mask, scale, softcap, dropout)
+    return _call(name, q_BHTD, k_BKSD, v_BKSD, mask, scale, softcap, dropout), name
+
+
+@contextmanager
+def using(name: str) -> Iterator[None]:
+    """Attention goes through this backend meanwhile, soft-capped logits apart, which only "sliced" has.
+
+    Raises:
+        ValueError: no such backend.
+    """
+    global _forced
+    check_choice("backend", name, BACKENDS)
+    before, _forced = _forced, name
+    try:
+        yield
+    finally:
+        _forced = before
+
+
+@contextmanager
+def tuning(*, compiled: bool = False) -> Iterator[None]:
+    """Whatever attention runs meanwhile is first tried with every backend that can, and the fastest kept.
+
+    Kept are device, dtype, sizes, mask and whether gradients are needed, for as long as the process
+    lives. Without tuning the choice follows fixed rules, so that two runs compute the same bits.
+
+    Args:
+        compiled: try the backends as `torch.compile` makes them.
+    """
+    global _tuning
+    before, _tuning = _tuning, (torch.compile if compiled else _as_it_is)
+    try:
+        yield
+    finally:
+        _tuning = before
+
+
+def _as_it_is(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return function
+
+
+def _choose(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: AttentionMask,
+    scale: float | None,
+    softcap: float | None,
+    dropout: float,
+) -> str:
     if softcap is not None:
+        return "sliced"
+    if _forced is not None:
+        return _forced
+    if _tuned or _tuning is not None:
+        signature = _signature(q, k, v, mask, dropout)
+        if _tuning is not None and signature not in _tuned:
+            _tuned[signature] = _fastest(q, k, v, mask, scale, dropout, _tuning)
+        if signature in _tuned:
+            return _tuned[signature]
+    return _rule(q, mask)
+
+
+def _rule(q_BHTD: Tensor, mask: AttentionMask) -> str:
+    """Measured on two cores of an EPYC (Zen 5); see docs/log.md."""
+    if q_BHTD.device.type != "cpu":
+        return "sdpa"
+    if mask.aligned and mask.window is not None and mask.n_keys >= 2 * mask.window:
+        return "sliced"
+    if torch.compiler.is_compiling():
+        return "sliced" if q_BHTD.dtype == torch.bfloat16 or mask.n_keys <= 1024 else "sdpa"
+    return "sdpa"
+
+
+def _signature(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, dropout: float) -> Signature:
+    sizes = (*q.shape, *k.shape, v.shape[-1])
+    rules = (mask.causal, mask.window, mask.is_plain, dropout > 0, q.requires_grad)
+    return (q.device.type, q.dtype, *sizes, *rules)
+
+
+def _fastest(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: AttentionMask,
+    scale: float | None,
+    dropout: float,
+    prepare: Callable[[Callable[..., Tensor]], Callable[..., Tensor]],
+) -> str:
+    """The backend with the least median time, forwards and, where gradients are needed, backwards."""
+    inputs = [each.detach().clone().requires_grad_(q.requires_grad) for each in (q, k, v)]
+
+    def once(run: Callable[..., Tensor]) -> float:
+        _wait(q.device)
+        start = time.perf_counter()
+        with torch.set_grad_enabled(q.requires_grad):
+            y = run(*inputs, mask, scale, None, dropout)
+            if q.requires_grad:
+                torch.autograd.grad(y, inputs, torch.ones_like(y))
+        _wait(q.device)
+        return time.perf_counter() - start
+
+    runs = {}
+    on_device = ("sdpa", "sliced", *_KERNELS) if q.device.type == "cuda" else ("sdpa", "sliced")
+    for name in on_device:
+        run = prepare(partial(_call, name))
+        try:
+            once(run)
+        except RuntimeError:  # a kernel that does not take these sizes, dtypes or masks
+            continue
+        runs[name] = run
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(7):
+        for name, run in runs.items():
+            times[name].append(once(run))
+    return min(times, key=lambda name: median(times[name]))
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _call(
+    name: str,
+    q_BHTD: Tensor,
+    k_BKSD: Tensor,
+    v_BKSD: Tensor,
+    mask: AttentionMask,
+    scale: float | None,
+    softcap: float | None,
+    dropout: float,
+) -> Tensor:
+    if name == "sliced":
         return sliced_attention(q_BHTD, k_BKSD, v_BKSD, mask, scale=scale, softcap=softcap, dropout=dropout)
+    if name in _KERNELS:
+        with sdpa_kernel(_KERNELS[name]):
+            return _call("sdpa", q_BHTD, k_BKSD, v_BKSD, mask, scale, softcap, dropout)
     return F.scaled_dot_product_attention(
         q_BHTD,
         k_BKSD,
@@ -72,19 +231,24 @@ def sliced_attention(
     B, H, T, D = q_BHTD.shape
     K = k_BKSD.shape[1]
     scale = D**-0.5 if scale is None else scale
+    rows = max(QUERIES_PER_SLICE, min(-(-T // MAX_SLICES), mask.window or T))
     slices = []
-    for start in range(0, T, QUERIES_PER_SLICE):
-        end = min(start + QUERIES_PER_SLICE, T)
+    for start in range(0, max(T, 1), rows):
+        end = min(start + rows, T)
         first, last = mask.key_range(start, end)
-        q = (q_BHTD[:, :, start:end] * scale).reshape(B, K, -1, D)
+        q = (q_BHTD[:, :, start:end] * scale).reshape(B, K, H // K * (end - start), D)
         logits = q @ k_BKSD[:, :, first:last].transpose(-1, -2)
         if softcap is not None:
             logits = softcap * (logits / softcap).tanh()
         visible = mask.visible(slice(start, end), slice(first, last))
         if visible is not None:
-            logits = logits.view(B, H, end - start, -1).masked_fill(~visible, float("-inf")).view_as(logits)
+            logits = (
+                logits.view(B, H, end - start, last - first)
+                .masked_fill(~visible, float("-inf"))
+                .view_as(logits)
+            )
         weights = logits.softmax(-1)
         if dropout:
             weights = F.dropout(weights, dropout)
-        slices.append((weights @ v_BKSD[:, :, first:last]).view(B, H, end - start, -1))
+        slices.append((weights @ v_BKSD[:, :, first:last]).view(B, H, end - start, v_BKSD.shape[-1]))
     return slices[0] if len(slices) == 1 else torch.cat(slices, dim=2)

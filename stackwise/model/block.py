@@ -47,7 +47,9 @@ class Block(nn.Module):
         self.attention_norm = create_norm(config.norm, d_model, config.norm_eps)
         self.attention = create_attention(config)
         self.feedforward_norm = create_norm(config.norm, d_model, config.norm_eps)
-        self.feedforward = SwiGLU(d_model, d_ff, dropout=config.dropout, freeze_up_proj=config.freeze_up_proj)
+        self.feedforward = SwiGLU(
+            d_model, config.d_ff, dropout=config.dropout, freeze_up_proj=config.freeze_up_proj
+        )
         self.norm_first = config.norm_position == "pre"
 
     def forward(
@@ -78,7 +80,7 @@ class Block(nn.Module):
     @property
     def is_causal(self) -> bool:
         """Whether no output depends on a later input."""
-        return self.config.attention_mode == "causal"
+        return self.attention.causal
 
     def freeze(self) -> None:
         """Stop training every parameter."""

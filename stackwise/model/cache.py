@@ -51,11 +51,17 @@ class SlotCache:
         """Keep what the tokens of this pass bring, and return all that they may look at.
 
         Returns:
-            Each tensor as (B, H, S, D), and when these happened; None: exactly the tokens of this pass.
+            Each tensor as (B, H, S, D), in the dtype that it comes in, and when these happened; None:
+            exactly the tokens of this pass.
         """
-        start, n_new = layout.start, new_BHTD[0].shape[2]
-        if not isinstance(start, int):
-            return self._append_on_device(start, *new_BHTD)
+        if isinstance(layout.start, int):
+            whole, keys = self._append(layout, layout.start, *new_BHTD)
+        else:
+            whole, keys = self._append_on_device(layout.start, *new_BHTD)
+        return [each.to(new.dtype) for each, new in zip(whole, new_BHTD, strict=True)], keys
+
+    def _append(self, layout: Layout, start: int, *new_BHTD: Tensor) -> tuple[list[Tensor], Keys | None]:
+        n_new = new_BHTD[0].shape[2]
         if not self.rolling or start + n_new <= self.n_slots:
             for slots, new in zip(self.slots, new_BHTD, strict=True):
                 slots[:, :, start : start + n_new] = new
@@ -141,12 +147,23 @@ class RackCache:
         self._length_on_device: Tensor | None = None
 
     def layout(self, x_BTC: Tensor, attention_mask: Tensor | None) -> Layout:
-        """The Layout of a pass of T more tokens, `attention_mask` (B, T) saying which are real.
+        """The Layout of a pass of T more tokens; see `admit`."""
+        start, keep_BS = self.admit(x_BTC.shape[0], x_BTC.shape[1], attention_mask)
+        return Layout(x_BTC, start=start, keep_BS=keep_BS)
+
+    def admit(
+        self, batch_size: int, seq_len: int, attention_mask: Tensor | None = None
+    ) -> tuple[int | Tensor, Tensor | None]:
+        """`start` and `keep_BS` of the Layout of `seq_len` more tokens.
+
+        Args:
+            batch_size: B.
+            seq_len: T.
+            attention_mask: bool or integer (B, T), nonzero at real tokens; None: all are.
 
         Raises:
             ValueError: another batch size, or no room left.
         """
-        batch_size, seq_len, _ = x_BTC.shape
         if batch_size != self.batch_size:
             raise ValueError(f"input_ids: got {batch_size} rows; allowed: {self.batch_size}, as in the cache")
         if self.length + seq_len > self.capacity:
@@ -159,8 +176,7 @@ class RackCache:
             self._keep_BS = torch.ones(batch_size, self.capacity, dtype=torch.bool, device=self.device)
         if self._keep_BS is not None and keep_BT is not None:
             self._keep_BS[:, self.length : self.length + seq_len] = keep_BT
-        start = self.length if self._length_on_device is None else self._length_on_device
-        return Layout(x_BTC, start=start, keep_BS=self._keep_BS)
+        return self.length if self._length_on_device is None else self._length_on_device, self._keep_BS
 
     def advance(self, n_tokens: int) -> None:
         """Count `n_tokens` more."""

@@ -21,12 +21,12 @@ class Features(NamedTuple):
     """phi(x) as `value * exp(log_scale)`, so that no exponential leaves the range of float32.
 
     Attributes:
-        value_BKTM: float32, or float64.
-        log_scale_BKT: of that dtype, without gradient; None: all zero.
+        value_BKTM: float32, or float64; of magnitude at most 1.
+        log_scale_BKT: of that dtype, without gradient.
     """
 
     value_BKTM: Tensor
-    log_scale_BKT: Tensor | None
+    log_scale_BKT: Tensor
 
 
 class FeatureMap(nn.Module):
@@ -80,16 +80,16 @@ class FeatureMap(nn.Module):
         """Features of queries or keys (B, K, T, D), or (B, K, G, T, D) with G query heads to a key head."""
         x = x_BKTD.to(torch.promote_types(x_BKTD.dtype, torch.float32)) * self.head_dim**-0.25
         if self.kind == "elu":
-            return Features(F.elu(x) + 1, None)
-        frequencies_KDF = self.frequencies_KFD.to(x.dtype).transpose(-1, -2)
-        phase = x @ (frequencies_KDF if x.ndim == 4 else frequencies_KDF[:, None])
-        if self.kind == "favor":
-            exponent = phase - x.square().sum(-1, keepdim=True) / 2
-            highest = exponent.detach().amax(-1, keepdim=True)
-            value = (exponent - highest).exp() / math.sqrt(self.n_features)
-            return Features(value, highest.squeeze(-1))
-        value = torch.cat((phase.cos(), phase.sin()), dim=-1) / math.sqrt(self.n_features / 2)
-        return Features(value, None)
+            exponent = F.relu(x).log1p() + x.clamp(max=0)  # elu(x) + 1 itself is rounded to 0 below -17
+        else:
+            frequencies_KDF = self.frequencies_KFD.to(x.dtype).transpose(-1, -2)
+            phase = x @ (frequencies_KDF if x.ndim == 4 else frequencies_KDF[:, None])
+            if self.kind != "favor":
+                value = torch.cat((phase.cos(), phase.sin()), dim=-1) / math.sqrt(self.n_features / 2)
+                return Features(value, value.new_zeros(value.shape[:-1]))
+            exponent = phase - x.square().sum(-1, keepdim=True) / 2 - math.log(self.n_features) / 2
+        highest = exponent.detach().amax(-1, keepdim=True)
+        return Features((exponent - highest).exp(), highest.squeeze(-1))
 
     def extra_repr(self) -> str:  # noqa: D102
         return f"{self.kind}, n_features={self.n_features}"

@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from stackwise.model.linear import Linear
+
 __all__ = ["SwiGLU"]
 
 
@@ -27,9 +29,9 @@ class SwiGLU(nn.Module):
     ) -> None:
         super().__init__()
         self.dropout = dropout
-        self.gate = nn.Linear(d_model, d_ff, bias=False)
-        self.up = nn.Linear(d_model, d_ff, bias=False)
-        self.down = nn.Linear(d_ff, d_model, bias=False)
+        self.gate = Linear(d_model, d_ff, bias=False)
+        self.up = Linear(d_model, d_ff, bias=False)
+        self.down = Linear(d_ff, d_model, bias=False)
         self.up.weight.requires_grad_(not freeze_up_proj)
 
     def forward(self, x_BTC: Tensor) -> Tensor:

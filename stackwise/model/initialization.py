@@ -1,34 +1,56 @@
-"""Initial weights: a first loss at ln(vocab), a residual stream that does not grow with depth."""
+"""Initial weights: a first loss at ln(vocab), a residual stream that does not grow with depth.
+
+Shapes: H heads, R rank of the latent that they read, D what each of them makes of it.
+"""
 
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
+from stackwise.argument import check_choice, check_sizes, require
+from stackwise.model.attention import Attention
 from stackwise.model.block import Block
+from stackwise.model.latent import LatentAttention
 
-__all__ = ["embedding_std", "head_std", "initialize_block", "initialize_embedding", "initialize_head"]
+if TYPE_CHECKING:
+    from stackwise.model.rack import Rack
+
+__all__ = [
+    "InitializationKind",
+    "embedding_std",
+    "head_std",
+    "initialize_block",
+    "initialize_embedding",
+    "initialize_ends",
+    "initialize_head",
+    "initialize_rack",
+    "learning_rate_multipliers",
+]
+
+InitializationKind = Literal["normal", "kaiming", "xavier", "small", "zero_out", "mup"]
 
 WEIGHT_STD = 0.02
 FLOOR_STD = 2e-3  # below, the epsilon of the first norm is no longer small beside the mean square
 _EXCESS = 0.03  # nats above ln(vocab) that either bound below may cost
 
 
-def embedding_std(vocab_size: int, d_model: int, *, tied: bool) -> float:
+def embedding_std(vocab_size: int, d_model: int, *, tied: bool, floor: float = FLOOR_STD) -> float:
     """Standard deviation of the token embedding.
 
     A tied head multiplies the final hidden state, which still carries the token's own embedding,
     with that embedding again. In the worst case, where nothing else is in the stream, that logit is
     std * d_model, and softmax over V otherwise flat logits costs ln(1 + (e^logit - 1) / V) nats.
     The bound keeps this below 0.03 nat; N(0, 1) embeddings give a first loss in the hundreds. Where
-    the bound is below `FLOOR_STD`, the model is so wide that its blocks drown the embedding anyway.
+    the bound is below `floor`, the model is so wide that its blocks drown the embedding anyway.
     """
     if not tied:
         return WEIGHT_STD
     bound = min(math.log1p(_EXCESS * vocab_size) / d_model, head_std(d_model))
-    return min(WEIGHT_STD, max(FLOOR_STD, bound))
+    return min(WEIGHT_STD, max(floor, bound))
 
 
 def head_std(d_model: int) -> float:
@@ -36,18 +58,119 @@ def head_std(d_model: int) -> float:
     return min(WEIGHT_STD, math.sqrt(2 * _EXCESS / d_model))
 
 
-def initialize_block(block: Block, n_blocks: int) -> None:
-    """N(0, 0.02), and the two projections into the residual stream divided by sqrt(2 * n_blocks).
+@torch.no_grad()
+def initialize_block(block: Block, n_blocks: int, kind: InitializationKind = "normal") -> None:
+    """Matrices from N(0, std), biases zero, norms one.
 
-    Source: Radford et al. 2019 (GPT-2), section 2.3. `n_blocks` is the depth of the whole model.
+    - `normal`: 0.02 (Radford et al. 2019, GPT-2).
+    - `kaiming`: sqrt(1 / fan_in), and sqrt(2 / fan_in) for `down`, whose input comes out of a rectifier
+      (He et al. 2015, arXiv:1502.01852, section 2.2).
+    - `xavier`: sqrt(2 / (fan_in + fan_out)) (Glorot & Bengio 2010, equation 12); what one matrix
+      computes side by side (queries, keys and values) has the fan of each.
+    - `small`: sqrt(2 / (5 d_model)) (Nguyen & Salazar 2019, arXiv:1910.05895, section 2.2).
+    - `zero_out`: as `normal`, but branches add nothing: the Block is the identity (the zeros of Fixup, Zhang
+      et al. 2019, arXiv:1901.09321, section 3).
+    - `mup`: sqrt(1 / fan_in) (Yang et al. 2022, arXiv:2203.03466, table 8); see `initialize_rack`.
+
+    The two projections into the residual stream are divided by sqrt(2 * n_blocks) (GPT-2, section 2.3).
+    With `norm_position="post"` a norm undoes whatever scale its branch has. There the gain of that norm is
+    divided instead (zero for `zero_out`: Goyal et al. 2017, arXiv:1706.02677, section 5.1), except for
+    `normal`, where it stays one, as in OLMo 2.
+
+    Args:
+        block: re-initialised in place.
+        n_blocks: depth of the whole model.
+        kind: see above.
+
+    Raises:
+        ValueError: an unknown kind, or a depth below 1.
     """
-    into_residual = {block.attention.out, block.feedforward.down}
+    check_sizes(n_blocks=n_blocks)
+    check_choice("kind", kind, get_args(InitializationKind))
+    divisor = math.inf if kind == "zero_out" else math.sqrt(2 * n_blocks)
+    down = block.feedforward.down
+    ends: set[nn.Module] = {block.attention.out, down}
+    if not block.norm_first and kind != "normal":
+        ends = {block.attention_norm, block.feedforward_norm}
     for module in block.modules():
+        scale = divisor if module in ends else 1.0
         if isinstance(module, nn.Linear):
-            std = WEIGHT_STD / math.sqrt(2 * n_blocks) if module in into_residual else WEIGHT_STD
-            _normal(module.weight, std)
+            for weight in _maps(block, module) if kind == "xavier" else [module.weight]:
+                _normal(weight, _std(kind, weight, block.config.d_model, rectified=module is down) / scale)
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
+        elif isinstance(module, nn.RMSNorm | nn.LayerNorm):
+            nn.init.constant_(module.weight, 1.0 / scale)
+
+
+def initialize_rack(rack: Rack, kind: InitializationKind = "normal", base_width: int | None = None) -> None:
+    """`initialize_block` for every Block and `initialize_ends` for the rest.
+
+    `mup` is the maximal update parametrisation for Adam: what is tuned on a Rack of width `base_width` holds
+    for one that is wider m times and has m times the heads, the key/value heads, the ranks of latents and
+    `d_ff`. Heads are of one size at all widths, so that the scale of the attention logits is a constant; a
+    key/value head or a latent that did not grow along would move faster the wider what it reads, which
+    is why `mqa` has no base but itself. Train with `learning_rate_multipliers`.
+
+    Args:
+        rack: re-initialised in place; what is frozen too.
+        kind: as in `initialize_block`.
+        base_width: d_model of the base, for `mup`.
+
+    Raises:
+        ValueError: an unknown kind, a `base_width` without `mup` or the reverse, or a base that would have
+            a part of a head or rank.
+    """
+    _check_base(rack, kind, base_width)
+    blocks = _blocks(rack)
+    for block in blocks:
+        initialize_block(block, len(blocks), kind)
+    initialize_ends(rack, kind, base_width)
+
+
+@torch.no_grad()
+def initialize_ends(rack: Rack, kind: InitializationKind = "normal", base_width: int | None = None) -> None:
+    """Embedding and head of N(0, std) that keep the first loss at ln(vocab); the final norm's gain one.
+
+    Under `mup` the logits are multiplied by base_width / d_model (table 8). The multiplier is the initial
+    gain of the final norm, whose learning rate is multiplied alike: by lemma J.1 of the paper Adam then
+    takes the very steps that it would take with a multiplier, nothing is computed for it, and a tied head
+    needs no rule of its own. Embedding and head themselves are those of the base, at any width.
+
+    Args and Raises as in `initialize_rack`.
+    """
+    _check_base(rack, kind, base_width)
+    vocab_size, d_model, tied = rack.vocab_size, rack.d_model, rack.tie_embeddings
+    base = base_width or d_model
+    # A Rack narrower than its base multiplies logits by more than one, which the bounds do not know of.
+    narrow = min(1.0, math.sqrt(d_model / base))
+    # Blocks that add nothing drown no embedding.
+    floor = 0.0 if kind == "zero_out" else FLOOR_STD
+    std = embedding_std(vocab_size, base, tied=tied, floor=floor)
+    _normal(rack.embedding.weight, std * narrow if tied else std)
+    if not tied:
+        _normal(rack.lm_head.weight, head_std(base) * narrow)
+    nn.init.constant_(rack.final_norm.weight, base / d_model)
+
+
+def learning_rate_multipliers(rack: Rack, base_width: int) -> dict[str, float]:
+    """By what `mup` multiplies the learning rate of each parameter, for Adam and its like.
+
+    base_width / d_model for the matrices of the Blocks and the gain of the final norm; 1 for all else:
+    embedding, head, biases and the other gains (Yang et al. 2022, arXiv:2203.03466, table 8). AdamW
+    multiplies weight decay by the learning rate: divide the decay by the multiplier, so that their product
+    is that of the base.
+
+    Returns:
+        a number for every name of `rack.named_parameters()`.
+
+    Raises:
+        ValueError: as `initialize_rack`.
+    """
+    _check_base(rack, "mup", base_width)
+    linears = [m for block in _blocks(rack) for m in block.modules() if isinstance(m, nn.Linear)]
+    scaled = {rack.final_norm.weight, *(linear.weight for linear in linears)}
+    return {name: base_width / rack.d_model if p in scaled else 1.0 for name, p in rack.named_parameters()}
 
 
 def initialize_embedding(embedding: nn.Embedding, *, tied: bool) -> None:
@@ -58,6 +181,63 @@ def initialize_embedding(embedding: nn.Embedding, *, tied: bool) -> None:
 def initialize_head(head: nn.Linear) -> None:
     """N(0, `head_std`)."""
     _normal(head.weight, head_std(head.in_features))
+
+
+def _check_base(rack: Rack, kind: InitializationKind, base_width: int | None) -> None:
+    if kind != "mup":
+        require(base_width is None, "base_width", base_width, f"None, since kind={kind!r} has no base")
+        return
+    check_sizes(base_width=base_width)
+    assert base_width is not None
+    for block in _blocks(rack):
+        attention, sizes = block.attention, {"n_heads": block.config.n_heads}
+        if isinstance(attention, LatentAttention):
+            sizes["kv_lora_rank"] = attention.rank
+            if attention.q_down is not None:
+                sizes["q_lora_rank"] = attention.q_down.out_features
+        else:
+            sizes["n_kv_heads"] = attention.n_kv_heads
+        for key, size in sizes.items():
+            require(
+                base_width * size % rack.d_model == 0,
+                "base_width",
+                base_width,
+                f"a width whose share of {key}={size} is whole; d_model={rack.d_model} has all of it",
+            )
+
+
+def _blocks(rack: Rack) -> list[Block]:
+    return [block for block in rack.modules() if isinstance(block, Block)]
+
+
+def _maps(block: Block, linear: nn.Linear) -> list[Tensor]:
+    """The linear maps that a matrix holds one beside the other, each (..., fan_in)."""
+    attention, weight = block.attention, linear.weight
+    if isinstance(attention, Attention) and linear is attention.qkv:
+        key_rows = attention.n_kv_heads * attention.head_dim
+        return list(torch.split(weight, [attention.n_heads * attention.head_dim, key_rows, key_rows]))
+    if isinstance(attention, LatentAttention) and linear is attention.kv_down:
+        return list(torch.split(weight, [attention.rank, attention.rope_dim]))
+    if isinstance(attention, LatentAttention) and linear is attention.kv_up:
+        up_HDR = weight.view(attention.n_heads, -1, attention.rank)
+        return list(torch.split(up_HDR, [attention.nope_dim, attention.value_dim], dim=1))
+    return [weight]
+
+
+def _std(kind: InitializationKind, weight: Tensor, d_model: int, *, rectified: bool) -> float:
+    fan_in = weight.shape[-1]
+    fan_out = weight.numel() // fan_in
+    match kind:
+        case "kaiming":
+            return math.sqrt((2 if rectified else 1) / fan_in)
+        case "xavier":
+            return math.sqrt(2 / (fan_in + fan_out))
+        case "small":
+            return math.sqrt(2 / (5 * d_model))
+        case "mup":
+            return math.sqrt(1 / fan_in)
+        case "normal" | "zero_out":
+            return WEIGHT_STD
 
 
 @torch.no_grad()

@@ -22,6 +22,7 @@ __all__ = ["KernelAttention", "PrefixSums"]
 
 CHUNK = 128
 _NOTHING = -1e30  # log of a weight that is zero; finite, so that the difference of two is no NaN
+_PADDING = -1e29  # of padding: beside any real token it weighs nothing, and is no part of the scale
 
 
 class KernelAttention(Attention):
@@ -32,7 +33,8 @@ class KernelAttention(Attention):
     one sum over everything in the bidirectional case. All of it in float32, or float64 for float64 input.
 
     Where features may be negative (random Fourier features), so may an estimate of the denominator;
-    it is kept above 1 / sqrt(M), the standard error of one term, below which it says nothing.
+    it is kept above 1 / sqrt(M), the standard error of one term, below which it says nothing. Where
+    they are positive it is kept above 1e-20 of the largest possible term, so that gradients stay finite.
 
     Args:
         config: of the Block; `kernel` says which, default as in `KernelConfig`.
@@ -44,10 +46,12 @@ class KernelAttention(Attention):
         self.feature_map = FeatureMap(
             kernel.feature_map, self.n_kv_heads, self.head_dim, kernel.n_features, kernel.bandwidth
         )
-        self.floor = 1e-30 if self.feature_map.is_positive else self.feature_map.n_features**-0.5
+        self.floor = 1e-20 if self.feature_map.is_positive else self.feature_map.n_features**-0.5
 
     def forward(self, x_BTC: Tensor, layout: Layout, cache: BlockCache | None = None) -> Tensor:
         """(B, T, C) -> (B, T, C); with a cache, of the T tokens that follow those in it."""
+        if not x_BTC.numel():
+            return x_BTC  # nothing has no largest scale
         q_BHTD, k_BKTD, v_BKTD = self.project(x_BTC, layout)
         with torch.autocast(x_BTC.device.type, enabled=False):
             B, _, T, D = q_BHTD.shape
@@ -55,7 +59,8 @@ class KernelAttention(Attention):
             k = self.feature_map(k_BKTD)
             v = v_BKTD.to(q.dtype)
             if layout.keep_BT is not None:
-                k = Features(k.value_BKTM * layout.keep_BT[:, None, :, None], k.log_scale_BKT)
+                log_scale = k.log_scale_BKT.masked_fill(~layout.keep_BT[:, None], _PADDING)
+                k = Features(k.value_BKTM, log_scale)
             if self.causal:
                 assert cache is None or isinstance(cache, StateCache)
                 y_BKGTD = self._causal(q, k, v, layout, cache)
@@ -67,11 +72,12 @@ class KernelAttention(Attention):
     def _causal(
         self, q_BKGTM: Tensor, k: Features, v_BKTD: Tensor, layout: Layout, cache: StateCache | None
     ) -> Tensor:
-        sums = PrefixSums(*cache.sums) if cache else PrefixSums.empty(k.value_BKTM, v_BKTD)
+        sums = PrefixSums.empty(k.value_BKTM, v_BKTD)
+        if cache:
+            sums = PrefixSums(*(each.to(v_BKTD.dtype) for each in cache.sums))
         outputs = []
         for start in range(0, q_BKGTM.shape[3], CHUNK):
             part = slice(start, start + CHUNK)
-            log_scale = None if k.log_scale_BKT is None else k.log_scale_BKT[..., part]
             documents = None
             if layout.documents_BT is not None:
                 documents = layout.documents_BT[:, part]
@@ -79,7 +85,7 @@ class KernelAttention(Attention):
                 documents = torch.cat((previous[:, None], documents), dim=1)
             y, sums = sums.advance(
                 q_BKGTM[..., part, :],
-                Features(k.value_BKTM[..., part, :], log_scale),
+                Features(k.value_BKTM[..., part, :], k.log_scale_BKT[..., part]),
                 v_BKTD[..., part, :],
                 self.floor,
                 documents,
@@ -95,10 +101,8 @@ class KernelAttention(Attention):
             raise ValueError(
                 "document_ids: bidirectional kernel attention sums over the whole row; allowed: None"
             )
-        weighted_BKTM = k.value_BKTM
-        if k.log_scale_BKT is not None:
-            relative = k.log_scale_BKT - k.log_scale_BKT.amax(-1, keepdim=True)
-            weighted_BKTM = weighted_BKTM * relative.exp()[..., None]
+        relative_BKT = k.log_scale_BKT - k.log_scale_BKT.amax(-1, keepdim=True)
+        weighted_BKTM = k.value_BKTM * relative_BKT.exp()[..., None]
         sums_BKMD = weighted_BKTM.transpose(-1, -2) @ v_BKTD
         total_BKM = weighted_BKTM.sum(-2)
         numerator = q_BKGTM @ sums_BKMD[:, :, None]
@@ -171,31 +175,21 @@ class PrefixSums(NamedTuple):
             visible_BLL = visible_BLL & (documents_BL[:, 1:, None] == documents_BL[:, None, 1:])
             continues_BL = documents_BL[:, 1:] == documents_BL[:, :1]
 
-        inside = q_BKGLM @ k.value_BKTM.transpose(-1, -2)[:, :, None]
-        if k.log_scale_BKT is None:
-            inside = inside * visible_BLL[:, None, None]
-            past_BKL = continues_BL[:, None].to(inside.dtype)
-            last_BKL = visible_BLL[:, None, -1].to(inside.dtype)
-            after_BK = before_BK
-            carried_BK = past_BKL[..., -1]
-        else:
-            # As in an online softmax: each query divides by exp of the largest log-scale that it sees.
-            log_BKLL = k.log_scale_BKT[:, :, None].masked_fill(~visible_BLL[:, None], _NOTHING)
-            past_log_BKL = before_BK[..., None].masked_fill(~continues_BL[:, None], _NOTHING)
-            highest_BKL = torch.maximum(log_BKLL.amax(-1), past_log_BKL)
-            inside = inside * (log_BKLL - highest_BKL[..., None]).exp()[:, :, None]
-            past_BKL = (past_log_BKL - highest_BKL).exp()
-            last_BKL = (log_BKLL[..., -1, :] - highest_BKL[..., -1:]).exp()
-            after_BK = highest_BKL[..., -1]
-            carried_BK = past_BKL[..., -1]
+        # As in an online softmax: each query divides by exp of the largest log-scale that it sees.
+        log_BKLL = k.log_scale_BKT[:, :, None].masked_fill(~visible_BLL[:, None], _NOTHING)
+        past_log_BKL = before_BK[..., None].masked_fill(~continues_BL[:, None], _NOTHING)
+        highest_BKL = torch.maximum(log_BKLL.amax(-1), past_log_BKL)
+        scale_BKLL = (log_BKLL - highest_BKL[..., None]).exp()
+        past_BKL = (past_log_BKL - highest_BKL).exp()
 
+        inside = (q_BKGLM @ k.value_BKTM.transpose(-1, -2)[:, :, None]) * scale_BKLL[:, :, None]
         q_past = q_BKGLM * past_BKL[:, :, None, :, None]
         numerator = inside @ v_BKLD[:, :, None] + q_past @ values_BKMD[:, :, None]
         denominator = inside.sum(-1, keepdim=True) + q_past @ weights_BKM[:, :, None, :, None]
-        weighted_BKLM = k.value_BKTM * last_BKL[..., None]
+        weighted_BKLM = k.value_BKTM * scale_BKLL[:, :, -1, :, None]
         after = PrefixSums(
-            values_BKMD * carried_BK[..., None, None] + weighted_BKLM.transpose(-1, -2) @ v_BKLD,
-            weights_BKM * carried_BK[..., None] + weighted_BKLM.sum(-2),
-            after_BK,
+            values_BKMD * past_BKL[..., -1:, None] + weighted_BKLM.transpose(-1, -2) @ v_BKLD,
+            weights_BKM * past_BKL[..., -1:] + weighted_BKLM.sum(-2),
+            highest_BKL[..., -1],
         )
         return numerator / denominator.clamp(min=floor), after

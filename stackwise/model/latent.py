@@ -11,10 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stackwise.config import BlockConfig, LatentConfig
+from stackwise.model.attention import rotary_of
 from stackwise.model.backend import attend, sliced_attention
 from stackwise.model.cache import BlockCache, SlotCache
 from stackwise.model.layout import Layout
-from stackwise.model.rotary import Rotary, rotate
+from stackwise.model.rotary import rotate
 
 __all__ = ["LatentAttention"]
 
@@ -39,9 +40,8 @@ class LatentAttention(nn.Module):
         self.head_dim = self.nope_dim + self.rope_dim
         self.causal, self.sliding_window = config.attention_mode == "causal", config.sliding_window
         self.softcap, self.dropout = config.softcap, config.dropout
-        self.rotary = (
-            Rotary(self.rope_dim, config.rope_theta, config.rope_scaling) if config.use_rope else None
-        )
+        self.backend: str | None = None  # that computed the last pass
+        self.rotary = rotary_of(config, self.rope_dim)
         self.q_down: nn.Linear | None = None
         queries_from = config.d_model
         if latent.q_lora_rank is not None:
@@ -67,9 +67,10 @@ class LatentAttention(nn.Module):
         if keys is None:
             k_BHTD, v_BHTV = self._expand(latent_B1TL)
             q_BHTD = torch.cat((q_BHTN, q_BHTP), dim=-1)
-            y_BHTV = attend(q_BHTD, k_BHTD, v_BHTV, mask, softcap=self.softcap, dropout=dropout)
+            y_BHTV, self.backend = attend(q_BHTD, k_BHTD, v_BHTV, mask, softcap=self.softcap, dropout=dropout)
         else:
             up_HNR, up_HVR = self._up()
+            self.backend = "sliced"
             y_BHTR = sliced_attention(
                 torch.cat((q_BHTN @ up_HNR, q_BHTP), dim=-1),
                 latent_B1TL,
@@ -85,7 +86,7 @@ class LatentAttention(nn.Module):
 
     def _queries(self, x_BTC: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
         if self.q_down is not None:
-            x_BTC = self.q_norm(self.q_down(x_BTC))
+            x_BTC = _normed(self.q_norm, self.q_down(x_BTC))
         q_BHTD = self.q_up(x_BTC).unflatten(-1, (self.n_heads, self.head_dim)).transpose(1, 2)
         q_BHTN, q_BHTP = q_BHTD.split((self.nope_dim, self.rope_dim), dim=-1)
         return q_BHTN, self._rotate(q_BHTP, layout)
@@ -94,7 +95,7 @@ class LatentAttention(nn.Module):
         """The latent and the rotated key behind it: (B, 1, T, R + P)."""
         latent_BTR, k_BTP = self.kv_down(x_BTC).split((self.rank, self.rope_dim), dim=-1)
         k_B1TP = self._rotate(k_BTP[:, None], layout)
-        return torch.cat((self.kv_norm(latent_BTR)[:, None], k_B1TP), dim=-1)
+        return torch.cat((_normed(self.kv_norm, latent_BTR)[:, None], k_B1TP), dim=-1)
 
     def _rotate(self, x_BHTP: Tensor, layout: Layout) -> Tensor:
         return x_BHTP if self.rotary is None else rotate(x_BHTP, *layout.rotary(self.rotary))
@@ -124,3 +125,8 @@ class LatentAttention(nn.Module):
             f"value_dim={self.value_dim}, rank={self.rank}, causal={self.causal}, "
             f"sliding_window={self.sliding_window}, rotary={self.rotary}"
         )
+
+
+def _normed(norm: nn.RMSNorm, x_BTR: Tensor) -> Tensor:
+    # Under autocast the input is bfloat16 and the weight is not, for which there is no fused kernel.
+    return F.rms_norm(x_BTR, norm.normalized_shape, norm.weight.to(x_BTR.dtype), norm.eps)

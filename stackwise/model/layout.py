@@ -61,7 +61,7 @@ class Layout:
         Padding has no position of its own, so that a row computes the same wherever it is padded.
         """
         if self.keep_BS is not None:
-            before: Tensor = (self.keep_BS.cumsum(1) - 1).clamp(min=0)
+            before: Tensor = self.keep_BS.cumsum(1) - self.keep_BS.long()
             positions = before[:, self.time_T] if before.shape[1] != self.seq_len else before
         else:
             positions = self.time_T

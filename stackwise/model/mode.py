@@ -12,11 +12,12 @@ __all__ = ["evaluating"]
 
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """Put `module` into eval mode, and afterwards each part of it back into its own."""
-    modes = [(part, part.training) for part in module.modules()]
-    module.eval()
+    """Put `module` into eval mode, and afterwards each part that was training back into training mode."""
+    training = [part for part in module.modules() if part.training]
+    if training:  # eval() walks the tree and assigns everywhere, which would cost each decoded token
+        module.eval()
     try:
         yield
     finally:
-        for part, training in modes:
-            part.training = training
+        for part in training:
+            part.training = True

@@ -5,17 +5,21 @@ Shapes: B batch, T positions, C model width, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from stackwise.argument import check_range, check_sizes, require
-from stackwise.model.cache import RackCache
+from stackwise.model.block import Block
+from stackwise.model.cache import BlockCache, RackCache
 from stackwise.model.generate import generate, stream
 from stackwise.model.initialization import initialize_embedding, initialize_head
 from stackwise.model.layout import Layout
+from stackwise.model.linear import Linear
 from stackwise.model.norm import create_norm
 from stackwise.model.stack import Stack
 
@@ -61,7 +65,7 @@ class Rack(nn.Module):
         self.embedding = nn.Embedding(vocab_size, d_model)
         last = self.get_stack(-1).get_block(-1).config
         self.final_norm = create_norm(last.norm, d_model, last.norm_eps)
-        self.lm_head = nn.Linear(d_model, vocab_size, bias=False)
+        self.lm_head = Linear(d_model, vocab_size, bias=False)
         initialize_embedding(self.embedding, tied=tie_embeddings)
         if tie_embeddings:
             self.lm_head.weight = self.embedding.weight
@@ -104,10 +108,14 @@ class Rack(nn.Module):
         if cache is None:
             return self.forward_from_stack(x_BTC, 0, None, attention_mask, document_ids)
         require(document_ids is None, "document_ids", document_ids, "None beside a cache")
-        layout = cache.layout(x_BTC, attention_mask)
-        for stack, caches in zip(self.stacks, cache.blocks, strict=True):
-            x_BTC = stack(x_BTC, layout=layout, caches=caches)
+        x_BTC = self.follow(x_BTC, cache.layout(x_BTC, attention_mask), cache.blocks)
         cache.advance(input_ids.shape[1])
+        return x_BTC
+
+    def follow(self, x_BTC: Tensor, layout: Layout, caches: Sequence[Sequence[BlockCache]]) -> Tensor:
+        """Run all Stacks on the embeddings (B, T, C) of tokens that follow those in `caches`."""
+        for stack, of_blocks in zip(self.stacks, caches, strict=True):
+            x_BTC = stack(x_BTC, layout=layout, caches=of_blocks)
         return x_BTC
 
     def generate(
@@ -151,6 +159,11 @@ class Rack(nn.Module):
             for stack in map(self.get_stack, range(len(self.stacks)))
         ]
         return RackCache(blocks, batch_size, capacity, weight.device)
+
+    def execution(self) -> dict[str, str]:
+        """Which attention backends computed the last pass."""
+        blocks = (m for m in self.modules() if isinstance(m, Block))
+        return {"attention": ", ".join(sorted({block.attention.backend or "none yet" for block in blocks}))}
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """Token ids (B, T) to the hidden states (B, T, C) that enter the first Stack."""
@@ -211,6 +224,25 @@ class Rack(nn.Module):
         self.requires_grad_(True)
         for i in range(len(self.stacks)):
             self.get_stack(i).unfreeze()
+
+    @classmethod
+    def from_pretrained(cls, source: str | PathLike[str] | nn.Module, **options: Any) -> Rack:
+        """The Rack in a folder of weights, or one that computes what a live transformers model does.
+
+        Arguments and errors as in `stackwise.model.interop.load_pretrained`.
+        """
+        from stackwise.model.interop import load_pretrained
+
+        return load_pretrained(source, **options)
+
+    def save_pretrained(self, path: str | PathLike[str], format: str = "hf", **options: Any) -> Path:  # noqa: A002
+        """Write a folder that transformers ("hf") or `from_pretrained` ("stackwise", any Rack) loads.
+
+        Arguments and errors as in `stackwise.model.interop.save_pretrained`.
+        """
+        from stackwise.model.interop import save_pretrained
+
+        return save_pretrained(self, path, format, **options)
 
     def get_parameter_count(self) -> int:
         """Number of parameters; a tied weight counts once."""

@@ -10,9 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stackwise.argument import check_number, check_sizes
+from stackwise.argument import check_number, require
 
 __all__ = ["Sampler"]
+
+_COLDEST = 1e-6  # below, logits divided by it leave float32, and there is nothing left to draw
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class Sampler:
             included (Holtzman et al. 2020, arXiv:1904.09751); 1: all.
 
     Raises:
-        ValueError: a value outside its range.
+        ValueError: a value outside its range, or `top_k` or `top_p` where nothing is drawn.
     """
 
     temperature: float = 0.0
@@ -34,18 +36,29 @@ class Sampler:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
-        check_number("temperature", self.temperature, "a finite number >= 0", lambda t: t >= 0)
+        check_number(
+            "temperature",
+            self.temperature,
+            f"0, or a finite number >= {_COLDEST}",
+            lambda t: t == 0 or t >= _COLDEST,
+        )
         check_number("top_p", self.top_p, "0 < top_p <= 1", lambda p: 0 < p <= 1)
-        if self.top_k is not None:
-            check_sizes(top_k=self.top_k)
+        counts = isinstance(self.top_k, int) and not isinstance(self.top_k, bool) and self.top_k >= 1
+        require(self.top_k is None or counts, "top_k", self.top_k, "an integer >= 1, or None for all")
+        if self.temperature == 0:
+            nothing = "at temperature=0, which draws nothing; give a temperature"
+            require(self.top_k is None, "top_k", self.top_k, f"None {nothing}")
+            require(self.top_p == 1, "top_p", self.top_p, f"1 {nothing}")
 
     def __call__(self, logits_BV: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Token ids (B,), int64. Never waits for the device."""
         if self.temperature == 0:
             return logits_BV.argmax(-1)
         logits_BV = self.filter(logits_BV)
-        # argmax of p / Exp(1) is distributed as p, and needs no cumulative sum and no host.
+        # argmax of p / Exp(1) is distributed as p, and needs no cumulative sum and no host. Some devices
+        # draw a zero now and then, and 0 / 0 would win.
         noise_BV = torch.empty_like(logits_BV).exponential_(generator=generator)
+        noise_BV.clamp_(min=torch.finfo(noise_BV.dtype).tiny)
         return (logits_BV.softmax(-1) / noise_BV).argmax(-1)
 
     def filter(self, logits_BV: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ class SmallVariant:
 def create_small_variant(config: StackWiseConfig, factor: int = 4) -> SmallVariant:
     """Fewer heads and fewer blocks, of the same kind.
 
-    The size of a head, the feed-forward ratio, the window and, as far as whole numbers allow, the
+    The size of a head, the feed-forward ratio, the windows and, as far as whole numbers allow, the
     ratio of query to key/value heads stay: they are the architecture. Width shrinks with the number
     of heads, `factor` times; depth as much, in blocks per Stack first. Nothing reaches zero.
 
@@ -39,10 +39,10 @@ def create_small_variant(config: StackWiseConfig, factor: int = 4) -> SmallVaria
     """
     check_sizes(factor=factor)
     model = config.model
-    head_dim = model.d_model // model.n_heads
     n_heads = max(1, model.n_heads // factor)
+    d_model = max(1, round(model.d_model / model.n_heads * n_heads))
     notes = []
-    kv_heads = model.n_kv_heads if model.n_kv_heads is not None else model.n_heads
+    kv_heads = 1 if model.attention_type == "mqa" else model.n_kv_heads or model.n_heads
     ratio = model.n_heads // kv_heads
     n_kv_heads = next(k for k in range(max(1, n_heads // ratio), 0, -1) if n_heads % k == 0)
     if n_heads != n_kv_heads * ratio:
@@ -56,16 +56,25 @@ def create_small_variant(config: StackWiseConfig, factor: int = 4) -> SmallVaria
     if n_stacks * blocks_per_stack * factor != depth:
         notes.append(f"depth: {n_stacks * blocks_per_stack} blocks instead of {depth} / {factor}")
 
-    exact_d_ff = model.d_ff / model.d_model * n_heads * head_dim
+    exact_d_ff = model.d_ff / model.d_model * d_model
     if exact_d_ff < 0.5:
         notes.append(f"d_ff: 1 instead of {exact_d_ff:.2g}")
 
     changed = config.to_dict()
     changed["model"] |= {
-        "d_model": n_heads * head_dim,
+        "d_model": d_model,
         "n_heads": n_heads,
-        "n_kv_heads": None if model.attention_type == "mha" else n_kv_heads,
+        "n_kv_heads": None if model.attention_type == "mha" or model.n_kv_heads is None else n_kv_heads,
         "d_ff": max(1, round(exact_d_ff)),
         "architecture": {"n_stacks": n_stacks, "blocks_per_stack": blocks_per_stack},
     }
-    return SmallVariant(StackWiseConfig.from_dict(changed), tuple(notes))
+    small = StackWiseConfig.from_dict(changed)
+    lost = _windows(config) - _windows(small)
+    if lost:
+        shown = ", ".join("null" if window is None else str(window) for window in sorted(lost, key=str))
+        notes.append(f"sliding_window: no block with {shown} is left")
+    return SmallVariant(small, tuple(notes))
+
+
+def _windows(config: StackWiseConfig) -> set[int | None]:
+    return {block.sliding_window for stack in config.model.blocks() for block in stack}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import TypedDict
 
 import torch
@@ -21,13 +21,14 @@ from stackwise.device import resolve_device
 from stackwise.model.mode import evaluating
 from stackwise.model.rack import Rack
 from stackwise.seed import seeded
-from stackwise.stability.telemetry import StepBuffer, StepRecord, global_norm, gradient_norms, mean_loss
+from stackwise.stability.telemetry import StepBuffer, StepRecord, mean_loss
 from stackwise.training.checkpoint import CheckpointManager
-from stackwise.training.objective import next_token_loss, next_token_total, require_causal
-from stackwise.training.optimizer import clip_gradients, create_optimizer
+from stackwise.training.master import MasterAdamW
+from stackwise.training.objective import next_token_total, require_causal
 from stackwise.training.precision import autocast
 from stackwise.training.progress import TrainingProgress
 from stackwise.training.schedule import get_lr_with_warmup
+from stackwise.training.step import TrainStep
 
 __all__ = ["ArchitectureTrainer", "NonFiniteStepError", "TrainingResult"]
 
@@ -116,37 +117,21 @@ class ArchitectureTrainer:
                     f"{checkpoints.steps()}; allowed: a folder without any, so that no two runs mix"
                 )
         rack.to(self.device).train()
-        optimizer = create_optimizer(rack, settings.optimizer)
-        optimizer.zero_grad()
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        rack.zero_grad()
+        train_step = TrainStep(rack, settings)
+        masters = train_step.optimizer if isinstance(train_step.optimizer, MasterAdamW) else None
         buffer = StepBuffer(settings.log_interval, self.device)
         records: list[StepRecord] = []
         epochs: list[int] = []
         tokens = 0
         start = time.perf_counter()
 
-        with seeded(settings.seed, self.device), self._progress() as progress:
+        with seeded(settings.seed, self.device), _finished(masters), self._progress() as progress:
             for step, (epoch, batch) in zip(range(settings.max_steps), _forever(dataloader), strict=False):
                 batch = self._on_device(batch)
                 lr = self.learning_rate(step)
-                for group in optimizer.param_groups:
-                    group["lr"] = lr
-
-                with autocast(settings.precision, self.device):
-                    loss = next_token_loss(rack, batch)
-                loss.backward()  # type: ignore[no-untyped-call]
-
-                norm = global_norm(gradient_norms(parameters))
-                if settings.grad_clip is not None:
-                    clip_gradients(
-                        [p.grad for p in parameters if p.grad is not None], norm, settings.grad_clip
-                    )
-                broken = ~(loss.isfinite() & norm.isfinite())
-                optimizer.found_inf = broken.float()  # type: ignore[attr-defined]  # read by fused AdamW
-                optimizer.step()
-                optimizer.zero_grad()
-
-                buffer.write(step, lr, loss=loss.detach(), grad_norm=norm, skipped=broken)
+                outcome = train_step(batch, lr)
+                buffer.write(step, lr, **outcome._asdict())
                 epochs.append(epoch)
                 tokens += batch["input_ids"][:, 1:].numel()
                 saving = checkpoints is not None and (step + 1) % settings.save_interval == 0
@@ -156,7 +141,8 @@ class ArchitectureTrainer:
                     if progress:
                         progress.update(records[-1], tokens)
                 if checkpoints and (saving or last):
-                    checkpoints.save(step + 1, rack)
+                    with masters.full_precision() if masters else nullcontext():
+                        checkpoints.save(step + 1, rack)
 
         seconds = time.perf_counter() - start
         return TrainingResult(
@@ -205,10 +191,11 @@ class ArchitectureTrainer:
         """
         require_causal(rack)
         rack.to(self.device)
+        precision = self.config.training.precision
         total, count = torch.zeros(2, dtype=torch.float64, device=self.device)
         with evaluating(rack):
             for batch in map(_as_mapping, dataloader):
-                with autocast(self.config.training.precision, self.device):
+                with autocast("fp32" if precision == "fp32" else "bf16", self.device):
                     batch_total, batch_count = next_token_total(rack, self._on_device(batch))
                 total, count = total + batch_total, count + batch_count
         return float(total / count)
@@ -225,6 +212,16 @@ class ArchitectureTrainer:
 
     def _progress(self) -> TrainingProgress | nullcontext[None]:
         return TrainingProgress(self.config.training.max_steps) if self.progress else nullcontext()
+
+
+@contextmanager
+def _finished(masters: MasterAdamW | None) -> Iterator[None]:
+    """However training ends, the weights are float32 again."""
+    try:
+        yield
+    finally:
+        if masters is not None:
+            masters.finish()
 
 
 def _sound(records: list[StepRecord]) -> list[StepRecord]:

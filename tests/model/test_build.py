@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from stackwise.config import ArchitectureConfig, ConfigError, ModelConfig, StackWiseConfig
+from stackwise.config import ArchitectureConfig, BlockConfig, ConfigError, ModelConfig, StackWiseConfig
 from stackwise.model import (
     Block,
     Stack,
@@ -17,6 +17,9 @@ from stackwise.model import (
     create_simple_rack,
     create_stack_from_spec,
 )
+from stackwise.model.attention import Attention
+from stackwise.model.kernel import KernelAttention
+from stackwise.model.latent import LatentAttention
 
 SMALL = {
     "vocab_size": 31,
@@ -65,7 +68,7 @@ EFFECTS = {
     "attention_type": (
         {"attention_type": "mha", "n_kv_heads": None},
         lambda rack: (
-            every(rack, "attention_type", "mha")
+            every(rack, "config.attention_type", "mha")
             and every(rack, "attention.n_kv_heads", 4)
             and every(rack, "attention.qkv.out_features", 96)
         ),
@@ -94,8 +97,57 @@ EFFECTS = {
         {"freeze_up_proj": True},
         lambda rack: every(rack, "feedforward.up.weight.requires_grad", False),
     ),
-    "use_rope": ({"use_rope": False}, lambda rack: every(rack, "attention.rope_theta", None)),
-    "rope_theta": ({"rope_theta": 50.0}, lambda rack: every(rack, "attention.rope_theta", 50.0)),
+    "use_rope": ({"use_rope": False}, lambda rack: every(rack, "attention.rotary", None)),
+    "rope_theta": ({"rope_theta": 50.0}, lambda rack: every(rack, "attention.rotary.theta", 50.0)),
+    "rope_scaling": (
+        {"rope_scaling": {"rope_type": "linear", "factor": 3.0}},
+        lambda rack: every(rack, "attention.rotary.scaling.factor", 3.0),
+    ),
+    "head_dim": (
+        {"head_dim": 6},
+        lambda rack: every(rack, "attention.head_dim", 6) and every(rack, "attention.qkv.out_features", 48),
+    ),
+    "latent": (
+        {
+            "attention_type": "mla",
+            "n_kv_heads": None,
+            "latent": {
+                "kv_lora_rank": 6,
+                "q_lora_rank": 5,
+                "qk_nope_head_dim": 4,
+                "qk_rope_head_dim": 2,
+                "v_head_dim": 3,
+            },
+        },
+        lambda rack: (
+            every(rack, "attention.kv_down.out_features", 6 + 2)
+            and every(rack, "attention.q_down.out_features", 5)
+            and every(rack, "attention.kv_up.out_features", 4 * (4 + 3))
+        ),
+    ),
+    "kernel": (
+        {
+            "attention_type": "kernel",
+            "kernel": {"feature_map": "gaussian", "n_features": 10, "bandwidth": 1e9},
+        },
+        lambda rack: (
+            every(rack, "attention.feature_map.kind", "gaussian")
+            and every(rack, "attention.feature_map.n_features", 10)
+            and all(b.attention.feature_map.frequencies_KFD.abs().max() < 1e-6 for b in blocks_of(rack))
+        ),
+    ),
+    "qk_norm": ({"qk_norm": "width"}, lambda rack: every(rack, "attention.qk_norm", "width")),
+    "softcap": ({"softcap": 0.5}, lambda rack: every(rack, "attention.softcap", 0.5)),
+    "qkv_bias": (
+        {"qkv_bias": True},
+        lambda rack: all(b.attention.qkv.bias is not None for b in blocks_of(rack)),
+    ),
+    "norm_eps": (
+        {"norm_eps": 0.1},
+        lambda rack: rack.final_norm.eps == 0.1 and all(norm.eps == 0.1 for norm in norms_of(rack)),
+    ),
+    "norm_position": ({"norm_position": "post"}, lambda rack: every(rack, "norm_first", False)),
+    "max_seq_len": ({"max_seq_len": 77}, lambda rack: rack.max_seq_len == 77),
     "n_stacks": (
         {"architecture": {"n_stacks": 5, "blocks_per_stack": 3}},
         lambda rack: [stack.num_blocks for stack in rack.stacks] == [3] * 5,
@@ -106,7 +158,40 @@ EFFECTS = {
     ),
 }
 # These keep every shape, so that equal weights must give other logits.
-CHANGES_LOGITS = ["attention_mode", "sliding_window", "norm", "use_rope", "rope_theta"]
+CHANGES_LOGITS = [
+    "attention_mode",
+    "sliding_window",
+    "norm",
+    "norm_eps",
+    "norm_position",
+    "softcap",
+    "use_rope",
+    "rope_theta",
+    "rope_scaling",
+]
+
+# Per field of a section of one kind of attention: another value, and what each attention must then be.
+LATENT = {
+    "kv_lora_rank": 12,
+    "q_lora_rank": 10,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 8,
+}
+LATENT_EFFECTS = {
+    "kv_lora_rank": (13, lambda a: (a.kv_down.out_features, a.kv_up.in_features) == (19, 13)),
+    "q_lora_rank": (None, lambda a: a.q_down is None and a.q_up.in_features == 32),
+    "qk_nope_head_dim": (5, lambda a: (a.q_up.out_features, a.kv_up.out_features) == (4 * 11, 4 * 13)),
+    "qk_rope_head_dim": (2, lambda a: (a.q_up.out_features, a.kv_down.out_features) == (4 * 6, 14)),
+    "v_head_dim": (9, lambda a: (a.kv_up.out_features, a.out.in_features) == (4 * 13, 4 * 9)),
+}
+KERNEL = {"feature_map": "gaussian", "n_features": 256, "bandwidth": 1.0}
+KERNEL_EFFECTS = {
+    "feature_map": ("favor", lambda a: a.feature_map.kind == "favor"),
+    "n_features": (100, lambda a: a.feature_map.n_features == 100),
+    # Frequencies are N(0, 1 / b^2), and a wide kernel has low ones.
+    "bandwidth": (10.0, lambda a: 0.08 < a.feature_map.frequencies_KFD.std() < 0.12),
+}
 
 # Arguments of create_simple_rack that are refused: what the message must contain.
 REFUSED = [
@@ -123,34 +208,35 @@ REFUSED = [
     ({"vocab_size": "31"}, ["vocab_size", "'31'", ">= 1"]),
     ({"vocab_size": 31.5}, ["vocab_size", "31.5", ">= 1"]),
     ({"d_model": 0}, ["d_model", "0", ">= 1"]),
-    ({"d_model": "32"}, ["d_model", "'32'", ">= 1"]),
+    ({"d_model": "32"}, ["d_model", "'32'", "integer"]),
     ({"d_model": 30}, ["n_heads", "4", "d_model=30"]),
-    ({"d_model": 12}, ["n_heads", "4", "even"]),
+    ({"d_model": 12}, ["use_rope", "True", "even", "3"]),
     ({"d_ff": 0}, ["d_ff", "0", ">= 1"]),
-    ({"d_ff": 48.0}, ["d_ff", "48.0", ">= 1"]),
+    ({"d_ff": 48.0}, ["d_ff", "48.0", "integer"]),
     ({"n_heads": 3}, ["n_heads", "3", "d_model=32"]),
     ({"n_heads": 0}, ["n_heads", "0", ">= 1"]),
-    ({"n_heads": True}, ["n_heads", "True", ">= 1"]),
+    ({"n_heads": True}, ["n_heads", "True", "integer"]),
     ({"n_kv_heads": 3}, ["n_kv_heads", "3", "n_heads=4"]),
     ({"n_kv_heads": 8}, ["n_kv_heads", "8", "n_heads=4"]),
     ({"n_kv_heads": 0}, ["n_kv_heads", "0", ">= 1"]),
-    ({"n_kv_heads": 2, "attention_type": "mha"}, ["n_kv_heads", "2", "'mha'", "n_heads=4", "gqa"]),
-    ({"attention_type": "gqa"}, ["n_kv_heads", "None", "'gqa'", "n_heads"]),
-    ({"attention_type": "flash"}, ["attention_type", "'flash'", "'mha', 'gqa'"]),
-    ({"attention_mode": "Causal"}, ["attention_mode", "'Causal'", "'causal', 'bidirectional'"]),
-    ({"norm": "batchnorm"}, ["norm", "'batchnorm'", "'rmsnorm', 'layernorm'"]),
-    ({"norm": None}, ["norm", "None", "'rmsnorm', 'layernorm'"]),
+    ({"n_kv_heads": 2, "attention_type": "mha"}, ["attention_type", "'mha'", "n_kv_heads=2", "4", "gqa"]),
+    ({"attention_type": "gqa"}, ["attention_type", "'gqa'", "needs n_kv_heads", "mha"]),
+    ({"attention_type": "flash"}, ["attention_type", "'flash'", "'mha', 'gqa', 'mqa', 'mla' or 'kernel'"]),
+    ({"attention_mode": "Causal"}, ["attention_mode", "'Causal'", "'causal' or 'bidirectional'"]),
+    ({"norm": "batchnorm"}, ["norm", "'batchnorm'", "'rmsnorm' or 'layernorm'"]),
+    ({"norm": None}, ["norm", "None", "'rmsnorm' or 'layernorm'"]),
     ({"sliding_window": 0}, ["sliding_window", "0", ">= 1"]),
-    ({"sliding_window": 2.5}, ["sliding_window", "2.5", ">= 1"]),
+    ({"sliding_window": 2.5}, ["sliding_window", "2.5", "integer"]),
+    ({"sliding_window": [2, None]}, ["sliding_window", "[2, None]", "integer"]),
     ({"dropout": 1.0}, ["dropout", "1.0", "< 1"]),
-    ({"dropout": -0.1}, ["dropout", "-0.1", "0 <="]),
-    ({"dropout": math.nan}, ["dropout", "nan", "< 1"]),
-    ({"dropout": "0.1"}, ["dropout", "'0.1'", "< 1"]),
+    ({"dropout": -0.1}, ["dropout", "-0.1", ">= 0"]),
+    ({"dropout": math.nan}, ["dropout", "nan", "finite number"]),
+    ({"dropout": "0.1"}, ["dropout", "'0.1'", "number"]),
     ({"rope_theta": 0.0}, ["rope_theta", "0.0", "> 0"]),
     ({"rope_theta": -1.0}, ["rope_theta", "-1.0", "> 0"]),
-    ({"rope_theta": math.nan}, ["rope_theta", "nan", "> 0"]),
-    ({"rope_theta": math.inf}, ["rope_theta", "inf", "> 0"]),
-    ({"rope_theta": "10000"}, ["rope_theta", "'10000'", "> 0"]),
+    ({"rope_theta": math.nan}, ["rope_theta", "nan", "finite number"]),
+    ({"rope_theta": math.inf}, ["rope_theta", "inf", "finite number"]),
+    ({"rope_theta": "10000"}, ["rope_theta", "'10000'", "number"]),
     ({"dropot": 0.1}, ["'dropot'", "dropout", "sliding_window"]),
     ({"stack_id": 3}, ["'stack_id'", "dropout", "sliding_window"]),
 ]
@@ -168,7 +254,7 @@ REFUSED_STACKS = [
     ([{"n_blocks": 1, "block_spec": {"d_model": 32, "n_heads": 4}}], ["d_ff"]),
     ([{"n_blocks": 1, "block_spec": {"d_model": 32, "d_ff": 48}}], ["n_heads"]),
     ([{"n_blocks": 1, "block_spec": None}], ["block_spec", "None"]),
-    ([{"n_blocks": 1, "block_spec": {**SPEC, "norm": "x"}}], ["norm", "'x'", "'rmsnorm', 'layernorm'"]),
+    ([{"n_blocks": 1, "block_spec": {**SPEC, "norm": "x"}}], ["norm", "'x'", "'rmsnorm' or 'layernorm'"]),
     ([{"n_blocks": 0, "block_spec": SPEC}], ["n_blocks", "0", ">= 1"]),
     ([{"n_blocks": "2", "block_spec": SPEC}], ["n_blocks", "'2'", ">= 1"]),
     ([{"n_blocks": 1.5, "block_spec": SPEC}], ["n_blocks", "1.5", ">= 1"]),
@@ -187,8 +273,16 @@ def every(rack, path, value):
     """Whether the attribute at `path` is `value` in each Block."""
     found = blocks_of(rack)
     for name in path.split("."):
-        found = [getattr(thing, name) for thing in found]
+        found = [getattr(thing, name, None) for thing in found]
     return found == [value] * len(found)
+
+
+def said(build, *args, **kwargs):
+    """What a refusal says, with bounds in one form."""
+    with pytest.raises(ValueError) as caught:
+        build(*args, **kwargs)
+    text = str(caught.value).replace("greater than or equal to", ">=")
+    return text.replace("greater than", ">").replace("less than", "<")
 
 
 def config_of(**model):
@@ -265,34 +359,61 @@ class TestBlockSpec:
             create_block_spec(d_model)
 
     def test_unknown_argument(self):
-        with pytest.raises(ValueError, match=r"unknown 'heads'; allowed: d_model, d_ff, n_heads, n_kv_heads"):
+        with pytest.raises(ValueError, match=r"unknown 'heads'; allowed: d_model, d_ff, n_heads, head_dim"):
             create_block_spec(64, heads=2)
 
     def test_every_argument_of_a_block(self):
         values = {
             "n_kv_heads": 2,
+            "head_dim": 6,
             "attention_type": "gqa",
             "attention_mode": "bidirectional",
             "sliding_window": 5,
+            "latent": None,
+            "kernel": None,
+            "qk_norm": "head",
+            "softcap": 3.0,
+            "qkv_bias": True,
             "norm": "layernorm",
+            "norm_eps": 1e-3,
+            "norm_position": "post",
             "dropout": 0.5,
             "freeze_up_proj": True,
             "use_rope": True,
             "rope_theta": 7.0,
+            "rope_scaling": {"rope_type": "linear", "factor": 2.0},
         }
-        assert set(values) | {"d_model", "d_ff", "n_heads"} == set(inspect.signature(Block).parameters)
+        assert set(values) | {"d_model", "d_ff", "n_heads"} == set(BlockConfig.model_fields)
         block = create_stack_from_spec(0, 1, create_block_spec(32, 48, 4, **values)).get_block(0)
-        assert block.get_attention_info() == {
-            "attention_type": "gqa",
-            "attention_mode": "bidirectional",
-            "n_heads": 4,
-            "n_kv_heads": 2,
-            "head_dim": 8,
-            "sliding_window": 5,
-            "rope_theta": 7.0,
-        }
         assert isinstance(block.attention_norm, nn.LayerNorm) and block.attention.dropout == 0.5
         assert not block.feedforward.up.weight.requires_grad
+        info = block.get_attention_info()
+        for key in ("norm", "norm_position", "dropout", "freeze_up_proj"):
+            del values[key]
+        # A section is given back with all of its keys, as plain values.
+        assert info["rope_scaling"].items() >= values["rope_scaling"].items()
+        values["rope_scaling"] = info["rope_scaling"]
+        assert info == {"n_heads": 4, **values} and len(info["rope_scaling"]) == 5
+
+    @pytest.mark.parametrize(
+        "options, kind",
+        [
+            ({}, Attention),
+            ({"n_kv_heads": 2, "attention_type": "gqa"}, Attention),
+            ({"attention_type": "mqa"}, Attention),
+            ({"attention_type": "mla"}, LatentAttention),
+            ({"attention_type": "kernel"}, KernelAttention),
+            ({"attention_type": "kernel", "n_kv_heads": 2}, KernelAttention),
+        ],
+    )
+    def test_kind_of_attention(self, options, kind):
+        for block in (
+            Block(**BLOCK, **options),
+            create_stack_from_spec(0, 1, create_block_spec(**BLOCK, **options)).get_block(0),
+        ):
+            assert type(block.attention) is kind
+            x_BTC = torch.randn(2, 5, 32)
+            assert block(x_BTC).shape == x_BTC.shape
 
 
 class TestStack:
@@ -340,9 +461,8 @@ class TestRackFromSpecs:
 
     @pytest.mark.parametrize("stacks, parts", REFUSED_STACKS)
     def test_refused(self, stacks, parts):
-        with pytest.raises(ValueError) as caught:
-            create_rack_from_specs(31, 32, stacks)
-        assert all(part in str(caught.value) for part in parts), caught.value
+        text = said(create_rack_from_specs, 31, 32, stacks)
+        assert all(part in text for part in parts), text
 
 
 class TestSimpleRack:
@@ -350,36 +470,38 @@ class TestSimpleRack:
         rack = create_simple_rack(2, 3, 32, 48, 4, 31, 2)
         assert [stack.stack_id for stack in rack.stacks] == [0, 1]
         assert [stack.num_blocks for stack in rack.stacks] == [3, 3]
-        assert every(rack, "attention.n_kv_heads", 2) and every(rack, "attention_type", "gqa")
+        assert every(rack, "attention.n_kv_heads", 2) and every(rack, "config.attention_type", "gqa")
         assert rack.lm_head.weight is rack.embedding.weight and rack.is_causal
 
     @pytest.mark.parametrize("n_kv_heads, kind", [(None, "mha"), (4, "mha"), (2, "gqa"), (1, "gqa")])
     def test_attention_type_follows_the_heads(self, n_kv_heads, kind):
         rack = create_simple_rack(**SIMPLE, n_kv_heads=n_kv_heads)
-        assert every(rack, "attention_type", kind) and every(rack, "attention.n_kv_heads", n_kv_heads or 4)
+        assert every(rack, "config.attention_type", kind) and every(
+            rack, "attention.n_kv_heads", n_kv_heads or 4
+        )
 
     def test_grouped_with_as_many_heads(self):
         torch.manual_seed(1)
         grouped = create_simple_rack(**SIMPLE, n_kv_heads=4, attention_type="gqa")
         torch.manual_seed(1)
         full = create_simple_rack(**SIMPLE)
-        assert every(grouped, "attention_type", "gqa") and torch.equal(logits_of(grouped), logits_of(full))
+        assert every(grouped, "config.attention_type", "gqa") and torch.equal(
+            logits_of(grouped), logits_of(full)
+        )
 
     @pytest.mark.parametrize("wrong, parts", REFUSED, ids=str)
     def test_refused(self, wrong, parts):
-        with pytest.raises(ValueError) as caught:
-            create_simple_rack(**{**SIMPLE, **wrong})
-        assert all(part in str(caught.value) for part in parts), caught.value
+        text = said(create_simple_rack, **{**SIMPLE, **wrong})
+        assert all(part in text for part in parts), text
 
     @pytest.mark.parametrize(
         "wrong, parts",
-        [case for case in REFUSED if set(case[0]) <= set(inspect.signature(Block).parameters)],
+        [case for case in REFUSED if set(case[0]) <= set(BlockConfig.model_fields)],
         ids=str,
     )
     def test_refused_by_a_block(self, wrong, parts):
-        with pytest.raises(ValueError) as caught:
-            Block(**{**BLOCK, **wrong})
-        assert all(part in str(caught.value) for part in parts), caught.value
+        text = said(Block, **{**BLOCK, **wrong})
+        assert all(part in text for part in parts), text
 
 
 class TestRackFromConfig:
@@ -394,6 +516,21 @@ class TestRackFromConfig:
         changed = config_of(**change)
         for config in (changed, changed.to_dict()):
             assert holds(create_rack_from_config(config))
+
+    @pytest.mark.parametrize(
+        "section, base, effects, model",
+        [
+            ("latent", LATENT, LATENT_EFFECTS, {"attention_type": "mla", "n_kv_heads": None}),
+            ("kernel", KERNEL, KERNEL_EFFECTS, {"attention_type": "kernel"}),
+        ],
+    )
+    def test_field_of_a_section_has_its_effect(self, section, base, effects, model):
+        assert effects.keys() == base.keys()
+        for field, (value, holds) in effects.items():
+            for changes, expected in ((base, False), (base | {field: value}, True)):
+                rack = create_rack_from_config(config_of(**model, **{section: changes}))
+                assert {bool(holds(block.attention)) for block in blocks_of(rack)} == {expected}, field
+                assert logits_of(rack).isfinite().all()
 
     @pytest.mark.parametrize("field", CHANGES_LOGITS)
     def test_field_changes_logits(self, field):
@@ -432,6 +569,30 @@ class TestRackFromConfig:
         torch.manual_seed(3)
         assert same_weights(rack, create_rack_from_config(config))
 
+    @pytest.mark.parametrize(
+        "windows, expected",
+        [
+            (5, [[5, 5, 5], [5, 5, 5]]),
+            ([5], [[5, 5, 5], [5, 5, 5]]),
+            ([5, None], [[5, None, 5], [None, 5, None]]),
+            ([1, 2, 3, 4], [[1, 2, 3], [4, 1, 2]]),
+            ([1, 2, 3, 4, None, 6, 7, 8], [[1, 2, 3], [4, None, 6]]),
+        ],
+    )
+    def test_windows_are_repeated_over_the_blocks(self, windows, expected):
+        rack = create_rack_from_config(config_of(sliding_window=windows))
+        found = [[block.attention.sliding_window for block in stack.blocks] for stack in rack.stacks]
+        assert found == expected
+
+    def test_blocks_are_those_of_the_configuration(self):
+        """Each differs from the model's own keys in nothing but its window."""
+        model = config_of(sliding_window=[3, None], qk_norm="head", dropout=0.25).model
+        rack = create_rack_from_config({"model": model.to_dict()})
+        assert [[block.config for block in stack.blocks] for stack in rack.stacks] == model.blocks()
+        shared = {key: value for key, value in model.to_dict().items() if key in BlockConfig.model_fields}
+        for block in blocks_of(rack):
+            assert block.config.to_dict() == shared | {"sliding_window": block.config.sliding_window}
+
     def test_number_of_blocks(self):
         mapping = config_of(architecture={"n_stacks": 3, "blocks_per_stack": 2}).to_dict()
         rack = create_rack_from_config(mapping)
@@ -446,6 +607,8 @@ class TestRackFromConfig:
             ({"model": {"architecture": {"n_stack": 7}}}, ["model.architecture.n_stack", "'n_stacks'"]),
             ({"n_stacks": 2}, ["n_stacks", "unknown", "model"]),
             ({"model": {"d_ff": "48"}}, ["model.d_ff", "'48'", "integer"]),
+            ({"model": {"sliding_window": []}}, ["model.sliding_window", "[]", "at least one"]),
+            ({"model": {"max_seq_len": 0}}, ["model.max_seq_len", "0", "greater than or equal to 1"]),
             (None, ["None", "mapping"]),
             ([], ["[]", "mapping"]),
             ("config.yaml", ["'config.yaml'", "mapping"]),

@@ -6,7 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from stackwise.model import Block, create_block_spec, create_rack_from_specs, create_simple_rack
+from stackwise.model import (
+    Block,
+    create_block_spec,
+    create_rack_from_config,
+    create_rack_from_specs,
+    create_simple_rack,
+)
 
 # d_model, vocabulary, tied, depth, norm: every pair of values occurs, every pair of width and vocabulary
 # both tied and untied.
@@ -52,7 +58,7 @@ EMBEDDING_STD = [
 SIGMAS = 5
 
 
-def make_rack(d_model, vocab_size, depth, *, d_ff=None, norm="rmsnorm", **kwargs):
+def make_rack(d_model, vocab_size, depth, *, d_ff=None, norm="rmsnorm", n_kv_heads=1, **kwargs):
     return create_simple_rack(
         1,
         depth,
@@ -60,7 +66,7 @@ def make_rack(d_model, vocab_size, depth, *, d_ff=None, norm="rmsnorm", **kwargs
         d_ff or d_model,
         n_heads=max(1, d_model // 64),
         vocab_size=vocab_size,
-        n_kv_heads=1,
+        n_kv_heads=n_kv_heads,
         norm=norm,
         **kwargs,
     )
@@ -90,7 +96,20 @@ class TestFirstLoss:
 
     @pytest.mark.parametrize("tied", [True, False])
     @pytest.mark.parametrize("d_ff", [32, 4096])
-    @pytest.mark.parametrize("block", [{}, {"use_rope": False}, {"attention_mode": "bidirectional"}])
+    @pytest.mark.parametrize(
+        "block",
+        [
+            {},
+            {"use_rope": False},
+            {"attention_mode": "bidirectional"},
+            {"attention_type": "mqa", "head_dim": 16, "qkv_bias": True},
+            {"attention_type": "mla", "n_kv_heads": None},
+            {"attention_type": "kernel"},
+            {"qk_norm": "head", "softcap": 5.0},
+            {"norm_position": "post"},
+        ],
+        ids=str,
+    )
     def test_whatever_the_block(self, block, d_ff, tied):
         rack = make_rack(128, 256, 2, d_ff=d_ff, tie_embeddings=tied, **block)
         assert abs(first_loss(rack) - math.log(256)) < 0.1
@@ -151,9 +170,25 @@ class TestWeights:
                 ]:
                     assert_normal(block.get_submodule(name).weight, std)
 
+    def test_biases_are_zero(self):
+        rack = create_simple_rack(1, 2, 32, 32, 2, 100, qkv_bias=True)
+        for block in rack.get_stack(0).blocks:
+            assert (block.attention.qkv.bias == 0).all()
+
+    def test_latent_attention(self):
+        rack = create_simple_rack(1, 2, 64, 128, 4, 100, attention_type="mla", latent={"q_lora_rank": 48})
+        for block in rack.get_stack(0).blocks:
+            for name in ("q_down", "q_up", "kv_down", "kv_up"):
+                assert_normal(block.attention.get_submodule(name).weight, 0.02)
+            assert_normal(block.attention.out.weight, 0.02 / 2)
+
     def test_depth_is_that_of_the_whole_rack(self):
         stacks = [{"n_blocks": n, "block_spec": create_block_spec(64)} for n in (1, 7)]
         rack = create_rack_from_specs(100, 64, stacks)
+        for stack in rack.stacks:
+            assert_normal(stack.get_block(0).attention.out.weight, 0.02 / 4)
+        sizes = {"d_model": 64, "n_heads": 4, "architecture": {"n_stacks": 2, "blocks_per_stack": 4}}
+        rack = create_rack_from_config({"model": sizes})
         for stack in rack.stacks:
             assert_normal(stack.get_block(0).attention.out.weight, 0.02 / 4)
 

@@ -1,6 +1,7 @@
-"""Padding: it hides padded content, reveals nothing, and leaves everything finite."""
+"""Masks: each rule is its table; padding hides padded content, reveals nothing and leaves all finite."""
 
 import copy
+import itertools
 import re
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stackwise.model import Block, create_simple_rack
-from stackwise.model.mask import AttentionMask, padding_mask
+from stackwise.model.mask import AttentionMask, Keys, document_runs, padding_mask
 
 B, T, VOCAB = 3, 8, 31
 REAL = {
@@ -197,37 +198,171 @@ class TestAcceptedMasks:
             Block(16, 16, 2)(torch.zeros(B, T, 16), mask)
 
 
-class TestAttentionMask:
-    @given(
-        seq_len=st.integers(1, 9),
-        causal=st.booleans(),
-        window=st.none() | st.integers(1, 12),
-        data=st.data(),
+def expected_visibility(mask_rules, query_times, key_times):
+    """The rules, one query and one key at a time: bool (B, T, S)."""
+    causal, window, keep, documents = mask_rules
+    n_rows = len(keep or documents or [0])
+    table = torch.zeros(n_rows, len(query_times), len(key_times), dtype=torch.bool)
+    for b in range(n_rows):
+        for t, query in enumerate(query_times):
+            for s, key in enumerate(key_times):
+                of_the_rest = (keep is None or keep[b][s]) and (
+                    documents is None or documents[b][query] == documents[b][key]
+                )
+                table[b, t, s] = (
+                    key >= 0
+                    and (key <= query or not causal)
+                    and (window is None or abs(query - key) < window)
+                    and (of_the_rest or query == key)
+                )
+    return table
+
+
+def written_out(visible, rows, n_queries, n_keys):
+    """What `visible` or `dense` said, as (B, T, S)."""
+    if visible is None:
+        return torch.ones(rows, n_queries, n_keys, dtype=torch.bool)
+    assert visible.dtype == torch.bool and visible.ndim == 4 and visible.shape[1] == 1
+    return visible[:, 0].expand(rows, n_queries, n_keys)
+
+
+@st.composite
+def masks(draw, *, plain=False):
+    """A mask of T queries after S - T older keys, its rules, and when its queries and keys happened."""
+    n_keys = draw(st.integers(1, 9))
+    n_queries = draw(st.integers(1, n_keys))
+    causal, window = draw(st.booleans()), draw(st.none() | st.integers(1, 12))
+    keep = documents = None
+    if not plain:
+        rows = draw(st.integers(1, 3))
+        row = st.lists(st.booleans(), min_size=n_keys, max_size=n_keys)
+        keep = draw(st.none() | st.lists(row, min_size=rows, max_size=rows))
+        row = st.lists(st.integers(0, 2), min_size=n_keys, max_size=n_keys)
+        documents = draw(st.none() | st.lists(row.map(sorted), min_size=rows, max_size=rows))
+    key_times = list(range(n_keys))
+    query_times = key_times[n_keys - n_queries :]
+    mask = AttentionMask(
+        torch.tensor(query_times),
+        Keys(torch.tensor(key_times), True),
+        causal=causal,
+        window=window,
+        keep_BS=None if keep is None else torch.tensor(keep),
+        documents=None
+        if documents is None
+        else (torch.tensor(documents)[:, n_keys - n_queries :], torch.tensor(documents)),
     )
-    def test_visibility(self, seq_len, causal, window, data):
-        row = st.lists(st.booleans(), min_size=seq_len, max_size=seq_len)
-        keep = data.draw(st.none() | st.lists(row, min_size=1, max_size=3))
-        mask = AttentionMask.build(
-            seq_len,
-            causal=causal,
+    return mask, (causal, window, keep, documents), query_times, key_times
+
+
+@st.composite
+def parts(draw, n):
+    start = draw(st.integers(0, n - 1))
+    return slice(start, draw(st.integers(start + 1, n)))
+
+
+class TestAttentionMask:
+    @given(drawn=masks())
+    def test_visibility(self, drawn):
+        mask, rules, query_times, key_times = drawn
+        expected = expected_visibility(rules, query_times, key_times)
+        rows, n_queries, n_keys = expected.shape
+        assert torch.equal(written_out(mask.dense(), rows, n_queries, n_keys), expected)
+        # What a backend computes without a table must be what the table says.
+        assert not mask.hides_nothing or expected.all()
+        lower_triangle = torch.ones(n_queries, n_keys, dtype=torch.bool).tril().expand_as(expected)
+        assert not mask.is_lower_triangle or torch.equal(expected, lower_triangle)
+
+    @given(drawn=masks(), data=st.data())
+    def test_a_part_is_that_part_of_the_whole(self, drawn, data):
+        mask, rules, query_times, key_times = drawn
+        queries, keys = data.draw(parts(len(query_times))), data.draw(parts(len(key_times)))
+        whole = expected_visibility(rules, query_times, key_times)[:, queries, keys]
+        assert torch.equal(written_out(mask.visible(queries, keys), *whole.shape), whole)
+
+    @given(drawn=masks(), data=st.data())
+    def test_key_range_covers_what_is_visible(self, drawn, data):
+        mask, rules, query_times, key_times = drawn
+        queries = data.draw(parts(len(query_times)))
+        first, last = mask.key_range(queries.start, queries.stop)
+        seen = expected_visibility(rules, query_times, key_times)[:, queries].any(0).any(0).nonzero()
+        assert 0 <= first <= seen.min() and seen.max() < last <= len(key_times)
+
+    @given(drawn=masks(plain=True), data=st.data())
+    def test_key_range_is_tight(self, drawn, data):
+        """Where causality and window are the only rules; padding and documents hide parts of it."""
+        mask, rules, query_times, key_times = drawn
+        queries = data.draw(parts(len(query_times)))
+        seen = expected_visibility(rules, query_times, key_times)[:, queries].any(0).any(0).nonzero()
+        assert mask.key_range(queries.start, queries.stop) == (seen.min(), seen.max() + 1)
+
+    @given(
+        n_slots=st.integers(1, 6),
+        now=st.integers(0, 12),
+        window=st.none() | st.integers(1, 7),
+        keep=st.none() | st.lists(st.booleans(), min_size=13, max_size=13),
+    )
+    def test_slots_in_any_order(self, n_slots, now, window, keep):
+        """A ring of slots: the token of time t in slot t % S, negative where there is none yet."""
+        key_times = [now - (now - slot) % n_slots for slot in range(n_slots)]
+        of_slots = None if keep is None else [[keep[max(time, 0)] for time in key_times]]
+        mask = AttentionMask(
+            torch.tensor([now]),
+            Keys(torch.tensor(key_times), False),
             window=window,
-            keep_BS=None if keep is None else torch.tensor(keep),
-            device=torch.device("cpu"),
+            keep_BS=None if of_slots is None else torch.tensor(of_slots),
         )
-        n_rows = 1 if keep is None else len(keep)
-        visible = torch.ones(n_rows, 1, seq_len, seq_len, dtype=torch.bool)
-        if mask.bias_BTS is not None:
-            # Both at once is an error of scaled_dot_product_attention.
-            assert mask.bias_BTS.dtype == torch.bool and not mask.is_causal
-            visible &= mask.bias_BTS
-        if mask.is_causal:
-            visible = visible.tril()
-        for b in range(n_rows):
-            for query in range(seq_len):
-                for key in range(seq_len):
-                    expected = (
-                        (key <= query or not causal)
-                        and (window is None or abs(query - key) < window)
-                        and (keep is None or keep[b][key])
-                    )
-                    assert visible[b, 0, query, key] == (expected or query == key)
+        expected = expected_visibility((True, window, of_slots, None), [now], key_times)
+        assert torch.equal(written_out(mask.dense(), 1, 1, n_slots), expected)
+        assert mask.key_range(0, 1) == (0, n_slots)
+        assert not mask.is_lower_triangle and not mask.hides_nothing
+
+    def test_causality_alone_needs_no_table(self):
+        time_T = torch.arange(5)
+        for window in (None, 5, 9):
+            mask = AttentionMask(time_T, Keys(time_T, True), window=window)
+            assert mask.is_lower_triangle and not mask.hides_nothing
+            assert mask.key_range(1, 3) == (0, 3)
+        assert not AttentionMask(time_T, Keys(time_T, True), window=4).is_lower_triangle
+        assert not AttentionMask(time_T[2:], Keys(time_T, True)).is_lower_triangle
+
+    @pytest.mark.parametrize("n_queries, causal", [(1, True), (1, False), (4, False)])
+    def test_what_hides_nothing_has_no_table(self, n_queries, causal):
+        time_S = torch.arange(4)
+        mask = AttentionMask(time_S[4 - n_queries :], Keys(time_S, True), causal=causal)
+        assert mask.hides_nothing and mask.dense() is None
+
+    def test_the_table_is_built_once(self):
+        time_T = torch.arange(5)
+        mask = AttentionMask(time_T, Keys(time_T, True), window=2)
+        assert mask.dense() is mask.dense()
+
+
+class TestDocumentRuns:
+    @given(st.lists(st.lists(st.integers(-2, 2), min_size=6, max_size=6), min_size=1, max_size=3))
+    def test_a_document_is_a_run_of_one_id(self, ids):
+        expected = []
+        for row in ids:
+            runs = [0]
+            for before, after in itertools.pairwise(row):
+                runs.append(runs[-1] + (before != after))
+            expected.append(runs)
+        runs = document_runs(torch.tensor(ids), len(ids), 6)
+        assert runs.tolist() == expected and runs.dtype == torch.int64
+
+    def test_none(self):
+        assert document_runs(None, 2, 6) is None
+
+    @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int32, torch.int64])
+    def test_any_integer(self, dtype):
+        assert document_runs(torch.tensor([[3, 3, 1, 3]], dtype=dtype), 1, 4).tolist() == [[0, 0, 1, 2]]
+
+    @pytest.mark.parametrize("mask, shown", [*REFUSED, (torch.ones(B, T, dtype=torch.bool), "torch.bool")])
+    def test_refused(self, mask, shown):
+        noun = "shape" if mask.dtype in DTYPES[1:] else "dtype"
+        shown = str(mask.dtype) if noun == "dtype" else shown
+        allowed = "an integer dtype" if noun == "dtype" else f"({B}, {T})"
+        pattern = re.escape(f"document_ids: got {noun} {shown}; allowed: {allowed}")
+        with pytest.raises(ValueError, match=pattern):
+            document_runs(mask, B, T)
+        with pytest.raises(ValueError, match=pattern):
+            make_rack()(make_ids(), document_ids=mask)

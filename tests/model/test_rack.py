@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import re
 
 import pytest
 import torch
@@ -152,24 +153,36 @@ class TestPublishedModels:
         assert relative_error(logits_of(rack, ids), expected) < 1e-5
 
 
+VARIANTS = [
+    {},
+    {"softcap": 2.0},
+    {"qk_norm": "head", "qkv_bias": True},
+    {"qk_norm": "width", "norm_position": "post"},
+    {"head_dim": 6},
+    {"rope_scaling": {"rope_type": "linear", "factor": 3.0}, "use_rope": True},
+    {"attention_type": "mqa", "n_kv_heads": None},
+]
+
+
 @st.composite
 def causal_racks(draw):
     n_kv_heads, group = draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([1, 2]))
     n_heads = n_kv_heads * group
     torch.manual_seed(draw(st.integers(0, 2**32)))
-    rack = make_rack(
-        n_stacks=draw(st.integers(1, 2)),
-        blocks_per_stack=draw(st.integers(1, 2)),
+    options = {
+        "n_stacks": draw(st.integers(1, 2)),
+        "blocks_per_stack": draw(st.integers(1, 2)),
         # Of a width of 2, LayerNorm leaves a sign.
-        d_model=n_heads * draw(st.sampled_from([4, 10])),
-        n_heads=n_heads,
-        n_kv_heads=n_kv_heads,
-        sliding_window=draw(st.none() | st.integers(1, 10)),
-        norm=draw(st.sampled_from(["rmsnorm", "layernorm"])),
-        use_rope=draw(st.booleans()),
-        tie_embeddings=draw(st.booleans()),
-        dropout=draw(st.sampled_from([0.0, 0.5])),
-    )
+        "d_model": n_heads * draw(st.sampled_from([4, 10])),
+        "n_heads": n_heads,
+        "n_kv_heads": n_kv_heads,
+        "sliding_window": draw(st.none() | st.integers(1, 10)),
+        "norm": draw(st.sampled_from(["rmsnorm", "layernorm"])),
+        "use_rope": draw(st.booleans()),
+        "tie_embeddings": draw(st.booleans()),
+        "dropout": draw(st.sampled_from([0.0, 0.5])),
+    }
+    rack = make_rack(**options | draw(st.sampled_from(VARIANTS)))
     # In float32, LayerNorm over a few channels can turn rounding into 1e-4.
     return widen(rack).double()
 
@@ -202,6 +215,111 @@ class TestProperties:
         together = logits_of(rack, ids)
         for length in range(1, n_tokens):
             assert relative_error(logits_of(rack, ids[:, :length]), together[:, :length]) < 1e-9
+
+
+KINDS = [
+    {},
+    {"n_kv_heads": 2, "sliding_window": 3},
+    {"attention_type": "mqa", "qk_norm": "head", "softcap": 2.0},
+    {"attention_mode": "bidirectional"},
+    {"attention_mode": "bidirectional", "sliding_window": 2, "softcap": 2.0},
+    {"use_rope": False, "norm_position": "post"},
+    {"rope_scaling": {"rope_type": "linear", "factor": 3.0}, "head_dim": 6},
+    {
+        "attention_type": "mla",
+        "latent": {
+            "kv_lora_rank": 8,
+            "q_lora_rank": 6,
+            "qk_nope_head_dim": 4,
+            "qk_rope_head_dim": 4,
+            "v_head_dim": 6,
+        },
+    },
+    {"attention_type": "kernel", "kernel": {"feature_map": "elu"}},
+    {"attention_type": "kernel", "kernel": {"feature_map": "favor", "n_features": 16}},
+]
+
+
+class TestDocuments:
+    """A row packed of several documents is each of them alone."""
+
+    @pytest.mark.parametrize("block", KINDS, ids=str)
+    def test_packed_equals_separate(self, block):
+        rack = widen(make_rack(2, 2, **block)).double()
+        # Two documents may have one id: what counts is where it changes.
+        lengths, names = [[3, 1, 4, 2], [5, 5]], [[7, 2, 7, 0], [1, 3]]
+        ids = torch.randint(31, (2, 10))
+        documents = torch.stack(
+            [
+                torch.tensor(row).repeat_interleave(torch.tensor(length))
+                for row, length in zip(names, lengths, strict=True)
+            ]
+        )
+        with torch.no_grad():
+            packed = rack(ids, document_ids=documents)
+            for b, row in enumerate(lengths):
+                for alone, expected in zip(ids[b].split(row), packed[b].split(row), strict=True):
+                    assert relative_error(rack(alone[None])[0], expected) < 1e-9
+            assert relative_error(rack(ids), packed) > 1e-2
+
+    @pytest.mark.parametrize("block", KINDS[:5], ids=str)
+    def test_padded_and_packed(self, block):
+        """A mask and documents are combined: padding is in no document's sight."""
+        rack = widen(make_rack(1, 2, **block)).double()
+        ids = torch.randint(31, (1, 9))
+        documents = torch.tensor([[1, 1, 1, 1, 2, 2, 2, 2, 2]])
+        mask = torch.tensor([[0, 1, 1, 1, 0, 0, 1, 1, 0]])
+        with torch.no_grad():
+            packed = rack(ids, mask, documents)[0]
+            for part in (slice(1, 4), slice(6, 8)):
+                assert relative_error(rack(ids[:, part])[0], packed[part]) < 1e-9
+            other = torch.where(mask.bool(), ids, (ids + 1) % 31)
+            assert torch.equal(rack(other, mask, documents)[0][mask[0] != 0], packed[mask[0] != 0])
+
+    def test_one_document_is_none(self):
+        rack, ids = widen(make_rack()).double(), torch.randint(31, (2, 6))
+        with torch.no_grad():
+            assert relative_error(rack(ids, document_ids=torch.full_like(ids, 9)), rack(ids)) < 1e-9
+
+    def test_parts_of_a_rack(self):
+        rack, ids = widen(make_rack(3, 1)), torch.randint(31, (2, 7))
+        documents = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [4, 4, 4, 4, 4, 4, 5]])
+        with torch.no_grad():
+            x = rack.forward_from_stack(rack.embed(ids), 0, 1, None, documents)
+            x = rack.forward_from_stack(x, 1, None, None, documents)
+            assert torch.equal(rack.head(x), rack(ids, document_ids=documents))
+
+    def test_gradients_stay_within_a_document(self):
+        rack = widen(make_rack(1, 2, tie_embeddings=False))
+        x = rack.embed(torch.randint(31, (1, 6))).detach().requires_grad_()
+        documents = torch.tensor([[0, 0, 0, 1, 1, 1]])
+        rack.forward_from_stack(x, 0, None, None, documents)[0, 4].sum().backward()
+        reached = x.grad[0].abs().amax(-1) > 0
+        assert reached.tolist() == [False, False, False, True, True, False]
+
+    @pytest.mark.parametrize(
+        "documents, text",
+        [
+            (torch.zeros(2, 5), "dtype torch.float32; allowed: an integer dtype"),
+            (torch.zeros(2, 5, dtype=torch.bool), "dtype torch.bool; allowed: an integer dtype"),
+            (torch.zeros(2, 4, dtype=torch.long), "shape (2, 4); allowed: (2, 5)"),
+            (torch.zeros(5, dtype=torch.long), "shape (5,); allowed: (2, 5)"),
+        ],
+    )
+    def test_refused(self, documents, text):
+        with pytest.raises(ValueError, match=re.escape(f"document_ids: got {text}")):
+            make_rack()(torch.zeros(2, 5, dtype=torch.long), document_ids=documents)
+
+    def test_refused_beside_a_cache(self):
+        rack, ids = make_rack(), torch.zeros(1, 3, dtype=torch.long)
+        with pytest.raises(ValueError, match=r"document_ids: got tensor.*allowed: None"):
+            rack(ids, document_ids=ids, cache=rack.new_cache(1, 8))
+
+    def test_refused_where_a_row_is_one_sum(self):
+        rack = make_rack(attention_type="kernel", attention_mode="bidirectional")
+        ids = torch.zeros(1, 3, dtype=torch.long)
+        with pytest.raises(ValueError, match=r"document_ids: .*allowed: None"):
+            rack(ids, document_ids=ids)
 
 
 class TestMixedStacks:
@@ -238,8 +356,13 @@ class TestMixedStacks:
         x = rack.embedding.weight[ids]
         for block in blocks_of(rack):
             x = block(x)
-        x = F.layer_norm(x, (32,), rack.final_norm.weight, eps=1e-5)
+        x = F.layer_norm(x, (32,), rack.final_norm.weight, eps=1e-6)
         torch.testing.assert_close(rack(ids), x @ rack.embedding.weight.T)
+
+    def test_final_norm_is_that_of_the_last_block(self):
+        blocks = [Block(16, 16, 2, norm_eps=eps) for eps in (1e-3, 0.25)]
+        rack = Rack([Stack(blocks)], 31, 16)
+        assert rack.final_norm.eps == 0.25
 
 
 class TestParts:
@@ -281,6 +404,20 @@ class TestParts:
             rack.get_stack(3)
         with pytest.raises(IndexError):
             rack.get_stack(0).get_block(2)
+
+    @pytest.mark.parametrize("longest", [0, -1, 1.5, "8", True])
+    def test_longest_sequence_refused(self, longest):
+        stacks = [Stack([Block(16, 16, 2)])]
+        with pytest.raises(ValueError, match=rf"max_seq_len: got {longest!r}; allowed: an integer >= 1"):
+            Rack(stacks, 31, 16, max_seq_len=longest)
+        assert (
+            Rack(stacks, 31, 16).max_seq_len is None and Rack(stacks, 31, 16, max_seq_len=8).max_seq_len == 8
+        )
+
+    def test_width_of_another_rack_is_refused(self):
+        stacks = [Stack([Block(16, 16, 2), Block(24, 16, 2)], stack_id=5)]
+        with pytest.raises(ValueError, match="d_model: got 16, but stack 5 has width 24"):
+            Rack(stacks, 31, 16)
 
     @pytest.mark.parametrize("shape", [(7,), (), (2, 7, 1)])
     def test_token_ids_of_another_shape(self, shape):

@@ -67,17 +67,28 @@ def depth_of(config):
     return config.model.architecture.n_stacks * config.model.architecture.blocks_per_stack
 
 
+def kv_heads_of(model):
+    """Key/value heads; multi-query attention has one, in latent attention each head has its own."""
+    return 1 if model.attention_type == "mqa" else model.n_kv_heads or model.n_heads
+
+
 @st.composite
 def configs(draw):
     n_kv_heads = draw(st.integers(1, 12))
     n_heads = n_kv_heads * draw(st.integers(1, 8))
     use_rope = draw(st.booleans())
     head_dim = draw(st.integers(1, 16)) * (2 if use_rope else 1)
-    mha = draw(st.booleans())
+    kind = draw(st.sampled_from(["mha", "gqa", "mqa", "mla", "kernel"]))
+    own_head_dim = kind != "mla" and draw(st.booleans())
+    window = st.none() | st.integers(1, 100)
+    windows = window | st.lists(window, min_size=1, max_size=4)
     kinds = {
-        "attention_type": "mha" if mha else "gqa",
+        "attention_type": kind,
         "attention_mode": draw(st.sampled_from(["causal", "bidirectional"])),
-        "sliding_window": draw(st.none() | st.integers(1, 100)),
+        "head_dim": head_dim if own_head_dim else None,
+        "latent": {"kv_lora_rank": 6, "q_lora_rank": 5} if kind == "mla" and draw(st.booleans()) else None,
+        "kernel": {"feature_map": "elu"} if kind == "kernel" else None,
+        "sliding_window": None if kind == "kernel" else draw(windows),
         "norm": draw(st.sampled_from(["rmsnorm", "layernorm"])),
         "dropout": draw(st.floats(0.0, 0.9)),
         "tie_embeddings": draw(st.booleans()),
@@ -85,16 +96,26 @@ def configs(draw):
         "use_rope": use_rope,
         "vocab_size": draw(st.integers(1, 300)),
     }
-    kv = draw(st.sampled_from([None, n_heads])) if mha else n_kv_heads
+    kv = {
+        "mha": st.sampled_from([None, n_heads]),
+        "gqa": st.just(n_kv_heads),
+        "mqa": st.sampled_from([None, 1]),
+        "mla": st.none(),
+        "kernel": st.sampled_from([None, n_kv_heads]),
+    }
     sizes = (
-        n_heads * head_dim,
+        draw(st.integers(1, 1000)) if own_head_dim else n_heads * head_dim,
         n_heads,
-        kv,
+        draw(kv[kind]),
         draw(st.integers(1, 4096)),
         draw(st.integers(1, 8)),
         draw(st.integers(1, 12)),
     )
     return config_of(sizes, **kinds)
+
+
+def windows_of(config):
+    return {block.sliding_window for stack in config.model.blocks() for block in stack}
 
 
 factors = st.integers(1, 130)
@@ -118,10 +139,10 @@ class TestSizes:
         with torch.device("meta"):
             rack = create_rack_from_config(small)
         assert sum(stack.num_blocks for stack in rack.stacks) == depth_of(small)
-        heads = [stack.get_block(0).get_attention_info() for stack in rack.stacks]
-        assert {(info["n_heads"], info["n_kv_heads"]) for info in heads} == {
-            (model.n_heads, model.n_kv_heads or model.n_heads)
-        }
+        attentions = [stack.get_block(0).attention for stack in rack.stacks]
+        assert {attention.n_heads for attention in attentions} == {model.n_heads}
+        if model.attention_type != "mla":
+            assert {attention.n_kv_heads for attention in attentions} == {kv_heads_of(model)}
 
     @given(configs(), factors)
     def test_nothing_grows(self, config, factor):
@@ -167,8 +188,14 @@ class TestKept:
 
     @given(configs(), factors)
     def test_head_size(self, config, factor):
-        small = create_small_variant(config, factor).config.model
-        assert small.d_model // small.n_heads == config.model.d_model // config.model.n_heads
+        small, model = create_small_variant(config, factor).config.model, config.model
+        assert small.head_dim == model.head_dim
+        exact = model.d_model / model.n_heads * small.n_heads
+        if model.head_dim is None:
+            assert small.d_model == exact
+        else:
+            # The width is no multiple of anything; nearest, and at least 1.
+            assert small.d_model == 1 or abs(small.d_model - exact) <= 0.5
 
     @given(configs(), factors)
     @example(config_of((64, 4, 4, 1, 1, 4)), 4)
@@ -184,7 +211,7 @@ class TestKept:
         variant = create_small_variant(config, factor)
 
         def ratio(model):
-            return model.n_heads // (model.n_kv_heads or model.n_heads)
+            return model.n_heads // kv_heads_of(model)
 
         kept = ratio(variant.config.model) == ratio(config.model)
         assert kept != any("query heads" in note for note in variant.notes)
@@ -218,6 +245,19 @@ class TestNotes:
         noted = any("width" in note for note in create_small_variant(config, factor).notes)
         assert noted or config.model.n_heads >= factor
         assert not noted or config.model.n_heads % factor
+
+    @given(configs(), factors)
+    def test_windows(self, config, factor):
+        """A pattern of windows that is longer than the depth that is left loses some of them."""
+        variant = create_small_variant(config, factor)
+        kept = windows_of(variant.config) == windows_of(config)
+        assert kept != any("sliding_window" in note for note in variant.notes)
+
+    def test_the_only_block_that_saw_everything(self):
+        config = config_of((64, 16, 4, 64, 1, 12), sliding_window=[16] * 5 + [None])
+        assert windows_of(create_small_variant(config, 2).config) == {16, None}
+        (note,) = create_small_variant(config, 4).notes
+        assert "sliding_window" in note and "null" in note
 
     def test_is_a_value(self):
         variant = create_small_variant(config_of(TABLE[0][0]))

@@ -1,0 +1,120 @@
+"""Claim: measured figures, the bars they are held to, and the file both are kept in."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import random
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+from stackwise.device import fingerprint
+
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A figure and the least (or, with `at_most`, the largest) that it may be; None: not measured."""
+
+    name: str
+    value: float | None
+    limit: float
+    at_most: bool = False
+
+    @property
+    def verdict(self) -> str:
+        if self.value is None:
+            return "NOT MEASURED"
+        met = self.value <= self.limit if self.at_most else self.value >= self.limit
+        return "PASS" if met else "SHORT"
+
+    def __str__(self) -> str:
+        value = "-" if self.value is None else f"{self.value:.3f}"
+        return (
+            f"bar {self.name:<34} {value:>8} {'<=' if self.at_most else '>='} {self.limit:<6} {self.verdict}"
+        )
+
+
+@dataclass
+class Claim:
+    """What one `python -m bench.NAME` found."""
+
+    name: str
+    quick: bool
+    figures: dict[str, Any] = field(default_factory=dict)
+    bars: list[Bar] = field(default_factory=list)
+
+    def conclude(self) -> int:
+        """Print the bars, write the file, and say 1 if any bar was missed."""
+        for bar in self.bars:
+            print(bar)
+        device = fingerprint()["gpu"]
+        folder = RESULTS / ("cpu" if device is None else str(device["name"]).replace(" ", "-").lower())
+        folder.mkdir(parents=True, exist_ok=True)
+        record = {
+            "claim": self.name,
+            "quick": self.quick,
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "commit": _commit(),
+            "machine": fingerprint(),
+            "load_average": os.getloadavg(),
+            "bars": [{**asdict(bar), "verdict": bar.verdict} for bar in self.bars],
+            "figures": self.figures,
+        }
+        path = folder / f"{self.name}{'-quick' if self.quick else ''}.json"
+        path.write_text(json.dumps(record, indent=1) + "\n")
+        print(f"written to {path}")
+        return int(any(bar.verdict == "SHORT" for bar in self.bars))
+
+
+def interleave(
+    calls: Mapping[str, Callable[[], object]], *, rounds: int, seconds: float = 0.3, seed: int = 0
+) -> dict[str, list[float]]:
+    """Seconds per call: `rounds` samples of each, one of every call in each round, in random order.
+
+    A sample is as many calls as take about `seconds`. Each call is made twice beforehand.
+    """
+    repeats = {}
+    for name, call in calls.items():
+        call()
+        start = time.perf_counter()
+        call()
+        repeats[name] = max(1, round(seconds / (time.perf_counter() - start)))
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    order = list(calls)
+    shuffle = random.Random(seed).shuffle
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(rounds):
+            shuffle(order)
+            for name in order:
+                start = time.perf_counter()
+                for _ in range(repeats[name]):
+                    calls[name]()
+                samples[name].append((time.perf_counter() - start) / repeats[name])
+    finally:
+        gc.enable()
+    return samples
+
+
+def ratio(slow: list[float], fast: list[float]) -> dict[str, float]:
+    """How many times `fast` is faster: the median over rounds, and the middle half of them."""
+    ratios = [a / b for a, b in zip(slow, fast, strict=True)]
+    low, _, high = quantiles(ratios, n=4)
+    return {"median": median(ratios), "quartile_low": low, "quartile_high": high}
+
+
+def _commit() -> str:
+    git = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
+    )
+    return git.stdout.strip() or "unknown"

@@ -1,0 +1,125 @@
+"""DecodeStep: one more token, captured or compiled.
+
+Shapes: B batch, S slots of the cache, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from stackwise.model.cache import BlockCache, RackCache
+from stackwise.model.layout import Layout
+from stackwise.model.mode import evaluating
+
+if TYPE_CHECKING:
+    from stackwise.model.rack import Rack
+
+__all__ = ["DecodeStep"]
+
+_LEAST_CAPACITY = 256
+
+
+class DecodeStep:
+    """One more token, in eval mode: ids (B,) to the logits (B, V) that follow it.
+
+    Captured once in a CUDA graph, at the first call, and replayed: launching the kernels of a small
+    model takes longer than running them. The tensor returned is then overwritten by the next call.
+
+    Compiled, one graph serves every position, since the position is a tensor; it reads all slots of
+    the cache each time. What is compiled is kept for caches of the same batch size and capacity.
+
+    Args:
+        rack: causal.
+        cache: of `rack.new_cache`; holds the prompt.
+        capture: False: launch the kernels each time; None: capture on CUDA.
+        compile: compile the step.
+    """
+
+    def __init__(
+        self,
+        rack: Rack,
+        cache: RackCache,
+        *,
+        capture: bool | None = None,
+        compile: bool = False,  # noqa: A002  # the name in PyTorch
+    ) -> None:
+        self.rack, self.cache = rack, cache
+        self._pass = _compiled() if compile else _pass
+        if compile:
+            cache.count_on_device()
+        self.capture = cache.device.type == "cuda" if capture is None else capture
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._token_B1 = torch.zeros(cache.batch_size, 1, dtype=torch.int64, device=cache.device)
+        self._logits_BV: Tensor | None = None
+
+    @torch.no_grad()
+    def __call__(self, token_B: Tensor) -> Tensor:
+        """Put the tokens into the cache; the logits that follow them."""
+        if not self.capture:
+            return self._step(token_B[:, None])
+        assert self.cache.length < self.cache.capacity, "the device cannot say that the cache is full"
+        self._token_B1.copy_(token_B[:, None])
+        if self._graph is None:
+            with torch.cuda.device(self.cache.device):
+                self._graph = self._captured()
+        assert self._logits_BV is not None
+        self._graph.replay()
+        self.cache.length += 1
+        return self._logits_BV
+
+    @staticmethod
+    def capacity(n_tokens: int) -> int:
+        """Room for `n_tokens`, rounded up so that few different compiled steps serve all prompts."""
+        return max(_LEAST_CAPACITY, 1 << (n_tokens - 1).bit_length())
+
+    def _step(self, token_B1: Tensor) -> Tensor:
+        with evaluating(self.rack):
+            start, keep_BS = self.cache.admit(*token_B1.shape)
+            logits_BV = self._pass(self.rack, token_B1, start, keep_BS, self.cache.blocks)
+            self.cache.advance(1)
+        return logits_BV
+
+    def _captured(self) -> torch.cuda.CUDAGraph:
+        """The graph. Capture changes nothing: warming up does, and is undone."""
+        cache = self.cache
+        cache.count_on_device()
+        length, before = cache.length, cache.snapshot()
+        kind = cache.device.type
+        graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        # Weights that autocast keeps in its cache may be gone when the graph is replayed.
+        with torch.autocast(
+            kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), cache_enabled=False
+        ):
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                self._step(self._token_B1)
+            torch.cuda.current_stream().wait_stream(side)
+            cache.restore(before)
+            cache.length = length
+            with torch.cuda.graph(graph, stream=side):
+                self._logits_BV = self._step(self._token_B1)
+            cache.length = length
+        return graph
+
+
+def _pass(
+    rack: Rack,
+    token_B1: Tensor,
+    start: int | Tensor,
+    keep_BS: Tensor | None,
+    caches: Sequence[Sequence[BlockCache]],
+) -> Tensor:
+    x_B1C = rack.embed(token_B1)
+    x_B1C = rack.follow(x_B1C, Layout(x_B1C, start=start, keep_BS=keep_BS), caches)
+    return rack.head(x_B1C)[:, 0]
+
+
+@cache
+def _compiled() -> Callable[..., Tensor]:
+    """Made when first asked for, since it loads the compiler."""
+    return torch.compile(_pass, dynamic=False)

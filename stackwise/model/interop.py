@@ -1,0 +1,309 @@
+"""Interop: Racks from and to folders of weights, in the layout of Hugging Face or in our own.
+
+Nothing here needs transformers, and nothing unpickles. What a family of transformers is called, and which
+Blocks it has, is in `hf_family.py`; files are read and written by `weight_folder.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from collections.abc import Iterable, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stackwise.argument import check_choice, check_sizes, require
+from stackwise.config import BlockConfig
+from stackwise.model.block import Block
+from stackwise.model.embedding import BoundedEmbedding
+from stackwise.model.hf_family import HfFamily, family_for, family_named
+from stackwise.model.norm import create_norm
+from stackwise.model.rack import Rack
+from stackwise.model.stack import Stack
+from stackwise.model.weight_folder import FLOATS, check_tensors, read_config, read_weights, write_folder
+
+__all__ = ["load_pretrained", "save_pretrained"]
+
+MODEL_TYPE, FORMAT_VERSION = "stackwise", 1
+_TIED_COPY = "lm_head.weight"
+# Old files carry the rotary frequencies of each layer, which config.json says too.
+_DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+# What config.json says of a model beyond the Rack, and what is lost unless it is written again.
+_KEPT = ("model_type", "bos_token_id", "eos_token_id", "pad_token_id", "initializer_range")
+_ORIGIN = "hf_origin"
+_RACK_KEYS = {"vocab_size", "d_model", "tie_embeddings", "max_seq_len", "embedding_bound", "final_norm"}
+_OWN_KEYS = {"model_type", "format_version", *_RACK_KEYS, "stacks", "frozen", _ORIGIN}
+
+
+def load_pretrained(
+    source: str | os.PathLike[str] | nn.Module,
+    *,
+    n_stacks: int | None = None,
+    dtype: torch.dtype | None = None,
+) -> Rack:
+    """The Rack in a folder, or one that computes what a live transformers model does; in eval mode.
+
+    Args:
+        source: a folder with config.json and safetensors, one or sharded, of `save_pretrained` or of a
+            Llama, Mistral, Qwen2, Qwen3 or OLMo 2 model; or such a model, which is copied.
+        n_stacks: over how many Stacks to spread the layers of a transformers model evenly; None: one.
+        dtype: of the weights; None: as they are.
+
+    Raises:
+        ValueError: pickled weights; a damaged file; a tensor missing, unexpected or misshapen; a key of
+            config.json whose value no Rack has.
+    """
+    if dtype is not None:
+        require(dtype in FLOATS, "dtype", dtype, f"None, {', '.join(map(str, FLOATS))}")
+    if isinstance(source, str | os.PathLike):
+        folder = Path(source)
+        where, config = str(folder), read_config(folder)
+        if config.get("model_type") == MODEL_TYPE:
+            require(n_stacks is None, "n_stacks", n_stacks, f"None: {folder} says which Stacks it has")
+            return _load_own(config, read_weights(folder), where, dtype)
+        family = family_named(config.get("model_type"), where)
+        weights = read_weights(folder)
+    else:
+        where = type(source).__name__
+        live = getattr(source, "config", None)
+        known = isinstance(source, nn.Module) and hasattr(live, "to_dict")
+        require(known, "source", where, "a folder, or a live transformers model")
+        assert isinstance(source, nn.Module) and live is not None
+        config = live.to_dict()
+        family = family_named(config.get("model_type"), where)
+        weights = dict(source.state_dict())
+    rack = _load_hf(family, config, weights, where, n_stacks, dtype)
+    _warn_of_dropout(config.get("attention_dropout"), f"read from {where} as dropout")
+    return rack
+
+
+def save_pretrained(
+    rack: Rack,
+    path: str | os.PathLike[str],
+    format: str = "hf",  # noqa: A002  # what the files are called by
+    *,
+    model_type: str | None = None,
+    max_shard_bytes: int = 5_000_000_000,
+    overwrite: bool = False,
+) -> Path:
+    """Write config.json and safetensors into a folder, whole or not at all.
+
+    Args:
+        rack: on any device.
+        path: the folder; refused where it is not empty, unless `overwrite`.
+        format: "hf", which transformers loads; "stackwise", which holds every Rack, its Stacks and what
+            is frozen.
+        model_type: the family to be written for "hf"; None: the one that the Rack came from, else the first
+            that can say what it is.
+        max_shard_bytes: where the weights are more, they are split into files of no more and an index.
+        overwrite: replace an earlier save. What it replaces is there until the new one is whole.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ValueError: no family can say what the Rack is; weights that are no plain tensors; a folder that
+            is not empty, or has files that a save does not write.
+        OSError: the disk refused; what was there is as it was.
+    """
+    check_choice("format", format, ("hf", "stackwise"))
+    require(model_type is None or format == "hf", "model_type", model_type, "None, with format='stackwise'")
+    path = Path(path)
+    state = rack.state_dict()
+    tied = rack.lm_head.weight is rack.embedding.weight
+    require(tied == rack.tie_embeddings, "tie_embeddings", rack.tie_embeddings, f"{tied}, as the weights are")
+    if rack.tie_embeddings:
+        del state[_TIED_COPY]
+    origin = vars(rack).get(_ORIGIN, {})
+    if format == "stackwise":
+        config = {"model_type": MODEL_TYPE, "format_version": FORMAT_VERSION, **_describe(rack)}
+        config["frozen"] = [name for name, p in rack.named_parameters() if not p.requires_grad]
+        config[_ORIGIN] = origin
+        _check_twin(rack, _build(config, str(path)), state)
+        weights = state
+    else:
+        family = family_for(rack, model_type, origin.get("model_type"))
+        config = {**family.config_of(rack), **{k: v for k, v in origin.items() if k != "model_type"}}
+        description = family.describe(config, str(path))
+        _spread(description, [stack.num_blocks for stack in map(rack.get_stack, range(len(rack.stacks)))])
+        _check_twin(rack, _build(description, str(path)), state)
+        _warn_of_dropout(config["attention_dropout"], "written as attention_dropout")
+        weights = {
+            theirs: piece
+            for ours, parts in family.correspondence(rack).items()
+            for theirs, piece in zip(parts, state[ours].split(list(parts.values())), strict=True)
+        }
+    return write_folder(path, config, weights, max_shard_bytes=max_shard_bytes, overwrite=overwrite)
+
+
+def _load_own(
+    config: Mapping[str, Any], weights: dict[str, Tensor], where: str, dtype: torch.dtype | None
+) -> Rack:
+    version = config.get("format_version")
+    require(version == FORMAT_VERSION, f"{where}: format_version", version, str(FORMAT_VERSION))
+    require(config.keys() == _OWN_KEYS, f"{where}: config.json", sorted(config), ", ".join(sorted(_OWN_KEYS)))
+    rack = _build(config, where)
+    frozen, origin = config["frozen"], config[_ORIGIN]
+    parameters = dict(rack.named_parameters())
+    sound = isinstance(frozen, list) and all(name in parameters for name in frozen)
+    require(sound, f"{where}: frozen", frozen, "names of parameters")
+    sound = isinstance(origin, dict) and origin.keys() <= set(_KEPT)
+    require(sound, f"{where}: {_ORIGIN}", origin, f"a mapping of {', '.join(_KEPT)}")
+    for name, parameter in parameters.items():
+        parameter.requires_grad_(name not in frozen)
+    check_tensors(where, weights, _shapes(rack))
+    vars(rack)[_ORIGIN] = origin
+    return _filled(rack, {name: _joined([weights.pop(name)], dtype) for name in list(weights)})
+
+
+def _load_hf(
+    family: HfFamily,
+    config: Mapping[str, Any],
+    weights: dict[str, Tensor],
+    where: str,
+    n_stacks: int | None,
+    dtype: torch.dtype | None,
+) -> Rack:
+    description = family.describe(config, where)
+    if n_stacks is not None:
+        check_sizes(n_stacks=n_stacks)
+        n_layers = len(description["stacks"][0]["blocks"])
+        require(n_layers % n_stacks == 0, "n_stacks", n_stacks, f"a divisor of the {n_layers} layers")
+        _spread(description, [n_layers // n_stacks] * n_stacks)
+    rack = _build(description, where)
+    names = family.correspondence(rack)
+    shapes = _shapes(rack)
+    for name in filter(_DERIVED.fullmatch, list(weights)):
+        del weights[name]
+    copy = weights.pop(_TIED_COPY, None) if rack.tie_embeddings else None
+    check_tensors(
+        where,
+        weights,
+        {t: (rows, *shapes[ours][1:]) for ours, parts in names.items() for t, rows in parts.items()},
+    )
+    if copy is not None:
+        embedding = weights["model.embed_tokens.weight"]
+        same = copy.dtype == embedding.dtype and torch.equal(copy, embedding)
+        require(same, f"{where}: tie_word_embeddings", True, f"false, since {_TIED_COPY} is another matrix")
+    dtypes = sorted({str(tensor.dtype) for tensor in weights.values()})
+    if len(dtypes) > 1 and dtype is None:
+        raise ValueError(f"{where}: got weights of {' and '.join(dtypes)}; allowed: one dtype, or dtype=")
+    vars(rack)[_ORIGIN] = {key: config[key] for key in _KEPT if key in config}
+    # Each tensor is let go of when it is copied, and with the last of a file its mapping.
+    copied = {ours: _joined([weights.pop(t) for t in parts], dtype) for ours, parts in names.items()}
+    return _filled(rack, copied)
+
+
+def _joined(parts: list[Tensor], dtype: torch.dtype | None) -> Tensor:
+    """A copy, never the memory of the file or of another model."""
+    if len(parts) == 1:
+        return parts[0].to(dtype, copy=True, memory_format=torch.contiguous_format)
+    return torch.cat([part.to(dtype) for part in parts])
+
+
+def _filled(rack: Rack, weights: dict[str, Tensor]) -> Rack:
+    if rack.tie_embeddings:
+        weights[_TIED_COPY] = weights["embedding.weight"]
+    rack.load_state_dict(weights, assign=True)
+    if rack.tie_embeddings:  # assigning made two parameters of it
+        rack.lm_head.weight = rack.embedding.weight
+    assert not any(tensor.is_meta for tensor in (*rack.parameters(), *rack.buffers()))
+    return rack.eval()
+
+
+def _shapes(rack: Rack) -> dict[str, torch.Size]:
+    """Of every tensor that is stored; a tied weight once."""
+    shapes = {name: tensor.shape for name, tensor in rack.state_dict().items()}
+    if rack.tie_embeddings:
+        del shapes[_TIED_COPY]
+    return shapes
+
+
+def _describe(rack: Rack) -> dict[str, Any]:
+    """All that `_build` needs, as plain values."""
+    norm = rack.final_norm
+    return {
+        "vocab_size": rack.vocab_size,
+        "d_model": rack.d_model,
+        "tie_embeddings": rack.tie_embeddings,
+        "max_seq_len": rack.max_seq_len,
+        "embedding_bound": rack.embedding.bound if isinstance(rack.embedding, BoundedEmbedding) else None,
+        "final_norm": {"kind": "rmsnorm" if isinstance(norm, nn.RMSNorm) else "layernorm", "eps": norm.eps},
+        "stacks": [
+            {
+                "stack_id": stack.stack_id,
+                "blocks": [stack.get_block(i).config.to_dict() for i in range(stack.num_blocks)],
+            }
+            for stack in map(rack.get_stack, range(len(rack.stacks)))
+        ],
+    }
+
+
+def _spread(description: dict[str, Any], sizes: Iterable[int]) -> None:
+    """Spread the Blocks of the one Stack described over several of these sizes."""
+    blocks = iter(description["stacks"][0]["blocks"])
+    description["stacks"] = [
+        {"stack_id": i, "blocks": list(islice(blocks, size))} for i, size in enumerate(sizes)
+    ]
+
+
+def _build(description: Mapping[str, Any], where: str) -> Rack:
+    """A Rack without data, on the meta device, which draws no random numbers."""
+    tied, norm = description["tie_embeddings"], description["final_norm"]
+    require(isinstance(tied, bool), f"{where}: tie_embeddings", tied, "true or false")
+    try:
+        check_choice(f"{where}: final_norm", norm["kind"], ("rmsnorm", "layernorm"))
+        with torch.device("meta"):
+            stacks = [_stack(where, **stack) for stack in description["stacks"]]
+            vocab_size, d_model = description["vocab_size"], description["d_model"]
+            rack = Rack(stacks, vocab_size, d_model, tied, description["max_seq_len"])
+            rack.final_norm = create_norm(norm["kind"], d_model, float(norm["eps"]))
+            if description["embedding_bound"] is not None:
+                rack.embedding = BoundedEmbedding(vocab_size, d_model, description["embedding_bound"])
+                if tied:
+                    rack.lm_head.weight = rack.embedding.weight
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{where}: no description of a Rack: {error}") from None
+    return rack
+
+
+def _stack(where: str, /, stack_id: int, blocks: Iterable[Mapping[str, Any]]) -> Stack:
+    require(isinstance(stack_id, int), f"{where}: stack_id", stack_id, "an integer")
+    configs = [BlockConfig.from_dict(block, source=where) for block in blocks]
+    return Stack([Block(**config.to_dict()) for config in configs], stack_id)
+
+
+def _check_twin(rack: Rack, twin: Rack, state: Mapping[str, Tensor]) -> None:
+    """Refuse a Rack that would not come back: whose modules or weights are not those it was built with."""
+    ours, theirs = _modules(rack), _modules(twin)
+    for name in theirs | ours:
+        if ours.get(name) != theirs.get(name):
+            raise ValueError(
+                f"rack: {name} is {ours.get(name, 'missing')}; allowed: {theirs.get(name, 'nothing')}, "
+                "as configured"
+            )
+    check_tensors("rack", state, _shapes(twin))
+    shared = sorted(dict(twin.named_parameters()).keys() - dict(rack.named_parameters()).keys())
+    require(not shared, "rack", shared, "no weight in two places, but for a tied head")
+
+
+def _modules(rack: Rack) -> dict[str, str]:
+    return {
+        name: f"{type(module).__name__}({module.extra_repr()})"
+        for name, module in rack.named_modules()
+        if name
+    }
+
+
+def _warn_of_dropout(dropout: object, what: str) -> None:
+    if dropout:
+        warnings.warn(
+            f"dropout={dropout} is {what}: in training, a Rack drops from the output of each branch too, "
+            "transformers from the attention weights only",
+            stacklevel=4,
+        )

@@ -1,0 +1,265 @@
+"""Quantization: the weights of one Stack in int8, int4 or fp8, for inference.
+
+Shapes: I inputs of a layer, O outputs of a layer, N a slice of the inputs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from stackwise.argument import check_choice, check_sizes, require
+from stackwise.model.content_hash import plain_tensors
+from stackwise.model.latent import LatentAttention
+from stackwise.model.mode import evaluating
+from stackwise.model.parameter_group import Optimizers, ParameterGroups
+from stackwise.model.rack import Rack
+from stackwise.model.stack import Stack
+
+__all__ = ["QuantizationReport", "QuantizedDtype", "QuantizedLinear", "quantize_stack"]
+
+QuantizedDtype = Literal["int8", "int4", "fp8"]
+_GROUP_SIZES = (32, 64, 128, 256)
+_SLICE = 256
+
+
+@dataclass(frozen=True)
+class QuantizationReport:
+    """What quantizing a Stack saved and cost.
+
+    Attributes:
+        stack_id: the Stack's name.
+        dtype: "int8", "int4" or "fp8".
+        arithmetic: what a layer computes with.
+        bytes_before: of all parameters and buffers of the Stack, as held in memory.
+        bytes_after: the same, with scales, zero points and padding.
+        weight_error: per layer |quantised - original| / |original|, Frobenius norms, of the matrix that the
+            layer then applies, in the dtype that it answers in.
+        left_out: per layer that keeps its weights, why.
+        logits_error_max: largest difference of a logit over the largest logit; None without `sample_ids`.
+        logits_error_rms: root mean square of the difference over that of the logits; None likewise.
+    """
+
+    stack_id: int
+    dtype: QuantizedDtype
+    arithmetic: str
+    bytes_before: int
+    bytes_after: int
+    weight_error: dict[str, float]
+    left_out: dict[str, str]
+    logits_error_max: float | None
+    logits_error_rms: float | None
+
+
+class QuantizedLinear(nn.Linear):
+    """A linear layer with a quantised weight, which does not train.
+
+    Args:
+        weight: of a torchao tensor class, shape (O, I).
+        bias: (O,) or None.
+        passes_gradients: whether its kernel has a derivative with respect to the input.
+    """
+
+    def __init__(self, weight: Tensor, bias: nn.Parameter | None, *, passes_gradients: bool) -> None:
+        out_features, in_features = weight.shape
+        super().__init__(in_features, out_features, bias=False, device="meta")
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.register_parameter("bias", bias)
+        self.passes_gradients = passes_gradients
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., I) -> (..., O).
+
+        Raises:
+            ValueError: training: the weight was unfrozen, or a gradient is wanted that its kernel has not.
+        """
+        if torch.is_grad_enabled():
+            # torchao answers these with no gradient at all, or with an error from deep inside.
+            frozen = not self.weight.requires_grad
+            require(frozen, "quantised weight", "requires_grad=True", "frozen: call freeze() of its Stack")
+            passes = self.passes_gradients or not x.requires_grad
+            require(
+                passes, "quantised layer", "an input that requires grad", "int8 or fp8, or torch.no_grad()"
+            )
+        if not torch.is_autocast_enabled(x.device.type):
+            return F.linear(x, self.weight, self.bias)
+        # Autocast casts nothing for a kernel that it does not know, as that of int4.
+        return F.linear(x.to(self.weight.dtype), self.weight, self.bias).to(x.dtype)
+
+    def extra_repr(self) -> str:  # noqa: D102
+        return f"{super().extra_repr()}, weight={type(self.weight.data).__name__}"
+
+
+def quantize_stack(
+    rack: Rack,
+    index: int,
+    dtype: QuantizedDtype = "int8",
+    sample_ids: Tensor | None = None,
+    *,
+    group_size: int = 32,
+    optimizer: Optimizers = None,
+) -> QuantizationReport:
+    """Keep the linear weights of one Stack in fewer bits, through torchao. The Stack is frozen.
+
+    Norms, biases, embedding and head stay as they are. Activations are not quantised. int8 and fp8
+    (e4m3) have one scale for each output; they are converted back at each call, so that they save memory,
+    and time only where reading weights is what takes time. int4 has a scale and a zero point for each
+    `group_size` inputs, and kernels of its own: on the CPU for weights in bfloat16, float16 or float32
+    (slowly in the latter), on CUDA from compute capability 8.0 on for bfloat16.
+
+    Gradients pass through int8 and fp8 to what is below the Stack; the Stack itself raises ValueError when
+    it is trained. Whether a format works is tried out on the spot, and nothing changes where it does not.
+
+    Args:
+        rack: changed in place.
+        index: of the Stack.
+        dtype: "int8", "int4" or "fp8".
+        sample_ids: integer (B, T), to measure the error of the logits on; None: not measured.
+        group_size: of int4: 32, 64, 128 or 256.
+        optimizer: what trains the Rack, one or several; the Stack's parameters and their state leave it.
+
+    Raises:
+        ValueError: an index out of range, a Stack that is quantised already or has no layer that can be, a
+            dtype that this hardware or the dtype of the weights does not allow (with the reason).
+        ImportError: without torchao, which the extra `stackwise[quant]` installs.
+    """
+    check_sizes(minimum=0, index=index)
+    require(index < len(rack.stacks), "index", index, f"0 to {len(rack.stacks) - 1}")
+    check_choice("dtype", dtype, get_args(QuantizedDtype))
+    require(group_size in _GROUP_SIZES, "group_size", group_size, ", ".join(map(str, _GROUP_SIZES)))
+    stack = rack.get_stack(index)
+    done = any(isinstance(module, QuantizedLinear) for module in stack.modules())
+    require(not done, "index", index, "a Stack that is not quantised yet")
+    groups = ParameterGroups(rack, optimizer)
+
+    layers = {name: module for name, module in stack.named_modules() if isinstance(module, nn.Linear)}
+    left_out = dict(_unfit(stack, layers, dtype, group_size))
+    fit = {name: layer for name, layer in layers.items() if name not in left_out}
+    require(bool(fit), "dtype", dtype, f"one that fits; as it is: {left_out}")
+    config = _config(dtype, rack.embedding.weight.device, group_size)
+    before = None if sample_ids is None else _logits(rack, sample_ids)
+    quantised, weight_error = {}, {}
+    for name, layer in fit.items():
+        try:
+            quantised[name] = _quantise(layer, dtype, config)
+            weight_error[name] = _error(quantised[name], layer)
+        except Exception as error:  # any failure is an answer: it does not work here
+            place = f"{layer.weight.dtype} weights on {layer.weight.device.type}"
+            raise ValueError(f"dtype: got {dtype!r}; does not work for {place}: {error}") from error
+
+    bytes_before = _bytes(stack)
+    groups.drop(stack.parameters())
+    for name, layer in quantised.items():
+        stack.set_submodule(name, layer)
+    stack.freeze()
+    difference = None if before is None or sample_ids is None else _logits(rack, sample_ids) - before
+    return QuantizationReport(
+        stack_id=stack.stack_id,
+        dtype=dtype,
+        arithmetic="int4 as packed"
+        if dtype == "int4"
+        else "converted at each call to the dtype of the input",
+        bytes_before=bytes_before,
+        bytes_after=_bytes(stack),
+        weight_error=weight_error,
+        left_out=left_out,
+        logits_error_max=_ratio(difference, before, lambda x: x.abs().max()),
+        logits_error_rms=_ratio(difference, before, lambda x: x.square().mean().sqrt()),
+    )
+
+
+def _unfit(
+    stack: Stack, layers: dict[str, nn.Linear], dtype: QuantizedDtype, group_size: int
+) -> Iterator[tuple[str, str]]:
+    """Layers that cannot be quantised, and why."""
+    read_directly = {m.kv_up for m in stack.modules() if isinstance(m, LatentAttention)}
+    for name, layer in layers.items():
+        if layer in read_directly:
+            yield name, "decoding reads its weight itself, as it is absorbed into queries and output"
+        elif dtype == "fp8" and not layer.weight.any(1).all():
+            yield name, "a row of zeros, for which its scale would be 0 / 0"
+        elif dtype == "int4" and layer.in_features % group_size:
+            yield name, f"in_features={layer.in_features} is no multiple of group_size={group_size}"
+        elif dtype == "int4" and layer.weight.device.type == "cpu" and layer.out_features % 16:
+            yield name, f"out_features={layer.out_features} is no multiple of 16, which the CPU kernel needs"
+
+
+def _config(dtype: QuantizedDtype, device: torch.device, group_size: int) -> Any:
+    """How torchao says it; without its changes to global settings of the compiler."""
+    try:
+        from torchao.prototype.quantization.int4.inference_workflow import PrototypeInt4WeightOnlyConfig
+        from torchao.quantization import Float8WeightOnlyConfig, Int4WeightOnlyConfig, Int8WeightOnlyConfig
+    except ImportError as error:
+        raise ImportError(
+            f"quantization needs torchao >= 0.18: pip install 'stackwise[quant]' ({error})"
+        ) from error
+    match dtype:
+        case "int8":
+            return Int8WeightOnlyConfig(set_inductor_config=False)
+        case "fp8":
+            return Float8WeightOnlyConfig(set_inductor_config=False)
+        case "int4" if device.type == "cpu":
+            return PrototypeInt4WeightOnlyConfig(group_size=group_size, set_inductor_config=False)
+        case "int4":
+            return Int4WeightOnlyConfig(
+                group_size=group_size, int4_packing_format="tile_packed_to_4d", set_inductor_config=False
+            )
+
+
+def _quantise(layer: nn.Linear, dtype: QuantizedDtype, config: Any) -> QuantizedLinear:
+    from torchao.quantization import quantize_
+
+    twin = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
+    twin.weight = nn.Parameter(layer.weight.detach(), requires_grad=False)
+    quantize_(twin, config)
+    return QuantizedLinear(twin.weight.detach(), layer.bias, passes_gradients=dtype != "int4")
+
+
+@torch.no_grad()
+def _error(quantised: QuantizedLinear, layer: nn.Linear) -> float:
+    """Of the matrix as the layer applies it, so that its kernel is part of what is measured.
+
+    Relative to the original matrix, absolute where that is zero.
+    """
+    weight_OI = layer.weight.detach()
+    difference, size = weight_OI.new_zeros((), dtype=torch.float64), weight_OI.double().norm()
+    with torch.autocast(weight_OI.device.type, enabled=False):
+        for start in range(0, layer.in_features, _SLICE):
+            part = slice(start, min(start + _SLICE, layer.in_features))
+            one_NI = torch.zeros(
+                part.stop - start, layer.in_features, dtype=weight_OI.dtype, device=weight_OI.device
+            )
+            one_NI[:, part].fill_diagonal_(1)
+            applied_ON = F.linear(one_NI, quantised.weight).T
+            difference += (applied_ON.double() - weight_OI[:, part].double()).square().sum()
+    error = (difference.sqrt() / (size if size > 0 else 1.0)).item()
+    require(math.isfinite(error), "error of the weights", error, "a finite one")
+    return error
+
+
+@torch.no_grad()
+def _logits(rack: Rack, sample_ids: Tensor) -> Tensor:
+    with evaluating(rack):
+        logits_BTV: Tensor = rack(sample_ids)
+    return logits_BTV.double()
+
+
+def _ratio(
+    difference: Tensor | None, reference: Tensor | None, size: Callable[[Tensor], Tensor]
+) -> float | None:
+    if difference is None or reference is None:
+        return None
+    return (size(difference) / size(reference)).item()
+
+
+def _bytes(module: nn.Module) -> int:
+    """Of all parameters and buffers, each piece of memory once."""
+    tensors = (*module.parameters(), *module.buffers())
+    plain = [inner for tensor in tensors for _, inner in plain_tensors(tensor)]
+    return sum({inner.data_ptr(): inner.nbytes for inner in plain}.values())

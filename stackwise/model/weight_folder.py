@@ -1,0 +1,247 @@
+"""Weight folder: a config.json and safetensors files, read with care and published whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from stackwise.argument import check_sizes, require
+
+__all__ = ["FLOATS", "check_tensors", "read_config", "read_weights", "write_folder"]
+
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+_OURS = re.compile(rf"{CONFIG}|{WEIGHTS}|{INDEX}|model-\d{{5,}}-of-\d{{5,}}\.safetensors")
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_SHOWN = 4
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json.
+
+    Raises:
+        ValueError: there is no such folder or file, or it is no JSON object.
+    """
+    require(folder.is_dir(), "path", str(folder), "a folder, or a live transformers model")
+    return _read_json(folder / CONFIG)
+
+
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """Every tensor by name, mapped from the files: what is not read takes no memory, and none is writable.
+
+    One file, or shards with an index. Pickles are refused whatever they hold: loading one runs the code in
+    it.
+
+    Raises:
+        ValueError: no safetensors; an index that names anything but safetensors files of the folder; a
+            tensor in another file than the index says; a damaged file.
+    """
+    single, index = folder / WEIGHTS, folder / INDEX
+    if single.exists() and index.exists():
+        raise ValueError(f"{folder}: got both {WEIGHTS} and {INDEX}; allowed: one of them")
+    if single.exists():
+        return _read_file(single)
+    if not index.exists():
+        pickles = sorted(path.name for path in folder.iterdir() if path.name.endswith(_PICKLES))
+        if pickles:
+            raise ValueError(
+                f"{folder}: got {_listed(pickles)}; allowed: {WEIGHTS} or {INDEX} (loading a pickle runs the "
+                "code in it)"
+            )
+        raise ValueError(f"{folder}: {WEIGHTS} and {INDEX} missing; one of them is needed")
+    places = _read_json(index).get("weight_map")
+    require(isinstance(places, dict) and bool(places), f"{index}: weight_map", places, "names to files")
+    assert isinstance(places, dict)
+    weights: dict[str, Tensor] = {}
+    files = sorted(set(map(str, places.values())))
+    for name in files:
+        _check_shard_name(index, name)
+    for name in files:
+        for key, tensor in _read_file(folder / name).items():
+            require(places.get(key) == name, f"{folder / name}", key, f"the tensors that {INDEX} puts there")
+            weights[key] = tensor
+    absent = [key for key in places if key not in weights]
+    if absent:
+        raise ValueError(f"{folder}: {_listed(absent)} missing from the files that {INDEX} puts them in")
+    return weights
+
+
+def check_tensors(source: str, given: Mapping[str, Tensor], wanted: Mapping[str, Iterable[int]]) -> None:
+    """Refuse weights that are not just the ones wanted, before any of them is used.
+
+    Args:
+        source: where they are from.
+        given: the tensors.
+        wanted: the shape of each.
+
+    Raises:
+        ValueError: naming those missing, unexpected, or of another shape or dtype.
+    """
+    missing = [name for name in wanted if name not in given]
+    unexpected = [name for name in given if name not in wanted]
+    problems = []
+    if missing:
+        problems.append(f"missing {_listed(missing)}")
+    if unexpected:
+        problems.append(f"unexpected {_listed(unexpected)}")
+    shapes = [
+        f"{name} {tuple(given[name].shape)} where {tuple(shape)} is wanted"
+        for name, shape in wanted.items()
+        if name in given and given[name].shape != torch.Size(shape)
+    ]
+    if shapes:
+        problems.append(f"misshapen {_listed(shapes)}")
+    for name, tensor in given.items():
+        if type(tensor) is not Tensor or tensor.dtype not in FLOATS or tensor.is_meta:
+            kind = "without data" if tensor.is_meta else f"{type(tensor).__name__} of {tensor.dtype}"
+            problems.append(f"{name} is {kind}; allowed: plain tensors of {', '.join(map(str, FLOATS))}")
+            break
+    if problems:
+        raise ValueError(f"{source}: {'; '.join(problems)}")
+
+
+def _check_target(path: str | Path, overwrite: bool) -> Path:
+    """The folder to write, if it may be.
+
+    Raises:
+        ValueError: it is a file, or is not empty and `overwrite` is False, or holds what a save does
+            not write and would be lost with it.
+    """
+    target = Path(path).resolve()
+    require(target.is_dir() or not target.exists(), "path", str(path), "a folder")
+    held = sorted(entry.name for entry in target.iterdir()) if target.exists() else []
+    if held and not overwrite:
+        raise ValueError(f"path: {target} holds {_listed(held)}; allowed: an empty folder, or overwrite=True")
+    foreign = [name for name in held if not _OURS.fullmatch(name)]
+    if foreign:
+        raise ValueError(
+            f"path: {target} holds {_listed(foreign)}, which would be lost; allowed: another folder, or one "
+            "that only save_pretrained wrote to"
+        )
+    return target
+
+
+def write_folder(
+    path: str | Path,
+    config: Mapping[str, Any],
+    weights: Mapping[str, Tensor],
+    *,
+    max_shard_bytes: int,
+    overwrite: bool,
+) -> Path:
+    """Write beside the target, flush, and rename: the folder is the old one or the new one, never half of it.
+
+    Args:
+        path: the folder; made with those above it.
+        config: of config.json.
+        weights: on any device.
+        max_shard_bytes: a file holds no more, unless a single tensor does.
+        overwrite: replace what an earlier save wrote there.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ValueError: as `check_target`.
+        OSError: the disk refused; what was there is as it was.
+    """
+    check_sizes(max_shard_bytes=max_shard_bytes)
+    target = _check_target(path, overwrite)
+    scratch = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+    replaced = scratch.with_name(scratch.name + ".old")
+    scratch.mkdir(parents=True)
+    try:
+        _write_weights(scratch, weights, max_shard_bytes)
+        _write_json(scratch / CONFIG, config)
+        for written in (*scratch.iterdir(), scratch):
+            _flush(written)
+        if target.exists():
+            target.rename(replaced)
+        try:
+            scratch.rename(target)
+        except BaseException:
+            if replaced.exists():
+                replaced.rename(target)
+            raise
+        _flush(target.parent)
+        shutil.rmtree(replaced, ignore_errors=True)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return target
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path}: missing") from None
+    except ValueError as error:  # of JSON, or of UTF-8
+        raise ValueError(f"{path}: no JSON: {error}") from None
+    require(isinstance(content, dict), str(path), type(content).__name__, "a JSON object")
+    assert isinstance(content, dict)
+    return content
+
+
+def _read_file(path: Path) -> dict[str, Tensor]:
+    if not path.is_file():
+        raise ValueError(f"{path}: missing")
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
+    except SafetensorError as error:
+        raise ValueError(f"{path}: damaged: {error}") from None
+
+
+def _check_shard_name(index: Path, name: str) -> None:
+    plain = name == Path(name).name and "\\" not in name and name.endswith(".safetensors")
+    why = " (loading a pickle runs the code in it)" if name.endswith(_PICKLES) else ""
+    require(plain, f"{index}: weight_map", name, f"names of .safetensors files beside the index{why}")
+
+
+def _write_weights(folder: Path, weights: Mapping[str, Tensor], max_shard_bytes: int) -> None:
+    shards: list[list[str]] = [[]]
+    room = max_shard_bytes
+    for name, tensor in weights.items():
+        if shards[-1] and tensor.nbytes > room:
+            shards.append([])
+            room = max_shard_bytes
+        shards[-1].append(name)
+        room -= tensor.nbytes
+    count = len(shards)
+    places: dict[str, str] = {}
+    for i, names in enumerate(shards, 1):
+        file = WEIGHTS if count == 1 else f"model-{i:05d}-of-{count:05d}.safetensors"
+        tensors = {name: weights[name].detach().cpu().contiguous() for name in names}
+        save_file(tensors, folder / file, metadata={"format": "pt"})  # transformers wants to be told
+        places |= dict.fromkeys(names, file)
+    if count > 1:
+        total = sum(tensor.nbytes for tensor in weights.values())
+        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, sort_keys=True, allow_nan=False) + "\n", "utf-8")
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

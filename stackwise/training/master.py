@@ -1,0 +1,148 @@
+"""MasterAdamW: bfloat16 weights, and an optimizer that keeps them in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["MasterAdamW"]
+
+
+class MasterAdamW(torch.optim.Optimizer):
+    """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) over float32 masters of bfloat16 weights.
+
+    A bfloat16 weight has 8 bits of precision: an update below 1/256 of it is lost. The masters take every
+    update and the weights are rounded from them, in one pass over memory that also scales the gradients
+    and widens them. `found_inf` and `grad_scale` may be set before a step, as with fused `AdamW`: where
+    the first is not zero the step changes nothing, and gradients are divided by the second.
+
+    Args:
+        groups: float32 parameters, or parameter groups of them; made bfloat16 here.
+        frozen: parameters that the model computes with and that are not trained; made bfloat16 as well.
+        lr: learning rate.
+        betas: decay of the two moments.
+        eps: added to the root of the second.
+        weight_decay: decoupled from the gradient.
+        compile: make the step one compiled pass, which takes some seconds the first time.
+
+    Raises:
+        ValueError: a parameter that is not float32.
+    """
+
+    def __init__(
+        self,
+        groups: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
+        frozen: Iterable[nn.Parameter] = (),
+        *,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        compile: bool = False,  # noqa: A002  # the name in PyTorch
+    ) -> None:
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self.found_inf: Tensor | None = None
+        self.grad_scale: Tensor | None = None
+        self._update = torch.compile(_update, dynamic=False) if compile else _update
+        self._frozen = [(p, p.data) for p in frozen]
+        for p in (*self._parameters(), *(p for p, _ in self._frozen)):
+            if p.dtype != torch.float32:
+                raise ValueError(f"parameters: got dtype {p.dtype}; allowed: float32, to be made masters")
+        for p in self._parameters():
+            master = p.detach().clone()
+            self.state[p] = {
+                "step": torch.zeros((), device=p.device),
+                "master": master,
+                "exp_avg": torch.zeros_like(master),
+                "exp_avg_sq": torch.zeros_like(master),
+            }
+            p.data = master.bfloat16()
+        for p, original in self._frozen:
+            p.data = original.bfloat16()
+
+    def _wide(self) -> list[tuple[nn.Parameter, Tensor]]:
+        return [(p, self.state[p]["master"]) for p in self._parameters()] + self._frozen
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return [p for group in self.param_groups for p in group["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One update of every parameter that has a gradient. No host synchronisation."""
+        assert closure is None, "a closure would be evaluated between two roundings of the weights"
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            if not params:
+                continue
+            states = [self.state[p] for p in params]
+            zero = torch.zeros((), device=params[0].device)
+            sound = (zero if self.found_inf is None else self.found_inf) == 0
+            steps = [state["step"] for state in states]
+            torch._foreach_add_(steps, sound.to(zero.dtype))
+            # Scalars are computed here: a compiled pass would compute them again for every element.
+            steps_P = torch.stack(steps)
+            self._update(
+                [p.detach() for p in params],
+                [p.grad for p in params],
+                [state["master"] for state in states],
+                [state["exp_avg"] for state in states],
+                [state["exp_avg_sq"] for state in states],
+                sound,
+                1 / (zero + 1 if self.grad_scale is None else self.grad_scale),
+                zero + (1 - group["lr"] * group["weight_decay"]),
+                group["lr"] / (1 - group["betas"][0] ** steps_P),
+                (1 - group["betas"][1] ** steps_P).rsqrt(),
+                group["betas"],
+                group["eps"],
+            )
+
+    @contextmanager
+    def full_precision(self) -> Iterator[None]:
+        """The parameters are the masters meanwhile: for saving and evaluation."""
+        weights = [(p, p.data) for p, _ in self._wide()]
+        for p, wide in self._wide():
+            p.data = wide
+        try:
+            yield
+        finally:
+            for p, weight in weights:
+                p.data = weight
+
+    def finish(self) -> None:
+        """Make the parameters float32 again, as precise as the masters are. The optimizer is used up."""
+        for p, wide in self._wide():
+            p.grad = None
+            p.data = wide
+
+
+def _update(
+    weights: list[Tensor],
+    gradients: list[Tensor],
+    masters: list[Tensor],
+    means: list[Tensor],
+    squares: list[Tensor],
+    sound: Tensor,
+    gradient_factor: Tensor,
+    decay_factor: Tensor,
+    rate_P: Tensor,
+    root_factor_P: Tensor,
+    betas: tuple[float, float],
+    eps: float,
+) -> None:
+    """Every tensor is read and written once; the factors are scalars, P of them one per parameter."""
+    lists = zip(weights, gradients, masters, means, squares, strict=True)
+    for (weight, gradient, master, mean, square), rate, root_factor in zip(
+        lists, rate_P.unbind(), root_factor_P.unbind(), strict=True
+    ):
+        g = gradient.float() * gradient_factor
+        m = betas[0] * mean + (1 - betas[0]) * g
+        v = betas[1] * square + (1 - betas[1]) * g * g
+        w = master * decay_factor - rate * m / (v.sqrt() * root_factor + eps)
+        mean.copy_(torch.where(sound, m, mean))
+        square.copy_(torch.where(sound, v, square))
+        master.copy_(torch.where(sound, w, master))
+        weight.copy_(master)

@@ -1,0 +1,161 @@
+"""Backends: each computes the same, and which one ran is known."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stackwise.model import backend, create_simple_rack
+from stackwise.model.backend import attend, tuning, using
+from stackwise.model.layout import Layout
+
+
+@pytest.fixture(autouse=True)
+def _untuned(monkeypatch):
+    monkeypatch.setattr(backend, "_tuned", {})
+
+
+def tensors(T=40, H=4, K=2, D=8, dtype=torch.float32, grad=False):
+    generator = torch.Generator().manual_seed(0)
+    return [
+        torch.randn(2, heads, T, D, generator=generator, dtype=torch.float64).to(dtype).requires_grad_(grad)
+        for heads in (H, K, K)
+    ]
+
+
+def mask_of(T, *, causal=True, window=None, keep=None):
+    return Layout(torch.empty(2, T, 1), keep).mask(causal=causal, window=window)
+
+
+def run(name, q, k, v, mask):
+    with using(name):
+        return attend(q, k, v, mask)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    T=st.integers(1, 300),
+    causal=st.booleans(),
+    window=st.none() | st.integers(1, 60),
+    padded=st.booleans(),
+    n_kv_heads=st.sampled_from([1, 2, 4]),
+)
+def test_all_backends_agree(T, causal, window, padded, n_kv_heads):
+    q, k, v = tensors(T, K=n_kv_heads, dtype=torch.float64)
+    keep = None
+    if padded:
+        keep = torch.ones(2, T, dtype=torch.bool)
+        keep[0, : T // 2] = False
+    mask = mask_of(T, causal=causal, window=window, keep=keep)
+    results = {name: run(name, q, k, v, mask) for name in ("sdpa", "sliced", "math")}
+    assert {name: ran for name, (_, ran) in results.items()} == {name: name for name in results}
+    for y, _ in results.values():
+        torch.testing.assert_close(y, results["sdpa"][0], rtol=1e-10, atol=1e-12)
+
+
+def test_gradients_agree():
+    gradients = {}
+    for name in ("sdpa", "sliced"):
+        q, k, v = tensors(200, dtype=torch.float64, grad=True)
+        y, _ = run(name, q, k, v, mask_of(200, window=70))
+        gradients[name] = torch.autograd.grad(y.square().sum(), (q, k, v))
+    for ours, theirs in zip(gradients["sliced"], gradients["sdpa"], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
+
+
+class TestRules:
+    @pytest.mark.parametrize(
+        "T, window, expected",
+        [(40, None, "sdpa"), (40, 30, "sdpa"), (40, 20, "sliced"), (40, 1, "sliced"), (40, 40, "sdpa")],
+    )
+    def test_windows_far_below_the_length_are_sliced(self, T, window, expected):
+        assert attend(*tensors(T), mask_of(T, window=window))[1] == expected
+
+    @pytest.mark.parametrize(
+        "dtype, T, expected",
+        [(torch.bfloat16, 300, "sliced"), (torch.float32, 300, "sliced"), (torch.float32, 1100, "sdpa")],
+    )
+    def test_compiled_attention_is_sliced_where_that_wins(self, dtype, T, expected, monkeypatch):
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+        assert attend(*tensors(T, dtype=dtype), mask_of(T))[1] == expected
+
+    def test_a_soft_cap_needs_slices(self):
+        q, k, v = tensors()
+        with using("sdpa"):
+            y, name = attend(q, k, v, mask_of(40), softcap=1.0)
+        assert name == "sliced" and not y.allclose(attend(q, k, v, mask_of(40))[0])
+
+    def test_unknown_names_are_refused(self):
+        with (
+            pytest.raises(ValueError, match="backend: got 'flashy'; allowed: 'sdpa', 'sliced'"),
+            using("flashy"),
+        ):
+            pass
+
+    def test_using_ends(self):
+        with pytest.raises(KeyError, match="stop"), using("math"):
+            raise KeyError("stop")
+        assert attend(*tensors(), mask_of(40))[1] == "sdpa"
+
+
+class TestTuning:
+    def fake(self, monkeypatch, seconds):
+        """Each backend takes as long as it is said to."""
+        clock = [0.0]
+        real = backend._call
+
+        def call(name, *arguments):
+            clock[0] += seconds[name]
+            return real(name, *arguments)
+
+        monkeypatch.setattr(backend, "_call", call)
+        monkeypatch.setattr(backend.time, "perf_counter", lambda: clock[0])
+
+    @pytest.mark.parametrize("fastest", ["sdpa", "sliced"])
+    @pytest.mark.parametrize("grad", [True, False])
+    def test_the_fastest_is_taken_and_kept(self, monkeypatch, fastest, grad):
+        self.fake(monkeypatch, {"sdpa": 2.0, "sliced": 2.0, fastest: 1.0})
+        q, k, v = tensors(grad=grad)
+        with tuning():
+            assert attend(q, k, v, mask_of(40))[1] == fastest
+        self.fake(monkeypatch, {"sdpa": 1.0, "sliced": 1.0})
+        assert attend(q, k, v, mask_of(40))[1] == fastest
+        assert attend(q[:, :, :30], k[:, :, :30], v[:, :, :30], mask_of(30))[1] == "sdpa"
+
+    def test_other_rules_are_tuned_apart(self, monkeypatch):
+        self.fake(monkeypatch, {"sdpa": 2.0, "sliced": 1.0})
+        q, k, v = tensors()
+        with tuning():
+            attend(q, k, v, mask_of(40))
+        assert attend(q, k, v, mask_of(40, causal=False))[1] == "sdpa"
+        assert attend(q.double(), k.double(), v.double(), mask_of(40))[1] == "sdpa"
+
+    def test_nothing_is_tried_without_being_asked(self, monkeypatch):
+        self.fake(monkeypatch, {"sdpa": 2.0, "sliced": 1.0})
+        assert attend(*tensors(), mask_of(40))[1] == "sdpa" and not backend._tuned
+
+    def test_a_backend_that_cannot_is_left_out(self, monkeypatch):
+        real = backend._call
+
+        def call(name, *arguments):
+            if name == "sdpa":
+                raise RuntimeError("no such kernel")
+            return real(name, *arguments)
+
+        monkeypatch.setattr(backend, "_call", call)
+        with tuning():
+            assert attend(*tensors(), mask_of(40))[1] == "sliced"
+
+    def test_gradients_of_the_caller_are_untouched(self):
+        q, k, v = tensors(grad=True)
+        with tuning():
+            attend(q, k, v, mask_of(40))
+        assert q.grad is None and k.grad is None and v.grad is None
+
+
+def test_a_rack_tells_what_ran():
+    rack = create_simple_rack(1, 2, 16, 24, 2, 11)
+    assert rack.execution() == {"attention": "none yet"}
+    with using("math"):
+        rack(torch.zeros(1, 4, dtype=torch.int64))
+    assert rack.execution() == {"attention": "math"}

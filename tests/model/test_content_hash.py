@@ -1,0 +1,358 @@
+"""The content hash against the bytes themselves: whatever changes what is computed changes it."""
+
+import copy
+import functools
+import hashlib
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import stackwise.model.content_hash as module_under_test
+from stackwise.model import Stack, create_simple_rack
+from stackwise.model.content_hash import ContentHash, code_of, tensor_digest
+
+SMALL, QUICK = 2**20, 0
+PATHS = pytest.mark.parametrize("large", [SMALL, QUICK], ids=["all bytes", "product"])
+
+
+def make_stack(**block):
+    return create_simple_rack(1, 2, 16, 24, 4, 13, **block).get_stack(0)
+
+
+def changed(act, part, content=None):
+    """Whether the digest of a module is another one after `act(module)`."""
+    content = content or ContentHash()
+    before = content({"part": part})
+    assert content({"part": part}) == before
+    act(part)
+    return content({"part": part}) != before
+
+
+def step_of(kind, **options):
+    def step(weight):
+        weight.requires_grad_(True)
+        weight.grad = torch.ones_like(weight)
+        kind([weight], lr=0.1, **options).step()
+        weight.requires_grad_(False)
+
+    return step
+
+
+def in_inference_mode(weight):
+    with torch.inference_mode():
+        weight.add_(1)
+
+
+def without_grad(weight):
+    with torch.no_grad():
+        weight.add_(1)
+
+
+def load(weight):
+    layer = nn.Linear(*weight.shape[::-1], bias=False)
+    layer.weight = weight
+    layer.load_state_dict({"weight": torch.zeros_like(weight)})
+
+
+def replace_data(weight):
+    weight.data = weight.data + 1
+
+
+WRITES = {
+    "no_grad": without_grad,
+    "data": lambda w: w.data.add_(1),
+    "detach": lambda w: w.detach().add_(1),
+    "inference_mode": in_inference_mode,
+    "numpy": lambda w: w.detach().numpy().__iadd__(1),
+    "from_numpy": lambda w: torch.from_numpy(w.detach().numpy()).add_(1),
+    "dlpack": lambda w: torch.from_dlpack(w.detach()).add_(1),
+    "storage": lambda w: w.untyped_storage().fill_(1),
+    "new data": replace_data,
+    "load_state_dict": load,
+    "fused AdamW": step_of(torch.optim.AdamW, fused=True),
+    "foreach AdamW": step_of(torch.optim.AdamW, foreach=True),
+    "plain AdamW": step_of(torch.optim.AdamW, foreach=False),
+    "fused SGD": step_of(torch.optim.SGD, fused=True),
+    "foreach SGD": step_of(torch.optim.SGD, foreach=True),
+    "foreach on data": lambda w: torch._foreach_add_([w.data], 1),
+    "to parameters": lambda w: nn.utils.vector_to_parameters(torch.zeros(w.numel()), [w]),
+}
+UNSEEN_BY_VERSION = {
+    "data",
+    "numpy",
+    "from_numpy",
+    "dlpack",
+    "storage",
+    "fused AdamW",
+    "fused SGD",
+    "foreach on data",
+}
+
+
+@PATHS
+@pytest.mark.parametrize("name", WRITES)
+def test_every_way_to_write_is_seen(name, large, monkeypatch):
+    monkeypatch.setattr(module_under_test, "_LARGE", large)
+    layer = nn.Linear(96, 65).requires_grad_(False)
+    assert changed(lambda part: WRITES[name](part.weight), layer)
+
+
+def test_what_a_version_counter_would_have_missed():
+    """Why all bytes are read: the trainer's own optimizer is among what `_version` does not see."""
+    unseen = set()
+    for name, write in WRITES.items():
+        weight = nn.Parameter(torch.randn(8, 8), requires_grad=False)
+        before = weight._version, weight.data_ptr(), id(weight)
+        write(weight)
+        if before == (weight._version, weight.data_ptr(), id(weight)):
+            unseen.add(name)
+    assert unseen == UNSEEN_BY_VERSION
+
+
+@PATHS
+def test_replaced_parameter_is_seen_wherever_it_lies(large, monkeypatch):
+    monkeypatch.setattr(module_under_test, "_LARGE", large)
+    content, layer, digests = ContentHash(), nn.Linear(96, 65, bias=False), set()
+    for i in range(20):
+        layer.weight = None
+        layer.weight = nn.Parameter(torch.full((65, 96), float(i)))
+        digests.add(content({"part": layer}))
+    assert len(digests) == 20
+
+
+def swap(flat, i, k):
+    flat[[i, k]] = flat[[k, i]]
+
+
+def flip_signs(flat, i, k):
+    flat[[i, k]] = -flat[[i, k]]
+
+
+CONTENT = ContentHash()
+# Of 6240 float32 numbers: six rows of the product and a rest. In place, at two different places.
+CHANGES = {
+    "bit": lambda flat, i, k: flat.view(torch.int32)[i].bitwise_xor_(1 << k % 31),
+    "sign": lambda flat, i, k: flat[i].neg_(),
+    "two signs": flip_signs,
+    "all signs": lambda flat, i, k: flat.neg_(),
+    "two swapped": swap,
+    "all moved": lambda flat, i, k: flat.copy_(flat.roll(k - i)),
+    "all doubled": lambda flat, i, k: flat.mul_(2),
+    "moved from one to another": lambda flat, i, k: (flat[i].sub_(0.5), flat[k].add_(0.5)),
+}
+
+
+@given(
+    change=st.sampled_from(sorted(CHANGES)),
+    places=st.lists(st.integers(0, 6239), min_size=2, max_size=2, unique=True),
+    seed=st.integers(0, 99),
+)
+@settings(deadline=None, max_examples=60, derandomize=True)
+def test_product_sees_what_the_bytes_show(change, places, seed):
+    torch.manual_seed(seed)
+    weight = torch.randn(65, 96)
+    before, copied = CONTENT._quick_digest(weight), weight.clone()
+    assert CONTENT._quick_digest(copied) == before
+    CHANGES[change](weight.view(-1), *places)
+    assert not torch.equal(weight.view(torch.int32), copied.view(torch.int32))
+    assert CONTENT._quick_digest(weight) != before
+
+
+@pytest.mark.parametrize("byte", [-128, -1, 0, 127])
+@pytest.mark.parametrize("factor", [-64, 63, None])
+def test_product_is_exact(byte, factor):
+    """Its argument needs integer arithmetic without overflow or saturation, at the extremes above all."""
+    columns = ContentHash()._columns
+    assert columns.shape == (2**12, 16)
+    assert columns.min() == -64
+    assert columns.max() == 63
+    if factor is not None:
+        columns = torch.full_like(columns, factor)
+    rows = torch.full((17, 2**12), byte, dtype=torch.int8)
+    assert torch.equal(torch._int_mm(rows, columns).long(), rows.long() @ columns.long())
+
+
+def test_columns_are_drawn_anew_and_leave_the_callers_random_numbers_alone():
+    torch.manual_seed(0)
+    expected = torch.rand(3)
+    torch.manual_seed(0)
+    first, second = ContentHash(), ContentHash()
+    assert torch.equal(torch.rand(3), expected)
+    assert not torch.equal(first._columns, second._columns)
+
+
+@PATHS
+def test_digest_is_that_of_the_content(large, monkeypatch):
+    monkeypatch.setattr(module_under_test, "_LARGE", large)
+    stack, content = make_stack(), ContentHash()
+    twin = copy.deepcopy(stack)
+    before = content({"part": stack})
+    assert ContentHash()({"part": twin}) == before
+    with torch.no_grad():
+        weight = stack.get_block(0).feedforward.gate.weight
+        kept = weight.clone()
+        weight.mul_(2)
+        assert content({"part": stack}) != before
+        weight.copy_(kept)
+    assert content({"part": stack}) == before
+    # The same numbers in another order in memory.
+    weight.data = weight.data.T.contiguous().T
+    assert not weight.is_contiguous()
+    assert content({"part": stack}) == before
+
+
+def test_digest_of_a_tensor():
+    x = torch.arange(6, dtype=torch.int16).view(2, 3)
+    assert tensor_digest(x) == hashlib.sha256(b"torch.int16 (2, 3) " + x.numpy().tobytes()).hexdigest()
+    others = [x.view(3, 2), x.view(torch.bfloat16), x.int(), x[:, :0], x[:0], x.T, torch.tensor(1)]
+    assert len({tensor_digest(each) for each in [x, *others]}) == 8
+
+
+@PATHS
+def test_shape_and_dtype_count(large, monkeypatch):
+    monkeypatch.setattr(module_under_test, "_LARGE", large)
+    content = ContentHash()
+    weight = torch.randn(128, 128)
+    variants = [weight, weight.view(64, 256), weight.view(torch.int32), weight.view(-1)]
+    assert len({content._digest(each) for each in variants}) == 4
+
+
+def set_at(path, value):
+    return lambda part: setattr(
+        functools.reduce(getattr, path.split(".")[:-1], part), path.split(".")[-1], value
+    )
+
+
+@pytest.mark.parametrize(
+    "path, value",
+    [
+        ("blocks.1.attention.softcap", 3.0),
+        ("blocks.1.attention.sliding_window", 2),
+        ("blocks.1.attention.causal", False),
+        ("blocks.0.attention.rotary", None),
+        ("blocks.0.attention_norm.eps", 0.5),
+        ("blocks.0.feedforward.dropout", 0.5),
+        ("blocks.0.norm_first", False),
+        ("blocks.0.config.rope_theta", 5.0),
+        ("training", False),
+    ],
+)
+def test_settings_count(path, value):
+    assert changed(set_at(path, value), make_stack())
+
+
+def test_settings_of_rotary_count():
+    stacks = [make_stack(rope_theta=theta) for theta in (100.0, 101.0)]
+    stacks[1].load_state_dict(stacks[0].state_dict())
+    assert len({ContentHash()({"part": stack}) for stack in stacks}) == 2
+
+
+def test_buffers_count():
+    stack = make_stack(attention_type="kernel")
+    assert changed(lambda part: next(part.buffers()).data.add_(1), stack)
+
+
+def test_order_and_repetition_of_blocks_count():
+    first, second = make_stack().blocks
+    orders = [[first], [first, first], [first, second], [second, first], [first, second, first]]
+    content = ContentHash()
+    assert len({content({"part": Stack(blocks)}) for blocks in orders}) == 5
+
+
+def test_names_count():
+    stack, content = make_stack(), ContentHash()
+    assert content({"a": stack}) != content({"b": stack})
+    first, second = (Stack([block]) for block in stack.blocks)
+    assert content({"a": first, "b": second}) != content({"a": second, "b": first})
+
+
+class Scaled(nn.Module):
+    """A module from elsewhere."""
+
+    def __init__(self, scale):
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, x):
+        return self.scale * x
+
+
+def test_class_from_elsewhere_counts_with_its_file():
+    assert hashlib.sha256(Path(__file__).read_bytes()).hexdigest() in code_of(Scaled)
+    assert code_of(nn.Linear) == "torch.nn.modules.linear.Linear"
+    assert changed(lambda part: setattr(part, "scale", 3.0), Scaled(2.0))
+    nowhere = type("Nowhere", (nn.Module,), {"__module__": "nowhere"})
+    with pytest.raises(ValueError, match="class: got 'Nowhere'; allowed: one that comes from a file"):
+        code_of(nowhere)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        True,
+        2,
+        2.5,
+        "x",
+        b"x",
+        (1, [2]),
+        {"b": 1, "a": (2,)},
+        torch.float32,
+        torch.device("cpu"),
+        torch.ones(2),
+    ],
+    ids=str,
+)
+def test_plain_values(value):
+    content = ContentHash()
+    assert content({"part": Scaled(value)}) == content({"part": Scaled(copy.deepcopy(value))})
+    assert content({"part": Scaled(value)}) != content({"part": Scaled("other")})
+
+
+def test_value_that_is_not_plain_is_refused():
+    with pytest.raises(ValueError, match=r"part\.scale: got function; allowed: a plain value"):
+        ContentHash()({"part": Scaled(lambda x: x)})
+    stack = make_stack()
+    stack.get_block(0).forward = lambda x, **_: x
+    with pytest.raises(ValueError, match=r"part\.blocks\.0\.forward: got function"):
+        ContentHash()({"part": stack})
+
+
+@pytest.mark.parametrize("hook", ["register_forward_hook", "register_forward_pre_hook"])
+def test_hooks_are_refused(hook):
+    stack, content = make_stack(), ContentHash()
+    handle = getattr(stack.get_block(1).attention.out, hook)(lambda *_: None)
+    with pytest.raises(ValueError, match=r"part\.blocks\.1\.attention\.out: got 'a forward hook'"):
+        content({"part": stack})
+    handle.remove()
+    content({"part": stack})
+
+
+def test_write_between_the_two_hashes_is_not_remembered(monkeypatch):
+    """Else the old content would be known by the digest of the new one."""
+    monkeypatch.setattr(module_under_test, "_LARGE", QUICK)
+    weight, content = torch.randn(65, 96), ContentHash()
+    old, expected = weight.clone(), tensor_digest(weight)
+    digest = module_under_test.tensor_digest
+
+    def written_to(tensor):
+        weight.add_(1)
+        return digest(tensor)
+
+    monkeypatch.setattr(module_under_test, "tensor_digest", written_to)
+    assert content._digest(weight) != expected
+    monkeypatch.setattr(module_under_test, "tensor_digest", digest)
+    assert content._digest(old) == expected
+
+
+def test_memory_of_digests_is_bounded(monkeypatch):
+    monkeypatch.setattr(module_under_test, "_LARGE", QUICK)
+    content = ContentHash()
+    content._known = dict.fromkeys(range(2**12), "")
+    x = torch.randn(3)
+    assert content._digest(x) == content._digest(x) == tensor_digest(x)
+    assert len(content._known) == 1

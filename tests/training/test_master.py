@@ -1,0 +1,157 @@
+"""MasterAdamW against AdamW of PyTorch over float32 weights, fed with the same gradients."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from stackwise.training.master import MasterAdamW
+
+SHAPES = [(7, 5), (33,), (2, 3, 4), ()]
+
+
+def weights(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
+
+
+def give(params, seed, scale=1.0):
+    """bfloat16 gradients, the same for each list of parameters."""
+    generator = torch.Generator().manual_seed(seed)
+    gradients = [(scale * torch.randn(p.shape, generator=generator)).bfloat16() for p in params]
+    for p, gradient in zip(params, gradients, strict=True):
+        p.grad = gradient.to(p.dtype)
+
+
+def masters(optimizer, params):
+    return [optimizer.state[p]["master"] for p in params]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_follows_adamw_in_float32(compiled):
+    settings = {"lr": 3e-2, "betas": (0.8, 0.97), "eps": 1e-6}
+    ours, theirs = weights(), weights()
+    groups = [[0, 1], [2, 3]]
+    decay = [0.3, 0.0]
+
+    def split(params):
+        return [
+            {"params": [params[i] for i in group], "weight_decay": w}
+            for group, w in zip(groups, decay, strict=True)
+        ]
+
+    optimizer = MasterAdamW(split(ours), **settings, compile=compiled)
+    reference = torch.optim.AdamW(split(theirs), **settings)
+    for step in range(12):
+        give(ours, step)
+        give(theirs, step)
+        for group in (*optimizer.param_groups, *reference.param_groups):
+            group["lr"] = 3e-2 / (1 + step)
+        optimizer.step()
+        reference.step()
+        for mine, p, q in zip(masters(optimizer, ours), ours, theirs, strict=True):
+            torch.testing.assert_close(mine, q.detach(), rtol=2e-6, atol=1e-6)
+            assert p.dtype == torch.bfloat16 and p.detach().equal(mine.bfloat16())
+
+
+def test_updates_that_bfloat16_would_lose_add_up():
+    p = nn.Parameter(torch.full((4,), 256.0))
+    optimizer = MasterAdamW([p], lr=1e-3, betas=(0.0, 0.0))
+    for _ in range(1500):
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+    assert optimizer.state[p]["master"][0].item() == pytest.approx(256 - 1.5, abs=0.05)
+    assert p[0].item() < 256  # the spacing of bfloat16 here is 1: each step alone changes nothing
+
+
+@given(seed=st.integers(0, 50), divisor=st.floats(1.0, 1e4))
+def test_gradients_are_divided_by_grad_scale(seed, divisor):
+    ours, theirs = weights(), weights()
+    optimizer, reference = MasterAdamW(ours, lr=1e-2), torch.optim.AdamW(theirs, lr=1e-2, betas=(0.9, 0.95))
+    reference.param_groups[0]["weight_decay"] = 0.0
+    give(ours, seed, 10.0)
+    give(theirs, seed, 10.0)
+    for p in theirs:
+        p.grad /= divisor
+    optimizer.grad_scale = torch.tensor(divisor)
+    optimizer.step()
+    reference.step()
+    for mine, q in zip(masters(optimizer, ours), theirs, strict=True):
+        torch.testing.assert_close(mine, q.detach(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_step_with_found_inf_changes_nothing(first, compiled):
+    ours, twin = weights(), weights()
+    optimizer, reference = MasterAdamW(ours, lr=1e-2, compile=compiled), MasterAdamW(twin, lr=1e-2)
+    for step in range(4):
+        if (step == 0) == first:
+            for p in ours:
+                p.grad = torch.full_like(p, math.nan)
+            optimizer.found_inf = torch.tensor(1.0)
+            optimizer.step()
+            optimizer.found_inf = torch.tensor(0.0)
+        give(ours, step)
+        give(twin, step)
+        optimizer.step()
+        reference.step()
+    for p, q in zip(ours, twin, strict=True):
+        torch.testing.assert_close(optimizer.state[p]["master"], reference.state[q]["master"])
+        assert optimizer.state[p]["step"].item() == 4
+
+
+def test_parameters_without_gradient_stay_and_keep_their_own_step_count():
+    ours, theirs = weights(), weights()
+    optimizer = MasterAdamW(ours, lr=1e-2)
+    reference = torch.optim.AdamW(theirs, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.0)
+    for step in range(5):
+        give(ours, step)
+        give(theirs, step)
+        if step % 2:
+            ours[1].grad = theirs[1].grad = None
+        optimizer.step()
+        reference.step()
+    for mine, q in zip(masters(optimizer, ours), theirs, strict=True):
+        torch.testing.assert_close(mine, q.detach(), rtol=2e-6, atol=1e-6)
+    assert optimizer.state[ours[1]]["step"].item() == 3
+
+
+def test_full_precision_shows_the_masters_and_puts_the_weights_back():
+    ours, still = weights(), nn.Parameter(torch.full((3,), 1.001), requires_grad=False)
+    optimizer = MasterAdamW(ours, [still], lr=1e-2)
+    give(ours, 0)
+    optimizer.step()
+    before = [p.data for p in (*ours, still)]
+
+    def fail_within():
+        with optimizer.full_precision():
+            assert all(p.dtype == torch.float32 for p in ours)
+            assert all(p.data.equal(m) for p, m in zip(ours, masters(optimizer, ours), strict=True))
+            assert still.equal(torch.full((3,), 1.001))
+            raise KeyError("stop")
+
+    with pytest.raises(KeyError, match="stop"):
+        fail_within()
+    assert all(p.data.data_ptr() == data.data_ptr() for p, data in zip((*ours, still), before, strict=True))
+    assert still.dtype == torch.bfloat16
+
+
+def test_finish_leaves_float32_weights_as_precise_as_the_masters():
+    ours = weights()
+    optimizer = MasterAdamW(ours, lr=1e-2)
+    give(ours, 0)
+    optimizer.step()
+    kept = [m.clone() for m in masters(optimizer, ours)]
+    optimizer.finish()
+    assert all(p.data.equal(m) and p.grad is None for p, m in zip(ours, kept, strict=True))
+
+
+def test_other_dtypes_are_refused_and_left_alone():
+    sound, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2, dtype=torch.float64))
+    with pytest.raises(ValueError, match=r"parameters: got dtype torch.float64; allowed: float32"):
+        MasterAdamW([sound, other])
+    assert sound.dtype == torch.float32

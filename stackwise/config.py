@@ -45,6 +45,7 @@ __all__ = [
 AttentionType = Literal["mha", "gqa", "mqa", "mla", "kernel"]
 AttentionMode = Literal["causal", "bidirectional"]
 FeatureMapKind = Literal["favor", "gaussian", "laplacian", "elu"]
+InitializationKind = Literal["normal", "kaiming", "xavier", "small", "zero_out", "mup"]
 NormKind = Literal["rmsnorm", "layernorm"]
 NormPosition = Literal["pre", "post"]
 QueryKeyNorm = Literal["head", "width"]
@@ -204,6 +205,18 @@ class _BlockSection(_Section):
     use_rope: bool = True
     rope_theta: float = Field(10_000.0, gt=0.0)
     rope_scaling: RopeScalingConfig | None = None
+    initialization: InitializationKind = "normal"
+    mup_base_width: Size | None = None
+
+    @field_validator("mup_base_width")
+    @classmethod
+    def _base_of_mup(cls, base_width: int | None, info: ValidationInfo) -> int | None:
+        kind = info.data.get("initialization")
+        if kind == "mup" and base_width is None:
+            raise ValueError("initialization='mup' needs the d_model of the base")
+        if kind not in ("mup", None) and base_width is not None:
+            raise ValueError(f"is for initialization='mup' (initialization={kind!r})")
+        return base_width
 
     @field_validator("n_kv_heads")
     @classmethod
@@ -303,7 +316,8 @@ class ModelConfig(_BlockSection):
     """The Rack: a Block's keys, and what only the whole model has.
 
     `sliding_window` may be a list, which is repeated over the blocks from the first to the last:
-    `[256, null]` alternates. `max_seq_len` is the longest sequence that generation may reach.
+    `[256, null]` alternates. `max_seq_len` is the longest sequence that generation may reach, and
+    `embedding_max_norm` the longest vector that a token enters the model as.
     """
 
     vocab_size: Size = 256
@@ -315,6 +329,7 @@ class ModelConfig(_BlockSection):
     sliding_window: Size | list[Size | None] | None = None
     max_seq_len: Size | None = None
     tie_embeddings: bool = True
+    embedding_max_norm: float | None = Field(None, gt=0.0)
     architecture: ArchitectureConfig = Field(default_factory=ArchitectureConfig)
 
     @field_validator("sliding_window", mode="plain")

@@ -80,6 +80,7 @@ FLOATS = {
     "model.dropout": (0, [-1e-9, 1.0, 1, -1]),
     "model.rope_theta": (10, [0.0, 0, -1.0]),
     "model.softcap": (30, [0.0, 0, -1.0]),
+    "model.embedding_max_norm": (2, [0.0, 0, -1.0]),
     "model.norm_eps": (1, [0.0, 0, -1e-6]),
     "model.kernel.bandwidth": (2, [0.0, 0, -1.0]),
     "model.rope_scaling.factor": (2, [1 - 1e-9, 0, -1.0]),
@@ -119,6 +120,7 @@ MAY_BE_NULL = {
     "model.max_seq_len",
     "model.qk_norm",
     "model.softcap",
+    "model.embedding_max_norm",
     "model.sliding_window",
     "model.latent.q_lora_rank",
     "training.grad_clip",
@@ -142,6 +144,9 @@ DEVICES_REFUSED = [
 
 # Keys of a Block that do not fit together: the keys, the one refused, what its line must contain.
 REFUSED_MODELS = [
+    ({"initialization": "mup"}, "mup_base_width", ["None", "'mup'"]),
+    ({"mup_base_width": 64}, "mup_base_width", ["64", "'mup'", "initialization='normal'"]),
+    ({"initialization": "small", "mup_base_width": 64}, "mup_base_width", ["64", "initialization='small'"]),
     ({"attention_type": "mha", "n_kv_heads": 4}, "attention_type", ["'mha'", "n_kv_heads=4", "8", "'gqa'"]),
     ({"attention_type": "gqa", "n_kv_heads": None}, "attention_type", ["'gqa'", "needs n_kv_heads", "'mha'"]),
     (
@@ -488,6 +493,8 @@ def assert_model_is_consistent(model):
         assert 0 < scaling["low_freq_factor"] < scaling["high_freq_factor"]
     assert 0 <= model["dropout"] < 1 and model["rope_theta"] > 0 and model["norm_eps"] > 0
     assert model["softcap"] is None or model["softcap"] > 0
+    assert model["embedding_max_norm"] is None or model["embedding_max_norm"] > 0
+    assert (model["mup_base_width"] is not None) == (model["initialization"] == "mup")
 
 
 counts = st.integers(1, 10**6)
@@ -545,6 +552,7 @@ def valid_models(draw):
     windows = window | st.lists(window, min_size=1, max_size=4)
     if kind == "kernel":
         windows = st.none() | st.lists(st.none(), min_size=1, max_size=4)
+    initialization = draw(st.sampled_from(["normal", "kaiming", "xavier", "small", "zero_out", "mup"]))
     return {
         "vocab_size": draw(counts),
         "d_model": draw(counts) if own_head_dim else n_heads * head_dim,
@@ -566,6 +574,9 @@ def valid_models(draw):
         "norm_position": draw(st.sampled_from(["pre", "post"])),
         "dropout": draw(fraction),
         "tie_embeddings": draw(st.booleans()),
+        "embedding_max_norm": draw(st.none() | positive),
+        "initialization": initialization,
+        "mup_base_width": draw(counts) if initialization == "mup" else None,
         "freeze_up_proj": draw(st.booleans()),
         "use_rope": use_rope,
         "rope_theta": draw(positive),

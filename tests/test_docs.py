@@ -14,7 +14,9 @@ from stackwise.checks import known_checks
 from stackwise.config import ModelConfig
 
 ROOT = Path(__file__).parent.parent
-PAGES = ["README.md", "CONTRIBUTING.md", "docs/checks.md", "docs/rack.md", "docs/plugin.md"]
+PAGES = ["README.md", "CONTRIBUTING.md"]
+PAGES += [f"docs/{name}.md" for name in ("checks", "plugin", "rack", "attention", "initialization")]
+PAGES += [f"docs/{name}.md" for name in ("generation", "surgery", "interop")]
 FENCE = re.compile(r"```(\w+)\n(.*?)```", re.DOTALL)
 EXAMPLES = [
     pytest.param(code, id=f"{page}-{number}")

@@ -8,16 +8,35 @@ from stackwise.model.build import (
     create_simple_rack,
     create_stack_from_spec,
 )
+from stackwise.model.quantization import QuantizationReport, quantize_stack
 from stackwise.model.rack import Rack
 from stackwise.model.stack import Stack
+from stackwise.model.stack_cache import StackCache
+from stackwise.model.surgery import (
+    append_stack,
+    fuse_stacks,
+    insert_stack,
+    prepend_stack,
+    remove_stack,
+    split_stack,
+)
 
 __all__ = [
     "Block",
+    "QuantizationReport",
     "Rack",
     "Stack",
+    "StackCache",
+    "append_stack",
     "create_block_spec",
     "create_rack_from_config",
     "create_rack_from_specs",
     "create_simple_rack",
     "create_stack_from_spec",
+    "fuse_stacks",
+    "insert_stack",
+    "prepend_stack",
+    "quantize_stack",
+    "remove_stack",
+    "split_stack",
 ]

@@ -94,6 +94,7 @@ class Block(nn.Module):
     def get_attention_info(self) -> dict[str, Any]:
         """The keys of the configuration that shape the attention, as plain values."""
         without = {"d_model", "d_ff", "norm", "norm_position", "dropout", "freeze_up_proj"}
+        without |= {"initialization", "mup_base_width"}
         return {key: value for key, value in self.config.to_dict().items() if key not in without}
 
     def get_parameter_count(self) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stackwise.argument import check_sizes, require
-from stackwise.config import AttentionMode, AttentionType, BlockConfig, StackWiseConfig
+from stackwise.config import AttentionMode, AttentionType, BlockConfig, ModelConfig, StackWiseConfig
 from stackwise.model.block import Block
 from stackwise.model.initialization import initialize_block
 from stackwise.model.rack import Rack
@@ -123,27 +123,31 @@ def create_simple_rack(
     attention_type: AttentionType | None = None,
     attention_mode: AttentionMode = "causal",
     tie_embeddings: bool = True,
-    **block: Any,
+    **options: Any,
 ) -> Rack:
-    """A Rack of `n_stacks` equal Stacks of `blocks_per_stack` equal Blocks.
+    """A Rack of `n_stacks` equal Stacks of `blocks_per_stack` Blocks.
 
     `attention_type=None` is "gqa" where `n_kv_heads` is fewer than `n_heads`, else "mha". Further
-    keyword arguments are those of `Block`.
+    keyword arguments are the keys of `ModelConfig`; a list of windows is repeated over the Blocks.
+
+    Raises:
+        ConfigError: naming every refused key and value.
     """
-    check_sizes(n_stacks=n_stacks, blocks_per_stack=blocks_per_stack)
     if attention_type is None:
         attention_type = "mha" if n_kv_heads in (None, n_heads) else "gqa"
-    spec = create_block_spec(
-        d_model,
-        d_ff,
-        n_heads,
-        n_kv_heads=n_kv_heads,
-        attention_type=attention_type,
-        attention_mode=attention_mode,
-        **block,
-    )
-    stacks = [{"n_blocks": blocks_per_stack, "block_spec": spec}] * n_stacks
-    return create_rack_from_specs(vocab_size, d_model, stacks, tie_embeddings)
+    model = {
+        "vocab_size": vocab_size,
+        "d_model": d_model,
+        "d_ff": d_ff,
+        "n_heads": n_heads,
+        "n_kv_heads": n_kv_heads,
+        "attention_type": attention_type,
+        "attention_mode": attention_mode,
+        "tie_embeddings": tie_embeddings,
+        "architecture": {"n_stacks": n_stacks, "blocks_per_stack": blocks_per_stack},
+        **options,
+    }
+    return create_rack_from_config(StackWiseConfig(model=ModelConfig.from_dict(model, source="Rack")))
 
 
 def create_rack_from_config(config: StackWiseConfig | Mapping[str, Any]) -> Rack:
@@ -161,13 +165,20 @@ def create_rack_from_config(config: StackWiseConfig | Mapping[str, Any]) -> Rack
         Stack([create_block(block, sum(map(len, blocks))) for block in stack], i)
         for i, stack in enumerate(blocks)
     ]
-    return Rack(stacks, model.vocab_size, model.d_model, model.tie_embeddings, model.max_seq_len)
+    return Rack(
+        stacks,
+        model.vocab_size,
+        model.d_model,
+        model.tie_embeddings,
+        model.max_seq_len,
+        model.embedding_max_norm,
+    )
 
 
 def create_block(config: BlockConfig, model_blocks: int) -> Block:
     """A Block, initialised as one of `model_blocks`."""
     block = Block(**config.to_dict())
-    initialize_block(block, model_blocks)
+    initialize_block(block, model_blocks, config.initialization)
     return block
 
 

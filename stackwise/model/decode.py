@@ -115,6 +115,8 @@ def _pass(
     caches: Sequence[Sequence[BlockCache]],
 ) -> Tensor:
     x_B1C = rack.embed(token_B1)
+    if torch.compiler.is_compiling() and token_B1.numel() == 1 and x_B1C.device.type == "cpu":
+        x_B1C = x_B1C.float()  # for the sake of `Linear`; a single vector costs nothing to widen
     x_B1C = rack.follow(x_B1C, Layout(x_B1C, start=start, keep_BS=keep_BS), caches)
     return rack.head(x_B1C)[:, 0]
 

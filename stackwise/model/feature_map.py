@@ -89,7 +89,9 @@ class FeatureMap(nn.Module):
                 return Features(value, value.new_zeros(value.shape[:-1]))
             exponent = phase - x.square().sum(-1, keepdim=True) / 2 - math.log(self.n_features) / 2
         highest = exponent.detach().amax(-1, keepdim=True)
-        return Features((exponent - highest).exp(), highest.squeeze(-1))
+        # A product of two is kept above zero: a query whose keys all weigh nothing would be 0 / 0.
+        least = 0.375 * math.log(torch.finfo(x.dtype).tiny)
+        return Features((exponent - highest).clamp(min=least).exp(), highest.squeeze(-1))
 
     def extra_repr(self) -> str:  # noqa: D102
         return f"{self.kind}, n_features={self.n_features}"

@@ -6,12 +6,13 @@ Shapes: H heads, R rank of the latent that they read, D what each of them makes 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, get_args
 
 import torch
 from torch import Tensor, nn
 
 from stackwise.argument import check_choice, check_sizes, require
+from stackwise.config import InitializationKind
 from stackwise.model.attention import Attention
 from stackwise.model.block import Block
 from stackwise.model.latent import LatentAttention
@@ -20,18 +21,13 @@ if TYPE_CHECKING:
     from stackwise.model.rack import Rack
 
 __all__ = [
-    "InitializationKind",
     "embedding_std",
     "head_std",
     "initialize_block",
-    "initialize_embedding",
     "initialize_ends",
-    "initialize_head",
     "initialize_rack",
     "learning_rate_multipliers",
 ]
-
-InitializationKind = Literal["normal", "kaiming", "xavier", "small", "zero_out", "mup"]
 
 WEIGHT_STD = 0.02
 FLOOR_STD = 2e-3  # below, the epsilon of the first norm is no longer small beside the mean square
@@ -126,6 +122,7 @@ def initialize_rack(rack: Rack, kind: InitializationKind = "normal", base_width:
     for block in blocks:
         initialize_block(block, len(blocks), kind)
     initialize_ends(rack, kind, base_width)
+    rack.mup_base_width = base_width
 
 
 @torch.no_grad()
@@ -171,16 +168,6 @@ def learning_rate_multipliers(rack: Rack, base_width: int) -> dict[str, float]:
     linears = [m for block in _blocks(rack) for m in block.modules() if isinstance(m, nn.Linear)]
     scaled = {rack.final_norm.weight, *(linear.weight for linear in linears)}
     return {name: base_width / rack.d_model if p in scaled else 1.0 for name, p in rack.named_parameters()}
-
-
-def initialize_embedding(embedding: nn.Embedding, *, tied: bool) -> None:
-    """N(0, `embedding_std`)."""
-    _normal(embedding.weight, embedding_std(embedding.num_embeddings, embedding.embedding_dim, tied=tied))
-
-
-def initialize_head(head: nn.Linear) -> None:
-    """N(0, `head_std`)."""
-    _normal(head.weight, head_std(head.in_features))
 
 
 def _check_base(rack: Rack, kind: InitializationKind, base_width: int | None) -> None:

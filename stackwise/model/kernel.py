@@ -33,8 +33,7 @@ class KernelAttention(Attention):
     one sum over everything in the bidirectional case. All of it in float32, or float64 for float64 input.
 
     Where features may be negative (random Fourier features), so may an estimate of the denominator;
-    it is kept above 1 / sqrt(M), the standard error of one term, below which it says nothing. Where
-    they are positive it is kept above 1e-20 of the largest possible term, so that gradients stay finite.
+    it is kept above 1 / sqrt(M), the standard error of one term, below which it says nothing.
 
     Args:
         config: of the Block; `kernel` says which, default as in `KernelConfig`.
@@ -46,7 +45,7 @@ class KernelAttention(Attention):
         self.feature_map = FeatureMap(
             kernel.feature_map, self.n_kv_heads, self.head_dim, kernel.n_features, kernel.bandwidth
         )
-        self.floor = 1e-20 if self.feature_map.is_positive else self.feature_map.n_features**-0.5
+        self.floor = 0.0 if self.feature_map.is_positive else self.feature_map.n_features**-0.5
 
     def forward(self, x_BTC: Tensor, layout: Layout, cache: BlockCache | None = None) -> Tensor:
         """(B, T, C) -> (B, T, C); with a cache, of the T tokens that follow those in it."""

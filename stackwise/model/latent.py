@@ -15,6 +15,7 @@ from stackwise.model.attention import rotary_of
 from stackwise.model.backend import attend, sliced_attention
 from stackwise.model.cache import BlockCache, SlotCache
 from stackwise.model.layout import Layout
+from stackwise.model.norm import RMSNorm
 from stackwise.model.rotary import rotate
 
 __all__ = ["LatentAttention"]
@@ -47,10 +48,10 @@ class LatentAttention(nn.Module):
         if latent.q_lora_rank is not None:
             queries_from = latent.q_lora_rank
             self.q_down = nn.Linear(config.d_model, queries_from, bias=False)
-            self.q_norm = nn.RMSNorm(queries_from, eps=config.norm_eps)
+            self.q_norm = RMSNorm(queries_from, eps=config.norm_eps)
         self.q_up = nn.Linear(queries_from, self.n_heads * self.head_dim, bias=False)
         self.kv_down = nn.Linear(config.d_model, self.rank + self.rope_dim, bias=False)
-        self.kv_norm = nn.RMSNorm(self.rank, eps=config.norm_eps)
+        self.kv_norm = RMSNorm(self.rank, eps=config.norm_eps)
         self.kv_up = nn.Linear(self.rank, self.n_heads * (self.nope_dim + self.value_dim), bias=False)
         self.out = nn.Linear(self.n_heads * self.value_dim, config.d_model, bias=False)
 
@@ -86,7 +87,7 @@ class LatentAttention(nn.Module):
 
     def _queries(self, x_BTC: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
         if self.q_down is not None:
-            x_BTC = _normed(self.q_norm, self.q_down(x_BTC))
+            x_BTC = self.q_norm(self.q_down(x_BTC))
         q_BHTD = self.q_up(x_BTC).unflatten(-1, (self.n_heads, self.head_dim)).transpose(1, 2)
         q_BHTN, q_BHTP = q_BHTD.split((self.nope_dim, self.rope_dim), dim=-1)
         return q_BHTN, self._rotate(q_BHTP, layout)
@@ -95,7 +96,7 @@ class LatentAttention(nn.Module):
         """The latent and the rotated key behind it: (B, 1, T, R + P)."""
         latent_BTR, k_BTP = self.kv_down(x_BTC).split((self.rank, self.rope_dim), dim=-1)
         k_B1TP = self._rotate(k_BTP[:, None], layout)
-        return torch.cat((_normed(self.kv_norm, latent_BTR)[:, None], k_B1TP), dim=-1)
+        return torch.cat((self.kv_norm(latent_BTR)[:, None], k_B1TP), dim=-1)
 
     def _rotate(self, x_BHTP: Tensor, layout: Layout) -> Tensor:
         return x_BHTP if self.rotary is None else rotate(x_BHTP, *layout.rotary(self.rotary))
@@ -125,8 +126,3 @@ class LatentAttention(nn.Module):
             f"value_dim={self.value_dim}, rank={self.rank}, causal={self.causal}, "
             f"sliding_window={self.sliding_window}, rotary={self.rotary}"
         )
-
-
-def _normed(norm: nn.RMSNorm, x_BTR: Tensor) -> Tensor:
-    # Under autocast the input is bfloat16 and the weight is not, for which there is no fused kernel.
-    return F.rms_norm(x_BTR, norm.normalized_shape, norm.weight.to(x_BTR.dtype), norm.eps)

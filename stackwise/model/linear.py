@@ -13,32 +13,34 @@ __all__ = ["Linear"]
 
 
 class Linear(nn.Linear):
-    """nn.Linear, but for a single vector in a compiled decode step on the CPU.
+    """nn.Linear, but for a single float32 vector in a compiled decode step on the CPU.
 
     There the product is written as a sum of products, which the compiler turns into one pass over the
-    weights in float32 arithmetic. The matrix kernels that `F.linear` ends in are made for many rows and
-    read memory at about half the rate.
+    weights, widened as they are read. The matrix kernels that `F.linear` ends in are made for many rows,
+    and read memory at about half the rate. Weights in bfloat16 or int8 are read as such.
     """
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # the name in nn.Linear
         """(..., K) -> (..., N)."""
-        if not (torch.compiler.is_compiling() and self._is_single(input)):
-            return F.linear(input, self.weight, self.bias)
-        y_N = (_wide(self.weight) * input.float().flatten()).sum(-1)
-        if self.bias is not None:
-            y_N = y_N + self.bias
-        return y_N.to(input.dtype).view(*input.shape[:-1], self.out_features)
+        if self.is_single(input):
+            return self.single(input, self.weight)
+        return F.linear(input, self.weight, self.bias)
 
-    def _is_single(self, x: Tensor) -> bool:
+    def is_single(self, x: Tensor) -> bool:
+        """Whether `x` is one float32 vector, in compiled code on the CPU, and nobody asks for gradients."""
         return (
-            x.numel() == self.in_features
+            torch.compiler.is_compiling()
+            and x.numel() == self.in_features
+            and x.dtype == torch.float32
             and x.device.type == "cpu"
-            and x.dtype in (torch.float32, torch.bfloat16)
             and not torch.is_grad_enabled()
-            and not torch.is_autocast_enabled("cpu")
         )
 
-
-def _wide(weight: Tensor) -> Tensor:
-    """The weight in float32, a quantized one as its integers times their scales."""
-    return weight.float()
+    def single(self, x: Tensor, weight_NK: Tensor, scale_N: Tensor | None = None) -> Tensor:
+        """The product with `weight_NK`, each row times its scale."""
+        y_N = (weight_NK.float() * x.flatten()).sum(-1)
+        if scale_N is not None:
+            y_N = y_N * scale_N.float()
+        if self.bias is not None:
+            y_N = y_N + self.bias
+        return y_N.view(*x.shape[:-1], self.out_features)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from stackwise.argument import check_choice, check_sizes, require
 from stackwise.model.content_hash import plain_tensors
 from stackwise.model.latent import LatentAttention
+from stackwise.model.linear import Linear
 from stackwise.model.mode import evaluating
 from stackwise.model.parameter_group import Optimizers, ParameterGroups
 from stackwise.model.rack import Rack
@@ -57,7 +58,7 @@ class QuantizationReport:
     logits_error_rms: float | None
 
 
-class QuantizedLinear(nn.Linear):
+class QuantizedLinear(Linear):
     """A linear layer with a quantised weight, which does not train.
 
     Args:
@@ -87,6 +88,8 @@ class QuantizedLinear(nn.Linear):
             require(
                 passes, "quantised layer", "an input that requires grad", "int8 or fp8, or torch.no_grad()"
             )
+        if self.passes_gradients and self.is_single(x) and _is_int8_by_row(self.weight):
+            return self.single(x, self.weight.qdata, self.weight.scale.flatten())  # type: ignore[attr-defined]
         if not torch.is_autocast_enabled(x.device.type):
             return F.linear(x, self.weight, self.bias)
         # Autocast casts nothing for a kernel that it does not know, as that of int4.
@@ -94,6 +97,14 @@ class QuantizedLinear(nn.Linear):
 
     def extra_repr(self) -> str:  # noqa: D102
         return f"{super().extra_repr()}, weight={type(self.weight.data).__name__}"
+
+
+def _is_int8_by_row(weight: Tensor) -> bool:
+    """Whether a torchao tensor is integers and one scale a row, which can be multiplied apart."""
+    qdata, scale = getattr(weight, "qdata", None), getattr(weight, "scale", None)
+    if not isinstance(qdata, Tensor) or not isinstance(scale, Tensor):
+        return False
+    return qdata.dtype == torch.int8 and scale.numel() == weight.shape[0]
 
 
 def quantize_stack(

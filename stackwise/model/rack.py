@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from stackwise.argument import check_range, check_sizes, require
 from stackwise.model.block import Block
 from stackwise.model.cache import BlockCache, RackCache
+from stackwise.model.embedding import BoundedEmbedding
 from stackwise.model.generate import generate, stream
-from stackwise.model.initialization import initialize_embedding, initialize_head
+from stackwise.model.initialization import initialize_ends
 from stackwise.model.layout import Layout
 from stackwise.model.linear import Linear
 from stackwise.model.norm import create_norm
@@ -30,7 +31,7 @@ class Rack(nn.Module):
     """Token embedding, Stacks, final norm and head.
 
     The Stacks keep the weights they come with; embedding and head are initialised here so that the
-    first loss is ln(vocab_size).
+    first loss is ln(vocab_size), as the last Block's `initialization` says.
 
     Args:
         stacks: at least one, of width `d_model`.
@@ -38,6 +39,10 @@ class Rack(nn.Module):
         d_model: C.
         tie_embeddings: the head is the embedding's own weight, counted and saved once.
         max_seq_len: the longest sequence that generation may reach; None: any.
+        embedding_max_norm: see `BoundedEmbedding`; None: no bound.
+
+    Attributes:
+        mup_base_width: d_model of the base where the Rack is initialised by `mup`, else None.
     """
 
     def __init__(
@@ -47,6 +52,7 @@ class Rack(nn.Module):
         d_model: int,
         tie_embeddings: bool = True,
         max_seq_len: int | None = None,
+        embedding_max_norm: float | None = None,
     ) -> None:
         super().__init__()
         self.stacks = nn.ModuleList(stacks)
@@ -55,22 +61,33 @@ class Rack(nn.Module):
         check_sizes(vocab_size=vocab_size, d_model=d_model)
         if max_seq_len is not None:
             check_sizes(max_seq_len=max_seq_len)
+        last = self.get_stack(-1).get_block(-1).config
         for stack in map(self.get_stack, range(len(self.stacks))):
             for i in range(stack.num_blocks):
-                width = stack.get_block(i).config.d_model
-                if width != d_model:
-                    raise ValueError(f"d_model: got {d_model}, but stack {stack.stack_id} has width {width}")
+                config = stack.get_block(i).config
+                if config.d_model != d_model:
+                    raise ValueError(
+                        f"d_model: got {d_model}, but stack {stack.stack_id} has width {config.d_model}"
+                    )
+                require(
+                    config.mup_base_width == last.mup_base_width,
+                    f"mup_base_width of stack {stack.stack_id}",
+                    config.mup_base_width,
+                    f"{last.mup_base_width}, as in the last Block",
+                )
         self.vocab_size, self.d_model, self.tie_embeddings = vocab_size, d_model, tie_embeddings
         self.max_seq_len = max_seq_len
-        self.embedding = nn.Embedding(vocab_size, d_model)
-        last = self.get_stack(-1).get_block(-1).config
+        self.mup_base_width = last.mup_base_width
+        self.embedding: nn.Embedding
+        if embedding_max_norm is None:
+            self.embedding = nn.Embedding(vocab_size, d_model)
+        else:
+            self.embedding = BoundedEmbedding(vocab_size, d_model, embedding_max_norm)
         self.final_norm = create_norm(last.norm, d_model, last.norm_eps)
         self.lm_head = Linear(d_model, vocab_size, bias=False)
-        initialize_embedding(self.embedding, tied=tie_embeddings)
         if tie_embeddings:
             self.lm_head.weight = self.embedding.weight
-        else:
-            initialize_head(self.lm_head)
+        initialize_ends(self, last.initialization, last.mup_base_width)
 
     def forward(
         self,

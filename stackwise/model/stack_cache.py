@@ -79,7 +79,6 @@ class StackCache:
         self._content = ContentHash()
         self._hits = self._misses = 0
 
-    @torch.no_grad()
     def prefix(
         self,
         rack: Rack,
@@ -160,13 +159,9 @@ class StackCache:
 def _check_fixed(modules: dict[str, nn.Module]) -> None:
     for name, module in modules.items():
         for path, part in module.named_modules(prefix=name):
-            for parameter, weight in part.named_parameters(prefix=path, recurse=False):
-                require(
-                    not weight.requires_grad, "prefix", f"{parameter} that trains", "a prefix that is frozen"
-                )
-            rate = (
-                part.p if isinstance(part, nn.modules.dropout._DropoutNd) else getattr(part, "dropout", 0.0)
-            )
+            for own, tensor in (*part.named_parameters(path, False), *part.named_buffers(path, False)):
+                require(not tensor.requires_grad, "prefix", f"{own} that trains", "a prefix that is frozen")
+            rate = part.p if isinstance(part, nn.modules.dropout._DropoutNd) else getattr(part, "dropout", 0)
             fixed = not (part.training and isinstance(rate, float | int) and rate > 0)
             require(fixed, "prefix", f"{path} with dropout={rate}", "eval mode, or no dropout")
 

@@ -1,28 +1,51 @@
-"""The optimizer: AdamW over two parameter groups, with and without weight decay."""
+"""The optimizer: AdamW over parameter groups with and without weight decay, at one or more learning rates."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
 from stackwise.config import OptimizerConfig
+from stackwise.model.initialization import learning_rate_multipliers
+from stackwise.model.rack import Rack
 from stackwise.training.master import MasterAdamW
 
 __all__ = ["FusedOptimizer", "clip_divisor", "create_optimizer", "parameter_groups"]
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
+def parameter_groups(
+    model: nn.Module, weight_decay: float, multipliers: Mapping[str, float] | None = None
+) -> list[dict[str, Any]]:
     """Trainable parameters, each exactly once: matrices decay; norms, biases and embeddings do not.
 
     A head tied to the embedding is an embedding.
+
+    Args:
+        model: anything with parameters.
+        weight_decay: of what decays. It is divided by the multiplier, since AdamW multiplies it by the
+            learning rate.
+        multipliers: of the learning rate, by name of the parameter; one that is not named has 1.
+
+    Returns:
+        two groups for each multiplier, `lr_multiplier`: what decays, what does not.
     """
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    decayed = [p for p in trainable if p.ndim >= 2 and id(p) not in embeddings]
-    kept = [p for p in trainable if p.ndim < 2 or id(p) in embeddings]
-    return [{"params": decayed, "weight_decay": weight_decay}, {"params": kept, "weight_decay": 0.0}]
+    by_multiplier: dict[float, list[nn.Parameter]] = {1.0: []}
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            by_multiplier.setdefault((multipliers or {}).get(name, 1.0), []).append(p)
+    groups = []
+    for multiplier, trainable in by_multiplier.items():
+        decayed = [p for p in trainable if p.ndim >= 2 and id(p) not in embeddings]
+        kept = [p for p in trainable if p.ndim < 2 or id(p) in embeddings]
+        groups += [
+            {"params": decayed, "weight_decay": weight_decay / multiplier, "lr_multiplier": multiplier},
+            {"params": kept, "weight_decay": 0.0, "lr_multiplier": multiplier},
+        ]
+    return groups
 
 
 class FusedOptimizer(Protocol):
@@ -52,7 +75,7 @@ def create_optimizer(
     masters: bool = False,
     compile: bool = False,  # noqa: A002  # the name in PyTorch
 ) -> FusedOptimizer:
-    """Fused AdamW over the trainable parameters of `model`.
+    """Fused AdamW over the trainable parameters of `model`, those of a `mup` Rack at their multiplied rates.
 
     Args:
         model: whose parameters.
@@ -63,7 +86,12 @@ def create_optimizer(
     Raises:
         ValueError: nothing to train.
     """
-    groups = parameter_groups(model, config.weight_decay)
+    multipliers = None
+    if isinstance(model, Rack) and model.mup_base_width is not None:
+        multipliers = learning_rate_multipliers(model, model.mup_base_width)
+    groups = parameter_groups(model, config.weight_decay, multipliers)
+    for group in groups:
+        group["lr"] = config.lr * group["lr_multiplier"]
     if not any(group["params"] for group in groups):
         raise ValueError("model: every parameter is frozen; unfreeze a Stack to train it")
     beta1, beta2 = config.betas

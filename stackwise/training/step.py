@@ -60,7 +60,7 @@ class TrainStep:
     def __call__(self, batch: Mapping[str, Tensor], lr: float) -> StepOutcome:
         """Train on `batch` (see `next_token_loss`) at learning rate `lr`."""
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group["lr_multiplier"]
         with autocast(self.settings.precision, self.device):
             loss = self._loss(self.rack, batch)
         loss.backward()  # type: ignore[no-untyped-call]

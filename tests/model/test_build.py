@@ -93,6 +93,18 @@ EFFECTS = {
         {"tie_embeddings": False},
         lambda rack: rack.lm_head.weight is not rack.embedding.weight,
     ),
+    "embedding_max_norm": (
+        {"embedding_max_norm": 0.5},
+        lambda rack: getattr(rack.embedding, "bound", None) == 0.5,
+    ),
+    "initialization": (
+        {"initialization": "zero_out"},
+        lambda rack: not any(block.feedforward.down.weight.any() for block in blocks_of(rack)),
+    ),
+    "mup_base_width": (
+        {"initialization": "mup", "mup_base_width": 16},
+        lambda rack: rack.mup_base_width == 16 and (rack.final_norm.weight == 0.5).all(),
+    ),
     "freeze_up_proj": (
         {"freeze_up_proj": True},
         lambda rack: every(rack, "feedforward.up.weight.requires_grad", False),
@@ -197,16 +209,16 @@ KERNEL_EFFECTS = {
 REFUSED = [
     ({"n_stacks": 0}, ["n_stacks", "0", ">= 1"]),
     ({"n_stacks": -1}, ["n_stacks", "-1", ">= 1"]),
-    ({"n_stacks": "2"}, ["n_stacks", "'2'", ">= 1"]),
-    ({"n_stacks": 1.5}, ["n_stacks", "1.5", ">= 1"]),
-    ({"n_stacks": True}, ["n_stacks", "True", ">= 1"]),
+    ({"n_stacks": "2"}, ["n_stacks", "'2'", "integer"]),
+    ({"n_stacks": 1.5}, ["n_stacks", "1.5", "integer"]),
+    ({"n_stacks": True}, ["n_stacks", "True", "integer"]),
     ({"blocks_per_stack": 0}, ["blocks_per_stack", "0", ">= 1"]),
     ({"blocks_per_stack": -3}, ["blocks_per_stack", "-3", ">= 1"]),
-    ({"blocks_per_stack": "2"}, ["blocks_per_stack", "'2'", ">= 1"]),
-    ({"blocks_per_stack": 2.0}, ["blocks_per_stack", "2.0", ">= 1"]),
+    ({"blocks_per_stack": "2"}, ["blocks_per_stack", "'2'", "integer"]),
+    ({"blocks_per_stack": 2.0}, ["blocks_per_stack", "2.0", "integer"]),
     ({"vocab_size": 0}, ["vocab_size", "0", ">= 1"]),
-    ({"vocab_size": "31"}, ["vocab_size", "'31'", ">= 1"]),
-    ({"vocab_size": 31.5}, ["vocab_size", "31.5", ">= 1"]),
+    ({"vocab_size": "31"}, ["vocab_size", "'31'", "integer"]),
+    ({"vocab_size": 31.5}, ["vocab_size", "31.5", "integer"]),
     ({"d_model": 0}, ["d_model", "0", ">= 1"]),
     ({"d_model": "32"}, ["d_model", "'32'", "integer"]),
     ({"d_model": 30}, ["n_heads", "4", "d_model=30"]),
@@ -227,7 +239,7 @@ REFUSED = [
     ({"norm": None}, ["norm", "None", "'rmsnorm' or 'layernorm'"]),
     ({"sliding_window": 0}, ["sliding_window", "0", ">= 1"]),
     ({"sliding_window": 2.5}, ["sliding_window", "2.5", "integer"]),
-    ({"sliding_window": [2, None]}, ["sliding_window", "[2, None]", "integer"]),
+    ({"sliding_window": [2, 0]}, ["sliding_window", "0"]),
     ({"dropout": 1.0}, ["dropout", "1.0", "< 1"]),
     ({"dropout": -0.1}, ["dropout", "-0.1", ">= 0"]),
     ({"dropout": math.nan}, ["dropout", "nan", "finite number"]),
@@ -237,8 +249,8 @@ REFUSED = [
     ({"rope_theta": math.nan}, ["rope_theta", "nan", "finite number"]),
     ({"rope_theta": math.inf}, ["rope_theta", "inf", "finite number"]),
     ({"rope_theta": "10000"}, ["rope_theta", "'10000'", "number"]),
-    ({"dropot": 0.1}, ["'dropot'", "dropout", "sliding_window"]),
-    ({"stack_id": 3}, ["'stack_id'", "dropout", "sliding_window"]),
+    ({"dropot": 0.1}, ["dropot", "did you mean 'dropout'", "sliding_window"]),
+    ({"stack_id": 3}, ["stack_id", "unknown", "dropout", "sliding_window"]),
 ]
 SPEC = create_block_spec(32, 48, 4)
 # Stacks that create_rack_from_specs refuses for a Rack of width 32.
@@ -382,13 +394,15 @@ class TestBlockSpec:
             "use_rope": True,
             "rope_theta": 7.0,
             "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+            "initialization": "mup",
+            "mup_base_width": 16,
         }
         assert set(values) | {"d_model", "d_ff", "n_heads"} == set(BlockConfig.model_fields)
         block = create_stack_from_spec(0, 1, create_block_spec(32, 48, 4, **values)).get_block(0)
         assert isinstance(block.attention_norm, nn.LayerNorm) and block.attention.dropout == 0.5
         assert not block.feedforward.up.weight.requires_grad
         info = block.get_attention_info()
-        for key in ("norm", "norm_position", "dropout", "freeze_up_proj"):
+        for key in ("norm", "norm_position", "dropout", "freeze_up_proj", "initialization", "mup_base_width"):
             del values[key]
         # A section is given back with all of its keys, as plain values.
         assert info["rope_scaling"].items() >= values["rope_scaling"].items()
@@ -488,6 +502,11 @@ class TestSimpleRack:
         assert every(grouped, "config.attention_type", "gqa") and torch.equal(
             logits_of(grouped), logits_of(full)
         )
+
+    def test_a_list_of_windows_is_repeated_over_the_blocks(self):
+        rack = create_simple_rack(**SIMPLE | {"n_stacks": 2, "blocks_per_stack": 3}, sliding_window=[2, None])
+        windows = [[b.attention.sliding_window for b in stack.blocks] for stack in rack.stacks]
+        assert windows == [[2, None, 2], [None, 2, None]]
 
     @pytest.mark.parametrize("wrong, parts", REFUSED, ids=str)
     def test_refused(self, wrong, parts):

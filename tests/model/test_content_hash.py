@@ -14,6 +14,7 @@ from torch import nn
 import stackwise.model.content_hash as module_under_test
 from stackwise.model import Stack, create_simple_rack
 from stackwise.model.content_hash import ContentHash, code_of, tensor_digest
+from stackwise.model.rotary import Rotary
 
 SMALL, QUICK = 2**20, 0
 PATHS = pytest.mark.parametrize("large", [SMALL, QUICK], ids=["all bytes", "product"])
@@ -234,6 +235,7 @@ def set_at(path, value):
         ("blocks.1.attention.sliding_window", 2),
         ("blocks.1.attention.causal", False),
         ("blocks.0.attention.rotary", None),
+        ("blocks.0.attention.rotary", Rotary(4, 99.0)),
         ("blocks.0.attention_norm.eps", 0.5),
         ("blocks.0.feedforward.dropout", 0.5),
         ("blocks.0.norm_first", False),
@@ -243,12 +245,6 @@ def set_at(path, value):
 )
 def test_settings_count(path, value):
     assert changed(set_at(path, value), make_stack())
-
-
-def test_settings_of_rotary_count():
-    stacks = [make_stack(rope_theta=theta) for theta in (100.0, 101.0)]
-    stacks[1].load_state_dict(stacks[0].state_dict())
-    assert len({ContentHash()({"part": stack}) for stack in stacks}) == 2
 
 
 def test_buffers_count():
@@ -268,6 +264,17 @@ def test_names_count():
     assert content({"a": stack}) != content({"b": stack})
     first, second = (Stack([block]) for block in stack.blocks)
     assert content({"a": first, "b": second}) != content({"a": second, "b": first})
+
+
+def test_code_of_the_package_counts(monkeypatch):
+    files = sorted(Path(module_under_test.__file__).parent.glob("*.py"))
+    assert {"attention.py", "backend.py", "rotary.py"} < {path.name for path in files}
+    content = b"".join(path.read_bytes() for path in files)
+    assert hashlib.sha256(content).hexdigest() == module_under_test._OWN_CODE
+    stack = make_stack()
+    before = ContentHash()({"part": stack})
+    monkeypatch.setattr(module_under_test, "_OWN_CODE", hashlib.sha256(content + b"#").hexdigest())
+    assert ContentHash()({"part": stack}) != before
 
 
 class Scaled(nn.Module):

@@ -267,6 +267,12 @@ class TestRefusals:
             cache.prefix(rack, make_ids(), 1)
         assert counts(cache) == (0, 1)
 
+    def test_buffer_that_trains(self, make_cache):
+        rack = make_rack(attention_type="kernel")
+        rack.get_stack(0).get_block(0).attention.feature_map.frequencies_KFD.requires_grad_(True)
+        with pytest.raises(ValueError, match=r"frequencies_KFD that trains"):
+            make_cache(False).prefix(rack, make_ids(), 1)
+
     def test_dropout(self, make_cache):
         rack, cache = make_rack(dropout=0.5), make_cache(False)
         with pytest.raises(ValueError, match=r"dropout=0\.5'; allowed: eval mode, or no dropout"):
@@ -343,6 +349,21 @@ class TestBudget:
         cache.prefix(rack, make_ids(), 1)
         assert counts(cache) == (1, 3)
         assert (cache.statistics.entries, cache.statistics.evictions) == (1, 0)
+
+    @PLACES
+    def test_what_another_was_quicker_to_keep_is_kept_once(self, on_disk, make_cache, monkeypatch):
+        cache = make_cache(on_disk, 2 * ENTRY)
+        monkeypatch.setattr(cache._entries, "get", lambda key: None)
+        for _ in range(2):
+            cache.prefix(make_rack(), make_ids(), 1)
+        assert counts(cache) == (0, 2)
+        assert (cache.statistics.entries, cache.statistics.evictions) == (1, 0)
+        cache = make_cache(on_disk, 2 * ENTRY)
+        monkeypatch.setattr(cache._entries, "get", lambda key: None)
+        for seed in (0, 0, 1):
+            cache.prefix(make_rack(), make_ids(seed), 1)
+        assert ENTRY <= cache.statistics.bytes <= 2 * ENTRY
+        assert cache.statistics.evictions == int(on_disk)
 
     def test_bytes_in_memory_are_those_of_the_tensors(self, make_cache):
         cache = make_cache(False, ENTRY)
@@ -444,7 +465,7 @@ class TestDirectory:
         rack, cache = make_rack(), make_cache(True)
         cache.prefix(rack, make_ids(0), 2)
         (file,) = self.files(tmp_path)
-        partial = file.with_suffix(".partial")
+        partial = file.with_name("0" * 64 + ".partial")
         file.rename(partial)
         strangers = [tmp_path / "cache" / name for name in ("notes.partial", "weights.safetensors", "a.txt")]
         for stranger in strangers:

@@ -8,7 +8,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from stackwise.model import Block, create_simple_rack
+from stackwise.config import BlockConfig, StackWiseConfig
+from stackwise.model import (
+    Block,
+    create_block_spec,
+    create_rack_from_config,
+    create_rack_from_specs,
+    create_simple_rack,
+)
+from stackwise.model.embedding import BoundedEmbedding
 from stackwise.model.initialization import (
     initialize_block,
     initialize_ends,
@@ -521,3 +529,67 @@ class TestRefusals:
         create = partial(create_simple_rack, 1, 1, 96, 16, 6, 8)
         for rack in (create(n_kv_heads=2), create(attention_type="mla", latent=LATENT)):
             assert learning_rate_multipliers(rack, 48)["stacks.0.blocks.0.attention.out.weight"] == 0.5
+
+
+class TestConfigured:
+    def config(self, **model):
+        sizes = {"vocab_size": 64, "d_model": 64, "d_ff": 96, "n_heads": 4, "n_kv_heads": 2}
+        stacks = {"architecture": {"n_stacks": 2, "blocks_per_stack": 3}}
+        return StackWiseConfig.from_dict({"model": sizes | stacks | model})
+
+    @pytest.mark.parametrize("tied", [True, False])
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_racks_are_as_initialize_rack_leaves_them(self, kind, tied):
+        base = 32 if kind == "mup" else None
+        keys = {"initialization": kind, "mup_base_width": base, "tie_embeddings": tied}
+        racks = [create_rack_from_config(self.config(**keys))]
+        blocks = {"n_kv_heads": 2, "initialization": kind, "mup_base_width": base}
+        racks.append(create_simple_rack(2, 3, 64, 96, 4, 64, tie_embeddings=tied, **blocks))
+        expected = create_simple_rack(2, 3, 64, 96, 4, 64, 2, tie_embeddings=tied)
+        initialize_rack(expected, kind, base)
+        for rack in racks:
+            assert rack.mup_base_width == expected.mup_base_width == base
+            for (name, weight), wanted in zip(rack.named_parameters(), expected.parameters(), strict=True):
+                if (wanted == wanted.flatten()[0]).all():
+                    assert torch.equal(weight, wanted), name
+                else:
+                    assert_normal(weight / wanted.std(), 1.0)
+
+    def test_a_bound_on_the_embedding(self):
+        rack = create_rack_from_config(self.config(embedding_max_norm=0.25))
+        assert isinstance(rack.embedding, BoundedEmbedding)
+        assert rack.embedding.bound == 0.25
+        assert rack.lm_head.weight is rack.embedding.weight
+        assert type(create_rack_from_config(self.config()).embedding) is torch.nn.Embedding
+
+    @pytest.mark.parametrize(
+        "keys, refused",
+        [
+            ({"initialization": "mup"}, r"mup_base_width: got None .*needs the d_model of the base"),
+            ({"mup_base_width": 32}, r"mup_base_width: got 32 .*initialization='normal'"),
+            ({"initialization": "mup", "mup_base_width": 0}, "mup_base_width: got 0 "),
+            ({"initialization": "he"}, "initialization: got 'he'"),
+            ({"embedding_max_norm": 0.0}, "embedding_max_norm: got 0.0 "),
+        ],
+    )
+    def test_refusals(self, keys, refused):
+        with pytest.raises(ValueError, match=refused):
+            self.config(**keys)
+
+    def test_a_base_of_parts_is_refused(self):
+        config = self.config(initialization="mup", mup_base_width=24)
+        with pytest.raises(ValueError, match=r"base_width: got 24; .*n_heads=4"):
+            create_rack_from_config(config)
+
+    def test_stacks_of_two_bases_are_refused(self):
+        specs = [
+            {"n_blocks": 1, "block_spec": create_block_spec(64, n_heads=4, **keys)}
+            for keys in ({}, {"initialization": "mup", "mup_base_width": 32})
+        ]
+        with pytest.raises(ValueError, match=r"mup_base_width of stack 0: got None; allowed: 32"):
+            create_rack_from_specs(8, 64, specs)
+
+    def test_is_no_matter_of_attention(self):
+        block = Block(16, 16, 2)
+        assert not {"initialization", "mup_base_width"} & set(block.get_attention_info())
+        assert {"initialization", "mup_base_width"} < set(BlockConfig.model_fields)

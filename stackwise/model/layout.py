@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stackwise.argument import require
 from stackwise.model.mask import AttentionMask, Keys, document_runs, padding_mask
 from stackwise.model.rotary import Rotary
 
@@ -49,6 +50,8 @@ class Layout:
         self.device, self.start = x_BTC.device, start
         self._wide = torch.promote_types(x_BTC.dtype, torch.float32)
         self.keep_BS = padding_mask(attention_mask, batch_size, self.seq_len) if keep_BS is None else keep_BS
+        alone = document_ids is None or (isinstance(start, int) and start == 0)
+        require(alone, "document_ids", "some", "None beside a cache")
         self.documents_BT = document_runs(document_ids, batch_size, self.seq_len)
         self.time_T = torch.arange(self.seq_len, device=self.device) + start
         self.positions = self._positions()

@@ -124,7 +124,7 @@ class Rack(nn.Module):
         x_BTC = self.embed(input_ids)
         if cache is None:
             return self.forward_from_stack(x_BTC, 0, None, attention_mask, document_ids)
-        require(document_ids is None, "document_ids", document_ids, "None beside a cache")
+        require(document_ids is None, "document_ids", "some", "None beside a cache")
         x_BTC = self.follow(x_BTC, cache.layout(x_BTC, attention_mask), cache.blocks)
         cache.advance(input_ids.shape[1])
         return x_BTC

@@ -52,19 +52,25 @@ class MasterAdamW(torch.optim.Optimizer):
         for p in (*self._parameters(), *(p for p, _ in self._frozen)):
             if p.dtype != torch.float32:
                 raise ValueError(f"parameters: got dtype {p.dtype}; allowed: float32, to be made masters")
-        for p in self._parameters():
-            master = p.detach().clone()
-            self.state[p] = {
-                "step": torch.zeros((), device=p.device),
-                "master": master,
-                "exp_avg": torch.zeros_like(master),
-                "exp_avg_sq": torch.zeros_like(master),
-            }
-            p.data = master.bfloat16()
+        self._start_new()
         for p, original in self._frozen:
             p.data = original.bfloat16()
 
+    def _start_new(self) -> None:
+        """Masters for parameters that have none: at first all, later those that joined a group since."""
+        for p in self._parameters():
+            if p not in self.state:
+                master = p.detach().float().clone()
+                self.state[p] = {
+                    "step": torch.zeros((), device=p.device),
+                    "master": master,
+                    "exp_avg": torch.zeros_like(master),
+                    "exp_avg_sq": torch.zeros_like(master),
+                }
+                p.data = master.bfloat16()
+
     def _wide(self) -> list[tuple[nn.Parameter, Tensor]]:
+        self._start_new()
         return [(p, self.state[p]["master"]) for p in self._parameters()] + self._frozen
 
     def _parameters(self) -> list[nn.Parameter]:
@@ -74,6 +80,7 @@ class MasterAdamW(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """One update of every parameter that has a gradient. No host synchronisation."""
         assert closure is None, "a closure would be evaluated between two roundings of the weights"
+        self._start_new()
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
             if not params:

@@ -8,12 +8,13 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
+from stackwise.argument import check_sizes, require
 from stackwise.config import OptimizerConfig
 from stackwise.model.initialization import learning_rate_multipliers
 from stackwise.model.rack import Rack
 from stackwise.training.master import MasterAdamW
 
-__all__ = ["FusedOptimizer", "clip_divisor", "create_optimizer", "parameter_groups"]
+__all__ = ["FusedOptimizer", "clip_divisor", "create_optimizer", "parameter_groups", "per_stack_groups"]
 
 
 def parameter_groups(
@@ -46,6 +47,50 @@ def parameter_groups(
             {"params": kept, "weight_decay": 0.0, "lr_multiplier": multiplier},
         ]
     return groups
+
+
+def per_stack_groups(
+    rack: Rack, config: OptimizerConfig, overrides: Mapping[int, Mapping[str, float]]
+) -> list[dict[str, Any]]:
+    """`parameter_groups` in which some Stacks have a learning rate or weight decay of their own.
+
+    Args:
+        rack: whose trainable parameters; those of a `mup` Rack at their multiplied rates.
+        config: for all that `overrides` does not say.
+        overrides: by index of the Stack `{"lr": ..., "weight_decay": ...}`, both or either.
+
+    Returns:
+        the groups of all other parameters, and behind them those of each Stack named. `lr_multiplier` is of
+        the learning rate of `config`, so that a schedule of it scales all.
+
+    Raises:
+        ValueError: an index that the Rack does not have, another key, or a value that `OptimizerConfig`
+            refuses.
+    """
+    settings: dict[int | None, OptimizerConfig] = {None: config}
+    for index, override in overrides.items():
+        check_sizes(minimum=0, overrides=index)
+        require(index < len(rack.stacks), "overrides", index, f"0 to {len(rack.stacks) - 1}")
+        unknown = sorted(override.keys() - {"lr", "weight_decay"})
+        require(not unknown, f"overrides[{index}]", unknown, "lr, weight_decay")
+        settings[index] = OptimizerConfig.from_dict(
+            {**config.to_dict(), **override}, source=f"overrides[{index}]"
+        )
+    stack_of = {id(p): index for index in overrides for p in rack.get_stack(index).parameters()}
+    groups = []
+    for stack, own in settings.items():
+        for group in parameter_groups(rack, own.weight_decay, _multipliers(rack)):
+            params = [p for p in group["params"] if stack_of.get(id(p)) == stack]
+            if params or stack is None:
+                lr = own.lr * group["lr_multiplier"]
+                groups.append({**group, "params": params, "lr": lr, "lr_multiplier": lr / config.lr})
+    return groups
+
+
+def _multipliers(model: nn.Module) -> Mapping[str, float] | None:
+    if isinstance(model, Rack) and model.mup_base_width is not None:
+        return learning_rate_multipliers(model, model.mup_base_width)
+    return None
 
 
 class FusedOptimizer(Protocol):
@@ -86,10 +131,7 @@ def create_optimizer(
     Raises:
         ValueError: nothing to train.
     """
-    multipliers = None
-    if isinstance(model, Rack) and model.mup_base_width is not None:
-        multipliers = learning_rate_multipliers(model, model.mup_base_width)
-    groups = parameter_groups(model, config.weight_decay, multipliers)
+    groups = parameter_groups(model, config.weight_decay, _multipliers(model))
     for group in groups:
         group["lr"] = config.lr * group["lr_multiplier"]
     if not any(group["params"] for group in groups):

@@ -204,6 +204,7 @@ def test_arithmetic(seconds, median):
         "peak_memory_bytes": None,
         "warmup_calls": 6,
         "steady": True,
+        "execution": {},
     }
 
 

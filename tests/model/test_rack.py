@@ -312,7 +312,7 @@ class TestDocuments:
 
     def test_refused_beside_a_cache(self):
         rack, ids = make_rack(), torch.zeros(1, 3, dtype=torch.long)
-        with pytest.raises(ValueError, match=r"document_ids: got tensor.*allowed: None"):
+        with pytest.raises(ValueError, match=r"document_ids: got .some.; allowed: None"):
             rack(ids, document_ids=ids, cache=rack.new_cache(1, 8))
 
     def test_refused_where_a_row_is_one_sum(self):

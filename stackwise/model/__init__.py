@@ -11,14 +11,16 @@ from stackwise.model.build import (
 from stackwise.model.quantization import QuantizationReport, quantize_stack
 from stackwise.model.rack import Rack
 from stackwise.model.stack import Stack
-from stackwise.model.stack_cache import StackCache
+from stackwise.model.stack_cache import StackCache, StackCacheStatistics
 from stackwise.model.surgery import (
     append_stack,
     fuse_stacks,
     insert_stack,
     prepend_stack,
     remove_stack,
+    set_identity,
     split_stack,
+    unfreeze_stack,
 )
 
 __all__ = [
@@ -27,6 +29,7 @@ __all__ = [
     "Rack",
     "Stack",
     "StackCache",
+    "StackCacheStatistics",
     "append_stack",
     "create_block_spec",
     "create_rack_from_config",
@@ -38,5 +41,7 @@ __all__ = [
     "prepend_stack",
     "quantize_stack",
     "remove_stack",
+    "set_identity",
     "split_stack",
+    "unfreeze_stack",
 ]

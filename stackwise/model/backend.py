@@ -21,7 +21,7 @@ from stackwise.model.mask import AttentionMask
 
 __all__ = ["attend", "sliced_attention", "tuning", "using"]
 
-QUERIES_PER_SLICE = 128
+QUERIES_PER_SLICE = 64
 MAX_SLICES = 16  # beyond, a compiled graph has too many parts, and a slice has rows enough
 
 _KERNELS = {
@@ -230,10 +230,12 @@ def sliced_attention(
     """
     B, H, T, D = q_BHTD.shape
     K = k_BKSD.shape[1]
+    if T == 0:
+        return q_BHTD.new_empty(B, H, 0, v_BKSD.shape[-1])
     scale = D**-0.5 if scale is None else scale
     rows = max(QUERIES_PER_SLICE, min(-(-T // MAX_SLICES), mask.window or T))
     slices = []
-    for start in range(0, max(T, 1), rows):
+    for start in range(0, T, rows):
         end = min(start + rows, T)
         first, last = mask.key_range(start, end)
         q = (q_BHTD[:, :, start:end] * scale).reshape(B, K, H // K * (end - start), D)
@@ -247,8 +249,13 @@ def sliced_attention(
                 .masked_fill(~visible, float("-inf"))
                 .view_as(logits)
             )
-        weights = logits.softmax(-1)
+        # Divided by their sum only after the product: one pass over the weights less, and their
+        # rounding to bfloat16 cancels.
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        weights = (wide - wide.detach().amax(-1, keepdim=True)).exp().to(logits.dtype)
+        total = weights.sum(-1, keepdim=True, dtype=wide.dtype)
         if dropout:
             weights = F.dropout(weights, dropout)
-        slices.append((weights @ v_BKSD[:, :, first:last]).view(B, H, end - start, v_BKSD.shape[-1]))
+        y = ((weights @ v_BKSD[:, :, first:last]) / total).to(logits.dtype)
+        slices.append(y.view(B, H, end - start, v_BKSD.shape[-1]))
     return slices[0] if len(slices) == 1 else torch.cat(slices, dim=2)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from stackwise.argument import require
 from stackwise.model.mask import AttentionMask, Keys, document_runs, padding_mask
-from stackwise.model.rotary import Rotary
+from stackwise.model.rotary import Rotary, constant_tables
 
 __all__ = ["Layout"]
 
@@ -86,7 +86,12 @@ class Layout:
         In float32, or in float64 where the hidden states are.
         """
         if rotary.key not in self._tables:
-            self._tables[rotary.key] = rotary.tables(self.positions.to(self._wide))
+            plain = self.positions is self.time_T and isinstance(self.start, int) and self.start == 0
+            if plain and torch.compiler.is_compiling():
+                tables = constant_tables(rotary, self.seq_len, self.device, self._wide)
+            else:
+                tables = rotary.tables(self.positions.to(self._wide))
+            self._tables[rotary.key] = tables
         return self._tables[rotary.key]
 
     def mask(self, *, causal: bool, window: int | None, keys: Keys | None = None) -> AttentionMask:

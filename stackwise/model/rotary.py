@@ -14,7 +14,7 @@ from torch import Tensor
 
 from stackwise.config import RopeScalingConfig
 
-__all__ = ["Rotary", "rotate"]
+__all__ = ["Rotary", "constant_tables", "rotate"]
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,19 @@ class Rotary:
         if angle.ndim == 3:
             angle = angle[:, None]
         return angle.cos(), angle.sin()
+
+
+@torch.compiler.assume_constant_result
+@torch.inference_mode(False)
+@torch.no_grad()
+def constant_tables(
+    rotary: Rotary, seq_len: int, device: torch.device, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """`rotary.tables` of positions 0 to `seq_len` - 1, as constants of the graph being compiled.
+
+    A compiler given the formula computes cosine and sine again for each head, layer and pass.
+    """
+    return rotary.tables(torch.arange(seq_len, device=device, dtype=dtype))
 
 
 def rotate(x_BHTD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:

@@ -53,7 +53,6 @@ class TrainStep:
             masters=settings.precision == "bf16_weights",
             compile=settings.compile,
         )
-        self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         # The loss is compiled with the model: logits are then reduced as they are widened.
         self._loss = torch.compile(next_token_loss, dynamic=False) if settings.compile else next_token_loss
 
@@ -64,7 +63,9 @@ class TrainStep:
         with autocast(self.settings.precision, self.device):
             loss = self._loss(self.rack, batch)
         loss.backward()  # type: ignore[no-untyped-call]
-        norm = global_norm(gradient_norms(self.parameters))
+        # Asked anew each time: Stacks may have come and gone.
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        norm = global_norm(gradient_norms(parameters))
         skipped = ~(loss.isfinite() & norm.isfinite())
         # Both attributes are read by the fused optimizers; the gradients are scaled in their pass.
         if self.settings.grad_clip is not None:

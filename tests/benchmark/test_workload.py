@@ -4,9 +4,12 @@ from itertools import pairwise
 
 import pytest
 import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from stackwise.benchmark import Workload, model_workload
+from stackwise.benchmark import Workload, call_once, model_workload
 from stackwise.benchmark.workload import MODES, check_shape
+from stackwise.model import create_simple_rack
 from stackwise.spec import ModelSpec
 
 
@@ -159,3 +162,31 @@ def test_beyond_the_model(watched):
 def test_a_workload_of_ones_own():
     workload = Workload("mine", list, torch.device("cpu"))
     assert workload.tokens == 0
+
+
+class TestExecution:
+    """A measurement says how the work was done, as far as the model does."""
+
+    @staticmethod
+    def told(model, mode="forward"):
+        spec = ModelSpec.of(lambda: model)
+        return call_once(model_workload(spec, mode, batch_size=1, seq_len=4)).execution
+
+    @pytest.mark.parametrize("mode", ["forward", "train"])
+    def test_of_a_rack(self, mode):
+        rack = create_simple_rack(1, 1, 16, 24, 2, 11, sliding_window=2)
+        assert self.told(rack, mode) == {"attention": "sliced"}
+
+    def test_of_a_transformers_model(self):
+        config = LlamaConfig(
+            vocab_size=11,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            attn_implementation="eager",
+        )
+        assert self.told(LlamaForCausalLM(config)) == {"attention": "eager"}
+
+    def test_of_a_model_that_says_nothing(self):
+        assert self.told(nn.Sequential(nn.Embedding(11, 4), nn.Linear(4, 11))) == {}

@@ -1,0 +1,82 @@
+"""The compiled decode step says what the plain one says."""
+
+import pytest
+import torch
+
+from stackwise.model import create_simple_rack, quantize_stack
+from stackwise.model.decode import DecodeStep
+
+LATENT = {"kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
+KINDS = {
+    "gqa": {"n_kv_heads": 2, "qk_norm": "head", "qkv_bias": True, "sliding_window": [3, None]},
+    "mla": {"attention_type": "mla", "latent": LATENT, "norm_position": "post"},
+    "kernel": {"attention_type": "kernel", "kernel": {"feature_map": "favor", "n_features": 16}},
+}
+
+
+def rack_of(**options):
+    torch.manual_seed(0)
+    rack = create_simple_rack(1, 2, d_model=32, d_ff=48, n_heads=4, vocab_size=50, **options)
+    with torch.no_grad():
+        for p in rack.parameters():
+            p.mul_(4)
+    return rack
+
+
+def logits_of(rack, prompt, tokens, *, compiled, keep=None):
+    cache = rack.new_cache(len(prompt), 16)
+    rack.hidden(prompt, keep, cache=cache)
+    decode = DecodeStep(rack, cache, compile=compiled)
+    steps = [decode(column).clone() for column in tokens.unbind(1)]
+    assert cache.length == prompt.shape[1] + tokens.shape[1]
+    return torch.stack(steps, dim=1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_compiled_step(kind, batch_size):
+    rack = rack_of(**KINDS[kind]).eval()
+    prompt, tokens = torch.randint(50, (batch_size, 6)), torch.randint(50, (batch_size, 5))
+    plain, compiled = (logits_of(rack, prompt, tokens, compiled=compiled) for compiled in (False, True))
+    torch.testing.assert_close(compiled, plain, rtol=1e-4, atol=1e-4 * plain.abs().max().item())
+
+
+def test_compiled_step_with_padding():
+    rack = rack_of(**KINDS["gqa"]).eval()
+    prompt, tokens = torch.randint(50, (1, 6)), torch.randint(50, (1, 4))
+    keep = torch.tensor([[0, 0, 1, 1, 1, 1]])
+    padded = logits_of(rack, prompt, tokens, compiled=True, keep=keep)
+    alone = logits_of(rack, prompt[:, 2:], tokens, compiled=False)
+    torch.testing.assert_close(padded, alone, rtol=1e-4, atol=1e-4 * alone.abs().max().item())
+
+
+def test_bfloat16_weights_are_read_as_they_are_and_computed_with_in_float32():
+    """So that it is closer to float64 than the plain bfloat16 step is."""
+    rack = rack_of(n_kv_heads=2).bfloat16().eval()
+    prompt, tokens = torch.randint(50, (1, 6)), torch.randint(50, (1, 5))
+    exact = logits_of(rack_of(n_kv_heads=2).bfloat16().double().eval(), prompt, tokens, compiled=False)
+    plain = logits_of(rack, prompt, tokens, compiled=False)
+    compiled = logits_of(rack, prompt, tokens, compiled=True)
+    error = [(each.double() - exact).norm().item() for each in (compiled, plain)]
+    assert error[0] < 0.5 * error[1]
+
+
+@pytest.mark.filterwarnings("ignore:.*_stable_hash_for_caching")  # torchao's Int8Tensor lacks it
+def test_int8_weights():
+    rack = rack_of(n_kv_heads=2).eval()
+    quantize_stack(rack, 0, "int8")
+    prompt, tokens = torch.randint(50, (1, 6)), torch.randint(50, (1, 5))
+    plain, compiled = (logits_of(rack, prompt, tokens, compiled=compiled) for compiled in (False, True))
+    torch.testing.assert_close(compiled, plain, rtol=1e-4, atol=1e-4 * plain.abs().max().item())
+
+
+def test_generation_compiled_is_generation():
+    rack = rack_of(n_kv_heads=2).eval()
+    prompt = torch.randint(50, (1, 6))
+    plain, compiled = (rack.generate(prompt, max_new_tokens=12, compile=c) for c in (False, True))
+    assert plain.equal(compiled)
+
+
+@pytest.mark.parametrize("n_tokens, capacity", [(1, 256), (256, 256), (257, 512), (1000, 1024), (1025, 2048)])
+def test_capacity_is_rounded_up(n_tokens, capacity):
+    assert DecodeStep.capacity(n_tokens) == capacity

@@ -47,6 +47,7 @@ class SlotCache:
             for heads, size in sizes
         ]
 
+    @torch.no_grad()
     def append(self, layout: Layout, *new_BHTD: Tensor) -> tuple[list[Tensor], Keys | None]:
         """Keep what the tokens of this pass bring, and return all that they may look at.
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import cache
+from types import FunctionType
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["DecodeStep"]
 
 _LEAST_CAPACITY = 256
+_passes: WeakKeyDictionary[Rack, Callable[..., Tensor]] = WeakKeyDictionary()
 
 
 class DecodeStep:
@@ -51,7 +53,7 @@ class DecodeStep:
     ) -> None:
         self.rack, self.cache = rack, cache
         self._compile, self._same = compile, False
-        self._pass = _compiled() if compile else _pass
+        self._pass = _compiled(rack) if compile else _pass
         if compile:
             cache.count_on_device()
         self.capture = cache.device.type == "cuda" if capture is None else capture
@@ -127,7 +129,9 @@ def _pass(
     return rack.head(x_B1C)[:, 0]
 
 
-@cache
-def _compiled() -> Callable[..., Tensor]:
-    """Made when first asked for, since it loads the compiler."""
-    return torch.compile(_pass, dynamic=False)
+def _compiled(rack: Rack) -> Callable[..., Tensor]:
+    """The pass, compiled for this Rack. A code object each, of which the compiler keeps few graphs."""
+    if rack not in _passes:
+        own = FunctionType(_pass.__code__.replace(), _pass.__globals__, _pass.__name__)
+        _passes[rack] = torch.compile(own, dynamic=False)
+    return _passes[rack]

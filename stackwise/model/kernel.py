@@ -73,7 +73,8 @@ class KernelAttention(Attention):
     ) -> Tensor:
         sums = PrefixSums.empty(k.value_BKTM, v_BKTD)
         if cache:
-            sums = PrefixSums(*(each.to(v_BKTD.dtype) for each in cache.sums))
+            copied = torch.is_grad_enabled()  # a graph may need what is written over below
+            sums = PrefixSums(*(each.to(v_BKTD.dtype, copy=copied) for each in cache.sums))
         outputs = []
         for start in range(0, q_BKGTM.shape[3], CHUNK):
             part = slice(start, start + CHUNK)
@@ -92,7 +93,7 @@ class KernelAttention(Attention):
             outputs.append(y)
         if cache:
             for kept, new in zip(cache.sums, sums, strict=True):
-                kept.copy_(new)
+                kept.copy_(new.detach())
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=3)
 
     def _bidirectional(self, q_BKGTM: Tensor, k: Features, v_BKTD: Tensor, layout: Layout) -> Tensor:

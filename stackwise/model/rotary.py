@@ -60,8 +60,6 @@ class Rotary:
 
 
 @torch.compiler.assume_constant_result
-@torch.inference_mode(False)
-@torch.no_grad()
 def constant_tables(
     rotary: Rotary, seq_len: int, device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
@@ -69,7 +67,8 @@ def constant_tables(
 
     A compiler given the formula computes cosine and sine again for each head, layer and pass.
     """
-    return rotary.tables(torch.arange(seq_len, device=device, dtype=dtype))
+    with torch.inference_mode(False), torch.no_grad():
+        return rotary.tables(torch.arange(seq_len, device=device, dtype=dtype))
 
 
 def rotate(x_BHTD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:

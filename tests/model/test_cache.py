@@ -280,3 +280,15 @@ class TestRackCache:
         ]
         real = mask.bool()
         torch.testing.assert_close(torch.cat(parts, dim=1)[real], expected[real])
+
+
+@pytest.mark.parametrize("options", [{}, {"attention_type": "kernel"}], ids=str)
+def test_a_cache_keeps_no_graph(options):
+    """Else every pass outside no_grad would hold on to all passes before it."""
+    rack = create_simple_rack(1, 1, 16, 24, 2, 11, **options)
+    cache = rack.new_cache(1, 8)
+    rack(torch.zeros(1, 4, dtype=torch.int64), cache=cache).sum().backward()
+    rack(torch.zeros(1, 4, dtype=torch.int64), cache=cache).sum().backward()
+    block = cache.blocks[0][0]
+    kept = block.sums if isinstance(block, StateCache) else block.slots
+    assert not any(each.requires_grad for each in kept)

@@ -58,7 +58,7 @@ def test_bfloat16_weights_are_read_as_they_are_and_computed_with_in_float32():
     plain = logits_of(rack, prompt, tokens, compiled=False)
     compiled = logits_of(rack, prompt, tokens, compiled=True)
     error = [(each.double() - exact).norm().item() for each in (compiled, plain)]
-    assert error[0] < 0.5 * error[1]
+    assert error[0] < 0.75 * error[1]
 
 
 @pytest.mark.filterwarnings("ignore:.*_stable_hash_for_caching")  # torchao's Int8Tensor lacks it

@@ -201,6 +201,11 @@ def _call(
     if name in _KERNELS:
         with sdpa_kernel(_KERNELS[name]):
             return _call("sdpa", q_BHTD, k_BKSD, v_BKSD, mask, scale, softcap, dropout)
+    groups = q_BHTD.shape[1] // k_BKSD.shape[1]
+    if groups > 1 and q_BHTD.is_cuda and not (mask.is_lower_triangle or mask.hides_nothing):
+        # With a mask only the slowest CUDA kernel takes grouped heads.
+        k_BKSD, v_BKSD = (each.repeat_interleave(groups, dim=1) for each in (k_BKSD, v_BKSD))
+        groups = 1
     return F.scaled_dot_product_attention(
         q_BHTD,
         k_BKSD,
@@ -209,7 +214,7 @@ def _call(
         dropout_p=dropout,
         is_causal=mask.is_lower_triangle,
         scale=scale,
-        enable_gqa=q_BHTD.shape[1] != k_BKSD.shape[1],
+        enable_gqa=groups > 1,
     )
 
 

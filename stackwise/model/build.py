@@ -77,7 +77,11 @@ def create_stack_from_spec(
 
 
 def create_rack_from_specs(
-    vocab_size: int, d_model: int, stack_specs: Sequence[Mapping[str, Any]], tie_embeddings: bool = True
+    vocab_size: int,
+    d_model: int,
+    stack_specs: Sequence[Mapping[str, Any]],
+    tie_embeddings: bool = True,
+    **options: Any,
 ) -> Rack:
     """A Rack whose Stacks may differ.
 
@@ -87,6 +91,7 @@ def create_rack_from_specs(
         stack_specs: per Stack a mapping with `n_blocks`, `block_spec` and optionally `stack_id`
             (default: its index) and `freeze_blocks`.
         tie_embeddings: share embedding and head.
+        **options: any other argument of `Rack`.
 
     Raises:
         ValueError: an unknown or missing key, or a Stack of another width.
@@ -109,7 +114,7 @@ def create_rack_from_specs(
         )
         for i, spec in enumerate(stack_specs)
     ]
-    return Rack(stacks, vocab_size, d_model, tie_embeddings)
+    return Rack(stacks, vocab_size, d_model, tie_embeddings, **options)
 
 
 def create_simple_rack(

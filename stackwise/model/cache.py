@@ -47,7 +47,6 @@ class SlotCache:
             for heads, size in sizes
         ]
 
-    @torch.no_grad()
     def append(self, layout: Layout, *new_BHTD: Tensor) -> tuple[list[Tensor], Keys | None]:
         """Keep what the tokens of this pass bring, and return all that they may look at.
 
@@ -63,14 +62,22 @@ class SlotCache:
 
     def _append(self, layout: Layout, start: int, *new_BHTD: Tensor) -> tuple[list[Tensor], Keys | None]:
         n_new = new_BHTD[0].shape[2]
+        # The slots carry no graph, or every pass would hold on to all before it; this pass has its own.
+        graph = torch.is_grad_enabled()
         if not self.rolling or start + n_new <= self.n_slots:
             for slots, new in zip(self.slots, new_BHTD, strict=True):
-                slots[:, :, start : start + n_new] = new
+                slots[:, :, start : start + n_new] = new.detach()
             if start == 0:
                 return list(new_BHTD), None
-            whole = [slots[:, :, : start + n_new] for slots in self.slots]
+            if graph:
+                whole = [
+                    torch.cat((slots[:, :, :start], new.to(slots.dtype)), dim=2)
+                    for slots, new in zip(self.slots, new_BHTD, strict=True)
+                ]
+            else:
+                whole = [slots[:, :, : start + n_new] for slots in self.slots]
             return whole, Keys(torch.arange(start + n_new, device=layout.device), True)
-        if n_new == 1:
+        if n_new == 1 and not graph:
             for slots, new in zip(self.slots, new_BHTD, strict=True):
                 slots[:, :, start % self.n_slots] = new[:, :, 0]
             if layout.keep_BS is None:  # then the order of the slots says nothing to a single query
@@ -83,7 +90,7 @@ class SlotCache:
         whole = []
         for slots, new in zip(self.slots, new_BHTD, strict=True):
             whole.append(torch.cat((slots[:, :, before], new.to(slots.dtype)), dim=2))
-            slots[:, :, last] = whole[-1][:, :, -self.n_slots :]
+            slots[:, :, last] = whole[-1][:, :, -self.n_slots :].detach()
         return whole, Keys(time_S, True) if start else None
 
     def _append_on_device(self, start: Tensor, *new_BHTD: Tensor) -> tuple[list[Tensor], Keys]:
@@ -91,7 +98,7 @@ class SlotCache:
         slot = (start % self.n_slots).reshape(1)
         for slots, new in zip(self.slots, new_BHTD, strict=True):
             assert new.shape[2] == 1, "one token at a time where the position is on the device"
-            slots.index_copy_(2, slot, new.to(slots.dtype))
+            slots.index_copy_(2, slot, new.detach().to(slots.dtype))
         return self.slots, Keys(self._times(start), False)
 
     def _times(self, start: Tensor) -> Tensor:

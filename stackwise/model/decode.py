@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from types import FunctionType
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from stackwise.model.cache import BlockCache, RackCache
+from stackwise.model.compilation import compiled
 from stackwise.model.layout import Layout
+from stackwise.model.linear import Linear
 from stackwise.model.mode import evaluating
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class DecodeStep:
     ) -> None:
         self.rack, self.cache = rack, cache
         self._compile, self._same = compile, False
+        self._wide = compile and cache.batch_size == 1 and _takes_float32(rack)
         self._pass = _compiled(rack) if compile else _pass
         if compile:
             cache.count_on_device()
@@ -87,7 +89,7 @@ class DecodeStep:
             # Nothing but the tensors' contents changes from the second step on; looking through every
             # module for what else might have takes a tenth of the step.
             with torch.compiler.set_stance(skip_guard_eval_unsafe=True) if self._same else nullcontext():
-                logits_BV = self._pass(self.rack, token_B1, start, keep_BS, self.cache.blocks)
+                logits_BV = self._pass(self.rack, token_B1, start, keep_BS, self.cache.blocks, self._wide)
             self._same = self._compile
             self.cache.advance(1)
         return logits_BV
@@ -121,17 +123,23 @@ def _pass(
     start: int | Tensor,
     keep_BS: Tensor | None,
     caches: Sequence[Sequence[BlockCache]],
+    wide: bool,
 ) -> Tensor:
     x_B1C = rack.embed(token_B1)
-    if torch.compiler.is_compiling() and token_B1.numel() == 1 and x_B1C.device.type == "cpu":
-        x_B1C = x_B1C.float()  # for the sake of `Linear`; a single vector costs nothing to widen
+    if wide:
+        x_B1C = x_B1C.float()
     x_B1C = rack.follow(x_B1C, Layout(x_B1C, start=start, keep_BS=keep_BS), caches)
     return rack.head(x_B1C)[:, 0]
 
 
+def _takes_float32(rack: Rack) -> bool:
+    """Whether a single vector may pass in float32: it costs nothing to widen, and `Linear` is made for it."""
+    layers = [module for module in rack.modules() if isinstance(module, nn.Linear)]
+    wide = all(isinstance(layer, Linear) and layer.takes_float32 for layer in layers)
+    return wide and rack.embedding.weight.device.type == "cpu"
+
+
 def _compiled(rack: Rack) -> Callable[..., Tensor]:
-    """The pass, compiled for this Rack. A code object each, of which the compiler keeps few graphs."""
     if rack not in _passes:
-        own = FunctionType(_pass.__code__.replace(), _pass.__globals__, _pass.__name__)
-        _passes[rack] = torch.compile(own, dynamic=False)
+        _passes[rack] = compiled(_pass)
     return _passes[rack]

@@ -6,7 +6,8 @@ Shapes: B batch, T prompt, N new tokens, C model width, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING
+from operator import index
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -111,11 +112,8 @@ def stream(
     if seed is not None:
         check_sizes(0, seed=seed)
     sampler = Sampler(temperature, top_k, top_p)
-    stops = [stop_token_ids] if isinstance(stop_token_ids, int) else list(stop_token_ids)
-    for key, ids in (("stop_token_ids", stops), ("pad_token_id", [pad_token_id])):
-        for token in ids:
-            known = isinstance(token, int) and not isinstance(token, bool) and 0 <= token < rack.vocab_size
-            require(known, key, token, f"integers from 0 to {rack.vocab_size - 1}")
+    stops = _ids("stop_token_ids", stop_token_ids, rack.vocab_size)
+    (pad_token_id,) = _ids("pad_token_id", [pad_token_id], rack.vocab_size)
     if not rack.is_causal:
         raise ValueError("generate: this Rack is bidirectional; only a causal one says what comes next")
     prompt_BT, keep_BT = _left_padded(_token_ids(rack, input_ids), attention_mask)
@@ -218,6 +216,19 @@ def _on_its_way(truth: Tensor) -> Callable[[], bool]:
         return bool(on_host)
 
     return wait
+
+
+def _ids(key: str, given: Any, vocab_size: int) -> list[int]:
+    """Token ids as plain integers, from one or several of whatever can be an index."""
+    allowed = f"integers from 0 to {vocab_size - 1}"
+    one = hasattr(given, "__index__") and not (isinstance(given, Tensor) and given.ndim)
+    require(one or isinstance(given, Iterable), key, given, allowed)
+    ids = []
+    for token in [given] if one else given:
+        require(hasattr(token, "__index__") and not isinstance(token, bool), key, token, allowed)
+        ids.append(index(token))
+        require(0 <= ids[-1] < vocab_size, key, token, allowed)
+    return ids
 
 
 def _token_ids(rack: Rack, input_ids: Tensor) -> Tensor:

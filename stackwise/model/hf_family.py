@@ -88,7 +88,7 @@ class HfFamily:
     windows: Literal["none", "uniform", "by layer"]
 
     def describe(self, config: Mapping[str, Any], source: str) -> dict[str, Any]:
-        """What `build_rack` builds from, all Blocks in one Stack.
+        """What a Rack is built from, all Blocks in one Stack.
 
         Args:
             config: config.json, or `to_dict()` of a live model's configuration.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from stackwise.argument import check_choice, check_sizes, require
-from stackwise.config import InitializationKind
+from stackwise.config import BlockConfig, InitializationKind
 from stackwise.model.attention import Attention
 from stackwise.model.block import Block
 from stackwise.model.latent import LatentAttention
@@ -123,6 +123,9 @@ def initialize_rack(rack: Rack, kind: InitializationKind = "normal", base_width:
         initialize_block(block, len(blocks), kind)
     initialize_ends(rack, kind, base_width)
     rack.mup_base_width = base_width
+    for block in blocks:
+        keys = {"initialization": kind, "mup_base_width": base_width}
+        block.config = BlockConfig.from_dict({**block.config.to_dict(), **keys})
 
 
 @torch.no_grad()

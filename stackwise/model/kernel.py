@@ -51,6 +51,7 @@ class KernelAttention(Attention):
         """(B, T, C) -> (B, T, C); with a cache, of the T tokens that follow those in it."""
         if not x_BTC.numel():
             return x_BTC  # nothing has no largest scale
+        self.backend = f"{self.feature_map.kind} features"
         q_BHTD, k_BKTD, v_BKTD = self.project(x_BTC, layout)
         with torch.autocast(x_BTC.device.type, enabled=False):
             B, _, T, D = q_BHTD.shape

@@ -26,6 +26,11 @@ class Linear(nn.Linear):
             return self.single(input, self.weight)
         return F.linear(input, self.weight, self.bias)
 
+    @property
+    def takes_float32(self) -> bool:
+        """Whether a float32 vector may come in, whatever the weights are, where `is_single` holds."""
+        return self.weight.dtype in (torch.float32, torch.bfloat16)
+
     def is_single(self, x: Tensor) -> bool:
         """Whether `x` is one float32 vector, in compiled code on the CPU, and nobody asks for gradients."""
         return (

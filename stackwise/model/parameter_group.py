@@ -81,10 +81,19 @@ class ParameterGroups:
             group["params"].append(parameter)
         self.rename()
 
+    def adopt(self, parameters: Iterable[nn.Parameter]) -> bool:
+        """Whether an optimizer keeps weights in another dtype than the model has; it then takes these on."""
+        keeper = next((each for each in self.optimizers if hasattr(each, "adopt")), None)
+        if keeper is not None:
+            keeper.adopt(parameters)
+        return keeper is not None
+
     def drop(self, parameters: Iterable[nn.Parameter]) -> None:
         """Take parameters, and what is known of them, out of every optimizer."""
         gone = {id(p): p for p in parameters}
         for optimizer in self.optimizers:
+            if hasattr(optimizer, "release"):
+                optimizer.release(gone.values())
             for group in optimizer.param_groups:
                 group["params"] = [p for p in group["params"] if id(p) not in gone]
             for parameter in gone.values():

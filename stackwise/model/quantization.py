@@ -74,6 +74,10 @@ class QuantizedLinear(Linear):
         self.register_parameter("bias", bias)
         self.passes_gradients = passes_gradients
 
+    @property
+    def takes_float32(self) -> bool:  # noqa: D102
+        return _is_int8_by_row(self.weight)
+
     def forward(self, x: Tensor) -> Tensor:
         """(..., I) -> (..., O).
 
@@ -88,7 +92,7 @@ class QuantizedLinear(Linear):
             require(
                 passes, "quantised layer", "an input that requires grad", "int8 or fp8, or torch.no_grad()"
             )
-        if self.passes_gradients and self.is_single(x) and _is_int8_by_row(self.weight):
+        if self.takes_float32 and self.is_single(x):
             return self.single(x, self.weight.qdata, self.weight.scale.flatten())  # type: ignore[attr-defined]
         if not torch.is_autocast_enabled(x.device.type):
             return F.linear(x, self.weight, self.bias)

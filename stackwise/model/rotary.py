@@ -59,7 +59,7 @@ class Rotary:
         return angle.cos(), angle.sin()
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def constant_tables(
     rotary: Rotary, seq_len: int, device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:

@@ -89,7 +89,9 @@ def insert_stack(
     if identity:
         _residual_ends(_blocks(stack))
 
-    stack.to(device=weight.device, dtype=weight.dtype).train(rack.training)
+    stack.to(device=weight.device).train(rack.training)
+    if not groups.adopt(stack.parameters()):
+        stack.to(dtype=weight.dtype)
     stack.zero_grad(set_to_none=True)
     if identity:
         set_identity(stack)
@@ -247,6 +249,9 @@ def _check_joins(rack: Rack, stack: Stack, like: Tensor) -> None:
     require(isinstance(stack, Stack), "stack", type(stack).__name__, "a Stack")
     widths = sorted({block.config.d_model for block in _blocks(stack)})
     require(widths == [rack.d_model], "stack", f"width {widths}", f"the Rack's d_model={rack.d_model}")
+    for block in _blocks(stack):
+        base = block.config.mup_base_width
+        require(base == rack.mup_base_width, "mup_base_width", base, f"{rack.mup_base_width}, as in the Rack")
     ours = {id(p) for p in rack.parameters()}
     for name, parameter in stack.named_parameters():
         require(id(parameter) not in ours, "stack", name, "weights of its own; the Rack has this one")

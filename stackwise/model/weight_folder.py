@@ -153,7 +153,7 @@ def write_folder(
         The folder.
 
     Raises:
-        ValueError: as `check_target`.
+        ValueError: a target that holds something else, or something already without `overwrite`.
         OSError: the disk refused; what was there is as it was.
     """
     check_sizes(max_shard_bytes=max_shard_bytes)

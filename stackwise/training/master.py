@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stackwise.model.compilation import compiled
+
 __all__ = ["MasterAdamW"]
 
 
@@ -47,7 +49,7 @@ class MasterAdamW(torch.optim.Optimizer):
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.found_inf: Tensor | None = None
         self.grad_scale: Tensor | None = None
-        self._update = torch.compile(_update, dynamic=False) if compile else _update
+        self._update = compiled(_update) if compile else _update
         self._frozen = [(p, p.data) for p in frozen]
         for p in (*self._parameters(), *(p for p, _ in self._frozen)):
             if p.dtype != torch.float32:
@@ -56,18 +58,40 @@ class MasterAdamW(torch.optim.Optimizer):
         for p, original in self._frozen:
             p.data = original.bfloat16()
 
+    def adopt(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Keep float32 originals of parameters that join the model, and make them bfloat16.
+
+        Those that train become masters once they are in a group; the others wait as frozen ones.
+        """
+        for p in parameters:
+            self._frozen.append((p, p.data.float()))
+            p.data = p.data.bfloat16()
+
+    def release(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Give parameters that leave their float32 values, and forget them."""
+        leaving = {id(p) for p in parameters}
+        for p, wide in self._wide():
+            if id(p) in leaving:
+                p.grad, p.data = None, wide
+        self._frozen = [(p, wide) for p, wide in self._frozen if id(p) not in leaving]
+
     def _start_new(self) -> None:
         """Masters for parameters that have none: at first all, later those that joined a group since."""
-        for p in self._parameters():
-            if p not in self.state:
-                master = p.detach().float().clone()
-                self.state[p] = {
-                    "step": torch.zeros((), device=p.device),
-                    "master": master,
-                    "exp_avg": torch.zeros_like(master),
-                    "exp_avg_sq": torch.zeros_like(master),
-                }
-                p.data = master.bfloat16()
+        new = [p for p in self._parameters() if p not in self.state]
+        if not new:
+            return
+        originals = {id(p): original for p, original in self._frozen}
+        joined = {id(p) for p in new}
+        self._frozen = [(p, original) for p, original in self._frozen if id(p) not in joined]
+        for p in new:
+            master = originals.get(id(p), p.detach()).float().clone()
+            self.state[p] = {
+                "step": torch.zeros((), device=p.device),
+                "master": master,
+                "exp_avg": torch.zeros_like(master),
+                "exp_avg_sq": torch.zeros_like(master),
+            }
+            p.data = master.bfloat16()
 
     def _wide(self) -> list[tuple[nn.Parameter, Tensor]]:
         self._start_new()
@@ -75,6 +99,18 @@ class MasterAdamW(torch.optim.Optimizer):
 
     def _parameters(self) -> list[nn.Parameter]:
         return [p for group in self.param_groups for p in group["params"]]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As of every optimizer, but masters and moments stay float32. The weights follow the masters."""
+        super().load_state_dict(state_dict)
+        saved = state_dict["state"]
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        for p, number in zip(self._parameters(), numbers, strict=True):
+            if number in saved:
+                self.state[p] = {
+                    key: value.detach().clone().to(p.device) for key, value in saved[number].items()
+                }
+                p.data = self.state[p]["master"].bfloat16()
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]

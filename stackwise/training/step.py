@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from stackwise.config import TrainingConfig
+from stackwise.model.compilation import compiled
 from stackwise.model.rack import Rack
 from stackwise.stability.telemetry import global_norm, gradient_norms
 from stackwise.training.objective import next_token_loss
@@ -54,7 +54,7 @@ class TrainStep:
             compile=settings.compile,
         )
         # The loss is compiled with the model: logits are then reduced as they are widened.
-        self._loss = torch.compile(next_token_loss, dynamic=False) if settings.compile else next_token_loss
+        self._loss = compiled(next_token_loss) if settings.compile else next_token_loss
 
     def __call__(self, batch: Mapping[str, Tensor], lr: float) -> StepOutcome:
         """Train on `batch` (see `next_token_loss`) at learning rate `lr`."""
@@ -62,7 +62,7 @@ class TrainStep:
             group["lr"] = lr * group["lr_multiplier"]
         with autocast(self.settings.precision, self.device):
             loss = self._loss(self.rack, batch)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         # Asked anew each time: Stacks may have come and gone.
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         norm = global_norm(gradient_norms(parameters))

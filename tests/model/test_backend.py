@@ -159,3 +159,11 @@ def test_a_rack_tells_what_ran():
     with using("math"):
         rack(torch.zeros(1, 4, dtype=torch.int64))
     assert rack.execution() == {"attention": "math"}
+
+
+@pytest.mark.parametrize("kind", ["favor", "gaussian", "laplacian", "elu"])
+def test_kernel_attention_tells_its_features(kind):
+    kernel = {"feature_map": kind, "n_features": 8}
+    rack = create_simple_rack(1, 1, 16, 24, 2, 11, attention_type="kernel", kernel=kernel)
+    rack(torch.zeros(1, 4, dtype=torch.int64))
+    assert rack.execution() == {"attention": f"{kind} features"}

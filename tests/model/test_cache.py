@@ -292,3 +292,24 @@ def test_a_cache_keeps_no_graph(options):
     block = cache.blocks[0][0]
     kept = block.sums if isinstance(block, StateCache) else block.slots
     assert not any(each.requires_grad for each in kept)
+
+
+@pytest.mark.parametrize("sizes", [[4, 4], [1] * 8, [3, 1, 4]], ids=str)
+@pytest.mark.parametrize("window", [None, 3])
+def test_gradients_of_a_pass_behind_a_cache(window, sizes):
+    """With respect to its own tokens, what came before being constant."""
+    torch.manual_seed(0)
+    config = BlockConfig(d_model=8, d_ff=8, n_heads=2, sliding_window=window)
+    attention = create_attention(config).double()
+    x = torch.randn(1, 8, 8, dtype=torch.float64)
+    cache = attention.new_cache(1, 8, torch.float64, torch.device("cpu"))
+    start = 0
+    for size in sizes:
+        part = x[:, start : start + size].clone().requires_grad_()
+        y = attention(part, Layout(part, start=start), cache)
+        (ours,) = torch.autograd.grad(y.square().sum(), part)
+        whole = torch.cat((x[:, :start], part), dim=1)
+        y = attention(whole, Layout(whole))[:, start:]
+        (expected,) = torch.autograd.grad(y.square().sum(), part)
+        torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-11)
+        start += size

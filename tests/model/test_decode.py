@@ -5,6 +5,7 @@ import torch
 
 from stackwise.model import create_simple_rack, quantize_stack
 from stackwise.model.decode import DecodeStep
+from stackwise.model.generate import prefill
 
 LATENT = {"kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
 KINDS = {
@@ -25,7 +26,7 @@ def rack_of(**options):
 
 def logits_of(rack, prompt, tokens, *, compiled, keep=None):
     cache = rack.new_cache(len(prompt), 16)
-    rack.hidden(prompt, keep, cache=cache)
+    prefill(rack, cache, prompt, keep)
     decode = DecodeStep(rack, cache, compile=compiled)
     steps = [decode(column).clone() for column in tokens.unbind(1)]
     assert cache.length == prompt.shape[1] + tokens.shape[1]
@@ -61,13 +62,34 @@ def test_bfloat16_weights_are_read_as_they_are_and_computed_with_in_float32():
     assert error[0] < 0.75 * error[1]
 
 
-@pytest.mark.filterwarnings("ignore:.*_stable_hash_for_caching")  # torchao's Int8Tensor lacks it
-def test_int8_weights():
-    rack = rack_of(n_kv_heads=2).eval()
-    quantize_stack(rack, 0, "int8")
+@pytest.mark.filterwarnings("ignore:.*_stable_hash_for_caching")  # torchao's tensors lack it
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("quantised", ["int8", "int4", "fp8"])
+def test_quantised_weights(quantised, dtype):
+    rack = rack_of(n_kv_heads=2).to(dtype).eval()
+    quantize_stack(rack, 0, quantised)
     prompt, tokens = torch.randint(50, (1, 6)), torch.randint(50, (1, 5))
     plain, compiled = (logits_of(rack, prompt, tokens, compiled=compiled) for compiled in (False, True))
-    torch.testing.assert_close(compiled, plain, rtol=1e-4, atol=1e-4 * plain.abs().max().item())
+    tolerance = 1e-4 if dtype == torch.float32 else 0.1
+    scale = plain.abs().max().item()
+    torch.testing.assert_close(compiled.to(plain.dtype), plain, rtol=tolerance, atol=tolerance * scale)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_other_dtypes_of_latent_attention(dtype):
+    rack = rack_of(**KINDS["mla"]).to(dtype).eval()
+    prompt, tokens = torch.randint(50, (1, 6)), torch.randint(50, (1, 5))
+    plain, compiled = (logits_of(rack, prompt, tokens, compiled=compiled) for compiled in (False, True))
+    tolerance = 0.1 if dtype == torch.bfloat16 else 1e-10
+    assert compiled.dtype == plain.dtype == dtype
+    torch.testing.assert_close(compiled, plain, rtol=tolerance, atol=tolerance * plain.abs().max().item())
+
+
+def test_float64_stays_float64():
+    rack = rack_of(n_kv_heads=2).double().eval()
+    prompt, tokens = torch.randint(50, (1, 6)), torch.randint(50, (1, 5))
+    plain, compiled = (logits_of(rack, prompt, tokens, compiled=compiled) for compiled in (False, True))
+    torch.testing.assert_close(compiled, plain, rtol=1e-10, atol=1e-10)
 
 
 def test_generation_compiled_is_generation():

@@ -7,6 +7,7 @@ import contextlib
 import copy
 import re
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -760,3 +761,21 @@ class TestInputs:
             rack.generate(ids, max_new_tokens=2)
         with pytest.raises(ValueError, match="bidirectional"):
             rack.stream(ids, max_new_tokens=2)
+
+
+@pytest.mark.parametrize(
+    "stop", [np.int64(3), torch.tensor(3), [np.int64(3)], torch.tensor([3]), (3,), {3}], ids=str
+)
+def test_a_stop_may_be_any_kind_of_integer(stop):
+    rack = make_rack("gqa")
+    prompt = torch.zeros(1, 3, dtype=torch.int64)
+    plain = generate(rack, prompt, max_new_tokens=4, stop_token_ids=3)
+    assert generate(rack, prompt, max_new_tokens=4, stop_token_ids=stop).equal(plain)
+
+
+@pytest.mark.parametrize("stop", [None, 1.5, [1.5], ["3"], [None], True, [True], -1, [VOCAB]], ids=str)
+def test_what_is_no_token_cannot_stop(stop):
+    with pytest.raises(ValueError, match="stop_token_ids: got"):
+        generate(
+            make_rack("gqa"), torch.zeros(1, 3, dtype=torch.int64), max_new_tokens=4, stop_token_ids=stop
+        )

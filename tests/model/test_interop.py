@@ -30,6 +30,7 @@ from transformers import (
 from stackwise.model import Rack, create_rack_from_specs, create_simple_rack, weight_folder
 from stackwise.model.embedding import BoundedEmbedding
 from stackwise.model.hf_family import FAMILIES
+from stackwise.model.initialization import initialize_rack
 from stackwise.model.interop import _build
 
 T = 24  # longer than every window below
@@ -1065,3 +1066,10 @@ def test_a_format_or_option_that_is_none_is_refused(tmp_path):
         rack.save_pretrained(tmp_path, format="onnx")
     with pytest.raises(ValueError, match="model_type: got 'llama'; allowed: None, with format='stackwise'"):
         rack.save_pretrained(tmp_path, format="stackwise", model_type="llama")
+
+
+def test_the_base_of_mup_is_kept(tmp_path):
+    rack = create_simple_rack(1, 2, d_model=32, d_ff=64, n_heads=4, vocab_size=20)
+    initialize_rack(rack, "mup", base_width=16)
+    rack.save_pretrained(tmp_path / "rack", format="stackwise")
+    assert Rack.from_pretrained(tmp_path / "rack").mup_base_width == 16

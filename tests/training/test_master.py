@@ -8,7 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from stackwise.model import append_stack, create_simple_rack, remove_stack, unfreeze_stack
 from stackwise.training.master import MasterAdamW
+from stackwise.training.objective import next_token_loss
 
 SHAPES = [(7, 5), (33,), (2, 3, 4), ()]
 
@@ -155,3 +157,96 @@ def test_other_dtypes_are_refused_and_left_alone():
     with pytest.raises(ValueError, match=r"parameters: got dtype torch.float64; allowed: float32"):
         MasterAdamW([sound, other])
     assert sound.dtype == torch.float32
+
+
+def test_a_parameter_that_thaws_trains_from_its_float32_value():
+    trained, still = nn.Parameter(torch.randn(5)), nn.Parameter(torch.randn(5), requires_grad=False)
+    original = still.detach().clone()
+    optimizer = MasterAdamW([trained], [still], lr=1e-2)
+    optimizer.param_groups[0]["params"].append(still)
+    still.requires_grad_()
+    for _ in range(5):
+        give([trained, still], 0)
+        optimizer.step()
+    moved = optimizer.state[still]["master"].clone()
+    assert 0.02 < (moved - original).abs().max() < 0.1
+    optimizer.finish()
+    assert still.detach().equal(moved)
+
+
+def test_state_survives_a_round_trip_in_float32():
+    def run(interrupted):
+        params = weights()
+        optimizer = MasterAdamW(params, lr=1e-2)
+        for step in range(6):
+            if interrupted and step == 3:
+                saved = optimizer.state_dict()
+                params = [nn.Parameter(p.detach().float()) for p in params]
+                optimizer = MasterAdamW(params, lr=1e-2)
+                optimizer.load_state_dict(saved)
+            give(params, step)
+            optimizer.step()
+        return masters(optimizer, params), params
+
+    for (whole, p), (parts, q) in zip(
+        zip(*run(False), strict=True), zip(*run(True), strict=True), strict=True
+    ):
+        assert parts.dtype == torch.float32 and parts.equal(whole) and p.equal(q)
+
+
+class TestSurgery:
+    """Stacks that come and go keep float32 values, and leave with them."""
+
+    @staticmethod
+    def rack():
+        torch.manual_seed(0)
+        return create_simple_rack(2, 1, d_model=16, d_ff=24, n_heads=2, vocab_size=11)
+
+    @staticmethod
+    def step(rack, optimizer):
+        next_token_loss(rack, {"input_ids": torch.arange(10)[None]}).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    @pytest.mark.parametrize("frozen", [True, False])
+    def test_a_stack_that_joins(self, frozen):
+        rack, stack = self.rack(), self.rack().get_stack(0)
+        if frozen:
+            stack.freeze()
+        before = {name: p.detach().clone() for name, p in stack.named_parameters()}
+        optimizer = MasterAdamW(rack.parameters(), lr=1e-6)
+        append_stack(rack, stack, optimizer)
+        self.step(rack, optimizer)
+        optimizer.finish()
+        assert {p.dtype for p in rack.parameters()} == {torch.float32}
+        for name, p in stack.named_parameters():
+            # Rounding to bfloat16 would show as 2^-9 of a weight.
+            torch.testing.assert_close(p.detach(), before[name], rtol=0, atol=0 if frozen else 2e-6)
+        rack(torch.zeros(1, 3, dtype=torch.int64))
+
+    @pytest.mark.parametrize("frozen", [True, False])
+    def test_a_stack_that_leaves(self, frozen):
+        rack = self.rack()
+        if frozen:
+            rack.get_stack(1).freeze()
+        trained = [p for p in rack.parameters() if p.requires_grad]
+        optimizer = MasterAdamW(trained, [p for p in rack.parameters() if not p.requires_grad], lr=1e-3)
+        self.step(rack, optimizer)
+        wide = {p: optimizer.state[p]["master"].clone() for p in trained}
+        stack = remove_stack(rack, 1, optimizer)
+        for p in stack.parameters():
+            assert p.dtype == torch.float32 and (frozen or p.detach().equal(wide[p]))
+        self.step(rack, optimizer)
+        assert {p.dtype for p in rack.parameters()} == {torch.bfloat16}
+
+    def test_a_stack_that_thaws(self):
+        rack = self.rack()
+        rack.get_stack(0).freeze()
+        frozen = list(rack.get_stack(0).parameters())
+        before = [p.detach().clone() for p in frozen]
+        optimizer = MasterAdamW([p for p in rack.parameters() if p.requires_grad], frozen, lr=1e-2)
+        unfreeze_stack(rack, 0, optimizer)
+        for _ in range(5):
+            self.step(rack, optimizer)
+        optimizer.finish()
+        assert all((p - old).abs().max() > 0.01 for p, old in zip(frozen, before, strict=True))

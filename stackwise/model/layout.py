@@ -88,7 +88,7 @@ class Layout:
         if rotary.key not in self._tables:
             plain = self.positions is self.time_T and isinstance(self.start, int) and self.start == 0
             if plain and torch.compiler.is_compiling():
-                tables = constant_tables(rotary, self.seq_len, self.device, self._wide)
+                tables = constant_tables(rotary.key, self.seq_len, self.device, self._wide)
             else:
                 tables = rotary.tables(self.positions.to(self._wide))
             self._tables[rotary.key] = tables

@@ -17,6 +17,9 @@ from stackwise.config import RopeScalingConfig
 __all__ = ["Rotary", "constant_tables", "rotate"]
 
 
+_known: dict[str, Rotary] = {}  # by key, which a compiler can carry where it cannot carry an object
+
+
 @dataclass(frozen=True)
 class Rotary:
     """Which frequencies a head is rotated by.
@@ -35,6 +38,7 @@ class Rotary:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "key", f"{self.head_dim} {self.theta} {self.scaling}")
+        _known[self.key] = self
 
     def frequencies(self, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
         """Radians per position: (D/2,)."""
@@ -61,14 +65,14 @@ class Rotary:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def constant_tables(
-    rotary: Rotary, seq_len: int, device: torch.device, dtype: torch.dtype
+    key: str, seq_len: int, device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """`rotary.tables` of positions 0 to `seq_len` - 1, as constants of the graph being compiled.
+    """`tables` of positions 0 to `seq_len` - 1 of the Rotary with this key, as constants of a compiled graph.
 
     A compiler given the formula computes cosine and sine again for each head, layer and pass.
     """
     with torch.inference_mode(False), torch.no_grad():
-        return rotary.tables(torch.arange(seq_len, device=device, dtype=dtype))
+        return _known[key].tables(torch.arange(seq_len, device=device, dtype=dtype))
 
 
 def rotate(x_BHTD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:

@@ -51,6 +51,7 @@ class Claim:
     quick: bool
     figures: dict[str, Any] = field(default_factory=dict)
     bars: list[Bar] = field(default_factory=list)
+    commit: str = field(default_factory=lambda: _commit())  # of the start, not of the end
 
     def conclude(self) -> int:
         """Print the bars, write the file, and say 1 if any bar was missed."""
@@ -63,7 +64,7 @@ class Claim:
             "claim": self.name,
             "quick": self.quick,
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "commit": _commit(),
+            "commit": self.commit,
             "machine": fingerprint(),
             "load_average": os.getloadavg(),
             "bars": [{**asdict(bar), "verdict": bar.verdict} for bar in self.bars],

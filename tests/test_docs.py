@@ -1,6 +1,8 @@
 """What README and docs/ say is what the code does."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import get_args
 
@@ -135,6 +137,13 @@ def test_page_of_the_plugin_lists_every_option_and_marker(pytestconfig):
     assert registered >= set(ours)
     for marker in ours:
         assert re.search(rf"\| `{marker}\b", page), marker
+
+
+def test_table_of_speed_is_what_was_measured():
+    printed = subprocess.run(
+        [sys.executable, "-m", "bench.peer_table"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    assert printed.strip() in (ROOT / "README.md").read_text()
 
 
 def test_links_lead_somewhere():

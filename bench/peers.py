@@ -54,13 +54,6 @@ def main() -> int:
     for shape, limit in SHAPES[: 1 if arguments.quick else None]:
         for kind, bar in (("train", limit), ("forward", 1.2)):
             compare(claim, kind, shape, bar, rounds)
-    claim.bars += [
-        Bar("gpu train MFU 124M/1k", None, 0.45),
-        Bar("gpu train MFU 350M/2k", None, 0.50),
-        Bar("gpu train MFU 1.3B/2k", None, 0.50),
-        Bar("gpu decode MBU 1B", None, 0.65),
-        Bar("gpu decode MBU 8B", None, 0.80),
-    ]
     return claim.conclude()
 
 
@@ -109,6 +102,7 @@ def compare(claim: Claim, kind: str, shape: Shape, limit: float, rounds: int) ->
         f"  {gain['median']:.2f} times {best} [{gain['quartile_low']:.2f}, {gain['quartile_high']:.2f}]",
         flush=True,
     )
+    claim.write()
 
 
 def loss_of(model: nn.Module, logits: Callable[[nn.Module, Tensor], Tensor], ids: Tensor) -> Tensor:

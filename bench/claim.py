@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-from stackwise.device import fingerprint
+from stackwise.device import fingerprint, keep_freed_memory
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -45,18 +45,24 @@ class Bar:
 
 @dataclass
 class Claim:
-    """What one `python -m bench.NAME` found."""
+    """What one `python -m bench.NAME` found. Everything in its process is measured with kept memory."""
 
     name: str
     quick: bool
     figures: dict[str, Any] = field(default_factory=dict)
     bars: list[Bar] = field(default_factory=list)
     commit: str = field(default_factory=lambda: _commit())  # of the start, not of the end
+    keeps_memory: bool = field(default_factory=keep_freed_memory)
 
     def conclude(self) -> int:
         """Print the bars, write the file, and say 1 if any bar was missed."""
         for bar in self.bars:
             print(bar)
+        print(f"written to {self.write()}")
+        return int(any(bar.verdict == "SHORT" for bar in self.bars))
+
+    def write(self) -> Path:
+        """The file, with what is measured so far."""
         device = fingerprint()["gpu"]
         folder = RESULTS / ("cpu" if device is None else str(device["name"]).replace(" ", "-").lower())
         folder.mkdir(parents=True, exist_ok=True)
@@ -67,13 +73,13 @@ class Claim:
             "commit": self.commit,
             "machine": fingerprint(),
             "load_average": os.getloadavg(),
+            "keeps_freed_memory": self.keeps_memory,
             "bars": [{**asdict(bar), "verdict": bar.verdict} for bar in self.bars],
             "figures": self.figures,
         }
         path = folder / f"{self.name}{'-quick' if self.quick else ''}.json"
         path.write_text(json.dumps(record, indent=1) + "\n")
-        print(f"written to {path}")
-        return int(any(bar.verdict == "SHORT" for bar in self.bars))
+        return path
 
 
 def interleave(

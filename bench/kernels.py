@@ -45,6 +45,7 @@ def main() -> int:
             )
         shown = "  ".join(f"T={T} {1e6 * median(values):6.2f}" for T, values in per_token.items())
         print(f"{name:<10} microseconds a token: {shown}", flush=True)
+        claim.write()
     return claim.conclude()
 
 

@@ -67,10 +67,12 @@ class Train:
         import torch
 
         from stackwise.config import StackWiseConfig
+        from stackwise.device import keep_freed_memory
         from stackwise.model import create_rack_from_config
         from stackwise.training import ArchitectureTrainer, create_data
 
         config = StackWiseConfig.from_yaml(self.config)
+        keep_freed_memory()
         torch.manual_seed(config.training.seed)
         rack = create_rack_from_config(config)
         training, validation = create_data(config)

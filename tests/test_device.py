@@ -4,13 +4,15 @@ import json
 import os
 import platform
 import re
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from stackwise.device import fingerprint, resolve_device
+from stackwise.device import fingerprint, keep_freed_memory, resolve_device
 
 CPUINFO = Path("/proc/cpuinfo")
 
@@ -100,3 +102,34 @@ def test_fingerprint_sees_what_a_measurement_depends_on(monkeypatch):
         torch.set_num_threads(threads)
     changed = {key for key in before if before[key] != after[key]}
     assert changed == {"omp_wait_policy", "torch_threads"}
+
+
+# What is larger than 32 MiB goes back to the system by default, and comes back as new pages.
+FAULTS = """
+import resource, torch
+from stackwise.device import keep_freed_memory
+kept = {keep} and keep_freed_memory()
+for times in (20, 10):  # to a steady state, and in it
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(times):
+        torch.ones(64 << 20, dtype=torch.uint8)
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+print(kept, faults * resource.getpagesize())
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
+@pytest.mark.parametrize("keep", [True, False])
+def test_kept_memory_needs_no_new_pages(keep):
+    # A process of its own, which keeps the setting to itself.
+    run = subprocess.run(
+        [sys.executable, "-c", FAULTS.format(keep=keep)], capture_output=True, text=True, check=True
+    )
+    kept, paged = run.stdout.split()
+    assert kept == str(keep)
+    assert int(paged) < 1 << 20 if keep else int(paged) >= 10 * (64 << 20)
+
+
+def test_memory_is_kept_where_glibc_is_only(monkeypatch):
+    monkeypatch.setattr(platform, "libc_ver", lambda: ("", ""))
+    assert not keep_freed_memory()

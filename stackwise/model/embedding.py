@@ -1,9 +1,11 @@
-"""BoundedEmbedding: a token embedding of which no row enters the model longer than a bound.
+"""Token embeddings: TokenEmbedding, and BoundedEmbedding, of which no row enters longer than a bound.
 
-Shapes: B batch, T positions, C model width, V vocabulary.
+Shapes: B batch, T positions, N = B * T, C model width, V vocabulary.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,10 +13,59 @@ from torch import Tensor, nn
 
 from stackwise.argument import check_number, check_sizes
 
-__all__ = ["BoundedEmbedding"]
+__all__ = ["BoundedEmbedding", "TokenEmbedding"]
 
 
-class BoundedEmbedding(nn.Embedding):
+class TokenEmbedding(nn.Embedding):
+    """`nn.Embedding`, whose gradient, compiled for the CPU, costs one pass over the table and not three.
+
+    The compiler's own sums it in a float32 table of all V tokens and rounds that to the weight's dtype.
+    Here only the N rows that occur are summed in float32.
+    """
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Token ids (B, T) to (B, T, C), in the weight's dtype."""
+        trains = torch.is_grad_enabled() and self.weight.requires_grad
+        if trains and self.weight.device.type == "cpu" and torch.compiler.is_dynamo_compiling():
+            rows_BTC: Tensor = _rows(self.weight, input_ids)
+            return rows_BTC
+        return F.embedding(input_ids, self.weight)
+
+
+@torch.library.custom_op("stackwise::embedding_rows", mutates_args=())
+def _rows(weight_VC: Tensor, input_ids: Tensor) -> Tensor:
+    return F.embedding(input_ids, weight_VC)
+
+
+@_rows.register_fake
+def _(weight_VC: Tensor, input_ids: Tensor) -> Tensor:
+    return weight_VC.new_empty(*input_ids.shape, weight_VC.shape[1])
+
+
+def _remember(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:  # noqa: ARG001
+    weight_VC, input_ids = inputs
+    ctx.save_for_backward(input_ids)
+    ctx.vocab_size = weight_VC.shape[0]
+
+
+def _table(ctx: Any, gradient_BTC: Tensor) -> tuple[Tensor, None]:
+    ids_N = ctx.saved_tensors[0].flatten()
+    gradient_NC = gradient_BTC.flatten(0, -2)
+    # Each token is summed where it occurs last; its other occurrences then write the same sum.
+    last_V = ids_N.new_zeros(ctx.vocab_size)
+    last_V[ids_N] = torch.arange(len(ids_N), device=ids_N.device)
+    last_N = last_V[ids_N]
+    wide = torch.promote_types(gradient_NC.dtype, torch.float32)
+    sums_NC = torch.zeros_like(gradient_NC, dtype=wide).index_add(0, last_N, gradient_NC.to(wide))
+    table_VC = gradient_NC.new_zeros(ctx.vocab_size, gradient_NC.shape[1])
+    table_VC[ids_N] = sums_NC[last_N].to(gradient_NC.dtype)
+    return table_VC, None
+
+
+_rows.register_autograd(_table, setup_context=_remember)
+
+
+class BoundedEmbedding(TokenEmbedding):
     """x * min(1, max_norm / |x|) for each token's row x of the weight.
 
     A row within the bound comes out bit for bit as it is; a longer one comes out with the length
@@ -41,7 +92,7 @@ class BoundedEmbedding(nn.Embedding):
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Token ids (B, T) to (B, T, C), in the weight's dtype."""
-        x_BTC = F.embedding(input_ids, self.weight)
+        x_BTC = super().forward(input_ids)
         wide_BTC = x_BTC.to(torch.promote_types(x_BTC.dtype, torch.float32))
         norm_BT1: Tensor = torch.linalg.vector_norm(wide_BTC, dim=-1, keepdim=True)
         # Within the bound this is exactly 1, without gradient, also where the norm is 0.

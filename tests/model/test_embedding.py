@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from stackwise.model import create_simple_rack
-from stackwise.model.embedding import BoundedEmbedding
+from stackwise.model.embedding import BoundedEmbedding, TokenEmbedding
 from stackwise.training.optimizer import parameter_groups
 
 EPS = torch.finfo(torch.float32).eps
@@ -222,3 +222,48 @@ class TestAsAnEmbedding:
     def test_refuses_sizes(self, sizes, key):
         with pytest.raises(ValueError, match=rf"{key}: got .*; allowed: an integer >= 1"):
             BoundedEmbedding(*sizes, 1.0)
+
+
+class TestCompiledGradient:
+    """Of a table in one pass, beside a sum over tokens in float64."""
+
+    @pytest.fixture(autouse=True)
+    def forget_other_graphs(self):
+        torch._dynamo.reset()
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+    @pytest.mark.parametrize("shape", [(3, 7), (1, 1), (40,)])
+    def test_is_the_sum_over_the_occurrences_of_a_token(self, dtype, shape):
+        torch.manual_seed(0)
+        embedding = TokenEmbedding(11, 6).to(dtype)
+        input_ids = torch.randint(9, shape)  # tokens 9 and 10 do not occur
+        gradient = torch.randn(*shape, 6).to(dtype)
+        torch.compile(embedding, fullgraph=True)(input_ids).backward(gradient)
+        expected = torch.zeros(11, 6, dtype=torch.float64)
+        for token, row in zip(input_ids.flatten(), gradient.flatten(0, -2), strict=True):
+            expected[token] += row.double()
+        eps = torch.finfo(dtype).eps
+        torch.testing.assert_close(embedding.weight.grad.double(), expected, rtol=eps, atol=8 * EPS)
+        assert embedding.weight.grad.dtype == dtype
+
+    def test_of_a_frequent_token_is_summed_in_float32(self):
+        # In bfloat16 a sum of ones stops at 256.
+        embedding = TokenEmbedding(4, 2).bfloat16()
+        out = torch.compile(embedding, fullgraph=True)(torch.ones(1, 1000, dtype=torch.long))
+        out.backward(torch.ones_like(out))
+        torch.testing.assert_close(embedding.weight.grad[1].float(), torch.full((2,), 1000.0))
+
+    def test_of_a_tied_head_and_a_bound_is_that_of_the_eager_rack(self):
+        torch.manual_seed(0)
+        rack = create_simple_rack(
+            1, 1, d_model=16, d_ff=24, n_heads=2, vocab_size=13, embedding_max_norm=0.05
+        )
+        twin = copy.deepcopy(rack)
+        input_ids = torch.randint(13, (2, 9))
+        rack(input_ids).square().sum().backward()
+        torch.compile(twin, dynamic=False)(input_ids).square().sum().backward()
+        torch.testing.assert_close(twin.embedding.weight.grad, rack.embedding.weight.grad)
+
+    def test_of_what_is_frozen_is_none(self):
+        embedding = TokenEmbedding(5, 2).requires_grad_(False)
+        assert not torch.compile(embedding, fullgraph=True)(torch.arange(3)).requires_grad

@@ -16,7 +16,7 @@ from stackwise.model import (
     create_rack_from_specs,
     create_simple_rack,
 )
-from stackwise.model.embedding import BoundedEmbedding
+from stackwise.model.embedding import BoundedEmbedding, TokenEmbedding
 from stackwise.model.initialization import (
     initialize_block,
     initialize_ends,
@@ -560,7 +560,7 @@ class TestConfigured:
         assert isinstance(rack.embedding, BoundedEmbedding)
         assert rack.embedding.bound == 0.25
         assert rack.lm_head.weight is rack.embedding.weight
-        assert type(create_rack_from_config(self.config()).embedding) is torch.nn.Embedding
+        assert type(create_rack_from_config(self.config()).embedding) is TokenEmbedding
 
     @pytest.mark.parametrize(
         "keys, refused",

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["StepBuffer", "StepRecord", "global_norm", "gradient_norms", "mean_loss"]
+__all__ = ["StepBuffer", "StepRecord", "global_norm", "gradient_norms", "mean_loss", "norm_by_rows"]
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,17 @@ def global_norm(norms: Tensor) -> Tensor:
     """The norm of all gradients as one vector: the root of the sum of squares, not the sum of norms."""
     total: Tensor = torch.linalg.vector_norm(norms)
     return total
+
+
+def norm_by_rows(gradients: Sequence[Tensor]) -> Tensor:
+    """The norm of all `gradients` as one vector, float32: to be compiled into one pass over them.
+
+    Summed first along rows, which in float32 is a hundred times as exact for large matrices as one sum.
+    Uncompiled, `gradient_norms` holds fewer copies.
+    """
+    squares = [g.to(torch.promote_types(g.dtype, torch.float32)).square() for g in gradients]
+    norm: Tensor = torch.stack([(s.sum(-1) if s.ndim else s).sum().sqrt() for s in squares]).norm()
+    return norm.float()
 
 
 class StepBuffer:

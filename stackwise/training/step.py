@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from stackwise.config import TrainingConfig
 from stackwise.model.compilation import compiled
 from stackwise.model.rack import Rack
-from stackwise.stability.telemetry import global_norm, gradient_norms
+from stackwise.stability.telemetry import global_norm, gradient_norms, norm_by_rows
 from stackwise.training.objective import next_token_loss
 from stackwise.training.optimizer import clip_divisor, create_optimizer
 from stackwise.training.precision import autocast
@@ -55,6 +56,9 @@ class TrainStep:
         )
         # The loss is compiled with the model: logits are then reduced as they are widened.
         self._loss = compiled(next_token_loss) if settings.compile else next_token_loss
+        # On other devices the norms are one fused kernel group as it is.
+        on_cpu = settings.compile and self.device.type == "cpu"
+        self._norm = compiled(norm_by_rows) if on_cpu else None
 
     def __call__(self, batch: Mapping[str, Tensor], lr: float) -> StepOutcome:
         """Train on `batch` (see `next_token_loss`) at learning rate `lr`."""
@@ -65,7 +69,7 @@ class TrainStep:
         loss.backward()
         # Asked anew each time: Stacks may have come and gone.
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        norm = global_norm(gradient_norms(parameters))
+        norm = self._global_norm(parameters)
         skipped = ~(loss.isfinite() & norm.isfinite())
         # Both attributes are read by the fused optimizers; the gradients are scaled in their pass.
         if self.settings.grad_clip is not None:
@@ -74,3 +78,11 @@ class TrainStep:
         self.optimizer.step()
         self.optimizer.zero_grad()
         return StepOutcome(loss.detach(), norm, skipped)
+
+    def _global_norm(self, parameters: list[nn.Parameter]) -> Tensor:
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        if self._norm is None or not gradients:
+            return global_norm(gradient_norms(parameters))
+        with torch.no_grad():
+            norm: Tensor = self._norm(gradients)
+            return norm

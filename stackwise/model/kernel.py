@@ -55,38 +55,40 @@ class KernelAttention(Attention):
         q_BHTD, k_BKTD, v_BKTD = self.project(x_BTC, layout)
         with torch.autocast(x_BTC.device.type, enabled=False):
             B, _, T, D = q_BHTD.shape
-            q = self.feature_map(q_BHTD.reshape(B, self.n_kv_heads, -1, T, D)).value_BKTM
-            k = self.feature_map(k_BKTD)
-            v = v_BKTD.to(q.dtype)
-            if layout.keep_BT is not None:
-                log_scale = k.log_scale_BKT.masked_fill(~layout.keep_BT[:, None], _PADDING)
-                k = Features(k.value_BKTM, log_scale)
+            q_BKGTD = q_BHTD.reshape(B, self.n_kv_heads, -1, T, D)
+            v_BKTD = v_BKTD.to(torch.promote_types(v_BKTD.dtype, torch.float32))
             if self.causal:
                 assert cache is None or isinstance(cache, StateCache)
-                y_BKGTD = self._causal(q, k, v, layout, cache)
+                y_BKGTD = self._causal(q_BKGTD, k_BKTD, v_BKTD, layout, cache)
             else:
-                y_BKGTD = self._bidirectional(q, k, v, layout)
+                y_BKGTD = self._bidirectional(q_BKGTD, k_BKTD, v_BKTD, layout)
         y_BTC = self.out(y_BKGTD.flatten(1, 2).transpose(1, 2).flatten(2).to(x_BTC.dtype))
         return F.dropout(y_BTC, self.dropout, self.training)
 
     def _causal(
-        self, q_BKGTM: Tensor, k: Features, v_BKTD: Tensor, layout: Layout, cache: StateCache | None
+        self,
+        q_BKGTD: Tensor,
+        k_BKTD: Tensor,
+        v_BKTD: Tensor,
+        layout: Layout,
+        cache: StateCache | None,
     ) -> Tensor:
-        sums = PrefixSums.empty(k.value_BKTM, v_BKTD)
+        sums = PrefixSums.empty(v_BKTD, self.feature_map.n_features)
         if cache:
             copied = torch.is_grad_enabled()  # a graph may need what is written over below
             sums = PrefixSums(*(each.to(v_BKTD.dtype, copy=copied) for each in cache.sums))
         outputs = []
-        for start in range(0, q_BKGTM.shape[3], CHUNK):
+        for start in range(0, q_BKGTD.shape[3], CHUNK):
             part = slice(start, start + CHUNK)
             documents = None
             if layout.documents_BT is not None:
                 documents = layout.documents_BT[:, part]
                 previous = layout.documents_BT[:, max(start - 1, 0)]
                 documents = torch.cat((previous[:, None], documents), dim=1)
+            # Features of a chunk stay in the processor's caches; those of all tokens would not.
             y, sums = sums.advance(
-                q_BKGTM[..., part, :],
-                Features(k.value_BKTM[..., part, :], k.log_scale_BKT[..., part]),
+                self.feature_map(q_BKGTD[..., part, :]).value_BKTM,
+                self._key_features(k_BKTD, layout, part),
                 v_BKTD[..., part, :],
                 self.floor,
                 documents,
@@ -97,18 +99,28 @@ class KernelAttention(Attention):
                 kept.copy_(new.detach())
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=3)
 
-    def _bidirectional(self, q_BKGTM: Tensor, k: Features, v_BKTD: Tensor, layout: Layout) -> Tensor:
+    def _key_features(self, k_BKTD: Tensor, layout: Layout, part: slice) -> Features:
+        k: Features = self.feature_map(k_BKTD[..., part, :])
+        if layout.keep_BT is None:
+            return k
+        hidden = ~layout.keep_BT[:, None, part]
+        return Features(k.value_BKTM, k.log_scale_BKT.masked_fill(hidden, _PADDING))
+
+    def _bidirectional(self, q_BKGTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, layout: Layout) -> Tensor:
         if layout.documents_BT is not None:
             raise ValueError(
                 "document_ids: bidirectional kernel attention sums over the whole row; allowed: None"
             )
+        q_BKGTM = self.feature_map(q_BKGTD).value_BKTM
+        k = self._key_features(k_BKTD, layout, slice(None))
         relative_BKT = k.log_scale_BKT - k.log_scale_BKT.amax(-1, keepdim=True)
         weighted_BKTM = k.value_BKTM * relative_BKT.exp()[..., None]
         sums_BKMD = weighted_BKTM.transpose(-1, -2) @ v_BKTD
         total_BKM = weighted_BKTM.sum(-2)
         numerator = q_BKGTM @ sums_BKMD[:, :, None]
         denominator = q_BKGTM @ total_BKM[:, :, None, :, None]
-        return numerator / denominator.clamp(min=self.floor)
+        y_BKGTD: Tensor = numerator / denominator.clamp(min=self.floor)
+        return y_BKGTD
 
     def new_cache(
         self,
@@ -119,10 +131,8 @@ class KernelAttention(Attention):
     ) -> BlockCache:
         """A cache whose size depends on no number of tokens: the sums so far, in float32."""
         dtype = torch.promote_types(dtype, torch.float32)
-        M = self.feature_map.n_features
-        k_BKTM = torch.empty(batch_size, self.n_kv_heads, 0, M, dtype=dtype, device=device)
         v_BKTD = torch.empty(batch_size, self.n_kv_heads, 0, self.head_dim, dtype=dtype, device=device)
-        return StateCache(PrefixSums.empty(k_BKTM, v_BKTD))
+        return StateCache(PrefixSums.empty(v_BKTD, self.feature_map.n_features))
 
 
 class PrefixSums(NamedTuple):
@@ -139,13 +149,13 @@ class PrefixSums(NamedTuple):
     log_scale_BK: Tensor
 
     @classmethod
-    def empty(cls, k_BKTM: Tensor, v_BKTD: Tensor) -> PrefixSums:
-        """Of no keys yet."""
-        B, K, _, M = k_BKTM.shape
+    def empty(cls, v_BKTD: Tensor, n_features: int) -> PrefixSums:
+        """Of no keys yet, for values like these."""
+        B, K, _, D = v_BKTD.shape
         return cls(
-            k_BKTM.new_zeros(B, K, M, v_BKTD.shape[-1]),
-            k_BKTM.new_zeros(B, K, M),
-            k_BKTM.new_full((B, K), _NOTHING),
+            v_BKTD.new_zeros(B, K, n_features, D),
+            v_BKTD.new_zeros(B, K, n_features),
+            v_BKTD.new_full((B, K), _NOTHING),
         )
 
     def advance(

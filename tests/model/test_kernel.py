@@ -380,7 +380,7 @@ class TestExtremes:
         q, k = torch.rand(2, 10, 6)
         v, scale = torch.randn(10, 3), torch.tensor(SCALES[name], dtype=torch.float32)
         documents = torch.tensor(documents)
-        sums, outputs, start = PrefixSums.empty(k[None, None], v[None, None]), [], 0
+        sums, outputs, start = PrefixSums.empty(v[None, None], k.shape[-1]), [], 0
         for size in sizes:
             part = slice(start, start + size)
             before = torch.cat((documents[max(start - 1, 0)][None], documents[part]))

@@ -70,7 +70,7 @@ class ConfigError(ValueError):
 
 
 class _KeysRefusedError(ValueError):
-    """Several keys of one section, each with its value and what is allowed."""
+    """Keys of the section whose validator refuses them, each with its value and what is allowed."""
 
     def __init__(self, keys: list[tuple[str, object, str]]) -> None:
         self.keys = keys
@@ -188,9 +188,9 @@ class _BlockSection(_Section):
     d_model: Size
     d_ff: Size
     head_dim: Size | None = None
+    attention_type: AttentionType = "mha"
     n_heads: Size
     n_kv_heads: Size | None = None
-    attention_type: AttentionType = "mha"
     attention_mode: AttentionMode = "causal"
     latent: LatentConfig | None = None
     kernel: KernelConfig | None = None
@@ -218,6 +218,14 @@ class _BlockSection(_Section):
             raise ValueError(f"is for initialization='mup' (initialization={kind!r})")
         return base_width
 
+    @field_validator("n_heads")
+    @classmethod
+    def _heads_divide_width(cls, n_heads: int, info: ValidationInfo) -> int:
+        d_model, divided = info.data.get("d_model"), info.data.get("attention_type") != "mla"
+        if divided and d_model is not None and info.data.get("head_dim") is None and d_model % n_heads:
+            raise ValueError(f"must divide d_model={d_model}")
+        return n_heads
+
     @field_validator("n_kv_heads")
     @classmethod
     def _kv_heads_divide_heads(cls, n_kv_heads: int | None, info: ValidationInfo) -> int | None:
@@ -226,32 +234,26 @@ class _BlockSection(_Section):
             raise ValueError(f"must divide n_heads={n_heads}")
         return n_kv_heads
 
-    @field_validator("n_heads")
+    @field_validator("n_kv_heads")
     @classmethod
-    def _heads_divide_width(cls, n_heads: int, info: ValidationInfo) -> int:
-        d_model = info.data.get("d_model")
-        if d_model is not None and info.data.get("head_dim") is None and d_model % n_heads:
-            raise ValueError(f"must divide d_model={d_model}")
-        return n_heads
-
-    @field_validator("attention_type")
-    @classmethod
-    def _type_matches_heads(cls, attention_type: AttentionType, info: ValidationInfo) -> AttentionType:
-        if "n_heads" not in info.data or "n_kv_heads" not in info.data:
-            return attention_type
-        n_heads, n_kv_heads = info.data["n_heads"], info.data["n_kv_heads"]
-        seen = f"(n_kv_heads={n_kv_heads})"
+    def _type_matches_heads(cls, n_kv_heads: int | None, info: ValidationInfo) -> int | None:
+        if "n_heads" not in info.data or "attention_type" not in info.data:
+            return n_kv_heads
+        n_heads, attention_type = info.data["n_heads"], info.data["attention_type"]
+        seen, rule = f"(n_kv_heads={n_kv_heads})", None
         if attention_type == "mha" and n_kv_heads not in (None, n_heads):
-            raise ValueError(f"'mha' needs n_kv_heads=null or {n_heads} {seen}; use 'gqa'")
-        if attention_type == "gqa" and n_kv_heads is None:
-            raise ValueError("'gqa' needs n_kv_heads; use 'mha' or set it")
-        if attention_type == "mqa" and n_kv_heads not in (None, 1):
-            raise ValueError(f"'mqa' needs n_kv_heads=null or 1 {seen}; use 'gqa'")
-        if attention_type == "mla" and n_kv_heads is not None:
-            raise ValueError(f"'mla' needs n_kv_heads=null {seen}: all heads share one latent")
-        if attention_type == "mla" and info.data.get("head_dim") is not None:
-            raise ValueError("'mla' needs head_dim=null; the sizes of its heads are in latent")
-        return attention_type
+            rule = f"'mha' needs n_kv_heads=null or {n_heads} {seen}; use 'gqa'"
+        elif attention_type == "gqa" and n_kv_heads is None:
+            rule = "'gqa' needs n_kv_heads; use 'mha' or set it"
+        elif attention_type == "mqa" and n_kv_heads not in (None, 1):
+            rule = f"'mqa' needs n_kv_heads=null or 1 {seen}; use 'gqa'"
+        elif attention_type == "mla" and n_kv_heads is not None:
+            rule = f"'mla' needs n_kv_heads=null {seen}: all heads share one latent"
+        elif attention_type == "mla" and info.data.get("head_dim") is not None:
+            rule = "'mla' needs head_dim=null; the sizes of its heads are in latent"
+        if rule is not None:
+            raise _KeysRefusedError([("attention_type", attention_type, rule)])
+        return n_kv_heads
 
     @field_validator("latent", "kernel")
     @classmethod
@@ -293,7 +295,8 @@ class _BlockSection(_Section):
 class BlockConfig(_BlockSection):
     """One Block: its widths, its attention and its norms.
 
-    `n_kv_heads=None` means as many as `n_heads`, `head_dim=None` means `d_model // n_heads`;
+    `n_kv_heads=None` means as many as `n_heads`, `head_dim=None` means `d_model // n_heads`,
+    which must be whole; heads of `attention_type="mla"` have the sizes in `latent` instead.
     `sliding_window=W` lets a token see itself and the W-1 tokens before it. `qk_norm` normalises
     queries and keys before they are rotated, each head for itself or all heads as one vector.
     `softcap=c` bounds attention logits by c * tanh(logit / c). `norm_position="post"` normalises what a
@@ -424,10 +427,10 @@ class TrainingConfig(_Section):
         wrong: list[tuple[str, object, str]] = []
         if max_steps is not None and (schedule.warmup_steps or 0) > max_steps:
             limit = f"must not exceed training.max_steps={max_steps}"
-            wrong.append(("warmup_steps", schedule.warmup_steps, limit))
+            wrong.append(("schedule.warmup_steps", schedule.warmup_steps, limit))
         if optimizer is not None and schedule.min_lr > optimizer.lr:
             limit = f"must not exceed training.optimizer.lr={optimizer.lr}"
-            wrong.append(("min_lr", schedule.min_lr, limit))
+            wrong.append(("schedule.min_lr", schedule.min_lr, limit))
         if wrong:
             raise _KeysRefusedError(wrong)
         return schedule
@@ -488,7 +491,8 @@ def _problems(section: type[BaseModel], error: ValidationError) -> list[str]:
                 lines.append(f"{path}: unknown key; {hint}allowed: {', '.join(allowed)}")
             case "value_error" if isinstance(detail["ctx"]["error"], _KeysRefusedError):
                 for key, value, rule in detail["ctx"]["error"].keys:
-                    lines.append(f"{path}.{key}: got {_show(value)}; {rule}")
+                    path = ".".join(map(str, (*detail["loc"][:-1], key)))
+                    lines.append(f"{path}: got {_show(value)}; {rule}")
             case "value_error":
                 lines.append(f"{path}: got {_show(detail['input'])}; {detail['ctx']['error']}")
             case "missing":

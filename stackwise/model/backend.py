@@ -18,11 +18,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from stackwise.argument import check_choice
 from stackwise.model.mask import AttentionMask
+from stackwise.model.sliced import sliced_attention
 
-__all__ = ["attend", "sliced_attention", "tuning", "using"]
-
-QUERIES_PER_SLICE = 64
-MAX_SLICES = 16  # beyond, a compiled graph has too many parts, and a slice has rows enough
+__all__ = ["attend", "tuning", "using"]
 
 _KERNELS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -87,7 +85,8 @@ def tuning(*, compiled: bool = False) -> Iterator[None]:
     """Whatever attention runs meanwhile is first tried with every backend that can, and the fastest kept.
 
     Kept are device, dtype, sizes, mask and whether gradients are needed, for as long as the process
-    lives. Without tuning the choice follows fixed rules, so that two runs compute the same bits.
+    lives. A single query, as in decoding, is tried once for each power of two of keys. Without tuning
+    the choice follows fixed rules, so that two runs compute the same bits.
 
     Args:
         compiled: try the backends as `torch.compile` makes them.
@@ -138,7 +137,10 @@ def _rule(q_BHTD: Tensor, mask: AttentionMask) -> str:
 
 
 def _signature(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, dropout: float) -> Signature:
-    sizes = (*q.shape, *k.shape, v.shape[-1])
+    batch_size, n_kv_heads, n_keys, head_dim = k.shape
+    if mask.n_queries == 1:  # each token decoded has one key more
+        n_keys = 1 << (n_keys - 1).bit_length()
+    sizes = (*q.shape, batch_size, n_kv_heads, n_keys, head_dim, v.shape[-1])
     rules = (mask.causal, mask.window, mask.is_plain, dropout > 0, q.requires_grad)
     return (q.device.type, q.dtype, *sizes, *rules)
 
@@ -216,51 +218,3 @@ def _call(
         scale=scale,
         enable_gqa=groups > 1,
     )
-
-
-def sliced_attention(
-    q_BHTD: Tensor,
-    k_BKSD: Tensor,
-    v_BKSD: Tensor,
-    mask: AttentionMask,
-    *,
-    scale: float | None = None,
-    softcap: float | None = None,
-    dropout: float = 0.0,
-) -> Tensor:
-    """Arguments and result as `attend`: a slice of queries at a time, with only the keys it may see.
-
-    What causality and window hide is not computed, and what is computed are plain matrix products;
-    query heads of one key/value head share a product.
-    """
-    B, H, T, D = q_BHTD.shape
-    K = k_BKSD.shape[1]
-    if T == 0:
-        return q_BHTD.new_empty(B, H, 0, v_BKSD.shape[-1])
-    scale = D**-0.5 if scale is None else scale
-    rows = max(QUERIES_PER_SLICE, min(-(-T // MAX_SLICES), mask.window or T))
-    slices = []
-    for start in range(0, T, rows):
-        end = min(start + rows, T)
-        first, last = mask.key_range(start, end)
-        q = (q_BHTD[:, :, start:end] * scale).reshape(B, K, H // K * (end - start), D)
-        logits = q @ k_BKSD[:, :, first:last].transpose(-1, -2)
-        if softcap is not None:
-            logits = softcap * (logits / softcap).tanh()
-        visible = mask.visible(slice(start, end), slice(first, last))
-        if visible is not None:
-            logits = (
-                logits.view(B, H, end - start, last - first)
-                .masked_fill(~visible, float("-inf"))
-                .view_as(logits)
-            )
-        # Divided by their sum only after the product: one pass over the weights less, and their
-        # rounding to bfloat16 cancels.
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        weights = (wide - wide.detach().amax(-1, keepdim=True)).exp().to(logits.dtype)
-        total = weights.sum(-1, keepdim=True, dtype=wide.dtype)
-        if dropout:
-            weights = F.dropout(weights, dropout)
-        y = ((weights @ v_BKSD[:, :, first:last]) / total).to(logits.dtype)
-        slices.append(y.view(B, H, end - start, v_BKSD.shape[-1]))
-    return slices[0] if len(slices) == 1 else torch.cat(slices, dim=2)

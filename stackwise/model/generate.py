@@ -5,19 +5,18 @@ Shapes: B batch, T prompt, N new tokens, C model width, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from operator import index
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Unpack
 
 import torch
 from torch import Tensor
 
-from stackwise.argument import check_sizes, require
+from stackwise.argument import require
 from stackwise.model.cache import RackCache
 from stackwise.model.decode import DecodeStep
+from stackwise.model.generation_options import GenerationKeywords, GenerationOptions
 from stackwise.model.mask import padding_mask
 from stackwise.model.mode import evaluating
-from stackwise.model.sampling import Sampler
 
 if TYPE_CHECKING:
     from stackwise.model.rack import Rack
@@ -29,16 +28,7 @@ def generate(
     rack: Rack,
     input_ids: Tensor,
     attention_mask: Tensor | None = None,
-    *,
-    max_new_tokens: int,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float = 1.0,
-    stop_token_ids: int | Iterable[int] = (),
-    pad_token_id: int = 0,
-    seed: int | None = None,
-    prefill_chunk: int | None = None,
-    compile: bool = False,  # noqa: A002  # the name in PyTorch
+    **options: Unpack[GenerationKeywords],
 ) -> Tensor:
     """Continue each row of `input_ids`.
 
@@ -47,42 +37,29 @@ def generate(
         input_ids: integer (B, T), on any device.
         attention_mask: bool or integer (B, T), nonzero at real tokens, None: all are. Rows may be padded
             on either side and in between; each continues as its real tokens would alone.
-        max_new_tokens: at most so many; fewer where every row has ended.
-        temperature: 0 takes the most likely token; otherwise logits are divided by it and drawn from.
-        top_k: draw from the k most likely only; None: from all.
-        top_p: draw from the most likely that make up p only; 1: from all.
-        stop_token_ids: a row that yields one of these ends with it.
-        pad_token_id: what a row that has ended yields until the last one has.
-        seed: of the draws, which then leave PyTorch's own generator alone; None: of that.
+        max_new_tokens: at most so many; fewer where every row has ended. Must be given.
+        temperature: 0, the default, takes the most likely token; otherwise logits are divided by it and
+            drawn from.
+        top_k: draw from the k most likely only; None, the default: from all.
+        top_p: draw from the most likely that make up p only; 1, the default: from all.
+        stop_token_ids: one id or several, default none: a row that yields one of these ends with it.
+        pad_token_id: what a row that has ended yields until the last one has; default 0.
+        seed: of the draws, which then leave PyTorch's own generator alone; None, the default: of that.
         prefill_chunk: read the prompt in pieces of so many tokens, which bounds the memory that takes;
-            None: at once.
-        compile: compile the decode step, which takes a minute the first time; see `DecodeStep`.
+            None, the default: at once.
+        compile: compile the decode step, which takes a minute the first time; see `DecodeStep`. Default
+            False.
 
     Returns:
         int64 (B, T + N) where the Rack is: the prompts as they were given, then N <= `max_new_tokens`
         tokens.
 
     Raises:
+        TypeError: an option that there is not, or no `max_new_tokens`.
         ValueError: an argument outside its range, nothing to continue, a bidirectional Rack, or a sequence
             that could become longer than `rack.max_seq_len`, padding not counted.
     """
-    columns = list(
-        stream(
-            rack,
-            input_ids,
-            attention_mask,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            stop_token_ids=stop_token_ids,
-            pad_token_id=pad_token_id,
-            seed=seed,
-            prefill_chunk=prefill_chunk,
-            compile=compile,
-        )
-    )
-    new_BN = torch.stack(columns, dim=1)
+    new_BN = torch.stack(list(stream(rack, input_ids, attention_mask, **options)), dim=1)
     return torch.cat((input_ids.to(new_BN), new_BN), dim=1)
 
 
@@ -90,85 +67,46 @@ def stream(
     rack: Rack,
     input_ids: Tensor,
     attention_mask: Tensor | None = None,
-    *,
-    max_new_tokens: int,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float = 1.0,
-    stop_token_ids: int | Iterable[int] = (),
-    pad_token_id: int = 0,
-    seed: int | None = None,
-    prefill_chunk: int | None = None,
-    compile: bool = False,  # noqa: A002
+    **options: Unpack[GenerationKeywords],
 ) -> Iterator[Tensor]:
     """As `generate`, but each column of tokens, int64 (B,), as soon as it is there.
 
     Errors come with the call, before the first token. Whenever the caller has control the Rack is in its
     own mode, so that streams may take turns, and one may be left unfinished.
     """
-    check_sizes(max_new_tokens=max_new_tokens)
-    if prefill_chunk is not None:
-        check_sizes(prefill_chunk=prefill_chunk)
-    if seed is not None:
-        check_sizes(0, seed=seed)
-    sampler = Sampler(temperature, top_k, top_p)
-    stops = _ids("stop_token_ids", stop_token_ids, rack.vocab_size)
-    (pad_token_id,) = _ids("pad_token_id", [pad_token_id], rack.vocab_size)
+    asked = GenerationOptions(**options)
+    is_stop_V = asked.is_stop(rack.vocab_size, rack.embedding.weight.device)
+    pad_token_id = asked.padding(rack.vocab_size)
     if not rack.is_causal:
         raise ValueError("generate: this Rack is bidirectional; only a causal one says what comes next")
     prompt_BT, keep_BT = _left_padded(_token_ids(rack, input_ids), attention_mask)
-    prompt_length, device = prompt_BT.shape[1], prompt_BT.device
-    if rack.max_seq_len is not None and prompt_length + max_new_tokens > rack.max_seq_len:
-        room = max(0, rack.max_seq_len - prompt_length)
-        raise ValueError(
-            f"max_new_tokens: got {max_new_tokens} after a prompt of {prompt_length}; allowed: {room}, "
-            f"to stay within max_seq_len={rack.max_seq_len}"
-        )
-    generator = None if seed is None else torch.Generator(device).manual_seed(seed)
-    is_stop_V = None
-    if stops:
-        is_stop_V = torch.zeros(rack.vocab_size, dtype=torch.bool, device=device)
-        is_stop_V[stops] = True
-    return _columns(
-        rack,
-        prompt_BT,
-        keep_BT,
-        max_new_tokens,
-        sampler,
-        generator,
-        is_stop_V,
-        pad_token_id,
-        prefill_chunk,
-        compile,
-    )
+    _check_room(rack, prompt_BT.shape[1], asked.max_new_tokens)
+    return _columns(rack, prompt_BT, keep_BT, asked, is_stop_V, pad_token_id)
 
 
 def _columns(
     rack: Rack,
     prompt_BT: Tensor,
     keep_BT: Tensor | None,
-    max_new_tokens: int,
-    sampler: Sampler,
-    generator: torch.Generator | None,
+    asked: GenerationOptions,
     is_stop_V: Tensor | None,
     pad_token_id: int,
-    prefill_chunk: int | None,
-    compile: bool,  # noqa: A002
 ) -> Iterator[Tensor]:
     batch_size, prompt_length = prompt_BT.shape
+    sampler, generator = asked.sampler(), asked.generator(prompt_BT.device)
     # The last token is never fed back, so it needs no room.
-    capacity = prompt_length + max_new_tokens - 1
-    cache = rack.new_cache(batch_size, DecodeStep.capacity(capacity) if compile else capacity)
-    logits_BV = prefill(rack, cache, prompt_BT, keep_BT, prefill_chunk)
-    decode = DecodeStep(rack, cache, compile=compile)
+    capacity = prompt_length + asked.max_new_tokens - 1
+    cache = rack.new_cache(batch_size, DecodeStep.capacity(capacity) if asked.compile else capacity)
+    logits_BV = prefill(rack, cache, prompt_BT, keep_BT, asked.prefill_chunk)
+    decode = DecodeStep(rack, cache, compile=asked.compile)
     ended_B = torch.zeros(batch_size, dtype=torch.bool, device=prompt_BT.device)
-    for count in range(1, max_new_tokens + 1):
+    for count in range(1, asked.max_new_tokens + 1):
         token_B = sampler(logits_BV, generator)
         if is_stop_V is not None:
             token_B = token_B.masked_fill(ended_B, pad_token_id)
             ended_B = ended_B | is_stop_V[token_B]
         yield token_B
-        if count == max_new_tokens:
+        if count == asked.max_new_tokens:
             return
         all_ended = _never if is_stop_V is None else _on_its_way(ended_B.all())
         # A GPU gets its next step before it is asked, or it would idle; but the first is a capture.
@@ -218,19 +156,6 @@ def _on_its_way(truth: Tensor) -> Callable[[], bool]:
     return wait
 
 
-def _ids(key: str, given: Any, vocab_size: int) -> list[int]:
-    """Token ids as plain integers, from one or several of whatever can be an index."""
-    allowed = f"integers from 0 to {vocab_size - 1}"
-    one = hasattr(given, "__index__") and not (isinstance(given, Tensor) and given.ndim)
-    require(one or isinstance(given, Iterable), key, given, allowed)
-    ids = []
-    for token in [given] if one else given:
-        require(hasattr(token, "__index__") and not isinstance(token, bool), key, token, allowed)
-        ids.append(index(token))
-        require(0 <= ids[-1] < vocab_size, key, token, allowed)
-    return ids
-
-
 def _token_ids(rack: Rack, input_ids: Tensor) -> Tensor:
     """The prompts as int64, where the Rack is."""
     require(isinstance(input_ids, Tensor), "input_ids", type(input_ids).__name__, "a tensor of integers")
@@ -243,6 +168,15 @@ def _token_ids(rack: Rack, input_ids: Tensor) -> Tensor:
     if len(unknown):
         raise ValueError(f"input_ids: got {int(unknown[0])}; allowed: 0 to {rack.vocab_size - 1}")
     return ids_BT
+
+
+def _check_room(rack: Rack, prompt_length: int, max_new_tokens: int) -> None:
+    if rack.max_seq_len is not None and prompt_length + max_new_tokens > rack.max_seq_len:
+        room = max(0, rack.max_seq_len - prompt_length)
+        raise ValueError(
+            f"max_new_tokens: got {max_new_tokens} after a prompt of {prompt_length}; allowed: {room}, "
+            f"to stay within max_seq_len={rack.max_seq_len}"
+        )
 
 
 def _left_padded(ids_BT: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:

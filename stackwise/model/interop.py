@@ -35,9 +35,8 @@ _TIED_COPY = "lm_head.weight"
 _DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 # What config.json says of a model beyond the Rack, and what is lost unless it is written again.
 _KEPT = ("model_type", "bos_token_id", "eos_token_id", "pad_token_id", "initializer_range")
-_ORIGIN = "hf_origin"
 _RACK_KEYS = {"vocab_size", "d_model", "tie_embeddings", "max_seq_len", "embedding_bound", "final_norm"}
-_OWN_KEYS = {"model_type", "format_version", *_RACK_KEYS, "stacks", "frozen", _ORIGIN}
+_OWN_KEYS = {"model_type", "format_version", *_RACK_KEYS, "stacks", "frozen", "hf_origin"}
 
 
 def load_pretrained(
@@ -119,11 +118,11 @@ def save_pretrained(
     require(tied == rack.tie_embeddings, "tie_embeddings", rack.tie_embeddings, f"{tied}, as the weights are")
     if rack.tie_embeddings:
         del state[_TIED_COPY]
-    origin = vars(rack).get(_ORIGIN, {})
+    origin = rack.hf_origin
     if format == "stackwise":
         config = {"model_type": MODEL_TYPE, "format_version": FORMAT_VERSION, **_describe(rack)}
         config["frozen"] = [name for name, p in rack.named_parameters() if not p.requires_grad]
-        config[_ORIGIN] = origin
+        config["hf_origin"] = origin
         _check_twin(rack, _build(config, str(path)), state)
         weights = state
     else:
@@ -148,16 +147,16 @@ def _load_own(
     require(version == FORMAT_VERSION, f"{where}: format_version", version, str(FORMAT_VERSION))
     require(config.keys() == _OWN_KEYS, f"{where}: config.json", sorted(config), ", ".join(sorted(_OWN_KEYS)))
     rack = _build(config, where)
-    frozen, origin = config["frozen"], config[_ORIGIN]
+    frozen, origin = config["frozen"], config["hf_origin"]
     parameters = dict(rack.named_parameters())
     sound = isinstance(frozen, list) and all(name in parameters for name in frozen)
     require(sound, f"{where}: frozen", frozen, "names of parameters")
     sound = isinstance(origin, dict) and origin.keys() <= set(_KEPT)
-    require(sound, f"{where}: {_ORIGIN}", origin, f"a mapping of {', '.join(_KEPT)}")
+    require(sound, f"{where}: hf_origin", origin, f"a mapping of {', '.join(_KEPT)}")
     for name, parameter in parameters.items():
         parameter.requires_grad_(name not in frozen)
     check_tensors(where, weights, _shapes(rack))
-    vars(rack)[_ORIGIN] = origin
+    rack.hf_origin = origin
     return _filled(rack, {name: _joined([weights.pop(name)], dtype) for name in list(weights)})
 
 
@@ -193,7 +192,7 @@ def _load_hf(
     dtypes = sorted({str(tensor.dtype) for tensor in weights.values()})
     if len(dtypes) > 1 and dtype is None:
         raise ValueError(f"{where}: got weights of {' and '.join(dtypes)}; allowed: one dtype, or dtype=")
-    vars(rack)[_ORIGIN] = {key: config[key] for key in _KEPT if key in config}
+    rack.hf_origin = {key: config[key] for key in _KEPT if key in config}
     # Each tensor is let go of when it is copied, and with the last of a file its mapping.
     copied = {ours: _joined([weights.pop(t) for t in parts], dtype) for ours, parts in names.items()}
     return _filled(rack, copied)

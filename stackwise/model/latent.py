@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from stackwise.config import BlockConfig, LatentConfig
 from stackwise.model.attention import rotary_of
-from stackwise.model.backend import attend, sliced_attention
+from stackwise.model.backend import attend
 from stackwise.model.cache import BlockCache, SlotCache
 from stackwise.model.layout import Layout
 from stackwise.model.norm import RMSNorm
 from stackwise.model.rotary import rotate
+from stackwise.model.sliced import sliced_attention
 
 __all__ = ["LatentAttention"]
 

@@ -5,7 +5,7 @@ Shapes: B batch, T positions, C model width, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from stackwise.argument import check_range, check_sizes, require
 from stackwise.model.block import Block
 from stackwise.model.cache import BlockCache, RackCache
-from stackwise.model.embedding import BoundedEmbedding
-from stackwise.model.generate import generate, stream
+from stackwise.model.embedding import BoundedEmbedding, TokenEmbedding
+from stackwise.model.generate import generate as generate_tokens
+from stackwise.model.generate import stream as stream_tokens
 from stackwise.model.initialization import initialize_ends
 from stackwise.model.layout import Layout
 from stackwise.model.linear import Linear
@@ -43,6 +44,8 @@ class Rack(nn.Module):
 
     Attributes:
         mup_base_width: d_model of the base where the Rack is initialised by `mup`, else None.
+        hf_origin: what config.json of the transformers model that the Rack came from says beyond the
+            Rack; empty where it came from none. Saving writes it again.
     """
 
     def __init__(
@@ -78,9 +81,10 @@ class Rack(nn.Module):
         self.vocab_size, self.d_model, self.tie_embeddings = vocab_size, d_model, tie_embeddings
         self.max_seq_len = max_seq_len
         self.mup_base_width = last.mup_base_width
-        self.embedding: nn.Embedding
+        self.hf_origin: dict[str, Any] = {}
+        self.embedding: TokenEmbedding
         if embedding_max_norm is None:
-            self.embedding = nn.Embedding(vocab_size, d_model)
+            self.embedding = TokenEmbedding(vocab_size, d_model)
         else:
             self.embedding = BoundedEmbedding(vocab_size, d_model, embedding_max_norm)
         self.final_norm = create_norm(last.norm, d_model, last.norm_eps)
@@ -135,21 +139,9 @@ class Rack(nn.Module):
             x_BTC = stack(x_BTC, layout=layout, caches=of_blocks)
         return x_BTC
 
-    def generate(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, *, max_new_tokens: int, **options: Any
-    ) -> Tensor:
-        """Continue each row; arguments and errors as in `stackwise.model.generate.generate`.
-
-        Returns:
-            int64 (B, T + N): the prompts, then N <= `max_new_tokens` tokens.
-        """
-        return generate(self, input_ids, attention_mask, max_new_tokens=max_new_tokens, **options)
-
-    def stream(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, *, max_new_tokens: int, **options: Any
-    ) -> Iterator[Tensor]:
-        """As `generate`, but each column of tokens (B,) as soon as it is there."""
-        return stream(self, input_ids, attention_mask, max_new_tokens=max_new_tokens, **options)
+    # Methods with a file of their own, where self is called `rack`.
+    generate = generate_tokens
+    stream = stream_tokens
 
     def new_cache(self, batch_size: int, capacity: int, dtype: torch.dtype | None = None) -> RackCache:
         """Room for `capacity` tokens in each of `batch_size` rows, taken at once.

@@ -19,14 +19,15 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from stackwise.config import BlockConfig, RopeScalingConfig
-from stackwise.model import backend
+from stackwise.model import sliced
 from stackwise.model.attention import Attention
-from stackwise.model.backend import attend, sliced_attention
+from stackwise.model.backend import attend
 from stackwise.model.block import Block
 from stackwise.model.feedforward import SwiGLU
 from stackwise.model.layout import Layout
 from stackwise.model.mask import AttentionMask, Keys
 from stackwise.model.rotary import Rotary, rotate
+from stackwise.model.sliced import sliced_attention
 
 B, T = 2, 7
 HEADS = [(1, 1), (4, 4), (4, 2), (4, 1), (6, 3)]
@@ -682,9 +683,9 @@ class TestBackends:
         whole, _ = attend(q, k, v, mask, scale=scale, softcap=softcap)
         torch.testing.assert_close(whole, expected, rtol=0, atol=1e-10)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(backend, "QUERIES_PER_SLICE", data.draw(st.integers(1, 12)))
-            sliced = sliced_attention(q, k, v, mask, scale=scale, softcap=softcap)
-        torch.testing.assert_close(sliced, expected, rtol=0, atol=1e-10)
+            patch.setattr(sliced, "QUERIES_PER_SLICE", data.draw(st.integers(1, 12)))
+            in_slices = sliced_attention(q, k, v, mask, scale=scale, softcap=softcap)
+        torch.testing.assert_close(in_slices, expected, rtol=0, atol=1e-10)
 
     @pytest.mark.parametrize("n_queries, n_keys", [(128, 128), (129, 129), (300, 300), (200, 333)])
     @pytest.mark.parametrize("causal, window", [(True, None), (True, 50), (False, None), (False, 50)])
@@ -698,7 +699,7 @@ class TestBackends:
 
     def test_a_slice_reads_only_the_keys_that_it_may_see(self, monkeypatch):
         """What is hidden from a whole slice is not multiplied by zero: it is not touched."""
-        monkeypatch.setattr(backend, "QUERIES_PER_SLICE", 4)
+        monkeypatch.setattr(sliced, "QUERIES_PER_SLICE", 4)
         q, k, v = torch.randn(3, 1, 1, 12, 4)
         mask = mask_of(12, 12, causal=True, window=3)
         expected = sliced_attention(q, k, v, mask)[:, :, 4:8]
@@ -708,7 +709,7 @@ class TestBackends:
 
     @pytest.mark.parametrize("softcap", [None, 1.0])
     def test_gradients(self, softcap, monkeypatch):
-        monkeypatch.setattr(backend, "QUERIES_PER_SLICE", 3)
+        monkeypatch.setattr(sliced, "QUERIES_PER_SLICE", 3)
         mask = mask_of(7, 7, causal=True, window=4, keep=KEEP)
         inputs = [torch.randn(2, heads, 7, 2, dtype=torch.float64) for heads in (4, 2, 2)]
         for each in inputs:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from stackwise.model import backend, create_simple_rack
 from stackwise.model.backend import attend, tuning, using
 from stackwise.model.layout import Layout
+from stackwise.model.mask import AttentionMask, Keys
 
 
 @pytest.fixture(autouse=True)
@@ -129,6 +130,32 @@ class TestTuning:
             attend(q, k, v, mask_of(40))
         assert attend(q, k, v, mask_of(40, causal=False))[1] == "sdpa"
         assert attend(q.double(), k.double(), v.double(), mask_of(40))[1] == "sdpa"
+
+    def test_a_token_decoded_is_tuned_once_for_each_power_of_two_of_keys(self, monkeypatch):
+        tried = []
+        monkeypatch.setattr(
+            backend, "_fastest", lambda q, k, *_: tried.append((q.shape[2], k.shape[2])) or "math"
+        )
+        rack = create_simple_rack(1, 2, 16, 24, 2, 11)
+        with tuning():
+            rack.generate(torch.zeros(1, 3, dtype=torch.int64), max_new_tokens=31)
+        assert tried == [(3, 3), (1, 4), (1, 5), (1, 9), (1, 17), (1, 33)]
+        assert rack.execution() == {"attention": "math"}
+
+    @pytest.mark.parametrize("n_queries, expected", [(1, "sliced"), (2, "sdpa")])
+    def test_only_a_single_query_has_what_another_length_was_tuned_for(
+        self, monkeypatch, n_queries, expected
+    ):
+        def last(n_keys):
+            q, k, v = tensors(n_keys)
+            time_S = torch.arange(n_keys)
+            return q[:, :, -n_queries:], k, v, AttentionMask(time_S[-n_queries:], Keys(time_S, True))
+
+        self.fake(monkeypatch, {"sdpa": 2.0, "sliced": 1.0})
+        with tuning():
+            assert attend(*last(5))[1] == "sliced"
+        assert {attend(*last(n_keys))[1] for n_keys in (6, 7, 8)} == {expected}
+        assert {attend(*last(n_keys))[1] for n_keys in (3, 4, 9)} == {"sdpa"}
 
     def test_nothing_is_tried_without_being_asked(self, monkeypatch):
         self.fake(monkeypatch, {"sdpa": 2.0, "sliced": 1.0})

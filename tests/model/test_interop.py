@@ -585,6 +585,15 @@ def test_own_format_holds_stacks_their_names_and_what_is_frozen(tmp_path, ids):
         Rack.from_pretrained(tmp_path, n_stacks=2)
 
 
+def test_what_a_rack_came_from_is_kept(tmp_path):
+    assert own_rack().hf_origin == {}
+    rack = Rack.from_pretrained(hf_model("mistral-full", bos_token_id=3, eos_token_id=[5, 6], pad_token_id=0))
+    expected = {"bos_token_id": 3, "eos_token_id": [5, 6], "pad_token_id": 0, "model_type": "mistral"}
+    assert expected.items() <= rack.hf_origin.items()
+    rack.save_pretrained(tmp_path, format="stackwise")
+    assert Rack.from_pretrained(tmp_path).hf_origin == copy.deepcopy(rack).hf_origin == rack.hf_origin
+
+
 @pytest.mark.parametrize(
     "change, message",
     [
@@ -734,7 +743,7 @@ def test_a_rack_that_would_not_come_back_is_refused(tmp_path):
         ),
         (repeated, "stackwise", "stacks.1 is missing; allowed: Stack"),
         (other_size, "stackwise", r"misshapen embedding.weight \(50, 32\) where \(61, 32\) is wanted"),
-        (bounded, "hf", "embedding is BoundedEmbedding.*; allowed: Embedding"),
+        (bounded, "hf", "embedding is BoundedEmbedding.*; allowed: TokenEmbedding"),
         (no_data, "stackwise", "without data; allowed: plain tensors"),
         (integers, "stackwise", "torch.int8; allowed: plain tensors"),
     ):

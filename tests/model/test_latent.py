@@ -18,7 +18,7 @@ from transformers.models.deepseek_v3 import modeling_deepseek_v3 as v3
 from transformers.models.deepseek_v3.configuration_deepseek_v3 import DeepseekV3Config
 
 from stackwise.config import BlockConfig
-from stackwise.model import Rack, Stack
+from stackwise.model import Rack, Stack, create_rack_from_config
 from stackwise.model.block import Block
 from stackwise.model.cache import RackCache, SlotCache
 from stackwise.model.latent import LatentAttention
@@ -197,6 +197,43 @@ class TestPaper:
             return attention(part, Layout(part, start=1), cache)
 
         assert torch.autograd.gradcheck(output, (x[:, 1:].requires_grad_(),), fast_mode=True)
+
+
+class TestWidth:
+    """The heads have sizes of their own, so that the width need not be shared by them evenly."""
+
+    @pytest.mark.parametrize("q_lora_rank", [None, Q_RANK])
+    @pytest.mark.parametrize("d_model", [1, 10, 13])
+    def test_of_no_multiple_of_the_heads(self, d_model, q_lora_rank):
+        assert d_model % H
+        attention = make_attention(q_lora_rank, d_model=d_model)
+        x = torch.randn(2, 9, d_model, dtype=torch.float64)
+        expected = reference(attention, x)
+        torch.testing.assert_close(run(attention, x), expected, **EXACT)
+        for sizes in ([1] * 9, [4, 1, 1, 3]):
+            torch.testing.assert_close(through_a_cache(attention, x, sizes), expected, **EXACT)
+
+    @torch.no_grad()
+    def test_of_a_rack(self):
+        model = block_keys(Q_RANK, d_model=13, n_kv_heads=None, vocab_size=11)
+        rack = create_rack_from_config({"model": model}).double().eval()
+        ids = torch.randint(11, (2, 9))
+        logits, cache = rack(ids), rack.new_cache(2, 9)
+        assert logits.std() > 0
+        for part in (ids[:, :4], ids[:, 4:5], ids[:, 5:]):
+            end = cache.length + part.shape[1]
+            torch.testing.assert_close(rack(part, cache=cache), logits[:, cache.length - part.shape[1] : end])
+
+    def test_of_other_attention_is_shared_evenly(self):
+        """Also where a Block stops being latent."""
+        config = BlockConfig.from_dict({**block_keys(d_model=13), "latent": None})
+        for refused in (
+            lambda: BlockConfig(d_model=13, d_ff=8, n_heads=H),
+            lambda: setattr(config, "attention_type", "mha"),
+        ):
+            with pytest.raises(ValueError, match="must divide d_model=13"):
+                refused()
+        assert config.attention_type == "mla"
 
 
 def deepseek(version, q_lora_rank, seed, **options):

@@ -653,6 +653,23 @@ class TestRefusals:
             append_stack(rack, stack, optimizer)
         assert_same(before, snapshot(rack, optimizer, stack))
 
+    @pytest.mark.parametrize("ours, theirs", [(None, 8), (8, None), (8, 4)])
+    def test_stack_of_another_base_of_mup(self, ours, theirs):
+        of_base = {
+            base: {"initialization": "normal" if base is None else "mup", "mup_base_width": base}
+            for base in (ours, theirs)
+        }
+        rack = make_rack(**of_base[ours])
+        optimizer = OPTIMIZERS["fused"](rack)
+        blocks = [Block(WIDTH, 24, 4, **of_base[base]) for base in (ours, theirs)]
+        for stack in (make_stack(**of_base[theirs]), Stack(blocks)):
+            before = snapshot(rack, optimizer, stack)
+            with pytest.raises(ValueError, match=f"^mup_base_width: got {theirs}; allowed: {ours}, as in"):
+                append_stack(rack, stack, optimizer)
+            assert_same(before, snapshot(rack, optimizer, stack))
+        append_stack(rack, make_stack(**of_base[ours]), optimizer)
+        assert len(rack.stacks) == 4
+
     def test_last_stack_stays(self):
         rack = make_rack(1)
         with pytest.raises(ValueError, match="the only one"):

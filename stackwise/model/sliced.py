@@ -1,0 +1,65 @@
+"""Sliced attention: softmax attention as plain matrix products, of no more keys than can be seen.
+
+Shapes: B batch, H query heads, K key/value heads, T queries, S keys, D head size.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from stackwise.model.mask import AttentionMask
+
+__all__ = ["sliced_attention"]
+
+QUERIES_PER_SLICE = 64
+MAX_SLICES = 16  # beyond, a compiled graph has too many parts, and a slice has rows enough
+
+
+def sliced_attention(
+    q_BHTD: Tensor,
+    k_BKSD: Tensor,
+    v_BKSD: Tensor,
+    mask: AttentionMask,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Arguments and result as `backend.attend`: a slice of queries at a time, with only the keys it may see.
+
+    What causality and window hide is not computed, and what is computed are plain matrix products;
+    query heads of one key/value head share a product.
+    """
+    B, H, T, D = q_BHTD.shape
+    K = k_BKSD.shape[1]
+    if T == 0:
+        return q_BHTD.new_empty(B, H, 0, v_BKSD.shape[-1])
+    scale = D**-0.5 if scale is None else scale
+    rows = max(QUERIES_PER_SLICE, min(-(-T // MAX_SLICES), mask.window or T))
+    slices = []
+    for start in range(0, T, rows):
+        end = min(start + rows, T)
+        first, last = mask.key_range(start, end)
+        q = (q_BHTD[:, :, start:end] * scale).reshape(B, K, H // K * (end - start), D)
+        logits = q @ k_BKSD[:, :, first:last].transpose(-1, -2)
+        if softcap is not None:
+            logits = softcap * (logits / softcap).tanh()
+        visible = mask.visible(slice(start, end), slice(first, last))
+        if visible is not None:
+            logits = (
+                logits.view(B, H, end - start, last - first)
+                .masked_fill(~visible, float("-inf"))
+                .view_as(logits)
+            )
+        # Divided by their sum only after the product: one pass over the weights less, and their
+        # rounding to bfloat16 cancels.
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        weights = (wide - wide.detach().amax(-1, keepdim=True)).exp().to(logits.dtype)
+        total = weights.sum(-1, keepdim=True, dtype=wide.dtype)
+        if dropout:
+            weights = F.dropout(weights, dropout)
+        y = ((weights @ v_BKSD[:, :, first:last]) / total).to(logits.dtype)
+        slices.append(y.view(B, H, end - start, v_BKSD.shape[-1]))
+    return slices[0] if len(slices) == 1 else torch.cat(slices, dim=2)

@@ -55,7 +55,8 @@ def parametrize_with_checks(
         TypeError: `models` is one model instead of several.
         ValueError: an unknown check, or an expected failure that matches none of the tests.
     """
-    from stackwise.checks.check import refuse_unmatched, select_checks
+    from stackwise.checks.check import select_checks
+    from stackwise.checks.run import refuse_unmatched
 
     if not isinstance(models, Iterable) or isinstance(models, str) or hasattr(models, "named_modules"):
         raise TypeError(f"models: got {type(models).__name__}; wanted a list of models")
@@ -119,7 +120,7 @@ class BoundCheck:
             CheckFailedError: the check failed.
         """
         __tracebackhide__ = True
-        from stackwise.checks.check import against_expectation, refuse_unmatched
+        from stackwise.checks.run import against_expectation, refuse_unmatched
         from stackwise.spec import ModelSpec
 
         item = records.current_item()
@@ -166,10 +167,10 @@ class ModelCollector(pytest.Collector):
 
     def collect(self) -> Iterator[pytest.Item]:
         """First whether the model can be driven at all, then each check."""
-        from stackwise.checks import known_checks
+        from stackwise.checks.check import select_checks
 
         yield ModelItem.from_parent(self, name="model", check=None)
-        for check in known_checks().values():
+        for check in select_checks():
             yield ModelItem.from_parent(self, name=check.name, check=BoundCheck(check))
 
 

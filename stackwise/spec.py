@@ -45,6 +45,22 @@ class ModelSpec:
             cross-entropy with the input itself for other tokens, mean square of the output for
             vectors and for models with fewer outputs than tokens.
         optimizer: parameters -> optimizer, for short training runs.
+        masked: (model, inputs, keep (B, T) bool) -> output, of a batch with padding; None: it takes no mask.
+        padding_sides: where padding may be: "right", "left", both or neither.
+        packed: (model, inputs, documents (B, T) integer) -> output, of rows of several documents, whose
+            positions restart; None: it packs none.
+        decode: (model, inputs, cache or None) -> (output, cache), of tokens that follow those in a cache;
+            None: it keeps none.
+        labelled_loss: (model, inputs, labels (B, T), not shifted, -100 ignored) -> scalar, the model's own
+            loss; None: it has none.
+        auxiliary_loss: (model, inputs, keep or None) -> scalar, as of routers; None: it has none.
+        window: how many positions each layer sees, its own included; None: nothing is claimed.
+        tied: whether the head is the embedding's own weight; None: nothing is claimed.
+        positionless: whether the model claims to be equivariant to permutations of its positions.
+        at_width: factor -> a model so many times as wide, for models that claim a width-independent (muP)
+            parametrisation; None: nothing is claimed.
+        reference: makes a model with the same parameter names that computes the same; None: there is none.
+        unused: names of parameters that need no gradient, as prefixes.
         tolerance: largest difference, relative to how far the output varies, that counts as rounding
             where a model cannot be run in float64.
         seq_len: T of the checks.
@@ -64,6 +80,18 @@ class ModelSpec:
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = lambda parameters: (
         torch.optim.AdamW(parameters, lr=1e-3)
     )
+    masked: Callable[[nn.Module, Tensor, Tensor], Any] | None = None
+    padding_sides: tuple[Literal["right", "left"], ...] = ("right",)
+    packed: Callable[[nn.Module, Tensor, Tensor], Any] | None = None
+    decode: Callable[[nn.Module, Tensor, Any], tuple[Any, Any]] | None = None
+    labelled_loss: Callable[[nn.Module, Tensor, Tensor], Tensor] | None = None
+    auxiliary_loss: Callable[[nn.Module, Tensor, Tensor | None], Tensor] | None = None
+    window: int | None = None
+    tied: bool | None = None
+    positionless: bool = False
+    at_width: Callable[[int], nn.Module] | None = None
+    reference: Factory | None = None
+    unused: tuple[str, ...] = ()
     tolerance: float = 1e-5
     seq_len: int = 16
     notes: str = ""

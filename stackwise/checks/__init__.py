@@ -1,5 +1,18 @@
-"""Is it right? Checks of any model that a ModelSpec describes."""
+"""Is it right? Checks of any model that a ModelSpec describes, and of any training step of a TrainerSpec."""
 
-from stackwise.checks.check import Check, CheckResult, Status, Subject, check_model, known_checks
+from stackwise.checks.check import Check, known_checks
+from stackwise.checks.result import CheckResult, Status
+from stackwise.checks.run import check_model, check_trainer
+from stackwise.checks.subject import Subject
+from stackwise.checks.trainer_subject import TrainerSubject
 
-__all__ = ["Check", "CheckResult", "Status", "Subject", "check_model", "known_checks"]
+__all__ = [
+    "Check",
+    "CheckResult",
+    "Status",
+    "Subject",
+    "TrainerSubject",
+    "check_model",
+    "check_trainer",
+    "known_checks",
+]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stackwise.checks.check import Subject
+from stackwise.checks.subject import Subject
 
 __all__ = ["Finding", "absolute_difference", "hear", "relative_difference", "variation"]
 

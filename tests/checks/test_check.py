@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-import stackwise.checks
+import stackwise.checks.model
 from stackwise.checks import Check, CheckResult, check_model, known_checks
 from stackwise.checks import check as check_module
-from stackwise.checks.check import Subject, against_expectation, refuse_unmatched, select_checks
+from stackwise.checks.check import select_checks
+from stackwise.checks.run import against_expectation, refuse_unmatched
+from stackwise.checks.subject import Subject
 from stackwise.spec import ModelSpec
 
 STATUSES = ["passed", "failed", "warned", "not applicable", "expected failure", "error"]
@@ -44,7 +46,7 @@ def test_what_is_known_of_a_check():
         assert one.name == name
         assert one.summary.endswith("?")
         assert "\n" not in one.summary
-        assert one.function.__module__ == f"stackwise.checks.{one.family}"
+        assert one.function.__module__ == f"stackwise.checks.{one.asks}.{one.family}"
 
 
 @pytest.mark.parametrize(
@@ -258,8 +260,8 @@ def test_a_family_is_one_file(subjects, registry, tmp_path, monkeypatch):
         '    """Is it calm?"""\n'
         "    return subject.failed(where='everywhere')\n"
     )
-    monkeypatch.setattr(stackwise.checks, "__path__", [*stackwise.checks.__path__, str(tmp_path)])
-    monkeypatch.delitem(sys.modules, "stackwise.checks.steadiness", raising=False)
+    monkeypatch.setattr(stackwise.checks.model, "__path__", [*stackwise.checks.model.__path__, str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "stackwise.checks.model.steadiness", raising=False)
     before = list(known_checks())
     known_checks.cache_clear()
     try:
@@ -273,8 +275,8 @@ def test_a_family_is_one_file(subjects, registry, tmp_path, monkeypatch):
             ("steady", "passed", 4.0),
         ]
     finally:
-        sys.modules.pop("stackwise.checks.steadiness", None)
-        vars(stackwise.checks).pop("steadiness", None)
+        sys.modules.pop("stackwise.checks.model.steadiness", None)
+        vars(stackwise.checks.model).pop("steadiness", None)
 
 
 def test_a_name_is_taken_once(registry):

@@ -6,7 +6,9 @@ import math
 
 import torch.nn.functional as F
 
-from stackwise.checks.check import CheckResult, Subject, check
+from stackwise.checks.check import check
+from stackwise.checks.result import CheckResult
+from stackwise.checks.subject import Subject
 
 # A sound model stays well below the first; beyond the second with widely spread logits none does.
 USUAL, LIMIT = 0.25, 1.0

@@ -8,8 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from stackwise.checks.check import CheckResult, Subject, check
+from stackwise.checks.check import check
 from stackwise.checks.difference import Finding, absolute_difference, hear, relative_difference
+from stackwise.checks.result import CheckResult
+from stackwise.checks.subject import Subject
 
 _MAX_ELEMENTS = 2**24  # of one output (R, T, V)
 

@@ -358,7 +358,7 @@ def test_the_value_is_the_leak_over_the_influence_on_the_token_itself(subjects):
 @pytest.mark.parametrize("name", ["Sound", "ShiftedMask"])
 def test_large_outputs_are_taken_in_parts(subjects, models, monkeypatch, name):
     whole = subjects.ask(models[name], "causality")
-    monkeypatch.setattr("stackwise.checks.causality._MAX_ELEMENTS", 3 * SEQ_LEN * 29)
+    monkeypatch.setattr("stackwise.checks.model.causality._MAX_ELEMENTS", 3 * SEQ_LEN * 29)
     parts = subjects.ask(models[name], "causality")
     assert (parts.status, parts.where) == (whole.status, whole.where)
     assert parts.value == pytest.approx(whole.value, rel=1e-6, abs=1e-12)

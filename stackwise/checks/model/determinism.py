@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from stackwise.checks.check import CheckResult, Subject, check
+from stackwise.checks.check import check
 from stackwise.checks.difference import relative_difference
+from stackwise.checks.result import CheckResult
+from stackwise.checks.subject import Subject
 
 LIMIT = 1e-6
 

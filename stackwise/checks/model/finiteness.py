@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from stackwise.checks.check import CheckResult, Subject, check
+from stackwise.checks.check import check
+from stackwise.checks.result import CheckResult
+from stackwise.checks.subject import Subject
 from stackwise.stability.locate import first_nonfinite_module
 
 

@@ -1,0 +1,1 @@
+"""Questions about a model, one family a file."""

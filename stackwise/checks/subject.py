@@ -1,0 +1,102 @@
+"""Subject: a model under examination, made anew for each question."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from stackwise.checks.result import Examined
+from stackwise.seed import seeded
+from stackwise.spec import ModelSpec
+
+__all__ = ["Subject"]
+
+
+@dataclass(frozen=True)
+class Subject(Examined):
+    """A model under examination: a spec, on a device, under a seed.
+
+    Attributes:
+        spec: the model.
+        device: where it runs.
+        seed: of weights, inputs and dropout.
+    """
+
+    spec: ModelSpec
+    device: torch.device
+    seed: int = 0
+
+    @property
+    def name(self) -> str:
+        """Of the model."""
+        return self.spec.name
+
+    def model(
+        self, *, train: bool = False, dtype: torch.dtype | None = None, fill_zeros: bool = False
+    ) -> nn.Module:
+        """A fresh model.
+
+        Args:
+            train: in train mode, else in eval mode.
+            dtype: of floating-point weights and buffers; complex ones get the complex dtype as wide.
+            fill_zeros: make the weights random that `starts_at_zero` finds.
+        """
+        model = self.spec.create(self.device, self.seed)
+        if fill_zeros:
+            generator = torch.Generator().manual_seed(self.seed)
+            with torch.no_grad():
+                for p in _zero_weights(model):
+                    p.copy_(0.02 * torch.randn(p.shape, generator=generator))
+        if dtype is not None:
+            model._apply(lambda tensor: _as_wide_as(tensor, dtype))  # type: ignore[no-untyped-call]
+        return model.train(train)
+
+    @property
+    def starts_at_zero(self) -> bool:
+        """Whether a weight (not a bias) is all zero, as in branches and heads that start switched off.
+
+        What is behind it cannot be seen until it has trained, or has been made random.
+        """
+        return bool(_zero_weights(self.spec.create(self.device, self.seed)))
+
+    def inputs(self, batch_size: int, seq_len: int | None = None, *, shift: int = 0) -> Tensor:
+        """A batch; `shift` gives another one."""
+        seq_len = self.seq_len if seq_len is None else seq_len
+        return self.spec.batch(batch_size, seq_len, device=self.device, seed=self.seed + 7919 * shift)
+
+    @property
+    def seq_len(self) -> int:
+        """T of the checks, within what the model takes."""
+        return min(self.spec.seq_len, self.spec.max_length or self.spec.seq_len)
+
+    @torch.no_grad()
+    def logits(self, model: nn.Module, inputs: Tensor) -> Tensor:
+        """The output without gradients, with every random choice (dropout) the same at each call.
+
+        Buffers that the call updates (running statistics) are put back, so that calls are comparable.
+        """
+        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        with self.fixed_randomness():
+            output = self.spec.logits(model, inputs.clone())
+        for name, buffer in model.named_buffers():
+            if name in before and buffer.shape == before[name].shape:
+                buffer.copy_(before[name])
+        return output
+
+    def fixed_randomness(self) -> AbstractContextManager[None]:
+        """Inside, random choices start from the seed; outside, nothing is changed."""
+        return seeded(self.seed, self.device)
+
+
+def _zero_weights(model: nn.Module) -> list[nn.Parameter]:
+    named = model.named_parameters()
+    return [p for name, p in named if p.is_floating_point() and not name.endswith("bias") and not p.any()]
+
+
+def _as_wide_as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    if tensor.is_complex():
+        return tensor.to(dtype.to_complex())
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor

@@ -1,0 +1,1 @@
+"""Questions about a training step, one family a file."""

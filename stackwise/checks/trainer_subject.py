@@ -1,0 +1,51 @@
+"""TrainerSubject: a training step under examination, made anew for each question."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from stackwise.checks.result import Examined
+from stackwise.seed import seeded
+from stackwise.trainer_spec import TrainerSpec, TrainingRun
+
+__all__ = ["TrainerSubject"]
+
+
+@dataclass(frozen=True)
+class TrainerSubject(Examined):
+    """A training step under examination: a spec, on a device, under a seed.
+
+    Attributes:
+        spec: the training step.
+        device: where it runs.
+        seed: of weights, batches and dropout.
+    """
+
+    spec: TrainerSpec
+    device: torch.device
+    seed: int = 0
+
+    @property
+    def name(self) -> str:
+        """Of the training step."""
+        return self.spec.name
+
+    def run(self) -> TrainingRun:
+        """A fresh run: the same weights each time."""
+        return self.spec.create(self.device, self.seed)
+
+    def batch(self, number: int = 0, *, batch_size: int | None = None, seq_len: int | None = None) -> Any:
+        """Batch `number`, a function of it and the seed alone."""
+        return self.spec.batch(batch_size, seq_len, device=self.device, seed=self.seed + 7919 * number)
+
+    def has(self, run: TrainingRun, *capabilities: str) -> bool:
+        """Whether the run has all of these optional attributes, and none is None."""
+        return all(getattr(run, each, None) is not None for each in capabilities)
+
+    def fixed_randomness(self) -> AbstractContextManager[None]:
+        """Inside, random choices start from the seed; outside, nothing is changed."""
+        return seeded(self.seed, self.device)

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stackwise.capability import capabilities
+
 __all__ = ["InferenceError", "cast", "infer", "logits_of"]
 
 _TRIAL_LENGTHS = (16, 8, 4)
@@ -22,7 +24,7 @@ class InferenceError(ValueError):
 
 
 def infer(model: nn.Module, declared: Mapping[str, Any]) -> dict[str, Any]:
-    """Attributes of a ModelSpec: `inputs`, `width`, `seq_len`, `max_length`, `causal`, `notes`, `forward`.
+    """Attributes of a ModelSpec: how it is called, what it claims, what else it can do, and `notes`.
 
     Args:
         model: in eval mode; it is called, and of no other use afterwards.
@@ -44,6 +46,14 @@ def infer(model: nn.Module, declared: Mapping[str, Any]) -> dict[str, Any]:
         notes.append(reason)
     if known["max_length"] is not None:
         notes.append(f"at most {known['max_length']} positions")
+    if "forward" not in known:
+        inputs = _example(model, known)
+        can = {
+            key: value for key, value in capabilities(model, inputs, logits_of).items() if key not in known
+        }
+        inferred |= can
+        if can:
+            notes.append("also " + ", ".join(can))
     return inferred | {"notes": "; ".join(notes)}
 
 
@@ -116,6 +126,15 @@ def _try_calls(model: nn.Module, known: dict[str, Any]) -> dict[str, Any]:
         "and forward= in ModelSpec.of(factory, ...). Tried:\n  "
         + "\n  ".join(dict.fromkeys(tried) or ["nothing: no layers seen"])
     )
+
+
+def _example(model: nn.Module, known: Mapping[str, Any]) -> Tensor:
+    """A batch that the model takes."""
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    shape = (2, known["seq_len"])
+    if known["inputs"] == "tokens":
+        return torch.randint(known["width"], shape, device=device)
+    return cast(torch.randn(*shape, known["width"], device=device), model)
 
 
 def _is_sequence_first(model: nn.Module) -> bool:

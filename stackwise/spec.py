@@ -102,13 +102,16 @@ class ModelSpec:
 
         Args:
             subject: a function that returns a module (or a ModelSpec), a module (copied for each
-                use), or a ModelSpec (of which a copy with the declared attributes is made).
+                use), a transformers or litgpt configuration (random weights are made of it), or a
+                ModelSpec (of which a copy with the declared attributes is made).
             **declared: attributes of ModelSpec that are not to be inferred.
 
         Raises:
             InferenceError: no way of calling the model was found; the message says what was tried.
             TypeError: `subject` is, or returns, something else.
         """
+        if (build := _builder(subject)) is not None:
+            return cls.of(build, **{"name": type(subject).__name__, **declared})
         if isinstance(subject, nn.Module):
             return cls._infer(lambda: copy.deepcopy(subject), subject, type(subject).__name__, declared)
         if callable(subject):
@@ -122,7 +125,8 @@ class ModelSpec:
         if not isinstance(subject, ModelSpec):
             raise TypeError(
                 f"model: got {type(subject).__name__}; wanted a function that takes no arguments and returns "
-                "an nn.Module or a ModelSpec, an nn.Module, or a ModelSpec"
+                "an nn.Module or a ModelSpec, an nn.Module, a transformers or litgpt configuration, or a "
+                "ModelSpec"
             )
         return replace(subject, **declared) if declared else subject
 
@@ -184,3 +188,17 @@ class ModelSpec:
         if self.causal:
             output, labels = output[:, :-1], inputs[:, 1:]
         return F.cross_entropy(output.flatten(0, 1).float(), labels.flatten().long())
+
+
+def _builder(subject: Any) -> Factory | None:
+    """What makes a model of another library's configuration; None: it is none."""
+    library = type(subject).__module__.partition(".")[0]
+    if hasattr(subject, "model_type") and hasattr(subject, "to_diff_dict"):
+        from transformers import AutoModelForCausalLM
+
+        return lambda: AutoModelForCausalLM.from_config(copy.deepcopy(subject))  # type: ignore[no-untyped-call]
+    if library == "litgpt" and type(subject).__name__ == "Config":
+        from litgpt.model import GPT
+
+        return lambda: GPT(copy.deepcopy(subject))
+    return None

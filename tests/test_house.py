@@ -14,6 +14,7 @@ ROOMS = [
     "seed",
     "device",
     "factory",
+    "capability",
     "inference",
     "spec",
     "trainer_spec",

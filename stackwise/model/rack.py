@@ -48,6 +48,8 @@ class Rack(nn.Module):
             Rack; empty where it came from none. Saving writes it again.
     """
 
+    padding_sides = ("right", "left")  # where a padded row computes as it does alone
+
     def __init__(
         self,
         stacks: Iterable[Stack],

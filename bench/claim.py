@@ -53,6 +53,29 @@ class Claim:
     bars: list[Bar] = field(default_factory=list)
     commit: str = field(default_factory=lambda: _commit())  # of the start, not of the end
     keeps_memory: bool = field(default_factory=keep_freed_memory)
+    measured: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def resume(self) -> None:
+        """Begin with what the file has: a row that is measured again replaces its own."""
+        path = self._path()
+        if path.exists():
+            record = json.loads(path.read_text())
+            self.figures, self.measured = record["figures"], record.get("measured", {})
+            for bar in record["bars"]:
+                bar.pop("verdict")
+                self.bars.append(Bar(**bar))
+
+    def enter(self, bar: Bar, figures: Any = None) -> None:
+        """Keep a bar, and the figures that it comes from, beside when and of what they were measured."""
+        names = [each.name for each in self.bars]
+        if bar.name in names:
+            self.bars[names.index(bar.name)] = bar
+        else:
+            self.bars.append(bar)
+        if figures is not None:
+            self.figures[bar.name] = figures
+        self.measured[bar.name] = {"commit": self.commit, "load_average": os.getloadavg(), "date": _now()}
+        self.write()
 
     def conclude(self) -> int:
         """Print the bars, write the file, and say 1 if any bar was missed."""
@@ -63,23 +86,27 @@ class Claim:
 
     def write(self) -> Path:
         """The file, with what is measured so far."""
-        device = fingerprint()["gpu"]
-        folder = RESULTS / ("cpu" if device is None else str(device["name"]).replace(" ", "-").lower())
-        folder.mkdir(parents=True, exist_ok=True)
+        path = self._path()
+        path.parent.mkdir(parents=True, exist_ok=True)
         record = {
             "claim": self.name,
             "quick": self.quick,
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "date": _now(),
             "commit": self.commit,
             "machine": fingerprint(),
             "load_average": os.getloadavg(),
             "keeps_freed_memory": self.keeps_memory,
             "bars": [{**asdict(bar), "verdict": bar.verdict} for bar in self.bars],
+            "measured": self.measured,
             "figures": self.figures,
         }
-        path = folder / f"{self.name}{'-quick' if self.quick else ''}.json"
         path.write_text(json.dumps(record, indent=1) + "\n")
         return path
+
+    def _path(self) -> Path:
+        device = fingerprint()["gpu"]
+        folder = RESULTS / ("cpu" if device is None else str(device["name"]).replace(" ", "-").lower())
+        return folder / f"{self.name}{'-quick' if self.quick else ''}.json"
 
 
 def interleave(
@@ -118,6 +145,10 @@ def ratio(slow: list[float], fast: list[float]) -> dict[str, float]:
     ratios = [a / b for a, b in zip(slow, fast, strict=True)]
     low, _, high = quantiles(ratios, n=4)
     return {"median": median(ratios), "quartile_low": low, "quartile_high": high}
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def _commit() -> str:

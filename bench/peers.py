@@ -42,18 +42,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="one shape, few rounds")
     parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--rows", help="only bars whose name has this in it; the others stay as they are")
     arguments = parser.parse_args()
     rounds = 7 if arguments.quick else arguments.rounds
     torch._dynamo.config.recompile_limit = 256  # one code object serves many models
     claim = Claim("peers", arguments.quick)
     claim.figures["versions"] = versions()
 
-    agreement(claim)
-    window(claim, rounds)
-    decode(claim, rounds)
+    wanted = arguments.rows or ""
+    if wanted:
+        claim.resume()
+    for name, part in (("loss", agreement), ("window", window), ("decode", decode)):
+        if wanted in name:
+            part(claim, rounds)
     for shape, limit in SHAPES[: 1 if arguments.quick else None]:
         for kind, bar in (("train", limit), ("forward", 1.2)):
-            compare(claim, kind, shape, bar, rounds)
+            if wanted in f"{kind} {shape.name}":
+                compare(claim, kind, shape, bar, rounds)
     return claim.conclude()
 
 
@@ -85,7 +90,7 @@ def compare(claim: Claim, kind: str, shape: Shape, limit: float, rounds: int) ->
     samples = interleave({label: calls[label] for label in (OURS, *kept)}, rounds=rounds)
     best = min(kept, key=lambda label: median(samples[label]))
     gain = ratio(samples[best], samples[OURS])
-    claim.figures[f"{kind} {shape.name}"] = {
+    figures = {
         "best_peer": best,
         "times_faster": gain,
         "tokens": shape.batch_size * shape.seq_len,
@@ -93,7 +98,7 @@ def compare(claim: Claim, kind: str, shape: Shape, limit: float, rounds: int) ->
         "screening_seconds": screening,
         "seconds": samples,
     }
-    claim.bars.append(Bar(f"{kind} {shape.name}", gain["median"], limit))
+    claim.enter(Bar(f"{kind} {shape.name}", gain["median"], limit), figures)
     print(f"\n{kind}, {shape.name}: tokens/s (warm-up seconds)")
     for label in sorted(calls, key=lambda label: median(screening[label])):
         seconds = median(samples.get(label, screening[label]))
@@ -102,7 +107,6 @@ def compare(claim: Claim, kind: str, shape: Shape, limit: float, rounds: int) ->
         f"  {gain['median']:.2f} times {best} [{gain['quartile_low']:.2f}, {gain['quartile_high']:.2f}]",
         flush=True,
     )
-    claim.write()
 
 
 def loss_of(model: nn.Module, logits: Callable[[nn.Module, Tensor], Tensor], ids: Tensor) -> Tensor:
@@ -154,7 +158,7 @@ def forward_call(built: Built, ids: Tensor, dtype: torch.dtype, compiled: bool) 
     return forward
 
 
-def agreement(claim: Claim, steps: int = 50) -> None:
+def agreement(claim: Claim, rounds: int, steps: int = 50) -> None:  # noqa: ARG001
     """Held-out loss after equal steps from equal weights: ours in bf16, compiled, and transformers in fp32.
 
     Of text: on random tokens the last of 50 training losses is chaotic, and two runs in fp32 differ by a
@@ -182,7 +186,7 @@ def agreement(claim: Claim, steps: int = 50) -> None:
         }
     difference = abs(after[OURS] / after["transformers fp32 eager"] - 1)
     claim.figures["loss after 50 steps"] = {"held_out": after, "training": losses}
-    claim.bars.append(Bar("loss after 50 steps, relative", difference, 0.01, at_most=True))
+    claim.enter(Bar("loss after 50 steps, relative", difference, 0.01, at_most=True))
     print(f"loss on held-out text after {steps} steps: {after}")
 
 
@@ -215,7 +219,7 @@ def window(claim: Claim, rounds: int) -> None:
     masked = min(("sdpa eager", "sdpa compiled"), key=lambda name: median(samples[name]))
     gain = ratio(samples[masked], samples["sliced compiled"])
     claim.figures["window"] = {"masked": masked, "times_faster": gain, "seconds": samples}
-    claim.bars.append(Bar("window T2048 W256", gain["median"], 2.5))
+    claim.enter(Bar("window T2048 W256", gain["median"], 2.5))
     print("\nwindow of 256 in 2048, milliseconds both ways")
     for name, values in samples.items():
         print(f"  {name:<18} {1e3 * median(values):8.1f}")
@@ -249,8 +253,8 @@ def decode(claim: Claim, rounds: int, n_new: int = 64) -> None:
         "times_faster": gains,
         "seconds": samples,
     }
-    claim.bars.append(Bar("decode bf16", gains["stackwise"]["median"], 1.2))
-    claim.bars.append(Bar("decode int8", gains["stackwise int8"]["median"], 2.0))
+    claim.enter(Bar("decode bf16", gains["stackwise"]["median"], 1.2))
+    claim.enter(Bar("decode int8", gains["stackwise int8"]["median"], 2.0))
     print("\ndecode, one thread: tokens/s (GB/s of weights in bf16)")
     for name, figure in figures.items():
         rate = figure["tokens_per_second"]

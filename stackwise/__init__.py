@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from stackwise.benchmark import Measurement, measure
-    from stackwise.checks import CheckResult, check_model
+    from stackwise.checks import CheckResult, check_model, check_trainer
     from stackwise.config import ConfigError, StackWiseConfig
     from stackwise.model import (
         Block,
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from stackwise.report import Report
     from stackwise.spec import ModelSpec
     from stackwise.stability import StabilityRun, stability_run
+    from stackwise.trainer_spec import TrainerSpec
     from stackwise.training import ArchitectureTrainer
 
 _HOMES = {
@@ -39,7 +40,9 @@ _HOMES = {
     "StabilityRun": "stackwise.stability",
     "Stack": "stackwise.model",
     "StackWiseConfig": "stackwise.config",
+    "TrainerSpec": "stackwise.trainer_spec",
     "check_model": "stackwise.checks",
+    "check_trainer": "stackwise.checks",
     "create_block_spec": "stackwise.model",
     "create_rack_from_config": "stackwise.model",
     "create_rack_from_specs": "stackwise.model",
@@ -60,7 +63,9 @@ __all__ = [
     "StabilityRun",
     "Stack",
     "StackWiseConfig",
+    "TrainerSpec",
     "check_model",
+    "check_trainer",
     "create_block_spec",
     "create_rack_from_config",
     "create_rack_from_specs",

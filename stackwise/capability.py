@@ -12,11 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["capabilities"]
+__all__ = ["capabilities", "masked_with_positions"]
 
 _CACHE_CAPACITY = 256
-# Of padding masks, and whether they are true at real tokens.
-_MASKS = {"attention_mask": True, "mask": True, "key_padding_mask": False, "src_key_padding_mask": False}
+# Of padding masks, and whether they are true at real tokens; where nothing fixes that, both are tried.
+_MASKS: dict[str, tuple[bool, ...]] = {
+    "attention_mask": (True,),
+    "src_key_padding_mask": (False,),
+    "key_padding_mask": (False, True),
+    "padding_mask": (False, True),
+    "mask": (True, False),
+}
+_CACHES = ("past_key_values", "cache_params", "state")
 
 
 def capabilities(model: nn.Module, inputs: Tensor, logits_of: Callable[[Any], Tensor]) -> dict[str, Any]:
@@ -41,12 +48,13 @@ def capabilities(model: nn.Module, inputs: Tensor, logits_of: Callable[[Any], Te
             return False
 
     everything = torch.ones(B, T, dtype=torch.bool, device=inputs.device)
-    for masked, sides in _maskings(named):
-        partly = everything.clone()
-        partly[-1, T // 2 :] = False
-        if works(lambda: masked(model, inputs, partly)):  # noqa: B023
-            found |= {"masked": masked, "padding_sides": sides}
-            break
+    partly = everything.clone()
+    partly[-1, T // 2 :] = False
+    usable = [way for way in _maskings(named) if works(lambda: way[0](model, inputs, partly))]  # noqa: B023
+    # Of two ways that work, the one that hides what it masks is meant; where none does, the first.
+    hiding = (way for way in usable if len(usable) > 1 and _hides(way[0], model, inputs, logits_of))
+    if usable:
+        found["masked"], found["padding_sides"] = next(hiding, usable[0])
     if "document_ids" in named and works(lambda: _packed(model, inputs, everything.long())):
         found["packed"] = _packed
     for decode in _decodings(model, named):
@@ -62,23 +70,48 @@ def capabilities(model: nn.Module, inputs: Tensor, logits_of: Callable[[Any], Te
 
 def _maskings(named: Mapping[str, Any]) -> Iterator[tuple[Callable[..., Any], tuple[str, ...]]]:
     """Ways to say what is padding, and on which sides it may be."""
-    for name in _MASKS:
+    for name, polarities in _MASKS.items():
         if name not in named:
             continue
-        if "position_ids" in named and name == "attention_mask":
+        if name == "attention_mask" and "position_ids" in named:
             # Whoever pads on the left says where the real tokens are.
-            yield _masked_with_positions, ("right", "left")
-
-        def masked(model: nn.Module, inputs: Tensor, keep: Tensor, name: str = name, /) -> Any:
-            mask = keep if _MASKS[name] else ~keep
-            return model(inputs, **{name: mask.long() if name == "attention_mask" else mask})
-
-        yield masked, ("right",)
+            yield masked_with_positions, ("right", "left")
+        for polarity in polarities:
+            yield _masking(name, polarity), ("right",)
 
 
-def _masked_with_positions(model: nn.Module, inputs: Tensor, keep: Tensor) -> Any:
-    mask = keep.long()
-    return model(inputs, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0))
+def _masking(name: str, true_is_real: bool) -> Callable[..., Any]:
+    def masked(model: nn.Module, inputs: Tensor, keep: Tensor) -> Any:
+        mask = keep if true_is_real else ~keep
+        return model(inputs, **{name: mask.long() if name == "attention_mask" else mask})
+
+    return masked
+
+
+def masked_with_positions(model: nn.Module, inputs: Tensor, keep: Tensor) -> Any:
+    """Padding on any side, where the model is told the positions of the real tokens."""
+    return model(inputs, attention_mask=keep.long(), position_ids=_positions(keep))
+
+
+def _positions(keep: Tensor) -> Tensor:
+    """(B, T): how many real tokens stand before each."""
+    return (keep.long().cumsum(-1) - 1).clamp(min=0)
+
+
+@torch.no_grad()
+def _hides(
+    masked: Callable[..., Any], model: nn.Module, inputs: Tensor, logits_of: Callable[[Any], Tensor]
+) -> bool:
+    """Whether a masked first position has no influence on the others."""
+    keep = torch.ones(inputs.shape[:2], dtype=torch.bool, device=inputs.device)
+    keep[:, 0] = False
+    changed, first = inputs.clone(), inputs[:, 0]
+    if inputs.is_floating_point():
+        changed[:, 0] = first + 1
+    else:
+        changed[:, 0] = torch.where(first == inputs.max(), inputs.min(), inputs.max())
+    one, two = (logits_of(masked(model, x, keep))[:, 1:] for x in (inputs, changed))
+    return bool((one - two).abs().max() <= 1e-5 * one.abs().max())
 
 
 def _packed(model: nn.Module, inputs: Tensor, documents: Tensor) -> Any:
@@ -87,32 +120,62 @@ def _packed(model: nn.Module, inputs: Tensor, documents: Tensor) -> Any:
 
 def _decodings(model: nn.Module, named: Mapping[str, Any]) -> Iterator[Callable[..., Any]]:
     """Ways to decode with a cache."""
-    if {"past_key_values", "use_cache"} <= named.keys():
-        yield _decode_with_past
+    if getattr(model, "can_cache_kv", True) is False:  # it says so itself
+        return
+    for name in _CACHES:
+        if {name, "use_cache"} <= named.keys():
+            yield _decoding(name, masks="attention_mask" in named, positions="position_ids" in named)
     if "cache" in named and hasattr(model, "new_cache"):
         yield _decode_with_new_cache
+    if {"cache", "return_intermediates", "input_not_include_cache"} <= named.keys():
+        yield _decode_with_intermediates
     if "input_pos" in named and hasattr(model, "set_kv_cache"):
         yield _decode_at_positions
 
 
-def _decode_with_past(model: nn.Module, inputs: Tensor, cache: Any) -> tuple[Any, Any]:
-    output = model(inputs, past_key_values=cache, use_cache=True)
-    if output.past_key_values is None:
-        raise TypeError("past_key_values: none came back")
-    return output, output.past_key_values
+def _decoding(name: str, *, masks: bool, positions: bool) -> Callable[..., Any]:
+    """By a cache that goes in and comes out under one name."""
+
+    def decode(model: nn.Module, inputs: Tensor, cache: Any) -> tuple[Any, Any]:
+        return run(model, inputs, cache, {})
+
+    def decode_padded(
+        model: nn.Module, inputs: Tensor, cache: Any, keep: Tensor | None = None
+    ) -> tuple[Any, Any]:
+        extra = {} if keep is None else {"attention_mask": keep.long()}
+        if keep is not None and positions:
+            extra["position_ids"] = _positions(keep)[:, -inputs.shape[1] :]
+        return run(model, inputs, cache, extra)
+
+    def run(model: nn.Module, inputs: Tensor, cache: Any, extra: dict[str, Tensor]) -> tuple[Any, Any]:
+        output = model(inputs, **{name: cache}, use_cache=True, **extra)
+        if getattr(output, name, None) is None:
+            raise TypeError(f"{name}: none came back")
+        return output, getattr(output, name)
+
+    return decode_padded if masks else decode
 
 
-def _decode_with_new_cache(model: Any, inputs: Tensor, cache: Any) -> tuple[Any, Any]:
+def _decode_with_new_cache(
+    model: Any, inputs: Tensor, cache: Any, keep: Tensor | None = None
+) -> tuple[Any, Any]:
     if cache is None:
         limit = getattr(model, "max_seq_len", None)
-        cache = model.new_cache(len(inputs), min(limit or _CACHE_CAPACITY, _CACHE_CAPACITY))
-    return model(inputs, cache=cache), cache
+        cache = model.new_cache(len(inputs), limit or _CACHE_CAPACITY)
+    mask = {} if keep is None else {"attention_mask": keep[:, -inputs.shape[1] :]}
+    return model(inputs, cache=cache, **mask), cache
+
+
+def _decode_with_intermediates(model: Any, inputs: Tensor, cache: Any) -> tuple[Any, Any]:
+    output, kept = model(inputs, cache=cache, return_intermediates=True, input_not_include_cache=True)
+    return output, kept
 
 
 def _decode_at_positions(model: Any, inputs: Tensor, cache: Any) -> tuple[Any, Any]:
     """The model keeps its own cache; what is handed on is how many tokens are in it."""
     if cache is None:
-        model.set_kv_cache(batch_size=len(inputs))
+        weight = next(model.parameters())
+        model.set_kv_cache(batch_size=len(inputs), device=weight.device, dtype=weight.dtype)
         cache = 0
     end = cache + inputs.shape[1]
     return model(inputs, input_pos=torch.arange(cache, end, device=inputs.device)), end

@@ -5,6 +5,7 @@ Shapes: B batch, T positions.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Mapping
 from typing import Any
@@ -13,10 +14,20 @@ import torch
 from torch import Tensor, nn
 
 from stackwise.capability import capabilities
+from stackwise.seed import seeded
 
 __all__ = ["InferenceError", "cast", "infer", "logits_of"]
 
 _TRIAL_LENGTHS = (16, 8, 4)
+# Settings of configurations that make a model causal which is not without them.
+_CAUSAL_SETTINGS = {
+    "is_decoder": True,
+    "is_causal": True,
+    "causal": True,
+    "attn_type": "uni",
+    "use_bidirectional_attention": False,
+    "bidirectional": False,
+}
 
 
 class InferenceError(ValueError):
@@ -42,7 +53,7 @@ def infer(model: nn.Module, declared: Mapping[str, Any]) -> dict[str, Any]:
     known = {**inferred, **declared}
     notes.append(f"takes {known['inputs']} of width {known['width']}")
     if "causal" not in declared:
-        inferred["causal"], reason = _claimed_causality(model, known["inputs"])
+        inferred["causal"], reason = _claimed_causality(model, known)
         notes.append(reason)
     if known["max_length"] is not None:
         notes.append(f"at most {known['max_length']} positions")
@@ -182,7 +193,7 @@ def _width_candidates(model: nn.Module) -> list[int]:
     return list(dict.fromkeys(w for w in widths if isinstance(w, int) and w > 0))
 
 
-def _claimed_causality(model: nn.Module, inputs: str) -> tuple[bool | None, str]:
+def _claimed_causality(model: nn.Module, known: Mapping[str, Any]) -> tuple[bool | None, str]:
     """What the model says of itself; a next-token model by its shape is assumed to be causal."""
     layers = getattr(model, "attn_layers", None)
     for owner in (model, layers):
@@ -194,13 +205,67 @@ def _claimed_causality(model: nn.Module, inputs: str) -> tuple[bool | None, str]
     if inspect.ismethod(can_generate) and isinstance(answer := can_generate(), bool):
         if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
             return None, "no claim about causality: its encoder sees everything"
-        flags = [m.is_causal for m in model.modules() if isinstance(getattr(m, "is_causal", None), bool)]
-        if answer and flags and not any(flags) and "CausalLM" not in type(model).__name__:
-            return False, "not causal: none of its attention says so"
-        return answer, "causal, since it can generate" if answer else "not causal: it cannot generate"
-    if inputs == "tokens":
+        if not answer:
+            return False, "not causal: it cannot generate"
+        if (setting := _setting_against_causality(model, known)) is not None:
+            return False, f"not causal, as configured: {setting}"
+        return True, "causal, since it can generate"
+    if known["inputs"] == "tokens":
         return True, "assumed causal (say causal=False if not)"
     return None, "no claim about causality (say causal=True to check it)"
+
+
+def _setting_against_causality(model: nn.Module, known: Mapping[str, Any]) -> str | None:
+    """The setting of its configuration that a model which reads ahead would have to change not to.
+
+    A model that reads ahead whatever is set, or that did not when it was built, has a defect instead.
+    """
+    config = getattr(model, "config", None)
+    settings = {
+        name: value
+        for name, value in _CAUSAL_SETTINGS.items()
+        if getattr(config, name, None) not in (None, value)
+    }
+    if not settings or not _reads_ahead(model, known):
+        return None
+
+    def rebuilt(**changes: Any) -> nn.Module:
+        changed = copy.deepcopy(config)
+        for name, value in changes.items():
+            setattr(changed, name, value)
+        twin: nn.Module = type(model)(changed)
+        return twin.to(next(model.parameters()).device).eval()
+
+    try:
+        if not _reads_ahead(rebuilt(), known):
+            return None
+        for name, value in settings.items():
+            if not _reads_ahead(rebuilt(**{name: value}), known):
+                return f"{name}={getattr(config, name)!r}"
+    except Exception:  # a class that is not built from its configuration alone
+        return None
+    return None
+
+
+@torch.no_grad()
+def _reads_ahead(model: nn.Module, known: Mapping[str, Any]) -> bool:
+    """Whether another last input moves earlier outputs by more than rounding, whichever input it is."""
+    if known["seq_len"] < 2:
+        return False
+    forward = known.get("forward", lambda module, inputs: module(inputs))
+    for _ in range(3):  # ids that stand for padding may cut a row off, before and after them
+        inputs = _example(model, known)
+        changed = inputs.clone()
+        last = inputs[:, -1]
+        changed[:, -1] = (last + 1) % known["width"] if known["inputs"] == "tokens" else -last
+        outputs = []
+        for each in (inputs, changed):
+            with seeded(0, inputs.device):
+                outputs.append(logits_of(forward(model, each)).double())
+        moved = (outputs[1] - outputs[0]).abs()
+        if not moved[:, :-1].max() > 1e-5 * moved.max():
+            return False
+    return True
 
 
 def _length_limit(model: nn.Module) -> int | None:

@@ -6,6 +6,7 @@ Shapes: B batch, T positions, V vocabulary, C width of a model that takes vector
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -18,10 +19,16 @@ from stackwise.argument import check_choice, check_number, check_sizes, require
 from stackwise.inference import cast, infer, logits_of
 from stackwise.seed import seeded
 
-__all__ = ["ModelSpec"]
+__all__ = ["FactoryError", "ModelSpec"]
 
 Factory = Callable[[], nn.Module]
 MakeBatch = Callable[[int, int, torch.Generator], Tensor]
+# Whose exceptions say that something was to be fetched.
+_NETWORK = {"httpcore", "httpx", "requests", "urllib", "urllib3"}
+
+
+class FactoryError(ValueError):
+    """A factory raised instead of returning a model; its own exception is the cause."""
 
 
 @dataclass(frozen=True)
@@ -50,16 +57,20 @@ class ModelSpec:
         packed: (model, inputs, documents (B, T) integer) -> output, of rows of several documents, whose
             positions restart; None: it packs none.
         decode: (model, inputs, cache or None) -> (output, cache), of tokens that follow those in a cache;
-            None: it keeps none.
+            one that takes a fourth argument, keep (B, S) of all tokens so far, can be asked about padding on
+            the left; None: it keeps none.
         labelled_loss: (model, inputs, labels (B, T), not shifted, -100 ignored) -> scalar, the model's own
             loss; None: it has none.
         auxiliary_loss: (model, inputs, keep or None) -> scalar, as of routers; None: it has none.
-        window: how many positions each layer sees, its own included; None: nothing is claimed.
+        window: how many positions each layer sees, its own included (where not causal, as many ahead); or
+            a pair, how many before its own and how many after it; None: nothing is claimed.
         tied: whether the head is the embedding's own weight; None: nothing is claimed.
         positionless: whether the model claims to be equivariant to permutations of its positions.
         at_width: factor -> a model so many times as wide, for models that claim a width-independent (muP)
             parametrisation; None: nothing is claimed.
         reference: makes a model with the same parameter names that computes the same; None: there is none.
+        never_waits: whether a forward and backward pass claims never to make the host wait for the device,
+            as one captured in a CUDA graph has to; None: nothing is claimed.
         unused: names of parameters that need no gradient, as prefixes.
         tolerance: largest difference, relative to how far the output varies, that counts as rounding
             where a model cannot be run in float64.
@@ -86,11 +97,12 @@ class ModelSpec:
     decode: Callable[[nn.Module, Tensor, Any], tuple[Any, Any]] | None = None
     labelled_loss: Callable[[nn.Module, Tensor, Tensor], Tensor] | None = None
     auxiliary_loss: Callable[[nn.Module, Tensor, Tensor | None], Tensor] | None = None
-    window: int | None = None
+    window: int | tuple[int, int] | None = None
     tied: bool | None = None
     positionless: bool = False
     at_width: Callable[[int], nn.Module] | None = None
     reference: Factory | None = None
+    never_waits: bool | None = None
     unused: tuple[str, ...] = ()
     tolerance: float = 1e-5
     seq_len: int = 16
@@ -107,16 +119,16 @@ class ModelSpec:
             **declared: attributes of ModelSpec that are not to be inferred.
 
         Raises:
+            FactoryError: `subject` raised.
             InferenceError: no way of calling the model was found; the message says what was tried.
-            TypeError: `subject` is, or returns, something else.
+            TypeError: `subject` is, or returns, something else, or needs arguments.
         """
         if (build := _builder(subject)) is not None:
             return cls.of(build, **{"name": type(subject).__name__, **declared})
         if isinstance(subject, nn.Module):
             return cls._infer(lambda: copy.deepcopy(subject), subject, type(subject).__name__, declared)
         if callable(subject):
-            with seeded(0):
-                made = subject()
+            made = _made(subject)
             if isinstance(made, nn.Module):
                 name = getattr(subject, "__name__", "<lambda>")
                 name = type(made).__name__ if name == "<lambda>" else name
@@ -188,6 +200,38 @@ class ModelSpec:
         if self.causal:
             output, labels = output[:, :-1], inputs[:, 1:]
         return F.cross_entropy(output.flatten(0, 1).float(), labels.flatten().long())
+
+
+def _made(factory: Callable[..., Any]) -> Any:
+    """What a user's factory returns; whatever goes wrong in it is one clear error."""
+    name = getattr(factory, "__name__", type(factory).__name__)
+    try:
+        signature = inspect.signature(factory)
+    except (TypeError, ValueError):  # none to see
+        signature = inspect.Signature()
+    try:
+        signature.bind()
+    except TypeError as error:
+        raise TypeError(f"model: {name}: {error}; wanted a function that takes no arguments") from None
+    try:
+        with seeded(0):
+            return factory()
+    except (Exception, SystemExit) as error:
+        message = f"model: {name} raised {type(error).__name__}: {error}"
+        if _is_of_the_network(error):
+            message += " (it wants the network: build from a local configuration or local weights)"
+        raise FactoryError(message) from error
+
+
+def _is_of_the_network(error: BaseException | None) -> bool:
+    while error is not None:
+        library = type(error).__module__.partition(".")[0]
+        if isinstance(error, ConnectionError) or library in _NETWORK:
+            return True
+        if library == "huggingface_hub" and isinstance(error, OSError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _builder(subject: Any) -> Factory | None:

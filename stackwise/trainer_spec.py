@@ -14,10 +14,24 @@ from torch import Tensor, nn
 
 from stackwise.argument import check_number, check_sizes, require
 from stackwise.seed import seeded
+from stackwise.trainer_adapter import FunctionRun, adapted, copies, is_lightning_module
 
 __all__ = ["TrainerSpec", "TrainingRun"]
 
 Batch = Any
+
+_CAPABILITIES = (
+    "scheduler",
+    "scaler",
+    "loss",
+    "accumulate",
+    "epoch",
+    "evaluate",
+    "save",
+    "load",
+    "position",
+    "fit",
+)
 
 
 @runtime_checkable
@@ -32,7 +46,13 @@ class TrainingRun(Protocol):
     - `epoch(number) -> Iterable[batch]`: the training data in the order of that epoch;
     - `evaluate(batches) -> float`: the mean loss in nats per target of batches, without training;
     - `save(folder)`, `load(folder)`: everything that a resumed run needs, to and from an empty folder;
-    - `position() -> Any`: what says where in its data the run is.
+    - `position() -> Any`: where in its data the run is; of two integers (epoch, batch of it that comes next)
+      the run can be driven on its own data;
+    - `checkpoint(folder, step) -> path`, `latest(folder) -> path | None`: checkpoints of several steps;
+    - `shuffles`, `n_examples`: claims of its data: a new order each epoch, and how many examples it has;
+    - `grad_norm`: of the last step, before clipping;
+    - `data_part() -> (index, count)`: the part of a batch that this rank takes, if not (rank, ranks);
+    - `fit()`: a whole training from its start, of as many updates as it is meant to have.
 
     Attributes:
         model: what is trained.
@@ -63,8 +83,12 @@ class TrainerSpec:
         seq_len: T of the questions.
         max_norm: the gradient norm that the step claims to clip to; None: nothing is claimed.
         learning_rate: step number from 0 -> the learning rate that it claims; None: nothing is claimed.
-        frozen: names of parameters that are meant not to train.
+        frozen: names of parameters that are meant not to train, as prefixes; (): all are meant to; None:
+            nothing is claimed.
+        decayed: (name, parameter) -> whether weight decay is meant to reach it; None: nothing is claimed.
+        total_steps: how many updates `fit` is meant to make; None: nothing is claimed.
         ignored_label: of a position that is not to be predicted.
+        distributed: sets a run up in each rank of an initialised process group; None: nothing is distributed.
         factory: "MODULE:FACTORY" or "path/to/file.py:FACTORY" that gives this spec, or the run, in
             another process; None: what needs one is not asked.
         notes: what was inferred or assumed, in one line.
@@ -78,8 +102,11 @@ class TrainerSpec:
     seq_len: int = 16
     max_norm: float | None = None
     learning_rate: Callable[[int], float] | None = None
-    frozen: tuple[str, ...] = ()
+    frozen: tuple[str, ...] | None = None
+    decayed: Callable[[str, nn.Parameter], bool] | None = None
+    total_steps: int | None = None
     ignored_label: int = -100
+    distributed: Callable[[], TrainingRun] | None = None
     factory: str | None = None
     notes: str = ""
 
@@ -88,34 +115,94 @@ class TrainerSpec:
         """Describe `subject` by setting it up once.
 
         Args:
-            subject: a function that returns a TrainingRun (or a TrainerSpec), or a TrainerSpec.
+            subject: a function that returns a TrainingRun, a `transformers.Trainer` (not trained yet), a
+                Lightning module, an object with a method `trainer_spec`, or a TrainerSpec; or one of the
+                last three itself.
             **declared: attributes of TrainerSpec that are not to be inferred.
 
         Raises:
             TypeError: `subject` is, or returns, something else.
         """
-        name = declared.get("name")
-        if callable(subject) and not isinstance(subject, TrainerSpec):
+        if is_lightning_module(subject):
+            return cls.of(copies(subject), **{"name": type(subject).__name__, **declared})
+        made = subject
+        if callable(subject) and not isinstance(subject, TrainerSpec | TrainingRun):
             with seeded(0):
                 made = subject()
             if isinstance(made, TrainingRun):
-                own = str(getattr(subject, "__name__", type(made).__name__))
-                attributes = {
-                    "build": subject,
-                    "name": name or (type(made).__name__ if own == "<lambda>" else own),
-                    "vocab_size": _vocab_size(made.model),
-                }
-                return cls(**(attributes | declared))
-            subject = made
-        if not isinstance(subject, TrainerSpec):
+                return cls._infer(subject, subject, made, {}, declared)
+            if (found := adapted(made)) is not None:
+                adapt, attributes = found
+                with seeded(0):
+                    run = adapt(made)
+                return cls._infer(subject, lambda: adapt(subject()), run, attributes, declared)
+        if not isinstance(made, TrainerSpec) and callable(getattr(made, "trainer_spec", None)):
+            made = made.trainer_spec()
+        if not isinstance(made, TrainerSpec):
             raise TypeError(
-                f"trainer: got {type(subject).__name__}; wanted a function that takes no arguments and "
-                "returns an object with model, optimizer and step(batch), or a TrainerSpec"
+                f"trainer: got {type(made).__name__}; wanted a function that takes no arguments and "
+                "returns an object with model, optimizer and step(batch), a transformers.Trainer, a "
+                "Lightning module or a TrainerSpec; of a function (model, optimizer, batch) -> loss, "
+                "TrainerSpec.from_function makes one"
             )
-        return replace(subject, **declared) if declared else subject
+        return replace(made, **declared) if declared else made
+
+    @classmethod
+    def from_function(
+        cls,
+        step: Callable[[nn.Module, torch.optim.Optimizer, Batch], Any],
+        create_model: Callable[[], nn.Module],
+        create_optimizer: Callable[[nn.Module], torch.optim.Optimizer] = lambda model: torch.optim.AdamW(
+            model.parameters(), lr=1e-3
+        ),
+        **declared: Any,
+    ) -> TrainerSpec:
+        """Describe a bare function that makes one step.
+
+        Args:
+            step: (model, optimizer, batch) -> the loss before the step.
+            create_model: makes a fresh model.
+            create_optimizer: model -> its optimizer.
+            **declared: attributes of TrainerSpec that are not to be inferred.
+        """
+
+        def build() -> TrainingRun:
+            model = create_model()
+            return FunctionRun(model, create_optimizer(model), step)
+
+        with seeded(0):
+            run = build()
+        return cls._infer(step, build, run, {"notes": "a function (model, optimizer, batch)"}, declared)
+
+    @classmethod
+    def _infer(
+        cls,
+        named: Any,
+        build: Callable[[], TrainingRun],
+        run: TrainingRun,
+        found: dict[str, Any],
+        declared: dict[str, Any],
+    ) -> TrainerSpec:
+        """What is declared wins; only the rest is inferred, from `run`."""
+        own = str(getattr(named, "__name__", type(run).__name__))
+        attributes: dict[str, Any] = {
+            "build": build,
+            "name": type(run).__name__ if own == "<lambda>" else own,
+        }
+        if "vocab_size" not in declared:
+            attributes["vocab_size"] = 1 if "make_batch" in declared else _vocab_size(run.model)
+        attributes |= found | declared
+        if "notes" not in declared:
+            can = [name for name in _CAPABILITIES if getattr(run, name, None) is not None]
+            read = [f"vocabulary of {attributes['vocab_size']} ids"] if "make_batch" not in declared else []
+            parts = [str(found.get("notes", "")), *read, f"can {', '.join(can) or 'step alone'}"]
+            attributes["notes"] = "; ".join(filter(None, parts))
+        return cls(**attributes)
 
     def __post_init__(self) -> None:
         check_sizes(vocab_size=self.vocab_size, batch_size=self.batch_size, seq_len=self.seq_len)
+        if self.total_steps is not None:
+            check_sizes(total_steps=self.total_steps)
         if self.max_norm is not None:
             check_number("max_norm", self.max_norm, "a finite number > 0", lambda norm: norm > 0)
         require(callable(self.build), "build", self.build, "a function that takes no arguments")

@@ -1,6 +1,7 @@
 """What ModelSpec sees of a model from outside, how it drives it, and what it says when it cannot."""
 
 import types
+import urllib.request
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 from stackwise.benchmark import model_workload
 from stackwise.checks import check_model
 from stackwise.inference import InferenceError, logits_of
-from stackwise.spec import ModelSpec
+from stackwise.spec import FactoryError, ModelSpec
 from stackwise.stability import stability_run
 
 # Factory: inputs, width, causal, longest sequence.
@@ -298,18 +299,94 @@ def test_an_assumption_is_noted(subjects):
 
 
 def test_factory_that_needs_arguments():
-    def factory(width):
+    called = []
+
+    def factory(width, depth=2):
+        called.append(width)
         return nn.Linear(width, width)
 
-    with pytest.raises(TypeError, match=r"factory.* missing 1 required positional argument: 'width'"):
+    message = r"model: factory: missing a required argument: 'width'; wanted a function that takes no arg"
+    with pytest.raises(TypeError, match=message):
+        ModelSpec.of(factory)
+    assert not called
+    assert ModelSpec.of(lambda: factory(3), inputs="vectors").width == 3
+
+
+def test_factory_whose_signature_cannot_be_seen():
+    class Hidden:
+        __signature__ = "none"
+
+        def __call__(self):
+            return nn.Linear(3, 3)
+
+    assert ModelSpec.of(Hidden(), inputs="vectors").width == 3
+
+
+@pytest.mark.parametrize("error", [LookupError("no weights here"), SystemExit("no weights here")])
+def test_factory_that_raises(error):
+    def factory():
+        raise error
+
+    with pytest.raises(FactoryError, match=r"^model: factory raised .*: .*no weights here.?$") as raised:
+        ModelSpec.of(factory)
+    assert raised.value.__cause__ is error
+    assert isinstance(raised.value, ValueError)
+
+
+def test_a_type_error_inside_a_factory_is_not_taken_for_its_own():
+    def factory():
+        return nn.Linear(3)
+
+    with pytest.raises(FactoryError, match=r"model: factory raised TypeError: .*out_features"):
         ModelSpec.of(factory)
 
 
-def test_factory_that_raises():
-    def factory():
-        raise LookupError("no weights here")
+def test_factory_that_wants_the_network(monkeypatch):
+    def refuse(*_, **__):
+        raise ConnectionRefusedError("no route")
 
-    with pytest.raises(LookupError, match="no weights here"):
+    def download():
+        urllib.request.urlopen("http://localhost:1/weights")
+
+    def wrapped():
+        try:
+            download()
+        except OSError as error:
+            raise RuntimeError("cannot load weights") from error
+
+    monkeypatch.setattr("socket.create_connection", refuse)
+
+    def unrelated():
+        raise FileNotFoundError("no such file")
+
+    with pytest.raises(FactoryError, match=r"model: unrelated raised FileNotFoundError: no such file$"):
+        ModelSpec.of(unrelated)
+    for factory in (download, wrapped):
+        with pytest.raises(
+            FactoryError, match=rf"model: {factory.__name__} raised .* wants the network: build"
+        ):
+            ModelSpec.of(factory)
+
+
+def test_factory_that_names_weights_of_a_hub(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+    def factory():
+        from transformers import AutoModelForCausalLM
+
+        return AutoModelForCausalLM.from_pretrained("nobody/has-such-a-model")
+
+    with pytest.raises(
+        FactoryError, match=r"model: factory raised OSError: (?s:.*) wants the network: build"
+    ):
+        ModelSpec.of(factory)
+
+
+def test_an_interrupt_is_no_error_of_the_factory():
+    def factory():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
         ModelSpec.of(factory)
 
 
@@ -574,6 +651,48 @@ def test_where_logits_are_found(output):
 def test_outputs_without_logits(output):
     with pytest.raises(TypeError, match=f"output: got {type(output).__name__}; wanted a tensor"):
         logits_of(output)
+
+
+def small(kind, **settings):
+    """A model of transformers; what its sizes are called depends on its type."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    if kind == "xlnet":
+        sizes = {"vocab_size": 50, "d_model": 16, "n_layer": 1, "n_head": 2, "d_inner": 32}
+    elif kind != "xlm":
+        sizes |= {"intermediate_size": 32, "max_position_embeddings": 32}
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes | settings))
+
+
+@pytest.mark.parametrize(
+    "kind, name, off, on",
+    [
+        ("roberta", "is_decoder", False, True),
+        ("rembert", "is_decoder", False, True),
+        ("xlnet", "attn_type", "bi", "uni"),
+        ("xlm", "causal", False, True),
+    ],
+)
+def test_a_setting_that_makes_it_causal(kind, name, off, on):
+    spec = ModelSpec.of(lambda: small(kind, **{name: off}))
+    assert spec.causal is False
+    assert f"not causal, as configured: {name}={off!r}" in spec.notes
+    assert ModelSpec.of(lambda: small(kind, **{name: on})).causal is True
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt_neox"])
+def test_a_mask_that_is_gone_is_no_setting(kind):
+    def factory():
+        model = small(kind)
+        for module in model.modules():
+            if hasattr(module, "is_causal"):
+                module.is_causal = False
+        return model
+
+    spec = ModelSpec.of(factory)
+    assert spec.causal is True
+    assert check_model(spec, checks=["causality"])[0].status == "failed"
 
 
 def test_encoder_decoder_claims_nothing():

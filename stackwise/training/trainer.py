@@ -22,11 +22,13 @@ from stackwise.model.mode import evaluating
 from stackwise.model.rack import Rack
 from stackwise.seed import seeded
 from stackwise.stability.telemetry import StepBuffer, StepRecord, mean_loss
+from stackwise.trainer_spec import TrainerSpec
 from stackwise.training.checkpoint import CheckpointManager
 from stackwise.training.master import MasterAdamW
 from stackwise.training.objective import next_token_total, require_causal
 from stackwise.training.precision import autocast
 from stackwise.training.progress import TrainingProgress
+from stackwise.training.run import RackRun
 from stackwise.training.schedule import get_lr_with_warmup
 from stackwise.training.step import TrainStep
 
@@ -199,6 +201,18 @@ class ArchitectureTrainer:
                     batch_total, batch_count = next_token_total(rack, self._on_device(batch))
                 total, count = total + batch_total, count + batch_count
         return float(total / count)
+
+    def trainer_spec(self) -> TrainerSpec:
+        """What `check_trainer` asks of this training, with a fresh Rack of the configuration."""
+        settings = self.config.training
+        return TrainerSpec(
+            build=lambda: RackRun(self.config, self.learning_rate, self.evaluate),
+            name=type(self).__name__,
+            vocab_size=self.config.model.vocab_size,
+            max_norm=settings.grad_clip,
+            learning_rate=self.learning_rate,
+            notes=f"precision {settings.precision}" + (", compiled" if settings.compile else ""),
+        )
 
     def _on_device(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The batch, copied from pinned memory so that the host does not wait for the copy."""

@@ -1,0 +1,229 @@
+"""Capabilities: what is seen of models of others, that the calls found are right, and what is not claimed."""
+
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from stackwise.spec import ModelSpec
+
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+
+
+def llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=2, tie_word_embeddings=True))
+
+
+def mistral():
+    from transformers import MistralConfig, MistralForCausalLM
+
+    return MistralForCausalLM(MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=7))
+
+
+def mixtral():
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    return MixtralForCausalLM(MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=4))
+
+
+def mamba():
+    from transformers import MambaConfig, MambaForCausalLM
+
+    config = MambaConfig(vocab_size=61, hidden_size=32, num_hidden_layers=2, state_size=8, use_cache=False)
+    return MambaForCausalLM(config)
+
+
+def litgpt():
+    from litgpt.config import Config
+    from litgpt.model import GPT
+
+    return GPT(Config(n_layer=2, n_head=4, n_embd=32, block_size=64, vocab_size=61, padded_vocab_size=61))
+
+
+# name -> (whether it takes a mask, sides, what else; the window, whether tied)
+SEEN = {
+    llama: (("right", "left"), {"decode", "labelled_loss"}, None, True),
+    mistral: (("right", "left"), {"decode", "labelled_loss"}, 7, False),
+    mixtral: (("right", "left"), {"decode", "labelled_loss", "auxiliary_loss"}, None, False),
+    mamba: (("right",), {"decode", "labelled_loss"}, None, None),
+    litgpt: (None, {"decode"}, None, None),
+    "gpt2": (("right", "left"), {"decode", "labelled_loss"}, None, True),
+    "bert": (("right", "left"), {"labelled_loss"}, None, True),
+    "rack": (("right", "left"), {"decode", "packed"}, None, True),
+    "window_rack": (("right", "left"), {"decode", "packed"}, 5, True),
+    "bidirectional_rack": (("right", "left"), {"packed"}, None, True),
+    "x_decoder": (("right",), {"decode"}, None, None),
+    "x_encoder": (("right",), set(), None, None),
+    "encoder": (("right",), set(), None, None),
+    "tiny": (None, set(), None, None),
+    "gru": (None, set(), None, None),
+}
+OTHERS = ("packed", "decode", "labelled_loss", "auxiliary_loss")
+
+
+def of(subjects, name):
+    return ModelSpec.of(getattr(subjects, name) if isinstance(name, str) else name)
+
+
+@pytest.mark.parametrize("name", SEEN, ids=lambda name: name if isinstance(name, str) else name.__name__)
+def test_what_is_seen(subjects, name):
+    sides, others, window, tied = SEEN[name]
+    spec = of(subjects, name)
+    assert (spec.masked is not None) == (sides is not None)
+    assert sides is None or spec.padding_sides == sides
+    seen = {other for other in OTHERS if getattr(spec, other) is not None}
+    # What encoders of x-transformers and BERT do with a cache is not asked: they are not causal.
+    assert (seen if spec.causal else seen - {"decode"}) == others
+    assert spec.window == window
+    if tied is not None:
+        assert spec.tied is tied
+
+
+@pytest.mark.parametrize("name", [llama, mistral, mixtral, mamba, litgpt, "gpt2", "rack", "x_decoder"])
+@torch.no_grad()
+def test_decoding_is_right(subjects, name):
+    spec = of(subjects, name)
+    model, ids = spec.create().eval(), spec.batch(2, 10)
+    outputs, cache = [], None
+    for part in torch.split(ids, [4, 1, 1, 1, 1, 1, 1], dim=1):
+        output, cache = spec.decode(model, part, cache)
+        outputs.append(getattr(output, "logits", output))
+    # Last, since a model that keeps its own cache may go on using it.
+    torch.testing.assert_close(torch.cat(outputs, dim=1), spec.logits(spec.create().eval(), ids))
+
+
+@pytest.mark.parametrize("name", [llama, mistral, "gpt2", "rack", "bert", "x_encoder", "encoder"])
+@torch.no_grad()
+def test_masks_hide(subjects, name):
+    spec = of(subjects, name)
+    model, inputs, other = spec.create().eval(), spec.batch(2, 8), spec.batch(2, 8, seed=1)
+    keep = torch.ones(2, 8, dtype=torch.bool)
+    keep[1, 5:] = False
+    mixed = inputs.clone()
+    mixed[~keep] = other[~keep]
+
+    def real(some):
+        output = spec.masked(model, some, keep)
+        return getattr(output, "logits", output)[keep]
+
+    torch.testing.assert_close(real(inputs), real(mixed))
+    mixed[0] = other[0]
+    assert not torch.allclose(real(inputs), real(mixed))
+
+
+class Averages(nn.Module):
+    """Reads its real tokens alone; a mask means what `real` makes of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(31, 8)
+        self.head = nn.Linear(8, 31)
+
+    def average(self, ids, keep):
+        x = self.embedding(ids)
+        keep = torch.ones_like(ids) if keep is None else keep
+        return self.head(x + F.normalize((x * keep[..., None]).sum(dim=1, keepdim=True), dim=-1))
+
+
+class TrueIsReal(Averages):
+    def forward(self, ids, mask=None):
+        return self.average(ids, mask)
+
+
+class TrueIsPadding(Averages):
+    def forward(self, ids, mask=None):
+        return self.average(ids, None if mask is None else ~mask)
+
+
+class KeyPadding(Averages):
+    def forward(self, ids, key_padding_mask=None):
+        return self.average(ids, None if key_padding_mask is None else ~key_padding_mask)
+
+
+class Unread(Averages):
+    def forward(self, ids, mask=None):
+        return self.average(ids, None)
+
+
+@pytest.mark.parametrize("build", [TrueIsReal, TrueIsPadding, KeyPadding])
+@torch.no_grad()
+def test_which_way_round_a_mask_is(build):
+    spec = ModelSpec.of(build, causal=False)
+    model, ids = spec.create().eval(), spec.batch(2, 8)
+    keep = torch.arange(8).expand(2, 8) < 5
+    expected = model.average(ids, keep)
+    torch.testing.assert_close(spec.masked(model, ids, keep), expected)
+
+
+def test_mask_that_is_not_read_is_seen_all_the_same():
+    assert ModelSpec.of(Unread, causal=False).masked is not None
+
+
+def test_cache_that_the_model_says_it_cannot_use(subjects):
+    def build():
+        model = subjects.x_decoder()
+        model.can_cache_kv = False
+        return model
+
+    assert ModelSpec.of(build).decode is None
+
+
+def test_cache_that_does_not_come_back():
+    class Forgets(Averages):
+        def forward(self, ids, past_key_values=None, use_cache=None):
+            return types.SimpleNamespace(logits=self.average(ids, None), past_key_values=None)
+
+    assert ModelSpec.of(Forgets).decode is None
+
+
+@torch.no_grad()
+def test_padded_decoding_says_where_the_tokens_are():
+    seen = []
+
+    class Watched(Averages):
+        def forward(self, ids, attention_mask=None, position_ids=None, past_key_values=None, use_cache=None):
+            seen.append((attention_mask, position_ids))
+            return types.SimpleNamespace(logits=self.average(ids, None), past_key_values=(ids,))
+
+    spec = ModelSpec.of(Watched)
+    seen.clear()
+    model, ids = spec.create().eval(), spec.batch(2, 4)
+    keep = torch.tensor([[True] * 4, [False, False, True, True]])
+    _, cache = spec.decode(model, ids[:, :3], None, keep[:, :3])
+    spec.decode(model, ids[:, 3:], cache, keep)
+    assert [mask.tolist() for mask, _ in seen] == [keep[:, :3].long().tolist(), keep.long().tolist()]
+    assert [positions.tolist() for _, positions in seen] == [[[0, 1, 2], [0, 0, 0]], [[3], [1]]]
+
+
+def test_windows_that_differ_are_no_claim():
+    class Layer(nn.Module):
+        def __init__(self, sliding_window):
+            super().__init__()
+            self.sliding_window = sliding_window
+
+    class Model(Averages):
+        windows = (4, 4)
+
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(map(Layer, self.windows))
+
+        def forward(self, ids):
+            return self.average(ids, None)
+
+    class Mixed(Model):
+        windows = (4, None)
+
+    assert ModelSpec.of(Model).window == 4
+    assert ModelSpec.of(Mixed).window is None

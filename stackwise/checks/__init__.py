@@ -1,6 +1,7 @@
 """Is it right? Checks of any model that a ModelSpec describes, and of any training step of a TrainerSpec."""
 
 from stackwise.checks.check import Check, known_checks
+from stackwise.checks.model.parity import Divergence, first_divergence
 from stackwise.checks.result import CheckResult, Status
 from stackwise.checks.run import check_model, check_trainer
 from stackwise.checks.subject import Subject
@@ -9,10 +10,12 @@ from stackwise.checks.trainer_subject import TrainerSubject
 __all__ = [
     "Check",
     "CheckResult",
+    "Divergence",
     "Status",
     "Subject",
     "TrainerSubject",
     "check_model",
     "check_trainer",
+    "first_divergence",
     "known_checks",
 ]

@@ -12,7 +12,7 @@ import pkgutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 
@@ -64,6 +64,10 @@ class Check:
 _registry: dict[str, Check] = {}
 
 
+@overload
+def check(question: Question, *, suite: Suite = "fast") -> Question: ...
+@overload
+def check(question: None = None, *, suite: Suite = "fast") -> Callable[[Question], Question]: ...
 def check(question: Question | None = None, *, suite: Suite = "fast") -> Any:
     """Enter a question about a model in the registry, under the function's name.
 
@@ -72,6 +76,10 @@ def check(question: Question | None = None, *, suite: Suite = "fast") -> Any:
     return _entered(question, "model", suite)
 
 
+@overload
+def trainer_check(question: Question, *, suite: Suite = "fast") -> Question: ...
+@overload
+def trainer_check(question: None = None, *, suite: Suite = "fast") -> Callable[[Question], Question]: ...
 def trainer_check(question: Question | None = None, *, suite: Suite = "fast") -> Any:
     """As `check`, for a question about a training step."""
     return _entered(question, "trainer", suite)

@@ -14,7 +14,7 @@ from stackwise.checks.result import CheckResult
 from stackwise.spec import ModelSpec
 from stackwise.trainer_spec import TrainerSpec
 
-__all__ = ["against_expectation", "check_model", "check_trainer", "refuse_unmatched"]
+__all__ = ["against_expectation", "broken_off", "check_model", "check_trainer", "refuse_unmatched"]
 
 
 def check_model(
@@ -71,16 +71,16 @@ def _ask(
         try:
             result = one.run(spec, device=device, seed=seed)
         except Exception as error:
-            place = traceback.extract_tb(error.__traceback__)[-1]
-            result = CheckResult(
-                one.name,
-                spec.name,
-                "error",
-                where=f"{place.filename}:{place.lineno}",
-                meaning=f"{type(error).__name__}: {error}",
-            )
+            result = broken_off(one.name, spec.name, error)
         results.append(against_expectation(result, expected.get(one.name)))
     return results
+
+
+def broken_off(check: str, model: str, error: Exception) -> CheckResult:
+    """The result of a check that `error` ended."""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    where, meaning = f"{place.filename}:{place.lineno}", f"{type(error).__name__}: {error}"
+    return CheckResult(check, model, "error", where=where, meaning=meaning)
 
 
 def refuse_unmatched(expected: Mapping[str, str], names: Iterable[str]) -> None:

@@ -46,6 +46,15 @@ class TrainerSubject(Examined):
         """Whether the run has all of these optional attributes, and none is None."""
         return all(getattr(run, each, None) is not None for each in capabilities)
 
+    def is_frozen(self, name: str) -> bool:
+        """Whether a parameter is declared not to train."""
+        prefixes = self.spec.frozen or ()
+        return any(name == prefix or name.startswith(prefix.rstrip(".") + ".") for prefix in prefixes)
+
     def fixed_randomness(self) -> AbstractContextManager[None]:
         """Inside, random choices start from the seed; outside, nothing is changed."""
-        return seeded(self.seed, self.device)
+        return self.under_seed(0)
+
+    def under_seed(self, number: int) -> AbstractContextManager[None]:
+        """As `fixed_randomness`, from another seed for each number."""
+        return seeded(self.seed + 104729 * number, self.device)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["first_nonfinite_module", "nonfinite_gradients"]
+__all__ = ["first_nan_module", "first_nonfinite_module", "nonfinite_gradients"]
 
 
 def first_nonfinite_module(model: nn.Module, run: Callable[[], object]) -> str | None:
@@ -45,6 +45,29 @@ def first_nonfinite_module(model: nn.Module, run: Callable[[], object]) -> str |
         for handle in handles:
             handle.remove()
     return next(iter(found + with_negative), None)
+
+
+def first_nan_module(model: nn.Module, run: Callable[[], object]) -> str | None:
+    """Run `run` under hooks and name the first module, in order of completion, whose output has a NaN."""
+    found: list[str] = []
+
+    def watch(name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+            if not found and any(t.is_floating_point() and bool(t.isnan().any()) for t in _tensors(output)):
+                found.append(name)
+
+        return hook
+
+    handles = [
+        module.register_forward_hook(watch(name or "(the model itself)"))
+        for name, module in model.named_modules()
+    ]
+    try:
+        run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return next(iter(found), None)
 
 
 def nonfinite_gradients(model: nn.Module) -> list[str]:

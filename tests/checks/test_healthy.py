@@ -1,4 +1,4 @@
-"""Sound models of many kinds: every check passes, or says why it does not apply."""
+"""Sound models of many kinds: no check fails, and each says why it does not apply or what is unusual."""
 
 import pytest
 
@@ -53,8 +53,8 @@ def test_healthy(subjects, name, seed):
     for check in ASKED - SKIPPED.get(name, {}).keys():
         assert results[check].status == "passed", results[check]
     for result in results.values():
-        assert result.status in ("passed", "not applicable"), result
-        if result.status == "not applicable":
+        assert result.status in ("passed", "warned", "not applicable"), result
+        if result.status != "passed":
             assert result.meaning
         elif result.limit is not None:
             assert result.value <= result.limit, result

@@ -9,11 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from stackwise.checks.check import check
-from stackwise.checks.difference import Finding, absolute_difference, hear, relative_difference
+from stackwise.checks.probe.difference import Finding, absolute_difference, hear, relative_difference
+from stackwise.checks.probe.ties import chooses_among_equals
 from stackwise.checks.result import CheckResult
 from stackwise.checks.subject import Subject
 
 _MAX_ELEMENTS = 2**24  # of one output (R, T, V)
+# Lengths beyond the chunks, blocks and windows that are common, and no multiple of them.
+_FAR = (273, 137, 67, 33)
 
 _ADVICE = (
     "Look for a missing or shifted causal mask (tril(diagonal=1)), a mask that padding or eval mode "
@@ -24,16 +27,8 @@ _ADVICE = (
 @check
 def causality(subject: Subject) -> CheckResult:
     """Does changing one token leave every earlier output as it was, in eval and in train mode?"""
-    spec = subject.spec
-    if spec.causal is None:
-        return subject.not_applicable("needs the claim: causal=True")
-    if not spec.causal:
-        return subject.not_applicable("the model claims no causality")
-    if subject.seq_len < 2:
-        return subject.not_applicable("needs at least 2 positions")
-    if spec.inputs == "tokens" and spec.width < 2:
-        return subject.not_applicable("needs a vocabulary of at least 2")
-
+    if (reason := _out_of_question(subject)) is not None:
+        return subject.not_applicable(reason)
     worst = Finding(0.0, 0.0, False, torch.float64)
     starts_at_zero = subject.starts_at_zero
     for fill_zeros in (False, True) if starts_at_zero else (False,):
@@ -53,14 +48,100 @@ def causality(subject: Subject) -> CheckResult:
         for length in sorted({max(1, subject.seq_len // 2), subject.seq_len - 1}):
             gap = _find_gap(subject, length, fill_zeros)
             if gap.real:
-                return subject.failed(
-                    gap.value,
-                    gap.limit,
-                    where=f"the first {length} of {subject.seq_len} positions (eval mode{behind})",
-                    meaning="The outputs of a prefix change when tokens follow it.",
-                    advice=_ADVICE + " Positions counted from the end do this too.",
-                )
+                return _of_a_gap(subject, gap, length, subject.seq_len, behind)
     return _unless_blind(subject, worst, fill_zeros=starts_at_zero)
+
+
+@check(suite="full")
+def causality_far(subject: Subject) -> CheckResult:
+    """Is it causal beyond the first chunk: do later tokens leave all before them as they were?"""
+    if (reason := _out_of_question(subject)) is not None:
+        return subject.not_applicable(reason)
+    T = next((T for T in _FAR if _takes(subject, T)), None)
+    if T is None:
+        return subject.not_applicable(f"needs a model that takes {_FAR[-1]} positions")
+    base, changed, starts = _with_other_ends(subject, T)
+
+    def leaks(model: nn.Module) -> Tensor:
+        found = _end_leaks(_influence(subject, model, base, changed), starts)
+        for row in found.nonzero().flatten().tolist():  # alone, as in `_leaks`
+            one = slice(row, row + 1)
+            found[one] = _end_leaks(_influence(subject, model, base[one], changed[one]), starts[one])
+        return found
+
+    worst = Finding(0.0, 0.0, False, torch.float64)
+    starts_at_zero = subject.starts_at_zero
+    for train in (False, True):
+        found = hear(
+            subject,
+            lambda model: leaks(model).max().item(),
+            same_shapes=True,
+            train=train,
+            fill_zeros=starts_at_zero,
+        )
+        if found.real:
+            model = subject.model(train=train, dtype=found.dtype, fill_zeros=starts_at_zero)
+            start = starts[int(leaks(model).argmax())]
+            return subject.failed(
+                found.value,
+                found.limit,
+                where=f"tokens from {start} on, of {T} ({'train' if train else 'eval'} mode)",
+                meaning=f"Replacing all tokens from {start} on changed an output before them.",
+                advice=_ADVICE + " Where the first positions are right, look at how chunks and blocks join.",
+            )
+        worst = max(worst, found, key=lambda finding: (finding.value, finding.limit))
+    for length in (T // 2, T - 1):
+        gap = _find_gap(subject, length, starts_at_zero, of=T)
+        if gap.real:
+            return _of_a_gap(subject, gap, length, T, "")
+    return subject.passed(worst.value, worst.limit, meaning=worst.meaning)
+
+
+def _out_of_question(subject: Subject) -> str | None:
+    spec = subject.spec
+    if spec.causal is None:
+        return "needs the claim: causal=True"
+    if not spec.causal:
+        return "the model claims no causality"
+    if subject.seq_len < 2:
+        return "needs at least 2 positions"
+    if spec.inputs == "tokens" and spec.width < 2:
+        return "needs a vocabulary of at least 2"
+    return None
+
+
+def _takes(subject: Subject, T: int) -> bool:
+    """Whether the model takes T positions; one that says nothing is tried."""
+    if subject.seq_len >= T or (subject.spec.max_length or T) < T:
+        return False
+    try:
+        subject.logits(subject.model(), subject.inputs(1, T))
+    except Exception:  # any failure is an answer: it does not take so many
+        return False
+    return True
+
+
+def _with_other_ends(subject: Subject, T: int) -> tuple[Tensor, Tensor, list[int]]:
+    """Equal rows, the same with all tokens from a start on replaced, and the starts."""
+    powers = [2**k + d for k in range(4, 9) for d in (-1, 0, 1)]
+    starts = sorted({s for s in [*powers, *range(8, T, 8), T - 1] if s < T})
+    base = subject.inputs(1, T).repeat_interleave(len(starts), dim=0)
+    changed = base.clone()
+    for row, start in enumerate(starts):
+        if subject.spec.inputs == "tokens":
+            changed[row, start:] = (changed[row, start:] + 1) % subject.spec.width
+        else:
+            changed[row, start:] = -changed[row, start:]
+    return base, changed, starts
+
+
+def _end_leaks(influence: Tensor, starts: list[int]) -> Tensor:
+    """For each row, the influence on positions before its start over that on the others."""
+    start = torch.tensor(starts)[:, None]
+    earlier = torch.arange(influence.shape[1])[None] < start
+    backward = influence.masked_fill(~earlier, 0.0).amax(dim=1)
+    forward = influence.masked_fill(earlier, 0.0).amax(dim=1)
+    return torch.where(backward > 0, backward / forward, 0.0).nan_to_num(nan=torch.inf)
 
 
 def _find_leak(subject: Subject, train: bool, fill_zeros: bool) -> Finding:
@@ -84,15 +165,37 @@ def _leaks(subject: Subject, model: nn.Module) -> Tensor:
     return leak
 
 
-def _find_gap(subject: Subject, length: int, fill_zeros: bool) -> Finding:
+def _find_gap(subject: Subject, length: int, fill_zeros: bool, of: int | None = None) -> Finding:
     """f(x[:t]) == f(x)[:t]; catches positions and scales that depend on the length."""
-    inputs = subject.inputs(1)
+    inputs = subject.inputs(1, of)
 
     def gap(model: nn.Module) -> float:
         whole = subject.logits(model, inputs)
         return relative_difference(whole[:, :length], subject.logits(model, inputs[:, :length])).max().item()
 
     return hear(subject, gap, same_shapes=False, fill_zeros=fill_zeros)
+
+
+def _of_a_gap(subject: Subject, gap: Finding, length: int, T: int, behind: str) -> CheckResult:
+    """The answer where a prefix computes something else alone."""
+    where = f"the first {length} of {T} positions (eval mode{behind})"
+    model = subject.model(dtype=gap.dtype, fill_zeros=bool(behind))
+    if chooses_among_equals(lambda: subject.logits(model, subject.inputs(1, T))):
+        return subject.warned(
+            gap.value,
+            gap.limit,
+            where=where,
+            meaning="The outputs of a prefix change when tokens follow it, and a top-k chooses among equals, "
+            "whose order may change with the length.",
+            advice="Where scores are often equal (ReLU), make the choice definite: break ties by position.",
+        )
+    return subject.failed(
+        gap.value,
+        gap.limit,
+        where=where,
+        meaning="The outputs of a prefix change when tokens follow it.",
+        advice=_ADVICE + " Positions counted from the end do this too.",
+    )
 
 
 def _place(subject: Subject, train: bool, fill_zeros: bool, dtype: torch.dtype) -> tuple[int, int]:
@@ -143,7 +246,7 @@ def _perturbed(subject: Subject) -> tuple[Tensor, Tensor]:
 def _influence(subject: Subject, model: nn.Module, base: Tensor, changed: Tensor) -> Tensor:
     """[row, position]: how far the output moved, in any channel. Float64, on the CPU."""
     rows = []
-    size = max(1, _MAX_ELEMENTS // (subject.seq_len * max(subject.spec.width, 1)))
+    size = max(1, _MAX_ELEMENTS // (base.shape[1] * max(subject.spec.width, 4 * base.shape[1])))
     for some_base, some_changed in zip(torch.split(base, size), torch.split(changed, size), strict=True):
         before, after = subject.logits(model, some_base), subject.logits(model, some_changed)
         rows.append(absolute_difference(before, after).amax(dim=-1).cpu())

@@ -7,12 +7,12 @@ import torch
 from stackwise.checks.check import check
 from stackwise.checks.result import CheckResult
 from stackwise.checks.subject import Subject
-from stackwise.stability.locate import first_nonfinite_module
+from stackwise.stability.locate import first_nan_module, first_nonfinite_module
 
 
 @check
 def finite_logits(subject: Subject) -> CheckResult:
-    """Is every output finite, in eval and in train mode?"""
+    """Is every output finite, in eval and in train mode, and what modules compute on the way free of NaN?"""
     inputs = subject.inputs(2)
     for mode in ("eval", "train"):
         model = subject.model(train=mode == "train")
@@ -27,7 +27,50 @@ def finite_logits(subject: Subject) -> CheckResult:
                 meaning=f"{bad} of {output.numel()} outputs are NaN or infinite.",
                 advice="Look for a fully masked softmax row, a log or division of 0, uninitialised weights.",
             )
+        hidden = first_nan_module(model, lambda: subject.logits(model, inputs))  # noqa: B023
+        if hidden:
+            # A softmax over masked scores alone is NaN, and may be masked in turn; a weight has no excuse.
+            own = hidden in dict(model.named_modules()) and any(
+                True for _ in model.get_submodule(hidden).parameters(recurse=False)
+            )
+            answer = subject.failed if own else subject.warned
+            return answer(
+                1.0,
+                0.0,
+                where=f"{mode} mode; first in {hidden}",
+                meaning="A module gives NaN, which does not show in the output: something swallows it.",
+                advice="Look for nan_to_num(), where() and masks behind it, and for attention kernels that "
+                "give 0 for a query of NaN.",
+            )
     return subject.passed(0.0, 0.0)
+
+
+@check
+def finite_weights(subject: Subject) -> CheckResult:
+    """Is every parameter finite, and every buffer free of NaN, in a model as it is built?"""
+    model = subject.model()
+    named = [*model.named_parameters(), *model.named_buffers()]
+    floating = {name: t for name, t in named if t.is_floating_point() or t.is_complex()}
+    if not floating:
+        return subject.not_applicable("the model has no floating-point weights")
+    saved = model.state_dict().keys()
+    parameters = {name for name, _ in model.named_parameters()}
+    bad = [
+        name
+        for name, t in floating.items()
+        # Infinite buffers are masks; ones that are not saved may be room for a cache.
+        if (name in parameters and not t.isfinite().all()) or (name in saved and t.isnan().any())
+    ]
+    if bad:
+        count = sum(int((~floating[name].isfinite()).sum()) for name in bad)
+        return subject.failed(
+            len(bad) / len(floating),
+            0.0,
+            where=f"{', '.join(bad[:3])}{', ...' if len(bad) > 3 else ''}",
+            meaning=f"{count} values of {len(bad)} tensors are NaN or infinite before the first call.",
+            advice="Look for torch.empty() that nothing fills, and for an init that divides by 0.",
+        )
+    return subject.passed(0.0, 0.0, meaning=f"{len(floating)} tensors.")
 
 
 @check

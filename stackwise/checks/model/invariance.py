@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from stackwise.checks.check import check
-from stackwise.checks.difference import hear, relative_difference
+from stackwise.checks.probe.difference import hear, relative_difference
 from stackwise.checks.result import CheckResult
 from stackwise.checks.subject import Subject
 
@@ -37,4 +37,42 @@ def batch_invariance(subject: Subject) -> CheckResult:
                 advice="Look for a softmax, mean or norm over the batch dimension, BatchNorm in train mode, "
                 "and reshape or view across it.",
             )
+    return subject.passed(found.value, found.limit, meaning=found.meaning)
+
+
+@check
+def permutation_equivariance(subject: Subject) -> CheckResult:
+    """Do the outputs follow when the positions are put in another order?"""
+    if not subject.spec.positionless:
+        return subject.not_applicable("needs the claim: positionless=True")
+    if subject.spec.causal:
+        return subject.not_applicable("a causal mask is itself an order")
+    if subject.seq_len < 2:
+        return subject.not_applicable("needs at least 2 positions")
+    inputs, T = subject.inputs(2), subject.seq_len
+    order = torch.randperm(T, generator=torch.Generator().manual_seed(subject.seed)).to(inputs.device)
+    orders = {"reversed": torch.arange(T, device=inputs.device).flip(0), "shuffled": order}
+
+    def gaps(model: nn.Module) -> Tensor:
+        """[order]: how far the output of the reordered inputs is from the reordered output."""
+        output = subject.logits(model, inputs)
+        return torch.stack(
+            [
+                relative_difference(output[:, order], subject.logits(model, inputs[:, order])).max()
+                for order in orders.values()
+            ]
+        )
+
+    fill_zeros = subject.starts_at_zero
+    found = hear(subject, lambda model: gaps(model).max().item(), same_shapes=False, fill_zeros=fill_zeros)
+    if found.real:
+        worst = int(gaps(subject.model(dtype=found.dtype, fill_zeros=fill_zeros)).argmax())
+        return subject.failed(
+            found.value,
+            found.limit,
+            where=f"positions {list(orders)[worst]}",
+            meaning="Positions in another order give other outputs, not the same in that order.",
+            advice="Look for position embeddings, for a causal mask, for convolutions and shifts over "
+            "positions, and for pooling that takes the first or last position.",
+        )
     return subject.passed(found.value, found.limit, meaning=found.meaning)

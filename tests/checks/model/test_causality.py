@@ -586,3 +586,133 @@ def test_leak_that_only_bfloat16_takes(subjects):
 
     assert subjects.ask(Kernel, "causality").status == "passed"
     assert subjects.ask(lambda: Kernel().bfloat16(), "causality").status == "failed"
+
+
+def blocks(seq_len, size):
+    """Which block of `size` each position is in."""
+    return torch.arange(seq_len) // size
+
+
+@pytest.fixture(scope="module")
+def far_models(subjects):
+    class Long(subjects.TinyLM):
+        def __init__(self):
+            super().__init__(max_len=300)
+
+    class LeakBeyond(Long):
+        """Causal in the first 128 positions, and without a mask within each later block."""
+
+        def visible(self, seq_len):
+            block = blocks(seq_len, 128)
+            same = (block[:, None] == block) & (block > 0)
+            return super().visible(seq_len) | same
+
+    class LeakOfOne(Long):
+        """At the joints of its blocks, a position sees the next one."""
+
+        def visible(self, seq_len):
+            visible = super().visible(seq_len)
+            joints = torch.tensor([64 * k for k in range(1, 5) if 64 * k < seq_len], dtype=torch.long)
+            visible[joints - 1, joints] = True
+            return visible
+
+    class LeakInTraining(Long):
+        def visible(self, seq_len):
+            return super().visible(seq_len) | (self.training and seq_len > 100)
+
+    class ScaledBeyond(Long):
+        """As where the base of rotary positions grows with the length."""
+
+        def weigh(self, scores):
+            return (scores / max(1.0, scores.shape[-1] / 64)).softmax(dim=-1)
+
+    class MixedRows(Long):
+        def mix(self, x):
+            return x + x.mean(dim=0, keepdim=True)
+
+    class Short(subjects.TinyLM):
+        def __init__(self):
+            super().__init__(max_len=20)
+
+    class Middle(LeakInTraining):
+        def __init__(self):
+            subjects.TinyLM.__init__(self, max_len=140)
+
+    return {name: value for name, value in locals().items() if isinstance(value, type)}
+
+
+@pytest.mark.parametrize(
+    "name, where",
+    [
+        ("LeakBeyond", r"tokens from \d+ on, of 273 \(eval mode\)"),
+        ("LeakOfOne", r"tokens from (64|128|192|256) on, of 273 \(eval mode\)"),
+        ("LeakInTraining", r"tokens from \d+ on, of 273 \(train mode\)"),
+        ("ScaledBeyond", r"the first (136|272) of 273 positions \(eval mode\)"),
+        ("Middle", r"tokens from \d+ on, of 137 \(train mode\)"),
+    ],
+)
+def test_leak_far_from_the_start(subjects, far_models, name, where):
+    assert subjects.ask(far_models[name], "causality").status == "passed"
+    result = subjects.ask(far_models[name], "causality_far")
+    assert result.status == "failed", str(result)
+    assert result.value > result.limit > 0
+    assert re.fullmatch(where, result.where), result.where
+
+
+@pytest.mark.parametrize("name", ["Long", "MixedRows"])
+def test_sound_far_from_the_start(subjects, far_models, name):
+    result = subjects.ask(far_models[name], "causality_far")
+    assert result.status == "passed", str(result)
+    assert result.value <= result.limit
+
+
+@pytest.mark.parametrize(
+    "changes, reason",
+    [
+        ({"causal": None}, "needs the claim"),
+        ({"causal": False}, "claims no causality"),
+        ({}, "needs a model that takes 33 positions"),
+        ({"max_length": 20}, "needs a model that takes 33 positions"),
+    ],
+)
+def test_far_is_not_asked(subjects, far_models, changes, reason):
+    result = subjects.ask(ModelSpec.of(far_models["Short"], **changes), "causality_far")
+    assert result.status == "not applicable"
+    assert reason in result.meaning
+
+
+def test_far_stays_within_the_longest_sequence(subjects, far_models):
+    spec = ModelSpec.of(far_models["LeakInTraining"], max_length=99)
+    assert subjects.ask(spec, "causality_far").status == "passed"
+    assert subjects.ask(spec, "causality_far").limit > 0
+
+
+def test_far_of_vectors(subjects):
+    def factory():
+        return subjects.causal_encoder()
+
+    assert subjects.ask(factory, "causality_far").status == "passed"
+    unmasked = ModelSpec.of(subjects.encoder, causal=True)
+    assert subjects.ask(unmasked, "causality_far").status == "failed"
+
+
+@pytest.mark.parametrize("tied, status", [(True, "warned"), (False, "passed")])
+def test_a_choice_among_equals_is_no_defect_for_certain(subjects, tied, status):
+    class Chosen(subjects.TinyLM):
+        """Each position adds its two strongest visible ones, whose scores are often 0."""
+
+        def mix(self, x):
+            T = x.shape[1]
+            scores = (x[..., None, :] - x[:, None]).sum(-1).relu() if tied else x @ x.transpose(1, 2)
+            visible = torch.ones(T, T, dtype=torch.bool).tril()
+            scores = scores.masked_fill(~visible, -torch.inf)
+            # As an algorithm that works in another order for another length.
+            order = torch.arange(T) if T % 2 else torch.arange(T).flip(0)
+            found = order[scores[..., order].topk(2).indices]
+            weights = torch.zeros_like(scores).scatter(-1, found, 1.0).masked_fill(~visible, 0.0)
+            return x + 0.3 * weights @ x
+
+    result = subjects.ask(Chosen, "causality")
+    assert result.status == status, str(result)
+    if tied:
+        assert "top-k chooses among equals" in result.meaning

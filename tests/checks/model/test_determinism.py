@@ -189,3 +189,35 @@ def test_one_sided_nan_is_a_difference(subjects):
 
     result = subjects.ask(ModelSpec.of(SometimesNan), "determinism")
     assert (result.status, result.value) == ("failed", float("inf"))
+
+
+@pytest.mark.parametrize("name", ["seed", "hash_seed"])
+def test_randomness_that_a_setting_fixes(subjects, name):
+    class Hashed(subjects.TinyLM):
+        """Random projections at each call, unless a seed is set."""
+
+        def __init__(self):
+            super().__init__()
+            setattr(self, name, None)
+
+        def mix(self, x):
+            seed = getattr(self, name)
+            generator = None if seed is None else torch.Generator().manual_seed(seed)
+            return x + 0.1 * torch.randn(x.shape, generator=generator)
+
+    assert not torch.equal(*two_calls(Hashed))
+    result = subjects.ask(Hashed, "determinism")
+    assert result.status == "warned"
+    assert result.where == name
+    assert f"once {name} is set" in result.meaning
+
+
+def test_a_seed_that_is_not_used_excuses_nothing(subjects, models):
+    class Unused(models["NoiseInEval"]):
+        seed = None
+
+        def __init__(self):
+            super().__init__()
+            self.seed = None
+
+    assert subjects.ask(Unused, "determinism").status == "failed"

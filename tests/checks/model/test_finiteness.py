@@ -281,3 +281,66 @@ def test_outputs_that_are_no_logits(subjects):
     assert output_of(Headless, train=False).shape[-1] == 16
     result = subjects.ask(Headless, "finite_gradients")
     assert result.status in ("passed", "not applicable")
+
+
+def test_nan_that_does_not_show(subjects):
+    class Swallowed(subjects.TinyLM):
+        """One value of a projection is NaN, and the branch is mended afterwards."""
+
+        def __init__(self):
+            super().__init__()
+            with torch.no_grad():
+                self.layers[1]["qkv"].weight[3, 3] = math.nan
+
+        def attend(self, layer, x):
+            return super().attend(layer, x).nan_to_num()
+
+    assert output_of(Swallowed, train=False).isfinite().all()
+    result = subjects.ask(Swallowed, "finite_logits")
+    assert (result.status, result.where) == ("failed", "eval mode; first in layers.1.qkv")
+    assert "swallows" in result.meaning
+
+
+def test_a_masked_softmax_that_is_masked_in_turn(subjects):
+    class Masked(subjects.TinyLM):
+        """The first position sees nothing, and its weights are set to 0: unusual, not wrong."""
+
+        def __init__(self):
+            super().__init__()
+            self.soft = nn.Softmax(dim=-1)
+
+        def visible(self, seq_len):
+            return torch.ones(seq_len, seq_len, dtype=torch.bool).tril(-1)
+
+        def weigh(self, scores):
+            return self.soft(scores).masked_fill(scores.isneginf(), 0.0)
+
+    result = subjects.ask(Masked, "finite_logits")
+    assert (result.status, result.where) == ("warned", "eval mode; first in soft")
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_weights(subjects, value):
+    class Broken(subjects.TinyLM):
+        """In the row of a token that is never drawn."""
+
+        def __init__(self):
+            super().__init__()
+            with torch.no_grad():
+                self.tokens.weight[28, 0] = value
+
+    spec = ModelSpec.of(Broken, width=28)
+    assert subjects.ask(spec, "finite_logits").status == "passed"
+    result = subjects.ask(spec, "finite_weights")
+    assert (result.status, result.where) == ("failed", "tokens.weight")
+
+
+def test_masks_are_no_weights(subjects):
+    class Masks(subjects.TinyLM):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("mask", torch.full((4, 4), -math.inf).triu(1))
+            self.register_buffer("room", torch.full((4,), math.nan), persistent=False)
+
+    assert subjects.ask(Masks, "finite_weights").status == "passed"
+    assert subjects.ask(ModelSpec(nn.Identity, "identity", "vectors", 3), "finite_weights").meaning

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -176,3 +177,235 @@ def test_a_model_that_knows_the_next_token_of_nothing_random(subjects):
     with torch.no_grad():
         assert spec.loss_of(spec.create(), spec.batch(2, 8)) < 1e-3
     assert subjects.ask(spec, "initial_loss").status == "failed"
+
+
+class Small(nn.Module):
+    """A sound model, of which a mutant overrides one piece."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Embedding(29, 16)
+        self.norm = nn.LayerNorm(16)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.extra = self.more()
+        self.head = nn.Linear(16, 29)
+        self.reset()
+
+    def more(self):
+        return nn.Identity()
+
+    def reset(self):
+        nn.init.normal_(self.head.weight, std=0.1)
+
+    def forward(self, ids):
+        x = self.tokens(ids)
+        for layer in self.layers:
+            x = x + layer(self.norm(x)).tanh()
+        return self.head(self.extra(x))
+
+
+class Scale(nn.Module):
+    def __init__(self, value):
+        super().__init__()
+        self.scale = nn.Parameter(value)
+
+    def forward(self, x):
+        return x * self.scale
+
+
+class Unset(Small):
+    def more(self):
+        return Scale(torch.empty(16))
+
+
+class SetLater(Unset):
+    def reset(self):
+        nn.init.ones_(self.extra.scale)
+
+
+class OwnGenerator(Small):
+    def reset(self):
+        self.head.weight.data = torch.tensor(np.random.default_rng().normal(size=(29, 16))).float()
+
+
+class RoomForACache(Small):
+    """Memory that is not saved, and written before it is read."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("cache", torch.empty(4, 4), persistent=False)
+
+
+def test_unset_memory(subjects):
+    state = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    result = subjects.ask(Unset, "initialized")
+    assert (result.status, result.where) == ("failed", "extra.scale")
+    assert result.value == pytest.approx(1 / len(list(Unset().parameters())))
+    after = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    assert after == state
+
+
+@pytest.mark.parametrize("build", [Small, SetLater, RoomForACache])
+def test_memory_that_is_set(subjects, build):
+    assert subjects.ask(build, "initialized").status == "passed"
+
+
+def test_a_generator_of_its_own(subjects):
+    assert not torch.equal(OwnGenerator().head.weight, OwnGenerator().head.weight)
+    result = subjects.ask(OwnGenerator, "initialized")
+    assert (result.status, result.where) == ("failed", "head.weight")
+    assert "generator" in result.advice
+
+
+def test_one_sibling_that_was_left_out(subjects):
+    class LeftOut(Small):
+        def reset(self):
+            super().reset()
+            for layer in self.layers[:2]:
+                nn.init.normal_(layer.weight, std=0.02)
+
+    result = subjects.ask(LeftOut, "initialized")
+    assert (result.status, result.where) == ("warned", "layers.2.weight")
+
+
+class PlusOne(nn.Module):
+    """A norm whose gain is 1 + weight, with the weight at 0: sound."""
+
+    def __init__(self, start=0.0):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((16,), start))
+
+    def forward(self, x):
+        return x * x.square().mean(dim=-1, keepdim=True).add(1e-6).rsqrt() * (1 + self.weight)
+
+
+class Gains(Small):
+    def __init__(self, start, norm=None):
+        super().__init__()
+        self.norm = norm or self.norm
+        start(self.norm)
+
+
+@pytest.mark.parametrize(
+    "start, status",
+    [
+        (lambda norm: None, "passed"),
+        (lambda norm: nn.init.normal_(norm.weight, 1.0, 0.02), "passed"),
+        (lambda norm: nn.init.normal_(norm.weight, 0.0, 0.02), "failed"),
+        (lambda norm: nn.init.constant_(norm.weight, 0.02), "warned"),
+        (lambda norm: nn.init.constant_(norm.weight, 10.0), "warned"),
+        (lambda norm: nn.init.constant_(norm.bias, 0.5), "warned"),
+    ],
+)
+def test_norm_gains(subjects, start, status):
+    result = subjects.ask(lambda: Gains(start), "norm_gains")
+    assert result.status == status
+    if status != "passed":
+        assert "norm" in (result.where, result.meaning.split()[0])
+
+
+def test_what_a_norm_does_counts_not_its_weight(subjects):
+    assert subjects.ask(lambda: Gains(lambda norm: None, PlusOne()), "norm_gains").status == "passed"
+    assert subjects.ask(lambda: Gains(lambda norm: None, PlusOne(-0.99)), "norm_gains").status == "warned"
+
+
+@pytest.mark.parametrize("name", ["gru", "conv"])
+def test_models_without_norms(subjects, name):
+    assert subjects.ask(getattr(subjects, name), "norm_gains").status == "not applicable"
+
+
+class Hidden(Small):
+    """Two layers of which the first starts constant."""
+
+    def more(self):
+        return nn.Sequential(nn.Linear(16, 24), nn.Tanh(), nn.Linear(24, 16))
+
+    def reset(self):
+        super().reset()
+        first, last = self.extra[0], self.extra[2]
+        for p in (first.weight, first.bias, *([last.weight] if self.all_equal else [])):
+            nn.init.constant_(p, 0.1)
+
+    all_equal = True
+
+
+class BrokenSymmetry(Hidden):
+    """What reads the units tells them apart: they will differ."""
+
+    all_equal = False
+
+
+def test_symmetry(subjects):
+    torch.manual_seed(0)
+    model = Hidden()
+    model(torch.arange(8)[None]).square().sum().backward()
+    gradient = model.extra[0].weight.grad
+    torch.testing.assert_close(gradient, gradient[:1].expand_as(gradient))
+    result = subjects.ask(Hidden, "symmetry")
+    assert (result.status, result.where) == ("failed", "extra.0.weight")
+    assert subjects.ask(BrokenSymmetry, "symmetry").status == "passed"
+    assert subjects.ask(Small, "symmetry").status == "passed"
+
+
+class OnLoad(Small):
+    def __init__(self):
+        super().__init__()
+        self.register_load_state_dict_post_hook(lambda model, keys: model.reset())
+
+
+class OnFirstCall(Small):
+    ready = False
+
+    def forward(self, ids):
+        if not self.ready:
+            self.ready = True
+            with torch.no_grad():
+                self.reset()
+        return super().forward(ids)
+
+
+class Unsaved(Small):
+    """Random features that are a buffer, and not saved."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("features", torch.randn(16), persistent=False)
+
+    def forward(self, ids):
+        return super().forward(ids) + self.head(self.features)
+
+
+class Saved(Unsaved):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("features", self.features)
+
+
+@pytest.mark.parametrize(
+    "build, where",
+    [
+        (OnLoad, "head.weight, while loading"),
+        (OnFirstCall, "head.weight, at the first call"),
+        (Unsaved, "features, not in state_dict()"),
+    ],
+)
+def test_weights_that_do_not_arrive(subjects, build, where):
+    torch.manual_seed(0)
+    source, target, ids = build().eval(), build().eval(), torch.arange(8)[None]
+    source(ids)
+    target.load_state_dict(source.state_dict())
+    assert not torch.equal(source(ids), target(ids))
+    result = subjects.ask(build, "load_round_trip")
+    assert (result.status, result.where) == ("failed", where)
+
+
+@pytest.mark.parametrize("build", [Small, Saved, "rack", "gpt2", "x_decoder", "gru"])
+def test_weights_that_arrive(subjects, build):
+    result = subjects.ask(getattr(subjects, build) if isinstance(build, str) else build, "load_round_trip")
+    assert (result.status, result.value) == ("passed", 0.0)
+
+
+@pytest.mark.parametrize("check", ["initialized", "norm_gains", "symmetry"])
+def test_trained_weights_are_not_asked(subjects, check):
+    result = subjects.ask(ModelSpec.of(Small, trained=True), check)
+    assert (result.status, result.meaning) == ("not applicable", "the weights are trained")

@@ -177,3 +177,72 @@ def test_complex_weights_stay_complex(subjects):
             return self.head((self.tokens(ids) * self.turn).real)
 
     assert subjects.ask(Complex, "batch_invariance").status == "passed"
+
+
+def positionless_encoder(change=None, **declared):
+    class Encoder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+            self.inner = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+        def forward(self, x):
+            return self.inner(x if change is None else change(x))
+
+    spec = {"inputs": "vectors", "width": 16, "causal": False, "positionless": True}
+    return ModelSpec.of(Encoder, **spec | declared)
+
+
+@torch.no_grad()
+def disorder(spec):
+    """How far the reversed output is from that of the reversed input, over the spread."""
+    model, x = spec.create().eval().double(), spec.batch(2, spec.seq_len).double()
+    output = spec.logits(model, x)
+    gap = (output.flip(1) - spec.logits(model, x.flip(1))).abs().max()
+    return (gap / (output - output[:1, :1]).abs().max()).item()
+
+
+def test_order_that_does_not_matter(subjects):
+    assert disorder(positionless_encoder()) < 1e-12
+    result = subjects.ask(positionless_encoder(), "permutation_equivariance")
+    assert (result.status, result.limit) == ("passed", 1e-6)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x + torch.arange(x.shape[1]).to(x)[:, None] / 10,
+        lambda x: x + F.pad(x, (0, 0, 1, 0))[:, :-1],
+        lambda x: x.cumsum(dim=1),
+    ],
+)
+def test_order_that_matters(subjects, change):
+    assert disorder(positionless_encoder(change)) > 1e-3
+    result = subjects.ask(positionless_encoder(change), "permutation_equivariance")
+    assert result.status == "failed"
+    assert result.where in ("positions reversed", "positions shuffled")
+
+
+def test_order_that_only_a_shuffle_shows(subjects):
+    """Neighbours on both sides are the same in a reversed row."""
+
+    def change(x):
+        return x + F.pad(x, (0, 0, 1, 0))[:, :-1] + F.pad(x, (0, 0, 0, 1))[:, 1:]
+
+    assert disorder(positionless_encoder(change)) < 1e-12
+    result = subjects.ask(positionless_encoder(change), "permutation_equivariance")
+    assert (result.status, result.where) == ("failed", "positions shuffled")
+
+
+@pytest.mark.parametrize(
+    "declared, reason",
+    [
+        ({"positionless": False}, "needs the claim"),
+        ({"causal": True}, "itself an order"),
+        ({"seq_len": 1}, "at least 2 positions"),
+    ],
+)
+def test_order_that_cannot_be_asked_about(subjects, declared, reason):
+    result = subjects.ask(positionless_encoder(**declared), "permutation_equivariance")
+    assert result.status == "not applicable"
+    assert reason in result.meaning

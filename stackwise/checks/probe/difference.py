@@ -6,6 +6,7 @@ constant (a bias, columns at -1e9 for a padded vocabulary) would hide everything
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from stackwise.checks.subject import Subject
 
-__all__ = ["Finding", "absolute_difference", "hear", "relative_difference", "variation"]
+__all__ = [
+    "Finding",
+    "absolute_difference",
+    "hear",
+    "relative_difference",
+    "uses_less_than_float64",
+    "variation",
+]
 
 # Differences beyond this are no rounding, even where float64 does not show them: then a kernel or a
 # branch that only the model's own dtype takes is wrong.
@@ -81,14 +89,17 @@ def hear(
     except (RuntimeError, TypeError, ValueError):
         return Finding(value, limit, not value <= limit, dtype)
     exact_limit = _EXACT_SAME if same_shapes else _EXACT_OTHER
-    if exact_limit < exact <= _EXACT_OTHER and _uses_less_than_float64(twin, measure):
+    if value <= limit and not math.isfinite(exact) and uses_less_than_float64(twin, measure):
+        # The lowest float64 overflows in a softmax that stays float32: the twin is broken, not the model.
+        return Finding(value, limit, False, dtype)
+    if exact_limit < exact <= _EXACT_OTHER and uses_less_than_float64(twin, measure):
         exact_limit = _EXACT_OTHER
     if exact <= exact_limit and not value <= max(_GROSS, 64 * eps):
         return Finding(value, limit, True, dtype)
     return Finding(exact, exact_limit, not exact <= exact_limit, torch.float64)
 
 
-def _uses_less_than_float64(model: nn.Module, measure: Callable[[nn.Module], float]) -> bool:
+def uses_less_than_float64(model: nn.Module, measure: Callable[[nn.Module], float]) -> bool:
     """Whether parts of a float64 model compute in a narrower dtype, whose rounding remains."""
     watch = _Narrow()  # type: ignore[no-untyped-call]
     with watch:

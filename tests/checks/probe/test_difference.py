@@ -11,7 +11,13 @@ from hypothesis.extra import numpy as hnp
 from torch import nn
 
 from stackwise.checks import Subject
-from stackwise.checks.difference import Finding, absolute_difference, hear, relative_difference, variation
+from stackwise.checks.probe.difference import (
+    Finding,
+    absolute_difference,
+    hear,
+    relative_difference,
+    variation,
+)
 from stackwise.spec import ModelSpec
 
 NAN, INF = math.nan, math.inf
@@ -214,3 +220,21 @@ def test_a_leak_in_bfloat16_alone_is_a_leak():
         same_shapes=True,
     )
     assert (found.real, found.dtype) == (True, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "native, narrow, real", [(1e-7, True, False), (1e-3, True, True), (1e-7, False, True)]
+)
+@pytest.mark.parametrize("overflow", [INF, NAN])
+def test_an_overflow_of_the_twin_alone(native, narrow, real, overflow):
+    """A softmax that stays float32 cannot hold the lowest float64 of a mask."""
+
+    def measure(model):
+        if model.weight.dtype == torch.float64 and narrow:
+            model.weight.float().sum()
+        return overflow if model.weight.dtype == torch.float64 else native
+
+    found = hear(subject_of(), measure, same_shapes=False)
+    assert found.real is real
+    if not real:
+        assert (found.value, found.dtype) == (native, torch.float32)

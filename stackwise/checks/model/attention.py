@@ -1,0 +1,196 @@
+"""Attention: the softmax over keys, seen from outside as it runs.
+
+Whatever the model calls (softmax, scaled_dot_product_attention, nn.MultiheadAttention) ends in a matrix
+product of queries and keys and a softmax of (T, S) scores, which a dispatch mode sees.
+
+Shapes: N batch times heads, T queries, S keys, D head size.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from stackwise.checks.check import check
+from stackwise.checks.result import CheckResult
+from stackwise.checks.subject import Subject
+
+_LENGTH = 13  # that no head size or number of heads is likely to be
+_BATCH_SIZE = 8
+_MASKED = -1e3
+# Std of the scores that a key's content makes: of a sound fresh model it is 1 at most.
+SOFT, SATURATED = 2.0, 10.0
+
+
+@check
+def attention_axis(subject: Subject) -> CheckResult:
+    """Does each softmax of attention run over the keys?"""
+    seen = _watch(subject)
+    if not seen:
+        return subject.not_applicable(_NOT_SEEN)
+    wrong = [s for s in seen if s.axis != -1]
+    if wrong:
+        values = wrong[0].scores.softmax(wrong[0].axis)
+        off = (values.sum(dim=-1) - 1).abs().max().item()
+        return subject.failed(
+            off,
+            1e-5,
+            where=f"softmax {seen.index(wrong[0]) + 1} of {len(seen)}, over dimension {wrong[0].axis}",
+            meaning="The weights of a query do not add up to 1 over the keys: the softmax runs over another "
+            "dimension.",
+            advice="Look for dim=1, dim=-2 or dim=0 where dim=-1 is meant, and for scores as k @ q^T.",
+        )
+    return subject.passed(0.0, 1e-5, meaning=f"{len(seen)} softmaxes over keys.")
+
+
+@check
+def attention_scale(subject: Subject) -> CheckResult:
+    """Are scores divided by the root of the head size, or queries and keys normalised?"""
+    unit = _watch(subject, unit=1.0)
+    unit = [s for s in unit if s.axis == -1 and s.head_dim >= 4]
+    if not unit:
+        return subject.not_applicable(_NOT_SEEN)
+    spreads = [s.spread() for s in unit]
+    if not max(spreads) > 0:
+        return subject.not_applicable("needs scores that depend on the content of keys")
+    mildest = min((i for i, spread in enumerate(spreads) if spread > 0), key=lambda i: spreads[i])
+    value, D = spreads[mildest], unit[mildest].head_dim
+    limit = D**0.35
+    meaning = f"Queries and keys of unit variance and head size {D} give scores of std {value:.2f}; "
+    if value <= limit:
+        return subject.passed(value, limit, meaning=meaning + "1 is usual.")
+    if not _follows(subject):
+        return subject.passed(value, limit, meaning=meaning + "they do not grow with queries and keys.")
+    own = max((s.spread() for s in _watch(subject)), default=0.0)
+    meaning += f"sqrt({D}) = {math.sqrt(D):.2f} is what a missing scale gives. Now it is {own:.2f}."
+    advice = "Look for a missing 1 / sqrt(head size), a scale= that overrides it, and one that multiplies."
+    if subject.spec.trained or own <= 1.5:
+        return subject.warned(value, limit, meaning=meaning, advice=advice)
+    return subject.failed(value, limit, meaning=meaning, advice=advice)
+
+
+@check
+def attention_entropy(subject: Subject) -> CheckResult:
+    """Is attention soft in a fresh model: scores of moderate spread, rows of high entropy?"""
+    if subject.spec.trained:
+        return subject.not_applicable("the weights are trained")
+    seen = [s for s in _watch(subject) if s.axis == -1]
+    if not seen:
+        return subject.not_applicable(_NOT_SEEN)
+    spreads = [s.spread() for s in seen]
+    worst = max(range(len(seen)), key=lambda i: spreads[i])
+    entropy, largest = seen[worst].entropy(), seen[worst].largest()
+    value, where = spreads[worst], f"softmax {worst + 1} of {len(seen)}"
+    meaning = (
+        f"Std of scores {value:.2f}, largest score {largest:.1f}, mean entropy {entropy:.0%} of the uniform."
+    )
+    advice = (
+        "Look for weights of queries and keys, or an embedding without a norm, that start too large, and "
+        "for a missing 1 / sqrt(head size)."
+    )
+    if value > SATURATED and _follows(subject):
+        return subject.failed(value, SATURATED, where=where, meaning=meaning, advice=advice)
+    if value > SOFT:
+        return subject.warned(value, SOFT, where=where, meaning=meaning, advice=advice)
+    return subject.passed(value, SOFT, meaning=meaning)
+
+
+def _follows(subject: Subject) -> bool:
+    """Whether scores grow with queries and keys, which those of normalised ones do not."""
+    one, two = (
+        min((s.spread() for s in _watch(subject, unit=unit) if s.spread() > 0), default=0.0)
+        for unit in (1.0, 2.0)
+    )
+    return two > 2 * one > 0
+
+
+_NOT_SEEN = "no softmax over (positions, positions) was seen"
+
+
+@dataclass(frozen=True)
+class _Scores:
+    """What went into one softmax of attention.
+
+    Attributes:
+        scores: (..., T, S), masked ones at -inf or a large negative constant.
+        axis: of the softmax, from the end.
+        head_dim: D of the product that made them; 0: unknown.
+    """
+
+    scores: Tensor
+    axis: int
+    head_dim: int
+
+    def spread(self) -> float:
+        """The std over rows of the batch, for each head, query and visible key: biases do not count."""
+        by_row = self.scores.double().reshape(_BATCH_SIZE, -1, *self.scores.shape[-2:])
+        visible = (by_row > _MASKED).all(dim=0) & by_row.isfinite().all(dim=0)
+        if not visible.any():
+            return 0.0
+        return by_row.var(dim=0)[visible].mean().sqrt().item()
+
+    def largest(self) -> float:
+        """Of the visible scores."""
+        scores = self.scores.double()
+        return scores[scores.isfinite() & (scores > _MASKED)].abs().max().item()
+
+    def entropy(self) -> float:
+        """Mean entropy of rows with at least two visible keys, over that of uniform attention."""
+        visible = (self.scores > _MASKED).sum(dim=-1)
+        weights = self.scores.double().softmax(dim=-1)
+        entropy = -(weights * weights.clamp(min=1e-300).log()).sum(dim=-1)
+        several = visible > 1
+        return (entropy[several] / visible[several].double().log()).mean().item() if several.any() else 1.0
+
+
+def _watch(subject: Subject, unit: float | None = None) -> list[_Scores]:
+    """Every softmax of attention in one call, in order.
+
+    Args:
+        subject: the model.
+        unit: give the result of each product with a weight this RMS, so that queries and keys have it.
+    """
+    T = min(_LENGTH, subject.spec.max_length or _LENGTH)
+    for length in dict.fromkeys((T, subject.seq_len)):
+        model = subject.model(fill_zeros=True)
+        mode = _Watch(length, unit)
+        try:
+            # With gradients on, torch's layers do not take their fused path, which shows nothing.
+            with torch.enable_grad(), subject.fixed_randomness(), sdpa_kernel([SDPBackend.MATH]), mode:
+                subject.spec.logits(model, subject.inputs(_BATCH_SIZE, length))
+        except (RuntimeError, ValueError, TypeError):
+            continue
+        return [s for s in mode.seen if s.scores.numel() % (_BATCH_SIZE * s.scores[0, 0].numel()) == 0]
+    return []
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, length: int, unit: float | None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.length, self.unit = length, unit
+        self.head_dim = 0
+        self.seen: list[_Scores] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = function(*args, **(kwargs or {}))
+        name, T = function.overloadpacket.__name__, self.length
+        if name in ("mm", "addmm") and self.unit is not None and output.is_floating_point():
+            if name == "addmm":
+                output.sub_(args[0])  # the content alone is to be of that size, not a bias
+            size = output.double().square().mean().sqrt().item()
+            if math.isfinite(size) and size > 0:
+                output.mul_(self.unit / size)
+        elif name in ("bmm", "baddbmm") and output.shape[-2:] == (T, T):
+            self.head_dim = args[0 if name == "bmm" else 1].shape[-1]
+        elif name in ("_softmax", "_safe_softmax"):
+            scores, axis = args[0], args[1]
+            if scores.ndim >= 3 and scores.shape[-2] == T and scores.shape[-1] >= T:
+                axis = axis - scores.ndim if axis >= 0 else axis
+                self.seen.append(_Scores(scores.detach().clone(), axis, self.head_dim))
+        return output

@@ -1,0 +1,187 @@
+"""Auxiliary loss: what balances routers reaches them, and counts real tokens alone."""
+
+from __future__ import annotations
+
+import math
+from contextlib import suppress
+
+import torch
+from torch import Tensor, nn
+
+from stackwise.checks.check import check
+from stackwise.checks.probe.loss_formula import expected_shift, labelled_loss, mean_cross_entropy
+from stackwise.checks.result import CheckResult
+from stackwise.checks.subject import Subject
+
+_NEEDED = "needs auxiliary_loss"
+# Routers' losses are computed in float32 by many models, whatever the dtype of their weights.
+_ROUNDING = 1e-5
+
+
+@check
+def auxiliary_value(subject: Subject) -> CheckResult:
+    """Is the auxiliary loss finite and not negative, in eval and in train mode?"""
+    if subject.spec.auxiliary_loss is None:
+        return subject.not_applicable(_NEEDED)
+    inputs, values = subject.inputs(2), []
+    for mode in ("eval", "train"):
+        value = _auxiliary(subject, subject.model(train=mode == "train"), inputs, None).item()
+        if not math.isfinite(value):
+            return subject.failed(
+                value,
+                where=f"{mode} mode",
+                meaning="The auxiliary loss is not finite.",
+                advice="Look for a log of 0, an expert that no token chose, and a softmax in half precision.",
+            )
+        values.append(value)
+    if min(values) < 0:
+        return subject.warned(
+            min(values),
+            0.0,
+            meaning="The auxiliary loss is negative.",
+            advice="Right for an entropy that is to grow; a load-balancing or z-loss is never negative.",
+        )
+    return subject.passed(max(values))
+
+
+@check
+def auxiliary_gradient(subject: Subject) -> CheckResult:
+    """Does the auxiliary loss reach any weight?"""
+    if subject.spec.auxiliary_loss is None:
+        return subject.not_applicable(_NEEDED)
+    model = subject.model(train=True, fill_zeros=subject.starts_at_zero)
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not named:
+        return subject.not_applicable("no parameter is trainable")
+    with torch.enable_grad():
+        loss = _auxiliary(subject, model, subject.inputs(2), None)
+    gradients: dict[str, Tensor] = {}
+    if loss.requires_grad:
+        found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+        gradients = {name: g for name, g in zip(named, found, strict=True) if g is not None}
+    if not gradients:
+        return subject.failed(
+            0.0,
+            meaning="No weight gets a gradient from the auxiliary loss: it balances nothing.",
+            advice="Look for detach(), no_grad() or counts of chosen experts (topk, argmax) in place of the "
+            "router's probabilities.",
+        )
+    bad = [name for name, g in gradients.items() if not g.isfinite().all()]
+    if bad:
+        return subject.failed(
+            where=", ".join(bad[:3]),
+            meaning=f"{len(bad)} gradients of the auxiliary loss are not finite.",
+            advice="Look for a log or division at 0 in the router's probabilities.",
+        )
+    largest = max(g.abs().max().item() for g in gradients.values())
+    if largest <= 1e-7 * max(1.0, abs(loss.item())):
+        return subject.warned(
+            largest,
+            meaning="The gradients of the auxiliary loss are 0.",
+            advice="Right where every token goes to every expert; else look for counts, not probabilities.",
+        )
+    return subject.passed(largest, meaning=f"{len(gradients)} of {len(named)} parameters get a gradient.")
+
+
+@check
+def auxiliary_padding(subject: Subject) -> CheckResult:
+    """Does the auxiliary loss leave padding out, whatever is in it and however much there is?"""
+    spec = subject.spec
+    if spec.auxiliary_loss is None:
+        return subject.not_applicable(_NEEDED)
+    if spec.inputs != "tokens" or subject.seq_len < 6:
+        return subject.not_applicable("needs token ids and at least 6 positions")
+    T = subject.seq_len
+    length = max(4, T // 2)
+    inputs, others = subject.inputs(2), subject.inputs(2, shift=1)
+    keep = torch.zeros_like(inputs, dtype=torch.bool)
+    keep[0, :length] = True
+    keep[1, : length - 2] = True
+    poisoned = torch.where(keep, inputs, others)
+    cases = {
+        "other padding": (poisoned[:, :length], keep[:, :length]),
+        "more padding": (inputs, keep),
+    }
+
+    def gap(model: nn.Module) -> tuple[float, str]:
+        base = _auxiliary(subject, model, inputs[:, :length], keep[:, :length]).double()
+        gaps = {
+            name: float(
+                (_auxiliary(subject, model, *case).double() - base).abs() / base.abs().clamp(min=1e-6)
+            )
+            for name, case in cases.items()
+        }
+        worst = max(gaps, key=lambda name: gaps[name])
+        return gaps[worst], worst
+
+    fill_zeros = subject.starts_at_zero
+    with torch.no_grad():
+        try:
+            value, where = gap(subject.model(fill_zeros=fill_zeros))
+        except TypeError as error:
+            return subject.not_applicable(f"takes no mask: {error}")
+        with suppress(RuntimeError, TypeError, ValueError):
+            value, where = gap(subject.model(dtype=torch.float64, fill_zeros=fill_zeros))
+    if value <= _ROUNDING:
+        return subject.passed(value, _ROUNDING)
+    return subject.failed(
+        value,
+        _ROUNDING,
+        where=where,
+        meaning="The auxiliary loss changes with the padding of a batch.",
+        advice="Leave masked positions out of both the counts and the mean probabilities of the router, and "
+        "hand the mask on to it.",
+    )
+
+
+@check
+def auxiliary_in_loss(subject: Subject) -> CheckResult:
+    """Does the model's own loss contain the auxiliary loss?"""
+    spec = subject.spec
+    if spec.auxiliary_loss is None:
+        return subject.not_applicable(_NEEDED)
+    if spec.labelled_loss is None:
+        return subject.not_applicable("needs labelled_loss")
+    if spec.inputs != "tokens" or subject.seq_len < 2:
+        return subject.not_applicable("needs token ids and at least 2 positions")
+    inputs = subject.inputs(2)
+    model = subject.model(train=True, fill_zeros=subject.starts_at_zero)
+    value, logits = labelled_loss(subject, model, inputs, inputs)
+    if logits is None or logits.shape[:2] != inputs.shape:
+        return subject.not_applicable("the call with labels shows no logits to compare with")
+    with torch.no_grad():
+        auxiliary = _auxiliary(subject, model, inputs, None).item()
+    added = value - mean_cross_entropy(logits, inputs, expected_shift(subject))
+    noise = _ROUNDING * max(1.0, abs(value))
+    if abs(added) > noise or abs(auxiliary) <= noise:
+        return subject.passed(
+            added, meaning=f"The loss adds {added:.3g}; the auxiliary loss is {auxiliary:.3g}."
+        )
+    meaning = f"The auxiliary loss is {auxiliary:.3g}, and the model's own loss is its cross-entropy alone."
+    if _asks_for_it(model):
+        return subject.failed(
+            added,
+            noise,
+            meaning=meaning + " The configuration asks for it (output_router_logits=True).",
+            advice="Add it wherever the model trains, not only where the caller asks for router logits.",
+        )
+    return subject.warned(
+        added,
+        noise,
+        meaning=meaning,
+        advice="Set output_router_logits=True in the configuration where the loss is to have it, or add it "
+        "in the training step.",
+    )
+
+
+def _asks_for_it(model: nn.Module) -> bool:
+    """Whether the model's configuration says that router logits are part of training."""
+    config = getattr(model, "config", None)
+    coefficient = getattr(config, "router_aux_loss_coef", 1.0)
+    return getattr(config, "output_router_logits", False) is True and bool(coefficient)
+
+
+def _auxiliary(subject: Subject, model: nn.Module, inputs: Tensor, keep: Tensor | None) -> Tensor:
+    assert subject.spec.auxiliary_loss is not None
+    with subject.fixed_randomness():
+        return subject.spec.auxiliary_loss(model, inputs.clone(), keep)

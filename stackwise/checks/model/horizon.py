@@ -1,0 +1,254 @@
+"""Horizon: a sliding window reaches as far as it says, and no farther.
+
+Shapes: R rows, T positions, C width.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from stackwise.checks.check import check
+from stackwise.checks.probe.difference import absolute_difference
+from stackwise.checks.result import CheckResult
+from stackwise.checks.subject import Subject
+
+_LONGEST = 1024  # T
+Measured = TypeVar("Measured")
+_ZERO = {torch.float64: 1e-9, torch.float32: 1e-5}  # an influence below this part of the largest is rounding
+
+_ADVICE = (
+    "Look for < where <= is meant (a window of W sees W positions, its own included), for a mask that the "
+    "attention backend never gets, for W // 2 on one side of two, and for a window per layer type."
+)
+
+
+@dataclass(frozen=True)
+class _Reach:
+    """How many positions a layer sees before its own, and after it."""
+
+    before: int
+    after: int
+
+    def __str__(self) -> str:
+        return f"{self.before} before and {self.after} after its own"
+
+
+@check
+def horizon(subject: Subject) -> CheckResult:
+    """Does each layer read exactly as many positions as its window says?"""
+    window: Any = subject.spec.window
+    if window is None:
+        return subject.not_applicable("needs the claim window=, how many positions each layer sees")
+    if isinstance(window, int):
+        claimed = _Reach(window - 1, 0 if subject.spec.causal else window - 1)
+    else:
+        claimed = _Reach(*window)
+    widest = max(claimed.before, claimed.after)
+    limit = min(subject.spec.max_length or _LONGEST, _LONGEST)
+    if widest + 3 > limit:
+        return subject.not_applicable(
+            f"needs a window that ends within {limit} positions; this one reaches {widest}"
+        )
+    # Far enough to tell three windows in one layer from no window at all.
+    T = min(limit, 3 * widest + 6 if claimed.after == 0 else 2 * (3 * widest + 4) + 1)
+    token = 1 if claimed.after == 0 else T // 2
+    layers = _layers(subject)
+    found = _by_layer(subject, layers, T, token) if layers else {}
+    reading = {name: reach for name, reach in found.items() if reach != _Reach(0, 0)}
+    if reading:
+        return _judge_layers(subject, reading, claimed, T - 1 - token)
+    return _judge_whole(subject, claimed, limit)
+
+
+def _judge_layers(subject: Subject, reading: dict[str, _Reach], claimed: _Reach, room: int) -> CheckResult:
+    """Each layer that holds no other layer that reads; the others are made of these."""
+    inner = {
+        name: reach
+        for name, reach in reading.items()
+        if not any(other.startswith(name + ".") for other in reading)
+    }
+    wanted = float(claimed.before + claimed.after + 1)
+    for name, reach in inner.items():
+        if reach != claimed:
+            value = float(reach.before + reach.after + 1)
+            times = _times(reach, claimed)
+            text = {
+                "where": name,
+                "meaning": f"One layer reads {reach}; its window says {claimed}.",
+                "advice": _ADVICE,
+            }
+            if max(reach.before, reach.after) >= room:
+                text["meaning"] = f"One layer reads all positions there are; its window says {claimed}."
+            elif times > 1:
+                text["meaning"] += f" That is right where {times} windows follow each other in it."
+                return subject.warned(value, wanted, **text)
+            return subject.failed(value, wanted, **text)
+    return subject.passed(wanted, wanted, meaning=f"{len(inner)} layers, one by one")
+
+
+def _judge_whole(subject: Subject, claimed: _Reach, limit: int) -> CheckResult:
+    """All layers at once: n windows reach n times as far."""
+    depths = {len(m) for m in subject.model().modules() if isinstance(m, nn.ModuleList | nn.Sequential)}
+    widest, side = max(claimed.before, claimed.after), 1 if claimed.after == 0 else 2
+    deepest = max(depths, default=4)
+    T = min(limit, side * (deepest * widest + widest + 3) + 1)
+    token = 1 if side == 1 else T // 2
+    room = T - 1 - token
+    reach = _whole_reach(subject, T, token)
+    value, wanted = float(reach.before + reach.after), float(claimed.before + claimed.after)
+    times = _times(reach, claimed)
+    text = {
+        "where": f"{times or 'no whole number of'} windows",
+        "meaning": f"The whole reads {reach}; one window says {claimed}.",
+        "advice": _ADVICE,
+    }
+    if reach == _Reach(0, 0) and widest > 0:
+        return subject.failed(value, wanted, **text)
+    if times in depths or reach == claimed == _Reach(0, 0):
+        return subject.passed(value, wanted, **text)
+    if max(reach.before, reach.after) >= room and not (depths and deepest * widest < room):
+        return subject.not_applicable(
+            f"needs layers that can be asked one by one, or more than {T} positions: the whole reads them all"
+        )
+    if times and max(reach.before, reach.after) < room:
+        return (subject.warned if depths else subject.passed)(value, wanted, **text)
+    return subject.failed(value, wanted, **text)
+
+
+def _times(reach: _Reach, claimed: _Reach) -> int:
+    """How many claimed windows, one after the other, reach as far; 0: no number of them does."""
+    pairs = [(reach.before, claimed.before), (reach.after, claimed.after)]
+    if any(bool(far) != bool(one) for far, one in pairs):
+        return 0
+    times = {far // one if far % one == 0 else 0 for far, one in pairs if one}
+    return times.pop() if len(times) == 1 else 0 if times else 1
+
+
+def _layers(subject: Subject) -> list[str]:
+    """Members of ModuleLists that are called once, with hidden states (R, T, C) first, and return such."""
+    model, inputs = subject.model(), subject.inputs(2)
+    calls: Counter[str] = Counter()
+    fit: dict[str, bool] = {}
+    handles = []
+
+    def watch(name: str, module: nn.Module) -> None:
+        def seen(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            calls[name] += 1
+            hidden, result = _hidden(args, kwargs), _first(output)
+            shape = (*inputs.shape[:2],)
+            fit[name] = all(
+                h is not None and h.ndim == 3 and h.shape[:2] == shape and h.is_floating_point()
+                for h in (hidden, result)
+            )
+
+        handles.append(module.register_forward_hook(seen, with_kwargs=True))
+
+    for name, module in _members(model):
+        watch(name, module)
+    subject.logits(model, inputs)
+    for handle in handles:
+        handle.remove()
+    return [name for name, times in calls.items() if times == 1 and fit[name]]
+
+
+def _members(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList):
+            yield from ((f"{name}.{i}".lstrip("."), member) for i, member in enumerate(module))
+
+
+def _hidden(args: Any, kwargs: Any) -> Tensor | None:
+    for candidate in (*args[:1], kwargs.get("hidden_states"), kwargs.get("x")):
+        if isinstance(candidate, Tensor):
+            return candidate
+    return None
+
+
+def _first(output: Any) -> Tensor | None:
+    if isinstance(output, tuple | list) and output:
+        output = output[0]
+    return output if isinstance(output, Tensor) else None
+
+
+def _by_layer(subject: Subject, layers: list[str], T: int, token: int) -> dict[str, _Reach]:
+    """How far each layer reads: row i of one pass has one position changed where layer i begins."""
+
+    def measure(model: nn.Module) -> dict[str, _Reach]:
+        modules = dict(model.named_modules())
+        found: dict[str, _Reach] = {}
+        handles = []
+
+        def listen(row: int, name: str) -> None:
+            def change(_: nn.Module, args: Any, kwargs: Any) -> Any:
+                hidden = _hidden(args, kwargs)
+                assert hidden is not None
+                changed = hidden.clone()
+                generator = torch.Generator().manual_seed(subject.seed + row)
+                noise = torch.randn(changed.shape[-1], generator=generator).to(changed)
+                changed[row, token] += noise * hidden.std().clamp(min=1e-3)
+                if args and args[0] is hidden:
+                    return (changed, *args[1:]), kwargs
+                return args, {k: changed if v is hidden else v for k, v in kwargs.items()}
+
+            def compare(_: nn.Module, _args: Any, output: Any) -> None:
+                result = _first(output)
+                assert result is not None
+                # The row before any change at this layer: its hidden states are those of the last row.
+                found[name] = _reach_of(absolute_difference(result[row], result[-1]).amax(-1), token, result)
+
+            handles.append(modules[name].register_forward_pre_hook(change, with_kwargs=True))
+            handles.append(modules[name].register_forward_hook(compare))
+
+        for row, name in enumerate(layers):
+            listen(row, name)
+        inputs = subject.inputs(1, T).repeat_interleave(len(layers) + 1, dim=0)
+        try:
+            subject.logits(model, inputs)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return found
+
+    return _exactly(subject, measure)
+
+
+def _whole_reach(subject: Subject, T: int, token: int) -> _Reach:
+    """How far a changed input is seen in the output."""
+    one, other = subject.inputs(1, T), subject.inputs(1, T, shift=1)
+    if subject.spec.inputs == "tokens" and torch.equal(one[:, token], other[:, token]):
+        other = (other + 1) % subject.spec.width
+    changed = one.clone()
+    changed[:, token] = other[:, token]
+
+    def measure(model: nn.Module) -> _Reach:
+        before, after = (subject.logits(model, inputs) for inputs in (one, changed))
+        return _reach_of(absolute_difference(before, after)[0].amax(-1), token, before)
+
+    return _exactly(subject, measure)
+
+
+def _exactly(subject: Subject, measure: Callable[[nn.Module], Measured]) -> Measured:
+    """In float64, where rounding is far from any influence; else in the model's own dtype."""
+    fill_zeros = subject.starts_at_zero
+    try:
+        return measure(subject.model(dtype=torch.float64, fill_zeros=fill_zeros))
+    except (RuntimeError, TypeError, ValueError):
+        return measure(subject.model(fill_zeros=fill_zeros))
+
+
+def _reach_of(influence: Tensor, token: int, output: Tensor) -> _Reach:
+    """From how strongly each output position (T,) is moved by one input: who sees it, on both sides.
+
+    A position that sees one that is d before it is d after that one.
+    """
+    seen = influence > _ZERO.get(output.dtype, 1e-2) * influence.max()
+    places = seen.nonzero().flatten()
+    if not len(places):
+        return _Reach(0, 0)
+    return _Reach(max(0, int(places.max()) - token), max(0, token - int(places.min())))

@@ -1,0 +1,321 @@
+"""Loss: the model's own loss is the mean cross-entropy of the next token, and of nothing else.
+
+Each check reads one side of the formula that `read_loss_formula` finds.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+
+import torch
+
+from stackwise.checks.check import check
+from stackwise.checks.probe.difference import relative_difference
+from stackwise.checks.probe.loss_formula import (
+    IGNORED,
+    LossFormula,
+    RefusedLabelsError,
+    UnreadableLossError,
+    expected_shift,
+    labelled_loss,
+    read_loss_formula,
+)
+from stackwise.checks.result import CheckResult
+from stackwise.checks.subject import Subject
+
+_UNKNOWN = "the loss fits no known formula: see loss_formula"
+_REFUSED = "the loss refuses ignored labels: see ignored_labels"
+
+
+def _read(subject: Subject) -> LossFormula | CheckResult:
+    """The formula, or why the question cannot be asked."""
+    try:
+        return read_loss_formula(subject)
+    except UnreadableLossError as reason:
+        return subject.not_applicable(str(reason))
+    except RefusedLabelsError:
+        return subject.not_applicable(_REFUSED)
+
+
+@check
+def label_shift(subject: Subject) -> CheckResult:
+    """Is each label scored by the output of the position before it (its own, if the model is not causal)?"""
+    found = _read(subject)
+    if isinstance(found, CheckResult):
+        return found
+    if not found.known:
+        return subject.not_applicable(_UNKNOWN)
+    wanted = expected_shift(subject)
+    distance = abs(found.shift - wanted)
+    if distance == 0:
+        return subject.passed(0.0, 0.0)
+    where = (
+        f"label t is scored by the output at t{-found.shift:+d}"
+        if found.shift
+        else "label t is scored by the output at t"
+    )
+    if found.shift == 0 and _decodes_for_an_encoder(subject):
+        return subject.warned(
+            distance,
+            0.0,
+            where=where,
+            meaning="Labels are not shifted, as in the decoder of an encoder-decoder, whose caller shifts.",
+            advice="Hand it labels that are shifted already, or declare a labelled_loss that shifts.",
+        )
+    if found.shift == 0 and _sees_ahead(subject):
+        return subject.warned(
+            distance,
+            0.0,
+            where=where,
+            meaning="Labels are not shifted, and the model is not causal, as it is said to be.",
+            advice="Declare causal=False if this is meant; else see causality.",
+        )
+    if found.shift == 1:
+        return subject.warned(
+            distance,
+            0.0,
+            where=where,
+            meaning="The next token is predicted by a model that is not causal: it may read its own label.",
+            advice="Right for prefixes that see no label; else make the model causal.",
+        )
+    meaning = {
+        0: "Each position is to predict the token that it has just read: the loss falls to 0 by copying.",
+        2: "Labels are shifted twice: each position is to predict the token after the next.",
+        -1: "The logits are shifted instead of the labels: each position is to predict the token before it.",
+    }[found.shift]
+    return subject.failed(
+        distance,
+        0.0,
+        where=where,
+        meaning=meaning,
+        advice="Compare logits[:, :-1] with labels[:, 1:], once: the data or the loss shifts, not both.",
+    )
+
+
+def _decodes_for_an_encoder(subject: Subject) -> bool:
+    """Whether weights are left over that only an encoder's output would reach."""
+    model = subject.model()
+    takes = inspect.signature(model.forward).parameters
+    if not {"encoder_hidden_states", "encoder_outputs"} & takes.keys():
+        return False
+    used = [p for p in model.parameters() if p.requires_grad]
+    with torch.enable_grad(), subject.fixed_randomness():
+        output = subject.spec.logits(model, subject.inputs(1))
+    reached = torch.autograd.grad(output.sum(), used, allow_unused=True)
+    return any(g is None for g in reached)
+
+
+def _sees_ahead(subject: Subject) -> bool:
+    """Whether the last token changes an earlier output."""
+    model, inputs = subject.model(), subject.inputs(1)
+    changed = inputs.clone()
+    changed[:, -1] = (inputs[:, -1] + 1) % subject.spec.width
+    before, after = subject.logits(model, inputs)[:, :-1], subject.logits(model, changed)[:, :-1]
+    return bool(relative_difference(before, after).max() > 1e-3)
+
+
+@check
+def loss_reduction(subject: Subject) -> CheckResult:
+    """Is the loss the mean over the labels that are not ignored?"""
+    found = _read(subject)
+    if isinstance(found, CheckResult):
+        return found
+    if not found.known:
+        return subject.not_applicable(_UNKNOWN)
+    ratio = found.value / found.expected if found.exact and found.expected else found.scale
+    if found.reduction in ("mean", "targets"):
+        return subject.passed(0.0, 0.0)
+    if found.reduction == "row means":
+        return subject.warned(
+            meaning="Each row's mean counts the same, so that targets of short rows weigh more.",
+            advice="Right if meant; else divide the sum over the batch by the number of its targets.",
+        )
+    if found.reduction == "scaled":
+        return subject.warned(
+            found.scale,
+            1.0,
+            meaning=f"A target weighs {found.scale:.4g} times what it does in a mean.",
+            advice="Right for label smoothing, or a factor that is meant; else look at the divisor.",
+        )
+    meaning = {
+        "sum": "The loss is a sum over targets: it grows with the batch, and gradients with it.",
+        "rows": "The loss is a sum over positions divided by rows: it grows with the length.",
+        "all": "The sum is divided by all positions, ignored ones too: it shrinks with padding.",
+        "all shifted": "The sum is divided by all predictions, ignored ones too: it shrinks with padding.",
+        "unshifted": "The sum is divided by the labels before the shift, of which the first is no target.",
+    }[found.reduction]
+    return subject.failed(
+        ratio,
+        1.0,
+        where=f"divided by {_DIVISORS[found.reduction]}",
+        meaning=meaning,
+        advice="Divide by (labels[:, 1:] != -100).sum(), or leave it to cross_entropy(reduction='mean').",
+    )
+
+
+_DIVISORS = {
+    "sum": "1",
+    "rows": "the number of rows",
+    "all": "rows * positions",
+    "all shifted": "rows * (positions - 1)",
+    "unshifted": "the number of labels before the shift",
+}
+
+
+@check
+def ignored_labels(subject: Subject) -> CheckResult:
+    """Do labels of -100 have no influence, and all others theirs?"""
+    try:
+        found = read_loss_formula(subject)
+    except UnreadableLossError as reason:
+        return subject.not_applicable(str(reason))
+    except RefusedLabelsError as refusal:
+        return subject.failed(
+            where=f"labels of {IGNORED}",
+            meaning=f"Labels of {IGNORED} raise: {refusal}",
+            advice=f"Pass ignore_index={IGNORED} to cross_entropy, or mask the loss.",
+        )
+    if not found.known:
+        return subject.not_applicable(_UNKNOWN)
+    if found.ignored == "skipped":
+        return subject.passed(0.0, 0.0)
+    meaning = {
+        "as token 0": "Ignored labels are scored as token 0: the model learns to predict it on padding.",
+        "token 0 too": "Token 0 is ignored as if it were padding: the model never learns it.",
+        "smoothed": "Label smoothing takes in the positions of ignored labels.",
+    }[found.ignored]
+    return subject.failed(
+        found.value,
+        found.expected,
+        where=f"labels of {IGNORED}" if found.ignored != "token 0 too" else "labels of 0",
+        meaning=meaning,
+        advice=f"Mask by labels == {IGNORED} (not by clamp, 0 or the padding id) before anything is summed; "
+        "where a mask is (N,) and a loss (N, 1), their product is (N, N).",
+    )
+
+
+@check
+def loss_formula(subject: Subject) -> CheckResult:
+    """Is the loss the cross-entropy of the model's own logits, computed in float32 or better?"""
+    found = _read(subject)
+    if isinstance(found, CheckResult):
+        return found
+    gap = abs(found.value - found.expected)
+    limit = 1e-4 * max(1.0, abs(found.expected))
+    numbers = f"The loss is {found.value:.6g}; the mean cross-entropy of the logits is {found.expected:.6g}."
+    if not math.isfinite(found.value) and math.isfinite(found.expected):
+        return subject.failed(
+            found.value,
+            meaning=numbers,
+            advice="Look for log of a probability that is 0, and for 0 * inf where labels are masked.",
+        )
+    if found.narrow:
+        return subject.failed(
+            gap,
+            limit,
+            where=found.narrow,
+            meaning=f"Every value of the loss is rounded to {found.narrow}, whatever the model's dtype.",
+            advice="Widen the logits to float32 before cross_entropy; a small gain is below the rounding.",
+        )
+    if found.kind != "cross-entropy":
+        meaning, advice = {
+            "softmax twice": (
+                "The softmax is taken twice: the loss cannot fall near 0, and gradients all but vanish.",
+                "Hand cross_entropy the logits themselves; it takes the softmax.",
+            ),
+            "probabilities": (
+                "The loss is minus the probability: there is no log.",
+                "Take log_softmax before nll_loss, not softmax.",
+            ),
+            "raw logits": (
+                "The loss is minus the logit: nothing normalises it, and it falls without end.",
+                "Take log_softmax before nll_loss, or use cross_entropy.",
+            ),
+        }[found.kind]
+        return subject.failed(gap, limit, meaning=f"{meaning} {numbers}", advice=advice)
+    if not found.known:
+        return subject.warned(
+            gap,
+            limit,
+            meaning=f"{numbers} No known formula explains the difference.",
+            advice="Right for an objective of its own; else compare with cross_entropy term by term.",
+        )
+    if not found.exact:
+        if abs(found.scale - 1) < 2e-3 or found.reduction != "scaled":
+            what = f"Besides the cross-entropy it has {found.addition:.4g} that depends on no label."
+        else:
+            what = f"A label weighs {found.scale:.4g} of what it does in a cross-entropy."
+        return subject.warned(
+            gap,
+            limit,
+            meaning=f"{numbers} {what}",
+            advice="Right for a z-loss, a router's loss or label smoothing that is meant.",
+        )
+    return _in_its_own_dtype(subject)
+
+
+def _in_its_own_dtype(subject: Subject) -> CheckResult:
+    """Of a formula that is right: a warning where the model's own dtype leaves too few digits."""
+    model = subject.model()
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    if dtypes & {torch.bfloat16, torch.float16}:
+        inputs = subject.inputs(2)
+        spec = subject.spec
+        assert spec.labelled_loss is not None
+        with torch.no_grad(), subject.fixed_randomness():
+            dtype = spec.labelled_loss(model, inputs, inputs).dtype
+        if dtype in (torch.bfloat16, torch.float16):
+            return subject.warned(
+                torch.finfo(dtype).eps,
+                torch.finfo(torch.float32).eps,
+                meaning=f"The loss comes in {str(dtype).removeprefix('torch.')}: 2 to 3 digits.",
+                advice="Widen the logits to float32 before cross_entropy.",
+            )
+    return subject.passed(0.0, 1e-4)
+
+
+@check
+def empty_loss(subject: Subject) -> CheckResult:
+    """Are the loss and its gradients finite where every label of a batch, or of one row, is ignored?"""
+    spec = subject.spec
+    if spec.labelled_loss is None:
+        return subject.not_applicable("needs labelled_loss")
+    if spec.inputs != "tokens":
+        return subject.not_applicable("needs token ids and logits over a vocabulary")
+    model = subject.model(train=True)
+    inputs = subject.inputs(2)
+    full, _ = labelled_loss(subject, model, inputs, inputs)
+    if not math.isfinite(full):
+        return subject.not_applicable("the loss is not finite with every label either: see loss_formula")
+    nothing = torch.full_like(inputs, IGNORED)
+    one_row = nothing.clone()
+    one_row[0] = inputs[0]
+    for labels, where in ((one_row, "one row without targets"), (nothing, "a batch without targets")):
+        model.zero_grad()
+        try:
+            with torch.enable_grad(), subject.fixed_randomness():
+                loss = spec.labelled_loss(model, inputs, labels)
+                if loss.requires_grad:
+                    loss.backward()  # type: ignore[no-untyped-call]
+        except (IndexError, RuntimeError, ValueError) as error:
+            return subject.warned(
+                where=where,
+                meaning=f"It raises {type(error).__name__}: {' '.join(str(error).split())[:120]}",
+                advice="Return 0 where nothing is to be predicted, and let the step go on.",
+            )
+        bad = [n for n, p in model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
+        if bad or (labels is one_row and not loss.isfinite()):
+            return subject.failed(
+                loss.item(),
+                where=f"{where}; {len(bad)} gradients, first {bad[0]}" if bad else where,
+                meaning="0 / 0: one such batch makes "
+                + ("every weight that it reaches NaN." if bad else "the loss NaN."),
+                advice="Divide by the number of targets clamped to 1, over the batch and not by row.",
+            )
+    if not loss.isfinite():
+        # As torch's own mean over no targets. The weights are safe; a mean over losses is not.
+        return subject.passed(
+            where=where, meaning="The loss is NaN where nothing is to be predicted; every gradient is finite."
+        )
+    return subject.passed(loss.item())

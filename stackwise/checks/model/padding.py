@@ -1,0 +1,365 @@
+"""Padding: rows of different lengths in one batch compute what they compute alone.
+
+Shapes: B batch, T positions, N real positions of the batch, V outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from stackwise.capability import masked_with_positions
+from stackwise.checks.check import check
+from stackwise.checks.probe.call import has_fixed_state, leaves_state, masked, real_inputs, reason_of
+from stackwise.checks.probe.difference import hear, relative_difference
+from stackwise.checks.result import CheckResult
+from stackwise.checks.subject import Subject
+from stackwise.inference import cast, logits_of
+
+_LENGTH = 12
+_CANNOT = (RuntimeError, TypeError, ValueError, NotImplementedError)
+
+_ADVICE_READ = (
+    "Look for a mask that is not passed on to attention, that another mask (causal, window) replaces, whose "
+    "True and False are swapped, or that only one mode or one backend applies; and for a mean, a norm or a "
+    "convolution over all positions."
+)
+_ADVICE_AMOUNT = {
+    "left": "Count positions from each row's first real token (cumsum of the mask), not from the "
+    "first column.",
+    "right": "Look for positions counted from the end, for scales and means that take in the whole length, "
+    "and for a last token taken at index -1.",
+}
+_ADVICE_EMPTY = (
+    "A query that may look at nothing has a softmax over nothing. Let padded queries see themselves, or use "
+    "a large finite number that is added once: two of the lowest numbers add up to -inf."
+)
+
+
+@dataclass(frozen=True)
+class _Ragged:
+    """Rows of different lengths, padded on one side to T.
+
+    Attributes:
+        rows: the real inputs of each, (1, length, ...).
+        side: where padding is.
+        length: T.
+    """
+
+    rows: tuple[Tensor, ...]
+    side: str
+    length: int
+
+    @cached_property
+    def keep(self) -> Tensor:
+        """(B, T), true at real positions."""
+        places = torch.arange(self.length, device=self.rows[0].device)
+        lengths = torch.tensor([row.shape[1] for row in self.rows], device=places.device)[:, None]
+        return places < lengths if self.side == "right" else places >= self.length - lengths
+
+    def padded(self, content: Tensor) -> Tensor:
+        """The batch, with `content` (B, T, ...) where padding is."""
+        batch = content.clone()
+        for i, row in enumerate(self.rows):
+            batch[i, self.keep[i]] = row[0].to(batch.dtype)
+        return batch
+
+    def place(self, index: int) -> str:
+        """Where the real position number `index` of N stands."""
+        row, position = self.keep.nonzero()[index].tolist()
+        return f"row {row}, position {position} ({self.side} padding)"
+
+
+def _ragged(subject: Subject) -> list[_Ragged]:
+    """One batch for each side that the model claims."""
+    T = min(subject.seq_len, _LENGTH)
+    inputs = real_inputs(subject, 3, T)
+    lengths = (T, max(1, 2 * T // 3), max(1, T // 3))
+    rows = tuple(inputs[i : i + 1, :n] for i, n in enumerate(lengths))
+    return [_Ragged(rows, side, T) for side in subject.spec.padding_sides]
+
+
+def _contents(subject: Subject, T: int) -> Iterator[Tensor]:
+    """What may stand in padding: other inputs, then the most conspicuous."""
+    yield real_inputs(subject, 3, T, shift=1)
+    if subject.spec.make_batch is not None:
+        yield real_inputs(subject, 3, T, shift=2)
+    elif subject.spec.inputs == "tokens":
+        yield torch.full_like(real_inputs(subject, 3, T), subject.spec.width - 1)
+    else:
+        yield 100 * real_inputs(subject, 3, T, shift=2)
+
+
+def _unasked(subject: Subject) -> str | None:
+    """Why padding cannot be asked about."""
+    if subject.spec.masked is None:
+        return "needs masked: (model, inputs, keep) -> output, of a batch with padding"
+    if not subject.spec.padding_sides:
+        return "needs padding_sides: the model claims no side on which padding may be"
+    if subject.seq_len < 3:
+        return "needs at least 3 positions"
+    return None
+
+
+@check
+def padding_content(subject: Subject) -> CheckResult:
+    """Does what stands in padding leave every real output as it was, in eval and in train mode?"""
+    if reason := _unasked(subject):
+        return subject.not_applicable(reason)
+    batches = _ragged(subject)
+    fill_zeros = subject.starts_at_zero
+
+    def changes(model: nn.Module, ragged: _Ragged) -> Tensor:
+        """(N,): the relative change at each real position."""
+        one, two = (
+            masked(subject, model, ragged.padded(content), ragged.keep)[ragged.keep][None]
+            for content in _contents(subject, ragged.length)
+        )
+        return relative_difference(one, two).amax(dim=-1)[0]
+
+    def change(model: nn.Module) -> float:
+        return max(changes(model, ragged).max().item() for ragged in batches)
+
+    # Statistics over a batch, as of BatchNorm in train mode, take in its padding by design.
+    by_batch = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in subject.model().modules())
+    for train in (False,) if by_batch else (False, True):
+        found = hear(subject, change, same_shapes=True, train=train, fill_zeros=fill_zeros)
+        if found.real:
+            break
+    if _is_inferred(subject) and not _hides(subject, fill_zeros):
+        return subject.warned(
+            found.value,
+            found.limit,
+            meaning="The model takes a mask, and computes the same whatever it says.",
+            advice="Right where the argument is there for its callers' sake (say masked=None), or where "
+            "padding is found by its id, or stands on the right, where no position reads it. " + _ADVICE_READ,
+        )
+    if found.real and _reads_through_a_state(subject):
+        return subject.warned(
+            found.value,
+            found.limit,
+            where="left padding",
+            meaning="A recurrent state reads what stands in padding on the left.",
+            advice="Hide padding from convolutions and states as from attention, or say "
+            "padding_sides=('right',).",
+        )
+    if found.real:
+        model = subject.model(train=train, dtype=found.dtype, fill_zeros=fill_zeros)
+        worst = max(batches, key=lambda ragged: changes(model, ragged).max().item())
+        return subject.failed(
+            found.value,
+            found.limit,
+            where=f"{worst.place(int(changes(model, worst).argmax()))}, {_mode(train)}",
+            meaning="The output at a real position depends on what stands in padding.",
+            advice=_ADVICE_READ,
+        )
+    return subject.passed(found.value, found.limit, meaning=found.meaning)
+
+
+def _is_inferred(subject: Subject) -> bool:
+    """Whether an argument of that name is all that says that there is a mask, and on the right only."""
+    inferred = getattr(subject.spec.masked, "__module__", "") == "stackwise.capability"
+    return inferred and subject.spec.padding_sides == ("right",)
+
+
+def _reads_through_a_state(subject: Subject) -> bool:
+    """Whether padding on the left was only guessed to be possible, and there is a recurrent state."""
+    if subject.spec.masked is not masked_with_positions:
+        return False
+    inputs = real_inputs(subject, 1, min(subject.seq_len, _LENGTH))
+    return has_fixed_state(subject, inputs) or leaves_state(subject, inputs)
+
+
+def _hides(subject: Subject, fill_zeros: bool) -> bool:
+    """Whether masking the first token changes any output after it."""
+    inputs, model = (
+        real_inputs(subject, 1, min(subject.seq_len, _LENGTH)),
+        subject.model(fill_zeros=fill_zeros),
+    )
+    everything = torch.ones(inputs.shape[:2], dtype=torch.bool, device=inputs.device)
+    but_first = everything.clone()
+    but_first[:, 0] = False
+    one, two = (masked(subject, model, inputs, keep)[:, 1:] for keep in (everything, but_first))
+    return not torch.equal(one, two)
+
+
+@check
+def padding_amount(subject: Subject) -> CheckResult:
+    """Does a padded row compute what it computes alone?"""
+    if reason := _unasked(subject):
+        return subject.not_applicable(reason)
+    batches = _ragged(subject)
+    fill_zeros = subject.starts_at_zero
+
+    def gaps(model: nn.Module, ragged: _Ragged) -> Tensor:
+        """(N,): the relative difference at each real position."""
+        content = next(_contents(subject, ragged.length))
+        together = masked(subject, model, ragged.padded(content), ragged.keep)[ragged.keep]
+        alone = torch.cat(
+            [
+                masked(subject, model, row, row.new_ones(row.shape[:2], dtype=torch.bool))[0]
+                for row in ragged.rows
+            ]
+        )
+        return relative_difference(alone[None], together[None]).amax(dim=-1)[0]
+
+    def gap(model: nn.Module) -> float:
+        return max(gaps(model, ragged).max().item() for ragged in batches)
+
+    try:
+        gap(subject.model())
+    except _CANNOT as error:
+        return subject.not_applicable(
+            f"needs rows of {batches[0].rows[-1].shape[1]} alone: {reason_of(error)}"
+        )
+    found = hear(subject, gap, same_shapes=False, fill_zeros=fill_zeros)
+    if not found.real:
+        return subject.passed(found.value, found.limit, meaning=found.meaning)
+    if _is_inferred(subject) and not _hides(subject, fill_zeros):
+        return subject.not_applicable("needs a mask that changes something; this one does not")
+    if _reads_through_a_state(subject):
+        return subject.not_applicable("needs a state that passes by padding on the left; see padding_content")
+    model = subject.model(dtype=found.dtype, fill_zeros=fill_zeros)
+    worst = max(batches, key=lambda ragged: gaps(model, ragged).max().item())
+    return subject.failed(
+        found.value,
+        found.limit,
+        where=worst.place(int(gaps(model, worst).argmax())),
+        meaning="A padded row computes something else than the same row without padding.",
+        advice=_ADVICE_AMOUNT[worst.side],
+    )
+
+
+@check
+def padding_finite(subject: Subject) -> CheckResult:
+    """Is a batch of unequal rows finite wherever a full one is, in bfloat16 and float16 too?"""
+    if reason := _unasked(subject):
+        return subject.not_applicable(reason)
+    asked = []
+    for dtype in (None, torch.bfloat16, torch.float16):
+        model = subject.model(dtype=dtype)
+        name = str(dtype or _dtype_of(model)).removeprefix("torch.")
+        for ragged in _ragged(subject):
+            content = next(_contents(subject, ragged.length))
+            everything = torch.ones_like(ragged.keep)
+            try:
+                full = masked(subject, model, ragged.padded(content), everything)
+                output = masked(subject, model, ragged.padded(content), ragged.keep)
+            except _CANNOT:
+                if dtype is None:
+                    raise
+                continue  # it does not run in this dtype
+            if not full.isfinite().all():
+                continue  # padding is not to blame
+            asked.append(name)
+            bad = ~output[ragged.keep].isfinite().flatten(1).all(dim=1)
+            if bad.any():
+                return subject.failed(
+                    bad.double().mean().item(),
+                    0.0,
+                    where=f"{ragged.place(int(bad.nonzero()[0]))}, {name}",
+                    meaning="Real positions are not finite beside padding; the same batch unmasked is.",
+                    advice=_ADVICE_EMPTY,
+                )
+    if not asked:
+        return subject.not_applicable("needs an output that is finite without padding")
+    return subject.passed(0.0, 0.0, where=", ".join(dict.fromkeys(asked)))
+
+
+@check
+def padding_empty_row(subject: Subject) -> CheckResult:
+    """Does a row of nothing but padding leave the other rows as they were?"""
+    if reason := _unasked(subject):
+        return subject.not_applicable(reason)
+    inputs, everything, without = _with_empty_row(subject)
+    others = without.any(dim=1)
+
+    def change(model: nn.Module) -> float:
+        one, two = (masked(subject, model, inputs, keep)[others] for keep in (everything, without))
+        return relative_difference(one, two).max().item()
+
+    try:
+        masked(subject, subject.model(), inputs, without)
+    except _CANNOT as error:
+        return subject.not_applicable(
+            f"needs a row of nothing but padding, which is refused: {reason_of(error)}"
+        )
+    found = hear(subject, change, same_shapes=True, fill_zeros=subject.starts_at_zero)
+    if found.real:
+        return subject.failed(
+            found.value,
+            found.limit,
+            where=f"row {int((~others).nonzero()[0])} of {len(inputs)} is empty",
+            meaning="A row of nothing but padding changes the other rows.",
+            advice=_ADVICE_EMPTY,
+        )
+    return subject.passed(found.value, found.limit, meaning=found.meaning)
+
+
+@check
+def padding_gradients(subject: Subject) -> CheckResult:
+    """Are the gradients of real positions finite beside padding, and beside a row of nothing else?"""
+    if reason := _unasked(subject):
+        return subject.not_applicable(reason)
+    inputs, everything, without = _with_empty_row(subject)
+    if bad := _bad_gradients(subject, inputs, everything):
+        return subject.not_applicable(f"needs gradients that are finite without padding; {bad[0]} has others")
+    cases = {"a row of nothing but padding": (inputs, without)}
+    for ragged in _ragged(subject):
+        batch = ragged.padded(next(_contents(subject, ragged.length)))
+        cases[f"{ragged.side} padding"] = (batch, ragged.keep)
+    asked = []
+    for name, (batch, keep) in cases.items():
+        try:
+            bad = _bad_gradients(subject, batch, keep)
+        except _CANNOT:
+            if keep is not without:
+                raise
+            continue  # such a row is refused
+        asked.append(name)
+        if bad:
+            return subject.failed(
+                float(len(bad)),
+                0.0,
+                where=", ".join(bad[:4]) + (f" and {len(bad) - 4} more" if len(bad) > 4 else ""),
+                meaning=f"Parameters whose gradient is not finite beside {name}, though only real positions "
+                "are asked for.",
+                advice=_ADVICE_EMPTY + " A NaN times a weight of 0 is still NaN on the way back.",
+            )
+    return subject.passed(0.0, 0.0, where=", ".join(asked))
+
+
+def _with_empty_row(subject: Subject) -> tuple[Tensor, Tensor, Tensor]:
+    """Three rows, a mask that keeps all of them, and one that keeps nothing of the second."""
+    inputs = real_inputs(subject, 3, min(subject.seq_len, _LENGTH))
+    everything = torch.ones(inputs.shape[:2], dtype=torch.bool, device=inputs.device)
+    without = everything.clone()
+    without[1] = False
+    return inputs, everything, without
+
+
+def _bad_gradients(subject: Subject, inputs: Tensor, keep: Tensor) -> list[str]:
+    """Parameters with a gradient that is not finite, of a random projection of the real outputs."""
+    model, by_mask = subject.model(train=True), subject.spec.masked
+    assert by_mask is not None
+    with subject.fixed_randomness():
+        output = logits_of(by_mask(model, cast(inputs.clone(), model), keep.clone()))[keep]
+        finite = output.detach().isfinite()
+        # Outputs at -inf by design, as of a padded vocabulary, have no gradient.
+        total = (output * torch.randn(output.shape[-1], device=output.device))[finite].sum()
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        gradients = torch.autograd.grad(total, [p for _, p in named], allow_unused=True)
+    each = zip(named, gradients, strict=True)
+    return [name for (name, _), g in each if g is not None and not g.isfinite().all()]
+
+
+def _dtype_of(model: nn.Module) -> torch.dtype:
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+
+
+def _mode(train: bool) -> str:
+    return "train mode" if train else "eval mode"

@@ -1,0 +1,248 @@
+"""Precision: what a narrow floating-point format costs is rounding, and no more."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from stackwise.checks.check import check
+from stackwise.checks.probe.shadow import Kind, Loss, Shadow
+from stackwise.checks.result import CheckResult
+from stackwise.checks.subject import Subject
+from stackwise.inference import cast
+
+# bfloat16 counts to 256 without a gap: what goes wrong with positions shows beyond.
+_LENGTH = 320
+# Elements that the long call may compute: some tenths of a second. Beyond, the usual length is asked alone.
+_BUDGET = 4e7
+# In eps of the format. Of sound models, measured: tables and parameters 0.3, activations 1 to 3, at most 15.
+_TABLE, _PARAMETER, _ACTIVATION = 4.0, 4.0, 16.0
+# Of the logits, where terms cancelled on the way: what is lost there need not matter.
+_HARMLESS = 6.0
+# How far gains stand apart once a model is trained; at the start they are all alike, and nothing is lost.
+_GAIN_SPREAD = 0.02
+
+_ADVICE: Mapping[Kind, str] = {
+    "table": "No input has a part in it: positions, frequencies, decays. Compute it in float32 and cast only "
+    "the result (for rotary tables: cos and sin).",
+    "parameter": "It is made of parameters alone: combine them in float32 and cast the result, as in "
+    "(1 + weight.float()) * x.float() of a norm.",
+    "activation": "Look for sums and counters that are kept in the narrow format (bfloat16 counts to 256, "
+    "float16 to 2048), variance as E[x^2] - E[x]^2, and differences of large numbers.",
+}
+
+_SHARP_ADVICE = (
+    "Scores are so large, or terms cancel so far, that the rounding of what goes in decides. Right for sharp "
+    "attention; else look at the scale of the initialisation and at 1 / sqrt(head size), and keep scores and "
+    "states in float32."
+)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What a call in a narrow format showed."""
+
+    shadow: Shadow
+    error: float
+    cast_buffers: bool
+    finite: bool
+    exact_is_finite: bool
+
+
+@check
+def bfloat16_error(subject: Subject) -> CheckResult:
+    """Does the model in bfloat16 lose no more than rounding, at any operation, against float64?"""
+    return _judge_error(subject, torch.bfloat16, {"table": _TABLE, "activation": _ACTIVATION})
+
+
+@check
+def autocast_error(subject: Subject) -> CheckResult:
+    """Under autocast to bfloat16, is all lost by rounding alone, and every matrix product cast?"""
+    limits: dict[Kind, float] = {"table": _TABLE, "parameter": _PARAMETER, "activation": _ACTIVATION}
+    return _judge_error(subject, torch.bfloat16, limits, autocast=True)
+
+
+@check
+def float16_range(subject: Subject) -> CheckResult:
+    """Is every output finite in float16 where it is finite in float64?"""
+    try:
+        run = _run(subject, torch.float16, subject.seq_len, {})
+    except _Cannot as error:
+        if "overflow" in str(error):
+            return subject.warned(
+                meaning=f"The model does not run in float16: {error}",
+                advice="Look for constants of masks beyond 65504: take torch.finfo(x.dtype).min.",
+            )
+        return subject.not_applicable(f"needs to run in float16: {error}")
+    if not run.exact_is_finite:
+        return subject.not_applicable("needs outputs that are finite in float64")
+    found = run.shadow.overflow
+    if run.finite:
+        return subject.passed(meaning=f"infinite in between, and harmless: {found.where}" if found else "")
+    return subject.failed(
+        where=_place(found) if found else "",
+        meaning="An output is NaN or infinite in float16, and finite in float64.",
+        advice="float16 ends at 65504. Look at the product of gate and up projection, squares in norms, "
+        "masks that are added, exponentials without their maximum taken off; compute that in float32.",
+    )
+
+
+@check(suite="full")
+def cast_buffers(subject: Subject) -> CheckResult:
+    """Do the buffers survive model.to(bfloat16)?"""
+    if not any(_is_wide(buffer) for buffer in subject.model().buffers()):
+        return subject.not_applicable("needs floating-point buffers")
+    eps = torch.finfo(torch.bfloat16).eps
+    try:
+        run = _run(subject, torch.bfloat16, _LENGTH, {"table": _TABLE * eps}, keep_buffers=False)
+    except _Cannot as error:
+        return subject.not_applicable(f"needs to run in bfloat16: {error}")
+    worst = run.shadow.worst["table"] / eps
+    if run.shadow.loss is None:
+        return subject.passed(worst, _TABLE)
+    return subject.warned(
+        worst,
+        _TABLE,
+        where=_place(run.shadow.loss),
+        meaning="model.to(bfloat16) rounds a buffer of which this is made, and the result is far from it.",
+        advice="Keep inverse frequencies and the like in float32 (override _apply, or compute them in "
+        "forward), or build the model in bfloat16 instead of casting it.",
+    )
+
+
+def _judge_error(
+    subject: Subject, dtype: torch.dtype, limits: Mapping[Kind, float], *, autocast: bool = False
+) -> CheckResult:
+    eps = torch.finfo(dtype).eps
+    format_name = str(dtype).removeprefix("torch.")
+    try:
+        run = _run(subject, dtype, _LENGTH, {k: v * eps for k, v in limits.items()}, autocast=autocast)
+    except _Cannot as error:
+        return subject.not_applicable(f"needs to run in {format_name}: {error}")
+    if not run.exact_is_finite:
+        return subject.not_applicable("needs outputs that are finite in float64")
+    if not run.finite:
+        return subject.failed(
+            torch.inf,
+            where=_place(run.shadow.overflow) if run.shadow.overflow else "",
+            meaning=f"An output is NaN or infinite in {format_name}, and finite in float64.",
+            advice=_ADVICE["activation"],
+        )
+    if (loss := run.shadow.loss) is not None:
+        cancels = loss.is_difference and loss.kind == "activation"
+        excused = loss.is_sharp or (cancels and run.error <= _HARMLESS * eps)
+        answer = subject.warned if excused else subject.failed
+        return answer(
+            loss.error / eps,
+            limits[loss.kind],
+            where=_place(loss),
+            meaning=f"Here the result in {format_name} parts from float64, by so many eps of the format.",
+            advice=_SHARP_ADVICE if excused else _ADVICE[loss.kind],
+        )
+    if autocast and run.shadow.uncast:
+        return subject.failed(
+            float(len(run.shadow.uncast)),
+            0.0,
+            where=run.shadow.uncast[0],
+            meaning="So many products of matrices stay float32 although autocast is on.",
+            advice="Autocast passes over operations in place (addmm_) and with out=, and custom operators "
+            "without a rule for it.",
+        )
+    kind: Kind = max(limits, key=lambda each: run.shadow.worst[each] / limits[each])
+    return subject.passed(
+        run.shadow.worst[kind] / eps, limits[kind], meaning=f"logits are off by {run.error / eps:.2g} eps"
+    )
+
+
+class _Cannot(Exception):  # noqa: N818  not for users
+    """The model does not run in this format."""
+
+
+def _run(
+    subject: Subject,
+    dtype: torch.dtype,
+    length: int,
+    limits: Mapping[Kind, float],
+    *,
+    autocast: bool = False,
+    keep_buffers: bool = True,
+) -> _Run:
+    """One call with its shadow, by the longest input up to `length` that the model takes.
+
+    Buffers stay as they are where the model runs so: what is cast is then only what must be.
+    """
+    lengths = [min(length, subject.spec.max_length or length), subject.seq_len]
+    refused = ""
+    for buffers_too in (False, True) if keep_buffers and not autocast else (not keep_buffers,):
+        for seq_len in dict.fromkeys(lengths):
+            budget = _BUDGET if seq_len > subject.seq_len else torch.inf
+            try:
+                return _attempt(subject, dtype, seq_len, limits, autocast, buffers_too, budget)
+            except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError) as error:
+                refused = refused or " ".join(str(error).split())[:160]
+    raise _Cannot(refused)
+
+
+def _attempt(
+    subject: Subject,
+    dtype: torch.dtype,
+    seq_len: int,
+    limits: Mapping[Kind, float],
+    autocast: bool,
+    buffers_too: bool,
+    budget: float,
+) -> _Run:
+    model = subject.model()
+    _spread_gains(model, subject.seed)
+    inputs = subject.inputs(1, seq_len)
+    exact_buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    around: AbstractContextManager[object] = nullcontext()
+    if autocast:
+        around = torch.autocast(subject.device.type, dtype)
+    else:
+        for tensor in (*model.parameters(), *(model.buffers() if buffers_too else ())):
+            if _is_wide(tensor):
+                tensor.data = tensor.detach().to(dtype)
+        inputs = cast(inputs, model)
+    shadow = Shadow(model, inputs, limits, budget)
+    for name, buffer in model.named_buffers():
+        shadow.give(buffer, exact_buffers[name], "table")
+    # With gradients, so that what runs is what trains: torch's layers take other ways without.
+    with subject.fixed_randomness(), _without_warnings(), torch.enable_grad(), around, shadow:
+        output = subject.spec.logits(model, inputs)
+    output = output.detach()
+    exact = shadow.of(output)
+    error = (exact - output).norm() / (exact - exact.mean(dim=(0, 1))).norm()
+    return _Run(
+        shadow, error.item(), buffers_too, bool(output.isfinite().all()), bool(exact.isfinite().all())
+    )
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Kernels warn that a format is slow here; that is not the question."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@torch.no_grad()
+def _spread_gains(model: nn.Module, seed: int) -> None:
+    """Gains that are all alike are made as different as those of a trained model."""
+    generator = torch.Generator().manual_seed(seed)
+    for p in model.parameters():
+        if p.ndim == 1 and p.numel() > 1 and p.is_floating_point() and bool((p == p[0]).all()):
+            p.add_(_GAIN_SPREAD * torch.randn(p.shape, generator=generator).to(p))
+
+
+def _is_wide(tensor: Tensor) -> bool:
+    return tensor.dtype in (torch.float32, torch.float64)
+
+
+def _place(loss: Loss) -> str:
+    return f"{loss.operation} in {loss.where}"

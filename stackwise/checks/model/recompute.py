@@ -1,0 +1,161 @@
+"""Recompute: activations that are computed again for the backward pass, and the same gradients."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from stackwise.checks.check import check
+from stackwise.checks.probe.layers import repeated_layers
+from stackwise.checks.probe.parameter_gradient import Apart, Gradients, apart, gradients_of, limit_of
+from stackwise.checks.result import CheckResult
+from stackwise.checks.subject import Subject
+
+_ADVICE = (
+    "Look for tensors that reach the recomputed part by an attribute or a closure instead of an argument, "
+    "use_reentrant=True, preserve_rng_state=False, writing in place into its inputs, and state that each "
+    "call changes (counters, caches)."
+)
+
+
+@check
+def recompute_gradients(subject: Subject) -> CheckResult:
+    """Is every parameter's gradient the same where activations are recomputed, twice in a row?"""
+    try:
+        model, plain = _passes(subject, torch.float64, lambda _: None)
+        dtype: torch.dtype | None = torch.float64
+    except (RuntimeError, TypeError, ValueError):
+        dtype = None
+        model, plain = _passes(subject, None, lambda _: None)
+    if not any(gradient.any() for gradient in plain[0].of.values()):
+        return subject.not_applicable("needs a parameter with a gradient")
+    limit = limit_of(subject, model)
+    n_operations = _n_operations(subject, dtype, lambda _: None)
+    for switch, by_itself in ((_by_its_own_switch, True), (_by_wrapping_layers, False)):
+        try:
+            if _n_operations(subject, dtype, switch) == n_operations:
+                continue  # nothing was computed twice
+            _, again = _passes(subject, dtype, switch)
+        except _NoSwitch:
+            continue
+        except Exception as error:  # loud, so nobody trains with it
+            return subject.warned(
+                meaning=f"Recomputing raised {type(error).__name__}: {' '.join(str(error).split())[:200]}",
+                advice=_ADVICE,
+            )
+        return _compared(subject, plain, again, limit, by_itself)
+    return subject.not_applicable(
+        "needs gradient_checkpointing_enable(), set_grad_checkpointing(), or layers that are called"
+    )
+
+
+def _compared(
+    subject: Subject, plain: list[Gradients], again: list[Gradients], limit: float, by_itself: bool
+) -> CheckResult:
+    found = [apart(a, b) for a, b in zip(plain, again, strict=True)]
+    worst: Apart = max(found, key=lambda each: each.value)
+    how = "by its own switch" if by_itself else "by wrapping its layers"
+    if not worst.value <= limit:
+        return _answer(subject, by_itself)(
+            worst.value,
+            limit,
+            where=f"{worst.parameter}, pass {found.index(worst) + 1}",
+            meaning=f"With recomputation ({how}) this gradient is another one; the losses differ by "
+            f"{worst.loss:.2g}.",
+            advice=_ADVICE,
+        )
+    moved = [
+        name
+        for name, buffer in plain[-1].buffers.items()
+        if not torch.equal(buffer.nan_to_num(), again[-1].buffers[name].nan_to_num())
+    ]
+    if moved:
+        return subject.warned(
+            worst.value,
+            limit,
+            where=moved[0],
+            meaning="Gradients agree, but the buffer is updated twice where activations are recomputed.",
+            advice="Update running statistics and counters outside the recomputed part.",
+        )
+    return subject.passed(worst.value, limit, meaning=how)
+
+
+def _answer(subject: Subject, by_itself: bool) -> Callable[..., CheckResult]:
+    """Who offers recomputation has to get it right; a model that does not has only to be looked at."""
+    return subject.failed if by_itself else subject.warned
+
+
+class _NoSwitch(Exception):  # noqa: N818  not for users
+    """The model cannot be made to recompute in this way."""
+
+
+def _passes(
+    subject: Subject, dtype: torch.dtype | None, switch: Callable[[nn.Module], None]
+) -> tuple[nn.Module, list[Gradients]]:
+    model = subject.model(train=True, dtype=dtype)
+    _switched(model, switch)
+    return model, gradients_of(subject, model, n_passes=2)
+
+
+def _n_operations(subject: Subject, dtype: torch.dtype | None, switch: Callable[[nn.Module], None]) -> int:
+    """How many operations one pass takes: more where some are computed again."""
+    model = subject.model(train=True, dtype=dtype)
+    _switched(model, switch)
+    count = _Count()  # type: ignore[no-untyped-call]
+    gradients_of(subject, model, around=lambda: count)
+    return count.operations
+
+
+class _Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts operations."""
+
+    operations = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operations += 1
+        return function(*args, **(kwargs or {}))
+
+
+def _switched(model: nn.Module, switch: Callable[[nn.Module], None]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a switch may be an old name
+        switch(model)
+
+
+def _by_its_own_switch(model: nn.Module) -> None:
+    switch: Any
+    if callable(switch := getattr(model, "gradient_checkpointing_enable", None)):
+        try:
+            switch()
+        except (ValueError, NotImplementedError) as error:  # it says that it cannot
+            raise _NoSwitch from error
+    elif callable(switch := getattr(model, "set_grad_checkpointing", None)):
+        switch(True)
+    else:
+        raise _NoSwitch
+
+
+def _by_wrapping_layers(model: nn.Module) -> None:
+    for names in repeated_layers(model):
+        layers = [model.get_submodule(name) for name in names]
+        if all(type(layer).forward is not nn.Module.forward for layer in layers) and not any(
+            isinstance(layer, nn.ModuleList | nn.ModuleDict) for layer in layers
+        ):
+            break
+    else:
+        raise _NoSwitch
+    for layer in layers:
+        layer.forward = _recomputed(layer.forward)
+
+
+def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    return run

@@ -1,0 +1,1 @@
+"""What checks see with: each file one way to look at a model or a training step."""

@@ -1,0 +1,168 @@
+"""Another process: a training run set up and driven where nothing of this process is left."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stackwise.factory import load_factory
+from stackwise.trainer_spec import TrainerSpec, TrainingRun
+
+__all__ = ["Outcome", "Recipe", "run_elsewhere"]
+
+_SECONDS = 300.0
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How another process sets a run up: by a pickled function, else by "MODULE:FACTORY".
+
+    Attributes:
+        attribute: of the spec that builds the run.
+        pickled: that function; None: it cannot be pickled.
+        factory: gives the spec, or the run; None: there is none.
+    """
+
+    attribute: str
+    pickled: bytes | None
+    factory: str | None
+
+    @classmethod
+    def of(cls, spec: TrainerSpec, attribute: str = "build") -> Recipe | None:
+        """That of a spec, or None where another process cannot have it."""
+        pickled: bytes | None
+        try:
+            pickled = pickle.dumps(getattr(spec, attribute))
+        except (pickle.PicklingError, AttributeError, TypeError):
+            pickled = None
+        return None if pickled is None and spec.factory is None else cls(attribute, pickled, spec.factory)
+
+    def build(self) -> Callable[[], TrainingRun]:
+        """The function; what hinders that is raised."""
+        if self.pickled is not None:
+            try:
+                return pickle.loads(self.pickled)  # type: ignore[no-any-return]  # noqa: S301  our own bytes
+            except Exception:
+                if self.factory is None:
+                    raise
+        assert self.factory is not None
+        spec = TrainerSpec.of(load_factory(self.factory))
+        return getattr(spec, self.attribute)  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a process.
+
+    Attributes:
+        value: that the function returned.
+        error: what it raised, or why it ended; "" where it returned.
+        known: whether the process could build the run at all.
+    """
+
+    value: Any = None
+    error: str = ""
+    known: bool = True
+
+
+def run_elsewhere(
+    function: str,
+    recipe: Recipe,
+    arguments: list[dict[str, Any]],
+    *,
+    seconds: float = _SECONDS,
+    stop: Callable[[], bool] = lambda: False,
+) -> list[Outcome]:
+    """Call `function(build, **arguments[i])` in a new process for each i, all at the same time.
+
+    Args:
+        function: "module:name" of a function that gets the recipe's function first.
+        recipe: how to set the run up.
+        arguments: for each process; what pickle takes.
+        seconds: after which a process is ended.
+        stop: asked often; True ends all of them.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        children = []
+        for index, keywords in enumerate(arguments):
+            folder = Path(scratch) / str(index)
+            folder.mkdir()
+            request = (function, recipe, keywords, torch.get_num_threads())
+            (folder / "request").write_bytes(pickle.dumps(request))
+            children.append((folder, _start(folder)))
+        end = time.monotonic() + seconds
+        pause, stopped = 0.01, False
+        while any(child.poll() is None for _, child in children):
+            stopped = stop()
+            if stopped or time.monotonic() > end:
+                break
+            time.sleep(pause)
+            pause = min(0.1, 1.5 * pause)
+        for _, child in children:
+            if child.poll() is None:
+                child.kill()
+            child.wait()
+        reason = "was ended" if stopped else f"did not finish in {seconds:g} s"
+        return [_outcome(folder, child.returncode, reason) for folder, child in children]
+
+
+def _start(folder: Path) -> subprocess.Popen[bytes]:
+    # What this process can import, the other can too.
+    paths = [path or str(Path.cwd()) for path in sys.path]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    command = "import sys; from stackwise.checks.probe.another_process import main; main(sys.argv[1])"
+    with (folder / "log").open("wb") as log:
+        return subprocess.Popen(  # noqa: S603  our own interpreter and our own command
+            [sys.executable, "-c", command, str(folder)],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+
+
+def _outcome(folder: Path, code: int, reason: str) -> Outcome:
+    answer = folder / "answer"
+    if answer.exists():
+        return pickle.loads(answer.read_bytes())  # type: ignore[no-any-return]  # noqa: S301
+    if code < 0:
+        return Outcome(error=f"the process {reason}")
+    last = (folder / "log").read_text(errors="replace").strip().splitlines()[-1:]
+    return Outcome(error=f"the process ended with status {code}: {''.join(last)}")
+
+
+def main(folder: str) -> None:
+    """What the other process does."""
+    function, recipe, keywords, n_threads = pickle.loads((Path(folder) / "request").read_bytes())  # noqa: S301
+    torch.set_num_threads(n_threads)
+    outcome = _answer(function, recipe, keywords)
+    unfinished = Path(folder) / "unfinished"
+    unfinished.write_bytes(pickle.dumps(outcome))
+    unfinished.rename(Path(folder) / "answer")
+
+
+def _answer(function: str, recipe: Recipe, keywords: dict[str, Any]) -> Outcome:
+    try:
+        build = recipe.build()
+    except Exception as error:
+        return Outcome(error=_said(error), known=False)
+    try:
+        return Outcome(load_factory(function)(build, **keywords))
+    except Exception as error:
+        return Outcome(error=_said(error))
+
+
+def _said(error: Exception) -> str:
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"

@@ -1,0 +1,177 @@
+"""Call: one call of a model that leaves no trace on it, whichever way it is called.
+
+Shapes: B batch, T positions, V outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from stackwise.checks.subject import Subject
+from stackwise.inference import cast, logits_of
+
+__all__ = [
+    "call",
+    "chooses_between_equals",
+    "decoded",
+    "has_fixed_state",
+    "leaves_state",
+    "masked",
+    "real_inputs",
+    "reason_of",
+    "tensors_of",
+]
+
+
+@torch.no_grad()
+def call(subject: Subject, model: nn.Module, function: Callable[[], Any]) -> Tensor:
+    """The logits in what `function` returns, without gradients and with every random choice the same.
+
+    Buffers that the call updates (running statistics) are put back, so that calls are comparable.
+    """
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    with subject.fixed_randomness():
+        output = logits_of(function())
+    for name, buffer in model.named_buffers():
+        if name in before and buffer.shape == before[name].shape:
+            buffer.copy_(before[name])
+    return output
+
+
+def masked(subject: Subject, model: nn.Module, inputs: Tensor, keep: Tensor) -> Tensor:
+    """The logits (B, T, V) of a batch with padding; `keep` (B, T) is true at real positions."""
+    by_mask = subject.spec.masked
+    assert by_mask is not None
+    return call(subject, model, lambda: by_mask(model, cast(inputs.clone(), model), keep.clone()))
+
+
+def decoded(
+    subject: Subject,
+    model: nn.Module,
+    inputs: Tensor,
+    sizes: Sequence[int],
+    keep: Tensor | None = None,
+) -> Tensor:
+    """The logits (B, T, V) of inputs that come in parts of these sizes, through a cache.
+
+    `keep` (B, T) is true at real positions; only a `decode` that takes it as a fourth argument can be asked.
+    """
+    assert sum(sizes) == inputs.shape[1]
+    decode: Any = subject.spec.decode
+    assert decode is not None
+
+    def run() -> Tensor:
+        cache, end, outputs = None, 0, []
+        for size in sizes:
+            start, end = end, end + size
+            extra = () if keep is None else (keep[:, :end].clone(),)
+            output, cache = decode(model, cast(inputs[:, start:end].clone(), model), cache, *extra)
+            outputs.append(logits_of(output))
+            if outputs[-1].shape[1] != size:
+                raise ValueError(f"{size} tokens at once gave {outputs[-1].shape[1]} outputs")
+        return torch.cat(outputs, dim=1)
+
+    return call(subject, model, run)
+
+
+def real_inputs(subject: Subject, batch_size: int, seq_len: int | None = None, *, shift: int = 0) -> Tensor:
+    """A batch as of `subject.inputs`, without the ids that a model takes for padding wherever they stand."""
+    inputs = subject.inputs(batch_size, seq_len, shift=shift)
+    if subject.spec.inputs != "tokens" or subject.spec.make_batch is not None:
+        return inputs
+    reserved = _padding_ids(subject.spec.create(subject.device, subject.seed))
+    # The next id that is free; of a vocabulary of padding alone nothing can be asked.
+    for _ in range(len(reserved)):
+        for each in reserved:
+            inputs = torch.where(inputs == each, (inputs + 1) % subject.spec.width, inputs)
+    return inputs
+
+
+def _padding_ids(model: nn.Module) -> set[int]:
+    named = [m.padding_idx for m in model.modules() if isinstance(m, nn.Embedding)]
+    named.append(getattr(getattr(model, "config", None), "pad_token_id", None))
+    return {each for each in named if isinstance(each, int)}
+
+
+@torch.no_grad()
+def has_fixed_state(subject: Subject, inputs: Tensor) -> bool:
+    """Whether the cache of these inputs (B, T), T > 1, holds a tensor that does not grow with the tokens."""
+    decode, model = subject.spec.decode, subject.model()
+    if decode is None:
+        return False
+    shapes, cache = [], None
+    for part in (inputs[:, :-1], inputs[:, -1:]):
+        _, cache = decode(model, cast(part.clone(), model), cache)
+        shapes.append([tensor.shape for tensor in tensors_of(cache)])
+    return any(one == other for one, other in zip(*shapes, strict=False))
+
+
+def leaves_state(subject: Subject, inputs: Tensor) -> bool:
+    """Whether a call leaves floating-point tensors on the modules, beside weights and buffers."""
+    model = subject.model()
+
+    def left() -> set[tuple[str, str]]:
+        return {
+            (name, key)
+            for name, module in model.named_modules()
+            for key, value in vars(module).items()
+            if isinstance(value, Tensor) and value.is_floating_point() and value.numel() > 1
+        }
+
+    before = left()
+    subject.logits(model, inputs)
+    return left() != before
+
+
+def tensors_of(cache: Any, depth: int = 6) -> Iterator[Tensor]:
+    """The tensors of more than one element anywhere in a cache."""
+    if isinstance(cache, Tensor):
+        if cache.numel() > 1:
+            yield cache
+        return
+    if depth == 0 or cache is None or isinstance(cache, str | int | float | nn.Module):
+        return
+    if isinstance(cache, dict):
+        parts: Iterable[Any] = cache.values()
+    elif isinstance(cache, list | tuple):
+        parts = cache
+    else:
+        parts = getattr(cache, "__dict__", {}).values()
+    for part in parts:
+        yield from tensors_of(part, depth - 1)
+
+
+def chooses_between_equals(function: Callable[[], Any]) -> bool:
+    """Whether a call takes the k largest of scores of which the k-th and the next are equal.
+
+    Which one it gets then depends on how many there are: no two ways of computing it have to agree.
+    """
+    watch = _Choices()  # type: ignore[no-untyped-call]
+    with watch:
+        function()
+    return watch.tied
+
+
+class _Choices(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes a topk whose choice is open."""
+
+    tied: bool = False
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = function(*args, **(kwargs or {}))
+        if getattr(function, "overloadpacket", None) is torch.ops.aten.topk:
+            values, scores = output[0], args[0]
+            last = values.amin(dim=-1, keepdim=True)
+            equals = (scores == last).sum(dim=-1) > (values == last).sum(dim=-1)
+            self.tied |= bool((equals & last.squeeze(-1).isfinite()).any())
+        return output
+
+
+def reason_of(error: Exception) -> str:
+    """An exception in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"

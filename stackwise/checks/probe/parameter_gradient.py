@@ -1,0 +1,107 @@
+"""Gradients of every parameter, of the same steps computed in two ways, and how far apart they are."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from stackwise.checks.subject import Subject
+
+__all__ = ["Apart", "Gradients", "apart", "gradients_of", "limit_of"]
+
+# Of a parameter whose gradient is 0 but for rounding, as of a key's bias, only rounding would be compared.
+_FLOOR = 1e-7
+_EXACT = 1e-6
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """What one forward and backward pass leaves.
+
+    Attributes:
+        loss: the scalar that was minimised.
+        of: parameter name -> its gradient; all zero where there is none.
+        buffers: buffer name -> its value afterwards.
+    """
+
+    loss: float
+    of: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Apart:
+    """The parameter whose two gradients differ most.
+
+    Attributes:
+        value: norm of the difference over the larger norm.
+        parameter: its name.
+        loss: the relative difference of the losses.
+    """
+
+    value: float
+    parameter: str
+    loss: float
+
+
+def gradients_of(
+    subject: Subject,
+    model: nn.Module,
+    n_passes: int = 1,
+    around: Callable[[], AbstractContextManager[object]] = nullcontext,
+    call: nn.Module | None = None,
+) -> list[Gradients]:
+    """Passes over the same batches each time, under the subject's seed; the parameters do not change.
+
+    Args:
+        subject: gives the batches and the loss.
+        model: whose parameters are meant.
+        n_passes: each with a batch of its own.
+        around: makes a context in which to run each pass.
+        call: what is called in place of `model`.
+    """
+    found = []
+    with subject.fixed_randomness(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for number in range(n_passes):
+            inputs = subject.inputs(2, shift=number)
+            model.zero_grad(set_to_none=True)
+            with around(), torch.enable_grad():
+                loss = subject.spec.loss_of(model if call is None else call, inputs)
+                loss.backward()  # type: ignore[no-untyped-call]
+            gradients = {
+                name: torch.zeros_like(p) if p.grad is None else p.grad.detach().clone()
+                for name, p in model.named_parameters()
+                if p.requires_grad
+            }
+            buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+            found.append(Gradients(loss.item(), gradients, buffers))
+    return found
+
+
+def apart(a: Gradients, b: Gradients) -> Apart:
+    """Compare, parameter by parameter, names of `a`."""
+    total = torch.stack([g.double().norm() for g in a.of.values()]).norm().item() if a.of else 0.0
+    worst, where = 0.0, ""
+    for name, one in a.of.items():
+        other = b.of[name].double()
+        size = max(one.double().norm().item(), other.norm().item(), _FLOOR * total)
+        value = (one.double() - other).norm().item() / size if size else 0.0
+        if not value <= worst:
+            worst, where = value, name
+            if value != value:
+                worst = torch.inf
+                break
+    loss = abs(a.loss - b.loss) / max(abs(a.loss), torch.finfo(torch.float64).tiny)
+    return Apart(worst, where, loss)
+
+
+def limit_of(subject: Subject, model: nn.Module) -> float:
+    """What is rounding between two ways to compute the same: 1e-6 in float64, where losses are float32."""
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    return _EXACT if dtype == torch.float64 else max(10 * subject.spec.tolerance, 64 * torch.finfo(dtype).eps)

@@ -1,0 +1,291 @@
+"""Ranks: a training run in two processes that talk by gloo, and what each of them saw.
+
+Shapes: B rows of a batch, of which each rank gets its part.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import lru_cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from stackwise.checks.probe.another_process import Recipe, run_elsewhere
+from stackwise.checks.probe.dropout import WithoutDropout
+from stackwise.checks.trainer_subject import TrainerSubject
+from stackwise.seed import seeded
+from stackwise.trainer_spec import TrainingRun
+
+__all__ = ["N_RANKS", "Ranks", "Record", "assembled", "dense", "run_ranks"]
+
+N_RANKS = 2
+N_STEPS = 2
+_SECONDS = 300.0
+_WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+_SAME_SIZE = ("allreduce", "broadcast", "reduce")
+
+Tensors = dict[str, Tensor]
+
+
+@dataclass
+class Record:
+    """What one process saw.
+
+    Attributes:
+        initial, final: parameters by name, without wrappers' prefixes, before and after all steps.
+        buffers: at the end.
+        gradients: as the optimizer saw them in the first step.
+        norm: what the run says of the first step's gradient, before clipping; None: it says nothing.
+        losses: that its steps returned.
+    """
+
+    initial: Tensors = field(default_factory=dict)
+    final: Tensors = field(default_factory=dict)
+    buffers: Tensors = field(default_factory=dict)
+    gradients: Tensors = field(default_factory=dict)
+    norm: float | None = None
+    losses: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """What came of all ranks.
+
+    Attributes:
+        records: of each rank; empty where not all of them finished.
+        errors: of those that did not, by rank.
+        collectives: of each rank, in order, as far as it got.
+        known: whether the ranks could be set up at all.
+    """
+
+    records: list[Record]
+    errors: dict[int, str]
+    collectives: list[list[str]]
+    known: bool
+
+    def disagreement(self) -> int | None:
+        """The first collective that is not the same on all ranks, or None."""
+        return _disagreement(self.collectives)
+
+
+def run_ranks(subject: TrainerSubject) -> Ranks | str:
+    """Two steps of the distributed run on two ranks; started once for all questions. Else what it needs."""
+    if subject.spec.distributed is None:
+        return "needs TrainerSpec.distributed"
+    recipe = Recipe.of(subject.spec, "distributed")
+    if recipe is None:
+        return "needs TrainerSpec.factory, or a function distributed that can be pickled"
+    try:
+        _require_rows(whole_batch(subject, 0))
+    except ValueError as error:
+        return str(error)
+    ranks = _run(subject, recipe)
+    if not ranks.known:
+        return f"needs a run that a new process can set up; there: {'; '.join(ranks.errors.values())}"
+    return ranks
+
+
+@lru_cache(maxsize=1)
+def _run(subject: TrainerSubject, recipe: Recipe) -> Ranks:
+    batches = [whole_batch(subject, number) for number in range(N_STEPS)]
+    with TemporaryDirectory() as folder:
+        logs = [Path(folder) / f"collectives-{rank}" for rank in range(N_RANKS)]
+        arguments = [
+            {"rank": rank, "folder": folder, "batches": batches, "seed": subject.seed, "log": str(logs[rank])}
+            for rank in range(N_RANKS)
+        ]
+        outcomes = run_elsewhere(
+            "stackwise.checks.probe.ranks:run_rank",
+            recipe,
+            arguments,
+            seconds=_SECONDS,
+            # Ranks that wait for different things would wait for ever.
+            stop=lambda: _disagreement([_read(log) for log in logs]) is not None,
+        )
+        collectives = [_read(log) for log in logs]
+    errors = {rank: outcome.error for rank, outcome in enumerate(outcomes) if outcome.error}
+    records = [] if errors else [outcome.value for outcome in outcomes]
+    return Ranks(records, errors, collectives, all(outcome.known for outcome in outcomes))
+
+
+def run_rank(
+    build: Callable[[], TrainingRun], rank: int, folder: str, batches: list[Any], seed: int, log: str
+) -> Record:
+    """What each rank does."""
+    from torch import distributed
+
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(N_RANKS)}
+    distributed.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/meeting",
+        rank=rank,
+        world_size=N_RANKS,
+        timeout=timedelta(seconds=_SECONDS / 2),
+    )
+    try:
+        with seeded(seed):
+            run: Any = build()
+        index, count = run.data_part() if callable(getattr(run, "data_part", None)) else (rank, N_RANKS)
+        parts = [_part(batch, index, count) for batch in batches]
+        with seeded(seed + 1 + rank):
+            record = observe(run, parts, _Collectives(Path(log)))
+        # Who leaves the barrier first hangs up on the others, whose record is whole by then too.
+        with suppress(RuntimeError):
+            distributed.barrier()
+    finally:
+        distributed.destroy_process_group()
+    return record
+
+
+def dense(subject: TrainerSubject) -> Record:
+    """The same steps in one process, on whole batches."""
+    run = subject.run()
+    batches = [whole_batch(subject, number) for number in range(N_STEPS)]
+    norm = None
+    with seeded(subject.seed):
+        if callable(getattr(run, "loss", None)):
+            norm = _gradient_norm(subject, batches[0])
+        record = observe(run, batches, None)
+    record.norm = norm
+    return record
+
+
+def _gradient_norm(subject: TrainerSubject, batch: Any) -> float:
+    """Of the loss of a whole batch, before clipping, in float64."""
+    run: Any = subject.run()
+    trained = [p for p in run.model.parameters() if p.requires_grad]
+    with WithoutDropout():
+        run.model.train()
+        gradients = torch.autograd.grad(run.loss(batch), trained, allow_unused=True)
+    return float(sum(g.double().square().sum().item() for g in gradients if g is not None) ** 0.5)
+
+
+def observe(run: Any, batches: list[Any], collectives: _Collectives | None) -> Record:
+    """Steps without dropout, which each rank draws for itself; gradients are those of the first."""
+    record = Record(initial=_parameters(run.model))
+
+    def keep(*_: Any) -> None:
+        if not record.gradients:
+            named = run.model.named_parameters()
+            record.gradients = {_plain(n): _whole(p.grad) for n, p in named if p.grad is not None}
+
+    handle = run.optimizer.register_step_pre_hook(keep)
+    with WithoutDropout():
+        for number, batch in enumerate(batches):
+            if collectives is None:
+                loss = run.step(batch)
+            else:
+                with collectives:
+                    loss = run.step(batch)
+            record.losses.append(float(loss))
+            norm = getattr(run, "grad_norm", None)
+            if number == 0 and norm is not None:
+                record.norm = float(norm)
+    handle.remove()
+    if collectives is not None:
+        collectives.end()
+    record.final = _parameters(run.model)
+    record.buffers = {_plain(name): buffer.detach().clone() for name, buffer in run.model.named_buffers()}
+    return record
+
+
+def assembled(parts: list[Tensor], shape: torch.Size) -> Tensor | None:
+    """The tensor of `shape` of which the ranks have copies, or parts along one dimension; None: neither."""
+    if all(part.shape == shape for part in parts):
+        return parts[0]
+    for dim in range(len(shape)):
+        others = {part.shape[:dim] + part.shape[dim + 1 :] for part in parts if part.ndim == len(shape)}
+        if others == {shape[:dim] + shape[dim + 1 :]} and sum(p.shape[dim] for p in parts) == shape[dim]:
+            return torch.cat(parts, dim=dim)
+    return None
+
+
+def whole_batch(subject: TrainerSubject, number: int) -> Any:
+    """Batch `number` of all ranks together."""
+    return subject.batch(number, batch_size=N_RANKS * subject.spec.batch_size)
+
+
+def _require_rows(batch: Any) -> None:
+    """Refuse a batch that cannot be dealt out."""
+    rows = {len(leaf) if leaf.ndim else 0 for leaf in _leaves(batch)}
+    if len(rows) != 1 or min(rows) % N_RANKS:
+        raise ValueError("needs batches whose tensors all have one row for each example")
+
+
+def _leaves(batch: Any) -> Iterator[Tensor]:
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, Mapping):
+        for value in batch.values():
+            yield from _leaves(value)
+    elif isinstance(batch, list | tuple):
+        for value in batch:
+            yield from _leaves(value)
+
+
+def _part(batch: Any, index: int, count: int) -> Any:
+    if isinstance(batch, Tensor):
+        size = len(batch) // count
+        return batch[index * size : (index + 1) * size]
+    if isinstance(batch, Mapping):
+        return {key: _part(value, index, count) for key, value in batch.items()}
+    if isinstance(batch, list | tuple):
+        return type(batch)(_part(value, index, count) for value in batch)
+    return batch
+
+
+def _parameters(model: nn.Module) -> Tensors:
+    return {_plain(name): _whole(p) for name, p in model.named_parameters()}
+
+
+def _plain(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """A copy; of a tensor that is spread over the ranks the whole."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()
+
+
+def _read(log: Path) -> list[str]:
+    """The whole lines of a log that may still be written."""
+    return log.read_text().split("\n")[:-1] if log.exists() else []
+
+
+def _disagreement(collectives: list[list[str]]) -> int | None:
+    for number, entries in enumerate(zip(*collectives, strict=False)):
+        if len(set(entries)) > 1:
+            return number
+    return None
+
+
+class _Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Writes down each collective before it starts: what it is, and where ranks must agree, its size."""
+
+    def __init__(self, log: Path) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.log = log.open("w")
+
+    def end(self) -> None:
+        self.log.write("the end of two steps\n")
+        self.log.close()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        namespace, _, name = function.name().partition("::")
+        if namespace in ("c10d", "_c10d_functional") and not name.startswith(("send", "recv", "wait")):
+            name = name.partition(".")[0].rstrip("_")
+            sizes = [list(leaf.shape) for leaf in _leaves(list(args))] if name.startswith(_SAME_SIZE) else ""
+            self.log.write(f"{name}{json.dumps(sizes) if sizes else ''}\n")
+            self.log.flush()
+        return function(*args, **(kwargs or {}))

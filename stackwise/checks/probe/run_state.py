@@ -1,0 +1,212 @@
+"""Run state: all that a training run carries from one step to the next, by name, and how it is driven on."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from stackwise.trainer_spec import TrainingRun
+
+__all__ = ["Trace", "different", "drive", "kept_randomness", "next_batches", "random_state", "state_of"]
+
+State = dict[str, Any]
+
+
+def state_of(run: TrainingRun) -> State:
+    """A copy of what the run carries: weights and which share memory, buffers, optimizer, schedule, place.
+
+    Random states are in `random_state`. Buffers that the model itself leaves out of its state_dict are left
+    out here.
+    """
+    state: State = {}
+    model = run.model
+    places: dict[tuple[int, torch.Size], list[str]] = {}
+    names: dict[int, str] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        state[f"model.{name}"] = p.detach().clone()
+        state[f"model.{name} takes gradients"] = p.requires_grad
+        names.setdefault(id(p), name)
+        if p.numel():
+            places.setdefault((p.data_ptr(), p.shape), []).append(name)
+    shared = sorted(sorted(group) for group in places.values() if len(group) > 1)
+    state["model: weights that share memory"] = str(shared)
+    state |= {f"model.{name}": buffer.detach().clone() for name, buffer in _saved_buffers(model)}
+
+    saved = run.optimizer.state_dict()
+    trained = [p for group in run.optimizer.param_groups for p in group["params"]]
+    owners = dict(zip(_indices(saved), (names.get(id(p)) for p in trained), strict=False))
+    for index, values in saved.get("state", {}).items():
+        state |= _flat(values, f"optimizer.{owners.get(index) or index}")
+    for index, group in enumerate(saved.get("param_groups", [])):
+        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        state |= _flat(options, f"optimizer.group {index}")
+    for part in ("scheduler", "scaler"):
+        keeper = getattr(run, part, None)
+        if keeper is not None and hasattr(keeper, "state_dict"):
+            state |= _flat(keeper.state_dict(), part)
+    if callable(position := getattr(run, "position", None)):
+        state |= _flat(position(), "position()")
+    return state
+
+
+def different(wanted: Mapping[str, Any], got: Mapping[str, Any]) -> list[str]:
+    """Names of what is not the same to the bit, in the order of `wanted`; what one of them lacks included."""
+    names = dict.fromkeys([*wanted, *got])
+    return [name for name in names if not _same(wanted.get(name), got.get(name))]
+
+
+def random_state(device: torch.device | str = "cpu") -> State:
+    """The state of every global generator: Python's, numpy's, torch's, and that of a CUDA device."""
+    state: State = {
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),  # noqa: NPY002  the global one is meant
+    }
+    if torch.device(device).type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+@contextmanager
+def kept_randomness(device: torch.device | str = "cpu") -> Iterator[None]:
+    """The block draws from the generators as they are; afterwards they are as they were before it."""
+    state = random_state(device)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state["torch"])
+        random.setstate(state["python"])
+        np.random.set_state(state["numpy"])  # noqa: NPY002
+        if "cuda" in state:
+            torch.cuda.set_rng_state(state["cuda"], device)
+
+
+def next_batches(run: TrainingRun, device: torch.device | str = "cpu") -> Iterator[Any] | None:
+    """The run's own training data from where the run is, epoch after epoch; None: it does not say.
+
+    Needs `epoch(number)` and a `position()` of two integers, the epoch and the batch in it that comes next.
+    Fetching a batch leaves the random state alone, so that a loader that draws a seed when it is started
+    again does not count as another state of the run.
+    """
+    can = all(callable(getattr(run, name, None)) for name in ("epoch", "position"))
+    if not can or _place(run) is None:
+        return None
+    return _own_batches(run, device)
+
+
+def _own_batches(run: Any, device: torch.device | str) -> Iterator[Any]:
+    while True:
+        place = _place(run)
+        assert place is not None
+        with kept_randomness(device):
+            batches = iter(run.epoch(place[0]))
+            batch = next(islice(batches, place[1], None), None)
+        if batch is None:
+            raise ValueError(f"position() is {place}, but epoch({place[0]}) has no batch {place[1]}")
+        while batch is not None:
+            yield batch
+            with kept_randomness(device):
+                batch = next(batches, None)
+
+
+def _place(run: Any) -> tuple[int, int] | None:
+    place = run.position()
+    if isinstance(place, Sequence) and len(place) == 2 and all(type(part) is int for part in place):
+        return place[0], place[1]
+    return None
+
+
+@dataclass
+class Trace:
+    """What a run did over some steps.
+
+    Attributes:
+        losses: that its steps returned.
+        rates: the learning rate of each group after each step.
+        batches: what it was trained on.
+        state: of the run at the end.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    rates: list[list[float]] = field(default_factory=list)
+    batches: list[Any] = field(default_factory=list)
+    state: State = field(default_factory=dict)
+
+    def differs(self, other: Trace) -> str:
+        """What differs first, in words; "" where nothing does."""
+        for step, (ours, theirs) in enumerate(zip(self.batches, other.batches, strict=True)):
+            if not _same(ours, theirs):
+                return f"batch {step}"
+            if not _same(self.losses[step], other.losses[step]):
+                return f"the loss of step {step}: {self.losses[step]!r}, {other.losses[step]!r}"
+            if self.rates[step] != other.rates[step]:
+                return f"the learning rate after step {step}: {self.rates[step]}, {other.rates[step]}"
+        names = different(self.state, other.state)
+        if names:
+            return f"{names[0]} at the end" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+        return ""
+
+
+def drive(run: TrainingRun, batches: Iterable[Any], n_steps: int) -> Trace:
+    """`n_steps` steps of the run, each on the next of `batches`."""
+    trace = Trace()
+    for batch in islice(batches, n_steps):
+        trace.batches.append(batch)
+        trace.losses.append(float(run.step(batch)))
+        trace.rates.append([float(group["lr"]) for group in run.optimizer.param_groups])
+    trace.state = state_of(run)
+    return trace
+
+
+def _saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}".removeprefix("."), buffer
+
+
+def _indices(saved: Mapping[str, Any]) -> list[Any]:
+    return [index for group in saved.get("param_groups", []) for index in group.get("params", [])]
+
+
+def _flat(value: Any, name: str) -> State:
+    """Tensors and plain values by the path to them; what is neither is left out."""
+    if isinstance(value, Tensor):
+        return {name: value.detach().clone()}
+    if isinstance(value, np.ndarray):
+        return {name: torch.from_numpy(value.copy())}
+    if isinstance(value, bool | int | float | str | None):
+        return {name: value}
+    if isinstance(value, Mapping):
+        pairs: Iterable[tuple[Any, Any]] = value.items()
+    elif isinstance(value, list | tuple):
+        pairs = enumerate(value)
+    else:
+        return {}
+    return {path: leaf for key, part in pairs for path, leaf in _flat(part, f"{name}.{key}").items()}
+
+
+def _same(a: Any, b: Any) -> bool:
+    """To the bit, dtypes included; NaN is the same as NaN."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        if a.dtype != b.dtype or a.shape != b.shape:
+            return False
+        b = b.to(a.device)
+        return bool(torch.equal(a, b) or ((a == b) | (a.isnan() & b.isnan())).all())
+    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
+        return bool(np.array_equal(a, b))
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(_same(x, y) for x, y in zip(a, b, strict=True))
+    if isinstance(a, Tensor | np.ndarray) or isinstance(b, Tensor | np.ndarray):
+        return False
+    return bool(a == b or (a != a and b != b))

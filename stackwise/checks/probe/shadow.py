@@ -1,0 +1,334 @@
+"""Shadow: every operation of a call computed a second time, in float64, beside the call itself.
+
+The first operation whose own result is far from its shadow is where precision is lost, and the stack says
+where that is in the model's code. The idea is that of shadow execution for finding floating-point errors
+(Benz, Hildebrandt, Hack, "A dynamic program analysis to find floating-point accuracy problems", PLDI 2012).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+__all__ = ["Loss", "Shadow", "TooMuchError", "place_in_code"]
+
+Kind = Literal["table", "parameter", "activation"]
+_KINDS: tuple[Kind, ...] = ("table", "parameter", "activation")
+_TORCH = str(Path(torch.__file__).parent)
+_HERE = str(Path(__file__).parents[1])  # checks and probes
+# Not measured: memory that nothing has been written to; and means near 0, whose relative error says nothing:
+# where such an error matters, whatever is made of the mean shows it.
+_NOT_MEASURED = ("empty", "new_empty", "mean", "sum", "var", "std")
+# The error of an exponential is that of its operand, which for large scores is large in any case.
+# That of a product of matrices is large where its terms cancel.
+_SHARP = ("softmax", "scaled_dot_product", "exp", "mm")
+_PRUNE_EVERY = 64
+_MATRIX_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "addbmm")
+# What an operation costs beside its elements, in elements.
+_OVERHEAD = 25_000
+
+
+@dataclass(frozen=True)
+class Loss:
+    """An operation whose result is not what float64 gives.
+
+    Attributes:
+        error: norm of the difference over the norm of the shadow; for "table" and "parameter" over how far
+            the shadow varies; inf where only the shadow is finite.
+        operation: as PyTorch calls it.
+        where: module and line of code.
+        kind: what has a part in the result: an input of the model ("activation"), if none then a parameter
+            ("parameter"), or neither ("table").
+        is_sharp: whether the operation is one that enlarges the rounding of large operands by its nature.
+        is_difference: whether it is a sum or a difference, where large operands may cancel.
+    """
+
+    error: float
+    operation: str
+    where: str
+    kind: Kind
+    is_sharp: bool
+    is_difference: bool
+
+
+class TooMuchError(RuntimeError):
+    """The call computes more than its budget allows."""
+
+
+class _CallsOfUser(TorchFunctionMode):
+    """Notes whether autocast is on where an operation is called: inside the operation, it never is."""
+
+    def __init__(self, device_type: str) -> None:
+        super().__init__()
+        self._device_type = device_type
+        self.autocasts = False
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Attention by the plain formula widens what it is given on purpose.
+        attends = function in (F.scaled_dot_product_attention, F.multi_head_attention_forward)
+        self.autocasts = torch.is_autocast_enabled(self._device_type) and not attends
+        return function(*args, **(kwargs or {}))
+
+
+class Shadow(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Inside, each operation is also computed in float64, from float64 operands.
+
+    Choices (comparisons, top-k, indices) follow the call itself, so that both compute the same function. What
+    cannot be computed in float64 starts again from the call's own result. Tensors are known by their
+    storage: a view is the same place in the shadow of the storage.
+
+    Args:
+        model: whose parameters and buffers stand for themselves, until `give` says otherwise.
+        inputs: of the model.
+        limits: kind -> largest error that is no loss; a kind that is left out has none.
+        budget: elements that may be computed; beyond it, `TooMuchError` is raised.
+
+    Attributes:
+        loss: the first operation beyond its limit.
+        overflow: the first operation that is NaN or infinite where its shadow is not.
+        worst: kind -> its largest error.
+        uncast: places of products of float32 matrices inside an enabled autocast.
+    """
+
+    def __init__(
+        self, model: nn.Module, inputs: Tensor, limits: Mapping[Kind, float], budget: float = torch.inf
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self._limits, self._budget = limits, budget
+        self._calls_of_user = _CallsOfUser(inputs.device.type)
+        self._flat: dict[StorageWeakRef, tuple[Tensor, int]] = {}
+        self._calls = 0
+        self.loss: Loss | None = None
+        self.overflow: Loss | None = None
+        self.worst: dict[Kind, float] = dict.fromkeys(_KINDS, 0.0)
+        self.uncast: list[str] = []
+        for buffer in model.buffers():
+            self.give(buffer, buffer, "table")
+        for parameter in model.parameters():
+            self.give(parameter, parameter, "parameter")
+        self.give(inputs, inputs, "activation")
+
+    def __enter__(self) -> Shadow:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        self._calls_of_user.__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._calls_of_user.__exit__(*error)  # type: ignore[no-untyped-call]
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def give(self, tensor: Tensor, exact: Tensor, kind: Kind) -> None:
+        """Let `exact` be what `tensor` stands for."""
+        with torch.no_grad():
+            self._keep(tensor.detach(), _wide(exact.detach()), _KINDS.index(kind))
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The shadow of a result."""
+        return self._shadow(tensor.detach())[0].clone()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        leaves, structure = tree_flatten((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        storages = {_key(tensor) for tensor in tensors}
+        returns = function._schema.returns
+        if returns and all(r.alias_info is not None and not r.alias_info.is_write for r in returns):
+            for tensor in tensors:
+                self._shadow(tensor)
+            return function(*args, **kwargs)
+        self._note_uncast(function, tensors)
+        shadows = [self._shadow(tensor) for tensor in tensors]
+        kind = max((each for _, each in shadows), default=0)
+        exact = self._compute(function, leaves, [shadow for shadow, _ in shadows], structure)
+        output = function(*args, **kwargs)
+        outputs = [each for each in _flat(output) if isinstance(each, Tensor)]
+        self._budget -= _OVERHEAD + sum(each.numel() for each in outputs)
+        if self._budget < 0:
+            raise TooMuchError
+        exacts: list[Tensor | None] = [each for each in _flat(exact) if isinstance(each, Tensor)]
+        exacts = exacts or [None] * len(outputs)
+        any_floating = any(t.is_floating_point() or t.is_complex() for t in tensors)
+        for index, (real, twin) in enumerate(zip(outputs, exacts, strict=False)):
+            is_choice = any_floating and not _inexact(real) and not _is_count(function, shadows)
+            # A parameter that is only cast is one that is kept in that format: no loss of the computation.
+            is_stored = _KINDS[kind] == "parameter" and function._schema.name == "aten::_to_copy"
+            if twin is None or is_choice or is_stored:
+                twin = _wide(real)
+            if (key := _key(real)) not in storages:
+                self._keep(real, twin, kind)
+            else:
+                if exact is None:
+                    self._shadow(real)[0].copy_(twin)
+                self._flat[key] = (self._flat[key][0], kind)
+            if index == 0:  # the others are statistics for the backward pass
+                self._measure(function, real, kind)
+        return output
+
+    def _compute(self, function: Any, leaves: list[Any], shadows: list[Tensor], structure: Any) -> Any:
+        """The operation on shadows; None where that cannot be."""
+        if torch.Tag.nondeterministic_seeded in function.tags and not _without_dropout(function, leaves):
+            return None
+        rest = iter(shadows)
+        wide = [next(rest) if isinstance(leaf, Tensor) else _wide_dtype(leaf) for leaf in leaves]
+        args, kwargs = tree_unflatten(wide, structure)
+        try:
+            return function(*args, **kwargs)
+        except (RuntimeError, TypeError, ValueError, NotImplementedError):
+            return None
+
+    def _shadow(self, tensor: Tensor) -> tuple[Tensor, int]:
+        """Where `tensor` is in the shadow of its storage, and its kind."""
+        known = self._flat.get(_key(tensor))
+        if known is not None:
+            flat, kind = known
+            if flat.is_complex() and not tensor.is_complex():
+                flat = torch.view_as_real(flat).flatten()
+            elif tensor.is_complex() and not flat.is_complex():
+                flat = torch.view_as_complex(flat.view(-1, 2))
+            size = tensor.untyped_storage().nbytes() // tensor.element_size()
+            if flat.dtype == _wide_dtype(tensor.dtype) and flat.numel() == size:
+                return flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()), kind
+        kind = 0 if known is None else known[1]
+        self._keep(tensor, _wide(tensor), kind)
+        flat = self._flat[_key(tensor)][0]
+        return flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()), kind
+
+    def _keep(self, tensor: Tensor, exact: Tensor, kind: int) -> None:
+        self._calls += 1
+        if self._calls % _PRUNE_EVERY == 0:
+            self._flat = {key: value for key, value in self._flat.items() if not key.expired()}  # type: ignore[no-untyped-call]
+        size = tensor.untyped_storage().nbytes() // tensor.element_size()
+        dtype = _wide_dtype(tensor.dtype)
+        if (
+            exact.dtype == dtype
+            and exact.stride() == tensor.stride()
+            and exact.storage_offset() == tensor.storage_offset() == 0
+            and exact.untyped_storage().nbytes() == size * exact.element_size()
+        ):
+            flat = exact.as_strided((size,), (1,))
+        else:
+            flat = torch.zeros(size, dtype=dtype, device=tensor.device)
+            if tensor.numel() < size:
+                whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+                whole.set_(tensor.untyped_storage(), 0, (size,), (1,))
+                flat.copy_(whole)
+            if tensor.numel() and 0 not in [
+                s for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1
+            ]:
+                flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).copy_(exact)
+            elif tensor.numel():
+                return self._keep_expanded(tensor, flat, kind)
+        self._flat[_key(tensor)] = (flat, kind)
+        return None
+
+    def _keep_expanded(self, tensor: Tensor, flat: Tensor, kind: int) -> None:
+        whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        whole.set_(tensor.untyped_storage(), 0, (flat.numel(),), (1,))
+        flat.copy_(whole)
+        self._flat[_key(tensor)] = (flat, kind)
+
+    def _measure(self, function: Any, real: Tensor, kind: int) -> None:
+        name = function._schema.name.partition("::")[2]
+        if not _inexact(real) or real.numel() == 0 or name.startswith(_NOT_MEASURED):
+            return
+        exact = self._shadow(real)[0]
+        off, size = exact - real, exact
+        finite = off.abs().sum()
+        if not finite.isfinite():
+            seen = exact.isfinite()
+            if self.overflow is None and not real[seen].isfinite().all():
+                self.overflow = self._found(torch.inf, name, kind)
+            both = seen & real.isfinite()
+            off, size = off[both], exact[both]
+            if off.numel() == 0:
+                return
+        spread = size.norm()
+        if _KINDS[kind] != "activation" and size.numel() > 1 and size.std() > 0:
+            spread = size.std() * size.numel() ** 0.5
+        error = (off.norm() / spread.clamp(min=torch.finfo(torch.float64).tiny)).item()
+        self.worst[_KINDS[kind]] = max(self.worst[_KINDS[kind]], error)
+        if self.loss is None and error > self._limits.get(_KINDS[kind], torch.inf):
+            self.loss = self._found(error, name, kind)
+
+    def _found(self, error: float, name: str, kind: int) -> Loss:
+        return Loss(
+            error,
+            name.rstrip("_"),
+            place_in_code(self._names),
+            _KINDS[kind],
+            any(each in name for each in _SHARP),
+            name.rstrip("_") in ("add", "sub", "rsub"),
+        )
+
+    def _note_uncast(self, function: Any, tensors: list[Tensor]) -> None:
+        name = function._schema.name.partition("::")[2].rstrip("_")
+        if name not in _MATRIX_PRODUCTS:
+            return
+        if self._calls_of_user.autocasts and all(tensor.dtype == torch.float32 for tensor in tensors):
+            self.uncast.append(place_in_code(self._names))
+
+
+def place_in_code(names: dict[int, str]) -> str:
+    """The innermost module of `names` (id -> name) on the stack, and the innermost line outside torch."""
+    module = line = None
+    frame: Any = sys._getframe(1)
+    while frame is not None and (module is None or line is None):
+        file = frame.f_code.co_filename
+        if not file.startswith((_TORCH, _HERE, "<")):
+            line = line or f"{file}:{frame.f_lineno}"
+        owner = frame.f_locals.get("self") if module is None else None
+        if isinstance(owner, nn.Module) and id(owner) in names:
+            module = names[id(owner)] or type(owner).__name__
+        frame = frame.f_back
+    return ", ".join(part for part in (module, line) if part)
+
+
+def _key(tensor: Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+
+def _flat(value: Any) -> Iterable[Any]:
+    return value if isinstance(value, list | tuple) else (value,)
+
+
+def _inexact(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _wide_dtype(value: Any) -> Any:
+    if isinstance(value, torch.dtype):
+        if value.is_floating_point:
+            return torch.float64
+        return torch.complex128 if value.is_complex else value
+    return value
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(_wide_dtype(tensor.dtype), copy=True)
+
+
+def _is_count(function: Any, shadows: list[tuple[Tensor, int]]) -> bool:
+    """Whether whole numbers that were counted in floating point become integers: a value, no choice."""
+    if function._schema.name != "aten::_to_copy":
+        return False
+    value = shadows[0][0]
+    return not value.is_complex() and bool((value == value.round()).all())
+
+
+def _without_dropout(function: Any, leaves: list[Any]) -> bool:
+    """Whether this is attention, which could drop out, but does not."""
+    if "scaled_dot_product" not in function._schema.name:
+        return False
+    return not any(isinstance(leaf, float) and 0 < leaf < 1 for leaf in leaves[3:5])

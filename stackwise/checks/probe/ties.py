@@ -1,0 +1,47 @@
+"""Ties: choices of the largest among equals, which sound code may decide either way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["chooses_among_equals"]
+
+
+def chooses_among_equals(call: Callable[[], object]) -> bool:
+    """Whether `call` takes the top k of values of which the last taken and the first left are equal.
+
+    Which of them is taken depends on the algorithm, and so on the shape: neither order is wrong. Values at
+    the bottom of their dtype are masked out, and their order is of no account.
+    """
+    watch = _Ties()  # type: ignore[no-untyped-call]
+    with watch:
+        call()
+    return watch.seen
+
+
+class _Ties(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes whether any top-k ended within equals."""
+
+    seen: bool = False
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = function(*args, **(kwargs or {}))
+        if function is torch.ops.aten.topk.default and not self.seen:
+            values, k = args[0], args[1]
+            dim = args[2] if len(args) > 2 else -1
+            self.seen = _is_tied(values, k, dim)
+        return output
+
+
+def _is_tied(values: Tensor, k: int, dim: int) -> bool:
+    if values.ndim == 0 or not 0 < k < values.shape[dim]:
+        return False
+    ordered = values.detach().sort(dim=dim, descending=True).values
+    last, first = ordered.select(dim, k - 1), ordered.select(dim, k)
+    counts = last > torch.finfo(values.dtype).min if values.is_floating_point() else torch.ones_like(last) > 0
+    return bool(((last == first) & counts).any())

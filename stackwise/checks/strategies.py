@@ -1,0 +1,399 @@
+"""Strategies: configurations, batches, masks and faults for property tests of one's own, by Hypothesis.
+
+    from hypothesis import given
+    from stackwise.checks import strategies
+
+    strategies.load_profile("cpu")
+
+    @given(strategies.batches(vocab_size=64))
+    def test_padding_is_not_read(batch):
+        ...
+
+Everything shrinks towards what is small: one row, few positions, token 0, no padding, one document, one
+layer, nothing switched on. Tensors are on the CPU.
+
+Shapes: B batch, T positions, S keys.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from stackwise.argument import check_choice, check_sizes, require
+from stackwise.config import BlockConfig, ModelConfig
+from stackwise.stability.faults import Fault, GradientExplosion, NanInjection
+
+try:
+    from hypothesis import HealthCheck, settings
+    from hypothesis import strategies as st
+    from hypothesis.errors import InvalidArgument
+except ImportError as error:
+    raise ImportError(
+        "stackwise.checks.strategies needs Hypothesis: pip install 'stackwise[property]'"
+    ) from error
+
+__all__ = [
+    "attention_masks",
+    "batches",
+    "block_configs",
+    "document_ids",
+    "faults",
+    "labels",
+    "load_profile",
+    "model_configs",
+    "padding_masks",
+    "token_ids",
+]
+
+Side = Literal["right", "left"]
+
+_PROFILES = {"cpu": "stackwise-cpu", "cuda": "stackwise-gpu"}
+
+
+def token_ids(
+    vocab_size: int, *, max_batch_size: int = 4, max_seq_len: int = 16, min_seq_len: int = 1
+) -> st.SearchStrategy[Tensor]:
+    """Token ids (B, T), int64, below `vocab_size`."""
+    check_sizes(vocab_size=vocab_size, max_batch_size=max_batch_size, min_seq_len=min_seq_len)
+    check_sizes(min_seq_len, max_seq_len=max_seq_len)
+    return st.tuples(st.integers(1, max_batch_size), st.integers(min_seq_len, max_seq_len)).flatmap(
+        lambda shape: _filled(shape, st.integers(0, vocab_size - 1))
+    )
+
+
+@st.composite
+def padding_masks(
+    draw: st.DrawFn,
+    batch_size: int,
+    seq_len: int,
+    *,
+    sides: tuple[Side, ...] = ("right",),
+    min_real: int = 1,
+) -> Tensor:
+    """Masks (B, T), bool, true at real tokens: each row is padded to its own length, all on one side.
+
+    Args:
+        draw: Hypothesis gives it.
+        batch_size: B.
+        seq_len: T.
+        sides: where padding may be.
+        min_real: fewest real tokens of a row; 0 allows rows of padding alone.
+    """
+    check_sizes(batch_size=batch_size, seq_len=seq_len)
+    check_sizes(0, min_real=min_real)
+    require(bool(sides) and min_real <= seq_len, "sides, min_real", (sides, min_real), f"up to {seq_len}")
+    for side in sides:
+        check_choice("sides", side, ("right", "left"))
+    side = draw(st.sampled_from(sides))
+    padding = torch.tensor(draw(_lists(st.integers(0, seq_len - min_real), batch_size)))[:, None]
+    index = torch.arange(seq_len)
+    return index < seq_len - padding if side == "right" else index >= padding
+
+
+@st.composite
+def document_ids(draw: st.DrawFn, batch_size: int, seq_len: int) -> Tensor:
+    """Ids (B, T), int64, of documents packed one after the other: each row counts its own from 0."""
+    check_sizes(batch_size=batch_size, seq_len=seq_len)
+    starts = torch.zeros(batch_size, seq_len, dtype=torch.int64)
+    if seq_len > 1:
+        starts[:, 1:] = draw(_filled((batch_size, seq_len - 1), st.booleans().map(int)))
+    return starts.cumsum(dim=1)
+
+
+@st.composite
+def labels(draw: st.DrawFn, ids: Tensor, keep: Tensor | None = None, *, ignored: int = -100) -> Tensor:
+    """Labels (B, T), not shifted: the ids, with a run of each row ignored, and with all padding ignored.
+
+    A run may be empty, a prompt at the start of its row, or all of it.
+
+    Args:
+        draw: Hypothesis gives it.
+        ids: (B, T).
+        keep: (B, T), true at real tokens; None: all are real.
+        ignored: the label of a position that is not to be predicted.
+    """
+    B, T = ids.shape
+    start = torch.tensor(draw(_lists(st.integers(0, T - 1), B)))[:, None]
+    count = torch.tensor(draw(_lists(st.integers(0, T), B)))[:, None]
+    index = torch.arange(T)
+    silent = (index >= start) & (index < start + count)
+    if keep is not None:
+        silent |= ~keep.bool()
+    return ids.masked_fill(silent, ignored)
+
+
+@st.composite
+def batches(
+    draw: st.DrawFn,
+    vocab_size: int,
+    *,
+    max_batch_size: int = 4,
+    max_seq_len: int = 16,
+    min_seq_len: int = 2,
+    sides: tuple[Side, ...] = ("right", "left"),
+    packed: bool = False,
+) -> dict[str, Tensor]:
+    """Batches of a language model: `input_ids`, `attention_mask` and `labels`, each (B, T), int64.
+
+    Labels are not shifted; those of padding and of a run of each row are -100.
+
+    Args:
+        draw: Hypothesis gives it.
+        vocab_size: ids are below it.
+        max_batch_size: the largest B.
+        max_seq_len: the largest T.
+        min_seq_len: the smallest T.
+        sides: where padding may be; (): there is none.
+        packed: with `document_ids` too. Rows are then full, since packing replaces padding.
+    """
+    ids = draw(
+        token_ids(vocab_size, max_batch_size=max_batch_size, max_seq_len=max_seq_len, min_seq_len=min_seq_len)
+    )
+    keep = torch.ones(ids.shape, dtype=torch.bool)
+    if sides and not packed:
+        keep = draw(padding_masks(*ids.shape, sides=sides))
+    batch = {"input_ids": ids, "attention_mask": keep.long(), "labels": draw(labels(ids, keep))}
+    if packed:
+        batch["document_ids"] = draw(document_ids(*ids.shape))
+    return batch
+
+
+@st.composite
+def attention_masks(
+    draw: st.DrawFn, seq_len: int, *, causal: bool | None = None, min_visible: int = 1
+) -> Tensor:
+    """Masks (T, S), bool, true where query t sees key s: all, causal, a window, documents, or at random.
+
+    Args:
+        draw: Hypothesis gives it.
+        seq_len: T and S.
+        causal: whether no query may see a later key; None: either.
+        min_visible: 1: each query sees itself; 0: a query may see nothing at all.
+    """
+    check_sizes(seq_len=seq_len)
+    check_choice("min_visible", str(min_visible), ("0", "1"))
+    index = torch.arange(seq_len)
+    distance = index[:, None] - index
+    kind = draw(st.sampled_from(("whole", "window", "documents", "any")))
+    match kind:
+        case "window":
+            visible = distance.abs() < draw(st.integers(1, seq_len))
+        case "documents":
+            [documents] = draw(document_ids(1, seq_len))
+            visible = documents[:, None] == documents
+        case "any":
+            visible = draw(_filled((seq_len, seq_len), st.booleans())).bool()
+        case _:
+            visible = torch.ones(seq_len, seq_len, dtype=torch.bool)
+    if draw(st.booleans()) if causal is None else causal:
+        visible = visible & (distance >= 0)
+    if min_visible:
+        visible = visible | (distance == 0)
+    elif draw(st.booleans()):
+        visible[draw(st.integers(0, seq_len - 1))] = False
+    return visible
+
+
+def faults(
+    steps: int, *, targets: tuple[str, ...] = ("loss", "activation", "gradient"), max_duration: int = 3
+) -> st.SearchStrategy[Fault]:
+    """Faults of a run of `steps` steps, each within it: for `stackwise.stability_run(faults=[...])`.
+
+    Args:
+        steps: of the run.
+        targets: what a NanInjection may break, patterns included: "activation:*.attention".
+        max_duration: most steps that one fault breaks.
+    """
+    check_sizes(steps=steps, max_duration=max_duration)
+    require(bool(targets), "targets", targets, "at least one target of NanInjection")
+
+    def lasting(step: int) -> st.SearchStrategy[Fault]:
+        duration = st.integers(1, min(max_duration, steps - step))
+        return st.one_of(
+            st.builds(
+                NanInjection,
+                step=st.just(step),
+                duration=duration,
+                target=st.sampled_from(targets),
+                kind=st.sampled_from(("nan", "inf")),
+            ),
+            # From what a detector by median and MAD must see at once, to overflow in float16.
+            st.builds(
+                GradientExplosion,
+                step=st.just(step),
+                duration=duration,
+                factor=st.sampled_from((10.0, 100.0, 1e3, 1e6)),
+            ),
+        )
+
+    return st.integers(0, steps - 1).flatmap(lasting)
+
+
+def block_configs(**fixed: Any) -> st.SearchStrategy[BlockConfig]:
+    """Valid small BlockConfigs: every kind of attention, norm, position and initialisation.
+
+    Args:
+        **fixed: fields with a value, or a strategy, of one's own. What cannot go with them is not drawn.
+
+    Raises:
+        ConfigError: when drawn from, where no configuration has these values.
+    """
+    return _sections(fixed).map(BlockConfig.from_dict)
+
+
+@st.composite
+def model_configs(draw: st.DrawFn, /, *, max_layers: int = 4, **fixed: Any) -> ModelConfig:
+    """Valid small ModelConfigs, as `block_configs`, with a vocabulary and a number of layers.
+
+    Args:
+        draw: Hypothesis gives it.
+        max_layers: most Blocks in all Stacks together.
+        **fixed: as of `block_configs`.
+    """
+    check_sizes(max_layers=max_layers)
+    # Of a ModelConfig, unlike a BlockConfig, the default is grouped heads.
+    section: dict[str, Any] = {"n_kv_heads": None, **draw(_sections(fixed))}
+    if "architecture" not in fixed:
+        n_stacks = draw(st.integers(1, min(2, max_layers)))
+        per_stack = draw(st.integers(1, max_layers // n_stacks))
+        section["architecture"] = {"n_stacks": n_stacks, "blocks_per_stack": per_stack}
+    for key, values in (
+        ("vocab_size", st.integers(2, 64)),
+        ("tie_embeddings", st.booleans()),
+    ):
+        if key not in fixed:
+            section[key] = draw(values)
+    return ModelConfig.from_dict(section)
+
+
+@st.composite
+def _sections(draw: st.DrawFn, fixed: dict[str, Any]) -> dict[str, Any]:
+    """The keys that blocks and models share, in the order in which one depends on another."""
+    made: dict[str, Any] = {}
+
+    def choose(key: str, values: st.SearchStrategy[Any]) -> Any:
+        if key not in fixed:
+            made[key] = draw(values)
+        elif isinstance(fixed[key], st.SearchStrategy):
+            made[key] = draw(fixed[key])
+        else:
+            made[key] = fixed[key]
+        return made[key]
+
+    kinds: tuple[str, ...] = ("mha", "gqa", "mqa", "mla", "kernel")
+    if fixed.get("n_kv_heads") is not None:
+        kinds = ("gqa", "kernel")
+    kind = choose("attention_type", st.sampled_from(kinds))
+    n_heads = choose("n_heads", st.sampled_from((1, 2, 4)))
+    use_rope = choose("use_rope", st.booleans())
+    if kind == "mla":
+        sizes = st.sampled_from((2, 4, 8))
+        choose("d_model", st.integers(1, 8).map(lambda size: 4 * size))
+        choose(
+            "latent",
+            st.fixed_dictionaries(
+                {
+                    "kv_lora_rank": sizes,
+                    "q_lora_rank": st.none() | sizes,
+                    "qk_nope_head_dim": sizes,
+                    "qk_rope_head_dim": sizes,
+                    "v_head_dim": sizes,
+                }
+            ),
+        )
+    else:
+        # Rotated in pairs.
+        per_head = st.integers(1, 4).map(lambda size: (2 if use_rope else 1) * size)
+        if "d_model" in fixed:
+            choose("d_model", st.nothing())
+            choose("head_dim", per_head)
+        elif choose("head_dim", st.none() | per_head) is None:
+            choose("d_model", per_head.map(lambda size: n_heads * size))
+        else:
+            choose("d_model", st.integers(1, 16))
+        choose("qkv_bias", st.booleans())
+        choose("qk_norm", st.sampled_from((None, "head", "width")))
+    choose("d_ff", st.integers(1, 32))
+    if kind in ("gqa", "kernel"):
+        divisors = [n for n in range(1, n_heads + 1) if n_heads % n == 0]
+        choose(
+            "n_kv_heads", st.sampled_from(divisors) if kind == "gqa" else st.sampled_from((None, *divisors))
+        )
+    if kind == "kernel":
+        kernels = st.sampled_from(("favor", "gaussian", "laplacian", "elu"))
+        features = st.integers(1, 8).map(lambda n: 2 * n)
+        choose("kernel", st.fixed_dictionaries({"feature_map": kernels, "n_features": features}))
+    else:
+        choose("sliding_window", st.none() | st.integers(1, 8))
+        choose("softcap", st.sampled_from((None, 5.0, 50.0)))
+    choose("attention_mode", st.sampled_from(("causal", "bidirectional")))
+    choose("norm", st.sampled_from(("rmsnorm", "layernorm")))
+    choose("norm_position", st.sampled_from(("pre", "post")))
+    choose("dropout", st.sampled_from((0.0, 0.1, 0.5)))
+    choose("freeze_up_proj", st.booleans())
+    if use_rope:
+        scaling = st.fixed_dictionaries(
+            {"rope_type": st.sampled_from(("linear", "llama3")), "factor": st.sampled_from((1.0, 2.0, 8.0))}
+        )
+        choose("rope_scaling", st.none() | scaling)
+    kinds_of_start = ("normal", "kaiming", "xavier", "small", "zero_out", "mup")
+    if choose("initialization", st.sampled_from(kinds_of_start)) == "mup":
+        # Of which the base has a whole number of heads.
+        choose("mup_base_width", st.sampled_from((made["d_model"], 2 * made["d_model"])))
+    return made | {key: value for key, value in fixed.items() if key not in made}
+
+
+def _filled(shape: tuple[int, int], elements: st.SearchStrategy[int]) -> st.SearchStrategy[Tensor]:
+    """Tensors of a shape, int64, element by element, so that each one shrinks."""
+    rows, columns = shape
+    return _lists(elements, rows * columns).map(
+        lambda values: torch.tensor(values, dtype=torch.int64).view(rows, columns)
+    )
+
+
+def _lists(elements: st.SearchStrategy[int], size: int) -> st.SearchStrategy[list[int]]:
+    return st.lists(elements, min_size=size, max_size=size)
+
+
+def load_profile(device: Literal["cpu", "cuda"] = "cpu") -> str:
+    """Make the profile "stackwise-cpu" or "stackwise-gpu" the active one, unless the user chose another.
+
+    A choice is a profile that `settings.load_profile` or `--hypothesis-profile` has made active, or the
+    environment variable HYPOTHESIS_PROFILE, which conftests read. Hypothesis' own "default" and "ci" are
+    none. Both profiles have no deadline, since the first call of a model takes longer than later ones,
+    and keep everything else as it was at the import of this file; that of a GPU asks for 25 examples
+    at most.
+
+    Returns:
+        The name of the profile that is active now.
+    """
+    check_choice("device", device, _PROFILES)
+    active = settings.get_current_profile_name()
+    if active in ("default", "ci", *_PROFILES.values()) and not os.environ.get("HYPOTHESIS_PROFILE"):
+        settings.load_profile(_PROFILES[device])
+    return settings.get_current_profile_name()
+
+
+def _register_profiles() -> None:
+    """Enter both profiles, on top of the active one; those that the user has under these names stay."""
+    active = settings.get_profile(settings.get_current_profile_name())
+    slow = {*active.suppress_health_check, HealthCheck.too_slow}
+    for name, examples in (("stackwise-cpu", active.max_examples), ("stackwise-gpu", 25)):
+        try:
+            settings.get_profile(name)
+        except InvalidArgument:
+            settings.register_profile(
+                name,
+                parent=active,
+                deadline=None,
+                max_examples=min(examples, active.max_examples),
+                suppress_health_check=sorted(slow, key=str),
+                print_blob=True,
+            )
+
+
+_register_profiles()

@@ -1,0 +1,226 @@
+"""Accumulation: several micro-batches give the gradient of one batch that is all of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stackwise.checks.check import trainer_check
+from stackwise.checks.probe.dropout import WithoutDropout
+from stackwise.checks.probe.update import distance, norm, observed
+from stackwise.checks.result import CheckResult
+from stackwise.checks.trainer_subject import TrainerSubject
+from stackwise.trainer_spec import TrainingRun
+
+__all__ = ["accumulated_gradient", "accumulation_ragged", "accumulation_window"]
+
+_ROWS = 2
+_MICRO_BATCHES = 3
+_EXACT = 1e-5
+_ROUNDINGS = 16.0
+# Gradients are made so much smaller, that no clipping hides their size.
+_SHRUNK = 1e-3
+_PARALLEL = 1e-3
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    """The gradient of micro-batches against that of the whole.
+
+    Attributes:
+        value: its distance, relative to the norm of the whole.
+        limit: what rounding explains.
+        ratio: of the norms.
+        parallel: whether they differ by a factor alone.
+        updates: how many the accumulation made.
+    """
+
+    value: float
+    limit: float
+    ratio: float
+    parallel: bool
+    updates: int
+
+    @property
+    def real(self) -> bool:
+        return not self.value <= self.limit
+
+
+@trainer_check
+def accumulated_gradient(subject: TrainerSubject) -> CheckResult:
+    """Do micro-batches of equal size give the gradient of the whole batch?"""
+    if (reason := _unasked(subject)) is not None:
+        return subject.not_applicable(reason)
+    return _judged(subject, _compared(subject, _micro_batches(subject)), f"{_MICRO_BATCHES} micro-batches")
+
+
+@trainer_check
+def accumulation_ragged(subject: TrainerSubject) -> CheckResult:
+    """Do micro-batches with many, few and no targets give the gradient of the whole batch?"""
+    if (reason := _unasked(subject)) is not None:
+        return subject.not_applicable(reason)
+    micro_batches = _micro_batches(subject)
+    if not all(isinstance(each, Mapping) and "labels" in each for each in micro_batches):
+        return subject.not_applicable("needs batches with labels")
+    ignored = subject.spec.ignored_label
+    few = micro_batches[1]["labels"].clone()
+    few[1:] = ignored
+    few[:1, :-2] = ignored
+    none = torch.full_like(few, ignored)
+    ragged = [micro_batches[0], {**micro_batches[1], "labels": few}]
+    for where, parts in (
+        ("micro-batches with many and few targets", ragged),
+        ("micro-batches with many, few and no targets", [*ragged, {**micro_batches[2], "labels": none}]),
+    ):
+        compared = _compared(subject, parts)
+        if compared.real or compared.updates != 1:
+            return _judged(subject, compared, where)
+    return subject.passed(compared.value, compared.limit)
+
+
+@trainer_check
+def accumulation_window(subject: TrainerSubject) -> CheckResult:
+    """Does a window of fewer micro-batches, as the last of an epoch, weigh as much?"""
+    if (reason := _unasked(subject)) is not None:
+        return subject.not_applicable(reason)
+    micro_batches = _micro_batches(subject)
+    worst: CheckResult | None = None
+    for n in range(1, len(micro_batches)):
+        compared = _compared(subject, micro_batches[:n])
+        result = _judged(subject, compared, f"a window of {n} micro-batch" + ("es" if n > 1 else ""))
+        if worst is None or (result.value or 0.0) > (worst.value or 0.0) or not result.ok:
+            worst = result
+    assert worst is not None
+    return worst
+
+
+def _judged(subject: TrainerSubject, compared: _Comparison, where: str) -> CheckResult:
+    if compared.updates != 1:
+        return subject.failed(
+            compared.updates,
+            1.0,
+            where=where,
+            meaning=f"accumulate made {compared.updates} updates instead of one",
+            advice="step the optimizer after the last micro-batch of a window alone",
+        )
+    if not compared.real:
+        return subject.passed(compared.value, compared.limit)
+    meaning = f"the gradient is {compared.ratio:.3g} times that of the whole batch"
+    if not compared.parallel:
+        meaning = "the gradient differs from that of the whole batch, and in more than its size"
+    if not _adds_up(subject):
+        return subject.warned(
+            compared.value,
+            compared.limit,
+            where=where,
+            meaning=meaning,
+            advice="batch statistics, a contrastive or a routing loss do not add up over micro-batches; if "
+            "there is none, look for state that is carried from one to the next",
+        )
+    return subject.failed(
+        compared.value,
+        compared.limit,
+        where=where,
+        meaning=meaning,
+        advice="divide the summed loss by the number of targets of the whole window, not each micro-batch by "
+        "its own"
+        if "targets" in where
+        else "divide by the number of micro-batches that the window really has, once",
+    )
+
+
+def _adds_up(subject: TrainerSubject) -> bool:
+    """Whether the gradient of a batch is the mean of those of its parts, each in a step of its own."""
+    micro_batches = _micro_batches(subject)
+    whole, _ = _gradient(subject, _joined(micro_batches, _ROWS))
+    mean: dict[str, Tensor] = {}
+    for batch in micro_batches:
+        part, _ = _gradient(subject, batch)
+        for name, g in part.items():
+            mean[name] = mean.get(name, torch.zeros_like(g)) + g / len(micro_batches)
+    return distance(mean, whole) <= _PARALLEL
+
+
+def _unasked(subject: TrainerSubject) -> str | None:
+    """Why a run cannot be asked; None: it can."""
+    run = subject.run()
+    if not subject.has(run, "accumulate"):
+        return "needs accumulate(batches)"
+    return None
+
+
+def _micro_batches(subject: TrainerSubject) -> list[Any]:
+    rows = _MICRO_BATCHES * _ROWS
+    batch = subject.batch(batch_size=rows)
+    return [_rows(batch, rows, slice(start, start + _ROWS)) for start in range(0, rows, _ROWS)]
+
+
+def _compared(subject: TrainerSubject, micro_batches: list[Any]) -> _Comparison:
+    whole = _joined(micro_batches, _ROWS)
+    rows = len(micro_batches) * _ROWS
+    reference, _ = _gradient(subject, whole)
+    again, _ = _gradient(subject, _rows(whole, rows, torch.arange(rows - 1, -1, -1)))
+    parts, updates = _gradient(subject, micro_batches, accumulated=True)
+    noise = distance(again, reference)
+    value, size = distance(parts, reference), norm(reference)
+    ratio = norm(parts) / size if size > 0 else math.inf
+    limit = max(_EXACT, _ROUNDINGS * noise)
+    scaled = {name: ratio * g.double() for name, g in reference.items()}
+    parallel = ratio > 0 and distance(parts, scaled) <= max(_PARALLEL, limit)
+    return _Comparison(value, limit, ratio, parallel, updates)
+
+
+def _gradient(
+    subject: TrainerSubject, batch: Any, *, accumulated: bool = False
+) -> tuple[dict[str, Tensor], int]:
+    """What the optimizer sees, in float64 where the run can, and how many updates were made."""
+    for dtype in (torch.float64, None):
+        run = subject.run()
+        if dtype is not None:
+            run.model.to(dtype)
+        try:
+            with WithoutDropout(), subject.fixed_randomness(), observed(run, factor=_SHRUNK) as seen:
+                _step(run, batch, accumulated)
+        except (RuntimeError, TypeError, ValueError, NotImplementedError):
+            if dtype is None:
+                raise
+            continue
+        break
+    gradients = seen.updates[-1].gradients if seen.updates else {}
+    return gradients, len(seen.updates)
+
+
+def _step(run: TrainingRun, batch: Any, accumulated: bool) -> None:
+    if accumulated:
+        run.accumulate(batch)  # type: ignore[attr-defined]
+    else:
+        run.step(batch)
+
+
+def _rows(batch: Any, n: int, index: slice | Tensor) -> Any:
+    """The rows `index` of a batch of `n`; what has no rows is kept."""
+    if isinstance(batch, Tensor):
+        at = index.to(batch.device) if isinstance(index, Tensor) else index
+        return batch[at] if batch.ndim and len(batch) == n else batch
+    if isinstance(batch, Mapping):
+        return {key: _rows(value, n, index) for key, value in batch.items()}
+    if isinstance(batch, list | tuple):
+        return type(batch)(_rows(value, n, index) for value in batch)
+    return batch
+
+
+def _joined(batches: list[Any], n: int) -> Any:
+    """All rows of batches of `n` each."""
+    first = batches[0]
+    if isinstance(first, Tensor):
+        return torch.cat(batches) if first.ndim and len(first) == n else first
+    if isinstance(first, Mapping):
+        return {key: _joined([each[key] for each in batches], n) for key in first}
+    if isinstance(first, list | tuple):
+        return type(first)(_joined(list(values), n) for values in zip(*batches, strict=True))
+    return first

@@ -1,0 +1,482 @@
+"""Checkpoint: a run that is saved and loaded goes on as if nothing had happened, to the bit."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Iterable
+from itertools import islice
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from stackwise.checks.check import trainer_check
+from stackwise.checks.probe.another_process import Recipe, run_elsewhere
+from stackwise.checks.probe.run_state import Trace, different, drive, next_batches, random_state, state_of
+from stackwise.checks.result import CheckResult
+from stackwise.checks.trainer_subject import TrainerSubject
+from stackwise.seed import seeded
+from stackwise.trainer_spec import TrainingRun
+
+_NEEDS = "needs save(folder) and load(folder)"
+_PLACE = (
+    "Save where in its data the run is, the epoch and the batch, and give the epoch to what shuffles "
+    "(set_epoch); an order drawn from the global generator needs its state of the epoch's start."
+)
+_LONGEST_EPOCH = 8  # batches; the save comes in the second epoch of data that are no longer
+_N_STEPS = 3
+_STEP_NUMBERS = (80, 90, 100, 900, 1000)
+_MOST_FILES = 8
+
+
+@trainer_check
+def checkpoint_round_trip(subject: TrainerSubject) -> CheckResult:
+    """Does loading a checkpoint give back every bit of weights, optimizer, schedule, scaler and place?"""
+    run = subject.run()
+    if not subject.has(run, "save", "load"):
+        return subject.not_applicable(_NEEDS)
+    with TemporaryDirectory() as folder:
+        with subject.fixed_randomness():
+            _train(subject, run, 2)
+            run.save(folder)  # type: ignore[attr-defined]
+            saved = state_of(run)
+        for trained in (False, True):
+            # Other weights to begin with, so that what the checkpoint lacks shows.
+            other = subject.spec.create(subject.device, subject.seed + 1)
+            with seeded(subject.seed + 1, subject.device):
+                if trained:
+                    drive(other, [subject.batch(11)], 1)
+                try:
+                    other.load(folder)  # type: ignore[attr-defined]
+                except Exception as error:
+                    return _unloadable(subject, error)
+            lost = different(saved, state_of(other))
+            if lost:
+                return subject.failed(
+                    float(len(lost)),
+                    0.0,
+                    where=_listed(lost) + (", loaded into a run that has trained" if trained else ""),
+                    meaning=_how(saved, state_of(other), lost[0]),
+                    advice=_advice(lost[0], saved, state_of(other), trained),
+                )
+        return _hidden(subject, run, other, len(saved))
+
+
+def _hidden(subject: TrainerSubject, run: TrainingRun, other: TrainingRun, n_entries: int) -> CheckResult:
+    """Whether there is more that a step depends on than what was compared."""
+    batch = [subject.batch(5)]
+    with subject.fixed_randomness():
+        wanted = drive(run, batch, 1)
+    with subject.fixed_randomness():
+        got = drive(other, batch, 1)
+    gap = wanted.differs(got)
+    if gap and not _repeats(subject, lambda run: _train(subject, run, 3)):
+        return subject.passed(0.0, 0.0, meaning="only what is stored was compared: two runs of a seed differ")
+    if gap:
+        return subject.failed(
+            1.0,
+            0.0,
+            where=gap,
+            meaning="All that is stored is back, yet the next step on the same batch is another one.",
+            advice="The step depends on something that is not saved: an average of weights, a counter, a "
+            "buffer that the model leaves out of its state_dict, a gradient left from before.",
+        )
+    return subject.passed(0.0, 0.0, meaning=f"{n_entries} entries, and the next step")
+
+
+@trainer_check
+def resume(subject: TrainerSubject) -> CheckResult:
+    """Does a run that is saved, set up again and loaded go on to the bit as one that was not stopped?"""
+    if not subject.has(subject.run(), "save", "load"):
+        return subject.not_applicable(_NEEDS)
+    return _resumed(subject, _in_this_process)
+
+
+@trainer_check(suite="full")
+def resume_in_new_process(subject: TrainerSubject) -> CheckResult:
+    """Does it go on to the bit in a new process, where only what is on disk is left?"""
+    if not subject.has(subject.run(), "save", "load"):
+        return subject.not_applicable(_NEEDS)
+    recipe = Recipe.of(subject.spec)
+    if recipe is None:
+        return subject.not_applicable(
+            "needs TrainerSpec.factory, or a build function that can be pickled (at a module's top level)"
+        )
+    if _resumed(subject, _in_this_process).status != "passed":
+        return subject.not_applicable("needs a run that resumes in the same process: see resume")
+
+    def elsewhere(subject: TrainerSubject, folder: str, batches: list[Any] | None) -> _Resumed:
+        arguments = {
+            "folder": folder,
+            "batches": batches,
+            "device": str(subject.device),
+            "seed": subject.seed,
+        }
+        [outcome] = run_elsewhere(f"{__name__}:_in_another_process", recipe, [arguments])
+        if not outcome.known:
+            raise _NoProcessError(outcome.error)
+        if outcome.error:
+            raise _LoadError(outcome.error)
+        return outcome.value  # type: ignore[no-any-return]
+
+    try:
+        return _resumed(subject, elsewhere)
+    except _NoProcessError as error:
+        return subject.not_applicable(f"needs a run that a new process can set up; there: {error}")
+
+
+class _NoProcessError(Exception):
+    """The run cannot be set up in another process."""
+
+
+class _LoadError(Exception):
+    """Setting up, loading or going on raised."""
+
+
+# (state and random state after loading, trace of the steps that follow, next batch)
+_Resumed = tuple[dict[str, Any], dict[str, Any], Trace]
+_GoOn = Callable[[TrainerSubject, str, list[Any] | None], _Resumed]
+
+
+def _resumed(subject: TrainerSubject, go_on: _GoOn) -> CheckResult:
+    with TemporaryDirectory() as folder:
+        straight, before, n_before, own = _straight(subject, folder=None)
+        _straight(subject, folder=folder)
+        rest = None if own else [subject.batch(n_before + i) for i in range(_N_STEPS)]
+        try:
+            after, randomness, trace = go_on(subject, folder, rest)
+        except _LoadError as error:
+            return _unloadable(subject, error)
+        if not straight.differs(trace):
+            kind = "of its own data" if own else "of given batches"
+            return subject.passed(
+                0.0, 0.0, meaning=f"{_N_STEPS} steps {kind} after {n_before}, losses and state the same"
+            )
+        again, *_ = _straight(subject, folder=None)
+        if straight.differs(again):
+            return subject.not_applicable(
+                f"needs a step that repeats itself: two runs of one seed differ in {straight.differs(again)}"
+            )
+    lost = different(before.state, after)
+    lost_randomness = different(before.randomness, randomness)
+    if lost:
+        advice = _advice(lost[0], before.state, after, False)
+    elif straight.differs(trace).startswith("batch"):
+        advice = _PLACE
+    elif lost_randomness:
+        advice = (
+            "Save and load the random states (torch.get_rng_state, of every CUDA device, random.getstate, "
+            "numpy's): dropout and augmentation draw from them."
+        )
+    else:
+        advice = "The step depends on something that is not saved, as a counter or an average of weights."
+    gap = straight.differs(trace)
+    return subject.failed(
+        float(max(1, len(lost))),
+        0.0,
+        where=f"{gap} (steps counted from the resume)",
+        meaning="A resumed run is not the run that it resumes"
+        + (f": after loading, {_listed(lost)} is another." if lost else "."),
+        advice=advice,
+    )
+
+
+class _Before:
+    """What a run carries where it is saved."""
+
+    def __init__(self, run: TrainingRun, subject: TrainerSubject) -> None:
+        self.state, self.randomness = state_of(run), random_state(subject.device)
+
+
+def _straight(subject: TrainerSubject, folder: str | None) -> tuple[Trace, _Before, int, bool]:
+    """The steps after the place of the save, in one piece; with a folder it is saved there and ends."""
+    run = subject.run()
+    with subject.fixed_randomness():
+        batches = next_batches(run, subject.device)
+        n_before = 2
+        if batches is not None:
+            with seeded(subject.seed, subject.device):
+                position: Any = run.position()  # type: ignore[attr-defined]
+                length = len(list(islice(run.epoch(position[0]), _LONGEST_EPOCH + 1)))  # type: ignore[attr-defined]
+            n_before = length + 2 if length <= _LONGEST_EPOCH else 3
+        source: Iterable[Any] = batches if batches is not None else _given(subject)
+        source = iter(source)
+        drive(run, source, n_before)
+        before = _Before(run, subject)
+        if folder is not None:
+            run.save(folder)  # type: ignore[attr-defined]
+            return Trace(), before, n_before, batches is not None
+        return drive(run, source, _N_STEPS), before, n_before, batches is not None
+
+
+def _in_this_process(subject: TrainerSubject, folder: str, batches: list[Any] | None) -> _Resumed:
+    try:
+        return _go_on(subject.spec.create, folder, batches, subject.device, subject.seed)
+    except Exception as error:
+        raise _LoadError(f"{type(error).__name__}: {error}") from error
+
+
+def _in_another_process(
+    build: Callable[[], TrainingRun], folder: str, batches: list[Any] | None, device: str, seed: int
+) -> _Resumed:
+    def create(device: torch.device | str, seed: int) -> TrainingRun:
+        with seeded(seed, device):
+            return build()
+
+    return _go_on(create, folder, batches, torch.device(device), seed)
+
+
+def _go_on(
+    create: Callable[[torch.device | str, int], TrainingRun],
+    folder: str,
+    batches: list[Any] | None,
+    device: torch.device,
+    seed: int,
+) -> _Resumed:
+    run = create(device, seed)
+    # Another random state than the run had: whoever needs that one has to bring it along.
+    with seeded(seed + 1, device):
+        run.load(folder)  # type: ignore[attr-defined]
+        state, randomness = state_of(run), random_state(device)
+        own = next_batches(run, device) if batches is None else iter(batches)
+        assert own is not None
+        return state, randomness, drive(run, own, _N_STEPS)
+
+
+@trainer_check
+def saving_disturbs_nothing(subject: TrainerSubject) -> CheckResult:
+    """Is a run that is saved on its way the same, to the bit, as one that is not?"""
+    if not subject.has(subject.run(), "save"):
+        return subject.not_applicable("needs save(folder)")
+
+    def trained(save: bool) -> tuple[Trace, bool]:
+        run = subject.run()
+        with subject.fixed_randomness(), TemporaryDirectory() as folder:
+            drive(run, _given(subject), 1)
+            if save:
+                mode, random = run.model.training, random_state(subject.device)
+                run.save(folder)  # type: ignore[attr-defined]
+                quiet = run.model.training == mode and not different(random, random_state(subject.device))
+            else:
+                quiet = True
+            return drive(run, [subject.batch(1), subject.batch(2)], 2), quiet
+
+    wanted, (got, quiet) = trained(False)[0], trained(True)
+    gap = wanted.differs(got)
+    if not gap:
+        return subject.passed(0.0, 0.0)
+    if wanted.differs(trained(False)[0]):
+        return subject.not_applicable("needs a step that repeats itself: two runs of one seed differ")
+    return subject.failed(
+        1.0,
+        0.0,
+        where=f"{gap} (steps counted from the save)",
+        meaning="Training that is saved on its way takes another course.",
+        advice="Saving has drawn from a random generator or left the model in another mode."
+        if not quiet
+        else "Look for what saving moves, casts or replaces in place: model.half(), .cpu(), a swap of "
+        "averaged weights that is not undone.",
+    )
+
+
+@trainer_check
+def newest_checkpoint(subject: TrainerSubject) -> CheckResult:
+    """Is the checkpoint of the highest step number the one that is kept and found?"""
+    run: Any = subject.run()
+    if not subject.has(run, "checkpoint", "latest"):
+        return subject.not_applicable("needs checkpoint(folder, step) and latest(folder)")
+    with TemporaryDirectory() as name, subject.fixed_randomness():
+        folder = Path(name)
+        paths: dict[int, Path] = {}
+        for step in _STEP_NUMBERS:
+            path = paths[step] = Path(run.checkpoint(folder, step))
+            kept = [number for number in paths if paths[number].exists()]
+            if not path.exists():
+                return subject.failed(
+                    float(step),
+                    float(step),
+                    where=f"checkpoint {step}, written last",
+                    meaning=f"It was removed at once, and {kept or 'nothing'} kept.",
+                    advice="What is kept is chosen by name: sort by the step's number, not by text.",
+                )
+            found = _found(run, folder, paths)
+            if found != step:
+                return subject.failed(
+                    -1.0 if found is None else float(found),
+                    float(step),
+                    where=f"of the checkpoints {', '.join(map(str, kept))}",
+                    meaning=f"latest() gives {found or 'none'} where {step} is the newest.",
+                    advice="Sort by the step's number, not by text: '900' comes after '1000' there.",
+                )
+        kept = [step for step in paths if paths[step].exists()]
+        # A copy of a folder gives it another time, not another step.
+        os.utime(paths[kept[0]], (2e9, 2e9))
+        found = _found(run, folder, paths)
+    if found != _STEP_NUMBERS[-1] or kept != list(_STEP_NUMBERS[-len(kept) :]):
+        return subject.warned(
+            -1.0 if found is None else float(found),
+            float(_STEP_NUMBERS[-1]),
+            where=f"kept: {', '.join(map(str, kept))}; latest() after {kept[0]} was touched: {found}",
+            meaning="Another order than that of step numbers decides.",
+            advice="Times change where folders are copied; choose by step number.",
+        )
+    return subject.passed(float(found), float(_STEP_NUMBERS[-1]), meaning=f"{len(kept)} kept")
+
+
+def _found(run: Any, folder: Path, paths: dict[int, Path]) -> int | None:
+    latest = run.latest(folder)
+    if latest is None:
+        return None
+    return next((step for step in paths if paths[step].resolve() == Path(latest).resolve()), None)
+
+
+@trainer_check
+def damaged_checkpoint(subject: TrainerSubject) -> CheckResult:
+    """Is a checkpoint that was written by half refused?"""
+    run: Any = subject.run()
+    if not subject.has(run, "save", "load"):
+        return subject.not_applicable(_NEEDS)
+    silent = []
+    with TemporaryDirectory() as name, subject.fixed_randomness():
+        whole, broken = Path(name) / "whole", Path(name) / "broken"
+        whole.mkdir()
+        drive(run, [subject.batch(0)], 1)
+        run.save(whole)
+        saved = state_of(run)
+        files = [path for path in whole.rglob("*") if path.is_file() and path.stat().st_size > 1]
+        files = sorted(files, key=lambda path: path.stat().st_size, reverse=True)[:_MOST_FILES]
+        if not files:
+            return subject.not_applicable("needs a checkpoint that is files in its folder")
+        for path in files:
+            for cut in (True, False):
+                shutil.copytree(whole, broken)
+                damaged = broken / path.relative_to(whole)
+                if cut:
+                    os.truncate(damaged, path.stat().st_size // 2)
+                else:
+                    damaged.unlink()
+                lost = _accepted(subject, broken, saved)
+                shutil.rmtree(broken)
+                if lost and cut:
+                    return subject.failed(
+                        float(len(lost)),
+                        0.0,
+                        where=f"{path.relative_to(whole)}, cut in half: {_listed(lost)}",
+                        meaning="A half-written checkpoint was loaded without a word.",
+                        advice="Let what a damaged file raises pass; write under a temporary name and "
+                        "rename.",
+                    )
+                if lost:
+                    silent.append(f"without {path.relative_to(whole)}: {_listed(lost)}")
+    if silent:
+        return subject.warned(
+            float(len(silent)),
+            0.0,
+            where="; ".join(silent),
+            meaning="A checkpoint that lacks a file was loaded without a word.",
+            advice="Refuse what is not whole, or say what was not restored.",
+        )
+    return subject.passed(0.0, 0.0, meaning=f"{len(files)} files, each cut in half and left out")
+
+
+def _accepted(subject: TrainerSubject, folder: Path, saved: dict[str, Any]) -> list[str]:
+    """What loading lost without an exception."""
+    other: Any = subject.spec.create(subject.device, subject.seed + 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            with seeded(subject.seed + 1, subject.device):
+                other.load(folder)
+        except Exception:
+            return []
+    return different(saved, state_of(other))
+
+
+def _given(subject: TrainerSubject) -> Iterable[Any]:
+    number = 0
+    while True:
+        yield subject.batch(number)
+        number += 1
+
+
+def _train(subject: TrainerSubject, run: TrainingRun, n_steps: int) -> Trace:
+    return drive(run, _given(subject), n_steps)
+
+
+def _repeats(subject: TrainerSubject, train: Callable[[TrainingRun], Trace]) -> bool:
+    """Whether two runs of one seed do the same."""
+    traces = []
+    for _ in range(2):
+        run = subject.run()
+        with subject.fixed_randomness():
+            traces.append(train(run))
+    return not traces[0].differs(traces[1])
+
+
+def _unloadable(subject: TrainerSubject, error: Exception) -> CheckResult:
+    said = str(error) if isinstance(error, _LoadError) else f"{type(error).__name__}: {error}"
+    return subject.failed(
+        1.0,
+        0.0,
+        where="load(folder)",
+        meaning=f"A run of the same kind cannot load what was just saved: {said.splitlines()[0]}",
+        advice="Look for names that saving changes (wrappers, compile) and what is made in training.",
+    )
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(names[:3])
+    return shown + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _how(saved: dict[str, Any], got: dict[str, Any], name: str) -> str:
+    a, b = saved.get(name, "missing"), got.get(name, "missing")
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        if a.dtype != b.dtype or a.shape != b.shape:
+            return f"{name} was {a.dtype} {tuple(a.shape)}, and is {b.dtype} {tuple(b.shape)}."
+        share = (a != b.to(a.device)).double().mean().item()
+        return f"{share:.0%} of the elements of {name} are others than were saved."
+    return f"{name} was {_brief(a)}, and is {_brief(b)}."
+
+
+def _brief(value: Any) -> str:
+    return f"a tensor {tuple(value.shape)}" if isinstance(value, torch.Tensor) else str(value)[:200]
+
+
+def _advice(name: str, saved: dict[str, Any], got: dict[str, Any], trained: bool) -> str:
+    if trained:
+        return "What a run has before loading is kept: clear it, or replace it as a whole."
+    if name == "model: weights that share memory":
+        return (
+            "Weights that were tied are two after loading: tie them again, and do not load with assign=True."
+        )
+    part = name.partition(".")[0]
+    if part == "scheduler" or name.startswith("optimizer.group"):
+        return "Save and load the scheduler's state_dict; without it the learning rate starts again."
+    if part == "scaler":
+        return "Save and load the GradScaler's state_dict; without it the first steps overflow again."
+    a, b = saved.get(name), got.get(name)
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        if a.dtype != b.dtype:
+            return (
+                "The dtype changed. Optimizer.load_state_dict casts state to its parameter's dtype: cast it "
+                "back where it was kept wider."
+            )
+        if a.shape == b.shape and torch.equal(_rounded(a), _rounded(b)):
+            return "The values are rounded to 16 bits: save in the dtype that is trained."
+    if part == "position()":
+        return _PLACE
+    if part == "optimizer":
+        return "Save and load the optimizer's state_dict, after its parameter groups are as they were."
+    return (
+        "Look for names that strict=False leaves out (a wrapper's prefix such as module. or _orig_mod.), "
+        "a copy "
+        "taken before the optimizer's step, and weights that are frozen or tied and left out."
+    )
+
+
+def _rounded(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor

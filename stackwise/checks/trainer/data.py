@@ -1,0 +1,313 @@
+"""Data: what a run is trained on comes once an epoch, in a new order, and goes on where it stopped.
+
+Shapes: B rows of a batch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stackwise.checks.check import trainer_check
+from stackwise.checks.probe.run_state import drive, next_batches
+from stackwise.checks.result import CheckResult
+from stackwise.checks.trainer_subject import TrainerSubject
+from stackwise.seed import seeded
+from stackwise.trainer_spec import TrainingRun
+
+_NEEDS = "needs epoch(number)"
+_MOST_BATCHES = 256
+_N_BATCHES = 4
+_ACCIDENT = math.log(1e-6)
+
+
+@trainer_check
+def data_repeats(subject: TrainerSubject) -> CheckResult:
+    """Does a run set up again under the same seed see the same data in the same order?"""
+    run = subject.run()
+    if not subject.has(run, "epoch"):
+        return subject.not_applicable(_NEEDS)
+    one, two = _marks(subject, run, 0, _N_BATCHES), _marks(subject, subject.run(), 0, _N_BATCHES)
+    moved = sum(a != b for a, b in zip(one, two, strict=False)) + abs(len(one) - len(two))
+    if moved:
+        return subject.failed(
+            float(moved),
+            0.0,
+            where=f"of the first {len(one)} rows of epoch 0",
+            meaning="Two runs of one seed are trained on different data.",
+            advice="Look for set() and dict order of strings, os.listdir, the time, and a generator that "
+            "no seed reaches (numpy's default_rng(), random.SystemRandom).",
+        )
+    return subject.passed(0.0, 0.0, meaning=f"{len(one)} rows compared")
+
+
+@trainer_check
+def epoch_order(subject: TrainerSubject) -> CheckResult:
+    """Do the examples come in another order in the next epoch?"""
+    run = subject.run()
+    if not subject.has(run, "epoch"):
+        return subject.not_applicable(_NEEDS)
+    one, two = (_marks(subject, run, number) for number in (0, 1))
+    if len(set(one)) < 2:
+        return subject.not_applicable("needs at least two examples that differ")
+    same = sum(a == b for a, b in zip(one, two, strict=False)) / max(len(one), 1)
+    if one != two:
+        return subject.passed(same, 1.0, meaning="share of the rows that keep their place")
+    text = {
+        "where": "epochs 0 and 1",
+        "meaning": "Every example keeps its place from one epoch to the next.",
+        "advice": "Call set_epoch(epoch) of the sampler before each epoch, and let the order's seed "
+        "depend on it.",
+    }
+    shuffles = getattr(run, "shuffles", None)
+    if shuffles is False:
+        return subject.passed(same, 1.0, meaning="the run claims a fixed order")
+    if shuffles or _order_has_a_seed(subject, one):
+        return subject.failed(same, 1.0, **text)
+    return subject.warned(same, 1.0, **text)
+
+
+def _order_has_a_seed(subject: TrainerSubject, order: list[bytes]) -> bool:
+    """Whether another seed gives the same examples in another order: then shuffling is meant."""
+    other = subject.spec.create(subject.device, subject.seed + 1)
+    with seeded(subject.seed + 1, subject.device):
+        marks = [mark for batch in islice(other.epoch(0), _MOST_BATCHES) for mark in _row_marks(batch)]  # type: ignore[attr-defined]
+    return marks != order and Counter(marks) == Counter(order)
+
+
+@trainer_check
+def epoch_coverage(subject: TrainerSubject) -> CheckResult:
+    """Does each epoch give every example exactly once?"""
+    run = subject.run()
+    if not subject.has(run, "epoch"):
+        return subject.not_applicable(_NEEDS)
+    batches = _read(subject, run, 0, _MOST_BATCHES + 1)
+    if len(batches) > _MOST_BATCHES:
+        return subject.not_applicable(f"needs an epoch of at most {_MOST_BATCHES} batches")
+    one = Counter(mark for batch in batches for mark in _row_marks(batch))
+    two = Counter(_marks(subject, run, 1))
+    rows = max((len(_row_marks(batch)) for batch in batches), default=0)
+    n_examples = getattr(run, "n_examples", None)
+    if n_examples is not None:
+        # The last, incomplete batch may be left out, or filled up.
+        for number, count in enumerate((one, two)):
+            gap = abs(count.total() - n_examples)
+            if gap >= max(rows, 1):
+                many = "more than once" if count.total() > n_examples else "not at all"
+                return subject.failed(
+                    float(gap),
+                    float(rows - 1),
+                    where=f"epoch {number}: {count.total()} rows of {n_examples} examples",
+                    meaning=f"Examples come {many}; as many as would fill a batch, at least.",
+                    advice="Each worker and each rank has to take its own part of an iterable dataset; "
+                    "look for "
+                    "a length that is divided and rounded down, and for parts that overlap.",
+                )
+    if not one.keys() & two.keys():
+        return subject.not_applicable("needs rows that come again: the epochs have none in common")
+    # Rows that are there twice by right do not count as two here.
+    missed = len(one.keys() | two.keys()) - min(len(one), len(two))
+    left_out = max(rows - 1, 0)
+    text = {
+        "where": "epochs 0 and 1",
+        "meaning": "Examples of one epoch are missing in the other, more than an incomplete batch holds.",
+        "advice": "Look for sampling with replacement, and for parts of workers or ranks that overlap.",
+    }
+    if missed > left_out:
+        answer = subject.failed if n_examples is not None else subject.warned
+        return answer(float(missed), float(left_out), **text)
+    times = min(one.values())
+    if times > 1 and n_examples is None:
+        return subject.warned(
+            float(times),
+            1.0,
+            where="epoch 0",
+            meaning=f"Every row comes at least {times} times.",
+            advice="Let each worker and each rank take its own part of an iterable dataset.",
+        )
+    return subject.passed(float(missed), float(left_out), meaning=f"{one.total()} rows in epoch 0")
+
+
+@trainer_check
+def worker_randomness(subject: TrainerSubject) -> CheckResult:
+    """Are the random parts of different batches different ones?"""
+    run = subject.run()
+    if not subject.has(run, "epoch"):
+        return subject.not_applicable(_NEEDS)
+    batches = _read(subject, run, 0, 2 * _N_BATCHES)
+    if len(batches) < 3:
+        return subject.not_applicable("needs an epoch of at least 3 batches")
+    asked = 0
+    for name, patterns in _patterns(batches).items():
+        if len(patterns) < 3 or any(p.shape != patterns[0].shape for p in patterns):
+            continue
+        # Rows that are alike are no random draw, nor is what all batches have in common.
+        if any(len(p) < 2 or bool((p == p[:1]).all()) for p in patterns):
+            continue
+        pairs = [(i, j) for i in range(len(patterns)) for j in range(i)]
+        alike = {pair: (patterns[pair[0]] == patterns[pair[1]]).double().mean().item() for pair in pairs}
+        others = [share for share in alike.values() if share < 1]
+        if not others:
+            continue
+        asked += 1
+        share = max(sum(others) / len(others), 1e-12)
+        same = [pair for pair in pairs if alike[pair] == 1 and _distinct(batches[pair[0]], batches[pair[1]])]
+        if same and patterns[0].numel() * math.log(share) < _ACCIDENT:
+            i, j = same[0]
+            return subject.failed(
+                float(len(same)),
+                0.0,
+                where=f"{name} of batches {j} and {i} of epoch 0",
+                meaning=f"Different examples have the same random part, where other batches share "
+                f"{share:.0%}.",
+                advice="Workers that are copies of one process draw the same numbers: seed each generator "
+                "from "
+                "torch.initial_seed() in worker_init_fn, and make a dataset's own generator in the worker.",
+            )
+    if not asked:
+        return subject.not_applicable("needs batches with a part that differs by row and by batch")
+    return subject.passed(0.0, 0.0, meaning=f"{asked} parts of {len(batches)} batches compared")
+
+
+def _patterns(batches: list[Any]) -> dict[str, list[Tensor]]:
+    """By name: every tensor of a batch, and where labels are ignored or ids are one frequent value."""
+    patterns: dict[str, list[Tensor]] = {}
+    for batch in batches:
+        for name, leaf in _leaves(batch):
+            if leaf.ndim < 2:
+                continue
+            patterns.setdefault(name, []).append(leaf)
+            if not leaf.is_floating_point() and leaf.dtype != torch.bool:
+                values, counts = leaf.unique(return_counts=True)  # type: ignore[no-untyped-call]
+                frequent = values[counts.argmax()]
+                patterns.setdefault(f"{name} == {int(frequent)}", []).append(leaf == frequent)
+    return patterns
+
+
+def _distinct(a: Any, b: Any) -> bool:
+    return _row_marks(a) != _row_marks(b)
+
+
+@trainer_check
+def data_resumes(subject: TrainerSubject) -> CheckResult:
+    """Is a resumed run trained on the batch that would have come next?"""
+    run: Any = subject.run()
+    if not subject.has(run, "epoch", "position", "save", "load"):
+        return subject.not_applicable("needs epoch(number), position(), save(folder) and load(folder)")
+    with subject.fixed_randomness(), TemporaryDirectory() as folder:
+        own = next_batches(run, subject.device)
+        if own is None:
+            return subject.not_applicable("needs a position() of two integers: epoch, next batch in it")
+        start = run.position()
+        length = len(_read(subject, run, start[0], _MOST_BATCHES))
+        n_before = length + 2 if 2 <= length <= 2 * _N_BATCHES else 3
+        drive(run, own, n_before)
+        place = run.position()
+        if place == start:
+            return subject.not_applicable("needs a position() that moves as the run is trained")
+        run.save(folder)
+        wanted = [_row_marks(batch) for batch in islice(own, 2)]
+        other: Any = subject.run()
+        with seeded(subject.seed + 1, subject.device):
+            other.load(folder)
+            resumed = next_batches(other, subject.device)
+            assert resumed is not None
+            got = [_row_marks(batch) for batch in islice(resumed, 2)]
+    if wanted == got:
+        return subject.passed(0.0, 0.0, meaning=f"after {n_before} batches, at {tuple(place)}")
+    first = [_row_marks(batch) for batch in _read(subject, subject.run(), start[0], _MOST_BATCHES)]
+    replayed = got[0] in first and wanted[0] not in first
+    return subject.failed(
+        float(sum(a != b for a, b in zip(wanted, got, strict=True))),
+        0.0,
+        where=f"batch {place[1]} of epoch {place[0]}; the resumed run says {tuple(other.position())}",
+        meaning="The resumed run goes on with other data"
+        + (f": with a batch of epoch {start[0]}, a second time." if replayed else "."),
+        advice="Save the epoch and the batch in it, give the epoch to what shuffles, and skip what was "
+        "used; an "
+        "order drawn from the global generator needs its state of the epoch's start.",
+    )
+
+
+@trainer_check
+def batch_rows(subject: TrainerSubject) -> CheckResult:
+    """Does every part of a batch grow with the number of examples in it?"""
+    small, large, other = (subject.batch(i, batch_size=size) for i, size in ((0, 2), (0, 6), (1, 2)))
+    sizes = {name: leaf.shape for name, leaf in _leaves(large)}
+    changed = dict(_leaves(other))
+    shapes, stuck = [], []
+    for name, leaf in _leaves(small):
+        if name not in sizes or leaf.ndim < 2:
+            continue
+        shapes.append(name)
+        content = name in changed and not torch.equal(leaf, changed[name])
+        if content and leaf.shape == sizes[name]:
+            stuck.append(f"{name} {tuple(leaf.shape)}")
+    if not shapes:
+        return subject.not_applicable("needs batches with tensors of two dimensions or more")
+    if stuck:
+        return subject.failed(
+            float(len(stuck)),
+            0.0,
+            where=", ".join(stuck),
+            meaning="It holds data, yet has the same shape for 6 examples as for 2.",
+            advice="Look at what makes a batch of examples: a squeeze(), a [0], or a list that is joined "
+            "to one row.",
+        )
+    rows = {name: leaf.shape[0] for name, leaf in _leaves(large) if name in shapes}
+    if len(set(rows.values())) > 1:
+        return subject.warned(
+            float(len(set(rows.values()))),
+            1.0,
+            where=", ".join(f"{name}: {count}" for name, count in rows.items()),
+            meaning="The parts of a batch have different numbers of rows.",
+            advice="Right where an example has several parts (images, documents); else look at the "
+            "collation.",
+        )
+    return subject.passed(0.0, 0.0, meaning=", ".join(shapes))
+
+
+def _read(subject: TrainerSubject, run: Any, number: int, n_batches: int = _MOST_BATCHES) -> list[Any]:
+    with seeded(subject.seed, subject.device):
+        return list(islice(run.epoch(number), n_batches))
+
+
+def _marks(
+    subject: TrainerSubject, run: TrainingRun, number: int, n_batches: int = _MOST_BATCHES
+) -> list[bytes]:
+    """What identifies each row of an epoch, in its order."""
+    return [mark for batch in _read(subject, run, number, n_batches) for mark in _row_marks(batch)]
+
+
+def _row_marks(batch: Any) -> list[bytes]:
+    """A digest of each row, over all tensors that have as many rows as the first."""
+    leaves = [leaf.detach().cpu() for _, leaf in _leaves(batch) if leaf.ndim]
+    if not leaves:
+        return [hashlib.sha256(repr(batch).encode()).digest()]
+    leaves = [leaf for leaf in leaves if len(leaf) == len(leaves[0])]
+    marks = []
+    for row in range(len(leaves[0])):
+        digest = hashlib.sha256()
+        for leaf in leaves:
+            digest.update(leaf[row].contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        marks.append(digest.digest())
+    return marks
+
+
+def _leaves(batch: Any, name: str = "batch") -> Iterator[tuple[str, Tensor]]:
+    if isinstance(batch, Tensor):
+        yield name, batch
+    elif isinstance(batch, Mapping):
+        for key, value in batch.items():
+            yield from _leaves(value, str(key) if name == "batch" else f"{name}.{key}")
+    elif isinstance(batch, list | tuple):
+        for index, value in enumerate(batch):
+            yield from _leaves(value, f"{name}[{index}]")

@@ -1,0 +1,222 @@
+"""Distributed: two ranks together do what one process does on the whole batch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from stackwise.checks.check import trainer_check
+from stackwise.checks.probe.ranks import N_RANKS, Ranks, Record, assembled, dense, run_ranks
+from stackwise.checks.probe.run_state import different
+from stackwise.checks.result import CheckResult
+from stackwise.checks.trainer_subject import TrainerSubject
+
+_UNFINISHED = "needs ranks that finish: see collectives_agree"
+
+
+@trainer_check(suite="full")
+def collectives_agree(subject: TrainerSubject) -> CheckResult:
+    """Do all ranks call the same collectives in the same order, and finish?"""
+    ranks = run_ranks(subject)
+    if isinstance(ranks, str):
+        return subject.not_applicable(ranks)
+    place = ranks.disagreement()
+    if place is not None:
+        return subject.failed(
+            float(place),
+            where=", ".join(f"rank {rank}: {calls[place]}" for rank, calls in enumerate(ranks.collectives)),
+            meaning=f"Collective {place} of two steps is not the same on all ranks: they hang, or mix up "
+            f"data.",
+            advice="Look for a collective behind a condition that ranks see differently: an empty batch, an "
+            "unused expert, a log on rank 0, an early stop.",
+        )
+    if ranks.errors:
+        rank, error = next(iter(ranks.errors.items()))
+        counts = [len(calls) for calls in ranks.collectives]
+        return subject.failed(
+            float(max(counts) - min(counts)),
+            0.0,
+            where=f"rank {rank}, after {counts[rank]} collectives; of the ranks: {counts}",
+            meaning=f"It did not finish two steps: {error}",
+            advice="The other ranks wait for one that raised, or that calls fewer collectives.",
+        )
+    return subject.passed(0.0, 0.0, meaning=f"{len(ranks.collectives[0]) - 1} collectives in two steps")
+
+
+@trainer_check(suite="full")
+def replicas_agree(subject: TrainerSubject) -> CheckResult:
+    """Do weights that ranks have copies of stay the same to the bit?"""
+    ranks = _finished(subject)
+    if isinstance(ranks, CheckResult):
+        return ranks
+    shapes = {name: p.shape for name, p in subject.run().model.named_parameters()}
+    for when in ("initial", "final"):
+        copies = [
+            {
+                name: p
+                for name, p in getattr(record, when).items()
+                if all(getattr(r, when)[name].shape == shapes.get(name, p.shape) for r in ranks.records)
+            }
+            for record in ranks.records
+        ]
+        if not copies[0]:
+            return subject.not_applicable("needs weights that are the same on all ranks; all are in parts")
+        apart = different(copies[0], copies[1])
+        if apart:
+            share = (copies[0][apart[0]] != copies[1][apart[0]]).double().mean().item()
+            return subject.failed(
+                float(len(apart)),
+                0.0,
+                where=f"{apart[0]}"
+                + (f" and {len(apart) - 1} more" if len(apart) > 1 else "")
+                + (" before the first step" if when == "initial" else " after two steps"),
+                meaning=f"{share:.1%} of its elements differ between the ranks.",
+                advice="Look for a model that is called past its wrapper or whose parameters were made "
+                "anew after "
+                "wrapping (hooks lost), for clipping on one rank, and for hardware that loses data on the "
+                "way."
+                if when == "final"
+                else "Broadcast the weights of rank 0, or build under one seed; else data is lost on the "
+                "way.",
+            )
+    return subject.passed(0.0, 0.0, meaning=f"{len(copies[0])} parameters")
+
+
+@trainer_check(suite="full")
+def gradients_equal_dense(subject: TrainerSubject) -> CheckResult:
+    """Is the gradient of the ranks that of one process on the whole batch?"""
+    ranks = _finished(subject)
+    if isinstance(ranks, CheckResult):
+        return ranks
+    whole = dense(subject)
+    if (reason := _not_comparable(subject, ranks, whole)) is not None:
+        return subject.not_applicable(reason)
+    limit = _limit(whole)
+    scale = _norm(list(whole.gradients.values()))
+    gaps, pairs = {}, []
+    for name, wanted in whole.gradients.items():
+        parts = [record.gradients.get(name) for record in ranks.records]
+        there = [part for part in parts if part is not None]
+        got = assembled(there, wanted.shape) if len(there) == len(parts) else None
+        if got is None:
+            gaps[name] = float("inf")
+            continue
+        # Each rank's own copy, so that one which is wrong on one rank alone is seen.
+        copies = [part for part in there if part.shape == wanted.shape] or [got]
+        apart = max(copies, key=lambda copy: _norm([copy.double() - wanted.double()]))
+        gaps[name] = _norm([apart.double() - wanted.double()]) / scale
+        pairs.append((apart.double(), wanted.double()))
+    worst = max(gaps, key=lambda name: gaps[name])
+    if not gaps[worst] <= limit:
+        ratio, aligned = _direction(pairs, complete=gaps[worst] < float("inf"))
+        return subject.failed(
+            gaps[worst],
+            limit,
+            where=worst,
+            meaning=f"The gradient has the right direction and {ratio:.3g} times the length."
+            if aligned
+            else "The gradient that the optimizer gets is another one.",
+            advice="Summed instead of averaged, or clipped by a norm that counts what is replicated "
+            "several times or leaves parameters out."
+            if aligned
+            else "Look for parameters that are left out of the reduction, a wrapper that is bypassed, and "
+            "data that is lost on the way.",
+        )
+    return subject.passed(gaps[worst], limit, where=worst)
+
+
+@trainer_check(suite="full")
+def norm_equals_dense(subject: TrainerSubject) -> CheckResult:
+    """Is the gradient norm that each rank clips by the norm of the whole gradient?"""
+    ranks = _finished(subject)
+    if isinstance(ranks, CheckResult):
+        return ranks
+    if any(record.norm is None for record in ranks.records):
+        return subject.not_applicable(
+            "needs grad_norm of the run: the norm of the last step, before clipping"
+        )
+    whole = dense(subject)
+    if whole.norm is None:
+        return subject.not_applicable("needs loss(batch) of the run in one process")
+    if (reason := _not_comparable(subject, ranks, whole)) is not None:
+        return subject.not_applicable(reason)
+    limit = _limit(whole)
+    gaps = [abs((record.norm or 0.0) / whole.norm - 1) for record in ranks.records]
+    rank = gaps.index(max(gaps))
+    if not gaps[rank] <= limit:
+        return subject.failed(
+            gaps[rank],
+            limit,
+            where=f"rank {rank}",
+            meaning=f"It says {ranks.records[rank].norm:.4g}; of the whole batch it is {whole.norm:.4g}.",
+            advice="Count what is replicated once and sum the squares of parts over ranks; leave out no "
+            "parameter, and take the norm after the reduction.",
+        )
+    return subject.passed(gaps[rank], limit)
+
+
+@trainer_check(suite="full")
+def buffers_agree(subject: TrainerSubject) -> CheckResult:
+    """Do the ranks have the same buffers?"""
+    ranks = _finished(subject)
+    if isinstance(ranks, CheckResult):
+        return ranks
+    buffers = [record.buffers for record in ranks.records]
+    if not buffers[0]:
+        return subject.not_applicable("needs a model with buffers")
+    apart = different(buffers[0], buffers[1])
+    if apart:
+        return subject.warned(
+            float(len(apart)),
+            0.0,
+            where=apart[0],
+            meaning="A buffer has different values on the ranks.",
+            advice="Right for statistics that are only shared before the next step; make sure that the "
+            "rank which "
+            "saves and the one which evaluates have the ones that are meant.",
+        )
+    return subject.passed(0.0, 0.0, meaning=f"{len(buffers[0])} buffers")
+
+
+def _finished(subject: TrainerSubject) -> Ranks | CheckResult:
+    ranks = run_ranks(subject)
+    if isinstance(ranks, str):
+        return subject.not_applicable(ranks)
+    return ranks if len(ranks.records) == N_RANKS else subject.not_applicable(_UNFINISHED)
+
+
+def _not_comparable(subject: TrainerSubject, ranks: Ranks, whole: Record) -> str | None:
+    if not whole.gradients or any(not record.gradients for record in ranks.records):
+        return "needs gradients that are there when the optimizer steps"
+    for name, wanted in whole.initial.items():
+        parts = [record.initial.get(name) for record in ranks.records]
+        if any(part is None for part in parts):
+            return f"needs the same parameter names in one process as on the ranks; {name} is missing there"
+        got = assembled([part for part in parts if part is not None], wanted.shape)
+        if got is None:
+            return f"needs parts that make up the whole along one dimension; {name} does not"
+        # A rank that received other weights is replicas_agree's to find.
+        if not torch.equal(got, wanted):
+            return f"needs the same weights in one process as on the ranks; {name} differs"
+    again = dense(TrainerSubject(subject.spec, subject.device, subject.seed))
+    gap = max((again.gradients[name] - g).abs().max().item() for name, g in whole.gradients.items())
+    return None if gap == 0 else "needs a step that repeats itself without dropout"
+
+
+def _direction(pairs: list[tuple[Tensor, Tensor]], *, complete: bool) -> tuple[float, bool]:
+    """The length of one gradient over that of the other, and whether they point the same way."""
+    if not complete:
+        return 0.0, False
+    got, wanted = (torch.cat([pair[side].flatten() for pair in pairs]) for side in (0, 1))
+    cosine = torch.nn.functional.cosine_similarity(got, wanted, dim=0).item()
+    return float(got.norm() / wanted.norm()), cosine > 1 - 1e-6
+
+
+def _limit(whole: Record) -> float:
+    """Sums are taken in another order; 1 % of the elements lost is 0.1."""
+    eps = max(torch.finfo(g.dtype).eps for g in whole.gradients.values())
+    return max(1e-4, 8 * eps)
+
+
+def _norm(tensors: list[Tensor]) -> float:
+    return float(sum(t.double().square().sum().item() for t in tensors) ** 0.5)

@@ -1,0 +1,276 @@
+"""Optimizer: it holds what is trained, decays what it should, and its updates arrive in the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stackwise.checks.check import trainer_check
+from stackwise.checks.probe.dropout import WithoutDropout
+from stackwise.checks.probe.update import Observation, Update, distance, norm, observed
+from stackwise.checks.result import CheckResult
+from stackwise.checks.trainer_subject import TrainerSubject
+from stackwise.trainer_spec import TrainingRun
+
+__all__ = ["optimizer_coverage", "strided_updates", "updates_survive_rounding", "weight_decay_groups"]
+
+_STEPS = 3
+_NARROW = (torch.bfloat16, torch.float16)
+# Of elements that have a gradient, how many an update is expected to move.
+_USUAL_SHARE = 0.5
+# Of tensors that are judged on their own: in smaller ones none may move by chance.
+_FEW = 16
+_OTHER_UPDATE = 0.1
+_SAME_GRADIENT = 1e-3
+
+
+@trainer_check
+def optimizer_coverage(subject: TrainerSubject) -> CheckResult:
+    """Does the optimizer hold every trainable parameter of the model, each once?"""
+    run, seen = _trained(subject)
+    held = [id(p) for group in run.optimizer.param_groups for p in group["params"]]
+    named = dict(run.model.named_parameters())
+    twice = sorted(name for name, p in named.items() if held.count(id(p)) > 1)
+    if twice:
+        return subject.failed(
+            len(twice),
+            0.0,
+            where=_listed(twice),
+            meaning="in the optimizer more than once: each step updates it as often",
+            advice="collect parameters with named_parameters(), which gives tied ones once",
+        )
+    trained = {name: p for name, p in named.items() if p.requires_grad and not subject.is_frozen(name)}
+    masters = list(_wide_tensors(run))
+    missing = sorted(
+        name
+        for name, p in trained.items()
+        if id(p) not in held and not (p.dtype in _NARROW and any(_is_master(t, p) for t in masters))
+    )
+    elsewhere = {name for name in missing if _changed(seen, name)}
+    lost = [name for name in missing if name not in elsewhere and name in seen.reached]
+    strangers = sum(each not in {id(p) for p in named.values()} for each in held)
+    if lost:
+        text = f", while it holds {strangers} tensors that the model does not have" if strangers else ""
+        return subject.failed(
+            len(lost),
+            0.0,
+            where=_listed(lost),
+            meaning=f"{len(lost)} of {len(trained)} trainable parameters have gradients and are not in the "
+            f"optimizer{text}",
+            advice="make the optimizer after the model is wrapped, moved, tied and its head replaced; and "
+            "from the model that trains",
+        )
+    if strangers:
+        return subject.warned(
+            strangers,
+            0.0,
+            where=f"{strangers} tensors of the optimizer",
+            meaning="the optimizer holds tensors that are not parameters of the model",
+            advice="masters, or parameters of a loss? else those of an earlier version of the model",
+        )
+    notes = []
+    if elsewhere:
+        notes.append(f"{len(elsewhere)} parameters are updated by something else than `optimizer`")
+    if idle := set(missing) - elsewhere - set(lost):
+        notes.append(f"{len(idle)} without a gradient are in no optimizer: {_listed(sorted(idle))}")
+    return subject.passed(0.0, 0.0, meaning="; ".join(notes))
+
+
+@trainer_check
+def weight_decay_groups(subject: TrainerSubject) -> CheckResult:
+    """Does weight decay reach what it is meant to: no norm and no bias, unless declared?"""
+    run = subject.run()
+    decay = {
+        id(p): float(group.get("weight_decay") or 0.0)
+        for group in run.optimizer.param_groups
+        for p in group["params"]
+    }
+    named = {name: p for name, p in run.model.named_parameters() if id(p) in decay}
+    if subject.spec.decayed is not None:
+        wrong = sorted(
+            name for name, p in named.items() if bool(decay[id(p)]) != bool(subject.spec.decayed(name, p))
+        )
+        if wrong:
+            decayed = [name for name in wrong if decay[id(named[name])]]
+            return subject.failed(
+                len(wrong),
+                0.0,
+                where=_listed(wrong),
+                meaning=f"{len(decayed)} parameters decay and are not meant to, {len(wrong) - len(decayed)} "
+                "are meant to and do not",
+                advice="look at the order of the rules for groups, at names of tied parameters, and at "
+                "groups that share one dict",
+            )
+        return subject.passed(0.0, 0.0)
+    if not any(decay.values()):
+        return subject.passed(0.0, 0.0, meaning="nothing decays")
+    vectors = sorted(name for name, p in named.items() if p.ndim < 2 and decay[id(p)])
+    if vectors:
+        return subject.warned(
+            len(vectors),
+            0.0,
+            where=_listed(vectors),
+            meaning=f"{len(vectors)} norms and biases decay",
+            advice="most recipes decay matrices only; declare decayed= if it is meant",
+        )
+    return subject.passed(0.0, 0.0)
+
+
+@trainer_check
+def updates_survive_rounding(subject: TrainerSubject) -> CheckResult:
+    """Do updates of bfloat16 and float16 weights arrive, instead of being rounded away?"""
+    run, seen = _trained(subject)
+    named = dict(run.model.named_parameters())
+    narrow = {name: p for name, p in named.items() if p.dtype in _NARROW and p.requires_grad}
+    if not narrow:
+        return subject.not_applicable("needs trainable weights in bfloat16 or float16")
+    if not any(rate > 0 for update in seen.updates for rate in update.learning_rates):
+        return subject.not_applicable(f"needs a learning rate above 0 in the first {_STEPS} steps")
+    wide = list(_wide_tensors(run))
+    shares, alone = {}, []
+    for name, p in narrow.items():
+        touched, moved = _touched(seen.updates, name)
+        if touched and name in seen.reached and not any(_is_master(tensor, p) for tensor in wide):
+            alone.append(name)
+            shares[name] = moved / touched
+            if touched < _FEW:
+                shares[name] = max(shares[name], 1 / touched)
+    if not alone:
+        return subject.passed(1.0, meaning="float32 masters of all narrow weights")
+    worst = min(shares, key=lambda name: shares[name])
+    text = {
+        "where": worst,
+        "meaning": f"{100 * shares[worst]:.3g} % of its elements that have a gradient moved in {_STEPS} "
+        f"steps; {len(alone)} narrow weights have no float32 master",
+        "advice": "an update below 1/256 of a bfloat16 weight (1/2048 in float16) is rounded away: keep "
+        "float32 masters, or round stochastically",
+    }
+    if shares[worst] > 0 or _rounds_at_random(subject):
+        if shares[worst] < _USUAL_SHARE and not _rounds_at_random(subject):
+            return subject.warned(shares[worst], _USUAL_SHARE, **text)
+        return subject.passed(shares[worst], meaning=f"without masters of {len(alone)} narrow weights")
+    return subject.failed(shares[worst], _USUAL_SHARE, **text)
+
+
+@trainer_check
+def strided_updates(subject: TrainerSubject) -> CheckResult:
+    """Does a weight whose memory is laid out another way get the same update?"""
+    first: dict[bool, Update] = {}
+    for strided in (False, True):
+        run = subject.run()
+        if strided:
+            for p in run.model.parameters():
+                if p.ndim >= 2 and p.is_contiguous():
+                    p.data = p.data.transpose(-1, -2).contiguous().transpose(-1, -2)
+        try:
+            with WithoutDropout(), subject.fixed_randomness(), observed(run) as seen:
+                for number in range(_STEPS):
+                    run.step(subject.batch(number))
+        except (RuntimeError, TypeError) as error:
+            if not strided:
+                raise
+            return subject.not_applicable(
+                f"needs weights that may be strided: {type(error).__name__}: {error}"
+            )
+        rated = [u for u in seen.updates if u.gradients and any(rate > 0 for rate in u.learning_rates)]
+        if not rated:
+            return subject.not_applicable(f"needs an update in {_STEPS} steps")
+        first[strided] = rated[0]
+    value, worst = 0.0, ""
+    for name, gradient in first[False].gradients.items():
+        other = first[True].gradients.get(name)
+        plain, changed = first[False].moved(name), first[True].moved(name)
+        if other is None or gradient.ndim < 2 or not plain.any():
+            continue
+        # Where the gradient itself is rounding noise, so is the update.
+        if distance({name: other}, {name: gradient}) > _SAME_GRADIENT:
+            continue
+        if (apart := distance({name: changed}, {name: plain})) > value:
+            value, worst = apart, name
+    if value > _OTHER_UPDATE:
+        share = norm({worst: first[True].moved(worst)}) / norm({worst: first[False].moved(worst)})
+        return subject.failed(
+            value,
+            _OTHER_UPDATE,
+            where=worst,
+            meaning=f"with the same gradient, its update is {share:.3g} times as large where its memory is "
+            "transposed",
+            advice="an operation of the optimizer writes into a copy: non-contiguous tensors, as of "
+            "transposed weights, are lost in it",
+        )
+    return subject.passed(value, _OTHER_UPDATE)
+
+
+def _trained(subject: TrainerSubject) -> tuple[TrainingRun, Observation]:
+    """A run after some steps, and what they did."""
+    run = subject.run()
+    with subject.fixed_randomness(), observed(run) as seen:
+        for number in range(_STEPS):
+            run.step(subject.batch(number))
+    return run, seen
+
+
+def _changed(seen: Observation, name: str) -> bool:
+    updates = seen.updates
+    return bool(updates) and not torch.equal(updates[0].before[name], updates[-1].after[name])
+
+
+def _touched(updates: list[Update], name: str) -> tuple[int, int]:
+    """How many elements had a gradient in some update at a learning rate, and how many of them moved."""
+    touched: Any = False
+    moved: Any = False
+    for update in updates:
+        if name in update.gradients and any(rate > 0 for rate in update.learning_rates):
+            touched = touched | (update.gradients[name] != 0)
+            moved = moved | (update.before[name] != update.after[name])
+    if touched is False:
+        return 0, 0
+    return int(touched.sum()), int((touched & moved).sum())
+
+
+def _wide_tensors(run: TrainingRun) -> Iterator[Tensor]:
+    """Those in float32 that the optimizer holds, and that it or the run keeps in lists and dicts."""
+    optimizer = run.optimizer
+    seen: set[int] = set()
+    places: list[Any] = [optimizer.state, optimizer.param_groups, vars(optimizer)]
+    places += [value for key, value in vars(run).items() if key not in ("model", "optimizer")]
+    for depth in range(5):
+        further: list[Any] = []
+        for place in places:
+            if id(place) in seen or isinstance(place, nn.Module):
+                continue
+            seen.add(id(place))
+            if isinstance(place, Tensor):
+                if place.dtype in (torch.float32, torch.float64):
+                    yield place.detach()
+            elif isinstance(place, Mapping):
+                further += place.values()
+            elif isinstance(place, list | tuple):
+                further += place
+            elif isinstance(place, torch.optim.Optimizer) and depth == 0:
+                further += [place.state, place.param_groups, vars(place)]
+        places = further
+
+
+def _is_master(tensor: Tensor, p: Tensor) -> bool:
+    """Whether `p` is `tensor`, rounded; whole or as a part of a flat one is not looked for."""
+    return tensor.shape == p.shape and torch.equal(tensor.to(p.dtype), p.detach())
+
+
+def _rounds_at_random(subject: TrainerSubject) -> bool:
+    """Whether the random state alone changes what a step does, dropout switched off."""
+    values = []
+    for seed in range(2):
+        run = subject.run()
+        with WithoutDropout(), subject.under_seed(seed):
+            for number in range(_STEPS):
+                run.step(subject.batch(number))
+        values.append([p.detach().clone() for p in run.model.parameters()])
+    return not all(torch.equal(a, b) for a, b in zip(*values, strict=True))
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,0 +1,164 @@
+"""Schedule: each update has the learning rate that is claimed for its number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from stackwise.checks.check import trainer_check
+from stackwise.checks.probe.update import each_update, observed, rates_of
+from stackwise.checks.result import CheckResult
+from stackwise.checks.trainer_subject import TrainerSubject
+from stackwise.trainer_spec import TrainingRun
+
+__all__ = ["learning_rate", "planned_steps", "scheduler_order", "scheduler_per_update"]
+
+_STEPS = 12
+_SMALL = {"batch_size": 1, "seq_len": 4}
+_ROUNDING = 1e-6
+_MICRO_BATCHES = 3
+
+
+@trainer_check
+def learning_rate(subject: TrainerSubject) -> CheckResult:
+    """Has each update the learning rate that is claimed for its number?"""
+    claim = subject.spec.learning_rate
+    if claim is None:
+        return subject.not_applicable("needs learning_rate, what is claimed for each step")
+    rates = _rates(subject, _STEPS, lambda run, batch: run.step(batch))
+    if not rates:
+        return subject.not_applicable(f"needs an update in {_STEPS} steps")
+    claimed = [float(claim(number)) for number in range(len(rates))]
+    peak = max(map(abs, claimed)) or 1.0
+    top = claimed.index(max(claimed))
+    # A group may have a learning rate of its own: the claim times a factor. One of them has the claim itself.
+    apart = {}
+    for group, rate in enumerate(rates[top]):
+        factor = rate / claimed[top] if claimed[top] else 1.0
+        for number, each in enumerate(rates):
+            apart[number, group] = abs(each[group] - factor * claimed[number]) / (peak * (abs(factor) or 1.0))
+    closest = min(range(len(rates[top])), key=lambda group: abs(rates[top][group] - claimed[top]))
+    for number, each in enumerate(rates):
+        apart[number, closest] = abs(each[closest] - claimed[number]) / peak
+    (number, group), value = max(apart.items(), key=lambda item: item[1])
+    if value > _ROUNDING:
+        shift = _shift([each[closest] for each in rates], claim)
+        return subject.failed(
+            value,
+            _ROUNDING,
+            where=f"step {number}, group {group}: {rates[number][group]:.6g}, claimed {claimed[number]:.6g}",
+            meaning="the largest difference, relative to the largest rate claimed, "
+            + (
+                f"over {len(rates)} steps" if shift is None else f"is that of a schedule {shift:+d} steps off"
+            ),
+            advice="look at what counts steps (micro-batches, epochs), at the order of scheduler and "
+            "optimizer, and at the total number of steps that the schedule is given",
+        )
+    return subject.passed(value, _ROUNDING)
+
+
+@trainer_check
+def scheduler_per_update(subject: TrainerSubject) -> CheckResult:
+    """Does the learning rate count updates, and not micro-batches?"""
+    if not subject.has(subject.run(), "accumulate"):
+        return subject.not_applicable("needs accumulate(batches)")
+    n = _STEPS // 2
+    single = _rates(subject, n, lambda run, batch: run.step(batch))
+    several = _rates(subject, n, lambda run, batch: run.accumulate([batch] * _MICRO_BATCHES))  # type: ignore[attr-defined]
+    if not single or len(single) != len(several):
+        return subject.not_applicable("needs one update in each step and in each window")
+    peak = max(max(each, default=0.0) for each in single) or 1.0
+    differences = [
+        max((abs(a - b) for a, b in zip(one, other, strict=True)), default=0.0) / peak
+        for one, other in zip(single, several, strict=True)
+    ]
+    value = max(differences)
+    if value > _ROUNDING:
+        number = differences.index(value)
+        return subject.failed(
+            value,
+            _ROUNDING,
+            where=f"update {number}",
+            meaning=f"its learning rate is {several[number][0]:.6g} with {_MICRO_BATCHES} micro-batches to "
+            f"an update, and {single[number][0]:.6g} with one",
+            advice="step the scheduler once for each update, inside the same condition as the optimizer",
+        )
+    return subject.passed(value, _ROUNDING)
+
+
+@trainer_check
+def scheduler_order(subject: TrainerSubject) -> CheckResult:
+    """Has the first update the first learning rate of the scheduler, and does it learn something?"""
+    run = subject.run()
+    planned = rates_of(run.optimizer)
+    with subject.fixed_randomness(), observed(run) as seen:
+        run.step(subject.batch(0))
+    if not seen.updates or not planned:
+        return subject.not_applicable("needs an update in the first step")
+    rates = seen.updates[0].learning_rates
+    scheduler = getattr(run, "scheduler", None)
+    value = max(abs(a - b) for a, b in zip(rates, planned, strict=False)) / (max(map(abs, planned)) or 1.0)
+    if isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler) and value > _ROUNDING:
+        return subject.failed(
+            value,
+            _ROUNDING,
+            where="update 0",
+            meaning=f"the scheduler begins at {planned[0]:.6g}, and the first update had {rates[0]:.6g}",
+            advice="scheduler.step() comes after optimizer.step(): else the first learning rate is never "
+            "used",
+        )
+    if not any(rates):
+        return subject.warned(
+            0.0,
+            where="update 0",
+            meaning="the first update has a learning rate of 0: it changes nothing",
+            advice="let a warm-up of N steps begin at 1/N; where the claim says so, nothing is wrong",
+        )
+    return subject.passed(value, _ROUNDING)
+
+
+@trainer_check(suite="full")
+def planned_steps(subject: TrainerSubject) -> CheckResult:
+    """Does a whole training make as many updates as were asked for?"""
+    total = subject.spec.total_steps
+    run = subject.run()
+    if total is None or not subject.has(run, "fit"):
+        return subject.not_applicable("needs total_steps, and a run with fit()")
+    updates: list[list[float]] = []
+    with subject.fixed_randomness(), each_update(run.optimizer, lambda o: updates.append(rates_of(o))):
+        run.fit()  # type: ignore[attr-defined]
+    made = len(updates)
+    if made != total:
+        return subject.failed(
+            made,
+            total,
+            where="the whole training",
+            meaning=f"{made} updates were made, and {total} asked for",
+            advice="count updates, not batches: accumulation, several processes and dropped last batches "
+            "change how many batches make one",
+        )
+    return subject.passed(made, total)
+
+
+def _rates(subject: TrainerSubject, n: int, step: Callable[[TrainingRun, Any], Any]) -> list[list[float]]:
+    """Of each update of `n` calls, the learning rates of the groups."""
+    run = subject.run()
+    rates: list[list[float]] = []
+    with subject.fixed_randomness(), each_update(run.optimizer, lambda o: rates.append(rates_of(o))):
+        for number in range(n):
+            step(run, subject.batch(number, **_SMALL))
+    return rates
+
+
+def _shift(rates: list[float], claim: Callable[[int], float]) -> int | None:
+    """By how many steps the schedule is off; None: it is another one."""
+    for shift in (1, -1, 2, -2):
+        pairs = [
+            (rate, float(claim(number + shift))) for number, rate in enumerate(rates) if number + shift >= 0
+        ]
+        peak = max((abs(claimed) for _, claimed in pairs), default=0.0)
+        if len(pairs) > 2 and all(abs(rate - claimed) <= _ROUNDING * peak for rate, claimed in pairs):
+            return shift
+    return None

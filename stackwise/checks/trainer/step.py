@@ -1,0 +1,219 @@
+"""Step: one call changes what is trained and nothing else, and leaves nothing behind for the next."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stackwise.checks.check import trainer_check
+from stackwise.checks.probe.dropout import WithoutDropout
+from stackwise.checks.probe.update import distance, observed
+from stackwise.checks.result import CheckResult
+from stackwise.checks.trainer_subject import TrainerSubject
+from stackwise.trainer_spec import TrainingRun
+
+__all__ = ["fresh_gradients", "non_finite_gradient", "parameters_change", "step_loss"]
+
+_STEPS = 3
+_STALE = 1e-3
+_SAME_LOSS = 1e-3
+
+
+@trainer_check
+def parameters_change(subject: TrainerSubject) -> CheckResult:
+    """Does a step change every parameter that has a gradient, and none that is frozen?"""
+    run = subject.run()
+    start = {name: p.detach().clone() for name, p in run.model.named_parameters()}
+    with subject.fixed_randomness(), observed(run) as seen:
+        for number in range(_STEPS):
+            run.step(subject.batch(number))
+    now = dict(run.model.named_parameters())
+    changed = {name for name, p in now.items() if not torch.equal(p.detach(), start[name])}
+    frozen = {name for name in now if subject.is_frozen(name)}
+    # What something else than the optimizer moves, such as an average of the weights, is not frozen.
+    optimized = {
+        name
+        for update in seen.updates
+        for name in now
+        if not torch.equal(update.before[name], update.after[name])
+    }
+    moved = sorted(
+        name for name in changed if name in frozen or (not now[name].requires_grad and name in optimized)
+    )
+    if moved:
+        return subject.failed(
+            len(moved),
+            0.0,
+            where=_listed(moved),
+            meaning=f"{len(moved)} frozen parameters changed in {_STEPS} steps",
+            advice="frozen in one mode or after the optimizer was made only; or decayed by the optimizer: "
+            "set requires_grad before the optimizer is made, and leave them out of it",
+        )
+    if not seen.updates:
+        return subject.not_applicable(f"needs an update in {_STEPS} steps; the optimizer was not called")
+    # Updates of narrow weights are small beside the next number: the optimizer family asks of them.
+    narrow = {name for name, p in now.items() if p.dtype in (torch.bfloat16, torch.float16)}
+    still = sorted(name for name in seen.reached - changed - frozen - narrow if now[name].requires_grad)
+    if not any(rate > 0 for update in seen.updates for rate in update.learning_rates):
+        return subject.warned(
+            0.0,
+            meaning=f"the learning rate of the first {_STEPS} updates is 0",
+            advice="look at the schedule",
+        )
+    if still:
+        return subject.failed(
+            len(still),
+            0.0,
+            where=_listed(still),
+            meaning=f"{len(still)} of {len(now)} parameters have a gradient and did not change in {_STEPS} "
+            "steps",
+            advice="not in the optimizer (made before the model was wrapped or a head was replaced?), a "
+            "learning rate of 0 in their group, or updates that are rounded away in a narrow dtype",
+        )
+    left_out = sorted(name for name, p in now.items() if not p.requires_grad and name not in frozen)
+    if left_out and subject.spec.frozen is not None:
+        return subject.failed(
+            len(left_out),
+            0.0,
+            where=_listed(left_out),
+            meaning=f"{len(left_out)} of {len(now)} parameters do not require gradients, and are not "
+            "declared frozen",
+            advice="freeze by full names: a pattern that matches too much leaves nothing to train",
+        )
+    silent = len([p for name, p in now.items() if p.requires_grad and name not in seen.reached])
+    note = f"{silent} trainable parameters had no gradient" if silent else ""
+    return subject.passed(0.0, 0.0, meaning=note)
+
+
+@trainer_check
+def fresh_gradients(subject: TrainerSubject) -> CheckResult:
+    """Is the gradient of the second step that of its batch alone?"""
+    gradients = []
+    for cleared in (False, True):
+        run = subject.run()
+        with subject.fixed_randomness():
+            run.step(subject.batch(0))
+        if cleared:
+            for p in run.model.parameters():
+                p.grad = None
+        with subject.fixed_randomness(), observed(run) as seen:
+            run.step(subject.batch(1))
+        if not seen.updates:
+            return subject.not_applicable("needs an update in each step; the optimizer was not called")
+        gradients.append(seen.updates[-1].gradients)
+    value = distance(*gradients)
+    if value > _STALE:
+        worst = max(
+            gradients[1], key=lambda name: distance(_one(gradients[0], name), _one(gradients[1], name))
+        )
+        return subject.failed(
+            value,
+            _STALE,
+            where=worst,
+            meaning="the gradient of step 2 differs from that of the same batch after the gradients were "
+            "cleared",
+            advice="gradients of earlier steps are still in it: zero_grad is missing, or clears other "
+            "parameters than the backward pass fills",
+        )
+    return subject.passed(value, _STALE)
+
+
+@trainer_check
+def step_loss(subject: TrainerSubject) -> CheckResult:
+    """Is the loss that a step returns the one before it?"""
+    run = subject.run()
+    if not subject.has(run, "loss"):
+        return subject.not_applicable("needs loss(batch)")
+    batch = subject.batch()
+    with WithoutDropout():
+        run.model.train()
+        before = loss_of(run, batch)
+        with subject.fixed_randomness():
+            returned = number_in(run.step(batch))
+        if returned is None:
+            return subject.not_applicable("needs a step that returns its loss")
+        run.model.train()
+        after = loss_of(run, batch)
+    if not math.isfinite(before):
+        return subject.not_applicable(f"needs a finite loss; it is {before}")
+    value = abs(returned - before) / max(abs(before), 1e-12)
+    if value <= max(_SAME_LOSS, 0.01 * _rounding(run)):
+        return subject.passed(value, _SAME_LOSS)
+    limit = _SAME_LOSS
+    if abs(returned - after) < 0.1 * abs(after - before):
+        return subject.failed(
+            value,
+            limit,
+            where="what step(batch) returns",
+            meaning=f"the step returned {returned:.6g}, the loss after it; before it was {before:.6g}",
+            advice="the loss is computed again after the update: return the one that was differentiated",
+        )
+    return subject.warned(
+        value,
+        limit,
+        where="what step(batch) returns",
+        meaning=f"the step returned {returned:.6g}, and loss(batch) was {before:.6g} before it",
+        advice="scaled for accumulation or by the loss scale? then curves of runs do not compare",
+    )
+
+
+@trainer_check
+def non_finite_gradient(subject: TrainerSubject) -> CheckResult:
+    """What does a step do with a gradient that is not finite (reported, not judged)?"""
+    run = subject.run()
+    trained = [p for p in run.model.parameters() if p.requires_grad]
+    if not trained:
+        return subject.not_applicable("needs a trainable parameter")
+    with subject.fixed_randomness():
+        run.step(subject.batch(0))
+    start = [p.detach().clone() for p in run.model.parameters()]
+    handle = trained[0].register_hook(lambda g: g * math.nan)  # type: ignore[no-untyped-call]
+    try:
+        with subject.fixed_randomness():
+            run.step(subject.batch(1))
+    except Exception as error:
+        return subject.passed(meaning=f"it raises {type(error).__name__}")
+    finally:
+        handle.remove()
+    parameters: list[nn.Parameter] = list(run.model.parameters())
+    if all(torch.equal(p.detach(), was) for p, was in zip(parameters, start, strict=True)):
+        return subject.passed(0.0, meaning="the update is left out")
+    broken = sum(int((~p.detach().isfinite()).sum()) for p in parameters)
+    share = broken / sum(p.numel() for p in parameters)
+    return subject.passed(
+        share, meaning=f"the update is made: {100 * share:.3g} % of the weights are not finite afterwards"
+    )
+
+
+def loss_of(run: TrainingRun, batch: Any) -> float:
+    """Of `run.loss`, without gradients."""
+    with torch.no_grad():
+        return float(run.loss(batch))  # type: ignore[attr-defined]
+
+
+def number_in(returned: Any) -> float | None:
+    """The loss in what a step returned; None: there is none."""
+    if isinstance(returned, Mapping):
+        returned = returned.get("loss")
+    if isinstance(returned, Tensor):
+        return float(returned.detach()) if returned.numel() == 1 else None
+    if isinstance(returned, int | float) and not isinstance(returned, bool):
+        return float(returned)
+    return None
+
+
+def _rounding(run: TrainingRun) -> float:
+    """0 for float32; 1 where weights are narrower."""
+    return float(any(p.dtype in (torch.bfloat16, torch.float16) for p in run.model.parameters()))
+
+
+def _one(gradients: dict[str, Tensor], name: str) -> dict[str, Tensor]:
+    return {name: gradients[name]} if name in gradients else {}
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,0 +1,133 @@
+"""Attention, seen from outside: in models that call it by hand, by torch's function and by torch's module."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+@pytest.fixture(scope="module")
+def models(subjects):
+    class Sharp(subjects.TinyLM):
+        """Queries and keys of unit variance, as a wide model has them."""
+
+        def __init__(self, n_heads=2):
+            super().__init__(d_model=16, n_heads=n_heads)
+            for layer in self.layers:
+                nn.init.normal_(layer["qkv"].weight, std=0.25)
+
+    class NotScaled(Sharp):
+        def attend(self, layer, x):
+            return super().attend(layer, x)
+
+        def weigh(self, scores):
+            return (scores * math.sqrt(16 / self.n_heads)).softmax(dim=-1)
+
+    class NotScaledButSmall(NotScaled):
+        def __init__(self):
+            super().__init__()
+            for layer in self.layers:
+                nn.init.normal_(layer["qkv"].weight, std=0.02)
+
+    class ByKernel(Sharp):
+        scale = None
+
+        def attend(self, layer, x):
+            q, k, v = (self.split(y) for y in layer["qkv"](x).chunk(3, dim=-1))
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
+            return layer["out"](y.transpose(1, 2).flatten(2))
+
+    class ByKernelNotScaled(ByKernel):
+        scale = 1.0
+
+    class Normed(Sharp):
+        """No scale, and none is needed: queries and keys have unit length, times a learned factor."""
+
+        def attend(self, layer, x):
+            q, k, v = (self.split(y) for y in layer["qkv"](x).chunk(3, dim=-1))
+            scores = 10 * F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).transpose(-2, -1)
+            scores = scores.masked_fill(~self.visible(x.shape[1]), -torch.inf)
+            return layer["out"]((scores.softmax(dim=-1) @ v).transpose(1, 2).flatten(2))
+
+    class Axis(Sharp):
+        def weigh(self, scores):
+            return scores.softmax(dim=-2)
+
+    class Hard(Sharp):
+        def __init__(self):
+            super().__init__()
+            for layer in self.layers:
+                nn.init.normal_(layer["qkv"].weight, std=2.0)
+
+    class Biased(Sharp):
+        """Positions alone decide, as with slopes: that is no spread of content."""
+
+        def weigh(self, scores):
+            T = scores.shape[-1]
+            return (scores - 50.0 * (torch.arange(T)[:, None] - torch.arange(T)).abs()).softmax(dim=-1)
+
+    return {name: value for name, value in locals().items() if isinstance(value, type)}
+
+
+@pytest.mark.parametrize("name", ["Sharp", "ByKernel"])
+def test_scaled(subjects, models, name):
+    result = subjects.ask(models[name], "attention_scale")
+    assert result.status == "passed"
+    assert result.value == pytest.approx(1.0, abs=0.3)
+    assert result.limit == 8**0.35
+
+
+@pytest.mark.parametrize("name", ["NotScaled", "ByKernelNotScaled"])
+def test_not_scaled(subjects, models, name):
+    result = subjects.ask(models[name], "attention_scale")
+    assert result.status == "failed"
+    assert result.value == pytest.approx(math.sqrt(8), abs=0.7)
+
+
+def test_a_scale_that_no_weight_makes_matter_is_only_unusual(subjects, models):
+    assert subjects.ask(models["NotScaledButSmall"], "attention_scale").status == "warned"
+
+
+def test_normed_queries_and_keys(subjects, models):
+    result = subjects.ask(models["Normed"], "attention_scale")
+    assert result.status == "passed"
+    assert "do not grow" in result.meaning
+
+
+def test_axis(subjects, models):
+    result = subjects.ask(models["Axis"], "attention_axis")
+    assert result.status == "failed"
+    assert result.where == "softmax 1 of 2, over dimension -2"
+    assert result.value > 0.1
+    assert subjects.ask(models["Sharp"], "attention_axis").status == "passed"
+
+
+@pytest.mark.parametrize(
+    "name, status", [("Sharp", "passed"), ("NotScaled", "warned"), ("Hard", "failed"), ("Biased", "passed")]
+)
+def test_entropy(subjects, models, name, status):
+    assert subjects.ask(models[name], "attention_entropy").status == status
+
+
+def test_modules_of_torch(subjects):
+    for factory in (subjects.encoder, subjects.causal_encoder()):
+        for check in ("attention_axis", "attention_scale", "attention_entropy"):
+            assert subjects.ask(factory, check).status == "passed"
+
+
+@pytest.mark.parametrize("name", ["rack", "grouped_rack", "llama", "gpt2", "bert", "x_decoder"])
+def test_models_of_others(subjects, name):
+    result = subjects.ask(getattr(subjects, name), "attention_scale")
+    assert result.status == "passed"
+    assert result.value == pytest.approx(1.0, abs=0.4)
+
+
+@pytest.mark.parametrize("check", ["attention_axis", "attention_scale", "attention_entropy"])
+def test_models_without_attention(subjects, check):
+    result = subjects.ask(subjects.gru, check)
+    assert (result.status, result.meaning) == (
+        "not applicable",
+        "no softmax over (positions, positions) was seen",
+    )

@@ -1,0 +1,106 @@
+"""Depth: growth per layer, against growth that is built in."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+
+class Tower(nn.Module):
+    """Orthogonal layers times `gain`, so that activations and gradients change by gain ** L exactly."""
+
+    def __init__(self, gain, n_layers, modules=True):
+        super().__init__()
+        self.tokens = nn.Embedding(29, 16)
+        self.layers = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(n_layers))
+        for layer in self.layers:
+            nn.init.orthogonal_(layer.weight, gain)
+        self.norm = nn.LayerNorm(16)
+        self.head = nn.Linear(16, 29)
+
+    def forward(self, ids):
+        x = self.tokens(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+class Parts(nn.Module):
+    """The same, whose layers are never called themselves, only their parts."""
+
+    def __init__(self, gain, n_layers):
+        super().__init__()
+        tower = Tower(gain, n_layers)
+        self.tokens, self.norm, self.head = tower.tokens, tower.norm, tower.head
+        self.layers = nn.ModuleList(nn.ModuleDict({"norm": nn.Identity(), "map": m}) for m in tower.layers)
+
+    def forward(self, ids):
+        x = self.tokens(ids)
+        for layer in self.layers:
+            x = layer["map"](layer["norm"](x))
+        return self.head(self.norm(x))
+
+
+@pytest.mark.parametrize("kind", [Tower, Parts])
+@pytest.mark.parametrize(
+    "gain, n_layers, status",
+    [
+        (1.0, 8, "passed"),
+        (1.5, 8, "passed"),
+        (1.9, 8, "warned"),
+        (3.0, 8, "failed"),
+        (0.5, 8, "warned"),
+        (0.05, 8, "failed"),
+        (20.0, 3, "warned"),
+    ],
+)
+def test_growth(subjects, kind, gain, n_layers, status):
+    result = subjects.ask(lambda: kind(gain, n_layers), "depth_activations")
+    assert result.status == status
+    assert result.value == pytest.approx(abs(math.log(gain)) * (n_layers - 1), abs=0.01)
+
+
+def test_gradients(subjects):
+    class Backward(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return 3 * gradient
+
+    class Grows(Tower):
+        def forward(self, ids):
+            x = self.tokens(ids)
+            for layer in self.layers:
+                x = Backward.apply(layer(x))
+            return self.head(self.norm(x))
+
+    assert subjects.ask(lambda: Grows(1.0, 8), "depth_activations").status == "passed"
+    result = subjects.ask(lambda: Grows(1.0, 8), "depth_gradients")
+    assert result.status == "failed"
+    # The last layer gives its output before the gradient passes through the function.
+    assert result.value == pytest.approx(6 * math.log(3), abs=0.01)
+
+
+def test_not_finite(subjects):
+    result = subjects.ask(lambda: Tower(1e20, 4), "depth_activations")
+    assert result.status == "failed"
+    assert result.where == "layers.1"
+    assert "not finite" in result.meaning
+
+
+@pytest.mark.parametrize("name", ["gru", "conv"])
+def test_models_without_layers(subjects, name):
+    for check in ("depth_activations", "depth_gradients"):
+        result = subjects.ask(getattr(subjects, name), check)
+        assert result.status == "not applicable"
+        assert "at least two layers" in result.meaning
+
+
+@pytest.mark.parametrize("name", ["tiny", "rack", "gpt2", "bert", "x_decoder", "encoder"])
+def test_models_of_others(subjects, name):
+    for check in ("depth_activations", "depth_gradients"):
+        assert subjects.ask(getattr(subjects, name), check).status == "passed"

@@ -1,0 +1,244 @@
+"""Gradients: which parameters get one, and whether it is the derivative."""
+
+import pytest
+import torch
+from torch import nn
+
+from stackwise.spec import ModelSpec
+
+
+@pytest.fixture(scope="module")
+def models(subjects):
+    class Sound(subjects.TinyLM):
+        pass
+
+    class ZeroBranch(subjects.TinyLM):
+        """A branch that starts switched off: sound, its weights learn from the second step on."""
+
+        def __init__(self):
+            super().__init__()
+            for layer in self.layers:
+                nn.init.zeros_(layer["out"].weight)
+                nn.init.zeros_(layer["out"].bias)
+
+    class DeadBranch(subjects.TinyLM):
+        def attend(self, layer, x):
+            return 0 * super().attend(layer, x)
+
+    class DetachedLayer(subjects.TinyLM):
+        def attend(self, layer, x):
+            return super().attend(layer, x).detach()
+
+    class NotCalled(subjects.TinyLM):
+        def __init__(self):
+            super().__init__()
+            self.pooler = nn.Linear(16, 16)
+
+    class HalfGradient(subjects.TinyLM):
+        def mix(self, x):
+            return (x + x.detach()) / 2
+
+    class WrongBackward(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.sin()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient
+
+    class Custom(subjects.TinyLM):
+        def mix(self, x):
+            return WrongBackward.apply(x)
+
+    class RightBackward(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x.sin()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient * ctx.saved_tensors[0].cos()
+
+    class CustomSound(subjects.TinyLM):
+        def mix(self, x):
+            return RightBackward.apply(x)
+
+    class Shifted(subjects.TinyLM):
+        """The largest score is subtracted as a constant: exact, since it cancels."""
+
+        def weigh(self, scores):
+            e = (scores - scores.amax(dim=-1, keepdim=True).detach()).exp()
+            return e / e.sum(dim=-1, keepdim=True)
+
+    class Narrow(subjects.TinyLM):
+        """Its own code goes through float32, also in a float64 model."""
+
+        def mix(self, x):
+            return x.float().sin().to(x.dtype)
+
+    class Rounded(subjects.TinyLM):
+        """Straight through a step function: the gradient is a choice."""
+
+        def mix(self, x):
+            return x + (torch.round(8 * x) / 8 - x).detach()
+
+    class Relu(subjects.TinyLM):
+        def mix(self, x):
+            return x.relu() - 0.1 * (-x).relu()
+
+    class Kink(subjects.TinyLM):
+        """Where relu bends, exactly: one-sided slopes differ."""
+
+        def mix(self, x):
+            return x + (x - x.detach()).relu()
+
+    class Padded(subjects.TinyLM):
+        """The padding row of an embedding gets no gradient, by design."""
+
+        def __init__(self):
+            super().__init__()
+            self.tokens = nn.Embedding(29, 16, padding_idx=3)
+
+    class Frozen(subjects.TinyLM):
+        def __init__(self):
+            super().__init__()
+            self.requires_grad_(False)
+
+    class PartFrozen(subjects.TinyLM):
+        def __init__(self):
+            super().__init__()
+            self.places.requires_grad_(False)
+
+    class ThawedByEval(subjects.TinyLM):
+        def train(self, mode=True):
+            self.places.requires_grad_(mode)
+            return super().train(mode)
+
+    return {name: value for name, value in locals().items() if isinstance(value, type)}
+
+
+def gradients(build):
+    torch.manual_seed(0)
+    model = build()
+    model(torch.arange(12).view(2, 6)).square().sum().backward()
+    return {n: p.grad for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("name", ["Sound", "ZeroBranch", "HalfGradient", "Custom", "Narrow", "Padded"])
+def test_flow(subjects, models, name):
+    assert any(g is not None and g.any() for g in gradients(models[name]).values())
+    result = subjects.ask(models[name], "gradient_flow")
+    assert (result.status, result.value) == ("passed", 0.0)
+
+
+def test_a_branch_at_zero_has_no_gradient_at_first(models):
+    missing = [n for n, g in gradients(models["ZeroBranch"]).items() if not g.any()]
+    assert "layers.0.qkv.weight" in missing
+
+
+def test_cut_off(subjects, models):
+    missing = [n for n, g in gradients(models["DetachedLayer"]).items() if g is None]
+    result = subjects.ask(models["DetachedLayer"], "gradient_flow")
+    assert result.status == "failed"
+    assert result.value == pytest.approx(len(missing) / len(gradients(models["Sound"])))
+    assert result.where == ", ".join(missing[:3]) + ", ..."
+    assert "detach()" in result.advice
+
+
+def test_dead(subjects, models):
+    dead = [n for n, g in gradients(models["DeadBranch"]).items() if g is not None and not g.any()]
+    assert "layers.0.qkv.weight" in dead
+    result = subjects.ask(models["DeadBranch"], "gradient_flow")
+    assert result.status == "failed"
+    assert set(result.where.removesuffix(", ...").split(", ")) <= set(dead)
+    assert "multiplied by 0" in result.advice
+
+
+def test_a_module_that_is_not_called(subjects, models):
+    assert gradients(models["NotCalled"])["pooler.weight"] is None
+    result = subjects.ask(models["NotCalled"], "gradient_flow")
+    assert (result.status, result.where) == ("warned", "pooler.weight, pooler.bias")
+    assert "the modules of 2 are not called" in result.meaning
+    declared = ModelSpec.of(models["NotCalled"], unused=("pooler",))
+    assert subjects.ask(declared, "gradient_flow").status == "passed"
+
+
+@pytest.mark.parametrize("name", ["Frozen"])
+def test_nothing_to_train(subjects, models, name):
+    for check in ("gradient_flow", "gradient_exact"):
+        result = subjects.ask(models[name], check)
+        assert (result.status, result.meaning) == ("not applicable", "no parameter is trainable")
+
+
+@pytest.mark.parametrize(
+    "name", ["Sound", "ZeroBranch", "CustomSound", "Shifted", "Relu", "Padded", "DeadBranch"]
+)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_exact(subjects, models, name, seed):
+    result = subjects.ask(models[name], "gradient_exact", seed=seed)
+    assert result.status == "passed"
+    assert result.value <= result.limit <= 1e-4
+
+
+def test_a_model_that_goes_through_float32_on_its_own(subjects, models):
+    result = subjects.ask(models["Narrow"], "gradient_exact")
+    assert result.status == "passed"
+    assert result.limit == 1e-5  # the cast was lifted
+
+
+@pytest.mark.parametrize("name", ["HalfGradient", "Custom", "DetachedLayer"])
+def test_not_exact(subjects, models, name):
+    result = subjects.ask(models[name], "gradient_exact")
+    assert result.status == "failed"
+    assert result.value > 100 * result.limit
+    assert result.where
+    if name == "DetachedLayer":
+        assert result.where.startswith("layers.")
+        assert "cut off" in result.advice
+    else:
+        assert "backward" in result.advice
+
+
+def test_the_parameter_is_named(subjects):
+    class Hooked(subjects.TinyLM):
+        def __init__(self):
+            super().__init__()
+            self.layers[1]["out"].weight.register_hook(lambda gradient: gradient * 1.1)
+
+    result = subjects.ask(Hooked, "gradient_exact")
+    assert (result.status, result.where) == ("failed", "layers.1.out.weight")
+
+
+def test_step_functions_are_a_choice(subjects, models):
+    assert subjects.ask(models["Rounded"], "gradient_exact").status in ("warned", "not applicable")
+
+
+def test_a_kink_is_no_error(subjects, models):
+    # Half of the slope is what finite differences see, and none is what autograd takes.
+    assert subjects.ask(models["Kink"], "gradient_exact").status in ("passed", "not applicable")
+
+
+def test_an_output_without_gradient(subjects):
+    detached = subjects.wrapped(lambda logits: logits.detach())
+    result = subjects.ask(detached, "gradient_exact")
+    assert result.status == "failed"
+    assert "no gradient at all" in result.meaning
+
+
+def test_trainable(subjects, models):
+    assert subjects.ask(models["Sound"], "trainable").status == "passed"
+    result = subjects.ask(models["PartFrozen"], "trainable")
+    assert (result.status, result.where) == ("warned", "places.weight")
+    declared = ModelSpec.of(models["PartFrozen"], unused=("places",))
+    assert subjects.ask(declared, "trainable").status == "passed"
+    result = subjects.ask(models["ThawedByEval"], "trainable")
+    assert (result.status, result.where) == ("failed", "places.weight after eval()")
+
+
+@pytest.mark.parametrize("name", ["rack", "llama", "gpt2", "bert", "x_decoder", "gru", "conv", "encoder"])
+def test_models_of_others(subjects, name):
+    for check in ("gradient_flow", "gradient_exact", "trainable"):
+        result = subjects.ask(getattr(subjects, name), check)
+        assert result.status == "passed", result

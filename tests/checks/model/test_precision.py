@@ -1,0 +1,220 @@
+"""Narrow formats: what loses more than rounding is found and placed, sound models of many kinds are not."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from stackwise.checks.probe.shadow import Shadow
+from stackwise.spec import ModelSpec
+
+BF16 = torch.finfo(torch.bfloat16).eps
+SOUND = ["tiny", "rack", "dropout_rack", "llama", "gpt2", "bert", "x_decoder", "gru", "conv", "encoder"]
+
+
+def shadowed(model, inputs, dtype=None):
+    model = model if dtype is None else model.to(dtype)
+    shadow = Shadow(model, inputs, {})
+    with torch.no_grad(), shadow:
+        output = model(inputs)
+    return output, shadow
+
+
+@torch.no_grad()
+def test_the_shadow_is_the_model_in_float64(subjects):
+    ids = torch.arange(16)[None]
+    torch.manual_seed(0)
+    model = subjects.TinyLM().eval().bfloat16()
+    output, shadow = shadowed(model, ids)
+    exact = model.double()(ids)
+    assert (output - exact).abs().max() > 1e-4
+    torch.testing.assert_close(shadow.of(output), exact, rtol=1e-12, atol=1e-12)
+
+
+@torch.no_grad()
+def test_views_and_changes_in_place_are_followed():
+    class Steps(nn.Module):
+        def forward(self, x):
+            y = x.clone()
+            y[:, 1::2] *= 3
+            y.transpose(0, 1)[0].add_(0.1)
+            z = torch.empty(3, 4, dtype=x.dtype)
+            z.copy_(y)
+            z.view(-1)[::5].fill_(0.3)
+            return torch.cat([z.t().contiguous().view(3, 4), y.unfold(1, 2, 2)[..., 0].repeat(1, 2)])
+
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(0)).bfloat16()
+    output, shadow = shadowed(Steps(), x)
+    torch.testing.assert_close(shadow.of(output), Steps()(x.double()), rtol=1e-12, atol=1e-12)
+    assert not torch.equal(output.double(), shadow.of(output))
+
+
+def test_choices_follow_the_call():
+    class Choice(nn.Module):
+        def forward(self, x):
+            scaled = x * 1.001  # rounds to x, in float64 it does not
+            return torch.where(scaled > x, 1.0, 2.0).to(x.dtype) * x
+
+    x = torch.ones(4, dtype=torch.bfloat16)
+    output, shadow = shadowed(Choice(), x)
+    assert shadow.of(output).tolist() == [2.0] * 4
+
+
+def test_counters_that_stop_are_values_and_no_choices():
+    class Count(nn.Module):
+        def forward(self, x):
+            return F.one_hot((torch.ones_like(x).cumsum(0) - 1).long(), 400).to(x.dtype)
+
+    output, shadow = shadowed(Count(), torch.ones(300, dtype=torch.bfloat16))
+    assert shadow.of(output)[299].argmax() == 299
+    assert output[299].argmax() != 299
+
+
+@pytest.mark.parametrize("name", SOUND)
+@pytest.mark.parametrize("check", ["bfloat16_error", "autocast_error", "float16_range"])
+def test_sound(subjects, name, check):
+    result = subjects.ask(getattr(subjects, name), check)
+    assert result.status == "passed", result
+    if result.value is not None:
+        assert 0 <= result.value <= result.limit / 4
+
+
+def test_the_place_is_the_line_in_the_code(subjects):
+    class Places(subjects.TinyLM):
+        def place_ids(self, seq_len):
+            rounded = torch.arange(seq_len).to(self.norm.weight.dtype)
+            return rounded.long()
+
+        def __init__(self):
+            super().__init__(max_len=400)
+
+    assert torch.arange(300).bfloat16().unique().numel() < 300
+    result = subjects.ask(Places, "bfloat16_error")
+    assert result.status == "failed"
+    assert result.limit < result.value
+    assert "subjects.py" in result.where
+    assert subjects.ask(Places, "autocast_error").status == "passed", "there the weights are float32"
+
+
+def test_short_models_count_far_enough(subjects):
+    class Short(subjects.TinyLM):
+        def place_ids(self, seq_len):
+            return torch.arange(seq_len).to(self.norm.weight.dtype).long()
+
+    assert subjects.ask(Short, "bfloat16_error").status == "passed"
+
+
+def test_overflow_names_the_operation(subjects):
+    class Squares(subjects.TinyLM):
+        def mix(self, x):
+            large = x * 1e3
+            return x + 1e-9 * (large * large).to(x.dtype)
+
+    with torch.no_grad():
+        assert not Squares().half()(torch.arange(16)[None]).isfinite().all()
+    result = subjects.ask(Squares, "float16_range")
+    assert result.status == "failed"
+    assert result.where.startswith("mul in ")
+    assert "test_precision.py" in result.where
+    assert subjects.ask(Squares, "bfloat16_error").status == "passed"
+
+
+def test_infinite_in_between_and_harmless(subjects):
+    class Masked(subjects.TinyLM):
+        def weigh(self, scores):
+            return super().weigh(scores)
+
+        def mix(self, x):
+            return x + 0 * (x * 1e6).clamp(-1.0, 1.0)
+
+    result = subjects.ask(Masked, "float16_range")
+    assert result.status == "passed", result
+
+
+def test_not_asked_of_what_cannot_run(subjects):
+    class Float32Only(subjects.TinyLM):
+        def forward(self, ids):
+            if self.norm.weight.dtype != torch.float32:
+                raise NotImplementedError("float32 only")
+            return super().forward(ids)
+
+    for check in ("bfloat16_error", "float16_range"):
+        result = subjects.ask(Float32Only, check)
+        assert result.status == "not applicable"
+        assert "float32 only" in result.meaning
+
+
+def test_a_mask_constant_that_float16_refuses(subjects):
+    class Mask(subjects.TinyLM):
+        def attend(self, layer, x):
+            torch.zeros(3, dtype=x.dtype).masked_fill(torch.ones(3, dtype=torch.bool), -1e9)
+            return super().attend(layer, x)
+
+    result = subjects.ask(Mask, "float16_range")
+    assert result.status == "warned"
+    assert "finfo" in result.advice
+
+
+def test_exponentials_of_large_numbers_are_unusual_and_no_failure(subjects):
+    class Sharp(subjects.TinyLM):
+        def mix(self, x):
+            return x + ((4 * x + 70).exp() * math.exp(-70)).tanh()
+
+    x = torch.linspace(-2, 2, 99)
+    wrong = (4 * x + 70).bfloat16().double().exp() / (4 * x.double() + 70).exp()
+    assert (wrong - 1).square().mean().sqrt() > 16 * BF16
+    result = subjects.ask(Sharp, "bfloat16_error")
+    assert result.status == "warned"
+    assert result.where.startswith("exp in")
+
+
+def test_buffers_that_a_cast_ruins(subjects):
+    class Rotary(subjects.TinyLM):
+        def __init__(self):
+            super().__init__(max_len=400)
+            self.register_buffer("frequencies", torch.linspace(0.1, 0.9, 8))
+
+        def mix(self, x):
+            angles = torch.arange(x.shape[1])[:, None] * self.frequencies.float()
+            return x + angles.cos().repeat(1, 2).to(x.dtype)
+
+    frequencies = torch.linspace(0.1, 0.9, 8)
+    assert (300 * (frequencies - frequencies.bfloat16())).abs().max() > 0.2
+    result = subjects.ask(Rotary, "cast_buffers")
+    assert result.status == "warned"
+    assert result.where.startswith("cos in ")
+    assert subjects.ask(Rotary, "bfloat16_error").status == "passed"
+    assert subjects.ask(subjects.tiny, "cast_buffers").status == "not applicable"
+
+
+def test_products_that_autocast_passes_over(subjects):
+    class InPlace(nn.Linear):
+        def forward(self, x):
+            flat = x.flatten(0, -2)
+            y = self.bias.expand(len(flat), -1).clone()
+            return y.addmm_(flat, self.weight.t()).unflatten(0, x.shape[:-1])
+
+    class Model(subjects.TinyLM):
+        def __init__(self):
+            super().__init__()
+            for layer in self.layers:
+                layer["mlp"][1] = InPlace(16, 16)
+
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        x = torch.randn(2, 16)
+        assert InPlace(16, 16)(x).dtype == torch.float32
+        assert nn.Linear(16, 16)(x).dtype == torch.bfloat16
+    result = subjects.ask(Model, "autocast_error")
+    assert (result.status, result.value, result.limit) == ("failed", 2.0, 0.0)
+    assert "layers.0.mlp.1" in result.where
+
+
+def test_nothing_global_changes(subjects):
+    state, mode = torch.get_rng_state(), torch.is_grad_enabled()
+    subjects.ask(ModelSpec.of(subjects.dropout_rack), "bfloat16_error")
+    subjects.ask(ModelSpec.of(subjects.dropout_rack), "autocast_error")
+    assert torch.equal(state, torch.get_rng_state())
+    assert mode == torch.is_grad_enabled()
+    assert not torch.is_autocast_enabled("cpu")

@@ -1,0 +1,60 @@
+"""Width: the slope of activations, against slopes that are built in."""
+
+import pytest
+import torch
+from torch import nn
+
+from stackwise.spec import ModelSpec
+
+
+class Wide(nn.Module):
+    """Two layers; `power` is how activations of the second go with the width."""
+
+    def __init__(self, factor=1, power=0.0, rate=-1.0):
+        super().__init__()
+        width = 32 * factor
+        self.tokens = nn.Embedding(29, width)
+        self.layer = nn.Linear(width, width, bias=False)
+        self.head = nn.Linear(width, 29, bias=False)
+        nn.init.normal_(self.layer.weight, std=width**-0.5 * factor**power)
+        nn.init.normal_(self.head.weight, std=1 / width)
+        self.layer.weight.rate = 1e-3 * factor**rate
+        self.head.weight.rate = 1e-3 / factor
+
+    def forward(self, ids):
+        return self.head(self.layer(self.tokens(ids)).tanh())
+
+
+def adam(parameters):
+    return torch.optim.Adam([{"params": [p], "lr": getattr(p, "rate", 1e-3)} for p in parameters], eps=1e-12)
+
+
+def ask(subjects, **options):
+    spec = ModelSpec.of(lambda: Wide(**options), at_width=lambda f: Wide(f, **options), optimizer=adam)
+    return subjects.ask(spec, "width_independence")
+
+
+def test_right_parametrisation(subjects):
+    result = ask(subjects)
+    assert result.status == "passed"
+    assert result.value < 0.25
+
+
+@pytest.mark.parametrize("power", [-0.5, 0.5])
+def test_initial_size(subjects, power):
+    result = ask(subjects, power=power)
+    assert (result.status, result.where) == ("failed", "layer")
+    assert result.value == pytest.approx(abs(power), abs=0.15)
+
+
+def test_learning_rate(subjects):
+    # Updates of one sign add up over the width.
+    result = ask(subjects, rate=0.0)
+    assert (result.status, result.where) == ("failed", "layer")
+    assert "change after" in result.meaning
+
+
+def test_no_claim(subjects):
+    result = subjects.ask(Wide, "width_independence")
+    assert result.status == "not applicable"
+    assert "at_width" in result.meaning

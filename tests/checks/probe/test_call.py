@@ -1,0 +1,168 @@
+"""Calls that leave no trace, and what they are asked about: caches, states, padding ids, open choices."""
+
+import types
+
+import pytest
+import torch
+from torch import nn
+
+from stackwise.checks.probe.call import (
+    call,
+    chooses_between_equals,
+    decoded,
+    has_fixed_state,
+    leaves_state,
+    masked,
+    real_inputs,
+    reason_of,
+    tensors_of,
+)
+from stackwise.checks.subject import Subject
+from stackwise.spec import ModelSpec
+from tests.zoo.cache import Rolling
+from tests.zoo.gpt import GPT, spec_of
+
+
+def subject_of(spec, seed=0):
+    return Subject(spec, torch.device("cpu"), seed)
+
+
+class Counting(GPT):
+    """Counts its calls in a buffer, and drops out in every mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def embed(self, input_ids):
+        self.calls += 1
+        return nn.functional.dropout(super().embed(input_ids), 0.5, training=True)
+
+
+def test_calls_can_be_repeated():
+    spec = spec_of(Counting)
+    subject, model = subject_of(spec), spec.create().eval()
+    ids, keep = spec.batch(2, 8), torch.ones(2, 8, dtype=torch.bool)
+    random = torch.get_rng_state()
+    for ask in (
+        lambda: call(subject, model, lambda: model(ids)),
+        lambda: masked(subject, model, ids, keep),
+        lambda: decoded(subject, model, ids, (4, 1, 3)),
+        lambda: decoded(subject, model, ids, (4, 1, 3), keep),
+    ):
+        one = ask()
+        assert torch.equal(one, ask())
+        assert one.shape == (2, 8, 61)
+        assert not one.requires_grad
+    assert model.calls == 0
+    assert torch.equal(random, torch.get_rng_state())
+
+
+def test_what_is_handed_out_is_a_copy():
+    def spoil(model, ids, keep):
+        ids.zero_()
+        keep.zero_()
+        return model(ids)
+
+    spec = spec_of(masked=spoil)
+    ids, keep = spec.batch(2, 8), torch.ones(2, 8, dtype=torch.bool)
+    before = ids.clone()
+    masked(subject_of(spec), spec.create(), ids, keep)
+    assert torch.equal(ids, before)
+    assert keep.all()
+
+
+def test_parts_have_to_give_as_many_outputs():
+    spec = spec_of(decode=lambda model, ids, cache: (model(ids).logits[:, -1:], None))
+    with pytest.raises(ValueError, match="3 tokens at once gave 1 outputs"):
+        decoded(subject_of(spec), spec.create(), spec.batch(1, 4), (1, 3))
+
+
+def test_tensors_wherever_they_are():
+    one, two, three = torch.zeros(2), torch.ones(3), torch.ones(4)
+    inner = types.SimpleNamespace(keys=two, count=3, name="x", module=nn.Linear(2, 2))
+    cache = [(one, None), {"layer": inner, "length": torch.tensor(5)}, [[three]]]
+    assert [id(t) for t in tensors_of(cache)] == [id(t) for t in (one, two, three)]
+    assert list(tensors_of(7)) == []
+    endless = types.SimpleNamespace()
+    endless.itself = endless
+    assert list(tensors_of(endless)) == []
+
+
+def test_states_of_fixed_size():
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.recurrence = nn.Embedding(31, 8), nn.GRU(8, 8, batch_first=True)
+            self.head = nn.Linear(8, 31)
+
+        def forward(self, ids, state=None):
+            x, state = self.recurrence(self.embedding(ids), state)
+            return self.head(x), state
+
+    recurrent = ModelSpec.of(Recurrent, decode=lambda model, ids, state: model(ids, state))
+    for spec, fixed in (
+        (recurrent, True),
+        (spec_of(), False),
+        (spec_of(Rolling), True),
+        (spec_of(decode=None), False),
+    ):
+        assert has_fixed_state(subject_of(spec), spec.batch(1, 8)) is fixed
+
+
+def test_states_that_stay_in_the_model():
+    class Keeps(GPT):
+        def embed(self, input_ids):
+            self.last = super().embed(input_ids)
+            return self.last
+
+    for build, leaves in ((Keeps, True), (GPT, False), (Counting, False)):
+        assert leaves_state(subject_of(spec_of(build)), spec_of(build).batch(1, 8)) is leaves
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_inputs_without_padding_ids(seed):
+    class Padded(GPT):
+        vocab_size = 5
+
+        def __init__(self):
+            super().__init__()
+            self.embedding.padding_idx = 2
+            self.config = types.SimpleNamespace(pad_token_id=3)
+
+    subject = subject_of(spec_of(Padded), seed)
+    plain, real = subject.inputs(8, 16), real_inputs(subject, 8, 16)
+    assert {2, 3} <= set(plain.unique().tolist())
+    assert set(real.unique().tolist()) == {0, 1, 4}
+    untouched = (plain != 2) & (plain != 3)
+    assert torch.equal(plain[untouched], real[untouched])
+
+
+def test_inputs_that_are_brought_or_vectors_stay_as_they_are(subjects):
+    brought = spec_of(make_batch=lambda rows, length, generator: torch.full((rows, length), 2))
+    assert (real_inputs(subject_of(brought), 2, 4) == 2).all()
+    vectors = subject_of(ModelSpec.of(subjects.encoder))
+    assert torch.equal(real_inputs(vectors, 2, 4), vectors.inputs(2, 4))
+
+
+@pytest.mark.parametrize(
+    "scores, k, tied",
+    [
+        ([3.0, 2.0, 1.0], 2, False),
+        ([3.0, 2.0, 2.0], 2, True),
+        ([2.0, 2.0, 1.0], 2, False),
+        ([2.0, 2.0, 2.0], 3, False),
+        ([2.0, -torch.inf, -torch.inf], 2, False),
+    ],
+)
+def test_choices_between_equals(scores, k, tied):
+    assert chooses_between_equals(lambda: torch.tensor([[9.0, 8.0, 7.0], scores]).topk(k)) is tied
+
+
+def test_choices_of_which_nothing_is_known():
+    assert not chooses_between_equals(lambda: torch.zeros(3).sort())
+
+
+def test_reason_in_one_line():
+    assert reason_of(ValueError("one\n  two")) == "ValueError: one two"
+    assert len(reason_of(ValueError("x" * 1000))) < 200

@@ -1,0 +1,119 @@
+"""Accumulation: micro-batches against the batch that is all of them."""
+
+import pytest
+import torch
+from torch import nn
+
+from stackwise.checks import check_trainer
+from stackwise.trainer_spec import TrainerSpec
+from tests.zoo.gpt import GPT
+from tests.zoo.loop import Loop, loop, loop_spec_of
+
+CHECKS = ("accumulated_gradient", "accumulation_ragged", "accumulation_window")
+
+
+def ask(subject, check, **declared):
+    [result] = check_trainer(TrainerSpec.of(subject, **declared), checks=[check])
+    return result
+
+
+class Weighted(Loop):
+    """By `weigh(targets, all targets, number of micro-batches)`."""
+
+    weigh = staticmethod(lambda own, total, n: own / max(total, 1))
+
+    def weight(self, batch, batches, total):
+        return self.weigh(self.targets(batch), total, len(batches))
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_sound(check):
+    result = ask(loop(), check)
+    assert result.status == "passed" and result.value < 1e-12 < result.limit
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_needs_accumulation(check):
+    spec = TrainerSpec.from_function(lambda model, optimizer, batch: None, GPT)
+    assert ask(spec, check).meaning == "needs accumulate(batches)"
+
+
+@pytest.mark.parametrize(
+    "weigh, failing",
+    [
+        (lambda own, total, n: 1 / n, {"accumulation_ragged"}),
+        (lambda own, total, n: 1.0, set(CHECKS)),
+        (lambda own, total, n: own / max(total, 1) * n / 4, set(CHECKS)),
+        (lambda own, total, n: own / max(total, 64), set()),
+    ],
+    ids=["mean of means", "sum of means", "fixed window", "a floor under all"],
+)
+def test_weights(weigh, failing):
+    build = type("Mutant", (Weighted,), {"weigh": staticmethod(weigh)})
+    results = check_trainer(loop_spec_of(build), checks=["accumulation"])
+    assert {r.check for r in results if r.status == "failed"} >= failing
+    for result in results:
+        if result.check not in failing and failing:
+            assert result.status == "passed", result
+
+
+def test_clipping_does_not_hide_the_size():
+    build = type("Sum", (Weighted,), {"weigh": staticmethod(lambda own, total, n: 1.0), "max_norm": 1e-2})
+    result = ask(loop_spec_of(build), "accumulated_gradient")
+    assert result.status == "failed" and "is 3 times that" in result.meaning
+    assert result.value == pytest.approx(2.0)
+
+
+def test_an_update_for_each_micro_batch():
+    class Each(Loop):
+        def accumulate(self, batches):
+            return sum(super(Each, self).accumulate([batch]) for batch in batches)
+
+    result = ask(loop_spec_of(Each), "accumulated_gradient")
+    assert (result.status, result.value, result.limit) == ("failed", 3, 1)
+
+
+def test_a_loss_that_does_not_add_up_is_no_failure():
+    class BatchStatistics(GPT):
+        def __init__(self):
+            super().__init__()
+            self.batch_norm = nn.BatchNorm1d(self.width)
+
+        def embed(self, input_ids):
+            return self.batch_norm(super().embed(input_ids).transpose(1, 2)).transpose(1, 2)
+
+    class Statistics(Loop):
+        def create_model(self):
+            return BatchStatistics()
+
+    for check in CHECKS:
+        assert ask(loop_spec_of(Statistics), check).status == "warned"
+
+
+def test_batches_without_labels():
+    class Plain(Loop):
+        def targets(self, batch):
+            return batch[:, 1:].numel()
+
+        def loss(self, batch):
+            return self.model(batch, labels=batch).loss
+
+    spec = loop_spec_of(Plain, make_batch=lambda b, t, g: torch.randint(61, (b, t), generator=g))
+    assert ask(spec, "accumulated_gradient").status == "passed"
+    assert "needs batches with labels" in ask(spec, "accumulation_ragged").meaning
+
+
+def test_narrow_runs_are_judged_by_their_own_rounding():
+    class Autocast(Loop):
+        def loss(self, batch):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return super().loss(batch)
+
+    for check in CHECKS:
+        assert ask(loop_spec_of(Autocast), check).status == "passed"
+
+    class MeanOfMeans(Autocast):
+        def weight(self, batch, batches, total):
+            return 1 / len(batches)
+
+    assert ask(loop_spec_of(MeanOfMeans), "accumulation_ragged").status == "failed"

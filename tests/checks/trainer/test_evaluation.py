@@ -1,0 +1,146 @@
+"""Evaluation: modes, state, and the mean over targets."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from stackwise.checks import check_trainer
+from stackwise.trainer_spec import TrainerSpec
+from tests.zoo.gpt import GPT
+from tests.zoo.loop import Loop, loop, loop_spec_of
+
+CHECKS = ("evaluation_restores", "evaluation_repeats", "evaluation_batches", "evaluation_exact")
+
+
+def ask(subject, check, **declared):
+    [result] = check_trainer(TrainerSpec.of(subject, **declared), checks=[check])
+    return result
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_sound(check):
+    result = ask(loop(), check)
+    assert result.status == "passed" and result.value <= result.limit
+    spec = TrainerSpec.from_function(lambda model, optimizer, batch: None, GPT)
+    assert ask(spec, check).meaning == "needs evaluate(batches)"
+
+
+def test_the_exact_value():
+    """The check's reference against one written out row by row."""
+
+    class Half(Loop):
+        def evaluate(self, batches):
+            return super().evaluate(batches) / 2
+
+    result = ask(loop_spec_of(Half), "evaluation_exact")
+    assert (result.status, result.value) == ("failed", pytest.approx(0.5, rel=1e-5))
+    spec = loop()
+    run, batch = spec.create(), spec.batch()
+    run.model.eval()
+    total, count = 0.0, 0
+    for ids in batch["input_ids"]:
+        with torch.no_grad():
+            log_p = F.log_softmax(run.model(ids[None]).logits[0].double(), dim=-1)
+        total -= sum(float(log_p[t, ids[t + 1]]) for t in range(len(ids) - 1))
+        count += len(ids) - 1
+    assert run.evaluate([batch]) == pytest.approx(total / count, rel=1e-6)
+
+
+def test_train_mode_after_evaluation_is_as_good():
+    class AlwaysTrain(Loop):
+        def evaluate(self, batches):
+            mean = super().evaluate(batches)
+            self.model.train()
+            return mean
+
+    assert ask(loop_spec_of(AlwaysTrain), "evaluation_restores").status == "passed"
+
+    class LeftInEval(Loop):
+        """Each step puts the model into train mode itself."""
+
+        def evaluate(self, batches):
+            mean = super().evaluate(batches)
+            self.model.eval()
+            return mean
+
+    assert ask(loop_spec_of(LeftInEval), "evaluation_restores").status == "passed"
+
+    class NotPutBack(LeftInEval):
+        def create_model(self):
+            return GPT().train()
+
+        def train_mode(self):
+            pass
+
+    result = ask(loop_spec_of(NotPutBack), "evaluation_restores")
+    assert result.status == "failed" and "train on in eval mode" in result.meaning
+    assert result.where.startswith("the model")
+
+
+def test_an_evaluation_that_changes_weights():
+    class Updating(Loop):
+        def evaluate(self, batches):
+            with torch.no_grad():
+                self.model.norm.weight.mul_(1.001)
+            return super().evaluate(batches)
+
+    result = ask(loop_spec_of(Updating), "evaluation_restores")
+    assert (result.status, result.where) == ("failed", "norm.weight")
+
+
+def test_an_evaluation_that_leaves_gradients_off():
+    class Off(Loop):
+        def evaluate(self, batches):
+            mean = super().evaluate(batches)
+            torch.set_grad_enabled(False)
+            return mean
+
+    result = ask(loop_spec_of(Off), "evaluation_restores")
+    assert torch.is_grad_enabled()
+    assert result.status == "failed" and "gradients are recorded" in result.where
+
+
+def test_dropout_in_evaluation():
+    class Training(Loop):
+        @torch.no_grad()
+        def evaluate(self, batches):
+            total = sum(self.loss(batch).item() * self.targets(batch) for batch in batches)
+            return total / sum(self.targets(batch) for batch in batches)
+
+    assert ask(loop_spec_of(Training), "evaluation_repeats").status == "failed"
+
+    class NoDropout(Training):
+        def create_model(self):
+            model = GPT()
+            model.dropout = 0.0
+            return model
+
+    assert ask(loop_spec_of(NoDropout), "evaluation_repeats").status == "passed"
+
+
+def test_narrow_runs_are_given_their_rounding():
+    class Autocast(Loop):
+        def loss(self, batch):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return super().loss(batch)
+
+    for check in CHECKS:
+        assert ask(loop_spec_of(Autocast), check).status == "passed"
+    assert ask(loop_spec_of(Autocast), "evaluation_exact").limit == 1e-2
+
+
+def test_models_without_logits():
+    class Hidden(GPT):
+        def forward(self, *args, **kwargs):
+            output = super().forward(*args, **kwargs)
+            return (output.loss,)
+
+    class Loss(Loop):
+        def create_model(self):
+            return Hidden()
+
+        def loss(self, batch):
+            return self.model(**batch)[0]
+
+    assert "gives logits" in ask(loop_spec_of(Loss), "evaluation_exact").meaning
+    assert ask(loop_spec_of(Loss), "evaluation_batches").status == "passed"

@@ -1,0 +1,151 @@
+"""Schedule: the learning rate of each update, and how many there are."""
+
+import warnings
+
+import pytest
+import torch
+
+from stackwise.checks import check_trainer
+from stackwise.trainer_spec import TrainerSpec
+from tests.zoo.gpt import GPT
+from tests.zoo.loop import Loop, loop, loop_spec_of
+
+
+def ask(subject, check, **declared):
+    [result] = check_trainer(TrainerSpec.of(subject, **declared), checks=[check], suite="full")
+    return result
+
+
+@pytest.mark.parametrize(
+    "check", ["learning_rate", "scheduler_order", "scheduler_per_update", "planned_steps"]
+)
+def test_sound(check):
+    result = ask(loop(), check)
+    assert result.status == "passed" and result.value <= result.limit
+
+
+def test_what_is_not_claimed_is_not_asked():
+    spec = TrainerSpec.from_function(lambda model, optimizer, batch: None, GPT)
+    for check, reason in [
+        ("learning_rate", "needs learning_rate"),
+        ("scheduler_per_update", "needs accumulate"),
+        ("scheduler_order", "needs an update"),
+        ("planned_steps", "needs total_steps"),
+    ]:
+        result = ask(spec, check)
+        assert result.status == "not applicable" and reason in result.meaning
+
+
+def test_a_schedule_that_is_one_step_ahead():
+    class Ahead(Loop):
+        @classmethod
+        def factor(cls, step):
+            return super().factor(step + 1)
+
+    result = ask(loop_spec_of(Ahead, learning_rate=loop().learning_rate), "learning_rate")
+    assert result.status == "failed" and "+1 steps off" in result.meaning
+    assert result.value == pytest.approx(0.25)
+    result = ask(loop_spec_of(Ahead, learning_rate=lambda step: 1e-2), "learning_rate")
+    assert result.status == "failed" and "over 12 steps" in result.meaning
+
+
+def test_groups_with_learning_rates_of_their_own():
+    class Tenth(Loop):
+        def groups(self):
+            first, second = super().groups()
+            return [{**first, "lr": 0.1 * self.base_lr}, second]
+
+    assert ask(loop_spec_of(Tenth), "learning_rate").status == "passed"
+
+    class OneGroupAlone(Loop):
+        def create_scheduler(self):
+            factors = [self.factor, lambda step: 1.0]
+            return torch.optim.lr_scheduler.LambdaLR(self.optimizer, factors)
+
+    result = ask(loop_spec_of(OneGroupAlone), "learning_rate")
+    assert result.status == "failed" and "group 1" in result.where
+
+    class AllLower(Loop):
+        def groups(self):
+            return [{**group, "lr": 0.5 * self.base_lr} for group in super().groups()]
+
+    assert ask(loop_spec_of(AllLower), "learning_rate").value == pytest.approx(0.5)
+
+
+def test_scheduler_before_the_optimizer():
+    class First(Loop):
+        def clip(self):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                self.scheduler.step()
+
+        def update(self):
+            self.clip()
+            self.optimizer.step()
+            self.zero_grad()
+
+    result = ask(loop_spec_of(First, learning_rate=None), "scheduler_order")
+    assert result.status == "failed" and "begins at 0.0025, and the first update had 0.005" in result.meaning
+
+
+def test_a_learning_rate_set_by_hand_in_each_step_is_no_scheduler():
+    def step(model, optimizer, batch):
+        optimizer.param_groups[0]["lr"] = 1e-4
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    assert ask(TrainerSpec.from_function(step, GPT), "scheduler_order").status == "passed"
+
+
+def test_a_warm_up_from_zero_is_told():
+    class FromZero(Loop):
+        @classmethod
+        def factor(cls, step):
+            return super().factor(step - 1) if step else 0.0
+
+    result = ask(loop_spec_of(FromZero), "scheduler_order")
+    assert result.status == "warned" and "learning rate of 0" in result.meaning
+    spec = loop_spec_of(FromZero, learning_rate=lambda step: FromZero.base_lr * FromZero.factor(step))
+    assert ask(spec, "learning_rate").status == "passed"
+
+
+def test_a_scheduler_that_counts_micro_batches():
+    class PerMicroBatch(Loop):
+        def backward(self, loss):
+            super().backward(loss)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                self.scheduler.step()
+
+        def update(self):
+            self.clip()
+            self.optimizer.step()
+            self.zero_grad()
+
+    result = ask(loop_spec_of(PerMicroBatch, learning_rate=None), "scheduler_per_update")
+    assert result.status == "failed" and result.where.startswith("update ")
+
+
+@pytest.mark.parametrize("made, status", [(16, "passed"), (15, "failed"), (17, "failed")])
+def test_number_of_updates(made, status):
+    class Fits(Loop):
+        total_steps = made
+
+    result = ask(loop_spec_of(Fits, total_steps=16), "planned_steps")
+    assert (result.status, result.value, result.limit) == (status, made, 16)
+
+
+def test_an_optimizer_that_calls_its_parents_step_makes_one_update():
+    class Child(torch.optim.AdamW):
+        def step(self, closure=None):
+            return super().step(closure)
+
+    class Inherited(Loop):
+        def create_optimizer(self):
+            return Child(self.groups(), lr=self.base_lr)
+
+    assert ask(loop_spec_of(Inherited), "planned_steps").value == 16
+    assert ask(loop_spec_of(Inherited), "learning_rate").status == "passed"

@@ -1,0 +1,195 @@
+"""Step: what one call changes, and what it leaves for the next."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from stackwise.checks import check_trainer
+from stackwise.trainer_spec import TrainerSpec
+from tests.zoo.gpt import GPT
+from tests.zoo.loop import Loop, loop, loop_spec_of
+
+
+def ask(subject, check, **declared):
+    [result] = check_trainer(TrainerSpec.of(subject, **declared), checks=[check])
+    return result
+
+
+def bare_step(model, optimizer, batch):
+    loss = model(**batch).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def test_sound():
+    for check in ("parameters_change", "fresh_gradients", "step_loss"):
+        result = ask(loop(), check)
+        assert result.status == "passed" and result.value <= result.limit, result
+
+
+def test_gradients_of_two_batches_add_up():
+    class Leaky(Loop):
+        max_norm = 1e9
+
+        def zero_grad(self):
+            pass
+
+    result = ask(loop_spec_of(Leaky), "fresh_gradients")
+    assert result.status == "failed" and result.where in dict(GPT().named_parameters())
+    # The same by hand: the first batch's gradient, over the second's.
+    run, spec = Leaky(), loop_spec_of(Leaky)
+    run = spec.create()
+    run.model.dropout = 0.0
+    first, second = spec.batch(), spec.batch(seed=7919)
+    run.step(first)
+    stale = [p.grad.clone() for p in run.model.parameters()]
+    run.loss(second).backward()
+    fresh = [p.grad - s for p, s in zip(run.model.parameters(), stale, strict=True)]
+    exact = torch.cat([s.flatten() for s in stale]).norm() / torch.cat([f.flatten() for f in fresh]).norm()
+    assert result.value == pytest.approx(exact.item(), rel=0.2)  # dropout differs
+
+
+def test_a_step_that_clears_first():
+    def step(model, optimizer, batch):
+        optimizer.zero_grad()
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    assert ask(TrainerSpec.from_function(step, GPT), "fresh_gradients").status == "passed"
+
+
+def test_a_step_with_a_closure():
+    def step(model, optimizer, batch):
+        def closure():
+            optimizer.zero_grad()
+            loss = model(**batch).loss
+            loss.backward()
+            return loss
+
+        return optimizer.step(closure)
+
+    def lbfgs(model):
+        return torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2)
+
+    spec = TrainerSpec.from_function(step, GPT, lbfgs)
+    assert ask(spec, "fresh_gradients").status == "passed"
+    assert ask(spec, "parameters_change").status == "passed"
+
+
+def test_frozen_parameters():
+    class Frozen(Loop):
+        def create_model(self):
+            model = GPT()
+            model.layers[0].requires_grad_(False)
+            return model
+
+    assert ask(loop_spec_of(Frozen, frozen=("layers.0",)), "parameters_change").status == "passed"
+    assert ask(loop_spec_of(Frozen, frozen=None), "parameters_change").status == "passed"
+    result = ask(loop_spec_of(Frozen), "parameters_change")
+    assert (result.status, result.value) == ("failed", 9)
+    assert result.where.startswith("layers.0.") and "not declared frozen" in result.meaning
+    # Declared frozen, and trained all the same.
+    result = ask(loop_spec_of(Loop, frozen=("layers.1.q",)), "parameters_change")
+    assert (result.status, result.where) == ("failed", "layers.1.q.weight")
+    assert "frozen parameters changed" in result.meaning
+
+
+def test_a_teacher_that_follows_the_model_is_not_frozen():
+    class Student(GPT):
+        def __init__(self):
+            super().__init__()
+            self.teacher = nn.Linear(4, 4).requires_grad_(False)
+
+    def step(model, optimizer, batch):
+        loss = bare_step(model, optimizer, batch)
+        with torch.no_grad():
+            model.teacher.weight.mul_(0.9)
+        return loss
+
+    assert ask(TrainerSpec.from_function(step, Student), "parameters_change").status == "passed"
+
+
+def test_parameters_without_a_gradient_are_told():
+    class Idle(GPT):
+        def __init__(self):
+            super().__init__()
+            self.pooler = nn.Linear(4, 4)
+
+    result = ask(TrainerSpec.from_function(bare_step, Idle), "parameters_change")
+    assert result.status == "passed" and "2 trainable parameters had no gradient" in result.meaning
+
+
+def test_learning_rate_zero_changes_nothing():
+    spec = TrainerSpec.from_function(
+        bare_step, GPT, lambda model: torch.optim.SGD(model.parameters(), lr=0.0)
+    )
+    result = ask(spec, "parameters_change")
+    assert result.status == "warned" and "learning rate" in result.meaning
+
+
+def test_the_loss_after_the_step():
+    class After(Loop):
+        def accumulate(self, batches):
+            super().accumulate(batches)
+            return self.loss(batches[0]).item()
+
+    result = ask(loop_spec_of(After), "step_loss")
+    assert result.status == "failed" and "the loss after it" in result.meaning
+
+
+def test_a_scaled_loss_is_unusual():
+    class Half(Loop):
+        def accumulate(self, batches):
+            return super().accumulate(batches) / 2
+
+    result = ask(loop_spec_of(Half), "step_loss")
+    assert (result.status, result.value) == ("warned", pytest.approx(0.5))
+
+
+@pytest.mark.parametrize("returned", [None, "text", torch.zeros(3), True])
+def test_a_step_that_returns_no_loss(returned):
+    class Silent(Loop):
+        def accumulate(self, batches):
+            super().accumulate(batches)
+            return returned
+
+    assert ask(loop_spec_of(Silent), "step_loss").status == "not applicable"
+
+
+def test_a_loss_in_a_dict():
+    class Dict(Loop):
+        def accumulate(self, batches):
+            return {"loss": torch.tensor(super().accumulate(batches))}
+
+    assert ask(loop_spec_of(Dict), "step_loss").status == "passed"
+
+
+def test_what_is_done_about_a_gradient_that_is_not_finite():
+    result = ask(loop(), "non_finite_gradient")
+    assert (result.status, result.value) == ("passed", 1.0)
+
+    class Careful(Loop):
+        def update(self):
+            if math.isfinite(torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters()])):
+                super().update()
+
+    assert "left out" in ask(loop_spec_of(Careful), "non_finite_gradient").meaning
+
+    class Strict(Loop):
+        def clip(self):
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0, error_if_nonfinite=True)
+
+    assert "raises RuntimeError" in ask(loop_spec_of(Strict), "non_finite_gradient").meaning
+
+
+def test_a_step_that_never_updates():
+    spec = TrainerSpec.from_function(lambda model, optimizer, batch: 0.0, GPT)
+    for check in ("parameters_change", "fresh_gradients"):
+        result = ask(spec, check)
+        assert result.status == "not applicable" and "needs an update" in result.meaning

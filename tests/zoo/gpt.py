@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from stackwise.spec import ModelSpec
 
-__all__ = ["GPT", "gpt", "spec_of"]
+__all__ = ["GPT", "Encoder", "Placed", "Windowed", "encoder", "gpt", "placed", "spec_of", "windowed"]
 
 
 class GPT(nn.Module):
@@ -174,6 +174,49 @@ class GPT(nn.Module):
         return total / (targets != -100).sum().clamp(min=1)
 
 
+class Windowed(GPT):
+    """Each layer sees five positions, its own included."""
+
+    window = 5
+
+
+class Placed(GPT):
+    """Learned positions, added to the embedding, in place of rotations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places = nn.Embedding(64, self.width)
+        nn.init.normal_(self.places.weight, std=0.02)
+
+    def positions(self, *arguments: Any) -> Tensor:
+        self.at = self.place(*arguments)
+        return self.at
+
+    def place(self, input_ids: Tensor, past: int, keep: Tensor | None, documents: Tensor | None) -> Tensor:
+        return super().positions(input_ids, past, keep, documents)
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        return super().embed(input_ids) + self.places(self.at)
+
+    def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
+        return x
+
+
+class Encoder(GPT):
+    """Bidirectional: each layer sees two positions before its own and two after it."""
+
+    before, after = 2, 2
+
+    def visible(self, T: int, past: int, keep: Tensor | None, documents: Tensor | None) -> Tensor:
+        query, key = torch.arange(T)[:, None], torch.arange(T)[None]
+        visible = ((query - key <= self.before) & (key - query <= self.after))[None]
+        if keep is not None:
+            visible = visible & (keep.bool()[:, None] | (key == query))
+        if documents is not None:
+            visible = visible & (documents[:, :, None] == documents[:, None])
+        return visible[:, None]
+
+
 def spec_of(build: type[GPT] = GPT, **declared: Any) -> ModelSpec:
     """Everything that can be asked of a GPT."""
     attributes: dict[str, Any] = {
@@ -193,11 +236,27 @@ def spec_of(build: type[GPT] = GPT, **declared: Any) -> ModelSpec:
     return ModelSpec(**(attributes | declared))
 
 
-def _decode(model: nn.Module, ids: Tensor, cache: Any) -> tuple[Any, Any]:
-    output = model(ids, cache=cache, use_cache=True)
+def _decode(model: nn.Module, ids: Tensor, cache: Any, keep: Tensor | None = None) -> tuple[Any, Any]:
+    """`keep` (B, S) is of all tokens so far."""
+    output = model(ids, attention_mask=keep, cache=cache, use_cache=True)
     return output, output.cache
 
 
 def gpt() -> ModelSpec:
     """The clean twin."""
     return spec_of()
+
+
+def windowed() -> ModelSpec:
+    """The clean twin with a sliding window."""
+    return spec_of(Windowed)
+
+
+def placed() -> ModelSpec:
+    """The clean twin with learned positions."""
+    return spec_of(Placed, max_length=64)
+
+
+def encoder(build: type[GPT] = Encoder) -> ModelSpec:
+    """The clean twin that sees both sides."""
+    return spec_of(build, causal=False, decode=None, labelled_loss=None, window=(2, 2))

@@ -15,16 +15,24 @@ for path in sorted(Path(__file__).parent.glob("*.py")):
     if not path.stem.startswith("test_"):
         importlib.import_module(f"tests.zoo.{path.stem}")
 
-TWINS = {mutant.twin.__name__: mutant.twin for mutant in MUTANTS.values()}
+TWINS = {f"{m.twin.__module__.rpartition('.')[2]}.{m.twin.__name__}": m.twin for m in MUTANTS.values()}
+# Each of these starts processes of its own.
+SLOW = {"distributed"}
+# It changes with every call, as a warm-up does: only its own family has a question for it.
+ONLY = {"compilation.warming": ("compilation",)}
+MUTANT_NAMES = [
+    pytest.param(name, marks=pytest.mark.slow) if SLOW & set(mutant.family) else name
+    for name, mutant in MUTANTS.items()
+]
 
 
-def ask(subject, families=None):
+def ask(subject, families=None, suite="full"):
     asks, run = ("model", check_model) if isinstance(subject, ModelSpec) else ("trainer", check_trainer)
     checks = None
     if families is not None:
         checks = [c.name for c in select_checks(suite="full", asks=asks) if c.family in families]
         assert checks, families
-    return run(subject, checks=checks, suite="full")
+    return run(subject, checks=checks, suite=suite)
 
 
 def equal(a, b):
@@ -37,7 +45,7 @@ def equal(a, b):
     return a == b
 
 
-@pytest.mark.parametrize("name", MUTANTS)
+@pytest.mark.parametrize("name", MUTANT_NAMES)
 def test_mutant(name):
     mutant = MUTANTS[name]
     subject, twin = mutant.make(), mutant.twin()
@@ -49,8 +57,11 @@ def test_mutant(name):
     assert [r for r in results if r.status == "failed"], results
 
 
+@pytest.mark.parametrize("suite", ["fast", pytest.param("full", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", TWINS)
-def test_clean_twin(name):
-    results = ask(TWINS[name]())
+def test_clean_twin(name, suite):
+    if name in ONLY and suite == "fast":
+        pytest.skip("its family is in the full suite")
+    results = ask(TWINS[name](), ONLY.get(name), suite)
     assert not [str(r) for r in results if not r.ok]
     assert [r for r in results if r.status == "passed"]

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import pytest
 
 from pytest_stackwise import options, records
+from pytest_stackwise.subject import BadFactoryError, LazySpec
 
 if TYPE_CHECKING:
     from stackwise.checks import Check, CheckResult
-    from stackwise.spec import ModelSpec
+    from stackwise.checks.check import Suite
 
 __all__ = ["CheckFailedError", "parametrize_with_checks", "zero_code_items"]
 
-Expected = Mapping[str, str] | Callable[["ModelSpec"], Mapping[str, str]]
+Asks = Literal["model", "trainer"]
+Expected = Mapping[str, str] | Callable[[Any], Mapping[str, str]]
 
 
 class CheckFailedError(AssertionError):
@@ -35,19 +37,22 @@ def parametrize_with_checks(
     models: Iterable[Any],
     *,
     checks: Iterable[str] | None = None,
+    suite: Suite | None = None,
     expected_failures: Expected | None = None,
 ) -> pytest.MarkDecorator:
-    """One test per model and check.
+    """One test per model, or training step, and check.
 
         @parametrize_with_checks([spec])
         def test_model(spec, check):
             check(spec)
 
-    A model is built when its first check runs, not when tests are collected.
+    A model is built when its first check runs, not when tests are collected. The run's
+    `--stackwise-checks` narrows what is asked.
 
     Args:
-        models: ModelSpecs, or anything that `ModelSpec.of` understands.
-        checks: names of checks or families; None: all.
+        models: ModelSpecs, anything that `ModelSpec.of` understands, or TrainerSpecs.
+        checks: names of checks or families; None: all of the suite.
+        suite: "fast" or "full"; None: the run's `--stackwise-suite`.
         expected_failures: check name -> reason, or a function of the spec that gives it. Strict: such
             a check must fail, and is then reported as xfailed.
 
@@ -55,54 +60,101 @@ def parametrize_with_checks(
         TypeError: `models` is one model instead of several.
         ValueError: an unknown check, or an expected failure that matches none of the tests.
     """
-    from stackwise.checks.check import select_checks
     from stackwise.checks.run import refuse_unmatched
 
     if not isinstance(models, Iterable) or isinstance(models, str) or hasattr(models, "named_modules"):
         raise TypeError(f"models: got {type(models).__name__}; wanted a list of models")
-    selected = select_checks(checks)
-    asked = [check.name for check in selected]
+    questions = Questions(models, None if checks is None else tuple(checks), suite, expected_failures)
     if isinstance(expected_failures, Mapping):
-        refuse_unmatched(expected_failures, asked)
-    parameters = []
-    for model in models:
-        subject = LazySpec(model)
-        parameters += [
-            pytest.param(
-                subject, BoundCheck(check, expected_failures, asked), id=f"{subject.name}-{check.name}"
-            )
-            for check in selected
-        ]
-    return pytest.mark.parametrize(("spec", "check"), parameters)
+        refuse_unmatched(expected_failures, questions.may_be_asked)
+    return pytest.mark.parametrize(("spec", "check"), questions)
 
 
-class LazySpec:
-    """A model whose ModelSpec is inferred once, at its first use.
+class Questions(Sequence[Any]):
+    """The parameter sets of `parametrize_with_checks`: those of the suite, until a run chooses among them.
 
-    Args:
-        model: anything that `ModelSpec.of` understands, or a function that gives such a thing.
-        name: in test ids and reports; None: the model's own.
+    Args: as of `parametrize_with_checks`.
     """
 
-    def __init__(self, model: Any, name: str | None = None) -> None:
-        self.model = model
-        own = getattr(model, "name", None) or getattr(model, "__name__", None) or type(model).__name__
-        self.name = name or str(own)
-        self._named = name
-        self._spec: ModelSpec | None = None
+    def __init__(
+        self,
+        models: Iterable[Any],
+        names: tuple[str, ...] | None,
+        suite: Suite | None,
+        expected: Expected | None,
+    ) -> None:
+        self.subjects = [LazySpec(model) for model in models]
+        self.names, self.suite, self.expected = names, suite, expected
+        kinds = {subject.asks for subject in self.subjects} or set(get_args(Asks))
+        _refuse_unknown(names, kinds)
+        # An expected failure may be of a check that this run, or its suite, leaves out.
+        self.may_be_asked = [c.name for kind in kinds for c in _select(names, "full", kind)]
+        self._parameters = self._of(suite or "fast", None)
 
-    def get(self) -> ModelSpec:
-        """The ModelSpec; whatever `ModelSpec.of` raises comes out."""
-        if self._spec is None:
-            from stackwise.spec import ModelSpec
+    def choose(self, config: pytest.Config) -> None:
+        """Keep what a run's options ask for."""
+        require_names(config)
+        self._parameters = self._of(self.suite or options.suite(config), options.check_names(config))
 
-            declared = {"name": self._named} if self._named else {}
-            self._spec = ModelSpec.of(self.model, **declared)
-        return self._spec
+    def _of(self, suite: Suite, narrowed: tuple[str, ...] | None) -> list[Any]:
+        parameters = []
+        for subject in self.subjects:
+            for check in _select(narrowed if self.names is None else self.names, suite, subject.asks):
+                if narrowed is None or not {check.name, check.family}.isdisjoint(narrowed):
+                    bound = BoundCheck(check, self.expected, self.may_be_asked)
+                    parameters.append(pytest.param(subject, bound, id=f"{subject.name}-{check.name}"))
+        return parameters
+
+    def __len__(self) -> int:
+        return len(self._parameters)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._parameters[index]
+
+
+def choose(metafunc: pytest.Metafunc) -> None:
+    """Let the run's options choose among the checks of a test."""
+    for marker in metafunc.definition.iter_markers("parametrize"):
+        for values in (*marker.args[1:2], marker.kwargs.get("argvalues")):
+            if isinstance(values, Questions):
+                values.choose(metafunc.config)
+
+
+def _select(names: Iterable[str] | None, suite: Suite, asks: Asks) -> list[Check]:
+    """The checks of a suite, of which those with these names or families; names of others are passed over."""
+    from stackwise.checks.check import select_checks
+
+    if names is None:
+        return select_checks(suite=suite, asks=asks)
+    mine = [name for name in names if name in _names(asks)]
+    return select_checks(mine, suite=suite, asks=asks) if mine else []
+
+
+def _names(asks: Asks) -> dict[str, None]:
+    """Of all checks, and of their families."""
+    from stackwise.checks.check import select_checks
+
+    checks = select_checks(suite="full", asks=asks)
+    return dict.fromkeys([*(c.name for c in checks), *(c.family for c in checks)])
+
+
+def _refuse_unknown(names: Iterable[str] | None, kinds: Iterable[Asks]) -> None:
+    """Refuse names that no check and no family has; None is all of them.
+
+    Raises:
+        ValueError: naming them, or where there is none.
+    """
+    if names is None:
+        return
+    known = dict.fromkeys(name for kind in sorted(kinds) for name in _names(kind))
+    unknown = [name for name in names if name not in known]
+    if unknown or not names:
+        shown = ", ".join(unknown) or "none"
+        raise ValueError(f"checks: unknown {shown}; known checks and families: {', '.join(known)}")
 
 
 class BoundCheck:
-    """A check as a test calls it: on the run's device and seed, raising where it fails.
+    """A check as a test calls it: on the run's device and seed, raising where it fails or breaks off.
 
     Args:
         check: the question.
@@ -120,22 +172,29 @@ class BoundCheck:
             CheckFailedError: the check failed.
         """
         __tracebackhide__ = True
-        from stackwise.checks.run import against_expectation, refuse_unmatched
+        from stackwise.checks.run import against_expectation, broken_off, refuse_unmatched
         from stackwise.spec import ModelSpec
+        from stackwise.trainer_spec import TrainerSpec
 
         item = records.current_item()
         if item is None:
             raise RuntimeError("check: called outside of a test, or without the stackwise plugin")
         records.pay(item, "check")
-        spec = ModelSpec.of(spec)
+        spec = ModelSpec.of(spec) if self.check.asks == "model" else TrainerSpec.of(spec)
         expected = self.expected(spec) if callable(self.expected) else self.expected or {}
         refuse_unmatched(expected, self.asked)
         reason = expected.get(self.check.name)
-        result = self.check.run(spec, device=options.device_name(item.config), seed=options.seed(item.config))
+        device, seed = options.device_name(item.config), options.seed(item.config)
+        try:
+            result = self.check.run(spec, device=device, seed=seed)
+        except Exception as error:
+            records.add(item, "checks", broken_off(self.check.name, spec.name, error).to_dict())
+            raise
         result = against_expectation(result, reason)
         records.add(item, "checks", result.to_dict())
-        if result.value is not None:
-            item.user_properties.append((f"stackwise.{result.check}", result.value))
+        for ending, number in (("", result.value), (".limit", result.limit)):
+            if number is not None:
+                item.user_properties.append((f"stackwise.{result.check}{ending}", number))
         match result.status:
             case "failed":
                 raise CheckFailedError(result)
@@ -149,53 +208,73 @@ class BoundCheck:
 
 
 def hand_over(item: pytest.Item) -> None:
-    """Give a test its ModelSpec, now that it runs, and make it owe the call of its check."""
+    """Give a test its spec, now that it runs, and make it owe the call of its check.
+
+    Raises:
+        BadFactoryError: the model cannot be driven; where that is known, the other tests of it are skipped.
+    """
+    __tracebackhide__ = True
     arguments: dict[str, Any] = getattr(item, "funcargs", {})
     for name, value in tuple(arguments.items()):
         if isinstance(value, LazySpec):
-            arguments[name] = value.get()
+            arguments[name] = _first_or_skipped(value, item)
         elif isinstance(value, BoundCheck):
             records.owe(item, "check", "the test never called its check: check(spec)")
 
 
-class ModelCollector(pytest.Collector):
-    """The parent of a model's zero-code checks."""
+def _first_or_skipped(subject: LazySpec, item: pytest.Item) -> Any:
+    __tracebackhide__ = True
+    try:
+        return subject.get()
+    except BadFactoryError as error:
+        subject.told_by = subject.told_by or item.nodeid
+        if subject.told_by == item.nodeid:
+            raise
+        pytest.skip(f"the {subject.asks} cannot be driven: {error.kind}; see {subject.told_by}")
+
+
+class ZeroCodeCollector(pytest.Collector):
+    """The parent of the zero-code checks of a model or a training step."""
 
     def __init__(self, *, subject: LazySpec, **node: Any) -> None:
         super().__init__(**node)
         self.subject = subject
 
     def collect(self) -> Iterator[pytest.Item]:
-        """First whether the model can be driven at all, then each check."""
-        from stackwise.checks.check import select_checks
+        """First whether the subject can be driven at all, then each check; nothing where none is asked."""
+        asks = self.subject.asks
+        chosen = _select(options.check_names(self.config), options.suite(self.config), asks)
+        if chosen:
+            yield ZeroCodeItem.from_parent(self, name=asks, check=None)
+        for check in chosen:
+            yield ZeroCodeItem.from_parent(self, name=check.name, check=BoundCheck(check))
 
-        yield ModelItem.from_parent(self, name="model", check=None)
-        for check in select_checks():
-            yield ModelItem.from_parent(self, name=check.name, check=BoundCheck(check))
 
-
-class ModelItem(pytest.Item):
-    """One check of a model that `--stackwise-model` names; without a check, whether it can be driven."""
+class ZeroCodeItem(pytest.Item):
+    """One check of what `--stackwise-model` or `--stackwise-trainer` names; without one, whether it runs."""
 
     def __init__(self, *, check: BoundCheck | None, **node: Any) -> None:
         super().__init__(**node)
         self.check = check
 
     @property
-    def collector(self) -> ModelCollector:
-        """The model's collector."""
-        assert isinstance(self.parent, ModelCollector)
+    def collector(self) -> ZeroCodeCollector:
+        """The subject's collector."""
+        assert isinstance(self.parent, ZeroCodeCollector)
         return self.parent
 
     def runtest(self) -> None:
-        """Infer once a process; a model that cannot be driven fails one test and skips the others."""
+        """Infer once a process; a subject that cannot be driven fails one test and skips the others."""
+        subject = self.collector.subject
         try:
-            spec = self.collector.subject.get()
-        except Exception as error:
+            spec = subject.get()
+        except BadFactoryError as error:
             siblings = (item for item in self.session.items if item.parent is self.parent)
-            if self.check is None or not any(item.name == "model" for item in siblings):
-                raise
-            pytest.skip(f"the model cannot be driven: {type(error).__name__}; see ::model")
+            if self.check is not None:
+                if any(item.name == subject.asks for item in siblings):
+                    pytest.skip(f"the {subject.asks} cannot be driven: {error.kind}; see ::{subject.asks}")
+                _first_or_skipped(subject, self)
+            raise
         if self.check is None:
             self.add_report_section("call", "stackwise", spec.notes)
         else:
@@ -203,9 +282,7 @@ class ModelItem(pytest.Item):
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
         """The result's own text; a traceback only for what nobody expected."""
-        from stackwise.inference import InferenceError
-
-        if isinstance(excinfo.value, CheckFailedError | InferenceError):
+        if isinstance(excinfo.value, CheckFailedError | BadFactoryError):
             return str(excinfo.value)
         return super().repr_failure(excinfo, style)
 
@@ -220,40 +297,66 @@ class ModelItem(pytest.Item):
 
 
 def require_targets(config: pytest.Config) -> None:
-    """Stop the run where `--stackwise-model` names what cannot be imported.
+    """Stop the run where `--stackwise-model` or `--stackwise-trainer` names what cannot be imported.
 
     Raises:
-        pytest.UsageError: naming it.
+        pytest.UsageError: naming it, or what `--stackwise-checks` on the command line asks for in vain.
     """
-    for target, folder in options.model_targets(config).items():
-        _load(target, folder)
+    for asks in get_args(Asks):
+        for target, folder in options.targets(config, asks).items():
+            _load(target, folder, asks)
+    # What the configuration file asks for waits for a model to ask: other tests do not wait for torch.
+    if config.getoption("stackwise_checks") is not None:
+        require_names(config)
+
+
+def require_names(config: pytest.Config) -> None:
+    """Stop the run where `--stackwise-checks` names no check.
+
+    Raises:
+        pytest.UsageError: naming what is unknown.
+    """
+    try:
+        _refuse_unknown(options.check_names(config), get_args(Asks))
+    except ValueError as error:
+        raise pytest.UsageError(f"--stackwise-{error}") from None
 
 
 def zero_code_items(session: pytest.Session, config: pytest.Config) -> list[pytest.Item]:
-    """The checks of every model that the command line or the configuration file names.
+    """The checks of everything that the command line or the configuration file names.
 
     Raises:
-        pytest.UsageError: there is no such module or name.
+        pytest.UsageError: there is no such module, name or check.
     """
-    targets = options.model_targets(config)
-    factories = [target.rpartition(":")[2] for target in targets]
     items: list[pytest.Item] = []
-    for (target, folder), factory in zip(targets.items(), factories, strict=True):
-        name = f"stackwise[{target}]"
-        collector = ModelCollector.from_parent(
-            session,
-            name=name,
-            nodeid=name,
-            subject=LazySpec(_load(target, folder), target if factories.count(factory) > 1 else None),
-        )
-        items += [node for node in collector.collect() if isinstance(node, pytest.Item)]
+    for asks in get_args(Asks):
+        targets = options.targets(config, asks)
+        factories = [target.rpartition(":")[2] for target in targets]
+        if targets:
+            require_names(config)
+        for (target, folder), factory in zip(targets.items(), factories, strict=True):
+            name = f"stackwise[{target}]"
+            subject = LazySpec(
+                _load(target, folder, asks),
+                name=target if factories.count(factory) > 1 else None,
+                asks=asks,
+                target=_from_anywhere(target, folder),
+            )
+            collector = ZeroCodeCollector.from_parent(session, name=name, nodeid=name, subject=subject)
+            items += [node for node in collector.collect() if isinstance(node, pytest.Item)]
     return items
 
 
-def _load(target: str, folder: Path) -> Any:
+def _load(target: str, folder: Path, asks: Asks) -> Any:
     from stackwise.factory import load_factory
 
     try:
         return load_factory(target, search=folder)
     except ValueError as error:
-        raise pytest.UsageError(f"--stackwise-model: {error}") from None
+        raise pytest.UsageError(f"--stackwise-{asks}: {error}") from None
+
+
+def _from_anywhere(target: str, folder: Path) -> str:
+    """The target with the whole path of its file, for another process, which may start elsewhere."""
+    module, _, factory = target.rpartition(":")
+    return f"{folder / module}:{factory}" if module.endswith(".py") else target

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 import pytest
+
+if TYPE_CHECKING:
+    from stackwise.checks.check import Suite
 
 __all__ = [
     "add_gpu_option",
     "add_options",
+    "check_names",
     "device_name",
     "gpu_requested",
-    "model_targets",
     "release_gpu_option",
     "report_paths",
     "seed",
+    "suite",
+    "targets",
 ]
 
 _GROUP = "stackwise"
@@ -44,6 +51,23 @@ def add_options(parser: pytest.Parser) -> None:
         "an nn.Module or a ModelSpec; may be given several times",
     )
     group.addoption(
+        "--stackwise-trainer",
+        metavar="MODULE:FACTORY",
+        action="append",
+        help="check this training step in the same way: FACTORY() returns an object with model, optimizer "
+        "and step(batch), or a TrainerSpec; may be given several times",
+    )
+    group.addoption(
+        "--stackwise-checks",
+        metavar="NAMES",
+        help="ask only these checks or families, such as causality,loss (default: all of the suite)",
+    )
+    group.addoption(
+        "--stackwise-suite",
+        metavar="SUITE",
+        help="fast: checks that take seconds; full: all of them (default: fast)",
+    )
+    group.addoption(
         "--stackwise-report",
         metavar="PATH",
         help="write checks, stability runs and throughput to PATH: .md, .json, or both where it has none",
@@ -52,6 +76,9 @@ def add_options(parser: pytest.Parser) -> None:
     parser.addini("stackwise_device", "as --stackwise-device")
     parser.addini("stackwise_seed", "as --stackwise-seed")
     parser.addini("stackwise_model", "as --stackwise-model, one a line", type="linelist")
+    parser.addini("stackwise_trainer", "as --stackwise-trainer, one a line", type="linelist")
+    parser.addini("stackwise_checks", "as --stackwise-checks, by commas or one a line")
+    parser.addini("stackwise_suite", "as --stackwise-suite")
     parser.addini("stackwise_report", "as --stackwise-report")
 
 
@@ -103,13 +130,35 @@ def seed(config: pytest.Config) -> int:
     return value
 
 
-def model_targets(config: pytest.Config) -> dict[str, Path]:
-    """MODULE:FACTORY of every model to check without code, and the folder where its module is looked for.
+def suite(config: pytest.Config) -> Suite:
+    """The suite of checks; UsageError where there is none of that name."""
+    given = config.getoption("stackwise_suite") or config.getini("stackwise_suite") or "fast"
+    if given not in ("fast", "full"):
+        raise pytest.UsageError(f"--stackwise-suite: got {given!r}; allowed: 'fast', 'full'")
+    return "full" if given == "full" else "fast"
+
+
+def check_names(config: pytest.Config) -> tuple[str, ...] | None:
+    """The checks and families that were asked for, as they were written; None: all."""
+    given = config.getoption("stackwise_checks")
+    if given is None:
+        given = config.getini("stackwise_checks") or None
+    if given is None:
+        return None
+    names = tuple(dict.fromkeys(name for name in re.split(r"[,\s]+", given) if name))
+    if not names:
+        raise pytest.UsageError("--stackwise-checks: got no name; allowed: names of checks or families")
+    return names
+
+
+def targets(config: pytest.Config, asks: Literal["model", "trainer"]) -> dict[str, Path]:
+    """MODULE:FACTORY of all that is checked without code, and the folder where its module is looked for.
 
     That of the configuration file for those that it names, else the one that pytest was started in.
     """
-    in_file = dict.fromkeys(config.getini("stackwise_model"), config.rootpath)
-    return in_file | dict.fromkeys(config.getoption("stackwise_model") or [], config.invocation_params.dir)
+    in_file = dict.fromkeys(config.getini(f"stackwise_{asks}"), config.rootpath)
+    given = config.getoption(f"stackwise_{asks}") or []
+    return in_file | dict.fromkeys(given, config.invocation_params.dir)
 
 
 def report_paths(config: pytest.Config) -> list[Path]:

@@ -37,13 +37,15 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     if not records.is_worker(config):
         device.require_what_was_asked(config)
         options.seed(config)
+        options.suite(config)
         options.report_paths(config)
         checks.require_targets(config)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """One test per length of `seq_lengths`."""
+    """One test per length of `seq_lengths`, and per check that the run's options ask for."""
     stability.parametrize_lengths(metafunc)
+    checks.choose(metafunc)
 
 
 @pytest.hookimpl(tryfirst=True)

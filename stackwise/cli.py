@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import functools
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
+
+if TYPE_CHECKING:
+    from stackwise.spec import ModelSpec
+    from stackwise.trainer_spec import TrainerSpec
 
 __all__ = ["main"]
 
 
 @dataclass(frozen=True)
 class Check:
-    """Check a model and say what is wrong with it; exit code 1 where something is."""
+    """Check a model, or a training step, and say what is wrong with it; exit code 1 where something is."""
 
-    model: tyro.conf.Positional[str]
-    """MODULE:FACTORY, or path/to/file.py:FACTORY; FACTORY() returns an nn.Module or a ModelSpec."""
+    subject: tyro.conf.Positional[str]
+    """MODULE:FACTORY, or path/to/file.py:FACTORY; FACTORY() returns an nn.Module, a ModelSpec, a TrainerSpec,
+    or an object with model, optimizer and step(batch)."""
     checks: tuple[str, ...] = ()
-    """Names of checks or families; none: all."""
+    """Names of checks or families, by spaces or commas; none: all of the suite."""
+    suite: Literal["fast", "full"] = "fast"
+    """fast: seconds for a tiny model; full: everything."""
     device: str = "cpu"
     """cpu, cuda or cuda:N."""
     seed: int = 0
@@ -29,18 +37,21 @@ class Check:
 
     def run(self) -> int:
         """Print every result."""
-        from stackwise.checks import check_model
+        from stackwise.checks import check_model, check_trainer
         from stackwise.device import fingerprint, resolve_device
         from stackwise.factory import load_factory
         from stackwise.report import Report, report_files
-        from stackwise.spec import ModelSpec
+        from stackwise.trainer_spec import TrainerSpec
 
         files = report_files(self.report) if self.report else []
-        spec = ModelSpec.of(load_factory(self.model, search=Path.cwd()))
-        print(f"{spec.name}: {spec.notes}")
-        results = check_model(
-            spec, checks=self.checks or None, device=resolve_device(self.device), seed=self.seed
-        )
+        names = [name for some in self.checks for name in some.split(",") if name] or None
+        device = resolve_device(self.device)
+        spec = _describe(load_factory(self.subject, search=Path.cwd()), self.subject)
+        print(f"{spec.name}: {spec.notes}".removesuffix(": "))
+        if isinstance(spec, TrainerSpec):
+            results = check_trainer(spec, checks=names, suite=self.suite, device=device, seed=self.seed)
+        else:
+            results = check_model(spec, checks=names, suite=self.suite, device=device, seed=self.seed)
         report = Report(failed_tests=[f"{r.model}::{r.check}" for r in results if not r.ok])
         for result in results:
             report.add("checks", **result.to_dict())
@@ -51,6 +62,44 @@ class Check:
             report.write(file)
             print(f"written: {file}")
         return 1 if report.failed_tests else 0
+
+
+def _describe(found: Any, target: str) -> ModelSpec | TrainerSpec:
+    """The spec of what `target` names: of a model, or, by what it returns, of a training step."""
+    from torch import nn
+
+    from stackwise.spec import ModelSpec
+    from stackwise.trainer_adapter import is_lightning_module
+    from stackwise.trainer_spec import TrainerSpec
+
+    is_factory = callable(found) and not isinstance(found, nn.Module)
+    made: list[Any] = [] if is_factory else [found]
+
+    def remembering() -> Any:
+        made.append(found())
+        return made[-1]
+
+    asked = functools.wraps(found)(remembering) if is_factory else found
+    try:
+        spec = ModelSpec.of(asked)
+    except TypeError as error:
+        if not made or isinstance(made[0], nn.Module | ModelSpec):
+            raise
+        try:
+            trainer = TrainerSpec.of(found)
+        except TypeError as other:
+            raise TypeError(f"{error}; nor is it a training step: {other}") from None
+        return trainer if trainer.factory else replace(trainer, factory=_absolute(target))
+    if is_lightning_module(made[0]):
+        return TrainerSpec.of(found, factory=_absolute(target))
+    # Not of what remembers: a factory is called anew for each model.
+    return replace(spec, build=found) if spec.build is asked else spec
+
+
+def _absolute(target: str) -> str:
+    """The target with the whole path of its file, for another process, which may start elsewhere."""
+    module, _, factory = target.rpartition(":")
+    return f"{Path.cwd() / module}:{factory}" if module.endswith(".py") else target
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import textwrap
 import pytest
 import torch
 
+from stackwise.checks.check import select_checks
 from stackwise.cli import main
 from stackwise.config import StackWiseConfig
 from stackwise.report import Report
@@ -60,7 +61,50 @@ MODELS = """
 
     def broken():
         raise RuntimeError("no such weights")
+
+    def needy(width):
+        return good()
+
+    class Loop:
+        zeroes = True
+
+        def __init__(self):
+            self.model = good()
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+        def step(self, batch):
+            logits, targets = self.model(batch["input_ids"])[:, :-1], batch["labels"][:, 1:]
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+            if self.zeroes:
+                self.optimizer.zero_grad()
+            loss.backward()
+            self.optimizer.step()
+            return loss.detach()
+
+    class Piling(Loop):
+        zeroes = False
+
+    def loop_spec():
+        from stackwise.trainer_spec import TrainerSpec
+        return TrainerSpec.of(Loop, name="declared loop")
+
+    declared_loop = loop_spec()
+
+    class Unembedded(Loop):
+        def __init__(self):
+            super().__init__()
+            self.model = nn.Linear(2, 2)
+
+    class Lit(Leaky):
+        def training_step(self, batch, index):
+            logits = self(batch["input_ids"])[:, :-1]
+            return nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten())
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
 """
+# Not every check, of which there are many.
+CORE = ("determinism", "causality", "finiteness", "initial_loss")
 # Per target that cannot be loaded: what the line on standard error must contain.
 UNLOADABLE = [
     ("cli_models.py:nowhere", ["cli_models.py", "nowhere", "good", "leaky"]),
@@ -73,6 +117,8 @@ UNLOADABLE = [
     ("cli_syntax.py:good", ["cli_syntax.py", "SyntaxError"]),
     ("cli_models.py:nothing", ["int", "nn.Module"]),
     ("cli_models.py:broken", ["no such weights"]),
+    ("cli_models.py:needy", ["width"]),
+    ("cli_models.py:Unembedded", ["nn.Embedding"]),
 ]
 CONFIG = """
     model:
@@ -123,14 +169,14 @@ def call(capsys):
 
 class TestCheck:
     def test_good(self, call):
-        code, out, err = call("check", "cli_models.py:good")
+        code, out, err = call("check", "cli_models.py:good", "--checks", *CORE)
         assert code == 0 and err == ""
         assert "PASS" in out and "FAIL" not in out and "ERROR" not in out
         assert re.search(r"PASS +causality", out) and "verdict: PASS" in out
         assert "takes tokens of width 11" in out
 
     def test_leak(self, call):
-        code, out, err = call("check", "cli_models.py:leaky")
+        code, out, err = call("check", "cli_models.py:leaky", "--checks", *CORE)
         assert code == 1 and err == ""
         (line,) = [line for line in out.splitlines() if re.search(r"FAIL +causality", line)]
         assert "position 3 reads token 5" in line
@@ -167,10 +213,97 @@ class TestCheck:
         assert torch.get_rng_state().equal(before)
 
 
+class TestCheckSelection:
+    """Which checks are asked; that they decide rightly is tested with each of them."""
+
+    @pytest.fixture(autouse=True)
+    def _asked(self, monkeypatch):
+        import stackwise.checks.run
+        from stackwise.checks.result import CheckResult
+
+        self.asked = []
+
+        def answer(check, spec, **arguments):
+            self.asked.append(check.name)
+            return CheckResult(check.name, spec.name, "passed", 0.0, 0.0)
+
+        monkeypatch.setattr(stackwise.checks.run.Check, "run", answer)
+
+    @pytest.mark.parametrize("suite", ["fast", "full"])
+    @pytest.mark.parametrize("factory, asks", [("good", "model"), ("Loop", "trainer")])
+    def test_suite(self, call, suite, factory, asks):
+        assert call("check", f"cli_models.py:{factory}", "--suite", suite)[0] == 0
+        assert self.asked == [check.name for check in select_checks(suite=suite, asks=asks)]
+
+    def test_fast_is_the_default(self, call):
+        call("check", "cli_models.py:good")
+        assert self.asked == [check.name for check in select_checks()]
+
+    @pytest.mark.parametrize(
+        "names", [("finiteness", "causality"), ("finiteness,causality",), ("finiteness,", "causality")]
+    )
+    def test_names_and_families(self, call, names):
+        assert call("check", "cli_models.py:good", "--checks", *names)[0] == 0
+        assert self.asked == [check.name for check in select_checks(["finiteness", "causality"])]
+
+    def test_named_check_of_the_full_suite(self, call):
+        (name, *_) = [check.name for check in select_checks(suite="full") if check.suite == "full"]
+        call("check", "cli_models.py:good", "--checks", name)
+        assert self.asked == [name]
+
+
+class TestCheckTrainer:
+    @pytest.mark.parametrize("factory", ["Loop", "loop_spec", "declared_loop", "Lit"])
+    def test_sound(self, call, factory):
+        code, out, err = call("check", f"cli_models.py:{factory}", "--checks", "fresh_gradients")
+        assert code == 0 and err == ""
+        assert re.search(r"PASS +fresh_gradients", out)
+
+    def test_gradients_that_pile_up(self, call):
+        code, out, _ = call("check", "cli_models.py:Piling", "--checks", "fresh_gradients")
+        assert code == 1 and re.search(r"FAIL +fresh_gradients", out)
+
+    def test_exception_inside_a_check_is_its_error_and_the_rest_go_on(self, call, monkeypatch):
+        from stackwise.trainer_spec import TrainerSpec
+
+        def broken(self, *args, **named):
+            raise KeyError("no data")
+
+        monkeypatch.setattr(TrainerSpec, "batch", broken)
+        names = ("fresh_gradients", "optimizer_coverage", "strided_updates")
+        code, out, _ = call("check", "cli_models.py:Loop", "--checks", *names)
+        assert code == 1
+        assert re.search(r"ERROR +fresh_gradients .*KeyError", out)
+        assert len(re.findall(r"^  \S+ +(?:optimizer_coverage|strided_updates) ", out, re.M)) == 2
+
+    def test_unknown_check_of_a_training_step(self, call):
+        code, _, err = call("check", "cli_models.py:Loop", "--checks", "causality")
+        assert code == 2 and "causality" in err and "fresh_gradients" in err
+
+    @pytest.mark.parametrize("target", ["cli_models.py:Loop", "cli_models.py:declared_loop"])
+    def test_other_processes_know_the_factory(self, call, workplace, monkeypatch, target):
+        import stackwise.checks
+
+        seen = []
+        monkeypatch.setattr(stackwise.checks, "check_trainer", lambda spec, **_: seen.append(spec) or [])
+        call("check", target)
+        assert seen[0].factory == f"{workplace}/{target}"
+
+    def test_seed_reaches_the_training_step(self, call, monkeypatch):
+        import stackwise.checks
+
+        seen = []
+        monkeypatch.setattr(stackwise.checks, "check_trainer", lambda spec, **a: seen.append(a) or [])
+        call("check", "cli_models.py:Loop", "--seed", "5", "--suite", "full")
+        assert (seen[0]["seed"], seen[0]["suite"], seen[0]["checks"]) == (5, "full", None)
+
+
 class TestCheckReport:
     @pytest.mark.parametrize("factory, verdict", [("good", "PASS"), ("leaky", "FAIL")])
     def test_json(self, call, workplace, factory, verdict):
-        code, _, _ = call("check", f"cli_models.py:{factory}", "--report", "out/report.json")
+        code, _, _ = call(
+            "check", f"cli_models.py:{factory}", "--report", "out/report.json", "--checks", *CORE
+        )
         stored = json.loads((workplace / "out" / "report.json").read_text())
         assert code == (verdict == "FAIL") and stored["verdict"] == verdict
         (row,) = [row for row in stored["checks"] if row["check"] == "causality"]
@@ -179,7 +312,7 @@ class TestCheckReport:
         assert Report.from_json(workplace / "out" / "report.json").verdict == verdict
 
     def test_markdown(self, call, workplace):
-        call("check", "cli_models.py:leaky", "--report", "report.md")
+        call("check", "cli_models.py:leaky", "--report", "report.md", "--checks", *CORE)
         text = (workplace / "report.md").read_text()
         assert text.startswith("# ") and "position 3 reads token 5" in text and "leaky::causality" in text
 

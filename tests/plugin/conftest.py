@@ -6,6 +6,9 @@ import warnings
 
 import pytest
 
+# What nested runs ask unless they say otherwise: every check would take minutes, and their number grows.
+CORE = "determinism,batch_invariance,causality,finite_gradients,finite_logits,initial_loss"
+
 MODELS = """
 import torch
 from torch import nn
@@ -69,11 +72,43 @@ def rack():
 def broken():
     raise RuntimeError("the weights are gone")
 
+def offline():
+    import socket
+    socket.create_connection(("127.0.0.1", 9), timeout=5)
+
 def number():
     return 3
 
 def needy(width):
     return Plain()
+
+class Loop:
+    def __init__(self, model=None):
+        self.model = model or Plain()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+    def step(self, batch):
+        logits, labels = self.model(batch["input_ids"])[:, :-1], batch["labels"][:, 1:]
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+class Piling(Loop):
+    def step(self, batch):
+        self.optimizer.zero_grad = lambda *_, **__: None
+        return super().step(batch)
+
+def loop():
+    return Loop()
+
+def piling():
+    return Piling()
+
+def loop_spec():
+    from stackwise.trainer_spec import TrainerSpec
+    return TrainerSpec.of(loop, batch_size=2)
 """
 
 
@@ -101,7 +136,6 @@ def _warm():
 def _machine_without_gpu(request, monkeypatch):
     """A nested run finds the same machine wherever, and however parallel, the outer run is."""
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
-    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("COLUMNS", "200")
     if request.node.get_closest_marker("gpu"):
@@ -114,11 +148,18 @@ def _machine_without_gpu(request, monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def folder(pytester, _machine_without_gpu):
+def folder(pytester, monkeypatch, _machine_without_gpu):
     """The folder of the nested run: `models.py` can be imported from it and from its tests."""
+    monkeypatch.setenv("PYTEST_ADDOPTS", f"--stackwise-checks={CORE}")
     pytester.makepyfile(models=MODELS)
     pytester.syspathinsert()
     return pytester.path
+
+
+@pytest.fixture
+def every_check(folder, monkeypatch):
+    """The nested run asks what its own options say."""
+    monkeypatch.delenv("PYTEST_ADDOPTS")
 
 
 @pytest.fixture

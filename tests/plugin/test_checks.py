@@ -142,21 +142,30 @@ def test_what_cannot_be_is_a_collection_error(pytester, run, arguments, text):
     result.stdout.fnmatch_lines([f"E *{text}*"])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ("[models.plain], expected_failures=lambda spec: {'casuality': 'typo'}", "casuality"),
-        ("[models.number]", "got int"),
-        ("[models.broken]", "the weights are gone"),
-    ],
-    ids=["function", "model", "factory"],
-)
-def test_what_shows_only_when_a_model_is_built_fails_its_tests(pytester, run, arguments, text):
-    pytester.makepyfile(test_other="def test_other(): pass")
-    checked(pytester, arguments)
+def test_expectation_that_shows_only_when_a_model_is_built_fails_its_tests(pytester, run):
+    checked(pytester, "[models.plain], expected_failures=lambda spec: {'casuality': 'typo'}")
     result = run()
-    result.assert_outcomes(failed=6, passed=1)
-    result.stdout.fnmatch_lines([f"E *{text}*"])
+    result.assert_outcomes(failed=6)
+    result.stdout.fnmatch_lines(["E *casuality*"])
+
+
+@pytest.mark.parametrize(
+    ("factory", "text"),
+    [
+        ("number", "got int"),
+        ("broken", "the weights are gone"),
+        ("needy", "width"),
+        ("offline", "Connection refused"),
+    ],
+)
+def test_model_that_cannot_be_built_fails_once_and_is_skipped_then(pytester, run, factory, text):
+    pytester.makepyfile(test_other="def test_other(): pass")
+    checked(pytester, f"[models.{factory}, models.plain]")
+    result = run("-rs")
+    result.assert_outcomes(failed=1, skipped=5, passed=7)
+    result.stdout.fnmatch_lines([f"E *{text}*", "SKIPPED*cannot be driven*see *determinism*"])
+    # Whichever is asked alone says so itself.
+    run("-k", f"{factory} and causality").assert_outcomes(failed=1, deselected=12)
 
 
 def test_check_that_is_never_called_fails_its_test(pytester, run):
@@ -232,8 +241,8 @@ def test_junit_has_the_measured_value_and_counts_failures(pytester, folder, run)
     leak = cases["test_model[leaky-causality]"]
     assert "position" in leak.find("failure").text
     values = {p.get("name"): float(p.get("value")) for p in leak.iter("property")}
-    assert values.keys() == {"stackwise.causality"}
-    assert values["stackwise.causality"] > 1e-5
+    assert values.keys() == {"stackwise.causality", "stackwise.causality.limit"}
+    assert values["stackwise.causality"] > 1e-5 > values["stackwise.causality.limit"]
     assert not list(cases["test_model[vectors-causality]"].iter("property"))
 
 
@@ -309,3 +318,90 @@ def test_rerun_of_a_test_starts_anew(pytester, run, report):
     )
     run("--stackwise-report=out.json", "-p", "no:benchmark").assert_outcomes(passed=1)
     assert (len(report()["checks"]), len(report()["throughput"])) == (1, 1)
+
+
+def test_suite_of_the_call_and_of_the_run(pytester, run, every_check):
+    from stackwise.checks.check import select_checks
+
+    fast = {c.name for c in select_checks()}
+    full = {c.name for c in select_checks(suite="full")}
+    assert fast < full
+
+    def asked(arguments, *options):
+        checked(pytester, arguments)
+        found = run("--collect-only", "-q", *options)
+        assert found.ret == 0
+        return {line.partition("[plain-")[2].rstrip("]") for line in found.outlines if "[plain-" in line}
+
+    assert asked("[models.plain]") == fast
+    assert asked("[models.plain]", "--stackwise-suite=full") == full
+    assert asked("[models.plain], suite='full'") == full
+    assert asked("[models.plain], suite='fast'", "--stackwise-suite=full") == fast
+
+
+@pytest.mark.parametrize(
+    ("arguments", "option", "names"),
+    [
+        ("[models.plain]", "causality", ["causality"]),
+        ("[models.plain]", "determinism,initial_loss", ["determinism", "initial_loss"]),
+        ("[models.plain], checks=['finiteness', 'causality']", "finite_logits", ["finite_logits"]),
+        ("[models.plain], checks=['finite_logits', 'causality']", "finiteness", ["finite_logits"]),
+    ],
+    ids=["one", "two", "narrowed by name", "narrowed by family"],
+)
+def test_option_narrows_what_is_asked(pytester, run, arguments, option, names):
+    checked(pytester, arguments)
+    result = run("-v", f"--stackwise-checks={option}")
+    result.assert_outcomes(passed=len(names))
+    result.stdout.fnmatch_lines([f"*[[]plain-{name}] PASSED*" for name in names])
+
+
+def test_option_that_leaves_nothing_is_no_pass(pytester, run):
+    checked(pytester, "[models.plain], checks=['determinism']")
+    run("--stackwise-checks=causality").assert_outcomes(skipped=1)
+
+
+def test_expected_failure_of_a_check_that_the_run_leaves_out(pytester, run):
+    checked(pytester, "[models.leaky], expected_failures={'causality': 'it looks ahead'}")
+    run("--stackwise-checks=determinism").assert_outcomes(passed=1)
+
+
+def test_training_steps_are_asked_what_is_asked_of_these(pytester, run, every_check):
+    checked(pytester, "[models.loop_spec(), models.plain], checks=['fresh_gradients', 'determinism']")
+    result = run("-v")
+    result.assert_outcomes(passed=2)
+    result.stdout.fnmatch_lines(["*[[]loop-fresh_gradients] PASSED*", "*[[]plain-determinism] PASSED*"])
+
+
+def test_training_step_that_is_wrong_fails(pytester, run, every_check, report):
+    checked(
+        pytester,
+        "[ModelSpec and __import__('stackwise.trainer_spec').trainer_spec.TrainerSpec.of(models.piling)], "
+        "checks=['fresh_gradients']",
+    )
+    result = run("--stackwise-report=out.json")
+    result.assert_outcomes(failed=1)
+    assert [(r["check"], r["status"]) for r in report()["checks"]] == [("fresh_gradients", "failed")]
+
+
+def test_check_of_training_steps_is_unknown_to_models(pytester, run):
+    checked(pytester, "[models.plain], checks=['fresh_gradients']")
+    result = run()
+    result.assert_outcomes(errors=1)
+    result.stdout.fnmatch_lines(["E *unknown fresh_gradients*"])
+
+
+def test_exception_inside_a_check_is_its_error_in_the_report(pytester, run, report):
+    checked(pytester, "[models.eval_only]")
+    run("--stackwise-report=out.json").assert_outcomes(passed=3, failed=3)
+    broken = {r["check"]: r["meaning"] for r in report()["checks"] if r["status"] == "error"}
+    assert broken.keys() == {"causality", "finite_gradients", "finite_logits"}
+    assert "KeyError" in broken["causality"]
+
+
+def test_warning_is_shown_and_fails_nothing(pytester, run):
+    checked(pytester, "[models.plain]")
+    result = run("-k", "causality")
+    result.assert_outcomes(passed=1, deselected=5)
+    # It reads no other position, which is unusual, and no fault for certain.
+    result.stdout.fnmatch_lines(["  WARN  causality *No position reads another*", "verdict: PASS*1 warned*"])

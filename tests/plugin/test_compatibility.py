@@ -46,7 +46,7 @@ def test_without_a_terminal_the_exit_code_and_the_report_still_tell(run, report)
     assert run("-p", "no:terminal", "-k", "plain").ret == pytest.ExitCode.OK
 
 
-def test_without_the_plugin_itself_nothing_passes_by_mistake(run_apart):
+def test_without_the_plugin_itself_nothing_passes_by_mistake(run_apart, every_check):
     result = run_apart("-p", "no:stackwise", "--strict-markers")
     assert result.ret not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
     result.stdout.fnmatch_lines(["*not found in `markers` configuration option"])
@@ -86,7 +86,7 @@ def test_collect_only_lists_ids(run):
 def test_collect_only_draws_a_tree(run):
     result = run("--collect-only", "--stackwise-model=models:conv")
     assert result.ret == pytest.ExitCode.OK
-    result.stdout.fnmatch_lines(["*<ModelCollector stackwise?models:conv?>", "*<ModelItem causality>"])
+    result.stdout.fnmatch_lines(["*<ZeroCodeCollector stackwise?models:conv?>", "*<ZeroCodeItem causality>"])
 
 
 @pytest.mark.parametrize("node", IDS)

@@ -51,10 +51,11 @@ def heavy(modules):
         ([], 1),
         (["-n", "1"], 2),
         (["-m", "not stability", "--stackwise-device=cpu", "--stackwise-seed=1"], 1),
+        (["-o", "stackwise_checks=causality", "-o", "stackwise_suite=full"], 1),
     ],
-    ids=["help", "markers", "collect-only", "run", "xdist", "options"],
+    ids=["help", "markers", "collect-only", "run", "xdist", "options", "ini"],
 )
-def test_nothing_heavy_is_loaded_without_need(pytester, folder, run_apart, arguments, processes):
+def test_nothing_heavy_is_loaded_without_need(pytester, folder, run_apart, every_check, arguments, processes):
     pytester.makeconftest(WATCH)
     pytester.makepyfile(
         test_plain="import pytest\n@pytest.mark.gpu\ndef test_gpu(): pass\ndef test_it(): pass"
@@ -107,9 +108,13 @@ def test_help_lists_the_options_in_their_group(run):
             "  --stackwise-device=DEVICE*",
             "  --stackwise-seed=N*",
             "  --stackwise-model=MODULE:FACTORY*",
+            "  --stackwise-trainer=MODULE:FACTORY*",
+            "  --stackwise-checks=NAMES*",
+            "  --stackwise-suite=SUITE*",
             "  --stackwise-report=PATH*",
             "  --gpu *",
         ]
     )
     result.stdout.fnmatch_lines([f"  stackwise_{key} (*" for key in ("gpu", "device", "seed")])
-    result.stdout.fnmatch_lines([f"  stackwise_{key} (*" for key in ("model", "report")])
+    result.stdout.fnmatch_lines([f"  stackwise_{key} (*" for key in ("model", "trainer")])
+    result.stdout.fnmatch_lines([f"  stackwise_{key} (*" for key in ("checks", "suite", "report")])

@@ -145,3 +145,37 @@ def test_paths_in_the_ini_file_start_where_it_lies(pytester, folder, run, monkey
     (folder / "below").mkdir()
     monkeypatch.chdir(folder / "below")
     run("-k", "determinism").assert_outcomes(passed=1, deselected=6)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "texts"),
+    [
+        ("checks", "causality,cazuality", ["cazuality", "known checks and families", "causality"]),
+        ("checks", ",", ["no name"]),
+        ("suite", "slow", ["'slow'", "'fast', 'full'"]),
+    ],
+)
+@pytest.mark.parametrize("place", ["option", "ini"])
+def test_unknown_choice_stops_the_run(pytester, run, every_check, option, value, texts, place):
+    pytester.makepyfile(ORDINARY)
+    if place == "ini":
+        ini(pytester, **{f"stackwise_{option}": value, "stackwise_model": "models:plain"})
+        result = run()
+    else:
+        result = run(f"--stackwise-{option}={value}")
+    refused(result, f"--stackwise-{option}", *texts)
+    assert not (pytester.path / "ran").exists()
+
+
+def test_unknown_check_in_the_ini_file_is_found_where_checks_are_asked(pytester, run, every_check):
+    pytester.makepyfile(CHECKED)
+    ini(pytester, stackwise_checks="cazuality")
+    result = run()
+    assert result.ret not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
+    assert "cazuality" in result.stdout.str()
+
+
+def test_choice_on_the_command_line_wins(pytester, run, every_check):
+    pytester.makepyfile(CHECKED)
+    ini(pytester, stackwise_checks="causality", stackwise_suite="full")
+    run("--stackwise-checks=determinism", "--stackwise-suite=fast").assert_outcomes(passed=1)

@@ -99,3 +99,39 @@ def test_crash_of_a_worker_is_no_pass(pytester, run_apart, report):
     result.assert_outcomes(passed=1, failed=1)
     assert report()["verdict"] == "FAIL"
     assert len(report()["stability"]) == 1
+
+
+def test_choice_of_checks_reaches_the_workers(pytester, folder, run_apart, report):
+    pytester.makepyfile(
+        """
+        import models
+        from pytest_stackwise import parametrize_with_checks
+        @parametrize_with_checks([models.conv, models.loop_spec()])
+        def test_it(spec, check): check(spec)
+        """
+    )
+    result = run_apart(
+        "--stackwise-model=models:leaky",
+        "--stackwise-trainer=models:piling",
+        "--stackwise-checks=causality,fresh_gradients",
+        "-n",
+        "2",
+        "--stackwise-report=out.json",
+        "--junitxml=out.xml",
+    )
+    result.assert_outcomes(passed=4, failed=2)
+    assert {(r["model"], r["check"], r["status"]) for r in report()["checks"]} == {
+        ("conv", "causality", "passed"),
+        ("loop", "fresh_gradients", "passed"),
+        ("leaky", "causality", "failed"),
+        ("piling", "fresh_gradients", "failed"),
+    }
+    names = {p.get("name") for p in ET.parse(folder / "out.xml").getroot().iter("property")}
+    assert {"stackwise.causality", "stackwise.causality.limit"} <= names
+
+
+def test_unknown_check_is_named(pytester, run_apart):
+    pytester.makepyfile("def test_it(): pass")
+    result = run_apart("--stackwise-checks=cazuality", "-n", "1")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert "cazuality" in result.stderr.str()

@@ -198,6 +198,7 @@ def test_target_that_is_not_there_stops_the_run(pytester, folder, run, target, t
         ("broken", "RuntimeError: the weights are gone"),
         ("number", "got int"),
         ("needy", "width"),
+        ("offline", "Connection refused"),
         ("Shapeless", "Shapeless: no call was found"),
     ],
 )
@@ -266,8 +267,8 @@ def test_junit_has_the_measured_values(folder, run):
     assert [verdict for name, verdict in found.items() if name.endswith("causality")] == ["failure"]
     properties = ET.parse(folder / "out.xml").getroot().iter("property")
     values = {p.get("name"): float(p.get("value")) for p in properties}
-    assert values.keys() == {f"stackwise.{name}" for name in CHECKS}
-    assert values["stackwise.causality"] > 1e-5
+    assert values.keys() == {f"stackwise.{name}{end}" for name in CHECKS for end in ("", ".limit")}
+    assert values["stackwise.causality"] > 1e-5 > values["stackwise.causality.limit"]
 
 
 def test_models_of_one_name_are_told_apart(folder, run, report):
@@ -291,3 +292,117 @@ def test_test_file_as_module_keeps_its_assertions(pytester, run_apart, module):
     result = run_apart(f"--stackwise-model={module}:factory", "-k", "test_it")
     result.assert_outcomes(failed=1, deselected=7)
     result.stdout.fnmatch_lines(["E *assert {'left': 1} == {'left': 2}*"])
+
+
+def asked_of(result):
+    """What the items of a collection ask, in order."""
+    return [line.partition("::")[2] for line in result.outlines if line.startswith("stackwise[")]
+
+
+@pytest.mark.parametrize("names", ["causality", "finiteness , causality", "causality_far,\tdeterminism"])
+@pytest.mark.parametrize("place", ["option", "ini"])
+def test_checks_that_are_named(pytester, run, every_check, place, names):
+    from stackwise.checks.check import select_checks
+
+    if place == "ini":
+        pytester.makeini(f"[pytest]\nstackwise_checks = {names}\n")
+    options = [f"--stackwise-checks={names}"] if place == "option" else []
+    result = run("--stackwise-model=models:plain", "--collect-only", "-q", *options)
+    wanted = select_checks([name.strip() for name in names.split(",")])
+    assert asked_of(result) == ["model", *(c.name for c in wanted)]
+
+
+@pytest.mark.parametrize("place", ["option", "ini"])
+def test_suite_of_zero_code_checks(pytester, run, every_check, place):
+    from stackwise.checks.check import select_checks
+
+    if place == "ini":
+        pytester.makeini("[pytest]\nstackwise_suite = full\n")
+    options = ["--stackwise-suite=full"] if place == "option" else []
+    result = run("--stackwise-model=models:plain", "--collect-only", "-q", *options)
+    assert asked_of(result) == ["model", *(c.name for c in select_checks(suite="full"))]
+    assert asked_of(run("--stackwise-model=models:plain", "--collect-only", "-q", "--stackwise-suite=fast"))[
+        1:
+    ] == [c.name for c in select_checks()]
+
+
+class TestTrainer:
+    @pytest.fixture(autouse=True)
+    def _all(self, every_check):
+        pass
+
+    def test_step_is_checked_without_code(self, run, report):
+        result = run(
+            "--stackwise-trainer=models:loop",
+            "--stackwise-checks=fresh_gradients,parameters_change",
+            "--stackwise-report=out.json",
+            "-v",
+        )
+        result.assert_outcomes(passed=3)
+        result.stdout.fnmatch_lines(["*models:loop?::trainer PASSED*", "*::fresh_gradients PASSED*"])
+        assert [r["status"] for r in report()["checks"]] == ["passed", "passed"]
+
+    def test_step_that_is_wrong_is_told_from_a_sound_one(self, run):
+        result = run(
+            "--stackwise-trainer=models:loop",
+            "--stackwise-trainer=models:piling",
+            "--stackwise-checks=fresh_gradients",
+            "-rf",
+        )
+        result.assert_outcomes(passed=3, failed=1)
+        result.stdout.fnmatch_lines(["FAILED stackwise[[]models:piling]::fresh_gradients - *failed*"])
+
+    def test_ini_file_beside_a_model(self, pytester, run):
+        pytester.makeini("[pytest]\nstackwise_trainer =\n    models:loop\nstackwise_model = models:plain\n")
+        result = run("--stackwise-checks=determinism,fresh_gradients", "-v")
+        result.assert_outcomes(passed=4)
+        result.stdout.fnmatch_lines(["*plain?::determinism PASSED*", "*loop?::fresh_gradients PASSED*"])
+
+    @pytest.mark.parametrize(
+        ("factory", "text"),
+        [("broken", "the weights are gone"), ("number", "got int"), ("needy", "width"), ("plain", "Plain")],
+    )
+    def test_bad_factory_is_one_failure(self, run, factory, text):
+        result = run(f"--stackwise-trainer=models:{factory}", "--stackwise-checks=step", "-rs")
+        counts = result.parseoutcomes()
+        assert (counts["failed"], counts.get("passed", 0)) == (1, 0)
+        assert counts["skipped"] >= 1
+        assert text in result.stdout.str()
+        result.stdout.fnmatch_lines(["SKIPPED*the trainer cannot be driven: *; see ::trainer"])
+
+    def test_target_that_is_not_there_stops_the_run(self, run):
+        result = run("--stackwise-trainer=models:tiny")
+        assert result.ret == pytest.ExitCode.USAGE_ERROR
+        assert any(line.startswith("ERROR: --stackwise-trainer: models:tiny") for line in result.errlines)
+
+    @pytest.mark.parametrize("target", ["models.py:loop", "models:loop", "models:loop_spec"])
+    def test_factory_is_known_to_other_processes(self, folder, run, monkeypatch, target):
+        from stackwise.checks.check import known_checks
+        from stackwise.trainer_spec import TrainerSpec
+
+        seen = []
+        before = TrainerSpec.create
+        monkeypatch.setattr(
+            TrainerSpec, "create", lambda self, *args: seen.append(self.factory) or before(self, *args)
+        )
+        assert known_checks()["fresh_gradients"].asks == "trainer"
+        run(f"--stackwise-trainer={target}", "--stackwise-checks=fresh_gradients").assert_outcomes(passed=2)
+        module = f"{folder}/models.py" if ".py" in target else "models"
+        assert set(seen) == {f"{module}:{target.rpartition(':')[2]}"}
+
+    def test_nothing_to_ask_is_no_pass(self, run):
+        result = run("--stackwise-trainer=models:loop", "--stackwise-checks=causality")
+        assert result.ret == pytest.ExitCode.NO_TESTS_COLLECTED
+
+
+def test_bad_factory_is_asked_once(folder, run):
+    (folder / "counted.py").write_text(
+        "import pathlib\n"
+        "def tiny():\n"
+        "    with pathlib.Path('calls').open('a') as file: file.write('x')\n"
+        "    raise OSError('no such weights')\n"
+    )
+    result = run("--stackwise-model=counted:tiny")
+    result.assert_outcomes(failed=1, skipped=6)
+    assert (folder / "calls").read_text() == "x"
+    result.stdout.fnmatch_lines(["*OSError: no such weights*", "  */counted.py:4 in tiny"])

@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Threads that spin while they wait starve each other on a few cores.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo test test-all lint format bench peers clean
+.PHONY: demo test test-all lint format bench peers rivals clean
 
 .venv/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "stackwise needs Python >= 3.11; say which: make PYTHON=python3.12")'
@@ -30,6 +30,10 @@ bench: .venv/installed
 # What bench.peers compares with.
 peers: .venv/installed
 	$(BIN)/python -m pip install --quiet --no-deps -r bench/peers.txt
+
+# What bench.detection shows the same bugs to.
+rivals: .venv/installed
+	$(BIN)/python -m pip install --quiet --no-deps -r bench/rivals.txt
 
 lint: .venv/installed
 	$(BIN)/ruff check .

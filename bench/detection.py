@@ -1,0 +1,348 @@
+"""`python -m bench.detection`: what the checks catch, what they say of sound models, and what they cost.
+
+The catalogue of bugs of `tests/zoo` and its clean twins; models of others; seconds. The same bugs are shown
+to three other tools where these are installed (`make rivals`). Each subject is asked in a process of its
+own. Figures are written after each, and `--resume` goes on with what the file has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import math
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from bench import rivals, third_party
+from bench.claim import Bar, Claim
+from bench.isolated import isolated
+from stackwise.checks import CheckResult, check_model, check_trainer
+from stackwise.checks.check import known_checks, select_checks
+from stackwise.spec import ModelSpec
+from stackwise.trainer_spec import TrainerSpec
+
+ROOT = Path(__file__).parent.parent
+PARTS = ("catalogue", "rivals", "third_party", "cost", "mutations")
+SECONDS = 240.0  # of one subject
+# FAILs that are right: what the model does, and why that is no bug. They are counted apart.
+EXPLAINED = {
+    ("transformers/cpmant", family): "a prefix model: all that it is given is context, and sees itself whole"
+    for family in ("causality", "loss", "padding", "cache")
+} | {
+    (
+        "transformers/cpmant",
+        "initialization",
+    ): "embeddings of standard deviation 1, with the head tied to them",
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="few subjects, another file")
+    parser.add_argument("--resume", action="store_true", help="keep the figures that the file has")
+    parser.add_argument("--parts", default=",".join(PARTS), help="which of %(default)s")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)  # of this process, which is forked for each subject
+    claim = Claim("detection", arguments.quick)
+    if arguments.resume:
+        claim.figures = _recorded(claim)
+    parts = arguments.parts.split(",")
+    if "catalogue" in parts:
+        catalogue(claim)
+    if "rivals" in parts:
+        before_rivals(claim)
+    if "third_party" in parts:
+        third_parties(claim)
+    if "cost" in parts:
+        cost(claim)
+    if "mutations" in parts:
+        mutations(claim)
+    claim.bars = bars(claim.figures)
+    return claim.conclude()
+
+
+def answers(make: Callable[[], Any], suite: str = "full") -> Iterator[dict[str, Any]]:
+    """First what the subject was taken for, then each check's answer, as plain values."""
+    made = make()
+    is_trainer = isinstance(made, TrainerSpec)
+    spec = TrainerSpec.of(made) if is_trainer else ModelSpec.of(made)
+    yield {"asks": "trainer" if is_trainer else "model", "notes": spec.notes}
+    check = check_trainer if is_trainer else check_model
+    for each in select_checks(suite=suite, asks="trainer" if is_trainer else "model"):
+        start = time.perf_counter()
+        [result] = check(spec, checks=[each.name], suite=suite)
+        yield _plain(result) | {"family": each.family, "seconds": round(time.perf_counter() - start, 3)}
+
+
+def _plain(result: CheckResult) -> dict[str, Any]:
+    """Without what is empty, and with numbers that JSON has."""
+    return {
+        key: (str(value) if isinstance(value, float) and not math.isfinite(value) else value)
+        for key, value in result.to_dict().items()
+        if value not in ("", None) and key != "model"
+    }
+
+
+# The catalogue
+
+
+def zoo() -> dict[str, Any]:
+    """Every mutant, by name."""
+    sys.path.insert(0, str(ROOT))
+    for path in sorted((ROOT / "tests" / "zoo").glob("*.py")):
+        if not path.stem.startswith("test_"):
+            importlib.import_module(f"tests.zoo.{path.stem}")
+    from tests.zoo.mutant import MUTANTS
+
+    return MUTANTS
+
+
+def catalogue(claim: Claim) -> None:
+    """Each mutant and each clean twin, asked everything; then the same by others."""
+    mutants = zoo()
+    names = sorted(mutants)[: 3 if claim.quick else None]
+    figures = claim.figures.setdefault("catalogue", {"mutants": {}, "twins": {}})
+    twins = {mutants[name].twin.__name__: mutants[name].twin for name in names}
+    for name, make in twins.items():
+        if name not in figures["twins"]:
+            ended = isolated(lambda: answers(make), seconds=SECONDS)  # noqa: B023
+            figures["twins"][name] = _summary(ended)
+            _say(claim, f"twin {name}", figures["twins"][name])
+    for name in names:
+        if name not in figures["mutants"]:
+            mutant = mutants[name]
+            ended = isolated(lambda: answers(mutant.make), seconds=SECONDS)  # noqa: B023
+            summary = _summary(ended)
+            found = {each["family"] for each in summary["others"] if each["status"] == "failed"}
+            figures["mutants"][name] = {
+                "id": mutant.id,
+                "source": mutant.source,
+                "summary": mutant.summary,
+                "family": list(mutant.family),
+                "twin": mutant.twin.__name__,
+                "caught": bool(found & set(mutant.family)),
+                "caught_by": sorted(found),
+                **summary,
+            }
+            _say(claim, f"mutant {name}", figures["mutants"][name])
+    figures["families"] = by_family(figures["mutants"])
+
+
+def before_rivals(claim: Claim) -> None:
+    """The same mutants and twins, asked by other tools."""
+    mutants = zoo()
+    names = sorted(mutants)[: 3 if claim.quick else None]
+    figures = claim.figures.setdefault("rivals", {"versions": rivals.versions(), "mutants": {}, "twins": {}})
+    makes = {("twins", mutants[name].twin.__name__): mutants[name].twin for name in names}
+    makes |= {("mutants", name): mutants[name].make for name in names}
+    for (kind, name), make in makes.items():
+        if name not in figures[kind]:
+            figures[kind][name] = rivals.ask_all(make)
+            claim.write()
+            print(f"rivals on {name}: {figures[kind][name]}", flush=True)
+    twin_of = {name: mutants[name].twin.__name__ for name in names}
+    figures["table"] = by_rival(figures, twin_of)
+
+
+def by_family(mutants: Mapping[str, Any]) -> dict[str, dict[str, int]]:
+    """Of the first family that each mutant expects: how many, how many caught by it, and by any."""
+    table: dict[str, Counter[str]] = {}
+    for mutant in mutants.values():
+        row = table.setdefault(mutant["family"][0], Counter(mutants=0, caught=0, by_any=0))
+        row.update(mutants=1, caught=mutant["caught"], by_any=bool(mutant["caught_by"]))
+    return {family: dict(row) for family, row in sorted(table.items())}
+
+
+def by_rival(figures: Mapping[str, Any], twin_of: Mapping[str, str]) -> dict[str, dict[str, int]]:
+    """How many mutants each tool caught, missed or was not asked; what it says of twins too is no catch."""
+    table = {}
+    for tool in rivals.TOOLS:
+        row = Counter({"caught": 0, "missed": 0, "cannot be asked": 0, "alarms on clean twins": 0})
+        for name, twin in twin_of.items():
+            said, of_twin = figures["mutants"][name][tool], figures["twins"][twin][tool]
+            if said["reason"] is not None:
+                row["cannot be asked"] += 1
+            else:
+                row["caught" if set(said["failed"]) - set(of_twin["failed"]) else "missed"] += 1
+        row["alarms on clean twins"] = sum(bool(said[tool]["failed"]) for said in figures["twins"].values())
+        table[tool] = dict(row)
+    return table
+
+
+def _summary(ended: Any) -> dict[str, Any]:
+    """What came out of one subject: only what is no pass is kept as it is."""
+    first, results = (ended.values[0], ended.values[1:]) if ended.values else ({}, [])
+    statuses = Counter(each["status"] for each in results)
+    return {
+        **first,
+        "error": ended.error,
+        "seconds": round(ended.seconds, 2),
+        "statuses": dict(statuses),
+        "slowest": [
+            [each["check"], each["seconds"]] for each in sorted(results, key=lambda e: -e["seconds"])[:2]
+        ],
+        "others": [each for each in results if each["status"] != "passed"],
+    }
+
+
+def _say(claim: Claim, name: str, summary: Mapping[str, Any]) -> None:
+    claim.write()
+    print(f"{name}: {summary['statuses']} {summary['seconds']} s {summary['error'] or ''}", flush=True)
+    for each in summary["others"]:
+        if each["status"] in ("failed", "error") and "caught" not in summary:
+            print("  ", each["status"], each["check"], each.get("value"), each.get("where", ""), flush=True)
+            print("    ", each.get("meaning", ""), flush=True)
+
+
+# Models of others
+
+
+def third_parties(claim: Claim) -> None:
+    """Each model of others that can be built here, asked everything."""
+    figures = claim.figures.setdefault("third_party", {"versions": third_party.versions(), "models": {}})
+    figures["not_built"] = figures.get("not_built", {})
+    for index, (name, make) in enumerate(third_party.subjects()):
+        if name in figures["models"] or name in figures["not_built"] or (claim.quick and index % 20):
+            continue
+
+        def factory(make: Callable[[], Any] = make) -> Iterator[Any]:
+            made = make()  # a factory, or a model: what it costs to find one that builds is not asked again
+            yield "built"
+            yield from answers(lambda: ModelSpec.of(made if not isinstance(made, torch.nn.Module) else make))
+
+        ended = isolated(factory, seconds=SECONDS)
+        if not ended.values:
+            figures["not_built"][name] = ended.error
+            print(f"{name}: not built: {ended.error}", flush=True)
+            continue
+        del ended.values[0]
+        figures["models"][name] = _summary(ended)
+        _say(claim, name, figures["models"][name])
+
+
+# Cost
+
+
+def cost(claim: Claim) -> None:
+    """Median seconds of the fast suite on two cores, and how they grow."""
+    figures = claim.figures.setdefault("cost", {})
+    rounds = 3 if claim.quick else 5
+    for name, changes in COSTS.items():
+        if name in figures:
+            continue
+        ended = isolated(lambda: _seconds(changes, rounds), seconds=1200.0)  # noqa: B023
+        if ended.error:
+            print(f"cost {name}: {ended.error}")
+            continue
+        figures[name] = ended.values[0]
+        claim.write()
+        print(f"cost {name}: {figures[name]['median']:.2f} s", flush=True)
+
+
+SMALL = {"kind": "llama", "width": 64, "layers": 2, "seq_len": 16}
+COSTS: dict[str, dict[str, Any]] = {
+    "llama": SMALL,
+    "gpt2": SMALL | {"kind": "gpt2"},
+    "llama, d 128": SMALL | {"width": 128},
+    "llama, d 256": SMALL | {"width": 256},
+    "llama, 4 layers": SMALL | {"layers": 4},
+    "llama, 8 layers": SMALL | {"layers": 8},
+    "llama, 32 positions": SMALL | {"seq_len": 32},
+    "llama, 64 positions": SMALL | {"seq_len": 64},
+}
+
+
+def _seconds(size: Mapping[str, Any], rounds: int) -> Iterator[dict[str, Any]]:
+    torch.set_num_threads(min(2, os.cpu_count() or 1))
+    build = third_party.of_size(size["kind"], width=size["width"], layers=size["layers"])
+    n_parameters = sum(p.numel() for p in build().parameters())
+    totals, by_check = [], Counter[str]()
+    for _ in range(rounds + 1):  # the first also imports and compiles
+        start = time.perf_counter()
+        spec = ModelSpec.of(build, seq_len=size["seq_len"])
+        for each in select_checks():
+            begun = time.perf_counter()
+            check_model(spec, checks=[each.name])
+            by_check[each.name] += time.perf_counter() - begun
+        totals.append(time.perf_counter() - start)
+    yield {
+        **size,
+        "parameters": n_parameters,
+        "first": totals[0],
+        "seconds": totals[1:],
+        "median": median(totals[1:]),
+        "slowest": [[name, total / len(totals)] for name, total in by_check.most_common(5)],
+    }
+
+
+# Random mutations
+
+
+def mutations(claim: Claim) -> None:
+    """Random architectures with a random mutation, where that self-test is there."""
+    if claim.figures.get("mutations"):
+        return
+    try:
+        from bench.mutations import measure_mutations
+    except ImportError:
+        return
+    measure_mutations(claim, 6 if claim.quick else 100)
+
+
+# Bars
+
+
+def bars(figures: Mapping[str, Any]) -> list[Bar]:
+    """What the figures are held to."""
+    found = []
+    if mutants := figures.get("catalogue", {}).get("mutants"):
+        caught = sum(mutant["caught"] for mutant in mutants.values()) / len(mutants)
+        found.append(Bar("mutants", float(len(mutants)), 75.0))
+        found.append(Bar("caught by the family expected", caught, 0.95))
+        found.append(Bar("FAILs on clean twins", _failures(figures["catalogue"]["twins"]), 0.0, at_most=True))
+    if models := figures.get("third_party", {}).get("models"):
+        built = sum(name.startswith("transformers/") for name in models)
+        found.append(Bar("transformers models", float(built), 126.0))
+        found.append(
+            Bar("unexplained FAILs on models of others", _failures(models, EXPLAINED), 0.0, at_most=True)
+        )
+    found += [
+        Bar(f"fast suite, {name}, s", figures["cost"][name]["median"], 5.0, at_most=True)
+        for name in ("llama", "gpt2")
+        if name in figures.get("cost", {})
+    ]
+    return found
+
+
+def _failures(summaries: Mapping[str, Any], explained: Mapping[tuple[str, str], str] | None = None) -> float:
+    """FAILs that are not explained, errors, and subjects that did not end."""
+    total = 0
+    for name, summary in summaries.items():
+        bad = [each for each in summary["others"] if each["status"] in ("failed", "error")]
+        total += sum((name, each["family"]) not in (explained or {}) for each in bad)
+        total += summary["error"] is not None
+    return float(total)
+
+
+def _recorded(claim: Claim) -> dict[str, Any]:
+    path = claim.write() if not _path(claim).exists() else _path(claim)
+    figures: dict[str, Any] = json.loads(path.read_text())["figures"]
+    return figures
+
+
+def _path(claim: Claim) -> Path:
+    return Path(__file__).parent / "results" / "cpu" / f"{claim.name}{'-quick' if claim.quick else ''}.json"
+
+
+if __name__ == "__main__":
+    assert known_checks()
+    sys.exit(main())

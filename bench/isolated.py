@@ -1,0 +1,114 @@
+"""Isolated: what a function yields, from a process of its own that may neither grow nor stay for ever."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import resource
+import signal
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Ended", "isolated"]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a function's process ended.
+
+    Attributes:
+        values: what it yielded until then.
+        error: why it did not get to its end; None: it did.
+        seconds: from its start.
+    """
+
+    values: list[Any]
+    error: str | None
+    seconds: float
+
+
+def isolated(
+    function: Callable[[], Iterator[Any]], *, seconds: float = 120.0, gigabytes: float = 2.0
+) -> Ended:
+    """Call `function` in a fork of this process and collect what it yields, which has to be picklable.
+
+    What it prints is thrown away. This process should not have computed anything with several threads.
+
+    Args:
+        function: a generator function without arguments.
+        seconds: after which its process is ended.
+        gigabytes: that it may hold beyond what this process holds now.
+    """
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_serve, args=(function, sender, gigabytes), daemon=False)
+    start, values, error = time.monotonic(), [], None
+    process.start()
+    sender.close()
+    try:
+        while True:
+            if not receiver.poll(max(0.0, start + seconds - time.monotonic())):
+                error = f"took longer than {seconds:.0f} s"
+                break
+            kind, value = receiver.recv()
+            if kind == "value":
+                values.append(value)
+            else:
+                error = value
+                break
+    except EOFError:
+        process.join()
+        error = f"its process ended with {process.exitcode}"
+    finally:
+        _end(process)
+        receiver.close()
+    return Ended(values, error, time.monotonic() - start)
+
+
+def _serve(function: Callable[[], Iterator[Any]], sender: Connection, gigabytes: float) -> None:
+    os.setsid()
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+    sys.stdout = sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115  to the end of the process
+    limit = _data_held() + int(gigabytes * 2**30)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    warnings.simplefilter("ignore")
+    try:
+        for value in function():
+            sender.send(("value", value))
+        sender.send(("end", None))
+    except BaseException as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        text = " ".join(str(error).split())[:300]
+        sender.send(("end", f"{type(error).__name__}: {text} ({Path(place.filename).name}:{place.lineno})"))
+    finally:
+        sender.close()
+        os._exit(0)
+
+
+def _data_held() -> int:
+    """Bytes of private writable memory of this process."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmData:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def _end(process: multiprocessing.process.BaseProcess) -> None:
+    """End the process and whatever it started."""
+    assert process.pid is not None
+    process.join(1.0)
+    try:
+        os.killpg(process.pid, signal.SIGKILL)  # its own group, of which it is the leader
+    except ProcessLookupError:
+        if process.is_alive():
+            process.kill()
+    process.join()

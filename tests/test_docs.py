@@ -13,6 +13,7 @@ import stackwise.checks.check as check_module
 from stackwise import ModelSpec, StackWiseConfig, check_model, measure, stability_run
 from stackwise.benchmark import model_workload
 from stackwise.checks import known_checks
+from stackwise.checks.check import select_checks
 from stackwise.config import ModelConfig
 
 ROOT = Path(__file__).parent.parent
@@ -82,7 +83,10 @@ def test_example_runs(code, package, monkeypatch):
 
 def test_zero_code_line_of_the_readme(package):
     result = package.runpytest("--stackwise-model=mypackage.models:tiny_llama", "-p", "no:xdist")
-    assert result.parseoutcomes() == {"passed": 1 + len(known_checks())}
+    outcomes = result.parseoutcomes()
+    assert outcomes.keys() <= {"passed", "skipped"}
+    assert sum(outcomes.values()) == 1 + len(select_checks())
+    assert outcomes["passed"] > len(select_checks()) / 2
 
 
 def test_message_of_the_readme_is_the_message(package):

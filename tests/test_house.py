@@ -17,6 +17,7 @@ ROOMS = [
     "capability",
     "inference",
     "spec",
+    "trainer_adapter",
     "trainer_spec",
     "stability",
     "checks",

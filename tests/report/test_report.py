@@ -235,7 +235,9 @@ def test_lines_of_what_the_library_finds(real):
     text = "\n".join(real.lines())
     for part in ("checks of gru", "PASS", "stability", "caught", "throughput", "gru  forward 1 x 4 on cpu"):
         assert part in text
-    assert real.summary() == ("verdict: PASS (checks: 6 passed; stability: 1 caught; throughput: 1 measured)")
+    told = r"verdict: PASS \(checks: \d+ passed, \d+ not applicable; stability: 1 caught; throughput: 1 "
+    told += r"measured\)"
+    assert re.fullmatch(told, real.summary())
 
 
 def names_in(folder):

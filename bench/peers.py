@@ -247,7 +247,7 @@ def flex_window(rounds: int, q: Tensor, k: Tensor, v: Tensor) -> dict[str, list[
 
     calls = {"sliced": torch.compile(sliced, dynamic=False), "flex_attention": flex}
     with torch.no_grad():
-        torch.testing.assert_close(calls["sliced"](), flex(), rtol=0.02, atol=0.02)
+        torch.testing.assert_close(calls["sliced"](), flex(), rtol=0.02, atol=0.03)
         return interleave(calls, rounds=rounds)
 
 

@@ -8,6 +8,7 @@ own. Figures are written after each, and `--resume` goes on with what the file h
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import json
 import math
@@ -24,9 +25,11 @@ import torch
 
 from bench import rivals, third_party
 from bench.claim import Bar, Claim
-from bench.isolated import isolated
-from stackwise.checks import CheckResult, check_model, check_trainer
-from stackwise.checks.check import known_checks, select_checks
+from bench.isolated import all_isolated, isolated
+from bench.mutations import measure_mutations, mutation_bars
+from stackwise.checks import CheckResult
+from stackwise.checks.check import select_checks
+from stackwise.checks.run import broken_off
 from stackwise.spec import ModelSpec
 from stackwise.trainer_spec import TrainerSpec
 
@@ -50,6 +53,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="few subjects, another file")
     parser.add_argument("--resume", action="store_true", help="keep the figures that the file has")
     parser.add_argument("--parts", default=",".join(PARTS), help="which of %(default)s")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="subjects asked at a time")
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # of this process, which is forked for each subject
     claim = Claim("detection", arguments.quick)
@@ -57,15 +61,15 @@ def main() -> int:
         claim.figures = _recorded(claim)
     parts = arguments.parts.split(",")
     if "catalogue" in parts:
-        catalogue(claim)
+        catalogue(claim, arguments.jobs)
     if "rivals" in parts:
         before_rivals(claim)
     if "third_party" in parts:
-        third_parties(claim)
+        third_parties(claim, arguments.jobs)
     if "cost" in parts:
         cost(claim)
     if "mutations" in parts:
-        mutations(claim)
+        mutations(claim, arguments.jobs)
     claim.bars = bars(claim.figures)
     return claim.conclude()
 
@@ -76,10 +80,12 @@ def answers(make: Callable[[], Any], suite: str = "full") -> Iterator[dict[str, 
     is_trainer = isinstance(made, TrainerSpec)
     spec = TrainerSpec.of(made) if is_trainer else ModelSpec.of(made)
     yield {"asks": "trainer" if is_trainer else "model", "notes": spec.notes}
-    check = check_trainer if is_trainer else check_model
     for each in select_checks(suite=suite, asks="trainer" if is_trainer else "model"):
         start = time.perf_counter()
-        [result] = check(spec, checks=[each.name], suite=suite)
+        try:
+            result = each.run(spec, device="cpu", seed=0)
+        except Exception as error:
+            result = broken_off(each.name, spec.name, error)
         yield _plain(result) | {"family": each.family, "seconds": round(time.perf_counter() - start, 3)}
 
 
@@ -106,34 +112,31 @@ def zoo() -> dict[str, Any]:
     return MUTANTS
 
 
-def catalogue(claim: Claim) -> None:
+def catalogue(claim: Claim, jobs: int) -> None:
     """Each mutant and each clean twin, asked everything; then the same by others."""
     mutants = zoo()
     names = sorted(mutants)[: 3 if claim.quick else None]
     figures = claim.figures.setdefault("catalogue", {"mutants": {}, "twins": {}})
     twins = {mutants[name].twin.__name__: mutants[name].twin for name in names}
-    for name, make in twins.items():
-        if name not in figures["twins"]:
-            ended = isolated(lambda: answers(make), seconds=SECONDS)  # noqa: B023
-            figures["twins"][name] = _summary(ended)
-            _say(claim, f"twin {name}", figures["twins"][name])
-    for name in names:
-        if name not in figures["mutants"]:
-            mutant = mutants[name]
-            ended = isolated(lambda: answers(mutant.make), seconds=SECONDS)  # noqa: B023
-            summary = _summary(ended)
-            found = {each["family"] for each in summary["others"] if each["status"] == "failed"}
-            figures["mutants"][name] = {
-                "id": mutant.id,
-                "source": mutant.source,
-                "summary": mutant.summary,
-                "family": list(mutant.family),
-                "twin": mutant.twin.__name__,
-                "caught": bool(found & set(mutant.family)),
-                "caught_by": sorted(found),
-                **summary,
-            }
-            _say(claim, f"mutant {name}", figures["mutants"][name])
+    new = {name: functools.partial(answers, make) for name, make in twins.items()}
+    for name, ended in all_isolated(_without(new, figures["twins"]), jobs=jobs, seconds=SECONDS):
+        figures["twins"][name] = _summary(ended)
+        _say(claim, f"twin {name}", figures["twins"][name])
+    new = {name: functools.partial(answers, mutants[name].make) for name in names}
+    for name, ended in all_isolated(_without(new, figures["mutants"]), jobs=jobs, seconds=SECONDS):
+        mutant, summary = mutants[name], _summary(ended)
+        found = {each["family"] for each in summary["others"] if each["status"] == "failed"}
+        figures["mutants"][name] = {
+            "id": mutant.id,
+            "source": mutant.source,
+            "summary": mutant.summary,
+            "family": list(mutant.family),
+            "twin": mutant.twin.__name__,
+            "caught": bool(found & set(mutant.family)),
+            "caught_by": sorted(found),
+            **summary,
+        }
+        _say(claim, f"mutant {name}", figures["mutants"][name])
     figures["families"] = by_family(figures["mutants"])
 
 
@@ -206,20 +209,14 @@ def _say(claim: Claim, name: str, summary: Mapping[str, Any]) -> None:
 # Models of others
 
 
-def third_parties(claim: Claim) -> None:
+def third_parties(claim: Claim, jobs: int) -> None:
     """Each model of others that can be built here, asked everything."""
     figures = claim.figures.setdefault("third_party", {"versions": third_party.versions(), "models": {}})
     figures["not_built"] = figures.get("not_built", {})
-    for index, (name, make) in enumerate(third_party.subjects()):
-        if name in figures["models"] or name in figures["not_built"] or (claim.quick and index % 20):
-            continue
-
-        def factory(make: Callable[[], Any] = make) -> Iterator[Any]:
-            made = make()  # a factory, or a model: what it costs to find one that builds is not asked again
-            yield "built"
-            yield from answers(lambda: ModelSpec.of(made if not isinstance(made, torch.nn.Module) else make))
-
-        ended = isolated(factory, seconds=SECONDS)
+    subjects = list(third_party.subjects())[:: 20 if claim.quick else 1]
+    new = {name: functools.partial(_of_another, make) for name, make in subjects}
+    known = {**figures["models"], **figures["not_built"]}
+    for name, ended in all_isolated(_without(new, known), jobs=jobs, seconds=SECONDS):
         if not ended.values:
             figures["not_built"][name] = ended.error
             print(f"{name}: not built: {ended.error}", flush=True)
@@ -227,6 +224,12 @@ def third_parties(claim: Claim) -> None:
         del ended.values[0]
         figures["models"][name] = _summary(ended)
         _say(claim, name, figures["models"][name])
+
+
+def _of_another(make: Callable[[], Any]) -> Iterator[Any]:
+    made = make()  # a factory, or a model: what it costs to find one that builds is not asked again
+    yield "built"
+    yield from answers(lambda: ModelSpec.of(made if not isinstance(made, torch.nn.Module) else make))
 
 
 # Cost
@@ -269,9 +272,9 @@ def _seconds(size: Mapping[str, Any], rounds: int) -> Iterator[dict[str, Any]]:
     for _ in range(rounds + 1):  # the first also imports and compiles
         start = time.perf_counter()
         spec = ModelSpec.of(build, seq_len=size["seq_len"])
-        for each in select_checks():
+        for each in select_checks(asks="model"):
             begun = time.perf_counter()
-            check_model(spec, checks=[each.name])
+            each.run(spec, device="cpu", seed=0)
             by_check[each.name] += time.perf_counter() - begun
         totals.append(time.perf_counter() - start)
     yield {
@@ -287,15 +290,10 @@ def _seconds(size: Mapping[str, Any], rounds: int) -> Iterator[dict[str, Any]]:
 # Random mutations
 
 
-def mutations(claim: Claim) -> None:
-    """Random architectures with a random mutation, where that self-test is there."""
-    if claim.figures.get("mutations"):
-        return
-    try:
-        from bench.mutations import measure_mutations
-    except ImportError:
-        return
-    measure_mutations(claim, 6 if claim.quick else 100)
+def mutations(claim: Claim, jobs: int) -> None:
+    """Random architectures with a random mutation."""
+    if not claim.figures.get("mutations"):
+        measure_mutations(claim, 6 if claim.quick else 400, jobs=jobs)
 
 
 # Bars
@@ -320,7 +318,11 @@ def bars(figures: Mapping[str, Any]) -> list[Bar]:
         for name in ("llama", "gpt2")
         if name in figures.get("cost", {})
     ]
-    return found
+    return found + mutation_bars(figures.get("mutations", {}))
+
+
+def _without(new: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in new.items() if name not in known}
 
 
 def _failures(summaries: Mapping[str, Any], explained: Mapping[tuple[str, str], str] | None = None) -> float:
@@ -344,5 +346,4 @@ def _path(claim: Claim) -> Path:
 
 
 if __name__ == "__main__":
-    assert known_checks()
     sys.exit(main())

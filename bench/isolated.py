@@ -7,16 +7,21 @@ import os
 import resource
 import signal
 import sys
+import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Ended", "isolated"]
+__all__ = ["Ended", "all_isolated", "isolated"]
+
+# A process started in between would hold the pipe of another open.
+_STARTING = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -47,11 +52,12 @@ def isolated(
         gigabytes: that it may hold beyond what this process holds now.
     """
     context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_serve, args=(function, sender, gigabytes), daemon=False)
+    with _STARTING:
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(target=_serve, args=(function, sender, gigabytes), daemon=False)
+        process.start()
+        sender.close()
     start, values, error = time.monotonic(), [], None
-    process.start()
-    sender.close()
     try:
         while True:
             if not receiver.poll(max(0.0, start + seconds - time.monotonic())):
@@ -70,6 +76,16 @@ def isolated(
         _end(process)
         receiver.close()
     return Ended(values, error, time.monotonic() - start)
+
+
+def all_isolated(
+    functions: Mapping[str, Callable[[], Iterator[Any]]], *, jobs: int, seconds: float = 120.0
+) -> Iterator[tuple[str, Ended]]:
+    """`isolated` of each, `jobs` at a time: (name, how it ended) as each ends."""
+    with ThreadPoolExecutor(jobs) as pool:
+        names = {pool.submit(isolated, each, seconds=seconds): name for name, each in functions.items()}
+        for future in as_completed(names):
+            yield names[future], future.result()
 
 
 def _serve(function: Callable[[], Iterator[Any]], sender: Connection, gigabytes: float) -> None:

@@ -11,13 +11,15 @@ Shapes: B batch, T positions.
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import math
+import os
 import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -27,6 +29,7 @@ from torch import Tensor
 
 from bench.architectures import Architecture, architectures
 from bench.claim import Bar, Claim
+from bench.isolated import all_isolated
 from bench.mutation_rules import MUTATIONS, Case
 from stackwise.checks import check_model, known_checks
 from stackwise.seed import seeded
@@ -147,6 +150,22 @@ class Tally:
         return {**asdict(self), "rate": rate, "interval": [low, high]}
 
 
+@dataclass(frozen=True)
+class Verdict:
+    """The checks that failed, those that warned, and those that broke off with why."""
+
+    failed: list[str]
+    warned: list[str]
+    errors: list[str]
+
+
+def _verdicts(case: Case, suite: Literal["fast", "full"], ask_twin: bool) -> Iterator[Verdict]:
+    for spec in (case.mutant(), case.twin())[: 1 + ask_twin]:
+        results = check_model(spec, suite=suite)
+        failed, warned = ([r.check for r in results if r.status == status] for status in ("failed", "warned"))
+        yield Verdict(failed, warned, [f"{r.check}: {r.meaning}" for r in results if r.status == "error"])
+
+
 @dataclass
 class SelfTest:
     """What came of all cases so far."""
@@ -160,9 +179,22 @@ class SelfTest:
     families: Counter[str] = field(default_factory=Counter)
     asked: dict[Architecture, None] = field(default_factory=dict)
 
-    def ask(self, case: Case) -> bool:
-        """Ask of the mutant, and of its twin where that is new; say whether the bug was found."""
-        failed, warned = self._verdict(case.mutant())
+    def ask(self, cases: Iterable[Case], *, jobs: int = 1) -> Iterator[tuple[Case, bool]]:
+        """Ask of each mutant, and of its twin where that is new; say of each whether the bug was found."""
+        named = {str(number): case for number, case in enumerate(cases)}
+        questions = {}
+        for name, case in named.items():
+            ask_twin = case.architecture not in self.asked
+            self.asked[case.architecture] = None
+            questions[name] = functools.partial(_verdicts, case, self.suite, ask_twin)
+        for name, ended in all_isolated(questions, jobs=jobs, seconds=300.0):
+            if ended.error:
+                self.errors[ended.error] += 1
+            else:
+                yield named[name], self._enter(named[name], *ended.values)
+
+    def _enter(self, case: Case, of_mutant: Verdict, of_twin: Verdict | None = None) -> bool:
+        failed, warned = of_mutant.failed, of_mutant.warned
         rule = case.rule
         certain = "decidable" if rule.decidable else "only by a reference"
         for group in ("all", certain, f"kind: {rule.kind}", f"rule: {rule.name}"):
@@ -170,20 +202,13 @@ class SelfTest:
         self.families.update({known_checks()[name].family for name in failed})
         if not failed:
             self.missed.append({**_shown(case), "decidable": rule.decidable, "warned": warned})
-        if case.architecture not in self.asked:
-            self.asked[case.architecture] = None
-            alarms, _ = self._verdict(case.twin())
-            self.false_alarms.count(hit=bool(alarms))
-            if alarms:
-                self.alarms.append({"architecture": asdict(case.architecture), "checks": alarms})
+        self.errors.update(of_mutant.errors)
+        if of_twin is not None:
+            self.errors.update(of_twin.errors)
+            self.false_alarms.count(hit=bool(of_twin.failed), warned=bool(of_twin.warned))
+            if of_twin.failed:
+                self.alarms.append({"architecture": asdict(case.architecture), "checks": of_twin.failed})
         return bool(failed)
-
-    def _verdict(self, spec: ModelSpec) -> tuple[list[str], list[str]]:
-        """The checks that failed, and those that warned."""
-        results = check_model(spec, suite=self.suite)
-        self.errors.update(f"{r.check}: {r.meaning}" for r in results if r.status == "error")
-        failed = [r.check for r in results if r.status == "failed"]
-        return failed, [r.check for r in results if r.status == "warned"]
 
     def to_dict(self) -> dict[str, Any]:
         order = sorted(self.detection, key=lambda group: (":" in group, group))
@@ -203,14 +228,13 @@ def _shown(case: Case) -> dict[str, Any]:
 
 
 def measure_mutations(
-    claim: Claim, n: int, *, suite: Literal["fast", "full"] = "fast", number: int = 0
+    claim: Claim, n: int, *, suite: Literal["fast", "full"] = "fast", number: int = 0, jobs: int = 1
 ) -> SelfTest:
-    """Ask of `n` cases, with the figures and bars entered in `claim` as they come."""
+    """Ask of `n` cases, with the figures entered in `claim` as they come."""
     start = time.perf_counter()
     drawn, void = draw_cases(n, number=number)
     test = SelfTest(suite)
-    for index, case in enumerate(drawn, 1):
-        found = test.ask(case)
+    for index, (case, found) in enumerate(test.ask(drawn, jobs=jobs), 1):
         print(f"{index:4}/{len(drawn)} {'found ' if found else 'missed'} {case.mutation} {case.value or ''}")
         claim.figures["mutations"] = {
             "cases": index,
@@ -221,12 +245,18 @@ def measure_mutations(
         }
         if index % 10 == 0:
             claim.write()
-    decidable = test.detection.get("decidable", Tally())
-    claim.bars += [
-        Bar("mutations: decidable bugs found", decidable.to_dict()["rate"], 0.9),
-        Bar("mutations: false alarms", float(test.false_alarms.hits), 0.0, at_most=True),
-    ]
     return test
+
+
+def mutation_bars(figures: Mapping[str, Any]) -> list[Bar]:
+    """What the figures are held to."""
+    if not figures:
+        return []
+    decidable = figures["detection"].get("decidable", Tally().to_dict())
+    return [
+        Bar("mutations: decidable bugs found", decidable["rate"], 0.9),
+        Bar("mutations: false alarms", float(figures["false_alarms"]["hits"]), 0.0, at_most=True),
+    ]
 
 
 def table(test: SelfTest) -> Iterable[str]:
@@ -246,10 +276,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--n", type=int, default=50, help="how many mutants")
     parser.add_argument("--suite", choices=("fast", "full"), default="fast")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="cases asked at a time")
     given_ = parser.parse_args(arguments)
     claim = Claim("mutations", quick=given_.n < 200)
-    for line in table(measure_mutations(claim, given_.n, suite=given_.suite, number=given_.seed)):
+    torch.set_num_threads(1)  # of this process, which is forked for each case
+    test = measure_mutations(claim, given_.n, suite=given_.suite, number=given_.seed, jobs=given_.jobs)
+    for line in table(test):
         print(line)
+    claim.bars = mutation_bars(claim.figures["mutations"])
     return claim.conclude()
 
 

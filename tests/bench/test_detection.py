@@ -9,7 +9,8 @@ from torch import nn
 
 from bench import detection, detection_table, rivals, third_party
 from bench.claim import Claim
-from bench.isolated import isolated
+from bench.isolated import all_isolated, isolated
+from stackwise.checks.check import select_checks
 from stackwise.spec import ModelSpec
 
 
@@ -195,3 +196,22 @@ def test_bars_count_failures_errors_and_what_did_not_end():
     shown = detection_table.summary({"bars": [{**vars(bar), "verdict": bar.verdict} for bar in claim.bars]})
     assert "| fast suite, llama, s | 4 | <= 5 |" in shown
     assert "| mutants | 2 | >= 75, short |" in shown
+
+
+def test_processes_at_a_time():
+    def of(value):
+        def yields():
+            yield value
+            if value == 2:
+                os._exit(3)
+
+        return yields
+
+    ended = dict(all_isolated({str(n): of(n) for n in range(5)}, jobs=2))
+    assert {name: each.values for name, each in ended.items()} == {str(n): [n] for n in range(5)}
+    assert {name for name, each in ended.items() if each.error} == {"2"}
+
+
+def test_every_check_is_asked_by_itself_even_where_a_family_has_its_name():
+    asked = [each["check"] for each in list(detection.answers(Leaky, "full"))[1:]]
+    assert asked == [each.name for each in select_checks(suite="full", asks="model")]

@@ -244,7 +244,8 @@ def peaks(*calls):
     code = f"""
 import torch
 from stackwise.benchmark.memory import peak_memory_bytes
-print(*(peak_memory_bytes(call, torch.device("cpu")) for call in ({"".join(f"lambda: {c}, " for c in calls)})))
+for call in ({"".join(f"lambda: {call}, " for call in calls)}):
+    print(peak_memory_bytes(call, torch.device("cpu")))
 """
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     return [int(number) for number in output.split()]

@@ -222,6 +222,8 @@ def compiled(spec: ModelSpec, steps: int = 1) -> list[str]:
     for _ in range(steps):
         plain.zero_grad(), again.zero_grad()
         found += apart(gradients(spec, plain), gradients(spec, again, call))
+        for buffer in (*plain.buffers(), *again.buffers()):
+            buffer *= 0.9
     return found
 
 
@@ -239,40 +241,40 @@ def softmax_taken_apart_for_the_compiler():
     return spec_of(Mutant)
 
 
-class Warming(GPT):
-    """The feed-forward part is turned up with each call."""
+class Annealed(GPT):
+    """The embeddings are scaled by what a schedule turns down."""
 
-    calls = 0
+    temperature: Tensor
 
-    def turned_up(self) -> float:
-        return 1 + 0.5 * self.calls
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("temperature", torch.ones(()))
 
-    def mlp(self, layer: nn.Module, x: Tensor) -> Tensor:
-        return super().mlp(layer, x) * self.turned_up()
+    def factor(self) -> Tensor:
+        return self.temperature
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self.calls += 1
-        return super().forward(*args, **kwargs)
+    def embed(self, input_ids: Tensor) -> Tensor:
+        return super().embed(input_ids) * self.factor()
 
 
-def warming() -> ModelSpec:
-    return spec_of(Warming)
+def annealed() -> ModelSpec:
+    return spec_of(Annealed)
 
 
 @mutant(
     "T10",
-    twin=warming,
+    twin=annealed,
     family="compilation",
     source="pytorch/pytorch#115607",
     observable=lambda spec: compiled(spec, steps=3),
 )
-def step_counter_frozen_by_the_compiler():
-    """What changes from step to step is read once, as the compiler traces, and stays what it was."""
+def temperature_frozen_by_the_compiler():
+    """What a schedule changes is read once, as the compiler traces, and stays what it was."""
 
-    class Mutant(Warming):
+    class Mutant(Annealed):
         @torch.compiler.assume_constant_result
-        def turned_up(self):
-            return super().turned_up()
+        def factor(self):
+            return self.temperature.item()
 
     return spec_of(Mutant)
 

@@ -305,3 +305,31 @@ def linear_that_autocast_passes_over():
             return layer
 
     return spec_of(Mutant)
+
+
+@torch.no_grad()
+def float32_logits(spec: ModelSpec) -> Tensor:
+    """In eval mode, as the model is built."""
+    return spec.logits(spec.create().eval(), spec.batch(1, 12))
+
+
+@mutant("P3", twin=gpt, family="precision", source="classic", observable=float32_logits)
+def softmax_always_in_bfloat16():
+    """The softmax is taken in bfloat16 whatever the model is in, and so are its weights."""
+
+    class Mutant(GPT):
+        def softmax(self, scores):
+            return super().softmax(scores.to(torch.bfloat16)).to(scores.dtype)
+
+    return spec_of(Mutant)
+
+
+@mutant("P4", twin=gpt, family="precision", source="classic", observable=float32_logits)
+def stream_always_in_float16():
+    """The embeddings pass through float16 on their way, as .half() was left in the code."""
+
+    class Mutant(GPT):
+        def embed(self, input_ids):
+            return super().embed(input_ids).half().float()
+
+    return spec_of(Mutant)

@@ -18,8 +18,6 @@ for path in sorted(Path(__file__).parent.glob("*.py")):
 TWINS = {f"{m.twin.__module__.rpartition('.')[2]}.{m.twin.__name__}": m.twin for m in MUTANTS.values()}
 # Each of these starts processes of its own.
 SLOW = {"distributed"}
-# It changes with every call, as a warm-up does: only its own family has a question for it.
-ONLY = {"compilation.warming": ("compilation",)}
 MUTANT_NAMES = [
     pytest.param(name, marks=pytest.mark.slow) if SLOW & set(mutant.family) else name
     for name, mutant in MUTANTS.items()
@@ -60,8 +58,6 @@ def test_mutant(name):
 @pytest.mark.parametrize("suite", ["fast", pytest.param("full", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", TWINS)
 def test_clean_twin(name, suite):
-    if name in ONLY and suite == "fast":
-        pytest.skip("its family is in the full suite")
-    results = ask(TWINS[name](), ONLY.get(name), suite)
+    results = ask(TWINS[name](), suite=suite)
     assert not [str(r) for r in results if not r.ok]
     assert [r for r in results if r.status == "passed"]

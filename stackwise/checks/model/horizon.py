@@ -5,6 +5,7 @@ Shapes: R rows, T positions, C width.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -63,11 +64,20 @@ def horizon(subject: Subject) -> CheckResult:
     reading = {name: reach for name, reach in found.items() if reach != _Reach(0, 0)}
     if reading:
         return _judge_layers(subject, reading, claimed, T - 1 - token)
+    if stages := _by_stage(subject, T, token):
+        return _judge_layers(subject, stages, claimed, T - 1 - token, one_each=True)
     return _judge_whole(subject, claimed, limit)
 
 
-def _judge_layers(subject: Subject, reading: dict[str, _Reach], claimed: _Reach, room: int) -> CheckResult:
-    """Each layer that holds no other layer that reads; the others are made of these."""
+def _judge_layers(
+    subject: Subject, reading: dict[str, _Reach], claimed: _Reach, room: int, *, one_each: bool = False
+) -> CheckResult:
+    """Each layer that holds no other layer that reads; the others are made of these.
+
+    Args:
+        room: positions that a layer can be seen to reach.
+        one_each: there is one window in each, not several one after the other.
+    """
     inner = {
         name: reach
         for name, reach in reading.items()
@@ -85,7 +95,7 @@ def _judge_layers(subject: Subject, reading: dict[str, _Reach], claimed: _Reach,
             }
             if max(reach.before, reach.after) >= room:
                 text["meaning"] = f"One layer reads all positions there are; its window says {claimed}."
-            elif times > 1:
+            elif times > 1 and not one_each:
                 text["meaning"] += f" That is right where {times} windows follow each other in it."
                 return subject.warned(value, wanted, **text)
             return subject.failed(value, wanted, **text)
@@ -218,13 +228,84 @@ def _by_layer(subject: Subject, layers: list[str], T: int, token: int) -> dict[s
     return _exactly(subject, measure)
 
 
+def _by_stage(subject: Subject, T: int, token: int) -> dict[str, _Reach]:
+    """How far one position of what begins a stage is seen where the next stage begins.
+
+    Where layers cannot be called by themselves, what a position reads still grows on the way through the
+    modules, and by attention alone: a stage begins at a module that sees farther than all before it. Nothing
+    where so few modules are between two stages that several windows may be.
+    """
+    one = subject.inputs(1, T)
+    changed = one.clone()
+    changed[:, token] = _another(subject, one)[:, token]
+
+    def measure(model: nn.Module) -> dict[str, _Reach]:
+        reached = _reached(subject, model, torch.cat((changed, one)), token)
+        begins, farthest, names = [], _Reach(0, 0), list(reached)
+        for name, reach in reached.items():
+            if reach.before > farthest.before or reach.after > farthest.after:
+                begins.append(name)
+                farthest = reach
+        places = [names.index(name) for name in begins]
+        if not begins or any(after - before < 4 for before, after in itertools.pairwise([-1, *places])):
+            return {}
+        found = {begins[0]: reached[begins[0]]}
+        for begin, end in itertools.pairwise(begins):
+            found[end] = _reached(subject, model, torch.cat((one, one)), token, begin)[end]
+        return found
+
+    return _exactly(subject, measure)
+
+
+def _reached(
+    subject: Subject, model: nn.Module, inputs: Tensor, token: int, begin: str | None = None
+) -> dict[str, _Reach]:
+    """How far row 0 differs from row 1 after each module with a vector a position, in the order of calls.
+
+    Args:
+        begin: the module whose output is changed at `token` of row 0.
+    """
+    calls: Counter[str] = Counter()
+    found: dict[str, _Reach] = {}
+
+    def listen(name: str) -> Callable[..., Tensor | None]:
+        def heard(_: nn.Module, _args: Any, output: Any) -> Tensor | None:
+            if not isinstance(output, Tensor) or output.shape[:2] != inputs.shape[:2] or output.ndim < 3:
+                return None
+            calls[name] += 1
+            replaced = None
+            if name == begin:
+                output = replaced = output.clone()
+                noise = torch.randn(output.shape[2:], generator=torch.Generator().manual_seed(subject.seed))
+                output[0, token] += noise.to(output) * output.std().clamp(min=1e-3)
+            influence = absolute_difference(output[0], output[1]).flatten(1).amax(-1)
+            found[name] = _reach_of(influence, token, output)
+            return replaced
+
+        return heard
+
+    handles = [m.register_forward_hook(listen(name)) for name, m in model.named_modules() if name]
+    try:
+        subject.logits(model, inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return {name: reach for name, reach in found.items() if calls[name] == 1}
+
+
+def _another(subject: Subject, inputs: Tensor) -> Tensor:
+    """Inputs that differ from these (B, T) at each position."""
+    other = subject.inputs(*inputs.shape[:2], shift=1)
+    if subject.spec.inputs == "tokens":
+        return torch.where(other == inputs, (other + 1) % subject.spec.width, other)
+    return other
+
+
 def _whole_reach(subject: Subject, T: int, token: int) -> _Reach:
     """How far a changed input is seen in the output."""
-    one, other = subject.inputs(1, T), subject.inputs(1, T, shift=1)
-    if subject.spec.inputs == "tokens" and torch.equal(one[:, token], other[:, token]):
-        other = (other + 1) % subject.spec.width
+    one = subject.inputs(1, T)
     changed = one.clone()
-    changed[:, token] = other[:, token]
+    changed[:, token] = _another(subject, one)[:, token]
 
     def measure(model: nn.Module) -> _Reach:
         before, after = (subject.logits(model, inputs) for inputs in (one, changed))

@@ -55,8 +55,9 @@ def gradients_of(
     n_passes: int = 1,
     around: Callable[[], AbstractContextManager[object]] = nullcontext,
     call: nn.Module | None = None,
+    shrink: float = 1.0,
 ) -> list[Gradients]:
-    """Passes over the same batches each time, under the subject's seed; the parameters do not change.
+    """Passes over the same batches each time, under the subject's seed.
 
     Args:
         subject: gives the batches and the loss.
@@ -64,6 +65,7 @@ def gradients_of(
         n_passes: each with a batch of its own.
         around: makes a context in which to run each pass.
         call: what is called in place of `model`.
+        shrink: by which parameters and buffers are multiplied after each pass, as steps change them.
     """
     found = []
     with subject.fixed_randomness(), warnings.catch_warnings():
@@ -81,6 +83,11 @@ def gradients_of(
             }
             buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
             found.append(Gradients(loss.item(), gradients, buffers))
+            if shrink != 1.0:
+                with torch.no_grad():
+                    for tensor in (*model.parameters(), *model.buffers()):
+                        if tensor.is_floating_point() or tensor.is_complex():
+                            tensor.mul_(shrink)
     return found
 
 

@@ -73,7 +73,7 @@ def test_counters_that_stop_are_values_and_no_choices():
 
 
 @pytest.mark.parametrize("name", SOUND)
-@pytest.mark.parametrize("check", ["bfloat16_error", "autocast_error", "float16_range"])
+@pytest.mark.parametrize("check", ["float32_error", "bfloat16_error", "autocast_error", "float16_range"])
 def test_sound(subjects, name, check):
     result = subjects.ask(getattr(subjects, name), check)
     assert result.status == "passed", result
@@ -218,3 +218,19 @@ def test_nothing_global_changes(subjects):
     assert torch.equal(state, torch.get_rng_state())
     assert mode == torch.is_grad_enabled()
     assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("dtype, at_least", [(torch.bfloat16, 10_000), (torch.float16, 1400)])
+@pytest.mark.parametrize("place", ["tokens", "norm", "head"])
+def test_what_is_as_coarse_as_a_narrow_format(subjects, dtype, at_least, place):
+    def model():
+        model = subjects.TinyLM()
+        module = model.get_submodule(place)
+        module.register_forward_hook(lambda module, args, output: output.to(dtype).to(output.dtype))
+        return model
+
+    result = subjects.ask(model, "float32_error")
+    assert result.status == "failed", result
+    assert at_least < result.value < 20_000
+    assert result.limit == 1024
+    assert "written down" in result.advice

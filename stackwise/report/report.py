@@ -110,8 +110,12 @@ class Report:
             yield self.training_line()
         for model, rows in _grouped(self.checks):
             yield f"checks of {model}"
-            for row in rows:
-                yield f"  {_MARKS[row['status']]:5} {row['check']:18} {_check_text(row)}".rstrip()
+            asked, not_asked = _apart(rows)
+            width = max((len(row["check"]) for row in asked), default=0)
+            for row in asked:
+                yield f"  {_MARKS[row['status']]:5} {row['check']:{width}}  {_check_text(row)}".rstrip()
+            for words, names in not_asked.items():
+                yield f"  {_MARKS['not applicable']:5} {names}  {words}".rstrip()
         if self.stability:
             yield "stability"
             for run in self.stability:
@@ -133,10 +137,12 @@ class Report:
         if self.training:
             blocks.append(f"## Training\n\n{self.training_line()}")
         for model, rows in _grouped(self.checks):
+            asked, not_asked = _apart(rows)
             table = [
                 [_MARKS[r["status"]], r["check"], _number(r["value"]), _number(r["limit"]), _words(r)]
-                for r in rows
+                for r in asked
             ]
+            table += [[_MARKS["not applicable"], names, "", "", words] for words, names in not_asked.items()]
             header = ["", "check", "measured", "limit", "what it says"]
             blocks.append(f"## Checks of {model}\n\n{_table(header, table)}")
         if self.stability:
@@ -244,6 +250,18 @@ def _plain(value: Any) -> Any:
 def _grouped(rows: Sequence[dict[str, Any]]) -> list[tuple[str, list[dict[str, Any]]]]:
     models = dict.fromkeys(row["model"] for row in rows)
     return [(model, [row for row in rows if row["model"] == model]) for model in models]
+
+
+def _apart(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """The checks that could be asked; and for each reason why one could not, their names."""
+    asked, not_asked = [], dict[str, str]()
+    for row in rows:
+        if row["status"] == "not applicable":
+            names = not_asked.get(_words(row))
+            not_asked[_words(row)] = f"{names}, {row['check']}" if names else row["check"]
+        else:
+            asked.append(row)
+    return asked, not_asked
 
 
 def _check_text(row: dict[str, Any]) -> str:

@@ -182,6 +182,23 @@ def test_lines_of_checks_without_numbers():
     assert lines[1] == "  ERROR causality"
 
 
+def test_checks_that_could_not_be_asked_stand_together():
+    named = {"cache_limit": "needs decode", "horizon": "needs window=", "cache_chunks": "needs decode"}
+    rows = [{**check("not applicable", meaning=text), "check": name} for name, text in named.items()]
+    report = Report(checks=[rows[0], check("passed"), *rows[1:]])
+    lines = [line.split(maxsplit=1) for line in report.lines()]
+    assert [mark for mark, _ in lines] == ["checks", "PASS", "n/a", "n/a", "verdict:"]
+    assert lines[2][1] == "cache_limit, cache_chunks  needs decode"
+    assert lines[3][1] == "horizon  needs window="
+    assert "| n/a | cache_limit, cache_chunks |  |  | needs decode |" in report.markdown()
+
+
+def test_names_of_any_length_stay_in_their_column():
+    long = {**check("passed", value=0.0, limit=1.0), "check": "permutation_equivariance"}
+    lines = list(Report(checks=[check("passed", value=0.0, limit=1.0), long]).lines())
+    assert lines[1].index("0 <= 1") == lines[2].index("0 <= 1")
+
+
 def test_checks_are_grouped_by_model():
     rows = [check(model=m, check=c) for m, c in [("a", "one"), ("b", "one"), ("a", "two")]]
     lines = list(Report(checks=rows).lines())[:-1]

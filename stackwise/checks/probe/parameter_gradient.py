@@ -114,4 +114,6 @@ def limit_of(subject: Subject, model: nn.Module) -> float:
     In float32, sums of gradients that cancel (of a router's weights) were seen to be 3e-4 apart.
     """
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    return _EXACT if dtype == torch.float64 else max(300 * subject.spec.tolerance, 64 * torch.finfo(dtype).eps)
+    return (
+        _EXACT if dtype == torch.float64 else max(300 * subject.spec.tolerance, 64 * torch.finfo(dtype).eps)
+    )

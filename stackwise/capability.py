@@ -6,13 +6,21 @@ Shapes: B batch, T positions.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from stackwise.call_form import CallForm
+
 __all__ = ["capabilities", "masked_with_positions"]
+
+_USUAL = CallForm()
+# What a dict may hold beside the inputs.
+_IN_BATCHES = ("attention_mask", "labels")
 
 _CACHE_CAPACITY = 256
 # Of padding masks, and whether they are true at real tokens; where nothing fixes that, both are tried.
@@ -26,7 +34,9 @@ _MASKS: dict[str, tuple[bool, ...]] = {
 _CACHES = ("past_key_values", "cache_params", "state")
 
 
-def capabilities(model: nn.Module, inputs: Tensor, logits_of: Callable[[Any], Tensor]) -> dict[str, Any]:
+def capabilities(
+    model: nn.Module, inputs: Tensor, logits_of: Callable[[Any], Tensor], form: CallForm = _USUAL
+) -> dict[str, Any]:
     """Attributes of a ModelSpec that `model` shows to have; those that it does not show are left out.
 
     A way to call is kept where it gives outputs of the right shape, whatever is in them.
@@ -35,8 +45,9 @@ def capabilities(model: nn.Module, inputs: Tensor, logits_of: Callable[[Any], Te
         model: in eval mode; it is called, and of no other use afterwards.
         inputs: a batch that it takes, (B, T) ids or (B, T, C) vectors.
         logits_of: output of a call -> its logits.
+        form: how it is called.
     """
-    named = inspect.signature(model.forward).parameters
+    named: Collection[str] = _IN_BATCHES if form.in_batch else inspect.signature(model.forward).parameters
     found: dict[str, Any] = {}
     B, T = inputs.shape[:2]
 
@@ -50,8 +61,10 @@ def capabilities(model: nn.Module, inputs: Tensor, logits_of: Callable[[Any], Te
     everything = torch.ones(B, T, dtype=torch.bool, device=inputs.device)
     partly = everything.clone()
     partly[-1, T // 2 :] = False
-    usable = [way for way in _maskings(named) if works(lambda: way[0](model, inputs, partly))]  # noqa: B023
+    usable = [way for way in _maskings(named, form) if works(lambda: way[0](model, inputs, partly))]  # noqa: B023
     # Of two ways that work, the one that hides what it masks is meant; where none does, the first.
+    if form.in_batch:  # what is not looked at in a dict does not show
+        usable = [way for way in usable if _hides(way[0], model, inputs, logits_of)]
     hiding = (way for way in usable if len(usable) > 1 and _hides(way[0], model, inputs, logits_of))
     if usable:
         found["masked"], found["padding_sides"] = next(hiding, usable[0])
@@ -61,14 +74,16 @@ def capabilities(model: nn.Module, inputs: Tensor, logits_of: Callable[[Any], Te
         if works(lambda: _in_two(decode, model, inputs, logits_of)):  # noqa: B023
             found["decode"] = decode
             break
-    if "labels" in named and _is_scalar(lambda: _labelled_loss(model, inputs, inputs)):
-        found["labelled_loss"] = _labelled_loss
+    for labelled_loss in _labellings(model, named, inputs, logits_of, form):
+        if _is_scalar(lambda: labelled_loss(model, inputs, inputs)):  # noqa: B023
+            found["labelled_loss"] = labelled_loss
+            break
     if "output_router_logits" in named and _is_scalar(lambda: _auxiliary_loss(model, inputs, None)):
         found["auxiliary_loss"] = _auxiliary_loss
     return found | dict(_claims(model))
 
 
-def _maskings(named: Mapping[str, Any]) -> Iterator[tuple[Callable[..., Any], tuple[str, ...]]]:
+def _maskings(named: Collection[str], form: CallForm) -> Iterator[tuple[Callable[..., Any], tuple[str, ...]]]:
     """Ways to say what is padding, and on which sides it may be."""
     for name, polarities in _MASKS.items():
         if name not in named:
@@ -77,13 +92,13 @@ def _maskings(named: Mapping[str, Any]) -> Iterator[tuple[Callable[..., Any], tu
             # Whoever pads on the left says where the real tokens are.
             yield masked_with_positions, ("right", "left")
         for polarity in polarities:
-            yield _masking(name, polarity), ("right",)
+            yield _masking(name, polarity, form), ("right",)
 
 
-def _masking(name: str, true_is_real: bool) -> Callable[..., Any]:
+def _masking(name: str, true_is_real: bool, form: CallForm) -> Callable[..., Any]:
     def masked(model: nn.Module, inputs: Tensor, keep: Tensor) -> Any:
         mask = keep if true_is_real else ~keep
-        return model(inputs, **{name: mask.long() if name == "attention_mask" else mask})
+        return form(model, inputs, **{name: mask.long() if name == "attention_mask" else mask})
 
     return masked
 
@@ -118,16 +133,16 @@ def _packed(model: nn.Module, inputs: Tensor, documents: Tensor) -> Any:
     return model(inputs, document_ids=documents)
 
 
-def _decodings(model: nn.Module, named: Mapping[str, Any]) -> Iterator[Callable[..., Any]]:
+def _decodings(model: nn.Module, named: Collection[str]) -> Iterator[Callable[..., Any]]:
     """Ways to decode with a cache."""
     if getattr(model, "can_cache_kv", True) is False:  # it says so itself
         return
     for name in _CACHES:
-        if {name, "use_cache"} <= named.keys():
+        if {name, "use_cache"} <= set(named):
             yield _decoding(name, masks="attention_mask" in named, positions="position_ids" in named)
     if "cache" in named and hasattr(model, "new_cache"):
         yield _decode_with_new_cache
-    if {"cache", "return_intermediates", "input_not_include_cache"} <= named.keys():
+    if {"cache", "return_intermediates", "input_not_include_cache"} <= set(named):
         yield _decode_with_intermediates
     if "input_pos" in named and hasattr(model, "set_kv_cache"):
         yield _decode_at_positions
@@ -193,8 +208,56 @@ def _in_two(
     return torch.cat(outputs, dim=1)
 
 
-def _labelled_loss(model: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
-    loss: Tensor = model(inputs, labels=labels).loss
+def _labellings(
+    model: nn.Module,
+    named: Collection[str],
+    inputs: Tensor,
+    logits_of: Callable[[Any], Tensor],
+    form: CallForm,
+) -> Iterator[Callable[..., Any]]:
+    """Ways to ask for the model's own loss of labels that are not shifted.
+
+    `labels` are shifted by the model; `targets` are what each position is to predict, and -1 or -100 where
+    that is nothing.
+    """
+    if "labels" in named:
+        yield partial(_labelled_loss, form=form)
+    if "targets" not in named or inputs.is_floating_point():
+        return
+    with torch.no_grad():
+        ahead = inputs.clone()
+        ahead[:, -1] = inputs[:, 0]
+        try:
+            before, after = (logits_of(form(model, ids))[:, 0] for ids in (inputs, ahead))
+        except Exception:  # it wants its targets at each call
+            return
+    shift = int(torch.equal(before, after))
+    for ignored in (-100, -1):
+        way = partial(_targeted_loss, form=form, shift=shift, ignored=ignored)
+        if _is_scalar(lambda: way(model, inputs, torch.full_like(inputs, -100))):  # noqa: B023
+            yield way
+
+
+def _labelled_loss(model: nn.Module, inputs: Tensor, labels: Tensor, *, form: CallForm) -> Tensor:
+    return _loss_in(form(model, inputs, labels=labels))
+
+
+def _targeted_loss(
+    model: nn.Module, inputs: Tensor, labels: Tensor, *, form: CallForm, shift: int, ignored: int
+) -> Tensor:
+    targets = F.pad(labels[:, shift:], (0, shift), value=-100)
+    return _loss_in(form(model, inputs, targets=targets.masked_fill(targets == -100, ignored)))
+
+
+def _loss_in(output: Any) -> Tensor:
+    """`loss` of the output; else the only scalar in it."""
+    if isinstance(output, Mapping):
+        found = output["loss"]
+    elif isinstance(output, tuple) and not hasattr(output, "loss"):
+        (found,) = (part for part in output if isinstance(part, Tensor) and part.ndim == 0)
+    else:
+        found = output.loss
+    loss: Tensor = found
     return loss
 
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from stackwise.call_form import CallForm, call_forms
 from stackwise.capability import capabilities
 from stackwise.seed import seeded
 
@@ -49,7 +50,11 @@ def infer(model: nn.Module, declared: Mapping[str, Any]) -> dict[str, Any]:
     if "forward" not in declared and _is_sequence_first(model):
         inferred["forward"] = _transposed_call
         notes.append("batch_first=False: called with positions first")
-    inferred |= _try_calls(model, {**inferred, **declared})
+    form, found = _try_calls(model, {**inferred, **declared})
+    inferred |= found
+    if form is not None and form != CallForm():
+        inferred["forward"] = form
+        notes.append(str(form))
     known = {**inferred, **declared}
     notes.append(f"takes {known['inputs']} of width {known['width']}")
     if "causal" not in declared:
@@ -57,11 +62,9 @@ def infer(model: nn.Module, declared: Mapping[str, Any]) -> dict[str, Any]:
         notes.append(reason)
     if known["max_length"] is not None:
         notes.append(f"at most {known['max_length']} positions")
-    if "forward" not in known:
-        inputs = _example(model, known)
-        can = {
-            key: value for key, value in capabilities(model, inputs, logits_of).items() if key not in known
-        }
+    if form is not None:
+        shown = capabilities(model, _example(model, known), logits_of, form)
+        can = {key: value for key, value in shown.items() if key not in known}
         inferred |= can
         if can:
             notes.append("also " + ", ".join(can))
@@ -97,11 +100,24 @@ def cast(inputs: Tensor, model: nn.Module) -> Tensor:
 
 
 @torch.no_grad()
-def _try_calls(model: nn.Module, known: dict[str, Any]) -> dict[str, Any]:
-    """Find how the model can be called: kind of input, width, and a length that works."""
-    forward = known.get("forward", lambda module, inputs: module(inputs))
+def _try_calls(model: nn.Module, known: dict[str, Any]) -> tuple[CallForm | None, dict[str, Any]]:
+    """How the model can be called: its form (None: declared), kind of input, width, a length that works."""
     tried: list[str] = []
+    forms = [None] if "forward" in known else list(call_forms(model))
+    for form in forms:
+        found = _try_form(model, known, known["forward"] if form is None else form, tried)
+        if found is not None:
+            return form, found
+    raise InferenceError(
+        f"{known['name']}: no call was found that gives (batch, positions, width). Declare inputs=, width= "
+        "and forward= in ModelSpec.of(factory, ...). Tried:\n  "
+        + "\n  ".join(dict.fromkeys(tried) or ["nothing: no layers seen"])
+    )
 
+
+def _try_form(
+    model: nn.Module, known: dict[str, Any], forward: Callable[..., Any], tried: list[str]
+) -> dict[str, Any] | None:
     def attempt(inputs: Tensor) -> Tensor | None:
         device = next((p.device for p in model.parameters()), inputs.device)
         try:
@@ -132,11 +148,7 @@ def _try_calls(model: nn.Module, known: dict[str, Any]) -> dict[str, Any]:
             for width in (known["width"],) if "width" in known else _width_candidates(model):
                 if attempt(torch.randn(2, seq_len, width)) is not None:
                     return {"inputs": "vectors", "width": width, "seq_len": seq_len}
-    raise InferenceError(
-        f"{known['name']}: no call was found that gives (batch, positions, width). Declare inputs=, width= "
-        "and forward= in ModelSpec.of(factory, ...). Tried:\n  "
-        + "\n  ".join(dict.fromkeys(tried) or ["nothing: no layers seen"])
-    )
+    return None
 
 
 def _example(model: nn.Module, known: Mapping[str, Any]) -> Tensor:

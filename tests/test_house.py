@@ -14,6 +14,7 @@ ROOMS = [
     "seed",
     "device",
     "factory",
+    "call_form",
     "capability",
     "inference",
     "spec",

@@ -1,0 +1,75 @@
+"""Call form: the way in which a model takes a batch.
+
+Shapes: B batch, T positions, C width.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["CallForm", "call_forms"]
+
+_KEYS = ("input_ids", "tokens", "inputs", "x")
+
+
+@dataclass(frozen=True)
+class CallForm:
+    """How a model takes its inputs, and whatever else it is given.
+
+    Attributes:
+        keyword: the inputs' name; None: they are the first argument.
+        in_batch: all is given in one dict.
+        with_targets: the inputs are given as `targets` too, without which some models leave out logits.
+        complete: a mask of ones and the inputs as labels are given too.
+    """
+
+    keyword: str | None = None
+    in_batch: bool = False
+    with_targets: bool = False
+    complete: bool = False
+
+    def __call__(self, model: nn.Module, inputs: Tensor, **more: Any) -> Any:
+        """Call `model` with inputs (B, T) or (B, T, C), and with `more` by name."""
+        if self.with_targets:
+            more = {"targets": inputs, **more}
+        if self.complete:
+            ones = torch.ones(inputs.shape[:2], dtype=torch.long, device=inputs.device)
+            more = {"attention_mask": ones, "labels": inputs, **more}
+        if self.keyword is None:
+            return model(inputs, **more)
+        named = {self.keyword: inputs, **more}
+        return model(named) if self.in_batch else model(**named)
+
+    def __str__(self) -> str:
+        if self.in_batch:
+            names = [str(self.keyword), *(("attention_mask", "labels") if self.complete else ())]
+            return f"called with a dict of {', '.join(names)}"
+        if self.keyword is not None:
+            return f"called with {self.keyword}="
+        return "called with targets=, for all logits" if self.with_targets else "called with inputs"
+
+
+def call_forms(model: nn.Module) -> Iterator[CallForm]:
+    """Forms that the signature of `model` allows, the usual one first."""
+    named = inspect.signature(model.forward).parameters
+    yield CallForm()
+    if "targets" in named:
+        yield CallForm(with_targets=True)
+    for key in _KEYS:
+        if key in named and named[key].kind is inspect.Parameter.KEYWORD_ONLY:
+            yield CallForm(key)
+    required = [
+        p
+        for p in named.values()
+        if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    if len(required) == 1:
+        for complete in (False, True):
+            for key in _KEYS:
+                yield CallForm(key, in_batch=True, complete=complete)

@@ -77,6 +77,7 @@ RARE: dict[str, Any] = {
     "first_k_dense_replace": 1,
     "hidden_size_per_layer_input": 8,
     "num_kv_shared_layers": 0,
+    "dim_model_base": WIDTH,  # by which logits are scaled; a width of its own, from which others are counted
     "moe_layer_start_index": 1,
 }
 

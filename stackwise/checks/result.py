@@ -5,10 +5,11 @@ Statuses are "passed", "failed", "warned", "not applicable", "expected failure" 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-__all__ = ["CheckResult", "Examined", "Status"]
+__all__ = ["CheckResult", "Examined", "Status", "listed"]
 
 Status = Literal["passed", "failed", "warned", "not applicable", "expected failure", "error"]
 
@@ -76,6 +77,16 @@ class Examined:
         """A result that is unusual, but not wrong for certain."""
         return CheckResult("", self.name, "warned", value, limit, **text)
 
+    def at_most(self, value: float, limit: float, **text: str) -> CheckResult:
+        """Passed where `value` is at most `limit`; else failed, and `text` says how."""
+        return self.passed(value, limit) if value <= limit else self.failed(value, limit, **text)
+
     def not_applicable(self, reason: str) -> CheckResult:
         """The question makes no sense for this model."""
         return CheckResult("", self.name, "not applicable", meaning=reason)
+
+
+def listed(names: Sequence[str], most: int = 3) -> str:
+    """The first names, and how many there are beside."""
+    rest = len(names) - most
+    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")

@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from stackwise.checks.check import check
+from stackwise.checks.probe.call import REFUSALS
 from stackwise.checks.probe.dropout import WithoutDropout
 from stackwise.checks.probe.parameter_gradient import apart, gradients_of, limit_of
 from stackwise.checks.result import CheckResult
@@ -25,7 +26,7 @@ def backend_gradients(subject: Subject) -> CheckResult:
     try:
         model = subject.model(train=True, dtype=torch.float64)
         usual = gradients_of(subject, model, around=WithoutDropout)[0]
-    except (RuntimeError, TypeError, ValueError):
+    except REFUSALS:
         model = subject.model(train=True)
         usual = gradients_of(subject, model, around=WithoutDropout)[0]
     watch = _Attention()

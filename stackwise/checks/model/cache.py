@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from stackwise.checks.check import check
 from stackwise.checks.probe.call import (
+    REFUSALS,
     call,
-    chooses_between_equals,
     decoded,
     has_fixed_state,
     real_inputs,
@@ -24,6 +24,7 @@ from stackwise.checks.probe.call import (
     tensors_of,
 )
 from stackwise.checks.probe.difference import hear, relative_difference
+from stackwise.checks.probe.ties import chooses_among_equals
 from stackwise.checks.result import CheckResult
 from stackwise.checks.subject import Subject
 from stackwise.inference import cast, logits_of
@@ -31,7 +32,6 @@ from stackwise.inference import cast, logits_of
 _LENGTH = 12
 _LONGEST_WINDOW = 64
 _LONGEST = 512
-_REFUSED = (RuntimeError, TypeError, ValueError, IndexError, AssertionError, NotImplementedError, KeyError)
 
 _ADVICE = (
     "Look at the position of the new tokens (what the cache holds already, no more), at causality aligned "
@@ -87,35 +87,29 @@ def _parts(total: int, size: int) -> Iterable[int]:
 def _compare(subject: Subject, ways: Sequence[Sequence[int]], advice: str) -> CheckResult:
     """The cache against the whole, for each way of dividing it."""
     inputs = real_inputs(subject, 2, max(map(sum, ways)))
-    fill_zeros = subject.starts_at_zero
     refused: dict[Sequence[int], str] = {}
     for way in ways:
         try:
             decoded(subject, subject.model(), inputs[:, : sum(way)], way)
-        except _REFUSED as error:
+        except REFUSALS as error:
             refused[way] = reason_of(error)
     if len(refused) == len(ways):
         first = ways[0]
         return subject.not_applicable(f"needs a cache that takes parts of {_named(first)}: {refused[first]}")
     ways = [way for way in ways if way not in refused]
 
-    def gaps(model: nn.Module, way: Sequence[int]) -> Tensor:
-        """(T,): the largest difference at each position."""
-        some = inputs[:, : sum(way)]
-        by_cache = decoded(subject, model, some, way)
-        return relative_difference(subject.logits(model, some), by_cache).amax(dim=(0, -1))
-
     found = hear(
         subject,
-        lambda model: max(gaps(model, way).max().item() for way in ways),
+        lambda model: torch.cat([_gaps(subject, model, inputs[:, : sum(way)], way) for way in ways]),
         same_shapes=False,
-        fill_zeros=fill_zeros,
+        fill_zeros=True,
     )
     if not found.real:
         meaning = "; ".join(f"parts of {_named(way)} are refused: {why}" for way, why in refused.items())
         return subject.passed(found.value, found.limit, meaning=meaning or found.meaning)
-    model = subject.model(dtype=found.dtype, fill_zeros=fill_zeros)
-    worst = max(ways, key=lambda way: gaps(model, way).max().item())
+    model = subject.model(dtype=found.dtype, fill_zeros=True)
+    each = zip(ways, torch.split(found.gaps, [sum(way) for way in ways]), strict=True)
+    worst, gap = max(each, key=lambda pair: pair[1].max().item())
     if excuse := _excuse(subject, model, inputs[:, : sum(worst)], worst, found.limit):
         return subject.warned(found.value, found.limit, where=f"in parts of {_named(worst)}", **excuse)
     # Lengths that differ are no matter of the cache; the check of causality asks about them.
@@ -125,7 +119,6 @@ def _compare(subject: Subject, ways: Sequence[Sequence[int]], advice: str) -> Ch
         return subject.not_applicable(
             f"needs a model whose first {worst[0]} outputs do not depend on what follows; see causality"
         )
-    gap = gaps(model, worst)
     first_wrong = int((~(gap <= found.limit)).nonzero()[0])
     return subject.failed(
         found.value,
@@ -140,7 +133,7 @@ def _excuse(
     subject: Subject, model: nn.Module, inputs: Tensor, way: Sequence[int], limit: float
 ) -> dict[str, str] | None:
     """What makes a difference no certain defect."""
-    if chooses_between_equals(lambda: subject.logits(model, inputs)):
+    if chooses_among_equals(lambda: subject.logits(model, inputs)):
         return {
             "meaning": "Outputs through the cache differ from those of the whole sequence, where topk "
             "chooses among equals.",
@@ -165,7 +158,8 @@ def _looks_ahead(subject: Subject, model: nn.Module, inputs: Tensor, limit: floa
     """Whether, of two tokens that follow a cache together, the first reads the second."""
     changed = inputs.clone()
     changed[:, -1] = inputs[:, 0] if not torch.equal(inputs[:, 0], inputs[:, -1]) else inputs[:, 1]
-    one, other = (decoded(subject, model, x, (x.shape[1] - 2, 2))[:, -2:-1] for x in (inputs, changed))
+    way = (*(1,) * (inputs.shape[1] - 2), 2)  # a rolling cache need not take more at once
+    one, other = (decoded(subject, model, x, way)[:, -2:-1] for x in (inputs, changed))
     return relative_difference(one, other).max().item() > limit
 
 
@@ -188,7 +182,7 @@ def cache_independence(subject: Subject) -> CheckResult:
     try:
         with torch.no_grad():
             _, cache = decode(model := subject.model(), cast(inputs[:1, :half].clone(), model), None)
-    except _REFUSED as error:
+    except REFUSALS as error:
         return subject.not_applicable(f"needs a cache that begins with {half} tokens: {reason_of(error)}")
     if not any(True for _ in tensors_of(cache)):
         return subject.not_applicable(
@@ -208,13 +202,12 @@ def cache_independence(subject: Subject) -> CheckResult:
 
         return call(subject, model, run)
 
-    def gap(model: nn.Module) -> float:
+    def gaps(model: nn.Module) -> Tensor:
         sizes = [end - start for start, end in pairwise(cuts)]
         one_after_other = torch.cat([decoded(subject, model, row, sizes) for row in torch.split(inputs, 1)])
-        return relative_difference(one_after_other, in_turns(model)).max().item()
+        return relative_difference(one_after_other, in_turns(model))
 
-    fill_zeros = subject.starts_at_zero
-    found = hear(subject, gap, same_shapes=True, fill_zeros=fill_zeros)
+    found = hear(subject, gaps, same_shapes=True, fill_zeros=True)
     if found.real:
         return subject.failed(
             found.value,
@@ -258,12 +251,10 @@ def cache_padding(subject: Subject) -> CheckResult:
             gap[row, n:] = relative_difference(alone, together[row : row + 1, n:]).amax(dim=-1)[0]
         return gap
 
-    fill_zeros = subject.starts_at_zero
-    found = hear(subject, lambda model: gaps(model).max().item(), same_shapes=False, fill_zeros=fill_zeros)
+    found = hear(subject, gaps, same_shapes=False, fill_zeros=True)
     if found.real:
-        gap = gaps(subject.model(dtype=found.dtype, fill_zeros=fill_zeros))
-        row = int(gap.amax(dim=1).argmax())
-        first = int((~(gap[row] <= found.limit)).nonzero()[0])
+        row = int(found.gaps.amax(dim=1).argmax())
+        first = int((~(found.gaps[row] <= found.limit)).nonzero()[0])
         kind = "in the prompt" if first < prompt else f"new token {first - prompt}"
         return subject.failed(
             found.value,
@@ -293,30 +284,30 @@ def cache_limit(subject: Subject) -> CheckResult:
     sizes = (limit - 2, 1, 1)
     try:
         decoded(subject, subject.model(), inputs[:, :limit], sizes)
-    except _REFUSED as error:
+    except REFUSALS as error:
         return subject.warned(
             where=f"within max_length={limit}",
             meaning=f"Decoding stops before the longest sequence: {reason_of(error)}",
             advice="Give the cache as much room as the model has positions.",
         )
-    found = hear(subject, lambda model: _gap(subject, model, inputs[:, :limit], sizes), same_shapes=False)
+    found = hear(subject, lambda model: _gaps(subject, model, inputs[:, :limit], sizes), same_shapes=False)
     if not found.real:
         try:
             decoded(subject, subject.model(), inputs, (*sizes, 1, 1))
-        except _REFUSED as error:
+        except REFUSALS as error:
             return subject.passed(found.value, found.limit, meaning=f"beyond it: {reason_of(error)}")
         try:
             subject.logits(subject.model(), inputs)
-        except _REFUSED as error:
+        except REFUSALS as error:
             return subject.failed(
                 where=f"beyond max_length={limit}",
                 meaning=f"The cache goes on where the model itself refuses ({reason_of(error)}).",
                 advice="Look for positions that are clamped or wrapped; raise an error instead.",
             )
-        found = hear(subject, lambda model: _gap(subject, model, inputs, (*sizes, 1, 1)), same_shapes=False)
+        found = hear(subject, lambda model: _gaps(subject, model, inputs, (*sizes, 1, 1)), same_shapes=False)
         if not found.real:
             return subject.passed(found.value, found.limit, meaning="beyond it, as the whole sequence does")
-    if chooses_between_equals(lambda: subject.logits(subject.model(), inputs[:, :limit])):
+    if chooses_among_equals(lambda: subject.logits(subject.model(), inputs[:, :limit])):
         return subject.not_applicable("needs a choice (topk) that is not among equal scores")
     return subject.failed(
         found.value,
@@ -328,7 +319,7 @@ def cache_limit(subject: Subject) -> CheckResult:
     )
 
 
-def _gap(subject: Subject, model: nn.Module, inputs: Tensor, sizes: Sequence[int]) -> float:
-    whole = subject.logits(model, inputs)
+def _gaps(subject: Subject, model: nn.Module, inputs: Tensor, sizes: Sequence[int]) -> Tensor:
+    """(T,): the largest difference at each position between the cache and the whole."""
     by_cache = decoded(subject, model, inputs, sizes)
-    return relative_difference(whole, by_cache).max().item()
+    return relative_difference(subject.logits(model, inputs), by_cache).amax(dim=(0, -1))

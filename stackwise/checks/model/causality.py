@@ -5,6 +5,8 @@ Shapes: R rows, T positions, V outputs.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
@@ -31,12 +33,13 @@ def causality(subject: Subject) -> CheckResult:
         return subject.not_applicable(reason)
     worst = Finding(0.0, 0.0, False, torch.float64)
     starts_at_zero = subject.starts_at_zero
+    leaks = partial(_leaks, subject, *_perturbed(subject))
     for fill_zeros in (False, True) if starts_at_zero else (False,):
         behind = ", zero weights made random" if fill_zeros else ""
         for mode in ("eval", "train"):
-            leak = _find_leak(subject, mode == "train", fill_zeros)
+            leak = hear(subject, leaks, same_shapes=True, train=mode == "train", fill_zeros=fill_zeros)
             if leak.real:
-                token, position = _place(subject, mode == "train", fill_zeros, leak.dtype)
+                token, position = divmod(int(leak.gaps.argmax()), subject.seq_len)
                 return subject.failed(
                     leak.value,
                     leak.limit,
@@ -61,27 +64,12 @@ def causality_far(subject: Subject) -> CheckResult:
     if T is None:
         return subject.not_applicable(f"needs a model that takes {_FAR[-1]} positions")
     base, changed, starts = _with_other_ends(subject, T)
-
-    def leaks(model: nn.Module) -> Tensor:
-        found = _end_leaks(_influence(subject, model, base, changed), starts)
-        for row in found.nonzero().flatten().tolist():  # alone, as in `_leaks`
-            one = slice(row, row + 1)
-            found[one] = _end_leaks(_influence(subject, model, base[one], changed[one]), starts[one])
-        return found
-
+    leaks = partial(_leaks, subject, base, changed, starts)
     worst = Finding(0.0, 0.0, False, torch.float64)
-    starts_at_zero = subject.starts_at_zero
     for train in (False, True):
-        found = hear(
-            subject,
-            lambda model: leaks(model).max().item(),
-            same_shapes=True,
-            train=train,
-            fill_zeros=starts_at_zero,
-        )
+        found = hear(subject, leaks, same_shapes=True, train=train, fill_zeros=True)
         if found.real:
-            model = subject.model(train=train, dtype=found.dtype, fill_zeros=starts_at_zero)
-            start = starts[int(leaks(model).argmax())]
+            start = int(starts[int(found.gaps.argmax()) // T])
             return subject.failed(
                 found.value,
                 found.limit,
@@ -91,7 +79,7 @@ def causality_far(subject: Subject) -> CheckResult:
             )
         worst = max(worst, found, key=lambda finding: (finding.value, finding.limit))
     for length in (T // 2, T - 1):
-        gap = _find_gap(subject, length, starts_at_zero, of=T)
+        gap = _find_gap(subject, length, True, of=T)
         if gap.real:
             return _of_a_gap(subject, gap, length, T, "")
     return subject.passed(worst.value, worst.limit, meaning=worst.meaning)
@@ -121,8 +109,8 @@ def _takes(subject: Subject, T: int) -> bool:
     return True
 
 
-def _with_other_ends(subject: Subject, T: int) -> tuple[Tensor, Tensor, list[int]]:
-    """Equal rows, the same with all tokens from a start on replaced, and the starts."""
+def _with_other_ends(subject: Subject, T: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Equal rows, the same with all tokens from a start on replaced, and the starts (R,)."""
     powers = [2**k + d for k in range(4, 9) for d in (-1, 0, 1)]
     starts = sorted({s for s in [*powers, *range(8, T, 8), T - 1] if s < T})
     base = subject.inputs(1, T).repeat_interleave(len(starts), dim=0)
@@ -132,36 +120,16 @@ def _with_other_ends(subject: Subject, T: int) -> tuple[Tensor, Tensor, list[int
             changed[row, start:] = (changed[row, start:] + 1) % subject.spec.width
         else:
             changed[row, start:] = -changed[row, start:]
-    return base, changed, starts
+    return base, changed, torch.tensor(starts)
 
 
-def _end_leaks(influence: Tensor, starts: list[int]) -> Tensor:
-    """For each row, the influence on positions before its start over that on the others."""
-    start = torch.tensor(starts)[:, None]
-    earlier = torch.arange(influence.shape[1])[None] < start
-    backward = influence.masked_fill(~earlier, 0.0).amax(dim=1)
-    forward = influence.masked_fill(earlier, 0.0).amax(dim=1)
-    return torch.where(backward > 0, backward / forward, 0.0).nan_to_num(nan=torch.inf)
-
-
-def _find_leak(subject: Subject, train: bool, fill_zeros: bool) -> Finding:
-    return hear(
-        subject,
-        lambda model: _leaks(subject, model).max().item(),
-        same_shapes=True,
-        train=train,
-        fill_zeros=fill_zeros,
-    )
-
-
-def _leaks(subject: Subject, model: nn.Module) -> Tensor:
-    """[token, position]: influence on earlier positions over that on the token's own and later ones."""
-    base, changed = _perturbed(subject)
-    leak = _leak(_influence(subject, model, base, changed))
+def _leaks(subject: Subject, base: Tensor, changed: Tensor, starts: Tensor, model: nn.Module) -> Tensor:
+    """[row, position]: influence on positions before the row's start over that on the others."""
+    leak = _leak(_influence(subject, model, base, changed), starts)
     # A suspect row is asked alone, so that rows that see each other are not taken for a leak in time.
-    for token in leak.amax(dim=1).nonzero().flatten().tolist():
-        row = slice(token, token + 1)
-        leak[row] = _leak(_influence(subject, model, base[row], changed[row]), first_token=token)
+    for number in leak.amax(dim=1).nonzero().flatten().tolist():
+        row = slice(number, number + 1)
+        leak[row] = _leak(_influence(subject, model, base[row], changed[row]), starts[row])
     return leak
 
 
@@ -169,11 +137,11 @@ def _find_gap(subject: Subject, length: int, fill_zeros: bool, of: int | None = 
     """f(x[:t]) == f(x)[:t]; catches positions and scales that depend on the length."""
     inputs = subject.inputs(1, of)
 
-    def gap(model: nn.Module) -> float:
+    def gaps(model: nn.Module) -> Tensor:
         whole = subject.logits(model, inputs)
-        return relative_difference(whole[:, :length], subject.logits(model, inputs[:, :length])).max().item()
+        return relative_difference(whole[:, :length], subject.logits(model, inputs[:, :length]))
 
-    return hear(subject, gap, same_shapes=False, fill_zeros=fill_zeros)
+    return hear(subject, gaps, same_shapes=False, fill_zeros=fill_zeros)
 
 
 def _of_a_gap(subject: Subject, gap: Finding, length: int, T: int, behind: str) -> CheckResult:
@@ -198,17 +166,11 @@ def _of_a_gap(subject: Subject, gap: Finding, length: int, T: int, behind: str) 
     )
 
 
-def _place(subject: Subject, train: bool, fill_zeros: bool, dtype: torch.dtype) -> tuple[int, int]:
-    """The (token, position) of the largest leak."""
-    leak = _leaks(subject, subject.model(train=train, dtype=dtype, fill_zeros=fill_zeros))
-    token, position = divmod(int(leak.argmax()), subject.seq_len)
-    return token, position
-
-
 def _unless_blind(subject: Subject, worst: Finding, *, fill_zeros: bool) -> CheckResult:
     """The passing result, or a warning where nothing was there to leak."""
     model = subject.model(dtype=worst.dtype, fill_zeros=fill_zeros)
-    influence = _influence(subject, model, *_perturbed(subject))
+    base, changed, _ = _perturbed(subject)
+    influence = _influence(subject, model, base, changed)
     blind = (influence.triu().amax(dim=1) == 0).nonzero().flatten()
     if len(blind):
         return subject.warned(
@@ -229,8 +191,8 @@ def _unless_blind(subject: Subject, worst: Finding, *, fill_zeros: bool) -> Chec
     return subject.passed(worst.value, worst.limit, meaning=worst.meaning or asked_twice)
 
 
-def _perturbed(subject: Subject) -> tuple[Tensor, Tensor]:
-    """T equal rows, and the same with token t of row t replaced."""
+def _perturbed(subject: Subject) -> tuple[Tensor, Tensor, Tensor]:
+    """T equal rows, the same with token t of row t replaced, and every t (T,)."""
     T = subject.seq_len
     base = subject.inputs(1).repeat_interleave(T, dim=0)
     changed, t = base.clone(), torch.arange(T, device=base.device)
@@ -240,7 +202,7 @@ def _perturbed(subject: Subject) -> tuple[Tensor, Tensor]:
     else:
         noise = torch.randn(T, subject.spec.width, generator=torch.Generator().manual_seed(subject.seed + 1))
         changed[t, t] += noise.to(base)
-    return base, changed
+    return base, changed, t.cpu()
 
 
 def _influence(subject: Subject, model: nn.Module, base: Tensor, changed: Tensor) -> Tensor:
@@ -253,10 +215,9 @@ def _influence(subject: Subject, model: nn.Module, base: Tensor, changed: Tensor
     return torch.cat(rows)
 
 
-def _leak(influence: Tensor, first_token: int = 0) -> Tensor:
-    """The same for rows whose tokens count from `first_token`."""
-    token = torch.arange(first_token, first_token + len(influence))[:, None]
-    earlier = torch.arange(influence.shape[1])[None, :] < token
+def _leak(influence: Tensor, starts: Tensor) -> Tensor:
+    """[row, position]: that before the row's start over the largest of the others."""
+    earlier = torch.arange(influence.shape[1]) < starts[:, None]
     forward = influence.masked_fill(earlier, 0.0).amax(dim=1, keepdim=True)
     backward = influence.masked_fill(~earlier, 0.0)
     return torch.where(backward > 0, backward / forward, 0.0).nan_to_num(nan=torch.inf)

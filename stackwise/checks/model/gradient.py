@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stackwise.checks.check import check
+from stackwise.checks.probe.call import REFUSALS
 from stackwise.checks.probe.difference import relative_difference
 from stackwise.checks.probe.layers import repeated_layers
 from stackwise.checks.probe.widened import Widened
@@ -241,7 +242,7 @@ def _influence(subject: Subject, names: list[str]) -> dict[str, str]:
             if together == "none" or len(names) == 1:
                 return dict.fromkeys(names, together)
             return {n: _dependence(subject, model, [n], exact=dtype is not None) for n in names}
-        except (RuntimeError, TypeError, ValueError):
+        except REFUSALS:
             continue  # not in float64
     return dict.fromkeys(names, "none")
 
@@ -316,7 +317,7 @@ class _Probe:
         try:
             with torch.enable_grad(), subject.fixed_randomness(), watch, Widened():
                 output = subject.spec.logits(model, inputs.clone())
-        except (RuntimeError, TypeError, ValueError):
+        except REFUSALS:
             return None
         base = output.detach().double()
         generator = torch.Generator().manual_seed(subject.seed + 1)

@@ -19,16 +19,15 @@ def batch_invariance(subject: Subject) -> CheckResult:
     inputs = subject.inputs(BATCH_SIZE)
 
     def gaps(model: nn.Module) -> Tensor:
+        """(B,): the largest difference in each row."""
         together = subject.logits(model, inputs)
         alone = torch.cat([subject.logits(model, inputs[i : i + 1]) for i in range(BATCH_SIZE)])
         return relative_difference(together, alone).flatten(1).amax(dim=1)
 
     for fill_zeros in (False, True) if subject.starts_at_zero else (False,):
-        found = hear(
-            subject, lambda model: gaps(model).max().item(), same_shapes=False, fill_zeros=fill_zeros
-        )
+        found = hear(subject, gaps, same_shapes=False, fill_zeros=fill_zeros)
         if found.real:
-            row = int(gaps(subject.model(dtype=found.dtype, fill_zeros=fill_zeros)).argmax())
+            row = int(found.gaps.argmax())
             return subject.failed(
                 found.value,
                 found.limit,
@@ -63,14 +62,12 @@ def permutation_equivariance(subject: Subject) -> CheckResult:
             ]
         )
 
-    fill_zeros = subject.starts_at_zero
-    found = hear(subject, lambda model: gaps(model).max().item(), same_shapes=False, fill_zeros=fill_zeros)
+    found = hear(subject, gaps, same_shapes=False, fill_zeros=True)
     if found.real:
-        worst = int(gaps(subject.model(dtype=found.dtype, fill_zeros=fill_zeros)).argmax())
         return subject.failed(
             found.value,
             found.limit,
-            where=f"positions {list(orders)[worst]}",
+            where=f"positions {list(orders)[int(found.gaps.argmax())]}",
             meaning="Positions in another order give other outputs, not the same in that order.",
             advice="Look for position embeddings, for a causal mask, for convolutions and shifts over "
             "positions, and for pooling that takes the first or last position.",

@@ -36,11 +36,9 @@ def packing_isolation(subject: Subject) -> CheckResult:
         one, two = (_packed(subject, model, rows, documents) for rows in (inputs.expand_as(changed), changed))
         return relative_difference(one, two).amax(dim=-1).masked_fill(~same, 0.0)
 
-    fill_zeros = subject.starts_at_zero
-    found = hear(subject, lambda model: leaks(model).max().item(), same_shapes=True, fill_zeros=fill_zeros)
+    found = hear(subject, leaks, same_shapes=True, fill_zeros=True)
     if found.real:
-        leak = leaks(subject.model(dtype=found.dtype, fill_zeros=fill_zeros))
-        source, position = divmod(int(leak.argmax()), leak.shape[1])
+        source, position = divmod(int(found.gaps.argmax()), inputs.shape[1])
         return subject.failed(
             found.value,
             found.limit,
@@ -70,11 +68,9 @@ def packing_alone(subject: Subject) -> CheckResult:
         ]
         return relative_difference(torch.cat(alone), together).amax(dim=-1)
 
-    fill_zeros = subject.starts_at_zero
-    found = hear(subject, lambda model: gaps(model).max().item(), same_shapes=False, fill_zeros=fill_zeros)
+    found = hear(subject, gaps, same_shapes=False, fill_zeros=True)
     if found.real:
-        gap = gaps(subject.model(dtype=found.dtype, fill_zeros=fill_zeros))
-        row, position = divmod(int(gap.argmax()), gap.shape[1])
+        row, position = divmod(int(found.gaps.argmax()), inputs.shape[1])
         return subject.failed(
             found.value,
             found.limit,

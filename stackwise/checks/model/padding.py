@@ -14,14 +14,21 @@ from torch import Tensor, nn
 
 from stackwise.capability import masked_with_positions
 from stackwise.checks.check import check
-from stackwise.checks.probe.call import has_fixed_state, leaves_state, masked, real_inputs, reason_of
+from stackwise.checks.probe.call import (
+    REFUSALS,
+    dtype_of,
+    has_fixed_state,
+    leaves_state,
+    masked,
+    real_inputs,
+    reason_of,
+)
 from stackwise.checks.probe.difference import hear, relative_difference
-from stackwise.checks.result import CheckResult
+from stackwise.checks.result import CheckResult, listed
 from stackwise.checks.subject import Subject
 from stackwise.inference import cast, logits_of
 
 _LENGTH = 12
-_CANNOT = (RuntimeError, TypeError, ValueError, NotImplementedError)
 
 _ADVICE_READ = (
     "Look for a mask that is not passed on to attention, that another mask (causal, window) replaces, whose "
@@ -111,26 +118,25 @@ def padding_content(subject: Subject) -> CheckResult:
     if reason := _unasked(subject):
         return subject.not_applicable(reason)
     batches = _ragged(subject)
-    fill_zeros = subject.starts_at_zero
 
-    def changes(model: nn.Module, ragged: _Ragged) -> Tensor:
-        """(N,): the relative change at each real position."""
+    def changes(model: nn.Module) -> Tensor:
+        """(side, N): the relative change at each real position."""
+        return torch.cat([change(model, ragged) for ragged in batches])
+
+    def change(model: nn.Module, ragged: _Ragged) -> Tensor:
         one, two = (
             masked(subject, model, ragged.padded(content), ragged.keep)[ragged.keep][None]
             for content in _contents(subject, ragged.length)
         )
-        return relative_difference(one, two).amax(dim=-1)[0]
-
-    def change(model: nn.Module) -> float:
-        return max(changes(model, ragged).max().item() for ragged in batches)
+        return relative_difference(one, two).amax(dim=-1)
 
     # Statistics over a batch, as of BatchNorm in train mode, take in its padding by design.
     by_batch = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in subject.model().modules())
     for train in (False,) if by_batch else (False, True):
-        found = hear(subject, change, same_shapes=True, train=train, fill_zeros=fill_zeros)
+        found = hear(subject, changes, same_shapes=True, train=train, fill_zeros=True)
         if found.real:
             break
-    if _is_inferred(subject) and not _hides(subject, fill_zeros):
+    if _ignores_mask(subject):
         return subject.warned(
             found.value,
             found.limit,
@@ -148,22 +154,28 @@ def padding_content(subject: Subject) -> CheckResult:
             "padding_sides=('right',).",
         )
     if found.real:
-        model = subject.model(train=train, dtype=found.dtype, fill_zeros=fill_zeros)
-        worst = max(batches, key=lambda ragged: changes(model, ragged).max().item())
+        side, index = divmod(int(found.gaps.argmax()), found.gaps.shape[1])
         return subject.failed(
             found.value,
             found.limit,
-            where=f"{worst.place(int(changes(model, worst).argmax()))}, {_mode(train)}",
+            where=f"{batches[side].place(index)}, {'train' if train else 'eval'} mode",
             meaning="The output at a real position depends on what stands in padding.",
             advice=_ADVICE_READ,
         )
     return subject.passed(found.value, found.limit, meaning=found.meaning)
 
 
-def _is_inferred(subject: Subject) -> bool:
-    """Whether an argument of that name is all that says that there is a mask, and on the right only."""
+def _ignores_mask(subject: Subject) -> bool:
+    """Whether an argument's name is all that tells of a mask, on the right only, and it hides nothing."""
     inferred = getattr(subject.spec.masked, "__module__", "") == "stackwise.capability"
-    return inferred and subject.spec.padding_sides == ("right",)
+    if not inferred or subject.spec.padding_sides != ("right",):
+        return False
+    model, inputs = subject.model(fill_zeros=True), real_inputs(subject, 1, min(subject.seq_len, _LENGTH))
+    everything = torch.ones(inputs.shape[:2], dtype=torch.bool, device=inputs.device)
+    but_first = everything.clone()
+    but_first[:, 0] = False
+    one, two = (masked(subject, model, inputs, keep)[:, 1:] for keep in (everything, but_first))
+    return torch.equal(one, two)
 
 
 def _reads_through_a_state(subject: Subject) -> bool:
@@ -174,29 +186,18 @@ def _reads_through_a_state(subject: Subject) -> bool:
     return has_fixed_state(subject, inputs) or leaves_state(subject, inputs)
 
 
-def _hides(subject: Subject, fill_zeros: bool) -> bool:
-    """Whether masking the first token changes any output after it."""
-    inputs, model = (
-        real_inputs(subject, 1, min(subject.seq_len, _LENGTH)),
-        subject.model(fill_zeros=fill_zeros),
-    )
-    everything = torch.ones(inputs.shape[:2], dtype=torch.bool, device=inputs.device)
-    but_first = everything.clone()
-    but_first[:, 0] = False
-    one, two = (masked(subject, model, inputs, keep)[:, 1:] for keep in (everything, but_first))
-    return not torch.equal(one, two)
-
-
 @check
 def padding_amount(subject: Subject) -> CheckResult:
     """Does a padded row compute what it computes alone?"""
     if reason := _unasked(subject):
         return subject.not_applicable(reason)
     batches = _ragged(subject)
-    fill_zeros = subject.starts_at_zero
 
-    def gaps(model: nn.Module, ragged: _Ragged) -> Tensor:
-        """(N,): the relative difference at each real position."""
+    def gaps(model: nn.Module) -> Tensor:
+        """(side, N): the relative difference at each real position."""
+        return torch.cat([gap(model, ragged) for ragged in batches])
+
+    def gap(model: nn.Module, ragged: _Ragged) -> Tensor:
         content = next(_contents(subject, ragged.length))
         together = masked(subject, model, ragged.padded(content), ragged.keep)[ragged.keep]
         alone = torch.cat(
@@ -205,32 +206,28 @@ def padding_amount(subject: Subject) -> CheckResult:
                 for row in ragged.rows
             ]
         )
-        return relative_difference(alone[None], together[None]).amax(dim=-1)[0]
-
-    def gap(model: nn.Module) -> float:
-        return max(gaps(model, ragged).max().item() for ragged in batches)
+        return relative_difference(alone[None], together[None]).amax(dim=-1)
 
     try:
-        gap(subject.model())
-    except _CANNOT as error:
+        gaps(subject.model())
+    except REFUSALS as error:
         return subject.not_applicable(
             f"needs rows of {batches[0].rows[-1].shape[1]} alone: {reason_of(error)}"
         )
-    found = hear(subject, gap, same_shapes=False, fill_zeros=fill_zeros)
+    found = hear(subject, gaps, same_shapes=False, fill_zeros=True)
     if not found.real:
         return subject.passed(found.value, found.limit, meaning=found.meaning)
-    if _is_inferred(subject) and not _hides(subject, fill_zeros):
+    if _ignores_mask(subject):
         return subject.not_applicable("needs a mask that changes something; this one does not")
     if _reads_through_a_state(subject):
         return subject.not_applicable("needs a state that passes by padding on the left; see padding_content")
-    model = subject.model(dtype=found.dtype, fill_zeros=fill_zeros)
-    worst = max(batches, key=lambda ragged: gaps(model, ragged).max().item())
+    side, index = divmod(int(found.gaps.argmax()), found.gaps.shape[1])
     return subject.failed(
         found.value,
         found.limit,
-        where=worst.place(int(gaps(model, worst).argmax())),
+        where=batches[side].place(index),
         meaning="A padded row computes something else than the same row without padding.",
-        advice=_ADVICE_AMOUNT[worst.side],
+        advice=_ADVICE_AMOUNT[batches[side].side],
     )
 
 
@@ -242,14 +239,14 @@ def padding_finite(subject: Subject) -> CheckResult:
     asked = []
     for dtype in (None, torch.bfloat16, torch.float16):
         model = subject.model(dtype=dtype)
-        name = str(dtype or _dtype_of(model)).removeprefix("torch.")
+        name = str(dtype or dtype_of(model)).removeprefix("torch.")
         for ragged in _ragged(subject):
             content = next(_contents(subject, ragged.length))
             everything = torch.ones_like(ragged.keep)
             try:
                 full = masked(subject, model, ragged.padded(content), everything)
                 output = masked(subject, model, ragged.padded(content), ragged.keep)
-            except _CANNOT:
+            except REFUSALS:
                 if dtype is None:
                     raise
                 continue  # it does not run in this dtype
@@ -278,17 +275,17 @@ def padding_empty_row(subject: Subject) -> CheckResult:
     inputs, everything, without = _with_empty_row(subject)
     others = without.any(dim=1)
 
-    def change(model: nn.Module) -> float:
+    def changes(model: nn.Module) -> Tensor:
         one, two = (masked(subject, model, inputs, keep)[others] for keep in (everything, without))
-        return relative_difference(one, two).max().item()
+        return relative_difference(one, two)
 
     try:
         masked(subject, subject.model(), inputs, without)
-    except _CANNOT as error:
+    except REFUSALS as error:
         return subject.not_applicable(
             f"needs a row of nothing but padding, which is refused: {reason_of(error)}"
         )
-    found = hear(subject, change, same_shapes=True, fill_zeros=subject.starts_at_zero)
+    found = hear(subject, changes, same_shapes=True, fill_zeros=True)
     if found.real:
         return subject.failed(
             found.value,
@@ -316,7 +313,7 @@ def padding_gradients(subject: Subject) -> CheckResult:
     for name, (batch, keep) in cases.items():
         try:
             bad = _bad_gradients(subject, batch, keep)
-        except _CANNOT:
+        except REFUSALS:
             if keep is not without:
                 raise
             continue  # such a row is refused
@@ -325,7 +322,7 @@ def padding_gradients(subject: Subject) -> CheckResult:
             return subject.failed(
                 float(len(bad)),
                 0.0,
-                where=", ".join(bad[:4]) + (f" and {len(bad) - 4} more" if len(bad) > 4 else ""),
+                where=listed(bad),
                 meaning=f"Parameters whose gradient is not finite beside {name}, though only real positions "
                 "are asked for.",
                 advice=_ADVICE_EMPTY + " A NaN times a weight of 0 is still NaN on the way back.",
@@ -355,11 +352,3 @@ def _bad_gradients(subject: Subject, inputs: Tensor, keep: Tensor) -> list[str]:
         gradients = torch.autograd.grad(total, [p for _, p in named], allow_unused=True)
     each = zip(named, gradients, strict=True)
     return [name for (name, _), g in each if g is not None and not g.isfinite().all()]
-
-
-def _dtype_of(model: nn.Module) -> torch.dtype:
-    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-
-
-def _mode(train: bool) -> str:
-    return "train mode" if train else "eval mode"

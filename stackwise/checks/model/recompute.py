@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from stackwise.checks.check import check
+from stackwise.checks.probe.call import REFUSALS
 from stackwise.checks.probe.layers import repeated_layers
 from stackwise.checks.probe.parameter_gradient import Apart, Gradients, apart, gradients_of, limit_of
 from stackwise.checks.result import CheckResult
@@ -30,7 +31,7 @@ def recompute_gradients(subject: Subject) -> CheckResult:
     try:
         model, plain = _passes(subject, torch.float64, lambda _: None)
         dtype: torch.dtype | None = torch.float64
-    except (RuntimeError, TypeError, ValueError):
+    except REFUSALS:
         dtype = None
         model, plain = _passes(subject, None, lambda _: None)
     if not any(gradient.any() for gradient in plain[0].of.values()):

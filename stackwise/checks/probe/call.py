@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from stackwise.checks.subject import Subject
 from stackwise.inference import cast, logits_of
 
 __all__ = [
+    "REFUSALS",
     "call",
-    "chooses_between_equals",
     "decoded",
+    "dtype_of",
     "has_fixed_state",
     "leaves_state",
     "masked",
@@ -26,6 +26,10 @@ __all__ = [
     "reason_of",
     "tensors_of",
 ]
+
+# What a model raises that cannot be asked this: not in this dtype, of this length, in this way, or with a cache
+# that has no more room. NotImplementedError is a RuntimeError.
+REFUSALS = (RuntimeError, TypeError, ValueError, LookupError, AssertionError)
 
 
 @torch.no_grad()
@@ -105,10 +109,10 @@ def has_fixed_state(subject: Subject, inputs: Tensor) -> bool:
     if decode is None:
         return False
     shapes, cache = [], None
-    for part in (inputs[:, :-1], inputs[:, -1:]):
+    for part in torch.split(inputs, 1, dim=1):  # a cache that rolls need not take more at once
         _, cache = decode(model, cast(part.clone(), model), cache)
         shapes.append([tensor.shape for tensor in tensors_of(cache)])
-    return any(one == other for one, other in zip(*shapes, strict=False))
+    return any(one == other for one, other in zip(*shapes[-2:], strict=False))
 
 
 def leaves_state(subject: Subject, inputs: Tensor) -> bool:
@@ -146,30 +150,9 @@ def tensors_of(cache: Any, depth: int = 6) -> Iterator[Tensor]:
         yield from tensors_of(part, depth - 1)
 
 
-def chooses_between_equals(function: Callable[[], Any]) -> bool:
-    """Whether a call takes the k largest of scores of which the k-th and the next are equal.
-
-    Which one it gets then depends on how many there are: no two ways of computing it have to agree.
-    """
-    watch = _Choices()  # type: ignore[no-untyped-call]
-    with watch:
-        function()
-    return watch.tied
-
-
-class _Choices(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes a topk whose choice is open."""
-
-    tied: bool = False
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = function(*args, **(kwargs or {}))
-        if getattr(function, "overloadpacket", None) is torch.ops.aten.topk:
-            values, scores = output[0], args[0]
-            last = values.amin(dim=-1, keepdim=True)
-            equals = (scores == last).sum(dim=-1) > (values == last).sum(dim=-1)
-            self.tied |= bool((equals & last.squeeze(-1).isfinite()).any())
-        return output
+def dtype_of(model: nn.Module) -> torch.dtype:
+    """That of the first floating-point parameter; float32 where there is none."""
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
 
 def reason_of(error: Exception) -> str:

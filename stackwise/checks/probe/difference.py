@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from stackwise.checks.probe.call import REFUSALS, dtype_of
 from stackwise.checks.subject import Subject
 
 __all__ = [
@@ -39,16 +40,18 @@ class Finding:
     """A difference after its hearing.
 
     Attributes:
-        value: the measured difference.
+        value: the largest measured difference.
         limit: what passes.
         real: whether it is more than rounding.
-        dtype: where `value` was measured.
+        dtype: where it was measured.
+        gaps: all that was measured there, of any shape.
     """
 
     value: float
     limit: float
     real: bool
     dtype: torch.dtype
+    gaps: Tensor = field(default_factory=lambda: torch.zeros(()), compare=False, repr=False)
 
     @property
     def meaning(self) -> str:
@@ -58,7 +61,7 @@ class Finding:
 
 def hear(
     subject: Subject,
-    measure: Callable[[nn.Module], float],
+    measure: Callable[[nn.Module], Tensor | float],
     *,
     same_shapes: bool,
     train: bool = False,
@@ -72,34 +75,36 @@ def hear(
 
     Args:
         subject: the model.
-        measure: model -> difference relative to the output's variation.
+        measure: model -> differences relative to the output's variation, of any shape; the largest counts.
         same_shapes: whether all that is compared has equal shapes. Sound models then repeat themselves
             nearly to the bit; other shapes mean another order of sums.
         train: measure in train mode.
         fill_zeros: measure with zero weights made random.
     """
     native = subject.model(train=train, fill_zeros=fill_zeros)
-    dtype = next((p.dtype for p in native.parameters() if p.is_floating_point()), torch.float32)
+    dtype = dtype_of(native)
     eps = 0.0 if same_shapes else torch.finfo(dtype).eps
-    value = measure(native)
+    gaps = torch.as_tensor(measure(native), dtype=torch.float64)
+    value = gaps.max().item()
     limit = max(subject.spec.tolerance, 8 * eps)
     try:
         twin = subject.model(train=train, dtype=torch.float64, fill_zeros=fill_zeros)
-        exact = measure(twin)
-    except (RuntimeError, TypeError, ValueError):
-        return Finding(value, limit, not value <= limit, dtype)
+        exact_gaps = torch.as_tensor(measure(twin), dtype=torch.float64)
+    except REFUSALS:
+        return Finding(value, limit, not value <= limit, dtype, gaps)
+    exact = exact_gaps.max().item()
     exact_limit = _EXACT_SAME if same_shapes else _EXACT_OTHER
     if value <= limit and not math.isfinite(exact) and uses_less_than_float64(twin, measure):
         # The lowest float64 overflows in a softmax that stays float32: the twin is broken, not the model.
-        return Finding(value, limit, False, dtype)
+        return Finding(value, limit, False, dtype, gaps)
     if exact_limit < exact <= _EXACT_OTHER and uses_less_than_float64(twin, measure):
         exact_limit = _EXACT_OTHER
     if exact <= exact_limit and not value <= max(_GROSS, 64 * eps):
-        return Finding(value, limit, True, dtype)
-    return Finding(exact, exact_limit, not exact <= exact_limit, torch.float64)
+        return Finding(value, limit, True, dtype, gaps)
+    return Finding(exact, exact_limit, not exact <= exact_limit, torch.float64, exact_gaps)
 
 
-def uses_less_than_float64(model: nn.Module, measure: Callable[[nn.Module], float]) -> bool:
+def uses_less_than_float64(model: nn.Module, measure: Callable[[nn.Module], object]) -> bool:
     """Whether parts of a float64 model compute in a narrower dtype, whose rounding remains."""
     watch = _Narrow()  # type: ignore[no-untyped-call]
     with watch:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+
+from stackwise.checks.probe.batch import tensors_in
 
 __all__ = ["Stream", "pattern", "repeated_layers", "residual_stream"]
 
@@ -119,14 +120,4 @@ def _follow(names: list[str], calls: list[Call], outputs: dict[str, Tensor | Non
 
 def _first(values: Any) -> Tensor | None:
     """The first activation: a floating-point tensor of three dimensions."""
-    return next((t for t in _tensors(values) if t.is_floating_point() and t.ndim == 3), None)
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        yield from _tensors(tuple(value.values()))
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from _tensors(item)
+    return next((t for t in tensors_in(values) if t.is_floating_point() and t.ndim == 3), None)

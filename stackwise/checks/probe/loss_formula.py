@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from stackwise.checks.probe.call import REFUSALS, reason_of
 from stackwise.checks.subject import Subject
 from stackwise.inference import logits_of
 
@@ -130,7 +131,7 @@ def _read(subject: Subject) -> _Reading:
     try:
         plain = subject.logits(model, inputs)
         labelled_loss(subject, model, inputs, inputs)
-    except (RuntimeError, TypeError, ValueError):
+    except REFUSALS:
         model = subject.model(fill_zeros=fill_zeros)
         plain = subject.logits(model, inputs)
     if plain.ndim != 3 or plain.shape[:2] != inputs.shape or plain.shape[-1] < spec.width:
@@ -145,9 +146,7 @@ def _read(subject: Subject) -> _Reading:
         except (IndexError, RuntimeError, ValueError) as error:
             if index == 0:
                 raise
-            raise RefusedLabelsError(
-                f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
-            ) from error
+            raise RefusedLabelsError(reason_of(error)) from error
         values.append(value)
         captured.append(plain if logits is None or logits.shape != plain.shape else logits)
     candidates = [[plain] * len(labelings)]

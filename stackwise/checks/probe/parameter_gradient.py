@@ -15,8 +15,8 @@ from stackwise.checks.subject import Subject
 
 __all__ = ["Apart", "Gradients", "apart", "gradients_of", "limit_of"]
 
-# Of a parameter whose gradient is 0 but for rounding, as of a key's bias, only rounding would be compared.
-_FLOOR = 1e-7
+# Of all gradients: where one is 0 but for rounding, as of a key's bias, only rounding would be compared.
+_FLOOR, _NARROW_FLOOR = 1e-7, 1e-4
 _EXACT = 1e-4  # of sound models in float64, measured: at most 7e-6
 
 
@@ -98,7 +98,8 @@ def apart(a: Gradients, b: Gradients) -> Apart:
     worst, where = 0.0, ""
     for name, one in a.of.items():
         other = b.of[name].double()
-        size = max(one.double().norm().item(), other.norm().item(), _FLOOR * total)
+        floor = _FLOOR if one.dtype == torch.float64 else _NARROW_FLOOR
+        size = max(one.double().norm().item(), other.norm().item(), floor * total)
         value = (one.double() - other).norm().item() / size if size else 0.0
         if not value <= worst:
             worst, where = value, name

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -21,7 +21,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stackwise.checks.probe.another_process import Recipe, run_elsewhere
+from stackwise.checks.probe.batch import mapped, tensors_in
 from stackwise.checks.probe.dropout import WithoutDropout
+from stackwise.checks.probe.update import norm
 from stackwise.checks.trainer_subject import TrainerSubject
 from stackwise.seed import seeded
 from stackwise.trainer_spec import TrainingRun
@@ -167,7 +169,7 @@ def _gradient_norm(subject: TrainerSubject, batch: Any) -> float:
     with WithoutDropout():
         run.model.train()
         gradients = torch.autograd.grad(run.loss(batch), trained, allow_unused=True)
-    return float(sum(g.double().square().sum().item() for g in gradients if g is not None) ** 0.5)
+    return norm(g for g in gradients if g is not None)
 
 
 def observe(run: Any, batches: list[Any], collectives: _Collectives | None) -> Record:
@@ -217,31 +219,17 @@ def whole_batch(subject: TrainerSubject, number: int) -> Any:
 
 def _require_rows(batch: Any) -> None:
     """Refuse a batch that cannot be dealt out."""
-    rows = {len(leaf) if leaf.ndim else 0 for leaf in _leaves(batch)}
+    rows = {len(leaf) if leaf.ndim else 0 for leaf in tensors_in(batch)}
     if len(rows) != 1 or min(rows) % N_RANKS:
         raise ValueError("needs batches whose tensors all have one row for each example")
 
 
-def _leaves(batch: Any) -> Iterator[Tensor]:
-    if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, Mapping):
-        for value in batch.values():
-            yield from _leaves(value)
-    elif isinstance(batch, list | tuple):
-        for value in batch:
-            yield from _leaves(value)
-
-
 def _part(batch: Any, index: int, count: int) -> Any:
-    if isinstance(batch, Tensor):
-        size = len(batch) // count
-        return batch[index * size : (index + 1) * size]
-    if isinstance(batch, Mapping):
-        return {key: _part(value, index, count) for key, value in batch.items()}
-    if isinstance(batch, list | tuple):
-        return type(batch)(_part(value, index, count) for value in batch)
-    return batch
+    def part(tensor: Tensor) -> Tensor:
+        size = len(tensor) // count
+        return tensor[index * size : (index + 1) * size]
+
+    return mapped(part, batch)
 
 
 def _parameters(model: nn.Module) -> Tensors:
@@ -285,7 +273,9 @@ class _Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
         namespace, _, name = function.name().partition("::")
         if namespace in ("c10d", "_c10d_functional") and not name.startswith(("send", "recv", "wait")):
             name = name.partition(".")[0].rstrip("_")
-            sizes = [list(leaf.shape) for leaf in _leaves(list(args))] if name.startswith(_SAME_SIZE) else ""
+            sizes = (
+                [list(leaf.shape) for leaf in tensors_in(list(args))] if name.startswith(_SAME_SIZE) else ""
+            )
             self.log.write(f"{name}{json.dumps(sizes) if sizes else ''}\n")
             self.log.flush()
         return function(*args, **(kwargs or {}))

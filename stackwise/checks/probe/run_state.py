@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from stackwise.checks.result import listed
 from stackwise.trainer_spec import TrainingRun
 
 __all__ = ["Trace", "different", "drive", "kept_randomness", "next_batches", "random_state", "state_of"]
@@ -151,7 +152,7 @@ class Trace:
                 return f"the learning rate after step {step}: {self.rates[step]}, {other.rates[step]}"
         names = different(self.state, other.state)
         if names:
-            return f"{names[0]} at the end" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+            return f"{listed(names, 1)} at the end"
         return ""
 
 

@@ -21,6 +21,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from stackwise.checks.probe.call import REFUSALS
+
 __all__ = ["Loss", "Shadow", "TooMuchError", "place_in_code"]
 
 Kind = Literal["table", "parameter", "activation"]
@@ -185,7 +187,7 @@ class Shadow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args, kwargs = tree_unflatten(wide, structure)
         try:
             return function(*args, **kwargs)
-        except (RuntimeError, TypeError, ValueError, NotImplementedError):
+        except REFUSALS:
             return None
 
     def _shadow(self, tensor: Tensor) -> tuple[Tensor, int]:

@@ -5,7 +5,7 @@ Gradients are what the optimizer works with: divided by its `grad_scale` where i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -150,9 +150,9 @@ def rates_of(optimizer: torch.optim.Optimizer) -> list[float]:
     return [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
 
 
-def norm(tensors: dict[str, Tensor]) -> float:
+def norm(tensors: Iterable[Tensor]) -> float:
     """The L2 norm of all together, in float64."""
-    squares = [t.double().square().sum() for t in tensors.values()]
+    squares = [t.double().square().sum() for t in tensors]
     return float(torch.stack(squares).sum().sqrt()) if squares else 0.0
 
 
@@ -163,7 +163,7 @@ def distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
         some = a[name] if name in a else b[name]
         zero = torch.zeros_like(some)
         difference[name] = a.get(name, zero).double() - b.get(name, zero).double()
-    apart, size = norm(difference), norm(b)
+    apart, size = norm(difference.values()), norm(b.values())
     if not torch.isfinite(torch.tensor(apart)):
         return float("inf")
     return apart / size if size > 0 else (float("inf") if apart > 0 else 0.0)

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from stackwise.checks.check import trainer_check
+from stackwise.checks.probe.batch import joined, rows_of
+from stackwise.checks.probe.call import REFUSALS
 from stackwise.checks.probe.dropout import WithoutDropout
 from stackwise.checks.probe.update import distance, norm, observed
 from stackwise.checks.result import CheckResult
 from stackwise.checks.trainer_subject import TrainerSubject
 from stackwise.trainer_spec import TrainingRun
-
-__all__ = ["accumulated_gradient", "accumulation_ragged", "accumulation_window"]
 
 _ROWS = 2
 _MICRO_BATCHES = 3
@@ -137,7 +137,7 @@ def _judged(subject: TrainerSubject, compared: _Comparison, where: str) -> Check
 def _adds_up(subject: TrainerSubject) -> bool:
     """Whether the gradient of a batch is the mean of those of its parts, each in a step of its own."""
     micro_batches = _micro_batches(subject)
-    whole, _ = _gradient(subject, _joined(micro_batches, _ROWS))
+    whole, _ = _gradient(subject, joined(micro_batches, _ROWS))
     mean: dict[str, Tensor] = {}
     for batch in micro_batches:
         part, _ = _gradient(subject, batch)
@@ -148,27 +148,24 @@ def _adds_up(subject: TrainerSubject) -> bool:
 
 def _unasked(subject: TrainerSubject) -> str | None:
     """Why a run cannot be asked; None: it can."""
-    run = subject.run()
-    if not subject.has(run, "accumulate"):
-        return "needs accumulate(batches)"
-    return None
+    return None if subject.has(subject.run(), "accumulate") else "needs accumulate(batches)"
 
 
 def _micro_batches(subject: TrainerSubject) -> list[Any]:
     rows = _MICRO_BATCHES * _ROWS
     batch = subject.batch(batch_size=rows)
-    return [_rows(batch, rows, slice(start, start + _ROWS)) for start in range(0, rows, _ROWS)]
+    return [rows_of(batch, rows, slice(start, start + _ROWS)) for start in range(0, rows, _ROWS)]
 
 
 def _compared(subject: TrainerSubject, micro_batches: list[Any]) -> _Comparison:
-    whole = _joined(micro_batches, _ROWS)
+    whole = joined(micro_batches, _ROWS)
     rows = len(micro_batches) * _ROWS
     reference, _ = _gradient(subject, whole)
-    again, _ = _gradient(subject, _rows(whole, rows, torch.arange(rows - 1, -1, -1)))
+    again, _ = _gradient(subject, rows_of(whole, rows, torch.arange(rows - 1, -1, -1)))
     parts, updates = _gradient(subject, micro_batches, accumulated=True)
     noise = distance(again, reference)
-    value, size = distance(parts, reference), norm(reference)
-    ratio = norm(parts) / size if size > 0 else math.inf
+    value, size = distance(parts, reference), norm(reference.values())
+    ratio = norm(parts.values()) / size if size > 0 else math.inf
     limit = max(_EXACT, _ROUNDINGS * noise)
     scaled = {name: ratio * g.double() for name, g in reference.items()}
     parallel = ratio > 0 and distance(parts, scaled) <= max(_PARALLEL, limit)
@@ -186,7 +183,7 @@ def _gradient(
         try:
             with WithoutDropout(), subject.fixed_randomness(), observed(run, factor=_SHRUNK) as seen:
                 _step(run, batch, accumulated)
-        except (RuntimeError, TypeError, ValueError, NotImplementedError):
+        except REFUSALS:
             if dtype is None:
                 raise
             continue
@@ -200,27 +197,3 @@ def _step(run: TrainingRun, batch: Any, accumulated: bool) -> None:
         run.accumulate(batch)  # type: ignore[attr-defined]
     else:
         run.step(batch)
-
-
-def _rows(batch: Any, n: int, index: slice | Tensor) -> Any:
-    """The rows `index` of a batch of `n`; what has no rows is kept."""
-    if isinstance(batch, Tensor):
-        at = index.to(batch.device) if isinstance(index, Tensor) else index
-        return batch[at] if batch.ndim and len(batch) == n else batch
-    if isinstance(batch, Mapping):
-        return {key: _rows(value, n, index) for key, value in batch.items()}
-    if isinstance(batch, list | tuple):
-        return type(batch)(_rows(value, n, index) for value in batch)
-    return batch
-
-
-def _joined(batches: list[Any], n: int) -> Any:
-    """All rows of batches of `n` each."""
-    first = batches[0]
-    if isinstance(first, Tensor):
-        return torch.cat(batches) if first.ndim and len(first) == n else first
-    if isinstance(first, Mapping):
-        return {key: _joined([each[key] for each in batches], n) for key in first}
-    if isinstance(first, list | tuple):
-        return type(first)(_joined(list(values), n) for values in zip(*batches, strict=True))
-    return first

@@ -16,7 +16,7 @@ import torch
 from stackwise.checks.check import trainer_check
 from stackwise.checks.probe.another_process import Recipe, run_elsewhere
 from stackwise.checks.probe.run_state import Trace, different, drive, next_batches, random_state, state_of
-from stackwise.checks.result import CheckResult
+from stackwise.checks.result import CheckResult, listed
 from stackwise.checks.trainer_subject import TrainerSubject
 from stackwise.seed import seeded
 from stackwise.trainer_spec import TrainingRun
@@ -40,7 +40,7 @@ def checkpoint_round_trip(subject: TrainerSubject) -> CheckResult:
         return subject.not_applicable(_NEEDS)
     with TemporaryDirectory() as folder:
         with subject.fixed_randomness():
-            _train(subject, run, 2)
+            drive(run, _given(subject), 2)
             run.save(folder)  # type: ignore[attr-defined]
             saved = state_of(run)
         for trained in (False, True):
@@ -58,7 +58,7 @@ def checkpoint_round_trip(subject: TrainerSubject) -> CheckResult:
                 return subject.failed(
                     float(len(lost)),
                     0.0,
-                    where=_listed(lost) + (", loaded into a run that has trained" if trained else ""),
+                    where=listed(lost) + (", loaded into a run that has trained" if trained else ""),
                     meaning=_how(saved, state_of(other), lost[0]),
                     advice=_advice(lost[0], saved, state_of(other), trained),
                 )
@@ -73,7 +73,7 @@ def _hidden(subject: TrainerSubject, run: TrainingRun, other: TrainingRun, n_ent
     with subject.fixed_randomness():
         got = drive(other, batch, 1)
     gap = wanted.differs(got)
-    if gap and not _repeats(subject, lambda run: _train(subject, run, 3)):
+    if gap and not _repeats(subject):
         return subject.passed(0.0, 0.0, meaning="only what is stored was compared: two runs of a seed differ")
     if gap:
         return subject.failed(
@@ -179,7 +179,7 @@ def _resumed(subject: TrainerSubject, go_on: _GoOn) -> CheckResult:
         0.0,
         where=f"{gap} (steps counted from the resume)",
         meaning="A resumed run is not the run that it resumes"
-        + (f": after loading, {_listed(lost)} is another." if lost else "."),
+        + (f": after loading, {listed(lost)} is another." if lost else "."),
         advice=advice,
     )
 
@@ -364,13 +364,13 @@ def damaged_checkpoint(subject: TrainerSubject) -> CheckResult:
                     return subject.failed(
                         float(len(lost)),
                         0.0,
-                        where=f"{path.relative_to(whole)}, cut in half: {_listed(lost)}",
+                        where=f"{path.relative_to(whole)}, cut in half: {listed(lost)}",
                         meaning="A half-written checkpoint was loaded without a word.",
                         advice="Let what a damaged file raises pass; write under a temporary name and "
                         "rename.",
                     )
                 if lost:
-                    silent.append(f"without {path.relative_to(whole)}: {_listed(lost)}")
+                    silent.append(f"without {path.relative_to(whole)}: {listed(lost)}")
     if silent:
         return subject.warned(
             float(len(silent)),
@@ -402,17 +402,13 @@ def _given(subject: TrainerSubject) -> Iterable[Any]:
         number += 1
 
 
-def _train(subject: TrainerSubject, run: TrainingRun, n_steps: int) -> Trace:
-    return drive(run, _given(subject), n_steps)
-
-
-def _repeats(subject: TrainerSubject, train: Callable[[TrainingRun], Trace]) -> bool:
+def _repeats(subject: TrainerSubject) -> bool:
     """Whether two runs of one seed do the same."""
     traces = []
     for _ in range(2):
         run = subject.run()
         with subject.fixed_randomness():
-            traces.append(train(run))
+            traces.append(drive(run, _given(subject), 3))
     return not traces[0].differs(traces[1])
 
 
@@ -425,11 +421,6 @@ def _unloadable(subject: TrainerSubject, error: Exception) -> CheckResult:
         meaning=f"A run of the same kind cannot load what was just saved: {said.splitlines()[0]}",
         advice="Look for names that saving changes (wrappers, compile) and what is made in training.",
     )
-
-
-def _listed(names: list[str]) -> str:
-    shown = ", ".join(names[:3])
-    return shown + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _how(saved: dict[str, Any], got: dict[str, Any], name: str) -> str:

@@ -11,31 +11,29 @@ from stackwise.checks.result import CheckResult
 from stackwise.checks.trainer_subject import TrainerSubject
 from stackwise.trainer_spec import TrainingRun
 
-__all__ = ["clipped_norm", "loss_scale", "small_gradients_pass"]
-
 _ABOVE = 20.0
 _BELOW = 0.1
 _ROUNDING = {torch.bfloat16: 0.02, torch.float16: 0.005}
 _EXACT = 1e-3
 _SCALES = 64.0
 _AMPLIFIED = 1e3
+_NO_UPDATE = "needs an update with a finite gradient in the first step"
 
 
 @trainer_check
 def clipped_norm(subject: TrainerSubject) -> CheckResult:
     """Has the gradient that the optimizer sees at most the norm that is claimed?"""
-    if subject.spec.max_norm is None:
-        return subject.not_applicable("needs max_norm, the norm that the step claims to clip to")
-    seen, run = _step_at(subject, _ABOVE)
-    if seen is None:
-        return subject.not_applicable("needs an update with a finite gradient in the first step")
+    step = _step_at(subject, _ABOVE)
+    if isinstance(step, str):
+        return subject.not_applicable(step)
+    seen, run, max_norm = step
     gradients = seen.updates[0].gradients
-    value, limit = norm(gradients), subject.spec.max_norm * (1 + _tolerance(run))
+    value, limit = norm(gradients.values()), max_norm * (1 + _tolerance(run))
     if not value <= limit:
-        worst = max(gradients, key=lambda name: norm({name: gradients[name]}))
+        worst = max(gradients, key=lambda name: norm([gradients[name]]))
         raw = {name: g for name, g in seen.raw.items() if name in gradients}
-        whole = norm(raw) / _scale_of(run)
-        ratios = {name: norm({name: gradients[name]}) / (norm({name: raw[name]}) or 1.0) for name in raw}
+        whole = norm(raw.values()) / _scale_of(run)
+        ratios = {name: norm([gradients[name]]) / (norm([raw[name]]) or 1.0) for name in raw}
         apart = max(ratios.values()) > 2 * min(ratios.values())
         return subject.failed(
             value,
@@ -49,7 +47,7 @@ def clipped_norm(subject: TrainerSubject) -> CheckResult:
             else "clipping is skipped, comes after the update, or got an iterator that was used up, such as "
             "model.parameters() kept from before",
         )
-    if value < subject.spec.max_norm * (1 - 5 * _tolerance(run) - 0.05):
+    if value < max_norm * (1 - 5 * _tolerance(run) - 0.05):
         return subject.warned(
             value,
             limit,
@@ -64,12 +62,11 @@ def clipped_norm(subject: TrainerSubject) -> CheckResult:
 @trainer_check
 def small_gradients_pass(subject: TrainerSubject) -> CheckResult:
     """Is a gradient below the limit left as it is?"""
-    if subject.spec.max_norm is None:
-        return subject.not_applicable("needs max_norm, the norm that the step claims to clip to")
-    seen, run = _step_at(subject, _BELOW)
-    if seen is None:
-        return subject.not_applicable("needs an update with a finite gradient in the first step")
-    value = norm(seen.updates[0].gradients) / subject.spec.max_norm
+    step = _step_at(subject, _BELOW)
+    if isinstance(step, str):
+        return subject.not_applicable(step)
+    seen, run, max_norm = step
+    value = norm(seen.updates[0].gradients.values()) / max_norm
     limit = _BELOW * (1 + max(_tolerance(run), 0.02))
     if value > 0.9:
         return subject.failed(
@@ -106,33 +103,35 @@ def loss_scale(subject: TrainerSubject) -> CheckResult:
         if not seen.updates:
             return subject.not_applicable("needs an update in the first step; the scaler left it out")
         gradients.append(seen.updates[0].gradients)
-    value, limit = distance(*gradients), max(_EXACT, _tolerance(run))
-    if value > limit:
-        return subject.failed(
-            value,
-            limit,
-            where="gradient at the update",
-            meaning=f"with a loss scale {_SCALES:g} times as large the optimizer sees a gradient of norm "
-            f"{norm(gradients[1]):.3g} instead of {norm(gradients[0]):.3g}",
-            advice="clip after scaler.unscale_(optimizer), and unscale exactly once",
-        )
-    return subject.passed(value, limit)
+    plain, scaled = gradients
+    return subject.at_most(
+        distance(plain, scaled),
+        max(_EXACT, _tolerance(run)),
+        where="gradient at the update",
+        meaning=f"with a loss scale {_SCALES:g} times as large the optimizer sees a gradient of norm "
+        f"{norm(scaled.values()):.3g} instead of {norm(plain.values()):.3g}",
+        advice="clip after scaler.unscale_(optimizer), and unscale exactly once",
+    )
 
 
-def _step_at(subject: TrainerSubject, multiple: float) -> tuple[Observation | None, TrainingRun]:
-    """One step whose gradient has `multiple` times the claimed norm; None: there is no such step."""
-    assert subject.spec.max_norm is not None
+def _step_at(subject: TrainerSubject, multiple: float) -> tuple[Observation, TrainingRun, float] | str:
+    """One step whose gradient has `multiple` times the claimed norm, and that norm; else what it needs."""
+    if (max_norm := subject.spec.max_norm) is None:
+        return "needs max_norm, the norm that the step claims to clip to"
     probe = subject.run()
     with WithoutDropout(), subject.fixed_randomness(), observed(probe) as seen:
         probe.step(subject.batch())
-    size = norm(seen.raw) / _scale_of(probe)
+    size = norm(seen.raw.values()) / _scale_of(probe)
     if not seen.updates or not 0 < size < float("inf"):
-        return None, probe
+        return _NO_UPDATE
     run = subject.run()
-    factor = multiple * subject.spec.max_norm / size
-    with WithoutDropout(), subject.fixed_randomness(), observed(run, factor=factor) as seen:
+    with (
+        WithoutDropout(),
+        subject.fixed_randomness(),
+        observed(run, factor=multiple * max_norm / size) as seen,
+    ):
         run.step(subject.batch())
-    return (seen if seen.updates else None), run
+    return (seen, run, max_norm) if seen.updates else _NO_UPDATE
 
 
 def _scale_of(run: TrainingRun) -> float:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
 from itertools import islice
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from stackwise.checks.check import trainer_check
+from stackwise.checks.probe.batch import named_tensors, tensors_in
 from stackwise.checks.probe.run_state import drive, next_batches
 from stackwise.checks.result import CheckResult
 from stackwise.checks.trainer_subject import TrainerSubject
@@ -181,7 +181,7 @@ def _patterns(batches: list[Any]) -> dict[str, list[Tensor]]:
     """By name: every tensor of a batch, and where labels are ignored or ids are one frequent value."""
     patterns: dict[str, list[Tensor]] = {}
     for batch in batches:
-        for name, leaf in _leaves(batch):
+        for name, leaf in named_tensors(batch):
             if leaf.ndim < 2:
                 continue
             patterns.setdefault(name, []).append(leaf)
@@ -241,10 +241,10 @@ def data_resumes(subject: TrainerSubject) -> CheckResult:
 def batch_rows(subject: TrainerSubject) -> CheckResult:
     """Does every part of a batch grow with the number of examples in it?"""
     small, large, other = (subject.batch(i, batch_size=size) for i, size in ((0, 2), (0, 6), (1, 2)))
-    sizes = {name: leaf.shape for name, leaf in _leaves(large)}
-    changed = dict(_leaves(other))
+    sizes = {name: leaf.shape for name, leaf in named_tensors(large)}
+    changed = dict(named_tensors(other))
     shapes, stuck = [], []
-    for name, leaf in _leaves(small):
+    for name, leaf in named_tensors(small):
         if name not in sizes or leaf.ndim < 2:
             continue
         shapes.append(name)
@@ -262,7 +262,7 @@ def batch_rows(subject: TrainerSubject) -> CheckResult:
             advice="Look at what makes a batch of examples: a squeeze(), a [0], or a list that is joined "
             "to one row.",
         )
-    rows = {name: leaf.shape[0] for name, leaf in _leaves(large) if name in shapes}
+    rows = {name: leaf.shape[0] for name, leaf in named_tensors(large) if name in shapes}
     if len(set(rows.values())) > 1:
         return subject.warned(
             float(len(set(rows.values()))),
@@ -289,7 +289,7 @@ def _marks(
 
 def _row_marks(batch: Any) -> list[bytes]:
     """A digest of each row, over all tensors that have as many rows as the first."""
-    leaves = [leaf.detach().cpu() for _, leaf in _leaves(batch) if leaf.ndim]
+    leaves = [leaf.detach().cpu() for leaf in tensors_in(batch) if leaf.ndim]
     if not leaves:
         return [hashlib.sha256(repr(batch).encode()).digest()]
     leaves = [leaf for leaf in leaves if len(leaf) == len(leaves[0])]
@@ -300,14 +300,3 @@ def _row_marks(batch: Any) -> list[bytes]:
             digest.update(leaf[row].contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
         marks.append(digest.digest())
     return marks
-
-
-def _leaves(batch: Any, name: str = "batch") -> Iterator[tuple[str, Tensor]]:
-    if isinstance(batch, Tensor):
-        yield name, batch
-    elif isinstance(batch, Mapping):
-        for key, value in batch.items():
-            yield from _leaves(value, str(key) if name == "batch" else f"{name}.{key}")
-    elif isinstance(batch, list | tuple):
-        for index, value in enumerate(batch):
-            yield from _leaves(value, f"{name}[{index}]")

@@ -8,7 +8,8 @@ from torch import Tensor
 from stackwise.checks.check import trainer_check
 from stackwise.checks.probe.ranks import N_RANKS, Ranks, Record, assembled, dense, run_ranks
 from stackwise.checks.probe.run_state import different
-from stackwise.checks.result import CheckResult
+from stackwise.checks.probe.update import norm
+from stackwise.checks.result import CheckResult, listed
 from stackwise.checks.trainer_subject import TrainerSubject
 
 _UNFINISHED = "needs ranks that finish: see collectives_agree"
@@ -67,8 +68,7 @@ def replicas_agree(subject: TrainerSubject) -> CheckResult:
             return subject.failed(
                 float(len(apart)),
                 0.0,
-                where=f"{apart[0]}"
-                + (f" and {len(apart) - 1} more" if len(apart) > 1 else "")
+                where=listed(apart, 1)
                 + (" before the first step" if when == "initial" else " after two steps"),
                 meaning=f"{share:.1%} of its elements differ between the ranks.",
                 advice="Look for a model that is called past its wrapper or whose parameters were made "
@@ -92,7 +92,7 @@ def gradients_equal_dense(subject: TrainerSubject) -> CheckResult:
     if (reason := _not_comparable(subject, ranks, whole)) is not None:
         return subject.not_applicable(reason)
     limit = _limit(whole)
-    scale = _norm(list(whole.gradients.values()))
+    scale = norm(whole.gradients.values())
     gaps, pairs = {}, []
     for name, wanted in whole.gradients.items():
         parts = [record.gradients.get(name) for record in ranks.records]
@@ -103,8 +103,8 @@ def gradients_equal_dense(subject: TrainerSubject) -> CheckResult:
             continue
         # Each rank's own copy, so that one which is wrong on one rank alone is seen.
         copies = [part for part in there if part.shape == wanted.shape] or [got]
-        apart = max(copies, key=lambda copy: _norm([copy.double() - wanted.double()]))
-        gaps[name] = _norm([apart.double() - wanted.double()]) / scale
+        apart = max(copies, key=lambda copy: norm([copy.double() - wanted.double()]))
+        gaps[name] = norm([apart.double() - wanted.double()]) / scale
         pairs.append((apart.double(), wanted.double()))
     worst = max(gaps, key=lambda name: gaps[name])
     if not gaps[worst] <= limit:
@@ -140,19 +140,16 @@ def norm_equals_dense(subject: TrainerSubject) -> CheckResult:
         return subject.not_applicable("needs loss(batch) of the run in one process")
     if (reason := _not_comparable(subject, ranks, whole)) is not None:
         return subject.not_applicable(reason)
-    limit = _limit(whole)
     gaps = [abs((record.norm or 0.0) / whole.norm - 1) for record in ranks.records]
     rank = gaps.index(max(gaps))
-    if not gaps[rank] <= limit:
-        return subject.failed(
-            gaps[rank],
-            limit,
-            where=f"rank {rank}",
-            meaning=f"It says {ranks.records[rank].norm:.4g}; of the whole batch it is {whole.norm:.4g}.",
-            advice="Count what is replicated once and sum the squares of parts over ranks; leave out no "
-            "parameter, and take the norm after the reduction.",
-        )
-    return subject.passed(gaps[rank], limit)
+    return subject.at_most(
+        gaps[rank],
+        _limit(whole),
+        where=f"rank {rank}",
+        meaning=f"It says {ranks.records[rank].norm:.4g}; of the whole batch it is {whole.norm:.4g}.",
+        advice="Count what is replicated once and sum the squares of parts over ranks; leave out no "
+        "parameter, and take the norm after the reduction.",
+    )
 
 
 @trainer_check(suite="full")
@@ -216,7 +213,3 @@ def _limit(whole: Record) -> float:
     """Sums are taken in another order; 1 % of the elements lost is 0.1."""
     eps = max(torch.finfo(g.dtype).eps for g in whole.gradients.values())
     return max(1e-4, 8 * eps)
-
-
-def _norm(tensors: list[Tensor]) -> float:
-    return float(sum(t.double().square().sum().item() for t in tensors) ** 0.5)

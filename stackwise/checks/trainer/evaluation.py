@@ -12,12 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stackwise.checks.check import trainer_check
-from stackwise.checks.probe.update import distance, observed, rates_of
-from stackwise.checks.result import CheckResult
+from stackwise.checks.probe.batch import joined, rows_of
+from stackwise.checks.probe.call import REFUSALS
+from stackwise.checks.probe.run_state import different, state_of
+from stackwise.checks.probe.update import distance, observed
+from stackwise.checks.result import CheckResult, listed
 from stackwise.checks.trainer_subject import TrainerSubject
 from stackwise.trainer_spec import TrainingRun
-
-__all__ = ["evaluation_batches", "evaluation_exact", "evaluation_repeats", "evaluation_restores"]
 
 _ROWS = 4
 _EXACT = 1e-5
@@ -40,10 +41,10 @@ def evaluation_restores(subject: TrainerSubject) -> CheckResult:
             run.step(subject.batch(0))
         if evaluating:
             grad_mode = torch.is_grad_enabled()
-            before = _state(run)
+            before = state_of(run)
             with subject.fixed_randomness():
                 evaluated(run, [subject.batch(2)])
-            changed = [name for name, value in _state(run).items() if not _same(value, before.get(name))]
+            changed = different(before, state_of(run))
             if torch.is_grad_enabled() != grad_mode:
                 torch.set_grad_enabled(grad_mode)
                 changed.append("whether gradients are recorded")
@@ -51,7 +52,7 @@ def evaluation_restores(subject: TrainerSubject) -> CheckResult:
                 return subject.failed(
                     len(changed),
                     0.0,
-                    where=_listed(changed),
+                    where=listed(changed),
                     meaning=f"{len(changed)} of {len(before)} tensors and settings changed in an evaluation",
                     advice="evaluate in eval mode under torch.no_grad(), and put back what is changed for it",
                 )
@@ -65,21 +66,19 @@ def evaluation_restores(subject: TrainerSubject) -> CheckResult:
         return subject.failed(
             len(wrong),
             0.0,
-            where=_listed([name or "the model" for name in wrong]),
+            where=listed([name or "the model" for name in wrong]),
             meaning=f"after an evaluation {len(wrong)} modules train on in {mode} mode, unlike without it",
             advice="put each module's mode back after evaluation: else training goes on without dropout, or "
             "parts that were kept in eval mode are no longer",
         )
     value = distance(steps[True], steps[False])
-    if value > _OTHER_STEP:
-        return subject.failed(
-            value,
-            _OTHER_STEP,
-            where="gradient of the next step",
-            meaning="it differs from that of the same step without the evaluation before it",
-            advice="gradients or other state of the evaluation are left behind",
-        )
-    return subject.passed(value, _OTHER_STEP)
+    return subject.at_most(
+        value,
+        _OTHER_STEP,
+        where="gradient of the next step",
+        meaning="it differs from that of the same step without the evaluation before it",
+        advice="gradients or other state of the evaluation are left behind",
+    )
 
 
 @trainer_check
@@ -93,16 +92,14 @@ def evaluation_repeats(subject: TrainerSubject) -> CheckResult:
         run.model.train()
         with subject.under_seed(seed):
             values.append(evaluated(run, [subject.batch(0), subject.batch(1)]))
-    value = abs(values[0] - values[1]) / max(abs(values[0]), 1e-12)
-    if not value <= _SAME:
-        return subject.failed(
-            value,
-            _SAME,
-            where="what evaluate(batches) returns",
-            meaning=f"{values[0]:.6g} and {values[1]:.6g} nats of the same batches under two seeds",
-            advice="dropout is active: call model.eval() before, and train() again after",
-        )
-    return subject.passed(value, _SAME)
+    one, other = values
+    return subject.at_most(
+        _apart(other, one),
+        _SAME,
+        where="what evaluate(batches) returns",
+        meaning=f"{one:.6g} and {other:.6g} nats of the same batches under two seeds",
+        advice="dropout is active: call model.eval() before, and train() again after",
+    )
 
 
 @trainer_check
@@ -112,28 +109,25 @@ def evaluation_batches(subject: TrainerSubject) -> CheckResult:
     if not subject.has(run, "evaluate"):
         return subject.not_applicable(_REASON)
     rows = _ragged_rows(subject)
-    whole = evaluated(run, [_joined(rows)])
-    limit = _limit(run, rows)
+    whole = evaluated(run, [joined(rows, 1)])
     value, where, found = 0.0, "", whole
     for name, batches in (
         ("one row to a batch", rows),
         ("one row to a batch, in reverse order", rows[::-1]),
-        ("1 and 3 rows to a batch", [rows[0], _joined(rows[1:])]),
+        ("1 and 3 rows to a batch", [rows[0], joined(rows[1:], 1)]),
     ):
         other = evaluated(run, batches)
-        apart = abs(other - whole) / max(abs(whole), 1e-12)
+        apart = _apart(other, whole)
         if not apart <= value:
             value, where, found = apart, name, other
-    if not value <= limit:
-        return subject.failed(
-            value,
-            limit,
-            where=where,
-            meaning=f"{found:.6g} nats per target, and {whole:.6g} with all rows in one batch",
-            advice="sum the losses of all targets and divide once by their number: a mean of the means of "
-            "batches weighs targets of short batches more",
-        )
-    return subject.passed(value, limit)
+    return subject.at_most(
+        value,
+        _limit(run, rows),
+        where=where,
+        meaning=f"{found:.6g} nats per target, and {whole:.6g} with all rows in one batch",
+        advice="sum the losses of all targets and divide once by their number: a mean of the means of "
+        "batches weighs targets of short batches more",
+    )
 
 
 @trainer_check
@@ -143,24 +137,25 @@ def evaluation_exact(subject: TrainerSubject) -> CheckResult:
     if not subject.has(run, "evaluate"):
         return subject.not_applicable(_REASON)
     rows = _ragged_rows(subject)
-    batches = [_joined(rows[:2]), _joined(rows[2:])]
+    batches = [joined(rows[:2], 1), joined(rows[2:], 1)]
     exact = _exact_loss(run, batches, subject.spec.ignored_label)
     if exact is None:
         return subject.not_applicable(
             "needs batches with input_ids and labels, and a model that gives logits"
         )
     found = evaluated(run, batches)
-    value, limit = abs(found - exact) / max(abs(exact), 1e-12), _limit(run, batches)
-    if not value <= limit:
-        return subject.failed(
-            value,
-            limit,
-            where="what evaluate(batches) returns",
-            meaning=f"{found:.6g} nats per target; summed over the targets themselves it is {exact:.6g}",
-            advice="divide by the number of targets, T - 1 of T tokens less the ignored ones; count each "
-            "token of overlapping windows once",
-        )
-    return subject.passed(value, limit)
+    return subject.at_most(
+        _apart(found, exact),
+        _limit(run, batches),
+        where="what evaluate(batches) returns",
+        meaning=f"{found:.6g} nats per target; summed over the targets themselves it is {exact:.6g}",
+        advice="divide by the number of targets, T - 1 of T tokens less the ignored ones; count each "
+        "token of overlapping windows once",
+    )
+
+
+def _apart(found: float, wanted: float) -> float:
+    return abs(found - wanted) / max(abs(wanted), 1e-12)
 
 
 def evaluated(run: TrainingRun, batches: list[Any]) -> float:
@@ -171,7 +166,7 @@ def evaluated(run: TrainingRun, batches: list[Any]) -> float:
 def _ragged_rows(subject: TrainerSubject) -> list[Any]:
     """Batches of one row, with fewer targets from row to row where they have labels."""
     batch = subject.batch(batch_size=_ROWS)
-    rows = [_row(batch, index) for index in range(_ROWS)]
+    rows = [rows_of(batch, _ROWS, slice(index, index + 1)) for index in range(_ROWS)]
     for index, row in enumerate(rows):
         if isinstance(row, Mapping) and "labels" in row:
             keep = max(2, row["labels"].shape[-1] >> index)
@@ -179,27 +174,6 @@ def _ragged_rows(subject: TrainerSubject) -> list[Any]:
             labels[..., keep:] = subject.spec.ignored_label
             rows[index] = {**row, "labels": labels}
     return rows
-
-
-def _row(batch: Any, index: int) -> Any:
-    if isinstance(batch, Tensor):
-        return batch[index : index + 1] if batch.ndim and len(batch) == _ROWS else batch
-    if isinstance(batch, Mapping):
-        return {key: _row(value, index) for key, value in batch.items()}
-    if isinstance(batch, list | tuple):
-        return type(batch)(_row(value, index) for value in batch)
-    return batch
-
-
-def _joined(rows: list[Any]) -> Any:
-    first = rows[0]
-    if isinstance(first, Tensor):
-        return torch.cat(rows) if first.ndim else first
-    if isinstance(first, Mapping):
-        return {key: _joined([row[key] for row in rows]) for key in first}
-    if isinstance(first, list | tuple):
-        return type(first)(_joined(list(values)) for values in zip(*rows, strict=True))
-    return first
 
 
 @torch.no_grad()
@@ -240,7 +214,7 @@ def _logits(run: TrainingRun, batch: Any) -> Tensor | None:
     for arguments, keywords in (((), named), ((ids,), {})):
         try:
             output = run.model(*arguments, **keywords)
-        except (TypeError, ValueError, RuntimeError):
+        except REFUSALS:
             continue
         found = getattr(output, "logits", output)
         if isinstance(found, Tensor) and found.ndim == 3 and found.shape[:2] == ids.shape:
@@ -265,28 +239,3 @@ def _limit(run: TrainingRun, batches: list[Any]) -> float:
 
 def _modes(run: TrainingRun) -> dict[str, bool]:
     return {name: module.training for name, module in run.model.named_modules()}
-
-
-def _state(run: TrainingRun) -> dict[str, Any]:
-    """All that a checkpoint has of the model, the optimizer's state and its learning rates."""
-    state: dict[str, Any] = {
-        name: value.detach().clone() if isinstance(value, Tensor) else value
-        for name, value in run.model.state_dict().items()
-    }
-    for name, p in run.model.named_parameters():
-        for key, value in run.optimizer.state.get(p, {}).items():
-            if isinstance(value, Tensor):
-                state[f"optimizer {key} of {name}"] = value.detach().clone()
-    for index, rate in enumerate(rates_of(run.optimizer)):
-        state[f"learning rate of group {index}"] = rate
-    return state
-
-
-def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor):
-        return isinstance(b, Tensor) and a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
-    return bool(a == b)
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

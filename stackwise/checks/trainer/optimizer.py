@@ -9,13 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from stackwise.checks.check import trainer_check
+from stackwise.checks.probe.call import reason_of
 from stackwise.checks.probe.dropout import WithoutDropout
 from stackwise.checks.probe.update import Observation, Update, distance, norm, observed
-from stackwise.checks.result import CheckResult
+from stackwise.checks.result import CheckResult, listed
 from stackwise.checks.trainer_subject import TrainerSubject
 from stackwise.trainer_spec import TrainingRun
-
-__all__ = ["optimizer_coverage", "strided_updates", "updates_survive_rounding", "weight_decay_groups"]
 
 _STEPS = 3
 _NARROW = (torch.bfloat16, torch.float16)
@@ -38,7 +37,7 @@ def optimizer_coverage(subject: TrainerSubject) -> CheckResult:
         return subject.failed(
             len(twice),
             0.0,
-            where=_listed(twice),
+            where=listed(twice),
             meaning="in the optimizer more than once: each step updates it as often",
             advice="collect parameters with named_parameters(), which gives tied ones once",
         )
@@ -57,7 +56,7 @@ def optimizer_coverage(subject: TrainerSubject) -> CheckResult:
         return subject.failed(
             len(lost),
             0.0,
-            where=_listed(lost),
+            where=listed(lost),
             meaning=f"{len(lost)} of {len(trained)} trainable parameters have gradients and are not in the "
             f"optimizer{text}",
             advice="make the optimizer after the model is wrapped, moved, tied and its head replaced; and "
@@ -75,7 +74,7 @@ def optimizer_coverage(subject: TrainerSubject) -> CheckResult:
     if elsewhere:
         notes.append(f"{len(elsewhere)} parameters are updated by something else than `optimizer`")
     if idle := set(missing) - elsewhere - set(lost):
-        notes.append(f"{len(idle)} without a gradient are in no optimizer: {_listed(sorted(idle))}")
+        notes.append(f"{len(idle)} without a gradient are in no optimizer: {listed(sorted(idle))}")
     return subject.passed(0.0, 0.0, meaning="; ".join(notes))
 
 
@@ -98,7 +97,7 @@ def weight_decay_groups(subject: TrainerSubject) -> CheckResult:
             return subject.failed(
                 len(wrong),
                 0.0,
-                where=_listed(wrong),
+                where=listed(wrong),
                 meaning=f"{len(decayed)} parameters decay and are not meant to, {len(wrong) - len(decayed)} "
                 "are meant to and do not",
                 advice="look at the order of the rules for groups, at names of tied parameters, and at "
@@ -112,7 +111,7 @@ def weight_decay_groups(subject: TrainerSubject) -> CheckResult:
         return subject.warned(
             len(vectors),
             0.0,
-            where=_listed(vectors),
+            where=listed(vectors),
             meaning=f"{len(vectors)} norms and biases decay",
             advice="most recipes decay matrices only; declare decayed= if it is meant",
         )
@@ -172,9 +171,7 @@ def strided_updates(subject: TrainerSubject) -> CheckResult:
         except (RuntimeError, TypeError) as error:
             if not strided:
                 raise
-            return subject.not_applicable(
-                f"needs weights that may be strided: {type(error).__name__}: {error}"
-            )
+            return subject.not_applicable(f"needs weights that may be strided: {reason_of(error)}")
         rated = [u for u in seen.updates if u.gradients and any(rate > 0 for rate in u.learning_rates)]
         if not rated:
             return subject.not_applicable(f"needs an update in {_STEPS} steps")
@@ -191,7 +188,7 @@ def strided_updates(subject: TrainerSubject) -> CheckResult:
         if (apart := distance({name: changed}, {name: plain})) > value:
             value, worst = apart, name
     if value > _OTHER_UPDATE:
-        share = norm({worst: first[True].moved(worst)}) / norm({worst: first[False].moved(worst)})
+        share = norm([first[True].moved(worst)]) / norm([first[False].moved(worst)])
         return subject.failed(
             value,
             _OTHER_UPDATE,
@@ -270,7 +267,3 @@ def _rounds_at_random(subject: TrainerSubject) -> bool:
                 run.step(subject.batch(number))
         values.append([p.detach().clone() for p in run.model.parameters()])
     return not all(torch.equal(a, b) for a, b in zip(*values, strict=True))
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -13,8 +13,6 @@ from stackwise.checks.result import CheckResult
 from stackwise.checks.trainer_subject import TrainerSubject
 from stackwise.trainer_spec import TrainingRun
 
-__all__ = ["learning_rate", "planned_steps", "scheduler_order", "scheduler_per_update"]
-
 _STEPS = 12
 _SMALL = {"batch_size": 1, "seq_len": 4}
 _ROUNDING = 1e-6

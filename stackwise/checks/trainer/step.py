@@ -12,11 +12,9 @@ from torch import Tensor, nn
 from stackwise.checks.check import trainer_check
 from stackwise.checks.probe.dropout import WithoutDropout
 from stackwise.checks.probe.update import distance, observed
-from stackwise.checks.result import CheckResult
+from stackwise.checks.result import CheckResult, listed
 from stackwise.checks.trainer_subject import TrainerSubject
 from stackwise.trainer_spec import TrainingRun
-
-__all__ = ["fresh_gradients", "non_finite_gradient", "parameters_change", "step_loss"]
 
 _STEPS = 3
 _STALE = 1e-3
@@ -48,7 +46,7 @@ def parameters_change(subject: TrainerSubject) -> CheckResult:
         return subject.failed(
             len(moved),
             0.0,
-            where=_listed(moved),
+            where=listed(moved),
             meaning=f"{len(moved)} frozen parameters changed in {_STEPS} steps",
             advice="frozen in one mode or after the optimizer was made only; or decayed by the optimizer: "
             "set requires_grad before the optimizer is made, and leave them out of it",
@@ -68,7 +66,7 @@ def parameters_change(subject: TrainerSubject) -> CheckResult:
         return subject.failed(
             len(still),
             0.0,
-            where=_listed(still),
+            where=listed(still),
             meaning=f"{len(still)} of {len(now)} parameters have a gradient and did not change in {_STEPS} "
             "steps",
             advice="not in the optimizer (made before the model was wrapped or a head was replaced?), a "
@@ -79,7 +77,7 @@ def parameters_change(subject: TrainerSubject) -> CheckResult:
         return subject.failed(
             len(left_out),
             0.0,
-            where=_listed(left_out),
+            where=listed(left_out),
             meaning=f"{len(left_out)} of {len(now)} parameters do not require gradients, and are not "
             "declared frozen",
             advice="freeze by full names: a pattern that matches too much leaves nothing to train",
@@ -213,7 +211,3 @@ def _rounding(run: TrainingRun) -> float:
 
 def _one(gradients: dict[str, Tensor], name: str) -> dict[str, Tensor]:
     return {name: gradients[name]} if name in gradients else {}
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -8,8 +8,8 @@ from torch import nn
 
 from stackwise.checks.probe.call import (
     call,
-    chooses_between_equals,
     decoded,
+    dtype_of,
     has_fixed_state,
     leaves_state,
     masked,
@@ -145,22 +145,12 @@ def test_inputs_that_are_brought_or_vectors_stay_as_they_are(subjects):
     assert torch.equal(real_inputs(vectors, 2, 4), vectors.inputs(2, 4))
 
 
-@pytest.mark.parametrize(
-    "scores, k, tied",
-    [
-        ([3.0, 2.0, 1.0], 2, False),
-        ([3.0, 2.0, 2.0], 2, True),
-        ([2.0, 2.0, 1.0], 2, False),
-        ([2.0, 2.0, 2.0], 3, False),
-        ([2.0, -torch.inf, -torch.inf], 2, False),
-    ],
-)
-def test_choices_between_equals(scores, k, tied):
-    assert chooses_between_equals(lambda: torch.tensor([[9.0, 8.0, 7.0], scores]).topk(k)) is tied
-
-
-def test_choices_of_which_nothing_is_known():
-    assert not chooses_between_equals(lambda: torch.zeros(3).sort())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_dtype_is_that_of_the_first_floating_point_parameter(dtype):
+    model = torch.nn.Linear(2, 2).to(dtype)
+    model.weight = torch.nn.Parameter(torch.ones(2, 2, dtype=torch.int8), requires_grad=False)
+    assert dtype_of(model) == dtype
+    assert dtype_of(torch.nn.Identity()) == torch.float32
 
 
 def test_reason_in_one_line():

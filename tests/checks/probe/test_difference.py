@@ -173,6 +173,16 @@ def test_model_that_cannot_run_in_float64(error, value, tolerance, real):
     assert found == Finding(value, tolerance, real, torch.float32)
 
 
+@pytest.mark.parametrize(
+    "native, exact, kept", [([0.0, 0.5], [0.0, 0.0], [0.0, 0.5]), ([0.0, 0.0], [0.1, 0.0], [0.1, 0.0])]
+)
+def test_gaps_are_those_that_decided(native, exact, kept):
+    found = hear(subject_of(), by_dtype(torch.tensor(native), torch.tensor(exact).double()), same_shapes=True)
+    assert found.real
+    assert found.gaps.tolist() == pytest.approx(kept)
+    assert found.value == found.gaps.max().item()
+
+
 def test_low_precision_may_round_more():
     spec = ModelSpec(lambda: nn.Linear(4, 4).bfloat16(), "linear", "vectors", 4)
 

@@ -85,7 +85,7 @@ def test_an_evaluation_that_changes_weights():
             return super().evaluate(batches)
 
     result = ask(loop_spec_of(Updating), "evaluation_restores")
-    assert (result.status, result.where) == ("failed", "norm.weight")
+    assert (result.status, result.where) == ("failed", "model.norm.weight")
 
 
 def test_an_evaluation_that_leaves_gradients_off():

@@ -1,0 +1,60 @@
+"""Batch: tensors and rows of whatever a batch is made of: mappings, lists and tuples, one in the other.
+
+Shapes: n rows of a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["joined", "mapped", "named_tensors", "rows_of", "tensors_in"]
+
+
+def named_tensors(batch: Any, name: str = "batch") -> Iterator[tuple[str, Tensor]]:
+    """Each tensor with the path to it."""
+    if isinstance(batch, Tensor):
+        yield name, batch
+    elif isinstance(batch, Mapping):
+        for key, value in batch.items():
+            yield from named_tensors(value, str(key) if name == "batch" else f"{name}.{key}")
+    elif isinstance(batch, list | tuple):
+        for index, value in enumerate(batch):
+            yield from named_tensors(value, f"{name}[{index}]")
+
+
+def tensors_in(batch: Any) -> Iterator[Tensor]:
+    """Each tensor."""
+    return (tensor for _, tensor in named_tensors(batch))
+
+
+def mapped(function: Callable[..., Tensor], *batches: Any) -> Any:
+    """A batch whose tensors are `function` of those in the same place; what is no tensor is the first's."""
+    first = batches[0]
+    if isinstance(first, Tensor):
+        return function(*batches)
+    if isinstance(first, Mapping):
+        return {key: mapped(function, *(batch[key] for batch in batches)) for key in first}
+    if isinstance(first, list | tuple):
+        return type(first)(mapped(function, *parts) for parts in zip(*batches, strict=True))
+    return first
+
+
+def rows_of(batch: Any, n: int, index: slice | Tensor) -> Any:
+    """The rows `index` of a batch of n; what has no rows is kept."""
+
+    def some(tensor: Tensor) -> Tensor:
+        at = index.to(tensor.device) if isinstance(index, Tensor) else index
+        return tensor[at] if tensor.ndim and len(tensor) == n else tensor
+
+    return mapped(some, batch)
+
+
+def joined(batches: Sequence[Any], n: int) -> Any:
+    """All rows of batches of n each; what has no rows is the first's."""
+    return mapped(
+        lambda *parts: torch.cat(parts) if parts[0].ndim and len(parts[0]) == n else parts[0], *batches
+    )

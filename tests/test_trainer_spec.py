@@ -22,11 +22,13 @@ def same(a, b):
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def sound(spec, passing):
+def sound(spec, passing, averaged=()):
+    """Nothing fails, but what is asked of a method that averages batches, as the run itself says."""
     results = check_trainer(
         spec, checks=["step", "optimizer", "clipping", "accumulation", "schedule", "evaluation"]
     )
-    assert not [str(r) for r in results if not r.ok]
+    assert not [str(r) for r in results if not r.ok and r.check not in averaged]
+    assert not [r.check for r in results if r.check in averaged and r.status == "passed"]
     passed = {r.check for r in results if r.status == "passed"}
     assert passed >= set(passing), [str(r) for r in results if r.check in passing]
 
@@ -106,7 +108,11 @@ def test_a_lightning_module(subject):
     run.step(spec.batch())
     run.step(spec.batch())
     assert run.model.calls == [0, 1]
-    sound(spec, ["parameters_change", "fresh_gradients", "step_loss", "clipped_norm", "learning_rate"])
+    sound(
+        spec,
+        ["parameters_change", "fresh_gradients", "step_loss", "clipped_norm", "learning_rate"],
+        averaged=["accumulation_ragged"],
+    )
 
 
 def test_what_a_lightning_module_may_configure():
@@ -226,7 +232,10 @@ def test_a_transformers_trainer(trainer_factory):
             "scheduler_order",
             "scheduler_per_update",
             "weight_decay_groups",
+            "evaluation_restores",
+            "evaluation_repeats",
         ],
+        averaged=["evaluation_batches", "evaluation_exact"],
     )
 
 

@@ -27,7 +27,7 @@ __all__ = [
     "tensors_of",
 ]
 
-# What a model raises that cannot be asked this: not in this dtype, of this length, in this way, or with a cache
+# What a model raises that cannot be asked this: in this dtype, of this length, in this way, or with a cache
 # that has no more room. NotImplementedError is a RuntimeError.
 REFUSALS = (RuntimeError, TypeError, ValueError, LookupError, AssertionError)
 

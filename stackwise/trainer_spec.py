@@ -50,6 +50,8 @@ class TrainingRun(Protocol):
       the run can be driven on its own data;
     - `checkpoint(folder, step) -> path`, `latest(folder) -> path | None`: checkpoints of several steps;
     - `shuffles`, `n_examples`: claims of its data: a new order each epoch, and how many examples it has;
+    - `averages_batches`: which of `accumulate` and `evaluate` weigh all batches the same, whatever they hold,
+      as the trainers of some libraries do: what differs for that reason alone warns;
     - `grad_norm`: of the last step, before clipping;
     - `data_part() -> (index, count)`: the part of a batch that this rank takes, if not (rank, ranks);
     - `fit()`: a whole training from its start, of as many updates as it is meant to have.

@@ -46,6 +46,10 @@ class TrainerSubject(Examined):
         """Whether the run has all of these optional attributes, and none is None."""
         return all(getattr(run, each, None) is not None for each in capabilities)
 
+    def averages_batches(self, run: TrainingRun, method: str) -> bool:
+        """Whether the run says that `method` weighs all batches the same, whatever they hold."""
+        return method in getattr(run, "averages_batches", ())
+
     def is_frozen(self, name: str) -> bool:
         """Whether a parameter is declared not to train."""
         prefixes = self.spec.frozen or ()

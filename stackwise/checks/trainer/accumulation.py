@@ -122,6 +122,15 @@ def _judged(subject: TrainerSubject, compared: _Comparison, where: str) -> Check
             advice="batch statistics, a contrastive or a routing loss do not add up over micro-batches; if "
             "there is none, look for state that is carried from one to the next",
         )
+    if "targets" in where and subject.averages_batches(subject.run(), "accumulate"):
+        return subject.warned(
+            compared.value,
+            compared.limit,
+            where=where,
+            meaning=meaning,
+            advice="its trainer divides each loss by the number of micro-batches: where it accumulates, let "
+            "the loss be a sum over targets, divided by a number that does not depend on the micro-batch",
+        )
     return subject.failed(
         compared.value,
         compared.limit,

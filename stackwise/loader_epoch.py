@@ -1,0 +1,26 @@
+"""The epoch of a loader: its batches, in the order that they would have at that place of a training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+__all__ = ["epoch_of"]
+
+
+def epoch_of(loader: Iterable[Any], number: int, set_epoch: Callable[[int], None]) -> Iterator[Any]:
+    """The batches of epoch `number`, counted from 0, of one and the same loader.
+
+    An order that is drawn from a global generator depends on what earlier epochs drew: each is begun, and its
+    first batch read, so that the orders of two epochs that start from one seed are not the same by accident.
+
+    Args:
+        loader: begins an epoch each time it is iterated.
+        number: of the epoch.
+        set_epoch: tells what shuffles the number of the epoch that begins.
+    """
+    for earlier in range(number):
+        set_epoch(earlier)
+        next(iter(loader), None)
+    set_epoch(number)
+    return iter(loader)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
-import json
 import math
 import os
 import sys
@@ -76,7 +75,7 @@ def main() -> int:
     torch.set_num_threads(1)  # of this process, which is forked for each subject
     claim = Claim("detection", arguments.quick)
     if arguments.resume:
-        claim.figures = _recorded(claim)
+        claim.resume()
     parts = arguments.parts.split(",")
     if "catalogue" in parts:
         catalogue(claim, arguments.jobs)
@@ -135,7 +134,7 @@ def catalogue(claim: Claim, jobs: int) -> None:
     mutants = zoo()
     names = sorted(mutants)[: 3 if claim.quick else None]
     figures = claim.figures.setdefault("catalogue", {"mutants": {}, "twins": {}})
-    twins = {mutants[name].twin.__name__: mutants[name].twin for name in names}
+    twins = {mutants[name].twin_name: mutants[name].twin for name in names}
     new = {name: functools.partial(answers, make) for name, make in twins.items()}
     for name, ended in all_isolated(_without(new, figures["twins"]), jobs=jobs, seconds=SECONDS):
         figures["twins"][name] = _summary(ended)
@@ -149,7 +148,7 @@ def catalogue(claim: Claim, jobs: int) -> None:
             "source": mutant.source,
             "summary": mutant.summary,
             "family": list(mutant.family),
-            "twin": mutant.twin.__name__,
+            "twin": mutant.twin_name,
             "caught": bool(found & set(mutant.family)),
             "caught_by": sorted(found),
             **summary,
@@ -163,14 +162,14 @@ def before_rivals(claim: Claim) -> None:
     mutants = zoo()
     names = sorted(mutants)[: 3 if claim.quick else None]
     figures = claim.figures.setdefault("rivals", {"versions": rivals.versions(), "mutants": {}, "twins": {}})
-    makes = {("twins", mutants[name].twin.__name__): mutants[name].twin for name in names}
+    makes = {("twins", mutants[name].twin_name): mutants[name].twin for name in names}
     makes |= {("mutants", name): mutants[name].make for name in names}
     for (kind, name), make in makes.items():
         if name not in figures[kind]:
             figures[kind][name] = rivals.ask_all(make)
             claim.write()
             print(f"rivals on {name}: {figures[kind][name]}", flush=True)
-    twin_of = {name: mutants[name].twin.__name__ for name in names}
+    twin_of = {name: mutants[name].twin_name for name in names}
     figures["table"] = by_rival(figures, twin_of)
 
 
@@ -248,7 +247,7 @@ def third_parties(claim: Claim, jobs: int) -> None:
 def _of_another(make: Callable[[], Any]) -> Iterator[Any]:
     made = make()  # a factory, or a model: what it costs to find one that builds is not asked again
     yield "built"
-    yield from answers(lambda: ModelSpec.of(made if not isinstance(made, torch.nn.Module) else make))
+    yield from answers(lambda: make if isinstance(made, torch.nn.Module) else made)
 
 
 # Cost
@@ -356,16 +355,6 @@ def _failures(
         )
         total += summary["error"] is not None
     return float(total)
-
-
-def _recorded(claim: Claim) -> dict[str, Any]:
-    path = claim.write() if not _path(claim).exists() else _path(claim)
-    figures: dict[str, Any] = json.loads(path.read_text())["figures"]
-    return figures
-
-
-def _path(claim: Claim) -> Path:
-    return Path(__file__).parent / "results" / "cpu" / f"{claim.name}{'-quick' if claim.quick else ''}.json"
 
 
 if __name__ == "__main__":

@@ -1,57 +1,162 @@
-"""`python -m bench.detection_table`: tables for README and docs, of what `bench.detection` wrote."""
+"""`python -m bench.detection_table`: what `bench.detection` wrote, put into README.md and docs/.
+
+Each table stands between two marks, which `MARKS` names; docs/zoo.md is the catalogue, of tests/zoo itself.
+"""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from bench.claim import RESULTS
+from bench.detection import zoo
 
-__all__ = ["family_table", "recorded", "rival_table", "summary"]
+__all__ = ["MARKS", "recorded", "written"]
+
+ROOT = Path(__file__).parent.parent
 
 
-def summary(record: dict[str, Any]) -> str:
-    """One row a bar, in Markdown."""
+def summary(record: Mapping[str, Any]) -> str:
+    """One row a bar."""
     rows = ["| | measured | aim |", "| --- | --- | --- |"]
     for bar in record["bars"]:
-        sign = "<=" if bar["at_most"] else ">="
+        sign = "at most" if bar["at_most"] else "at least"
         aim = f"{sign} {bar['limit']:g}" + ("" if bar["verdict"] == "PASS" else ", short")
         value = "-" if bar["value"] is None else f"{bar['value']:.3g}"
         rows.append(f"| {bar['name']} | {value} | {aim} |")
     return "\n".join(rows)
 
 
-def family_table(record: dict[str, Any]) -> str:
+def families(record: Mapping[str, Any]) -> str:
     """One row a family: mutants, caught by the family, caught by any."""
     rows = ["| family | mutants | caught by it | caught by any |", "| --- | --- | --- | --- |"]
-    families = record["figures"]["catalogue"]["families"]
     total: Counter[str] = Counter()
-    for family, row in families.items():
+    for family, row in record["figures"]["catalogue"]["families"].items():
         total.update(row)
         rows.append(f"| {family} | {row['mutants']} | {row['caught']} | {row['by_any']} |")
     rows.append(f"| all | {total['mutants']} | {total['caught']} | {total['by_any']} |")
     return "\n".join(rows)
 
 
-def rival_table(record: dict[str, Any]) -> str:
+def rivals(record: Mapping[str, Any]) -> str:
     """One row a tool, stackwise first: caught, missed, cannot be asked, alarms on clean twins."""
     figures = record["figures"]
     names = ("caught", "missed", "cannot be asked", "alarms on clean twins")
-    mutants = figures["catalogue"]["mutants"].values()
+    mutants, twins = (figures["catalogue"][kind].values() for kind in ("mutants", "twins"))
+    unasked = sum(mutant["error"] is not None for mutant in mutants)
+    caught = sum(bool(mutant["caught_by"]) for mutant in mutants)
     ours = {
-        "caught": sum(bool(mutant["caught_by"]) for mutant in mutants),
-        "missed": sum(not mutant["caught_by"] for mutant in mutants),
-        "cannot be asked": 0,
-        "alarms on clean twins": sum(
-            bool(twin["statuses"].get("failed")) for twin in figures["catalogue"]["twins"].values()
-        ),
+        "caught": caught,
+        "missed": len(mutants) - caught - unasked,
+        "cannot be asked": unasked,
+        "alarms on clean twins": sum(bool(twin["statuses"].get("failed")) for twin in twins),
     }
     rows = [f"| | {' | '.join(names)} |", "| --- " * (1 + len(names)) + "|"]
     for tool, row in {"stackwise": ours, **figures.get("rivals", {}).get("table", {})}.items():
         rows.append(f"| {tool} | {' | '.join(str(row[name]) for name in names)} |")
     return "\n".join(rows)
+
+
+def third_party(record: Mapping[str, Any]) -> str:
+    """One row a library: models, answers of each status; then why what is no bug of a check failed."""
+    figures = record["figures"]["third_party"]
+    statuses = ("passed", "warned", "not applicable", "failed", "error")
+    rows = [f"| library | models | {' | '.join(statuses)} |", "| --- " * (2 + len(statuses)) + "|"]
+    libraries: dict[str, Counter[str]] = {}
+    for name, model in figures["models"].items():
+        libraries.setdefault(name.partition("/")[0], Counter()).update(model["statuses"], models=1)
+    for library, row in libraries.items():
+        version = figures["versions"].get(library, "")
+        counts = " | ".join(str(row[status]) for status in statuses)
+        rows.append(f"| {library} {version} | {row['models']} | {counts} |")
+    failed = [
+        f"- {name}, `{each['check']}`: "
+        + figures["explained"].get(name.removesuffix(" is_decoder"), {}).get(each["family"], "not explained")
+        for name, model in figures["models"].items()
+        for each in model["others"]
+        if each["status"] in ("failed", "error")
+    ]
+    warned = Counter(
+        each["check"]
+        for model in figures["models"].values()
+        for each in model["others"]
+        if each["status"] == "warned"
+    )
+    listed = ", ".join(f"`{name}` {count}" for name, count in warned.most_common())
+    return "\n".join([*rows, "", "Failed:", "", *sorted(failed), "", f"Warned: {listed}."])
+
+
+def cost(record: Mapping[str, Any]) -> str:
+    """One row a size: parameters, seconds of the fast suite."""
+    rows = ["| model | parameters | seconds | of these the slowest check |", "| --- | --- | --- | --- |"]
+    for name, row in record["figures"]["cost"].items():
+        slowest, seconds = row["slowest"][0]
+        rows.append(f"| {name} | {row['parameters']:,} | {row['median']:.2f} | `{slowest}` {seconds:.2f} |")
+    return "\n".join(rows)
+
+
+def mutations(record: Mapping[str, Any]) -> str:
+    """One row a group of random mutations: how many, found, rate with its interval, more that warned."""
+    figures = record["figures"]["mutations"]
+    rows = ["| mutations | drawn | found | rate [95 % interval] | more warned |", "| --- " * 5 + "|"]
+    groups = {
+        **{name: row for name, row in figures["detection"].items() if not name.startswith("rule")},
+        "false alarms on clean twins": figures["false_alarms"],
+    }
+    for name, row in groups.items():
+        low, high = row["interval"]
+        rate = "-" if row["rate"] is None else f"{row['rate']:.3f} [{low:.3f}, {high:.3f}]"
+        rows.append(f"| {name} | {row['n']} | {row['hits']} | {rate} | {row['warned']} |")
+    return "\n".join(rows)
+
+
+def catalogue(_: Mapping[str, Any]) -> str:
+    """One row a mutant: what is wrong, the family that is to FAIL, where it was seen."""
+    rows = ["| id | bug | what is wrong | family | seen |", "| --- " * 5 + "|"]
+    for mutant in sorted(zoo().values(), key=lambda each: (_number(each.id), each.name)):
+        summary = mutant.summary.replace("|", "\\|")
+        family = " or ".join(mutant.family)
+        rows.append(f"| {mutant.id} | `{mutant.name}` | {summary} | {family} | {mutant.source} |")
+    return "\n".join(rows)
+
+
+def _number(name: str) -> tuple[str, int]:
+    digits = "".join(c for c in name if c.isdigit())
+    return name.rstrip("0123456789"), int(digits or 0)
+
+
+# page -> mark -> what stands there
+MARKS: dict[str, dict[str, Callable[[Mapping[str, Any]], str]]] = {
+    "README.md": {"detection": summary, "rivals": rivals},
+    "docs/checks.md": {
+        "detection": summary,
+        "families": families,
+        "rivals": rivals,
+        "third_party": third_party,
+        "cost": cost,
+        "mutations": mutations,
+    },
+    "docs/zoo.md": {"catalogue": catalogue},
+}
+
+
+def written(page: str, record: Mapping[str, Any]) -> str:
+    """A page's text with its tables anew.
+
+    Raises:
+        ValueError: a mark is missing.
+    """
+    text = (ROOT / page).read_text()
+    for mark, table in MARKS[page].items():
+        begin, end = f"<!-- {mark} -->\n", f"<!-- end of {mark} -->"
+        if begin not in text or end not in text:
+            raise ValueError(f"{page}: no {begin.strip()} ... {end}")
+        before, _, rest = text.partition(begin)
+        text = f"{before}{begin}\n{table(record)}\n\n{end}{rest.partition(end)[2]}"
+    return text
 
 
 def recorded(path: Path = RESULTS / "cpu" / "detection.json") -> dict[str, Any]:
@@ -61,5 +166,5 @@ def recorded(path: Path = RESULTS / "cpu" / "detection.json") -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    found = recorded()
-    print(summary(found), family_table(found), rival_table(found), sep="\n\n")
+    for name in MARKS:
+        (ROOT / name).write_text(written(name, recorded()))

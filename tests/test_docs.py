@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 import stackwise.checks.check as check_module
+from bench.detection_table import MARKS, recorded, written
 from stackwise import ModelSpec, StackWiseConfig, check_model, measure, stability_run
 from stackwise.benchmark import model_workload
 from stackwise.checks import known_checks
@@ -150,8 +151,13 @@ def test_table_of_speed_is_what_was_measured():
     assert printed.strip() in (ROOT / "README.md").read_text()
 
 
+@pytest.mark.parametrize("page", MARKS)
+def test_tables_of_detection_are_what_was_measured(page):
+    assert written(page, recorded()) == (ROOT / page).read_text()
+
+
 def test_links_lead_somewhere():
-    for page in [*PAGES, "docs/design.md", "docs/log.md"]:
+    for page in [*PAGES, "docs/design.md", "docs/log.md", "docs/zoo.md"]:
         for target in re.findall(r"\]\((?!https?:)([^)#]+)", (ROOT / page).read_text()):
             assert ((ROOT / page).parent / target).exists(), (page, target)
 

@@ -23,7 +23,7 @@ class Mutant:
     """A bug.
 
     Attributes:
-        id: of the catalogue's entry, docs/zoo.md.
+        id: of the entry in docs/zoo.md.
         name: of the function that makes it.
         summary: what is wrong, in one line.
         source: where it was seen: an issue, a paper, or "classic".
@@ -41,6 +41,11 @@ class Mutant:
     make: Callable[[], Any]
     twin: Callable[[], Any]
     observable: Callable[[Any], Any]
+
+    @property
+    def twin_name(self) -> str:
+        """Module and function."""
+        return f"{self.twin.__module__.rpartition('.')[2]}.{self.twin.__name__}"
 
 
 MUTANTS: dict[str, Mutant] = {}

@@ -15,7 +15,7 @@ for path in sorted(Path(__file__).parent.glob("*.py")):
     if not path.stem.startswith("test_"):
         importlib.import_module(f"tests.zoo.{path.stem}")
 
-TWINS = {f"{m.twin.__module__.rpartition('.')[2]}.{m.twin.__name__}": m.twin for m in MUTANTS.values()}
+TWINS = {mutant.twin_name: mutant.twin for mutant in MUTANTS.values()}
 # Each of these starts processes of its own.
 SLOW = {"distributed"}
 MUTANT_NAMES = [

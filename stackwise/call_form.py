@@ -27,26 +27,41 @@ class CallForm:
         in_batch: all is given in one dict.
         with_targets: the inputs are given as `targets` too, without which some models leave out logits.
         complete: a mask of ones and the inputs as labels are given too.
+        element: which of several outputs in a tuple has the logits.
     """
 
     keyword: str | None = None
     in_batch: bool = False
     with_targets: bool = False
     complete: bool = False
+    element: int = 0
 
     def __call__(self, model: nn.Module, inputs: Tensor, **more: Any) -> Any:
-        """Call `model` with inputs (B, T) or (B, T, C), and with `more` by name."""
+        """Call `model` with inputs (B, T) or (B, T, C), and with `more` by name.
+
+        Of several outputs in a tuple, those with the logits come back first.
+        """
         if self.with_targets:
             more = {"targets": inputs, **more}
         if self.complete:
             ones = torch.ones(inputs.shape[:2], dtype=torch.long, device=inputs.device)
             more = {"attention_mask": ones, "labels": inputs, **more}
         if self.keyword is None:
-            return model(inputs, **more)
+            return self._logits_first(model(inputs, **more))
         named = {self.keyword: inputs, **more}
-        return model(named) if self.in_batch else model(**named)
+        return self._logits_first(model(named) if self.in_batch else model(**named))
+
+    def _logits_first(self, output: Any) -> Any:
+        if not isinstance(output, tuple | list) or hasattr(output, "logits") or hasattr(output, "loss"):
+            return output
+        if not 0 < self.element < len(output):
+            return output
+        return (output[self.element], *output[: self.element], *output[self.element + 1 :])
 
     def __str__(self) -> str:
+        return self._call() + (f", logits at [{self.element}] of what comes back" if self.element else "")
+
+    def _call(self) -> str:
         if self.in_batch:
             names = [str(self.keyword), *(("attention_mask", "labels") if self.complete else ())]
             return f"called with a dict of {', '.join(names)}"

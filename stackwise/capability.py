@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stackwise.call_form import CallForm
+from stackwise.seed import seeded
 
 __all__ = ["capabilities", "masked_with_positions"]
 
@@ -35,7 +36,12 @@ _CACHES = ("past_key_values", "cache_params", "state")
 
 
 def capabilities(
-    model: nn.Module, inputs: Tensor, logits_of: Callable[[Any], Tensor], form: CallForm = _USUAL
+    model: nn.Module,
+    inputs: Tensor,
+    logits_of: Callable[[Any], Tensor],
+    form: CallForm = _USUAL,
+    *,
+    auxiliary: bool = False,
 ) -> dict[str, Any]:
     """Attributes of a ModelSpec that `model` shows to have; those that it does not show are left out.
 
@@ -46,6 +52,7 @@ def capabilities(
         inputs: a batch that it takes, (B, T) ids or (B, T, C) vectors.
         logits_of: output of a call -> its logits.
         form: how it is called.
+        auxiliary: whether a loss of its routers came back, though it was not asked for.
     """
     named: Collection[str] = _IN_BATCHES if form.in_batch else inspect.signature(model.forward).parameters
     found: dict[str, Any] = {}
@@ -68,8 +75,9 @@ def capabilities(
     hiding = (way for way in usable if len(usable) > 1 and _hides(way[0], model, inputs, logits_of))
     if usable:
         found["masked"], found["padding_sides"] = next(hiding, usable[0])
-    if "document_ids" in named and works(lambda: _packed(model, inputs, everything.long())):
-        found["packed"] = _packed
+    packed = partial(_packed, form=form)
+    if "document_ids" in named and works(lambda: packed(model, inputs, everything.long())):
+        found["packed"] = packed
     for decode in _decodings(model, named):
         if works(lambda: _in_two(decode, model, inputs, logits_of)):  # noqa: B023
             found["decode"] = decode
@@ -80,6 +88,8 @@ def capabilities(
             break
     if "output_router_logits" in named and _is_scalar(lambda: _auxiliary_loss(model, inputs, None)):
         found["auxiliary_loss"] = _auxiliary_loss
+    elif auxiliary and _is_trained(model, handed_out := partial(_handed_out_loss, form=form), inputs):
+        found["auxiliary_loss"] = handed_out
     return found | dict(_claims(model))
 
 
@@ -88,7 +98,7 @@ def _maskings(named: Collection[str], form: CallForm) -> Iterator[tuple[Callable
     for name, polarities in _MASKS.items():
         if name not in named:
             continue
-        if name == "attention_mask" and "position_ids" in named:
+        if name == "attention_mask" and "position_ids" in named and not form.element:
             # Whoever pads on the left says where the real tokens are.
             yield masked_with_positions, ("right", "left")
         for polarity in polarities:
@@ -129,8 +139,8 @@ def _hides(
     return bool((one - two).abs().max() <= 1e-5 * one.abs().max())
 
 
-def _packed(model: nn.Module, inputs: Tensor, documents: Tensor) -> Any:
-    return model(inputs, document_ids=documents)
+def _packed(model: nn.Module, inputs: Tensor, documents: Tensor, *, form: CallForm) -> Any:
+    return form(model, inputs, document_ids=documents)
 
 
 def _decodings(model: nn.Module, named: Collection[str]) -> Iterator[Callable[..., Any]]:
@@ -228,10 +238,13 @@ def _labellings(
         ahead = inputs.clone()
         ahead[:, -1] = inputs[:, 0]
         try:
-            before, after = (logits_of(form(model, ids))[:, 0] for ids in (inputs, ahead))
+            firsts = []
+            for ids in (inputs, ahead):
+                with seeded(0, inputs.device):
+                    firsts.append(logits_of(form(model, ids))[:, 0])
         except Exception:  # it wants its targets at each call
             return
-    shift = int(torch.equal(before, after))
+    shift = int(torch.equal(*firsts))
     for ignored in (-100, -1):
         way = partial(_targeted_loss, form=form, shift=shift, ignored=ignored)
         if _is_scalar(lambda: way(model, inputs, torch.full_like(inputs, -100))):  # noqa: B023
@@ -265,6 +278,26 @@ def _auxiliary_loss(model: nn.Module, inputs: Tensor, keep: Tensor | None) -> Te
     mask = {} if keep is None else {"attention_mask": keep.long()}
     loss: Tensor = model(inputs, output_router_logits=True, **mask).aux_loss
     return loss
+
+
+def _handed_out_loss(model: nn.Module, inputs: Tensor, keep: Tensor | None, *, form: CallForm) -> Tensor:
+    """What a model that balances its routers hands out beside its logits, asked or not."""
+    mask = {} if keep is None else {"attention_mask": keep.long()}
+    output = form(model, inputs, **mask)
+    found = output.get("aux_loss") if isinstance(output, Mapping) else getattr(output, "aux_loss", None)
+    if not isinstance(found, Tensor):
+        raise TypeError("aux_loss: none came back")
+    return found
+
+
+def _is_trained(model: nn.Module, loss: Callable[..., Any], inputs: Tensor) -> bool:
+    """Whether it is a scalar that asks for a gradient: one that does not is there to be looked at."""
+    try:
+        with torch.enable_grad():
+            value = loss(model, inputs, None)
+    except Exception:  # any failure is an answer: it has none
+        return False
+    return isinstance(value, Tensor) and value.ndim == 0 and value.requires_grad
 
 
 def _is_scalar(call: Callable[[], Any]) -> bool:

@@ -32,12 +32,16 @@ class Check:
     """cpu, cuda or cuda:N."""
     seed: int = 0
     """Of weights, inputs and dropout."""
+    causal: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """The model claims that no output depends on a later input; neither flag: as it says itself."""
+    no_causal: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """It claims no such thing, as an encoder."""
     report: Path | None = None
     """Write the results here, as .md, as .json, or both where the name has no ending."""
 
     def run(self) -> int:
         """Print every result."""
-        from stackwise.checks import check_model, check_trainer
+        from stackwise.checks import check_model, check_trainer, refuse_unknown
         from stackwise.device import fingerprint, resolve_device
         from stackwise.factory import load_factory
         from stackwise.report import Report, report_files
@@ -45,14 +49,20 @@ class Check:
 
         files = report_files(self.report) if self.report else []
         names = [name for some in self.checks for name in some.split(",") if name] or None
+        if names is not None:
+            refuse_unknown(names)
+        if self.causal and self.no_causal:
+            raise ValueError("got --causal and --no-causal; wanted one of them")
+        declared = {"causal": self.causal} if self.causal or self.no_causal else {}
         device = resolve_device(self.device)
-        spec = _describe(load_factory(self.subject, search=Path.cwd()), self.subject)
+        spec = _describe(load_factory(self.subject, search=Path.cwd()), self.subject, declared)
         print(f"{spec.name}: {spec.notes}".removesuffix(": "))
         if isinstance(spec, TrainerSpec):
             results = check_trainer(spec, checks=names, suite=self.suite, device=device, seed=self.seed)
         else:
             results = check_model(spec, checks=names, suite=self.suite, device=device, seed=self.seed)
-        report = Report(failed_tests=[f"{r.model}::{r.check}" for r in results if not r.ok])
+        failed = [f"{result.model}::{result.check}" for result in results if not result.ok]
+        report = Report(failed_tests=failed, noun="check")
         for result in results:
             report.add("checks", **result.to_dict())
         for line in report.lines():
@@ -64,12 +74,11 @@ class Check:
         return 1 if report.failed_tests else 0
 
 
-def _describe(found: Any, target: str) -> ModelSpec | TrainerSpec:
+def _describe(found: Any, target: str, declared: dict[str, Any]) -> ModelSpec | TrainerSpec:
     """The spec of what `target` names: of a model, or, by what it returns, of a training step."""
     from torch import nn
 
     from stackwise.spec import ModelSpec
-    from stackwise.trainer_adapter import is_lightning_module
     from stackwise.trainer_spec import TrainerSpec
 
     is_factory = callable(found) and not isinstance(found, nn.Module)
@@ -81,19 +90,37 @@ def _describe(found: Any, target: str) -> ModelSpec | TrainerSpec:
 
     asked = functools.wraps(found)(remembering) if is_factory else found
     try:
-        spec = ModelSpec.of(asked)
-    except TypeError as error:
-        if not made or isinstance(made[0], nn.Module | ModelSpec):
+        spec = ModelSpec.of(asked, **declared)
+    except (TypeError, ValueError) as error:
+        if not made or not _may_be_a_training_step(made[0], error):
             raise
         try:
             trainer = TrainerSpec.of(found)
         except TypeError as other:
             raise TypeError(f"{error}; nor is it a training step: {other}") from None
-        return trainer if trainer.factory else replace(trainer, factory=_absolute(target))
-    if is_lightning_module(made[0]):
-        return TrainerSpec.of(found, factory=_absolute(target))
+        return _of_training(trainer, target, declared)
+    if _may_be_a_training_step(made[0], None):
+        return _of_training(TrainerSpec.of(found), target, declared)
     # Not of what remembers: a factory is called anew for each model.
     return replace(spec, build=found) if spec.build is asked else spec
+
+
+def _may_be_a_training_step(made: Any, error: Exception | None) -> bool:
+    """Whether `made`, which as a model gave `error` or none, is to be asked as a training step."""
+    from torch import nn
+
+    from stackwise.spec import ModelSpec
+    from stackwise.trainer_adapter import is_lightning_module
+
+    if is_lightning_module(made):  # it may have no forward
+        return True
+    return isinstance(error, TypeError) and not isinstance(made, nn.Module | ModelSpec)
+
+
+def _of_training(spec: TrainerSpec, target: str, declared: dict[str, Any]) -> TrainerSpec:
+    if declared:
+        raise ValueError(f"{spec.name}: got --causal or --no-causal, and is a training step; wanted a model")
+    return spec if spec.factory else replace(spec, factory=_absolute(target))
 
 
 def _absolute(target: str) -> str:

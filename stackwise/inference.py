@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -20,6 +22,8 @@ from stackwise.seed import seeded
 __all__ = ["InferenceError", "cast", "infer", "logits_of"]
 
 _TRIAL_LENGTHS = (16, 8, 4)
+_LONGEST_TRIAL = 1024
+_LONGEST_ERROR = 160
 # Settings of configurations that make a model causal which is not without them.
 _CAUSAL_SETTINGS = {
     "is_decoder": True,
@@ -29,14 +33,53 @@ _CAUSAL_SETTINGS = {
     "use_bidirectional_attention": False,
     "bidirectional": False,
 }
+# What the longest sequence is called. Some of these names mean other things too, as the size of a block of
+# sparse attention.
+_LIMITS = (
+    "max_position_embeddings",
+    "max_seq_len",
+    "max_length",
+    "max_seq_length",
+    "max_sequence_length",
+    "max_context_length",
+    "max_positions",
+    "max_len",
+    "n_positions",
+    "n_ctx",
+    "context_length",
+    "context_size",
+    "block_size",
+)
+# What a model was configured by.
+_SETTINGS = ("config", "cfg", "args", "params")
+
+
+_ASSUMED_CAUSAL = "assumed causal (say causal=False if not)"
 
 
 class InferenceError(ValueError):
     """A model's way of being called could not be inferred and has to be declared."""
 
 
+@dataclass
+class _Trial:
+    """What one call of the model gave.
+
+    Attributes:
+        element: where in a tuple of outputs the logits are.
+        beside: how many more of its outputs could have been these.
+        auxiliary: whether a loss of its routers came with them.
+        attributes: of a ModelSpec: the kind of input, width, a length that works.
+    """
+
+    element: int = 0
+    beside: int = 0
+    auxiliary: bool = False
+    attributes: dict[str, Any] = field(default_factory=dict)
+
+
 def infer(model: nn.Module, declared: Mapping[str, Any]) -> dict[str, Any]:
-    """Attributes of a ModelSpec: how it is called, what it claims, what else it can do, and `notes`.
+    """Attributes of a ModelSpec: how it is called, what it claims, what else it can do, `assumed`, `notes`.
 
     Args:
         model: in eval mode; it is called, and of no other use afterwards.
@@ -45,25 +88,34 @@ def infer(model: nn.Module, declared: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         InferenceError: no call was found; the message says what was tried.
     """
-    inferred: dict[str, Any] = {"max_length": _length_limit(model)}
+    inferred: dict[str, Any] = {}
+    max_length, doubtful = _length_limit(model)
+    inferred["max_length"] = max_length
     notes = []
     if "forward" not in declared and _is_sequence_first(model):
         inferred["forward"] = _transposed_call
         notes.append("batch_first=False: called with positions first")
-    form, found = _try_calls(model, {**inferred, **declared})
-    inferred |= found
+    form, trial = _try_calls(model, {**inferred, **declared})
+    found = {"forward": form, **inferred, **trial.attributes, **declared}
+    if doubtful and "max_length" not in declared and _takes_more(model, found):
+        inferred["max_length"] = None
+        form, trial = _try_calls(model, {**inferred, **declared})
+    inferred |= trial.attributes
     if form is not None and form != CallForm():
         inferred["forward"] = form
         notes.append(str(form))
     known = {**inferred, **declared}
     notes.append(f"takes {known['inputs']} of width {known['width']}")
+    if trial.beside:
+        notes.append(f"judged by its output [{trial.element}] alone, beside which are {trial.beside} more")
     if "causal" not in declared:
         inferred["causal"], reason = _claimed_causality(model, known)
+        inferred["assumed"] = ("causal",) if reason == _ASSUMED_CAUSAL else ()
         notes.append(reason)
     if known["max_length"] is not None:
         notes.append(f"at most {known['max_length']} positions")
     if form is not None:
-        shown = capabilities(model, _example(model, known), logits_of, form)
+        shown = capabilities(model, _example(model, known), logits_of, form, auxiliary=trial.auxiliary)
         can = {key: value for key, value in shown.items() if key not in known}
         inferred |= can
         if can:
@@ -100,34 +152,47 @@ def cast(inputs: Tensor, model: nn.Module) -> Tensor:
 
 
 @torch.no_grad()
-def _try_calls(model: nn.Module, known: dict[str, Any]) -> tuple[CallForm | None, dict[str, Any]]:
-    """How the model can be called: its form (None: declared), kind of input, width, a length that works."""
-    tried: list[str] = []
+def _try_calls(model: nn.Module, known: dict[str, Any]) -> tuple[CallForm | None, _Trial]:
+    """How the model can be called (None: as declared), and what that gave."""
+    tried: dict[str, list[str]] = {}
     forms = [None] if "forward" in known else list(call_forms(model))
     for form in forms:
-        found = _try_form(model, known, known["forward"] if form is None else form, tried)
-        if found is not None:
-            return form, found
+        trial = _try_form(model, known, known["forward"] if form is None else form, tried)
+        if trial is not None:
+            return None if form is None else replace(form, element=trial.element), trial
+    lines = [f"{', '.join(dict.fromkeys(inputs))}: {error}" for error, inputs in tried.items()]
     raise InferenceError(
         f"{known['name']}: no call was found that gives (batch, positions, width). Declare inputs=, width= "
         "and forward= in ModelSpec.of(factory, ...). Tried:\n  "
-        + "\n  ".join(dict.fromkeys(tried) or ["nothing: no layers seen"])
+        + "\n  ".join(lines or ["nothing: no layers seen"])
     )
 
 
 def _try_form(
-    model: nn.Module, known: dict[str, Any], forward: Callable[..., Any], tried: list[str]
-) -> dict[str, Any] | None:
-    def attempt(inputs: Tensor) -> Tensor | None:
+    model: nn.Module, known: dict[str, Any], forward: Callable[..., Any], tried: dict[str, list[str]]
+) -> _Trial | None:
+    """What a call gives; None: it cannot be called so, and in `tried` (error -> inputs) is why."""
+
+    def attempt(inputs: Tensor) -> tuple[_Trial, int] | None:
+        """The trial, and how wide its logits are."""
         device = next((p.device for p in model.parameters()), inputs.device)
+        given, trial = cast(inputs.to(device), model), _Trial()
         try:
-            output = logits_of(forward(model, cast(inputs.to(device), model)))
+            output = forward(model, given)
+            if isinstance(forward, CallForm):
+                trial.auxiliary = _in(output, "aux_loss") is not None
+                if places := _candidates(output, given):
+                    trial.element = _place_of_logits(model, forward, output, given, places)
+                    trial.beside = len(places) - 1
+                    output = output[trial.element]
+            logits = logits_of(output)
         except Exception as error:  # any failure is an answer: this is not how it is called
-            tried.append(f"{_describe(inputs)}: {type(error).__name__}: {' '.join(str(error).split())[:120]}")
+            text = shorten(f"{type(error).__name__}: {error}", _LONGEST_ERROR, placeholder=" ...")
+            tried.setdefault(text, []).append(_describe(inputs))
             return None
-        if output.ndim == 3 and output.shape[:2] == inputs.shape[:2] and output.is_floating_point():
-            return output
-        tried.append(f"{_describe(inputs)}: output of shape {tuple(output.shape)}")
+        if logits.ndim == 3 and logits.shape[:2] == inputs.shape[:2] and logits.is_floating_point():
+            return trial, logits.shape[-1]
+        tried.setdefault(f"output of shape {tuple(logits.shape)}", []).append(_describe(inputs))
         return None
 
     kinds = (known["inputs"],) if "inputs" in known else ("tokens", "vectors")
@@ -135,20 +200,75 @@ def _try_form(
     lengths = (known["seq_len"],) if "seq_len" in known else tuple(t for t in _TRIAL_LENGTHS if t <= limit)
     for seq_len in lengths or (limit,):
         if "tokens" in kinds:
-            accepted = []
+            accepted = None
             for vocab_size in (known["width"],) if "width" in known else _vocabulary_candidates(model):
-                output = attempt(torch.randint(vocab_size, (2, seq_len)))
-                if output is not None and output.shape[-1] == vocab_size:
-                    return {"inputs": "tokens", "width": vocab_size, "seq_len": seq_len}
-                if output is not None:
-                    accepted.append(vocab_size)
+                if (found := attempt(torch.randint(vocab_size, (2, seq_len)))) is None:
+                    continue
+                trial, width = found
+                trial.attributes = {"inputs": "tokens", "width": vocab_size, "seq_len": seq_len}
+                if width == vocab_size:
+                    return trial
+                accepted = accepted or trial  # of the smallest
             if accepted:
-                return {"inputs": "tokens", "width": min(accepted), "seq_len": seq_len}
+                return accepted
         if "vectors" in kinds:
             for width in (known["width"],) if "width" in known else _width_candidates(model):
-                if attempt(torch.randn(2, seq_len, width)) is not None:
-                    return {"inputs": "vectors", "width": width, "seq_len": seq_len}
+                if (found := attempt(torch.randn(2, seq_len, width))) is not None:
+                    trial, _ = found
+                    trial.attributes = {"inputs": "vectors", "width": width, "seq_len": seq_len}
+                    return trial
     return None
+
+
+def _in(output: Any, name: str) -> Any:
+    return output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
+
+
+def _candidates(output: Any, inputs: Tensor) -> list[int]:
+    """Where in a tuple of outputs, if it is one that names none, logits may be."""
+    if not isinstance(output, tuple | list) or hasattr(output, "logits"):
+        return []
+    return [
+        place
+        for place, each in enumerate(output)
+        if isinstance(each, Tensor)
+        and each.ndim == 3
+        and each.shape[:2] == inputs.shape[:2]
+        and each.is_floating_point()
+    ]
+
+
+def _place_of_logits(
+    model: nn.Module, form: CallForm, output: Sequence[Tensor], inputs: Tensor, places: list[int]
+) -> int:
+    """The first of several outputs that is as wide as the vocabulary; else the first."""
+    if len(places) == 1 or inputs.is_floating_point():
+        return places[0]
+    read = _vocabulary_read(model, form, inputs)
+    known = [size for size in reversed(_vocabulary_candidates(model)) if size != read]
+    for size in (read, *known):
+        for place in places:
+            if output[place].shape[-1] == size:
+                return place
+    return places[0]
+
+
+def _vocabulary_read(model: nn.Module, form: CallForm, inputs: Tensor) -> int | None:
+    """The size of the embedding that the ids themselves go into, and not their positions or kinds."""
+    sizes: list[int] = []
+
+    def see(module: nn.Module, given: tuple[Any, ...]) -> None:
+        if given and isinstance(given[0], Tensor) and torch.equal(given[0], inputs):
+            sizes.append(module.num_embeddings)  # type: ignore[arg-type]
+
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    handles = [module.register_forward_pre_hook(see) for module in embeddings]
+    try:
+        form(model, inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return next(iter(sizes), None)
 
 
 def _example(model: nn.Module, known: Mapping[str, Any]) -> Tensor:
@@ -223,7 +343,7 @@ def _claimed_causality(model: nn.Module, known: Mapping[str, Any]) -> tuple[bool
             return False, f"not causal, as configured: {setting}"
         return True, "causal, since it can generate"
     if known["inputs"] == "tokens":
-        return True, "assumed causal (say causal=False if not)"
+        return True, _ASSUMED_CAUSAL
     return None, "no claim about causality (say causal=True to check it)"
 
 
@@ -280,10 +400,32 @@ def _reads_ahead(model: nn.Module, known: Mapping[str, Any]) -> bool:
     return True
 
 
-def _length_limit(model: nn.Module) -> int | None:
+def _length_limit(model: nn.Module) -> tuple[int | None, bool]:
+    """The longest sequence that the model's settings name, and whether the name may mean something else."""
     config = getattr(model, "config", None)
-    for owner, name in ((config, "max_position_embeddings"), (model, "max_seq_len"), (model, "max_length")):
+    owners = (model, *(getattr(model, name, None) for name in _SETTINGS))
+    certain = [(config, "max_position_embeddings"), (model, "max_seq_len"), (model, "max_length")]
+    # Of a configuration, max_length may be that of the texts that it is to generate.
+    doubtful = [(o, name) for name in _LIMITS for o in owners if o is model or name != "max_length"]
+    for place, (owner, name) in enumerate(certain + doubtful):
         limit = getattr(owner, name, None)
-        if isinstance(limit, int) and limit > 0:
-            return limit
-    return None
+        if isinstance(limit, int) and not isinstance(limit, bool) and limit > 0:
+            return limit, place >= len(certain)
+    return None, False
+
+
+@torch.no_grad()
+def _takes_more(model: nn.Module, known: Mapping[str, Any]) -> bool:
+    """Whether the model takes one position more than its limit; one that is too long to try is believed.
+
+    On CUDA, where an index out of range ruins the process, every limit is.
+    """
+    limit = known["max_length"]
+    on_cpu = next((p.device.type for p in model.parameters()), "cpu") == "cpu"
+    if limit is None or limit > _LONGEST_TRIAL or not on_cpu:
+        return False
+    inputs = _example(model, {**known, "seq_len": limit + 1})[:1]
+    try:
+        return logits_of(known["forward"](model, inputs)).shape[:2] == inputs.shape[:2]
+    except Exception:  # any failure is an answer: it does not
+        return False

@@ -8,12 +8,14 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from stackwise.argument import check_choice, check_number, check_sizes, require
 from stackwise.inference import cast, infer, logits_of
@@ -28,7 +30,7 @@ _NETWORK = {"httpcore", "httpx", "requests", "urllib", "urllib3"}
 
 
 class FactoryError(ValueError):
-    """A factory raised instead of returning a model; its own exception is the cause."""
+    """A factory raised, which is the cause, or what it returned is no model that can be run."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,8 @@ class ModelSpec:
         never_waits: whether a forward and backward pass claims never to make the host wait for the device,
             as one captured in a CUDA graph has to; None: nothing is claimed.
         unused: names of parameters that need no gradient, as prefixes.
+        frozen: names of parameters that are meant not to train, as prefixes.
+        assumed: names of the attributes above that are neither declared nor seen, but the usual case.
         tolerance: largest difference, relative to how far the output varies, that counts as rounding
             where a model cannot be run in float64.
         seq_len: T of the checks.
@@ -104,13 +108,18 @@ class ModelSpec:
     reference: Factory | None = None
     never_waits: bool | None = None
     unused: tuple[str, ...] = ()
+    frozen: tuple[str, ...] = ()
+    assumed: tuple[str, ...] = ()
     tolerance: float = 1e-5
     seq_len: int = 16
     notes: str = ""
 
     @classmethod
     def of(cls, subject: Any, **declared: Any) -> ModelSpec:
-        """Describe `subject` by building it once and trying it.
+        """Describe `subject` by building it and trying it.
+
+        A factory is called twice: where the models share weights, as those of `lambda: model` do, each use
+        gets a copy, so that nothing is done to the caller's.
 
         Args:
             subject: a function that returns a module (or a ModelSpec), a module (copied for each
@@ -119,20 +128,28 @@ class ModelSpec:
             **declared: attributes of ModelSpec that are not to be inferred.
 
         Raises:
-            FactoryError: `subject` raised.
+            FactoryError: `subject` raised, or its weights cannot be run: on the meta device, lazy, or made
+                under inference_mode.
             InferenceError: no way of calling the model was found; the message says what was tried.
             TypeError: `subject` is, or returns, something else, or needs arguments.
         """
         if (build := _builder(subject)) is not None:
             return cls.of(build, **{"name": type(subject).__name__, **declared})
         if isinstance(subject, nn.Module):
-            return cls._infer(lambda: copy.deepcopy(subject), subject, type(subject).__name__, declared)
+            name = type(subject).__name__
+            _refuse_unready(subject, name)
+            return cls._infer(lambda: copy.deepcopy(subject), copy.deepcopy(subject), name, declared)
         if callable(subject):
             made = _made(subject)
             if isinstance(made, nn.Module):
                 name = getattr(subject, "__name__", "<lambda>")
                 name = type(made).__name__ if name == "<lambda>" else name
-                return cls._infer(subject, made, name, declared)
+                _refuse_unready(made, name)
+                build, model = _apart(subject, made)
+                spec = cls._infer(build, model, name, declared)
+                if build is subject or "notes" in declared:
+                    return spec
+                return replace(spec, notes=f"{spec.notes}; its models share tensors, so each is a copy")
             subject = made
         if not isinstance(subject, ModelSpec):
             raise TypeError(
@@ -140,13 +157,16 @@ class ModelSpec:
                 "an nn.Module or a ModelSpec, an nn.Module, a transformers or litgpt configuration, or a "
                 "ModelSpec"
             )
-        return replace(subject, **declared) if declared else subject
+        if not declared:
+            return subject
+        assumed = tuple(name for name in subject.assumed if name not in declared)
+        return replace(subject, **{"assumed": assumed, **declared})
 
     @classmethod
     def _infer(cls, build: Factory, model: nn.Module, name: str, declared: dict[str, Any]) -> ModelSpec:
-        """What is declared wins; only the rest is inferred, from a copy of `model`."""
+        """What is declared wins; only the rest is inferred, from `model`, which is of no other use."""
         with seeded(0):
-            inferred = infer(copy.deepcopy(model).eval(), {"name": name, **declared})
+            inferred = infer(model.eval(), {"name": name, **declared})
         attributes: dict[str, Any] = {"build": build, "name": name} | inferred | declared
         return cls(**attributes)
 
@@ -202,7 +222,7 @@ class ModelSpec:
         return F.cross_entropy(output.flatten(0, 1).float(), labels.flatten().long())
 
 
-def _made(factory: Callable[..., Any]) -> Any:
+def _made(factory: Callable[..., Any], *, again: bool = False) -> Any:
     """What a user's factory returns; whatever goes wrong in it is one clear error."""
     name = getattr(factory, "__name__", type(factory).__name__)
     try:
@@ -218,9 +238,53 @@ def _made(factory: Callable[..., Any]) -> Any:
             return factory()
     except (Exception, SystemExit) as error:
         message = f"model: {name} raised {type(error).__name__}: {error}"
+        if again:
+            message += " (the second time that it was called; each question wants a fresh model)"
         if _is_of_the_network(error):
             message += " (it wants the network: build from a local configuration or local weights)"
         raise FactoryError(message) from error
+
+
+def _apart(factory: Callable[..., Any], made: nn.Module) -> tuple[Factory, nn.Module]:
+    """A factory of models that share nothing, and a model to try; `made` is what `factory` gave first."""
+    kept = copy.deepcopy(made)  # before the second call, which may change what both hold
+    second = _made(factory, again=True)
+    if not isinstance(second, nn.Module):
+        got = type(second).__name__
+        raise TypeError(f"model: called again, the function returned {got}; wanted a model at each call")
+    if not _places(made.parameters()).isdisjoint(_places(second.parameters())):
+        return lambda: copy.deepcopy(kept), copy.deepcopy(kept)
+    if not _places(made.buffers()).isdisjoint(_places(second.buffers())):  # tables that are made once
+        return lambda: copy.deepcopy(factory()), kept
+    return factory, kept
+
+
+def _places(tensors: Iterable[Tensor]) -> set[int]:
+    """Which tensors these are, and where in memory."""
+    places = set[int]()
+    for tensor in tensors:
+        places.add(id(tensor))
+        with suppress(RuntimeError):  # some kinds of tensors have no memory of their own
+            places.add(tensor.untyped_storage().data_ptr())
+    return places - {0}
+
+
+def _refuse_unready(model: nn.Module, name: str) -> None:
+    """Refuse a model whose weights have no values, or none that can be trained.
+
+    Raises:
+        FactoryError: naming the first of them.
+    """
+    for key, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            problem = "has no shape yet; wanted a model that was called once, so that lazy layers are made"
+        elif tensor.is_meta:
+            problem = "is on the meta device; wanted values: to_empty() and an initialisation, or a load"
+        elif tensor.is_inference():
+            problem = "was made under torch.inference_mode(), for good; wanted torch.no_grad(), or neither"
+        else:
+            continue
+        raise FactoryError(f"model: {name}: {key} {problem}")
 
 
 def _is_of_the_network(error: BaseException | None) -> bool:

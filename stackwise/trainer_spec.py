@@ -5,12 +5,13 @@ Shapes: B batch, T positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from stackwise.argument import check_number, check_sizes, require
 from stackwise.seed import seeded
@@ -27,6 +28,7 @@ _CAPABILITIES = (
     "accumulate",
     "epoch",
     "evaluate",
+    "perplexity",
     "save",
     "load",
     "position",
@@ -45,6 +47,7 @@ class TrainingRun(Protocol):
     - `accumulate(batches) -> float`: one optimizer step from several micro-batches;
     - `epoch(number) -> Iterable[batch]`: the training data in the order of that epoch;
     - `evaluate(batches) -> float`: the mean loss in nats per target of batches, without training;
+    - `perplexity(batches) -> float`: exp of that mean, as the run reports it;
     - `save(folder)`, `load(folder)`: everything that a resumed run needs, to and from an empty folder;
     - `position() -> Any`: where in its data the run is; of two integers (epoch, batch of it that comes next)
       the run can be driven on its own data;
@@ -89,6 +92,8 @@ class TrainerSpec:
             nothing is claimed.
         decayed: (name, parameter) -> whether weight decay is meant to reach it; None: nothing is claimed.
         total_steps: how many updates `fit` is meant to make; None: nothing is claimed.
+        never_waits: whether a step claims never to make the host wait for the device; None: nothing is
+            claimed.
         ignored_label: of a position that is not to be predicted.
         distributed: sets a run up in each rank of an initialised process group; None: nothing is distributed.
         factory: "MODULE:FACTORY" or "path/to/file.py:FACTORY" that gives this spec, or the run, in
@@ -107,6 +112,7 @@ class TrainerSpec:
     frozen: tuple[str, ...] | None = None
     decayed: Callable[[str, nn.Parameter], bool] | None = None
     total_steps: int | None = None
+    never_waits: bool | None = None
     ignored_label: int = -100
     distributed: Callable[[], TrainingRun] | None = None
     factory: str | None = None
@@ -114,7 +120,7 @@ class TrainerSpec:
 
     @classmethod
     def of(cls, subject: Any, **declared: Any) -> TrainerSpec:
-        """Describe `subject` by setting it up once.
+        """Describe `subject` by setting it up once and trying one step.
 
         Args:
             subject: a function that returns a TrainingRun, a `transformers.Trainer` (not trained yet), a
@@ -124,6 +130,7 @@ class TrainerSpec:
 
         Raises:
             TypeError: `subject` is, or returns, something else.
+            ValueError: its step raises, which is the cause: it does not take the batch.
         """
         if is_lightning_module(subject):
             return cls.of(copies(subject), **{"name": type(subject).__name__, **declared})
@@ -141,6 +148,12 @@ class TrainerSpec:
         if not isinstance(made, TrainerSpec) and callable(getattr(made, "trainer_spec", None)):
             made = made.trainer_spec()
         if not isinstance(made, TrainerSpec):
+            if made is subject and adapted(made) is not None:
+                kind = type(made).__name__
+                raise TypeError(
+                    f"trainer: got a {kind} that is built already; wanted a function that makes one, such as "
+                    f"lambda: {kind}(...), for each question starts with a fresh one"
+                )
             raise TypeError(
                 f"trainer: got {type(made).__name__}; wanted a function that takes no arguments and "
                 "returns an object with model, optimizer and step(batch), a transformers.Trainer, a "
@@ -199,7 +212,26 @@ class TrainerSpec:
             read = [f"vocabulary of {attributes['vocab_size']} ids"] if "make_batch" not in declared else []
             parts = [str(found.get("notes", "")), *read, f"can {', '.join(can) or 'step alone'}"]
             attributes["notes"] = "; ".join(filter(None, parts))
-        return cls(**attributes)
+        spec = cls(**attributes)
+        spec._try(run)
+        return spec
+
+    def _try(self, run: TrainingRun) -> None:
+        """Take one step, so that a run which cannot take our batch says so once."""
+        device = next((p.device for p in run.model.parameters()), torch.device("cpu"))
+        batch = self.batch(device=device)
+        try:
+            with seeded(0, device):
+                run.step(batch)
+        except Exception as error:
+            batches = "batches (batch_size, seq_len, generator) that step(batch) takes"
+            if self.make_batch is None:
+                wanted = f"{_described(batch)}; declare make_batch=, for {batches}"
+            else:
+                wanted = f"what make_batch made; wanted {batches}"
+            raise ValueError(
+                f"trainer: {self.name}: step(batch) raised {type(error).__name__}: {error}; it got {wanted}"
+            ) from error
 
     def __post_init__(self) -> None:
         check_sizes(vocab_size=self.vocab_size, batch_size=self.batch_size, seq_len=self.seq_len)
@@ -239,13 +271,23 @@ class TrainerSpec:
 
 
 def _moved(batch: Batch, device: torch.device | str) -> Batch:
-    if isinstance(batch, Tensor):
-        return batch.to(device)
-    if isinstance(batch, Mapping):
-        return {key: _moved(value, device) for key, value in batch.items()}
-    if isinstance(batch, Iterable) and not isinstance(batch, str):
-        return type(batch)(_moved(value, device) for value in batch)  # type: ignore[call-arg]
-    return batch
+    def moves(leaf: Any) -> bool:
+        """What can be moved as a whole is: the parts of a packed sequence belong on different devices."""
+        return callable(getattr(leaf, "to", None))
+
+    def moved(leaf: Any) -> Any:
+        if moves(leaf):
+            return leaf.to(device)
+        if isinstance(leaf, Mapping):  # of a kind that torch does not look into
+            return {key: _moved(value, device) for key, value in leaf.items()}
+        return leaf
+
+    return tree_map(moved, batch, is_leaf=moves)
+
+
+def _described(batch: Mapping[str, Tensor]) -> str:
+    """What is in the batch that is made where none is declared."""
+    return "a dict of " + ", ".join(f"{name} {tuple(value.shape)}" for name, value in batch.items())
 
 
 def _vocab_size(model: nn.Module) -> int:

@@ -149,3 +149,28 @@ def test_what_was_tried_is_said():
 
     with pytest.raises(ValueError, match=r"no call was found.*Declare inputs="):
         ModelSpec.of(Never)
+
+
+@pytest.mark.parametrize("kind", [tuple, list])
+def test_logits_first(kind):
+    class Two(Core):
+        def forward(self, ids):
+            x = self.hidden(ids)
+            return kind([x, self.head(x), None])
+
+    model, ids = Two(), torch.randint(V, (2, 4))
+    hidden, logits, rest = CallForm()(model, ids)
+    first, second, third = CallForm(element=1)(model, ids)
+    assert torch.equal(first, logits) and torch.equal(second, hidden) and third is rest is None
+    assert str(CallForm(element=1)) == "called with inputs, logits at [1] of what comes back"
+
+
+@pytest.mark.parametrize("element", [0, 1, 5])
+def test_what_is_no_tuple_or_names_its_parts_is_left_alone(element):
+    class Named(Core):
+        def forward(self, ids):
+            return types.SimpleNamespace(logits=self.head(self.hidden(ids)), loss=None)
+
+    ids = torch.randint(V, (2, 4))
+    assert CallForm(element=element)(Named(), ids).logits.shape == (2, 4, V)
+    assert CallForm(element=5)(LastOnly(), ids)[1] is None

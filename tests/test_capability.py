@@ -229,3 +229,41 @@ def test_windows_that_differ_are_no_claim():
 
     assert ModelSpec.of(Model).window == 4
     assert ModelSpec.of(Mixed).window is None
+
+
+class Routed(nn.Module):
+    """A loss of its router comes back beside the logits, asked or not."""
+
+    def __init__(self, kind="object", *, detached=False):
+        super().__init__()
+        self.kind, self.detached = kind, detached
+        self.embedding, self.gate, self.head = nn.Embedding(31, 8), nn.Linear(8, 3), nn.Linear(8, 31)
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        chosen = self.gate(x).softmax(-1)
+        auxiliary = chosen.mean((0, 1)).square().sum()
+        if self.detached:
+            auxiliary = auxiliary.detach()
+        logits = self.head(x * chosen.amax(-1, keepdim=True))
+        if self.kind == "dict":
+            return {"logits": logits, "aux_loss": auxiliary}
+        return types.SimpleNamespace(logits=logits, aux_loss=auxiliary)
+
+
+@pytest.mark.parametrize("kind", ["object", "dict"])
+def test_a_loss_of_routers_that_comes_back_unasked(kind):
+    spec = ModelSpec.of(lambda: Routed(kind))
+    assert "auxiliary_loss" in spec.notes
+    model, ids = spec.create(), spec.batch(2, 6)
+    output = model(ids)
+    value = spec.auxiliary_loss(model, ids, None)
+    torch.testing.assert_close(value, output["aux_loss"] if kind == "dict" else output.aux_loss)
+    value.backward()
+    assert model.gate.weight.grad.abs().sum() > 0
+    with pytest.raises(TypeError, match="attention_mask"):
+        spec.auxiliary_loss(model, ids, torch.ones_like(ids, dtype=torch.bool))
+
+
+def test_a_loss_of_routers_without_a_gradient_is_there_to_be_looked_at():
+    assert ModelSpec.of(lambda: Routed(detached=True)).auxiliary_loss is None

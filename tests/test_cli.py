@@ -102,6 +102,28 @@ MODELS = """
 
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    class Formless(nn.Module):
+        # As a Lightning module without forward.
+        def __init__(self):
+            super().__init__()
+            self.net = good()
+
+        def training_step(self, batch, index):
+            logits = self.net(batch["input_ids"])[:, :-1]
+            return nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten())
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    with torch.random.fork_rng():
+        formless, shared = Formless(), Leaky()
+
+    def returns_shared():
+        return shared
+
+    def never():
+        raise AssertionError("built")
 """
 # Not every check, of which there are many.
 CORE = ("determinism", "causality", "finiteness", "initial_loss")
@@ -180,7 +202,7 @@ class TestCheck:
         assert code == 1 and err == ""
         (line,) = [line for line in out.splitlines() if re.search(r"FAIL +causality", line)]
         assert "position 3 reads token 5" in line
-        assert "verdict: FAIL" in out
+        assert "verdict: FAIL" in out and "1 check failed)" in out and "test" not in out
 
     def test_absolute_path(self, call, workplace):
         assert call("check", f"{workplace}/cli_models.py:good", "--checks", "causality")[0] == 0
@@ -211,6 +233,41 @@ class TestCheck:
         before = torch.get_rng_state()
         call("check", "cli_models.py:good", "--checks", "causality")
         assert torch.get_rng_state().equal(before)
+
+
+class TestClaims:
+    """What the command line says of the model."""
+
+    def test_no_causal(self, call):
+        code, out, _ = call("check", "cli_models.py:leaky", "--no-causal", "--checks", "causality")
+        assert code == 0 and re.search(r"n/a +causality", out) and "assumed" not in out
+
+    @pytest.mark.parametrize("factory", ["vectors", "spec"])
+    def test_causal(self, call, factory):
+        code, out, _ = call("check", f"cli_models.py:{factory}", "--causal", "--checks", "causality")
+        assert code == (factory == "spec") and re.search(r"(WARN|FAIL) +causality", out)
+
+    def test_a_failure_says_that_it_was_assumed(self, call):
+        _, assumed, _ = call("check", "cli_models.py:leaky", "--checks", "causality")
+        _, claimed, _ = call("check", "cli_models.py:leaky", "--causal", "--checks", "causality")
+        told = "Causality was assumed: for an encoder, say causal=False"
+        assert told in assumed and told not in claimed and "FAIL" in claimed
+
+    def test_both(self, call):
+        code, out, err = call("check", "cli_models.py:never", "--causal", "--no-causal")
+        assert code == 2 and out == "" and "--causal and --no-causal" in err
+
+    @pytest.mark.parametrize("factory", ["Loop", "declared_loop", "Formless"])
+    def test_of_a_training_step(self, call, factory):
+        code, _, err = call("check", f"cli_models.py:{factory}", "--no-causal")
+        assert code == 2 and "--no-causal" in err and "training step" in err
+
+
+class TestSharedModel:
+    def test_is_left_alone(self, call):
+        code, _, _ = call("check", "cli_models.py:returns_shared", "--checks", "causality", "gradient_exact")
+        shared = sys.modules["cli_models"].shared
+        assert code == 1 and {p.dtype for p in shared.parameters()} == {torch.float32}
 
 
 class TestCheckSelection:
@@ -253,7 +310,7 @@ class TestCheckSelection:
 
 
 class TestCheckTrainer:
-    @pytest.mark.parametrize("factory", ["Loop", "loop_spec", "declared_loop", "Lit"])
+    @pytest.mark.parametrize("factory", ["Loop", "loop_spec", "declared_loop", "Lit", "Formless", "formless"])
     def test_sound(self, call, factory):
         code, out, err = call("check", f"cli_models.py:{factory}", "--checks", "fresh_gradients")
         assert code == 0 and err == ""
@@ -264,12 +321,12 @@ class TestCheckTrainer:
         assert code == 1 and re.search(r"FAIL +fresh_gradients", out)
 
     def test_exception_inside_a_check_is_its_error_and_the_rest_go_on(self, call, monkeypatch):
-        from stackwise.trainer_spec import TrainerSpec
+        from stackwise.checks.trainer_subject import TrainerSubject
 
         def broken(self, *args, **named):
             raise KeyError("no data")
 
-        monkeypatch.setattr(TrainerSpec, "batch", broken)
+        monkeypatch.setattr(TrainerSubject, "batch", broken)
         names = ("fresh_gradients", "optimizer_coverage", "strided_updates")
         code, out, _ = call("check", "cli_models.py:Loop", "--checks", *names)
         assert code == 1
@@ -314,7 +371,8 @@ class TestCheckReport:
     def test_markdown(self, call, workplace):
         call("check", "cli_models.py:leaky", "--report", "report.md", "--checks", *CORE)
         text = (workplace / "report.md").read_text()
-        assert text.startswith("# ") and "position 3 reads token 5" in text and "leaky::causality" in text
+        assert text.startswith("# ") and "position 3 reads token 5" in text
+        assert "## Failed checks" in text and "leaky::causality" in text
 
     def test_nothing_is_written_unasked(self, call, workplace):
         before = {path.name for path in workplace.iterdir()}
@@ -341,6 +399,28 @@ class TestCheckRefused:
     def test_unknown_check(self, call):
         code, _, err = call("check", "cli_models.py:good", "--checks", "cauzality")
         assert code == 2 and "cauzality" in err and "causality" in err and err.count("\n") == 1
+
+    @pytest.mark.parametrize("names", [("cauzality",), ("causality,cauzality",), ("cauzality", "step")])
+    def test_unknown_check_is_refused_before_anything_is_built(self, call, names):
+        code, out, err = call("check", "cli_models.py:never", "--checks", *names)
+        assert code == 2 and out == ""
+        assert err.startswith(
+            "stackwise: checks: unknown cauzality; known checks and families: determinism, "
+        )
+        # Of models and of training steps, and families.
+        for name in ("causality", "fresh_gradients", "padding", "clipping"):
+            assert re.search(rf"\b{name}\b", err)
+
+    @pytest.mark.parametrize(
+        "factory, name, told",
+        [
+            ("good", "step", "step asked of a training step, and this is a model"),
+            ("Loop", "causality", "causality asked of a model, and this is a training step"),
+        ],
+    )
+    def test_check_of_the_other_kind(self, call, factory, name, told):
+        code, _, err = call("check", f"cli_models.py:{factory}", "--checks", name)
+        assert code == 2 and told in err and "unknown" not in err
 
     @pytest.mark.parametrize("device", ["tpu", "cuda:99", "cuda:x"])
     def test_device(self, call, device):

@@ -410,8 +410,8 @@ def test_build_that_returns_no_module():
 @pytest.mark.parametrize(
     "factory, tried",
     [
-        (Flat, [r"ids \(2, 16\): output of shape \(2, 8\)", r"ids \(2, 4\)"]),
-        (Fussy, [r"ids \(2, 16\): TypeError: .*cache"]),
+        (Flat, [r"ids \(2, 16\), ids \(2, 8\), ids \(2, 4\): output of shape \(2, 8\)"]),
+        (Fussy, [r"ids \(2, 16\), ids \(2, 8\), ids \(2, 4\): TypeError: .*cache"]),
         (lambda: nn.Conv1d(3, 3, 1), ["nothing"]),
         (Same, ["nothing"]),
         (lambda: nn.Sequential(nn.Linear(6, 4), nn.Flatten()), [r"vectors \(2, 16, 6\): output of shape"]),
@@ -424,6 +424,19 @@ def test_model_that_cannot_be_called(factory, tried):
         ModelSpec.of(factory)
     for pattern in tried:
         raised.match(pattern)
+
+
+def test_errors_of_a_trial_are_cut_at_a_word():
+    class Wordy(Flat):
+        def forward(self, ids):
+            raise RuntimeError("consequently " * 40)
+
+    with pytest.raises(InferenceError) as raised:
+        ModelSpec.of(Wordy)
+    told = str(raised.value).splitlines()[1]
+    assert told.startswith("  ids (2, 16), ids (2, 8), ids (2, 4): RuntimeError: consequently")
+    assert told.endswith(" consequently ...") and len(told) < 240
+    assert str(raised.value).count("RuntimeError") == 1
 
 
 def test_inference_error_is_a_value_error():
@@ -503,15 +516,16 @@ def test_of_leaves_the_random_state(subjects, kind):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_of_builds_once(subjects):
+def test_of_builds_twice(subjects):
     built = []
 
     def factory():
         built.append(1)
         return subjects.gru()
 
-    ModelSpec.of(factory)
-    assert len(built) == 1
+    spec = ModelSpec.of(factory)
+    assert len(built) == 2
+    assert spec.build is factory
 
 
 def test_of_leaves_no_model_behind(subjects):
@@ -708,3 +722,218 @@ def test_encoder_decoder_claims_nothing():
         vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
     )
     assert ModelSpec.of(lambda: BertLMHeadModel(config)).causal is False
+
+
+class Wrapped(nn.Module):
+    """A head of its own on a backbone that others have too."""
+
+    def __init__(self, backbone):
+        super().__init__()
+        self.backbone, self.head = backbone, nn.Linear(50, 50)
+
+    def forward(self, ids):
+        return self.head(self.backbone(ids))
+
+
+class TestSharedWeights:
+    @pytest.mark.parametrize("kind", ["module", "wrapper", "storage", "declared"])
+    def test_a_callers_model_is_copied(self, subjects, kind):
+        shared = subjects.gru()
+        before = state_of(shared)
+
+        def with_its_memory():
+            other = subjects.gru()
+            for name, p in shared.named_parameters():
+                other.get_parameter(name).data = p.data
+            return other
+
+        factory = {
+            "module": lambda: shared,
+            "wrapper": lambda: Wrapped(shared),
+            "storage": with_its_memory,
+            "declared": lambda: ModelSpec.of(lambda: shared),
+        }[kind]
+        spec = ModelSpec.of(factory)
+        assert spec.notes.endswith("; its models share tensors, so each is a copy")
+        check_model(spec, checks=["causality", "gradient_exact", "initialized", "trainable"])
+        assert same_state(state_of(shared), before)
+        assert all(p.dtype == torch.float32 and p.grad is None for p in shared.parameters())
+        created = [spec.create(), spec.create()]
+        places = [p.data_ptr() for m in (shared, *created) for p in m.parameters()]
+        assert len(set(places)) == len(places)
+
+    def test_fresh_models_are_left_as_the_factory_makes_them(self, subjects):
+        spec = ModelSpec.of(subjects.gru)
+        assert spec.build is subjects.gru and "copy" not in spec.notes
+        first = next(iter(spec.create(seed=0).parameters()))
+        assert not torch.equal(first, next(iter(spec.create(seed=1).parameters())))
+
+    def test_a_table_that_all_models_share_is_copied_and_weights_stay_seeded(self, subjects):
+        table = torch.arange(5.0)
+
+        def factory():
+            model = subjects.gru()
+            model.register_buffer("table", table)
+            return model
+
+        spec = ModelSpec.of(factory)
+        one, other = spec.create(seed=0), spec.create(seed=1)
+        assert len({each.table.data_ptr() for each in (one, other)} | {table.data_ptr()}) == 3
+        assert not torch.equal(next(one.parameters()), next(other.parameters()))
+
+    def test_a_factory_that_works_once(self, subjects):
+        models = iter([subjects.gru()])
+        with pytest.raises(FactoryError, match=r"StopIteration.*second time"):
+            ModelSpec.of(lambda: next(models))
+
+    def test_a_factory_that_returns_a_model_once(self, subjects):
+        made = iter([subjects.gru(), None])
+        with pytest.raises(TypeError, match="called again, the function returned NoneType"):
+            ModelSpec.of(lambda: next(made))
+
+
+def meta():
+    with torch.device("meta"):
+        return nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 10))
+
+
+def meta_buffer():
+    model = nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 10))
+    model[1].register_buffer("table", torch.zeros(3, device="meta"))
+    return model
+
+
+def lazy():
+    return nn.Sequential(nn.Embedding(10, 8), nn.LazyLinear(10))
+
+
+def inferred():
+    with torch.inference_mode():
+        return nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 10))
+
+
+@pytest.mark.parametrize(
+    "factory, told",
+    [
+        (meta, "meta: 0.weight is on the meta device"),
+        (meta_buffer, "meta_buffer: 1.table is on the meta device"),
+        (lazy, "lazy: 1.weight has no shape yet"),
+        (inferred, r"inferred: 0.weight was made under torch.inference_mode\(\)"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+def test_weights_that_cannot_be_run(factory, told):
+    with pytest.raises(FactoryError, match=told):
+        ModelSpec.of(factory)
+    with pytest.raises(FactoryError, match=told.partition(": ")[2]):
+        ModelSpec.of(factory())
+
+
+class Limited(nn.Module):
+    """Takes `n_places` positions, if it counts them; its configuration says a number of whatever it is."""
+
+    def __init__(self, name, value, *, on_model=False, n_places=24, counts=True):
+        super().__init__()
+        self.n_places, self.counts = n_places, counts
+        self.embedding, self.head = nn.Embedding(31, 8), nn.Linear(8, 31)
+        setattr(
+            self if on_model else self.__dict__.setdefault("config", types.SimpleNamespace()), name, value
+        )
+
+    def forward(self, ids):
+        assert not self.counts or ids.shape[1] <= self.n_places, "too long"
+        return self.head(self.embedding(ids).cumsum(1))
+
+
+@pytest.mark.parametrize("on_model", [False, True])
+@pytest.mark.parametrize("name", ["block_size", "n_positions", "n_ctx", "context_length", "max_len"])
+@pytest.mark.parametrize("limit", [6, 24])
+def test_the_longest_sequence_by_its_other_names(name, on_model, limit):
+    spec = ModelSpec.of(lambda: Limited(name, limit, on_model=on_model, n_places=limit))
+    assert spec.max_length == limit and f"at most {limit} positions" in spec.notes
+    assert spec.seq_len <= limit
+    assert {r.status for r in check_model(spec, checks=["causality", "causality_far"])} == {
+        "passed",
+        "not applicable",
+    }
+
+
+@pytest.mark.parametrize("value", [4, True, 0, None, "16"])
+def test_a_setting_that_is_no_limit(value):
+    spec = ModelSpec.of(lambda: Limited("block_size", value, counts=False))
+    assert (spec.max_length, spec.seq_len) == (None, 16)
+
+
+def test_a_declared_limit_is_not_tried():
+    assert ModelSpec.of(lambda: Limited("block_size", 4, counts=False), max_length=4).max_length == 4
+
+
+def test_what_was_assumed():
+    spec = ModelSpec.of(lambda: PositionFirst(20))
+    assert (spec.causal, spec.assumed) == (True, ("causal",))
+    assert ModelSpec.of(spec, causal=True).assumed == ()
+    assert ModelSpec.of(spec, tolerance=1e-3).assumed == ("causal",)
+    assert ModelSpec.of(lambda: PositionFirst(20), causal=True).assumed == ()
+
+
+@pytest.mark.parametrize(
+    "name, assumed", [("llama", ()), ("bert", ()), ("x_decoder", ()), ("gru", ("causal",))]
+)
+def test_what_is_seen_is_not_assumed(subjects, name, assumed):
+    assert ModelSpec.of(getattr(subjects, name)).assumed == assumed
+
+
+class TestSeveralOutputs:
+    """Which output of a tuple is judged."""
+
+    class Model(nn.Module):
+        """Sizes in the order of the outputs; "V" are the logits."""
+
+        def __init__(self, order, n_places=64, d=64, V=100):
+            super().__init__()
+            self.order = order
+            self.places, self.tokens = nn.Embedding(n_places, d), nn.Embedding(V, d)
+            self.head, self.other = nn.Linear(d, V), nn.Linear(d, 7)
+
+        def forward(self, ids, labels=None):
+            x = self.tokens(ids) + self.places(torch.arange(ids.shape[1]))
+            logits = self.head(x)
+            found = {"hidden": x, "V": logits, "other": self.other(x), None: None, "pooled": x.mean(1)}
+            outputs = [found[name] for name in self.order]
+            if labels is not None:
+                outputs.append(
+                    nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+                )
+            return tuple(outputs)
+
+    @pytest.mark.parametrize(
+        "order",
+        [("hidden", "V"), ("V", "hidden"), (None, "V"), ("other", "hidden", "V"), ("pooled", "V"), ("V",)],
+    )
+    @pytest.mark.parametrize("sizes", [{}, {"V": 50}, {"d": 16}, {"d": 100, "V": 80}])
+    def test_the_vocabulary_decides(self, order, sizes):
+        spec = ModelSpec.of(lambda: self.Model(order, **sizes))
+        assert (spec.inputs, spec.width) == ("tokens", sizes.get("V", 100))
+        model, ids = spec.create(), spec.batch(2, 6)
+        place = order.index("V")
+        torch.testing.assert_close(spec.logits(model, ids), model(ids)[place], rtol=0, atol=0)
+        assert (f"logits at [{place}]" in spec.notes) == (place > 0)
+        others = len([name for name in order if name in ("hidden", "other")])
+        assert (f"judged by its output [{place}] alone, beside which are {others} more" in spec.notes) == (
+            others > 0
+        )
+        torch.testing.assert_close(spec.labelled_loss(model, ids, ids), model(ids, ids)[-1])
+
+    def test_without_a_vocabulary_it_is_the_first(self):
+        class Two(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.one, self.other = nn.Linear(5, 7), nn.Linear(5, 5)
+
+            def forward(self, x):
+                return self.one(x), self.other(x)
+
+        spec = ModelSpec.of(Two)
+        assert (spec.inputs, spec.width) == ("vectors", 5)
+        assert spec.logits(spec.create(), spec.batch(1, 3)).shape[-1] == 7
+        assert "judged by its output [0] alone, beside which are 1 more" in spec.notes

@@ -1,10 +1,15 @@
 """TrainerSpec: what it understands, what it infers, and how each trainer is driven."""
 
 import copy
+from collections import UserDict
+from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 from stackwise.checks import check_trainer
 from stackwise.config import StackWiseConfig
@@ -289,9 +294,79 @@ def test_refusals():
         def create_model(self):
             return nn.Linear(2, 2)
 
+        def loss(self, batch):
+            return self.model(batch).square().mean()
+
+        def targets(self, batch):
+            return len(batch)
+
     with pytest.raises(TypeError, match="declare vocab_size= or make_batch="):
         TrainerSpec.of(NoEmbedding)
     spec = TrainerSpec.of(
         NoEmbedding, make_batch=lambda b, t, generator: torch.randn(b, 2, generator=generator)
     )
     assert spec.batch().shape == (4, 2)
+
+
+def test_a_step_that_takes_other_batches_says_so_once():
+    def pairs(model, optimizer, batch):
+        x, y = batch
+        loss = F.cross_entropy(model(x).logits.flatten(0, 1), y.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    with pytest.raises(ValueError, match=r"too many values to unpack .* input_ids \(4, 16\).* make_batch="):
+        TrainerSpec.from_function(pairs, GPT)
+
+    def make_batch(batch_size, seq_len, generator):
+        ids = torch.randint(GPT.vocab_size, (batch_size, seq_len + 1), generator=generator)
+        return Pair(ids[:, :-1], ids[:, 1:])
+
+    spec = TrainerSpec.from_function(pairs, GPT, make_batch=make_batch)
+    sound(spec, ["parameters_change", "fresh_gradients", "single_update"])
+    with pytest.raises(ValueError, match="it got what make_batch made; wanted batches"):
+        TrainerSpec.from_function(pairs, GPT, make_batch=lambda b, t, generator: 1)
+
+    class NoBatch(Loop):
+        def step(self):
+            pass
+
+    with pytest.raises(ValueError, match=r"TypeError: .*step\(\) takes 1 positional argument"):
+        TrainerSpec.of(NoBatch)
+
+
+def test_trying_a_step_leaves_the_random_state_alone():
+    before = torch.get_rng_state()
+    TrainerSpec.of(Loop)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+class Pair(NamedTuple):
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+def test_batches_of_every_kind_are_moved():
+    ids = torch.zeros(2, 3)
+    packed = pack_padded_sequence(ids, [3, 2], batch_first=True)
+    kinds = {
+        "pair": Pair(ids, ids),
+        "array": np.zeros(2),
+        "packed": packed,
+        "nested": [({"x": ids}, "text", None)],
+        "user's": UserDict(x=ids),
+    }
+    spec = TrainerSpec(Loop, "loop", 61, make_batch=lambda b, t, generator: kinds)
+    batch = spec.batch(device="meta")
+    assert isinstance(batch["pair"], Pair) and batch["pair"].y.is_meta
+    assert isinstance(batch["array"], np.ndarray)
+    assert isinstance(batch["packed"], PackedSequence) and batch["packed"].data.is_meta
+    assert batch["nested"][0][0]["x"].is_meta and batch["nested"][0][1:] == ("text", None)
+    assert batch["user's"]["x"].is_meta
+
+
+def test_a_trainer_that_is_built_already(trainer_factory):
+    with pytest.raises(TypeError, match=r"got a Trainer that is built already; .* lambda: Trainer\(\.\.\.\)"):
+        TrainerSpec.of(trainer_factory())

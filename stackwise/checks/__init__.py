@@ -1,6 +1,6 @@
 """Is it right? Checks of any model that a ModelSpec describes, and of any training step of a TrainerSpec."""
 
-from stackwise.checks.check import Check, known_checks
+from stackwise.checks.check import Check, known_checks, refuse_unknown
 from stackwise.checks.model.parity import Divergence, first_divergence
 from stackwise.checks.result import CheckResult, Status
 from stackwise.checks.run import check_model, check_trainer
@@ -18,4 +18,5 @@ __all__ = [
     "check_trainer",
     "first_divergence",
     "known_checks",
+    "refuse_unknown",
 ]

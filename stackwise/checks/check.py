@@ -23,7 +23,7 @@ from stackwise.checks.trainer_subject import TrainerSubject
 from stackwise.spec import ModelSpec
 from stackwise.trainer_spec import TrainerSpec
 
-__all__ = ["Check", "Suite", "check", "known_checks", "select_checks", "trainer_check"]
+__all__ = ["Check", "Suite", "check", "known_checks", "refuse_unknown", "select_checks", "trainer_check"]
 
 Suite = Literal["fast", "full"]
 Question = TypeVar("Question", bound=Callable[..., CheckResult])
@@ -109,6 +109,34 @@ def known_checks() -> Mapping[str, Check]:
     return dict(sorted(_registry.items(), key=lambda item: (item[1].family != "determinism", item[0])))
 
 
+def refuse_unknown(names: Iterable[str], *, asks: Literal["model", "trainer"] | None = None) -> None:
+    """Refuse names that no check and no family has.
+
+    Args:
+        names: to be looked up.
+        asks: of what the checks are asked; None: of either.
+
+    Raises:
+        ValueError: naming them, or where there is none.
+    """
+    wanted = set(names)
+    require(bool(wanted), "checks", [], "names of checks or families, or None for all")
+    kinds: dict[str, dict[str, None]] = {"model": {}, "trainer": {}}
+    for one in known_checks().values():
+        kinds[one.asks].update(dict.fromkeys((one.name, one.family)))
+    known = {name: None for kind, some in kinds.items() if asks in (None, kind) for name in some}
+    refused = sorted(wanted - known.keys())
+    elsewhere = [name for name in refused if any(name in some for some in kinds.values())]
+    unknown = [name for name in refused if name not in elsewhere]
+    problems = [f"unknown {', '.join(unknown)}"] if unknown else []
+    if elsewhere:
+        this, other = ("a model", "a training step") if asks == "model" else ("a training step", "a model")
+        problems.append(f"{', '.join(elsewhere)} asked of {other}, and this is {this}")
+    if problems:
+        text = "; ".join(problems)
+        raise ValueError(f"checks: {text}; known checks and families: {', '.join(known)}")
+
+
 def select_checks(
     names: Iterable[str] | None = None,
     *,
@@ -131,8 +159,5 @@ def select_checks(
     if names is None:
         return in_suite
     wanted = set(names)
-    require(bool(wanted), "checks", [], "names of checks or families, or None for all")
-    unknown = wanted - known.keys() - {c.family for c in known.values()}
-    if unknown:
-        raise ValueError(f"checks: unknown {', '.join(sorted(unknown))}; known: {', '.join(known)}")
+    refuse_unknown(wanted, asks=asks)
     return [c for c in known.values() if c.name in wanted or (c.family in wanted and c in in_suite)]

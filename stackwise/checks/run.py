@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sysconfig
 import traceback
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +15,8 @@ from stackwise.checks.check import Check, Suite, select_checks
 from stackwise.checks.result import CheckResult
 from stackwise.spec import ModelSpec
 from stackwise.trainer_spec import TrainerSpec
+
+_INSTALLED = {Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 
 __all__ = ["against_expectation", "broken_off", "check_model", "check_trainer", "refuse_unmatched"]
 
@@ -77,10 +81,18 @@ def _ask(
 
 
 def broken_off(check: str, model: str, error: Exception) -> CheckResult:
-    """The result of a check that `error` ended."""
-    place = traceback.extract_tb(error.__traceback__)[-1]
+    """The result of a check that `error` ended; its place is the last line of the caller's own, if one is."""
+    places = traceback.extract_tb(error.__traceback__)
+    place = next((place for place in reversed(places) if _is_of_the_caller(place.filename)), places[-1])
     where, meaning = f"{place.filename}:{place.lineno}", f"{type(error).__name__}: {error}"
     return CheckResult(check, model, "error", where=where, meaning=meaning)
+
+
+def _is_of_the_caller(filename: str) -> bool:
+    """Whether it is neither ours nor installed."""
+    path, ours = Path(filename), Path(__file__).parents[1]
+    installed = (*_INSTALLED, ours, ours.with_name("pytest_stackwise"))
+    return path.is_file() and not any(path.is_relative_to(folder) for folder in installed)
 
 
 def refuse_unmatched(expected: Mapping[str, str], names: Iterable[str]) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from stackwise.checks.result import Examined
+from stackwise.inference import logits_of
 from stackwise.seed import seeded
 from stackwise.spec import ModelSpec
 
@@ -72,15 +76,19 @@ class Subject(Examined):
         """T of the checks, within what the model takes."""
         return min(self.spec.seq_len, self.spec.max_length or self.spec.seq_len)
 
-    @torch.no_grad()
     def logits(self, model: nn.Module, inputs: Tensor) -> Tensor:
-        """The output without gradients, with every random choice (dropout) the same at each call.
+        """The output without gradients, with every random choice (dropout) the same at each call."""
+        return self.call(model, lambda: self.spec.logits(model, inputs.clone()))
+
+    @torch.no_grad()
+    def call(self, model: nn.Module, function: Callable[[], Any]) -> Tensor:
+        """The logits in what `function` returns, without gradients and with every random choice the same.
 
         Buffers that the call updates (running statistics) are put back, so that calls are comparable.
         """
         before = {name: buffer.clone() for name, buffer in model.named_buffers()}
         with self.fixed_randomness():
-            output = self.spec.logits(model, inputs.clone())
+            output = logits_of(function())
         for name, buffer in model.named_buffers():
             if name in before and buffer.shape == before[name].shape:
                 buffer.copy_(before[name])
@@ -98,5 +106,7 @@ def _zero_weights(model: nn.Module) -> list[nn.Parameter]:
 
 def _as_wide_as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     if tensor.is_complex():
-        return tensor.to(dtype.to_complex())
+        with warnings.catch_warnings():  # that complex numbers of float16 are experimental
+            warnings.simplefilter("ignore", UserWarning)
+            return tensor.to(dtype.to_complex())
     return tensor.to(dtype) if tensor.is_floating_point() else tensor

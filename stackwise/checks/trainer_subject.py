@@ -46,6 +46,10 @@ class TrainerSubject(Examined):
         """Whether the run has all of these optional attributes, and none is None."""
         return all(getattr(run, each, None) is not None for each in capabilities)
 
+    def scales(self, run: TrainingRun) -> bool:
+        """Whether the run has a gradient scaler that is switched on."""
+        return self.has(run, "scaler") and "scale" in run.scaler.state_dict()  # type: ignore[attr-defined]
+
     def averages_batches(self, run: TrainingRun, method: str) -> bool:
         """Whether the run says that `method` weighs all batches the same, whatever they hold."""
         return method in getattr(run, "averages_batches", ())

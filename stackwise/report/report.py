@@ -39,6 +39,7 @@ class Report:
         training: what a training run did, or None.
         environment: the machine's fingerprint, or None.
         failed_tests: names of the tests that failed, whatever they were about.
+        noun: what these are: "test", or "check" where checks are asked without tests.
         complete: whether the run came to its end.
         created: ISO 8601, UTC.
     """
@@ -49,6 +50,7 @@ class Report:
     training: dict[str, Any] | None = None
     environment: dict[str, Any] | None = None
     failed_tests: list[str] = field(default_factory=list)
+    noun: str = "test"
     complete: bool = True
     created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
 
@@ -88,8 +90,8 @@ class Report:
             counts = Counter("measured" if r["measured"] else "only called" for r in self.throughput)
             parts.append("throughput: " + ", ".join(f"{n} {what}" for what, n in counts.items()))
         if self.failed_tests:
-            noun = "test" if len(self.failed_tests) == 1 else "tests"
-            parts.append(f"{len(self.failed_tests)} {noun} failed")
+            plural = "" if len(self.failed_tests) == 1 else "s"
+            parts.append(f"{len(self.failed_tests)} {self.noun}{plural} failed")
         return f"verdict: {self.verdict} ({'; '.join(parts) or 'nothing was found out'})"
 
     def training_line(self) -> str:
@@ -112,8 +114,10 @@ class Report:
             yield f"checks of {model}"
             asked, not_asked = _apart(rows)
             width = max((len(row["check"]) for row in asked), default=0)
+            wide = max((len(_measured(row)) for row in asked), default=0)
             for row in asked:
-                yield f"  {_MARKS[row['status']]:5} {row['check']:{width}}  {_check_text(row)}".rstrip()
+                text = f"{_measured(row):{wide}}  {_words(row)}" if wide else _words(row)
+                yield f"  {_MARKS[row['status']]:5} {row['check']:{width}}  {text}".rstrip()
             for words, names in not_asked.items():
                 yield f"  {_MARKS['not applicable']:5} {names}  {words}".rstrip()
         if self.stability:
@@ -172,7 +176,9 @@ class Report:
             header = ["model", "workload", "median ms", "tokens/s", "peak memory", "calls", "steady"]
             blocks.append(f"## Throughput\n\n{_table(header, table)}")
         if self.failed_tests:
-            blocks.append("## Failed tests\n\n" + "\n".join(f"- `{name}`" for name in self.failed_tests))
+            blocks.append(
+                f"## Failed {self.noun}s\n\n" + "\n".join(f"- `{name}`" for name in self.failed_tests)
+            )
         return "\n\n".join(blocks) + "\n"
 
     def to_dict(self) -> dict[str, Any]:
@@ -187,6 +193,7 @@ class Report:
             "stability": self.stability,
             "throughput": self.throughput,
             "failed_tests": self.failed_tests,
+            "noun": self.noun,
             "complete": self.complete,
         }
 
@@ -217,7 +224,7 @@ class Report:
     def from_json(cls, path: str | Path) -> Self:
         """Read what `write` wrote to a .json file."""
         stored = json.loads(Path(path).read_text(encoding="utf-8"))
-        return cls(**{key: stored[key] for key in cls.__dataclass_fields__})
+        return cls(**{key: stored[key] for key in cls.__dataclass_fields__ if key in stored})
 
 
 def report_files(path: str | Path) -> list[Path]:
@@ -264,10 +271,11 @@ def _apart(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[s
     return asked, not_asked
 
 
-def _check_text(row: dict[str, Any]) -> str:
+def _measured(row: dict[str, Any]) -> str:
     value, limit = _number(row["value"]), _number(row["limit"])
-    measured = f"{value} <= {limit}" if row["status"] == "passed" else f"{value} (limit {limit})"
-    return f"{measured if row['value'] is not None and row['limit'] is not None else value}  {_words(row)}"
+    if not (value and limit):
+        return value
+    return f"{value} <= {limit}" if row["status"] == "passed" else f"{value} (limit {limit})"
 
 
 def _words(row: dict[str, Any]) -> str:

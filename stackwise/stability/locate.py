@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 __all__ = ["first_nan_module", "first_nonfinite_module", "nonfinite_gradients"]
+
+
+_COMPILED = "_orig_mod"
+_ROOT = "(the model itself)"
 
 
 def first_nonfinite_module(model: nn.Module, run: Callable[[], object]) -> str | None:
@@ -36,11 +42,12 @@ def first_nonfinite_module(model: nn.Module, run: Callable[[], object]) -> str |
         return hook
 
     handles = [
-        module.register_forward_hook(watch(name or "(the model itself)"), with_kwargs=True)
+        module.register_forward_hook(watch(_shown(name)), with_kwargs=True)
         for name, module in model.named_modules()
     ]
     try:
-        run()
+        with _uncompiled(model):
+            run()
     finally:
         for handle in handles:
             handle.remove()
@@ -58,16 +65,28 @@ def first_nan_module(model: nn.Module, run: Callable[[], object]) -> str | None:
 
         return hook
 
-    handles = [
-        module.register_forward_hook(watch(name or "(the model itself)"))
-        for name, module in model.named_modules()
-    ]
+    handles = [module.register_forward_hook(watch(_shown(name))) for name, module in model.named_modules()]
     try:
-        run()
+        with _uncompiled(model):
+            run()
     finally:
         for handle in handles:
             handle.remove()
     return next(iter(found), None)
+
+
+def _shown(name: str) -> str:
+    """A module's name without what compiling it added."""
+    return ".".join(part for part in name.split(".") if part != _COMPILED) or _ROOT
+
+
+def _uncompiled(model: nn.Module) -> AbstractContextManager[Any]:
+    """Inside, compiled modules run as they were written: a hook that looks at values cannot be compiled."""
+    for module in model.modules():
+        if hasattr(module, _COMPILED) or getattr(module, "_compiled_call_impl", None) is not None:
+            eager: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+            return eager
+    return nullcontext()
 
 
 def nonfinite_gradients(model: nn.Module) -> list[str]:

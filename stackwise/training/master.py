@@ -125,7 +125,8 @@ class MasterAdamW(torch.optim.Optimizer):
             zero = torch.zeros((), device=params[0].device)
             sound = (zero if self.found_inf is None else self.found_inf) == 0
             steps = [state["step"] for state in states]
-            torch._foreach_add_(steps, sound.to(zero.dtype))
+            # Without alpha torch takes the tensor for a number, and reads it.
+            torch._foreach_add_(steps, sound.to(zero.dtype), alpha=1.0)
             # Scalars are computed here: a compiled pass would compute them again for every element.
             steps_P = torch.stack(steps)
             self._update(

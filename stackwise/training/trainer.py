@@ -211,6 +211,7 @@ class ArchitectureTrainer:
             vocab_size=self.config.model.vocab_size,
             max_norm=settings.grad_clip,
             learning_rate=self.learning_rate,
+            never_waits=True,
             notes=f"precision {settings.precision}" + (", compiled" if settings.compile else ""),
         )
 

@@ -3,16 +3,20 @@
 import json
 import random
 import sys
+from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import stackwise.checks.model
+from stackwise.argument import check_sizes
 from stackwise.checks import Check, CheckResult, check_model, known_checks
 from stackwise.checks import check as check_module
 from stackwise.checks.check import select_checks
-from stackwise.checks.run import against_expectation, refuse_unmatched
+from stackwise.checks.run import against_expectation, broken_off, refuse_unmatched
 from stackwise.checks.subject import Subject
 from stackwise.spec import ModelSpec
 
@@ -88,7 +92,9 @@ def test_selection_of_nothing():
 
 
 def test_unknown_names():
-    with pytest.raises(ValueError, match=r"checks: unknown finite, speed; known: determinism") as raised:
+    with pytest.raises(
+        ValueError, match=r"checks: unknown finite, speed; known checks and families: determinism"
+    ) as raised:
         select_checks(["causality", "speed", "finite"])
     assert all(name in str(raised.value) for name in names(select_checks(suite="full")))
 
@@ -359,3 +365,46 @@ def test_check_is_a_plain_value():
     assert isinstance(one, Check)
     with pytest.raises(AttributeError):
         one.name = "other"
+
+
+@pytest.mark.parametrize("library", ["torch", "fractions"])
+def test_an_error_is_told_at_the_callers_own_line(subjects, library):
+    class Breaks(subjects.GRULM):
+        def forward(self, ids):
+            if len(ids) not in (2, 4):
+                return self.no_such_layer(ids) if library == "torch" else Fraction(1, 0)
+            return super().forward(ids)
+
+    (result,) = check_model(Breaks, checks=["batch_invariance"])
+    assert result.status == "error"
+    assert result.meaning.startswith("AttributeError" if library == "torch" else "ZeroDivisionError")
+    file, _, line = result.where.rpartition(":")
+    assert file == __file__ and "no_such_layer" in Path(file).read_text().splitlines()[int(line) - 1]
+
+
+def test_an_error_of_ours_alone_is_told_where_it_is():
+    with pytest.raises(ValueError, match="width") as raised:
+        check_sizes(width=0)
+    error = raised.value
+    assert broken_off("causality", "rack", error).where.rpartition(":")[0] == __file__
+    ours = broken_off("causality", "rack", error.with_traceback(error.__traceback__.tb_next)).where
+    assert ours.rpartition(":")[0] == sys.modules[check_sizes.__module__].__file__
+
+
+def test_complex_buffers_are_as_wide_as_weights_and_nothing_is_said(recwarn):
+    class Turning(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.head = nn.Embedding(11, 8), nn.Linear(8, 11)
+            self.register_buffer("turns", torch.polar(torch.ones(32, 4), torch.rand(32, 4)))
+
+        def forward(self, ids):
+            x = torch.view_as_complex(self.embedding(ids).float().unflatten(-1, (4, 2)).contiguous())
+            turned = torch.view_as_real(x * self.turns[: ids.shape[1]].to(x.dtype)).flatten(-2)
+            return self.head(turned.to(self.head.weight.dtype))
+
+    subject = Subject(ModelSpec.of(Turning), torch.device("cpu"))
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        model = subject.model(dtype=dtype)
+        assert model.turns.dtype == dtype.to_complex()
+    assert not recwarn.list

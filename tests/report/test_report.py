@@ -141,6 +141,23 @@ def test_summary():
     assert Report(failed_tests=["t"]).summary() == "verdict: FAIL (1 test failed)"
 
 
+def test_what_failed_has_its_noun():
+    report = Report(checks=[check("failed")], failed_tests=["rack::causality"], noun="check")
+    assert report.summary() == "verdict: FAIL (checks: 1 failed; 1 check failed)"
+    assert "## Failed checks" in report.markdown()
+    report.failed_tests.append("rack::loss")
+    assert report.summary().endswith("2 checks failed)")
+
+
+def test_reports_that_do_not_say_the_noun_are_of_tests(tmp_path):
+    path = tmp_path / "report.json"
+    Report(failed_tests=["t"]).write(path)
+    stored = json.loads(path.read_text())
+    assert stored.pop("noun") == "test"
+    path.write_text(json.dumps(stored))
+    assert Report.from_json(path).noun == "test"
+
+
 def test_sections():
     report = Report()
     with pytest.raises(ValueError, match="section: got 'speed'; allowed: checks, stability, throughput"):
@@ -197,6 +214,19 @@ def test_names_of_any_length_stay_in_their_column():
     long = {**check("passed", value=0.0, limit=1.0), "check": "permutation_equivariance"}
     lines = list(Report(checks=[check("passed", value=0.0, limit=1.0), long]).lines())
     assert lines[1].index("0 <= 1") == lines[2].index("0 <= 1")
+
+
+def test_what_is_said_stays_in_its_column():
+    numbers = [(None, None), (0.0, None), (0.0, 1e-6), (1.25e3, 1.02e3)]
+    rows = [
+        check(status, value=value, limit=limit, meaning="Said.")
+        for value, limit in numbers
+        for status in ("passed", "failed", "error")
+    ]
+    lines = list(Report(checks=rows).lines())[1:-1]
+    assert len({line.index("Said") for line in lines}) == 1
+    bare = list(Report(checks=[check("passed", value=None, limit=None, meaning="Said.")]).lines())
+    assert bare[1] == "  PASS  causality  Said"
 
 
 def test_checks_are_grouped_by_model():
@@ -380,6 +410,7 @@ def test_json_is_for_programs(tmp_path):
         "stability",
         "throughput",
         "failed_tests",
+        "noun",
         "complete",
     }
 

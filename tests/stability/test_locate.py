@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from stackwise.stability.locate import first_nonfinite_module, nonfinite_gradients
+from stackwise.stability.locate import first_nan_module, first_nonfinite_module, nonfinite_gradients
 
 IDS = torch.arange(8).view(2, 4)
 
@@ -191,3 +191,22 @@ def test_gradients(subjects, value):
         model.get_parameter(name).grad.view(-1)[-1] = value
     model.tokens.weight.grad = None
     assert nonfinite_gradients(model) == ["layers.1.qkv.bias", "head.weight"]
+
+
+@pytest.mark.parametrize("way", ["wrapped", "in place", "inner"])
+def test_a_compiled_model_is_watched_as_it_was_written(subjects, way, recwarn, caplog):
+    model = subjects.gru().eval()
+    inner = next(name for name, m in model.named_modules() if name and not any(True for _ in m.children()))
+    model.get_submodule(inner).register_forward_hook(spoil(math.nan))
+    watched = model
+    if way == "wrapped":
+        watched = torch.compile(model, backend="eager")
+    elif way == "in place":
+        model.compile(backend="eager")
+    else:
+        model = nn.Sequential(torch.compile(model, backend="eager"))
+        watched, inner = model, f"0.{inner}"
+    with torch.no_grad(), caplog.at_level("WARNING"):
+        assert first_nonfinite_module(watched, lambda: watched(IDS)) == inner
+        assert first_nan_module(watched, lambda: watched(IDS)) == inner
+    assert not recwarn.list and not caplog.records

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from stackwise.trainer_spec import TrainerSpec
@@ -160,5 +162,56 @@ def last_batch_left_out():
         def evaluate(self, batches):
             batches = list(batches)
             return super().evaluate(batches[:-1] if len(batches) > 1 else batches)
+
+    return loop_spec_of(Mutant)
+
+
+class _Reporting(Loop):
+    def perplexity(self, batches):
+        return math.exp(self.evaluate(batches))
+
+
+def reporting():
+    """The clean twin that reports its perplexity."""
+    return loop_spec_of(_Reporting)
+
+
+def perplexity(spec: TrainerSpec) -> float:
+    """Of two batches, the second with two targets a row."""
+    run = spec.create()
+    second = spec.batch(seed=1)
+    second["labels"][:, :-2] = -100
+    return run.perplexity([spec.batch(), second])
+
+
+@mutant("96", twin=reporting, family="evaluation", source="classic", observable=perplexity)
+def mean_of_perplexities():
+    """The perplexity is the mean of the perplexities of batches, which is too high."""
+
+    class Mutant(_Reporting):
+        def perplexity(self, batches):
+            return sum(math.exp(self.evaluate([batch])) for batch in batches) / len(batches)
+
+    return loop_spec_of(Mutant)
+
+
+@mutant("96", twin=reporting, family="evaluation", source="classic", observable=perplexity)
+def perplexity_of_mean_of_means():
+    """The loss is exact, and the perplexity that of the mean of the batches' means."""
+
+    class Mutant(_Reporting):
+        def perplexity(self, batches):
+            return math.exp(sum(self.evaluate([batch]) for batch in batches) / len(batches))
+
+    return loop_spec_of(Mutant)
+
+
+@mutant("96", twin=reporting, family="evaluation", source="classic", observable=perplexity)
+def perplexity_to_base_two():
+    """2 is raised to a loss in nats."""
+
+    class Mutant(_Reporting):
+        def perplexity(self, batches):
+            return 2 ** self.evaluate(batches)
 
     return loop_spec_of(Mutant)

@@ -507,3 +507,37 @@ def mistral_window_one_too_wide():
 def mistral_window_never_reaches_attention():
     """A Mistral whose window is not in the mask that attention gets."""
     return ModelSpec.of(_llama_spec(), name="mistral", window=5)
+
+
+class Tagger(Encoder):
+    """A model that sees both sides, known by its signature alone."""
+
+    before, after = 12, 12
+
+    def forward(self, input_ids, attention_mask=None):
+        return super().forward(input_ids, attention_mask=attention_mask)
+
+
+def tagger(build: type[GPT] = Tagger) -> ModelSpec:
+    """The clean twin."""
+    return ModelSpec.of(build, causal=False)
+
+
+@mutant("29", twin=tagger, family="padding", source="classic", observable=lambda spec: beside_padding(spec))
+def mask_that_an_encoder_ignores():
+    """An encoder takes attention_mask, and hands it on to no layer."""
+
+    class Mutant(Tagger):
+        def forward(self, input_ids, attention_mask=None):
+            return super().forward(input_ids)
+
+    return tagger(Mutant)
+
+
+@torch.no_grad()
+def beside_padding(spec: ModelSpec) -> bool:
+    """Whether the real outputs before four paddings are the same with other tokens in these."""
+    model, inputs, keep = spec.create().eval(), spec.batch(1, 12), torch.arange(12)[None] < 8
+    other = torch.where(keep, inputs, (inputs + 1) % spec.width)
+    one, two = (model(ids, attention_mask=keep.long()).logits[keep] for ids in (inputs, other))
+    return torch.equal(one, two)

@@ -185,3 +185,60 @@ def frozen_by_train_mode():
             return super().train(mode)
 
     return spec_of(Mutant)
+
+
+@mutant("gradient-steps", twin=gpt, family="gradient", source="classic", observable=gradients)
+def rounding_without_a_surrogate():
+    """The stream is rounded before the head, as for quantisation, and gradients are not passed through."""
+
+    class Mutant(GPT):
+        def forward(self, *args, **kwargs):
+            handle = self.norm.register_forward_hook(lambda _, args, output: (64 * output).round() / 64)
+            try:
+                return super().forward(*args, **kwargs)
+            finally:
+                handle.remove()
+
+    return spec_of(Mutant)
+
+
+class Adapted(GPT):
+    """A frozen base, and a layer beside the head that trains."""
+
+    def __init__(self):
+        super().__init__()
+        self.base_is_frozen()
+        self.adapter = nn.Linear(self.width, self.vocab_size, bias=False)
+        nn.init.normal_(self.adapter.weight, std=0.02)
+        self.norm.register_forward_hook(self.remember)
+
+    def base_is_frozen(self):
+        self.requires_grad_(False)
+
+    def remember(self, norm, args, output):
+        self.last = [output]
+
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        output.logits = output.logits + self.adapter(self.last.pop())
+        return output
+
+
+BASE = ("embedding", "layers", "norm", "head")
+
+
+def adapted():
+    """The clean twin."""
+    return spec_of(Adapted, tied=None, labelled_loss=None, frozen=BASE)
+
+
+@mutant("gradient-frozen", twin=adapted, family="gradient", source="classic", observable=trainable)
+def base_that_is_not_frozen():
+    """The base under an adapter is frozen through its gains alone: p.ndim == 1 where all are meant."""
+
+    class Mutant(Adapted):
+        def base_is_frozen(self):
+            for p in self.parameters():
+                p.requires_grad_(p.ndim > 1)
+
+    return spec_of(Mutant, tied=None, labelled_loss=None, frozen=BASE)

@@ -426,3 +426,17 @@ def auxiliary_loss_counts_padding():
             return output
 
     return mixtral_of(Mutant)
+
+
+@mutant("loss-mixed", twin=gpt, family="loss", source="classic", observable=loss)
+def positions_and_vocabulary_mixed_up():
+    """Logits are transposed as for cross_entropy's (B, V, T), and then flattened to (B T, V) all the same."""
+
+    class Mutant(GPT):
+        def loss(self, logits, labels):
+            mixed = logits[:, :-1].transpose(1, 2).reshape(-1, logits.shape[-1])
+            targets = labels[:, 1:].flatten()
+            total = F.cross_entropy(mixed, targets, ignore_index=-100, reduction="sum")
+            return total / (targets != -100).sum().clamp(min=1)
+
+    return spec_of(Mutant)

@@ -66,6 +66,30 @@ def zero_grad_missing():
 
 
 @mutant("T12", twin=loop, family="step", source="classic", observable=weights)
+def zero_grad_of_the_first_step_alone():
+    """Gradients are cleared once, after the first step: from the third one on they add up."""
+
+    class Mutant(Loop):
+        def zero_grad(self):
+            if self.number == 0:
+                super().zero_grad()
+
+    return loop_spec_of(Mutant)
+
+
+@mutant("optimizer-twice", twin=loop, family="step", source="classic", observable=weights)
+def optimizer_stepped_twice():
+    """The optimizer is stepped a second time with the same gradient."""
+
+    class Mutant(Loop):
+        def clip(self):
+            super().clip()
+            self.optimizer.step()
+
+    return loop_spec_of(Mutant)
+
+
+@mutant("T12", twin=loop, family="step", source="classic", observable=weights)
 def zero_grad_of_the_decayed_alone():
     """Only the first group of the optimizer is cleared."""
 
@@ -382,6 +406,28 @@ def each_tensor_clipped_alone():
     return loop_spec_of(Mutant)
 
 
+def window_gradients(spec: TrainerSpec) -> dict:
+    """What the optimizer is given of three micro-batches."""
+    run, seen = spec.create(), {}
+    named = list(run.model.named_parameters())
+    run.optimizer.register_step_pre_hook(lambda *_: seen.update({name: p.grad.clone() for name, p in named}))
+    torch.manual_seed(0)
+    run.accumulate([spec.batch(seed=number) for number in range(3)])
+    return seen
+
+
+@mutant("73", twin=low_limit, family="clipping", source="classic", observable=window_gradients)
+def each_micro_batch_clipped():
+    """What has been accumulated is clipped after each micro-batch, and at the end."""
+
+    class Mutant(_LowLimit):
+        def backward(self, loss):
+            super().backward(loss)
+            self.clip()
+
+    return loop_spec_of(Mutant)
+
+
 class _HighLimit(Loop):
     max_norm = 100.0
 
@@ -423,6 +469,33 @@ def clipped_before_it_is_unscaled():
             self.clip()
             self.scaler.unscale_(self.optimizer)
             self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.scheduler.step()
+            self.zero_grad()
+
+    return loop_spec_of(Mutant)
+
+
+def weights_after_overflow(spec: TrainerSpec) -> int:
+    """How many are not finite after a second step whose gradient is not."""
+    run = spec.create()
+    torch.manual_seed(0)
+    run.step(spec.batch())
+    first = next(run.model.parameters())
+    first.register_hook(lambda gradient: gradient * torch.inf)
+    run.step(spec.batch())
+    return sum(int((~p.isfinite()).sum()) for p in run.model.parameters())
+
+
+@mutant("74", twin=scaled_loop, family="step", source="classic", observable=weights_after_overflow)
+def optimizer_stepped_past_the_scaler():
+    """optimizer.step() instead of scaler.step(optimizer): an update that overflowed is made."""
+
+    class Mutant(_Scaled):
+        def update(self):
+            self.scaler.unscale_(self.optimizer)
+            self.clip()
+            self.optimizer.step()
             self.scaler.update()
             self.scheduler.step()
             self.zero_grad()

@@ -68,6 +68,40 @@ def scheduler_before_the_optimizer_without_a_claim():
     return loop_spec_of(_SchedulerFirst, learning_rate=None)
 
 
+def unclaimed():
+    """The clean twin of whose schedule nothing is claimed, and that only steps."""
+    return loop_spec_of(_StepsAlone, learning_rate=None)
+
+
+class _StepsAlone(Loop):
+    accumulate = None
+
+    def step(self, batch):
+        return Loop.accumulate(self, [batch])
+
+
+def step_rates(spec: TrainerSpec) -> list:
+    """Of some updates."""
+    run, seen = spec.create(), []
+    run.optimizer.register_step_pre_hook(lambda optimizer, *_: seen.append(optimizer.param_groups[0]["lr"]))
+    torch.manual_seed(0)
+    for number in range(8):
+        run.step(spec.batch(seed=number))
+    return seen
+
+
+@mutant("75", twin=unclaimed, family="schedule", source="classic", observable=step_rates)
+def scheduler_stepped_twice():
+    """The scheduler is stepped by the loop and by what it calls, where nothing else tells."""
+
+    class Mutant(_StepsAlone):
+        def advance(self):
+            super().advance()
+            self.scheduler.step()
+
+    return loop_spec_of(Mutant, learning_rate=None)
+
+
 @mutant("75", twin=loop, family="schedule", source="classic", observable=rates)
 def scheduler_per_epoch():
     """The scheduler, made for steps, is stepped at the end of each epoch."""

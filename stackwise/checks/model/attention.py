@@ -63,7 +63,10 @@ def attention_scale(subject: Subject) -> CheckResult:
     mildest = min((i for i, spread in enumerate(spreads) if spread > 0), key=lambda i: spreads[i])
     value, D = spreads[mildest], unit[mildest].head_dim
     limit = D**0.35
-    meaning = f"Queries and keys of unit variance and head size {D} give scores of std {value:.2f}; "
+    meaning = (
+        f"Queries and keys of unit variance and head size {D} give scores of std {value:.2f}, as by a factor "
+        f"of about 1 / sqrt({D / value**2:.2g}); "
+    )
     if value <= limit:
         return subject.passed(value, limit, meaning=meaning + "1 is usual.")
     if not _follows(subject):

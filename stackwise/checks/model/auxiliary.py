@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from stackwise.checks.check import check
+from stackwise.checks.probe.call import REFUSALS
 from stackwise.checks.probe.loss_formula import expected_shift, labelled_loss, mean_cross_entropy
 from stackwise.checks.result import CheckResult
 from stackwise.checks.subject import Subject
@@ -120,10 +121,14 @@ def auxiliary_padding(subject: Subject) -> CheckResult:
             value, where = gap(subject.model(fill_zeros=fill_zeros))
         except TypeError as error:
             return subject.not_applicable(f"takes no mask: {error}")
-        with suppress(RuntimeError, TypeError, ValueError):
+        with suppress(*REFUSALS):
             value, where = gap(subject.model(dtype=torch.float64, fill_zeros=fill_zeros))
     if value <= _ROUNDING:
         return subject.passed(value, _ROUNDING)
+    if spec.masked is None and _ignores_keep(subject, inputs, keep):
+        return subject.not_applicable(
+            "needs a model that takes a mask (masked=), or an auxiliary_loss that does"
+        )
     return subject.failed(
         value,
         _ROUNDING,
@@ -179,6 +184,13 @@ def _asks_for_it(model: nn.Module) -> bool:
     config = getattr(model, "config", None)
     coefficient = getattr(config, "router_aux_loss_coef", 1.0)
     return getattr(config, "output_router_logits", False) is True and bool(coefficient)
+
+
+@torch.no_grad()
+def _ignores_keep(subject: Subject, inputs: Tensor, keep: Tensor) -> bool:
+    model = subject.model(fill_zeros=subject.starts_at_zero)
+    one, two = (_auxiliary(subject, model, inputs, mask) for mask in (torch.ones_like(keep), keep))
+    return torch.equal(one, two)
 
 
 def _auxiliary(subject: Subject, model: nn.Module, inputs: Tensor, keep: Tensor | None) -> Tensor:

@@ -22,6 +22,8 @@ from stackwise.checks.subject import Subject
 @check
 def backend_gradients(subject: Subject) -> CheckResult:
     """Are loss and gradients the same by the plain formula of attention as by the kernel chosen for speed?"""
+    if not any(p.requires_grad for p in subject.model().parameters()):
+        return subject.not_applicable("no parameter is trainable")
     # Without dropout, which another kernel draws in another order.
     try:
         model = subject.model(train=True, dtype=torch.float64)

@@ -16,14 +16,13 @@ from torch import Tensor, nn
 from stackwise.checks.check import check
 from stackwise.checks.probe.call import (
     REFUSALS,
-    call,
     decoded,
     has_fixed_state,
     real_inputs,
     reason_of,
     tensors_of,
 )
-from stackwise.checks.probe.difference import hear, relative_difference
+from stackwise.checks.probe.difference import NOT_REPEATED, hear, relative_difference, repeats
 from stackwise.checks.probe.ties import chooses_among_equals
 from stackwise.checks.result import CheckResult
 from stackwise.checks.subject import Subject
@@ -107,6 +106,8 @@ def _compare(subject: Subject, ways: Sequence[Sequence[int]], advice: str) -> Ch
     if not found.real:
         meaning = "; ".join(f"parts of {_named(way)} are refused: {why}" for way, why in refused.items())
         return subject.passed(found.value, found.limit, meaning=meaning or found.meaning)
+    if not repeats(subject):
+        return subject.not_applicable(NOT_REPEATED)
     model = subject.model(dtype=found.dtype, fill_zeros=True)
     each = zip(ways, torch.split(found.gaps, [sum(way) for way in ways]), strict=True)
     worst, gap = max(each, key=lambda pair: pair[1].max().item())
@@ -200,7 +201,7 @@ def cache_independence(subject: Subject) -> CheckResult:
                     outputs[row].append(logits_of(output))
             return torch.cat([torch.cat(parts, dim=1) for parts in outputs])
 
-        return call(subject, model, run)
+        return subject.call(model, run)
 
     def gaps(model: nn.Module) -> Tensor:
         sizes = [end - start for start, end in pairwise(cuts)]
@@ -208,6 +209,8 @@ def cache_independence(subject: Subject) -> CheckResult:
         return relative_difference(one_after_other, in_turns(model))
 
     found = hear(subject, gaps, same_shapes=True, fill_zeros=True)
+    if found.real and not repeats(subject):
+        return subject.not_applicable(NOT_REPEATED)
     if found.real:
         return subject.failed(
             found.value,
@@ -252,6 +255,8 @@ def cache_padding(subject: Subject) -> CheckResult:
         return gap
 
     found = hear(subject, gaps, same_shapes=False, fill_zeros=True)
+    if found.real and not repeats(subject):
+        return subject.not_applicable(NOT_REPEATED)
     if found.real:
         row = int(found.gaps.amax(dim=1).argmax())
         first = int((~(found.gaps[row] <= found.limit)).nonzero()[0])
@@ -307,6 +312,8 @@ def cache_limit(subject: Subject) -> CheckResult:
         found = hear(subject, lambda model: _gaps(subject, model, inputs, (*sizes, 1, 1)), same_shapes=False)
         if not found.real:
             return subject.passed(found.value, found.limit, meaning="beyond it, as the whole sequence does")
+    if not repeats(subject):
+        return subject.not_applicable(NOT_REPEATED)
     if chooses_among_equals(lambda: subject.logits(subject.model(), inputs[:, :limit])):
         return subject.not_applicable("needs a choice (topk) that is not among equal scores")
     return subject.failed(

@@ -11,7 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from stackwise.checks.check import check
-from stackwise.checks.probe.difference import Finding, absolute_difference, hear, relative_difference
+from stackwise.checks.probe.difference import (
+    NOT_REPEATED,
+    Finding,
+    absolute_difference,
+    hear,
+    relative_difference,
+    repeats,
+)
 from stackwise.checks.probe.ties import chooses_among_equals
 from stackwise.checks.result import CheckResult
 from stackwise.checks.subject import Subject
@@ -45,11 +52,13 @@ def causality(subject: Subject) -> CheckResult:
                     leak.limit,
                     where=f"position {position} reads token {token} ({mode} mode{behind})",
                     meaning=f"Replacing token {token} changed the output at position {position}, before it.",
-                    advice=_ADVICE,
+                    advice=_advice(subject),
                 )
             worst = max(worst, leak, key=lambda finding: (finding.value, finding.limit))
         for length in sorted({max(1, subject.seq_len // 2), subject.seq_len - 1}):
             gap = _find_gap(subject, length, fill_zeros)
+            if gap.real and not repeats(subject):
+                return subject.not_applicable(f"whether a prefix computes the same alone {NOT_REPEATED}")
             if gap.real:
                 return _of_a_gap(subject, gap, length, subject.seq_len, behind)
     return _unless_blind(subject, worst, fill_zeros=starts_at_zero)
@@ -75,14 +84,22 @@ def causality_far(subject: Subject) -> CheckResult:
                 found.limit,
                 where=f"tokens from {start} on, of {T} ({'train' if train else 'eval'} mode)",
                 meaning=f"Replacing all tokens from {start} on changed an output before them.",
-                advice=_ADVICE + " Where the first positions are right, look at how chunks and blocks join.",
+                advice=_advice(subject)
+                + " Where the first positions are right, look at how chunks and blocks join.",
             )
         worst = max(worst, found, key=lambda finding: (finding.value, finding.limit))
     for length in (T // 2, T - 1):
         gap = _find_gap(subject, length, True, of=T)
+        if gap.real and not repeats(subject):
+            return subject.not_applicable(f"whether a prefix computes the same alone {NOT_REPEATED}")
         if gap.real:
             return _of_a_gap(subject, gap, length, T, "")
     return subject.passed(worst.value, worst.limit, meaning=worst.meaning)
+
+
+def _advice(subject: Subject, more: str = "") -> str:
+    assumed = " Causality was assumed: for an encoder, say causal=False (stackwise check --no-causal)."
+    return _ADVICE + more + (assumed if "causal" in subject.spec.assumed else "")
 
 
 def _out_of_question(subject: Subject) -> str | None:
@@ -162,7 +179,7 @@ def _of_a_gap(subject: Subject, gap: Finding, length: int, T: int, behind: str) 
         gap.limit,
         where=where,
         meaning="The outputs of a prefix change when tokens follow it.",
-        advice=_ADVICE + " Positions counted from the end do this too.",
+        advice=_advice(subject, " Positions counted from the end do this too."),
     )
 
 

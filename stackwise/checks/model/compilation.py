@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from stackwise.checks.check import check
+from stackwise.checks.probe.call import REFUSALS
 from stackwise.checks.probe.parameter_gradient import Apart, Gradients, apart, gradients_of, limit_of
 from stackwise.checks.result import CheckResult
 from stackwise.checks.subject import Subject
@@ -28,6 +29,8 @@ _SHRINK = 0.95  # all weights and buffers in between, so that what was kept is n
 def compiled_gradients(subject: Subject) -> CheckResult:
     """Are loss and every parameter's gradient the same under torch.compile?"""
     model = _model(subject)
+    if not any(p.requires_grad for p in model.parameters()):
+        return subject.not_applicable("no parameter is trainable")
     eager = gradients_of(subject, model, _N_PASSES, shrink=_SHRINK)
     if not any(gradient.any() for gradient in eager[0].of.values()):
         return subject.not_applicable("needs a parameter with a gradient")
@@ -104,7 +107,7 @@ def _model(subject: Subject) -> nn.Module:
                 state = torch.get_rng_state()
                 subject.spec.logits(model, subject.inputs(2))
                 draws = not torch.equal(state, torch.get_rng_state())
-        except (RuntimeError, TypeError, ValueError):
+        except REFUSALS:
             if dtype is None:
                 raise
             continue

@@ -69,13 +69,25 @@ def gradient_flow(subject: Subject) -> CheckResult:
             advice="Look for a branch that is multiplied by 0, units that are never active, and for dropout "
             "or drop path with p = 1.",
         )
+    behind_steps = [name for name in missing if influence[name] == "steps"]
+    if 2 * len(behind_steps) > n:
+        return subject.failed(
+            len(behind_steps) / n,
+            0.5,
+            where=_names(behind_steps),
+            meaning=f"{len(behind_steps)} of {n} parameters get no gradient in {_STEPS} steps: large changes "
+            "of them move the output, and small ones do not.",
+            advice="A step function (round, sign, argmax, a comparison) stands between them and the output, "
+            "and its derivative is 0: pass gradients straight through, as in x + (round(x) - x).detach().",
+        )
     unused = [name for name in missing if name.rpartition(".")[0] not in called]
     return subject.warned(
         len(missing) / n,
         0.0,
         where=_names(missing),
         meaning=f"{len(missing)} of {n} parameters get no gradient in {_STEPS} steps and no small change of "
-        f"them moves the output; the modules of {len(unused)} are not called.",
+        f"them moves the output; the modules of {len(unused)} are not called, and large changes of "
+        f"{len(behind_steps)} move it.",
         advice="Right for experts that no token reached, poolers and cross-attention that are not used "
         "(declare unused=); else remove them, or look for what was to call them.",
     )
@@ -169,17 +181,27 @@ def trainable(subject: Subject) -> CheckResult:
         name
         for name, wanted in as_built.items()
         if not wanted
-        and not name.startswith(subject.spec.unused or "\0")
+        and not name.startswith((*subject.spec.unused, *subject.spec.frozen) or "\0")
         and model.get_parameter(name).is_floating_point()
     ]
+    thawed = [n for n, trains in as_built.items() if trains and n.startswith(subject.spec.frozen or "\0")]
+    if thawed:
+        return subject.failed(
+            len(thawed) / len(as_built),
+            0.0,
+            where=_names(thawed),
+            meaning=f"{len(thawed)} of {len(as_built)} parameters are declared frozen, and are trainable.",
+            advice="Look for a prefix that does not match after wrapping, and for requires_grad_(True) that "
+            "comes after the freezing.",
+        )
     if frozen:
         return subject.warned(
             len(frozen) / len(as_built),
             0.0,
             where=_names(frozen),
             meaning=f"{len(frozen)} of {len(as_built)} parameters are not trainable.",
-            advice="If that is meant, declare unused= with their prefixes; else look for a "
-            "requires_grad_(False) that was not taken back.",
+            advice="If that is meant, as of a base under adapters, declare frozen= with their prefixes; else "
+            "look for a requires_grad_(False) that was not taken back.",
         )
     return subject.passed(0.0, 0.0, meaning=f"All {len(as_built)} parameters are as declared.")
 

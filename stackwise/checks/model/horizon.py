@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from stackwise.checks.check import check
+from stackwise.checks.probe.call import REFUSALS
 from stackwise.checks.probe.difference import absolute_difference
 from stackwise.checks.result import CheckResult
 from stackwise.checks.subject import Subject
@@ -319,7 +320,7 @@ def _exactly(subject: Subject, measure: Callable[[nn.Module], Measured]) -> Meas
     fill_zeros = subject.starts_at_zero
     try:
         return measure(subject.model(dtype=torch.float64, fill_zeros=fill_zeros))
-    except (RuntimeError, TypeError, ValueError):
+    except REFUSALS:
         return measure(subject.model(fill_zeros=fill_zeros))
 
 

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stackwise.checks.check import check
+from stackwise.checks.probe.call import REFUSALS, dtype_of
 from stackwise.checks.probe.difference import relative_difference
 from stackwise.checks.probe.layers import pattern
 from stackwise.checks.result import CheckResult
@@ -185,8 +186,7 @@ def load_round_trip(subject: Subject) -> CheckResult:
     loaded = {name: t.clone() for name, t in target.state_dict().items() if isinstance(t, Tensor)}
     got = subject.logits(target, inputs)
     value = relative_difference(wanted, got).max().item()
-    dtype = next((p.dtype for p in source.parameters() if p.is_floating_point()), torch.float32)
-    limit = max(subject.spec.tolerance, 8 * torch.finfo(dtype).eps)
+    limit = max(subject.spec.tolerance, 8 * torch.finfo(dtype_of(source)).eps)
     if value <= limit:
         return subject.passed(value, limit)
     after = {name: t for name, t in target.state_dict().items() if isinstance(t, Tensor)}
@@ -219,10 +219,11 @@ def load_round_trip(subject: Subject) -> CheckResult:
 
 def _initialized_alike(subject: Subject, model: nn.Module) -> CheckResult:
     """Warns where one of several siblings still has torch's default, and the others have not."""
-    siblings: dict[tuple[str, torch.Size], list[str]] = defaultdict(list)
+    siblings: dict[tuple[str, type[nn.Module], torch.Size], list[str]] = defaultdict(list)
     weights = {n: p for n, p in model.named_parameters() if p.ndim == 2 and p.numel() >= 256}
     for name, p in weights.items():
-        siblings[pattern(name), p.shape].append(name)
+        owner = model.get_submodule(name.rpartition(".")[0])
+        siblings[pattern(name), type(owner), p.shape].append(name)
     for names in siblings.values():
         default = [n for n in names if _is_torch_default(weights[n])]
         if default and len(default) < len(names):
@@ -299,7 +300,7 @@ def _norms(subject: Subject) -> dict[str, tuple[float, float, float]]:
             continue
         half_NC = torch.randn(1, _N_VECTORS, C, generator=generator)
         x_NC = torch.cat((half_NC, -half_NC), dim=1)
-        with suppress(RuntimeError, TypeError, ValueError), torch.no_grad():
+        with suppress(*REFUSALS), torch.no_grad():
             weight = next(module.parameters())
             x_NC = x_NC.to(weight)
             y_NC, larger = module(x_NC).double()[0], module(4 * x_NC).double()[0]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from stackwise.checks.check import check
-from stackwise.checks.probe.difference import hear, relative_difference
+from stackwise.checks.probe.difference import NOT_REPEATED, hear, relative_difference, repeats
 from stackwise.checks.result import CheckResult
 from stackwise.checks.subject import Subject
 
@@ -26,6 +26,8 @@ def batch_invariance(subject: Subject) -> CheckResult:
 
     for fill_zeros in (False, True) if subject.starts_at_zero else (False,):
         found = hear(subject, gaps, same_shapes=False, fill_zeros=fill_zeros)
+        if found.real and not repeats(subject):
+            return subject.not_applicable(NOT_REPEATED)
         if found.real:
             row = int(found.gaps.argmax())
             return subject.failed(
@@ -63,6 +65,8 @@ def permutation_equivariance(subject: Subject) -> CheckResult:
         )
 
     found = hear(subject, gaps, same_shapes=False, fill_zeros=True)
+    if found.real and not repeats(subject):
+        return subject.not_applicable(NOT_REPEATED)
     if found.real:
         return subject.failed(
             found.value,

@@ -19,6 +19,7 @@ from stackwise.checks.probe.loss_formula import (
     UnreadableLossError,
     expected_shift,
     labelled_loss,
+    part_that_learns,
     read_loss_formula,
 )
 from stackwise.checks.result import CheckResult
@@ -200,7 +201,7 @@ def loss_formula(subject: Subject) -> CheckResult:
     """Is the loss the cross-entropy of the model's own logits, computed in float32 or better?"""
     found = _read(subject)
     if isinstance(found, CheckResult):
-        return found
+        return (_mixed_up(subject) if found.meaning == _REFUSED else None) or found
     gap = abs(found.value - found.expected)
     limit = 1e-4 * max(1.0, abs(found.expected))
     numbers = f"The loss is {found.value:.6g}; the mean cross-entropy of the logits is {found.expected:.6g}."
@@ -235,6 +236,8 @@ def loss_formula(subject: Subject) -> CheckResult:
         }[found.kind]
         return subject.failed(gap, limit, meaning=f"{meaning} {numbers}", advice=advice)
     if not found.known:
+        if (mixed := _mixed_up(subject, numbers)) is not None:
+            return mixed
         return subject.warned(
             gap,
             limit,
@@ -253,6 +256,21 @@ def loss_formula(subject: Subject) -> CheckResult:
             advice="Right for a z-loss, a router's loss or label smoothing that is meant.",
         )
     return _in_its_own_dtype(subject)
+
+
+def _mixed_up(subject: Subject, numbers: str = "") -> CheckResult | None:
+    """A failure where the loss does not care for the labels' own logits."""
+    part = part_that_learns(subject)
+    if part is None or part >= 0.5:
+        return None
+    return subject.failed(
+        part,
+        0.5,
+        meaning=f"{numbers} For {1 - part:.0%} of the labels the loss does not fall as their own logit "
+        "grows, whichever position is to predict them: the model learns something else.".strip(),
+        advice="Logits (B, T, V) and labels (B, T) are to be flattened alike: look for a transpose() or "
+        "view() that mixes positions and vocabulary, and for labels of another order.",
+    )
 
 
 def _in_its_own_dtype(subject: Subject) -> CheckResult:
@@ -316,6 +334,8 @@ def empty_loss(subject: Subject) -> CheckResult:
     if not loss.isfinite():
         # As torch's own mean over no targets. The weights are safe; a mean over losses is not.
         return subject.passed(
-            where=where, meaning="The loss is NaN where nothing is to be predicted; every gradient is finite."
+            where=where,
+            meaning="Every gradient is finite. The loss itself is 0 / 0 there, as torch's own mean is: leave "
+            "such a batch out of means over losses.",
         )
     return subject.passed(loss.item())

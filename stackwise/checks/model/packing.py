@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from stackwise.checks.check import check
-from stackwise.checks.probe.call import call
-from stackwise.checks.probe.difference import hear, relative_difference
+from stackwise.checks.probe.difference import NOT_REPEATED, hear, relative_difference, repeats
 from stackwise.checks.result import CheckResult
 from stackwise.checks.subject import Subject
 from stackwise.inference import cast
@@ -69,6 +68,8 @@ def packing_alone(subject: Subject) -> CheckResult:
         return relative_difference(torch.cat(alone), together).amax(dim=-1)
 
     found = hear(subject, gaps, same_shapes=False, fill_zeros=True)
+    if found.real and not repeats(subject):
+        return subject.not_applicable(NOT_REPEATED)
     if found.real:
         row, position = divmod(int(found.gaps.argmax()), inputs.shape[1])
         return subject.failed(
@@ -114,4 +115,4 @@ def _like(mask: Tensor, inputs: Tensor) -> Tensor:
 def _packed(subject: Subject, model: nn.Module, inputs: Tensor, documents: Tensor) -> Tensor:
     by_documents = subject.spec.packed
     assert by_documents is not None
-    return call(subject, model, lambda: by_documents(model, cast(inputs.clone(), model), documents.clone()))
+    return subject.call(model, lambda: by_documents(model, cast(inputs.clone(), model), documents.clone()))

@@ -23,7 +23,7 @@ from stackwise.checks.probe.call import (
     real_inputs,
     reason_of,
 )
-from stackwise.checks.probe.difference import hear, relative_difference
+from stackwise.checks.probe.difference import NOT_REPEATED, hear, relative_difference, repeats
 from stackwise.checks.result import CheckResult, listed
 from stackwise.checks.subject import Subject
 from stackwise.inference import cast, logits_of
@@ -137,6 +137,14 @@ def padding_content(subject: Subject) -> CheckResult:
         if found.real:
             break
     if _ignores_mask(subject):
+        if found.real and subject.spec.causal is False:
+            return subject.failed(
+                found.value,
+                found.limit,
+                meaning="The model sees both sides and computes the same whatever its mask says: real "
+                "outputs read what stands in padding.",
+                advice="Say masked=None if it claims no padding. " + _ADVICE_READ,
+            )
         return subject.warned(
             found.value,
             found.limit,
@@ -217,6 +225,8 @@ def padding_amount(subject: Subject) -> CheckResult:
     found = hear(subject, gaps, same_shapes=False, fill_zeros=True)
     if not found.real:
         return subject.passed(found.value, found.limit, meaning=found.meaning)
+    if not repeats(subject):
+        return subject.not_applicable(NOT_REPEATED)
     if _ignores_mask(subject):
         return subject.not_applicable("needs a mask that changes something; this one does not")
     if _reads_through_a_state(subject):
@@ -302,6 +312,8 @@ def padding_gradients(subject: Subject) -> CheckResult:
     """Are the gradients of real positions finite beside padding, and beside a row of nothing else?"""
     if reason := _unasked(subject):
         return subject.not_applicable(reason)
+    if not any(p.requires_grad for p in subject.model().parameters()):
+        return subject.not_applicable("no parameter is trainable")
     inputs, everything, without = _with_empty_row(subject)
     if bad := _bad_gradients(subject, inputs, everything):
         return subject.not_applicable(f"needs gradients that are finite without padding; {bad[0]} has others")

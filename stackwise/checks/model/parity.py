@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from stackwise.checks.check import check
+from stackwise.checks.probe.batch import tensors_in
 from stackwise.checks.probe.difference import (
     Finding,
     hear,
@@ -136,17 +137,8 @@ def _events(model: nn.Module, run: Callable[[], object]) -> list[tuple[_Event, l
 
 def _tensors(value: Any) -> Iterator[Tensor]:
     """Floating-point ones, in order."""
-    if isinstance(value, Tensor):
-        if value.is_floating_point():
-            yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from _tensors(item)
-    elif hasattr(value, "logits"):
-        yield logits_of(value)
+    bare = hasattr(value, "logits") and not isinstance(value, Mapping | tuple | list)
+    return (t for t in tensors_in(logits_of(value) if bare else value) if t.is_floating_point())
 
 
 def _allowed(a: Tensor, b: Tensor) -> float:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from stackwise.checks.check import check
-from stackwise.checks.probe.call import REFUSALS
+from stackwise.checks.probe.call import REFUSALS, dtype_of, reason_of
 from stackwise.checks.probe.shadow import Kind, Loss, Shadow
 from stackwise.checks.result import CheckResult
 from stackwise.checks.subject import Subject
@@ -45,6 +45,11 @@ _NARROW_ADVICE: Mapping[Kind, str] = dict.fromkeys(
     "input is meant, for autocast that the model turns on by itself, and for large numbers that cancel.",
 )
 
+_FEW_ADVICE = (
+    "Right where a few vectors are near 0, or of nearly equal numbers, before a norm, as it happens with few "
+    "channels; else look at what is done at these positions alone."
+)
+
 _SHARP_ADVICE = (
     "Scores are so large, or terms cancel so far, that the rounding of what goes in decides. Right for sharp "
     "attention; else look at the scale of the initialisation and at 1 / sqrt(head size), and keep scores and "
@@ -58,13 +63,20 @@ class _Run:
 
     shadow: Shadow
     error: float
-    finite: bool
+    part_not_finite: float
     exact_is_finite: bool
+
+    @property
+    def finite(self) -> bool:
+        return self.part_not_finite == 0
 
 
 @check
 def float32_error(subject: Subject) -> CheckResult:
     """Is nothing in the float32 model as coarse as a narrow format, against float64?"""
+    dtype = dtype_of(subject.model())
+    if dtype in (torch.bfloat16, torch.float16):
+        return subject.not_applicable(f"needs a float32 model; this one is built in {_name(dtype)}")
     return _judge_error(subject, torch.float32, dict.fromkeys(_NARROW_ADVICE, _NARROW), advice=_NARROW_ADVICE)
 
 
@@ -97,8 +109,11 @@ def float16_range(subject: Subject) -> CheckResult:
         return subject.not_applicable("needs outputs that are finite in float64")
     found = run.shadow.overflow
     if run.finite:
-        return subject.passed(meaning=f"infinite in between, and harmless: {found.where}" if found else "")
+        meaning = f"infinite in between, and harmless: {found.where}" if found else "Every output is finite."
+        return subject.passed(0.0, 0.0, meaning=meaning)
     return subject.failed(
+        run.part_not_finite,
+        0.0,
         where=_place(found) if found else "",
         meaning="An output is NaN or infinite in float16, and finite in float64.",
         advice="float16 ends at 65504. Look at the product of gate and up projection, squares in norms, "
@@ -138,10 +153,17 @@ def _judge_error(
     advice: Mapping[Kind, str] = _ADVICE,
 ) -> CheckResult:
     eps = torch.finfo(dtype).eps
-    format_name = str(dtype).removeprefix("torch.")
+    format_name = _name(dtype)
     try:
         run = _run(subject, dtype, _LENGTH, {k: v * eps for k, v in limits.items()}, autocast=autocast)
     except _Cannot as error:
+        if autocast and (refusal := _refused_by_autocast(subject, dtype)):
+            return subject.warned(
+                meaning=f"The model runs as it is, and raises under autocast to {format_name}: {refusal}",
+                advice="Autocast narrows products of matrices and leaves the rest: where a result of one is "
+                "written into or joined with a tensor of another dtype (index_add_, scatter_, a buffer), "
+                "cast it to that dtype.",
+            )
         return subject.not_applicable(f"needs to run in {format_name}: {error}")
     if not run.exact_is_finite:
         return subject.not_applicable("needs outputs that are finite in float64")
@@ -172,10 +194,34 @@ def _judge_error(
             advice="Autocast passes over operations in place (addmm_) and with out=, and custom operators "
             "without a rule for it.",
         )
+    if (few := run.shadow.loss_of_few) is not None:
+        return subject.warned(
+            few.error / eps,
+            limits[few.kind],
+            where=_place(few),
+            meaning=f"At a few positions the result in {format_name} parts from float64, by so many eps of "
+            "the format; at all others it does not.",
+            advice=_FEW_ADVICE,
+        )
     kind: Kind = max(limits, key=lambda each: run.shadow.worst[each] / limits[each])
     return subject.passed(
         run.shadow.worst[kind] / eps, limits[kind], meaning=f"logits are off by {run.error / eps:.2g} eps"
     )
+
+
+def _refused_by_autocast(subject: Subject, dtype: torch.dtype) -> str:
+    """What the model raises under autocast and not without; empty: nothing."""
+    model, inputs = subject.model(), subject.inputs(1)
+    try:
+        subject.logits(model, inputs)
+    except REFUSALS:
+        return ""
+    try:
+        with _without_warnings(), torch.autocast(subject.device.type, dtype):
+            subject.logits(model, inputs)
+    except REFUSALS as error:
+        return reason_of(error)
+    return ""
 
 
 class _Cannot(Exception):  # noqa: N818  not for users
@@ -203,7 +249,8 @@ def _run(
             try:
                 return _attempt(subject, dtype, seq_len, limits, autocast, buffers_too, budget)
             except REFUSALS as error:
-                refused = refused or " ".join(str(error).split())[:160]
+                # Of the shortest: that of a longer one may be its length, or the budget.
+                refused = " ".join(str(error).split())[:160]
     raise _Cannot(refused)
 
 
@@ -237,7 +284,8 @@ def _attempt(
     output = output.detach()
     exact = shadow.of(output)
     error = (exact - output).norm() / (exact - exact.mean(dim=(0, 1))).norm()
-    return _Run(shadow, error.item(), bool(output.isfinite().all()), bool(exact.isfinite().all()))
+    bad = (~output.isfinite()).double().mean().item()
+    return _Run(shadow, error.item(), bad, bool(exact.isfinite().all()))
 
 
 @contextmanager
@@ -259,6 +307,10 @@ def _spread_gains(model: nn.Module, seed: int) -> None:
 
 def _is_wide(tensor: Tensor) -> bool:
     return tensor.dtype in (torch.float32, torch.float64)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _place(loss: Loss) -> str:

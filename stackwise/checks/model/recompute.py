@@ -28,6 +28,8 @@ _ADVICE = (
 @check
 def recompute_gradients(subject: Subject) -> CheckResult:
     """Is every parameter's gradient the same where activations are recomputed, twice in a row?"""
+    if not any(p.requires_grad for p in subject.model().parameters()):
+        return subject.not_applicable("no parameter is trainable")
     try:
         model, plain = _passes(subject, torch.float64, lambda _: None)
         dtype: torch.dtype | None = torch.float64

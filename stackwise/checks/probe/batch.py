@@ -39,7 +39,8 @@ def mapped(function: Callable[..., Tensor], *batches: Any) -> Any:
     if isinstance(first, Mapping):
         return {key: mapped(function, *(batch[key] for batch in batches)) for key in first}
     if isinstance(first, list | tuple):
-        return type(first)(mapped(function, *parts) for parts in zip(*batches, strict=True))
+        parts = [mapped(function, *each) for each in zip(*batches, strict=True)]
+        return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
     return first
 
 

@@ -1,11 +1,11 @@
-"""Call: one call of a model that leaves no trace on it, whichever way it is called.
+"""Call: the ways to call a model beyond its inputs alone, each without a trace on it.
 
 Shapes: B batch, T positions, V outputs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from stackwise.inference import cast, logits_of
 
 __all__ = [
     "REFUSALS",
-    "call",
     "decoded",
     "dtype_of",
     "has_fixed_state",
@@ -32,26 +31,11 @@ __all__ = [
 REFUSALS = (RuntimeError, TypeError, ValueError, LookupError, AssertionError)
 
 
-@torch.no_grad()
-def call(subject: Subject, model: nn.Module, function: Callable[[], Any]) -> Tensor:
-    """The logits in what `function` returns, without gradients and with every random choice the same.
-
-    Buffers that the call updates (running statistics) are put back, so that calls are comparable.
-    """
-    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    with subject.fixed_randomness():
-        output = logits_of(function())
-    for name, buffer in model.named_buffers():
-        if name in before and buffer.shape == before[name].shape:
-            buffer.copy_(before[name])
-    return output
-
-
 def masked(subject: Subject, model: nn.Module, inputs: Tensor, keep: Tensor) -> Tensor:
     """The logits (B, T, V) of a batch with padding; `keep` (B, T) is true at real positions."""
     by_mask = subject.spec.masked
     assert by_mask is not None
-    return call(subject, model, lambda: by_mask(model, cast(inputs.clone(), model), keep.clone()))
+    return subject.call(model, lambda: by_mask(model, cast(inputs.clone(), model), keep.clone()))
 
 
 def decoded(
@@ -80,7 +64,7 @@ def decoded(
                 raise ValueError(f"{size} tokens at once gave {outputs[-1].shape[1]} outputs")
         return torch.cat(outputs, dim=1)
 
-    return call(subject, model, run)
+    return subject.call(model, run)
 
 
 def real_inputs(subject: Subject, batch_size: int, seq_len: int | None = None, *, shift: int = 0) -> Tensor:

@@ -19,10 +19,12 @@ from stackwise.checks.probe.call import REFUSALS, dtype_of
 from stackwise.checks.subject import Subject
 
 __all__ = [
+    "NOT_REPEATED",
     "Finding",
     "absolute_difference",
     "hear",
     "relative_difference",
+    "repeats",
     "uses_less_than_float64",
     "variation",
 ]
@@ -33,6 +35,9 @@ _GROSS = 1e-3
 _EXACT_SAME = 1e-8
 _EXACT_OTHER = 1e-6
 _NARROW = (torch.float32, torch.bfloat16, torch.float16, torch.complex64)
+
+
+NOT_REPEATED = "needs a model that repeats itself in eval mode; see determinism"
 
 
 @dataclass(frozen=True)
@@ -102,6 +107,17 @@ def hear(
     if exact <= exact_limit and not value <= max(_GROSS, 64 * eps):
         return Finding(value, limit, True, dtype, gaps)
     return Finding(exact, exact_limit, not exact <= exact_limit, torch.float64, exact_gaps)
+
+
+def repeats(subject: Subject) -> bool:
+    """Whether two calls in eval mode agree where one follows the other in the same random state.
+
+    Else one seed gives other numbers to other shapes, and a comparison across shapes or orders shows these.
+    """
+    model, inputs = subject.model(), subject.inputs(1)
+    with torch.no_grad(), subject.fixed_randomness():
+        one, two = (subject.spec.logits(model, inputs.clone()) for _ in range(2))
+    return bool(relative_difference(one, two).max() <= _EXACT_OTHER)
 
 
 def uses_less_than_float64(model: nn.Module, measure: Callable[[nn.Module], object]) -> bool:

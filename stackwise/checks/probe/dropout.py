@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,7 +23,13 @@ _DROPOUTS = {
     torch.feature_dropout,
     torch.feature_alpha_dropout,
 }
-_P_OF_ATTENTION = 4
+# Which of its positional arguments is the probability; what a function calls inside is not seen.
+_PROBABILITY: dict[Callable[..., Any], int] = {
+    F.scaled_dot_product_attention: 4,
+    F.multi_head_attention_forward: 10,
+}
+# Of theirs the place depends on how they are called; the probability is the one number with a point.
+_RECURRENT = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
 
 
 class WithoutDropout(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
@@ -33,7 +40,12 @@ class WithoutDropout(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
         kwargs = kwargs or {}
         if function in _DROPOUTS:
             return args[0] if args else kwargs["input"]
-        if function is F.scaled_dot_product_attention:
-            args = tuple(0.0 if index == _P_OF_ATTENTION else value for index, value in enumerate(args))
+        if function is torch.native_dropout:
+            args, kwargs = (*args[:2], False), {key: each for key, each in kwargs.items() if key != "train"}
+        elif function in _PROBABILITY:
+            place = _PROBABILITY[function]
+            args = tuple(0.0 if index == place else value for index, value in enumerate(args))
             kwargs = {key: 0.0 if key == "dropout_p" else value for key, value in kwargs.items()}
+        elif function in _RECURRENT:
+            args = tuple(0.0 if isinstance(value, float) else value for value in args)
         return function(*args, **kwargs)

@@ -32,6 +32,7 @@ __all__ = [
     "expected_shift",
     "labelled_loss",
     "mean_cross_entropy",
+    "part_that_learns",
     "read_loss_formula",
 ]
 
@@ -193,6 +194,46 @@ def labelled_loss(
     if value.numel() != 1:
         raise TypeError(f"labelled_loss: got shape {tuple(value.shape)}; wanted a scalar")
     return value.double().item(), seen[-1] if seen else None
+
+
+def part_that_learns(subject: Subject) -> float | None:
+    """The part of the labels whose own logit the loss wants larger, at the shift where most are.
+
+    By the gradient of the loss with respect to the logits that the same call gives; None where these are not
+    seen, or are not what the loss is computed from.
+    """
+    spec, model = subject.spec, subject.model(fill_zeros=subject.starts_at_zero)
+    inputs, labels = subject.inputs(_ROWS), subject.inputs(_ROWS, shift=1)
+    seen: list[Tensor] = []
+
+    def keep(_: nn.Module, __: Any, output: Any) -> None:
+        with suppress(TypeError):
+            seen.append(logits_of(output))
+
+    assert spec.labelled_loss is not None
+    handle = model.register_forward_hook(keep)
+    try:
+        with torch.enable_grad(), subject.fixed_randomness():
+            loss = spec.labelled_loss(model, inputs.clone(), labels.clone())
+    finally:
+        handle.remove()
+    if not seen or not seen[-1].requires_grad or not loss.requires_grad:
+        return None
+    gradient = torch.autograd.grad(loss, seen[-1], allow_unused=True)[0]
+    if gradient is None or gradient.shape[:2] != labels.shape or not gradient.any():
+        return None
+    if gradient.ndim != 3 or gradient.shape[-1] < spec.width:
+        return None
+    T = labels.shape[1]
+    parts = []
+    for shift in range(-(T // 2), T // 2 + 1):
+        at, of = (
+            (gradient[:, : T - shift], labels[:, shift:])
+            if shift >= 0
+            else (gradient[:, -shift:], labels[:, :shift])
+        )
+        parts.append((at.gather(-1, of[..., None]) < 0).double().mean().item())
+    return max(parts)
 
 
 def _labelings(subject: Subject, logits: Tensor) -> list[Tensor]:

@@ -76,7 +76,8 @@ def gradients_of(
             model.zero_grad(set_to_none=True)
             with around(), torch.enable_grad():
                 loss = subject.spec.loss_of(model if call is None else call, inputs)
-                loss.backward()  # type: ignore[no-untyped-call]
+                if loss.requires_grad:
+                    loss.backward()  # type: ignore[no-untyped-call]
             gradients = {
                 name: torch.zeros_like(p) if p.grad is None else p.grad.detach().clone()
                 for name, p in model.named_parameters()

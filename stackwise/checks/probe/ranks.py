@@ -6,6 +6,7 @@ Shapes: B rows of a batch, of which each rank gets its part.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable
 from contextlib import suppress
@@ -23,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from stackwise.checks.probe.another_process import Recipe, run_elsewhere
 from stackwise.checks.probe.batch import mapped, tensors_in
 from stackwise.checks.probe.dropout import WithoutDropout
+from stackwise.checks.probe.run_state import number_in
 from stackwise.checks.probe.update import norm
 from stackwise.checks.trainer_subject import TrainerSubject
 from stackwise.seed import seeded
@@ -48,7 +50,7 @@ class Record:
         buffers: at the end.
         gradients: as the optimizer saw them in the first step.
         norm: what the run says of the first step's gradient, before clipping; None: it says nothing.
-        losses: that its steps returned.
+        losses: that its steps returned; NaN where one returned none.
     """
 
     initial: Tensors = field(default_factory=dict)
@@ -189,7 +191,8 @@ def observe(run: Any, batches: list[Any], collectives: _Collectives | None) -> R
             else:
                 with collectives:
                     loss = run.step(batch)
-            record.losses.append(float(loss))
+            found = number_in(loss)
+            record.losses.append(math.nan if found is None else found)
             norm = getattr(run, "grad_norm", None)
             if number == 0 and norm is not None:
                 record.norm = float(norm)

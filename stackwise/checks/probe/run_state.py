@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,7 +17,17 @@ from torch import Tensor, nn
 from stackwise.checks.result import listed
 from stackwise.trainer_spec import TrainingRun
 
-__all__ = ["Trace", "different", "drive", "kept_randomness", "next_batches", "random_state", "state_of"]
+__all__ = [
+    "Trace",
+    "different",
+    "drive",
+    "kept_randomness",
+    "next_batches",
+    "number_in",
+    "random_state",
+    "set_random_state",
+    "state_of",
+]
 
 State = dict[str, Any]
 
@@ -83,11 +94,16 @@ def kept_randomness(device: torch.device | str = "cpu") -> Iterator[None]:
     try:
         yield
     finally:
-        torch.set_rng_state(state["torch"])
-        random.setstate(state["python"])
-        np.random.set_state(state["numpy"])  # noqa: NPY002
-        if "cuda" in state:
-            torch.cuda.set_rng_state(state["cuda"], device)
+        set_random_state(state, device)
+
+
+def set_random_state(state: State, device: torch.device | str = "cpu") -> None:
+    """Go on from what `random_state` gave."""
+    torch.set_rng_state(state["torch"])
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])  # noqa: NPY002
+    if "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)
 
 
 def next_batches(run: TrainingRun, device: torch.device | str = "cpu") -> Iterator[Any] | None:
@@ -130,7 +146,7 @@ class Trace:
     """What a run did over some steps.
 
     Attributes:
-        losses: that its steps returned.
+        losses: that its steps returned; NaN where one returned none.
         rates: the learning rate of each group after each step.
         batches: what it was trained on.
         state: of the run at the end.
@@ -161,10 +177,22 @@ def drive(run: TrainingRun, batches: Iterable[Any], n_steps: int) -> Trace:
     trace = Trace()
     for batch in islice(batches, n_steps):
         trace.batches.append(batch)
-        trace.losses.append(float(run.step(batch)))
+        loss = number_in(run.step(batch))
+        trace.losses.append(math.nan if loss is None else loss)
         trace.rates.append([float(group["lr"]) for group in run.optimizer.param_groups])
     trace.state = state_of(run)
     return trace
+
+
+def number_in(returned: Any) -> float | None:
+    """The loss in what a step returned; None: there is none."""
+    if isinstance(returned, Mapping):
+        returned = returned.get("loss")
+    if isinstance(returned, Tensor):
+        return float(returned.detach()) if returned.numel() == 1 else None
+    if isinstance(returned, int | float | np.number) and not isinstance(returned, bool):
+        return float(returned)
+    return None
 
 
 def _saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

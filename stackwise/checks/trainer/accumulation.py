@@ -105,22 +105,22 @@ def _judged(subject: TrainerSubject, compared: _Comparison, where: str) -> Check
             compared.updates,
             1.0,
             where=where,
-            meaning=f"accumulate made {compared.updates} updates instead of one",
-            advice="step the optimizer after the last micro-batch of a window alone",
+            meaning=f"It made {compared.updates} updates instead of one.",
+            advice="Step the optimizer after the last micro-batch of a window alone.",
         )
     if not compared.real:
         return subject.passed(compared.value, compared.limit)
-    meaning = f"the gradient is {compared.ratio:.3g} times that of the whole batch"
+    meaning = f"The gradient is {compared.ratio:.3g} times that of the whole batch."
     if not compared.parallel:
-        meaning = "the gradient differs from that of the whole batch, and in more than its size"
+        meaning = "The gradient differs from that of the whole batch, and in more than its size."
     if not _adds_up(subject):
         return subject.warned(
             compared.value,
             compared.limit,
             where=where,
             meaning=meaning,
-            advice="batch statistics, a contrastive or a routing loss do not add up over micro-batches; if "
-            "there is none, look for state that is carried from one to the next",
+            advice="Batch statistics, a contrastive or a routing loss do not add up over micro-batches; if "
+            "there is none, look for state that is carried from one to the next.",
         )
     if "targets" in where and subject.averages_batches(subject.run(), "accumulate"):
         return subject.warned(
@@ -128,18 +128,18 @@ def _judged(subject: TrainerSubject, compared: _Comparison, where: str) -> Check
             compared.limit,
             where=where,
             meaning=meaning,
-            advice="its trainer divides each loss by the number of micro-batches: where it accumulates, let "
-            "the loss be a sum over targets, divided by a number that does not depend on the micro-batch",
+            advice="Its trainer divides each loss by the number of micro-batches: where it accumulates, let "
+            "the loss be a sum over targets, divided by a number that does not depend on the micro-batch.",
         )
     return subject.failed(
         compared.value,
         compared.limit,
         where=where,
         meaning=meaning,
-        advice="divide the summed loss by the number of targets of the whole window, not each micro-batch by "
-        "its own"
+        advice="Divide the summed loss by the number of targets of the whole window, not each micro-batch by "
+        "its own."
         if "targets" in where
-        else "divide by the number of micro-batches that the window really has, once",
+        else "Divide by the number of micro-batches that the window really has, once.",
     )
 
 

@@ -9,13 +9,21 @@ from collections.abc import Callable, Iterable
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from stackwise.checks.check import trainer_check
 from stackwise.checks.probe.another_process import Recipe, run_elsewhere
-from stackwise.checks.probe.run_state import Trace, different, drive, next_batches, random_state, state_of
+from stackwise.checks.probe.run_state import (
+    Trace,
+    different,
+    drive,
+    next_batches,
+    random_state,
+    set_random_state,
+    state_of,
+)
 from stackwise.checks.result import CheckResult, listed
 from stackwise.checks.trainer_subject import TrainerSubject
 from stackwise.seed import seeded
@@ -74,7 +82,9 @@ def _hidden(subject: TrainerSubject, run: TrainingRun, other: TrainingRun, n_ent
         got = drive(other, batch, 1)
     gap = wanted.differs(got)
     if gap and not _repeats(subject):
-        return subject.passed(0.0, 0.0, meaning="only what is stored was compared: two runs of a seed differ")
+        return subject.passed(
+            0.0, 0.0, meaning="Only what is stored was compared: two runs of a seed differ."
+        )
     if gap:
         return subject.failed(
             1.0,
@@ -84,7 +94,7 @@ def _hidden(subject: TrainerSubject, run: TrainingRun, other: TrainingRun, n_ent
             advice="The step depends on something that is not saved: an average of weights, a counter, a "
             "buffer that the model leaves out of its state_dict, a gradient left from before.",
         )
-    return subject.passed(0.0, 0.0, meaning=f"{n_entries} entries, and the next step")
+    return subject.passed(0.0, 0.0, meaning=f"{n_entries} entries, and the next step.")
 
 
 @trainer_check
@@ -108,8 +118,14 @@ def resume_in_new_process(subject: TrainerSubject) -> CheckResult:
     if _resumed(subject, _in_this_process).status != "passed":
         return subject.not_applicable("needs a run that resumes in the same process: see resume")
 
-    def elsewhere(subject: TrainerSubject, folder: str, batches: list[Any] | None) -> _Resumed:
+    def elsewhere(
+        subject: TrainerSubject,
+        folder: str,
+        batches: list[Any] | None,
+        randomness: dict[str, Any] | None = None,
+    ) -> _Resumed:
         arguments = {
+            "randomness": randomness,
             "folder": folder,
             "batches": batches,
             "device": str(subject.device),
@@ -138,7 +154,18 @@ class _LoadError(Exception):
 
 # (state and random state after loading, trace of the steps that follow, next batch)
 _Resumed = tuple[dict[str, Any], dict[str, Any], Trace]
-_GoOn = Callable[[TrainerSubject, str, list[Any] | None], _Resumed]
+
+
+class _GoOn(Protocol):
+    """Loads what is in the folder and goes on, from another random state than was saved, or from this one."""
+
+    def __call__(
+        self,
+        subject: TrainerSubject,
+        folder: str,
+        batches: list[Any] | None,
+        randomness: dict[str, Any] | None = None,
+    ) -> _Resumed: ...
 
 
 def _resumed(subject: TrainerSubject, go_on: _GoOn) -> CheckResult:
@@ -153,27 +180,36 @@ def _resumed(subject: TrainerSubject, go_on: _GoOn) -> CheckResult:
         if not straight.differs(trace):
             kind = "of its own data" if own else "of given batches"
             return subject.passed(
-                0.0, 0.0, meaning=f"{_N_STEPS} steps {kind} after {n_before}, losses and state the same"
+                0.0, 0.0, meaning=f"{_N_STEPS} steps {kind} after {n_before}, losses and state the same."
             )
-        again, *_ = _straight(subject, folder=None)
-        if straight.differs(again):
+        repeated, *_ = _straight(subject, folder=None)
+        if unsteady := straight.differs(repeated):
             return subject.not_applicable(
-                f"needs a step that repeats itself: two runs of one seed differ in {straight.differs(again)}"
+                f"needs a step that repeats itself: two runs of one seed differ in {unsteady}"
             )
-    lost = different(before.state, after)
-    lost_randomness = different(before.randomness, randomness)
+        lost = different(before.state, after)
+        gap = straight.differs(trace)
+        # The random state is another by construction: only what it does when it is put back tells.
+        restored = gap
+        if not lost and different(before.randomness, randomness):
+            *_, again = go_on(subject, folder, rest, before.randomness)
+            restored = straight.differs(again)
     if lost:
         advice = _advice(lost[0], before.state, after, False)
-    elif straight.differs(trace).startswith("batch"):
-        advice = _PLACE
-    elif lost_randomness:
+    elif not restored:
         advice = (
             "Save and load the random states (torch.get_rng_state, of every CUDA device, random.getstate, "
             "numpy's): dropout and augmentation draw from them."
         )
+    elif restored.startswith("batch"):
+        advice = _PLACE
+    elif restored.startswith("the learning rate"):
+        advice = "Save and load what the learning rate is computed from: the number of the step."
     else:
-        advice = "The step depends on something that is not saved, as a counter or an average of weights."
-    gap = straight.differs(trace)
+        advice = (
+            "The step depends on something that is not saved: the number of the step, an average of weights, "
+            "gradients that earlier steps have left."
+        )
     return subject.failed(
         float(max(1, len(lost))),
         0.0,
@@ -212,21 +248,31 @@ def _straight(subject: TrainerSubject, folder: str | None) -> tuple[Trace, _Befo
         return drive(run, source, _N_STEPS), before, n_before, batches is not None
 
 
-def _in_this_process(subject: TrainerSubject, folder: str, batches: list[Any] | None) -> _Resumed:
+def _in_this_process(
+    subject: TrainerSubject,
+    folder: str,
+    batches: list[Any] | None,
+    randomness: dict[str, Any] | None = None,
+) -> _Resumed:
     try:
-        return _go_on(subject.spec.create, folder, batches, subject.device, subject.seed)
+        return _go_on(subject.spec.create, folder, batches, subject.device, subject.seed, randomness)
     except Exception as error:
         raise _LoadError(f"{type(error).__name__}: {error}") from error
 
 
 def _in_another_process(
-    build: Callable[[], TrainingRun], folder: str, batches: list[Any] | None, device: str, seed: int
+    build: Callable[[], TrainingRun],
+    folder: str,
+    batches: list[Any] | None,
+    device: str,
+    seed: int,
+    randomness: dict[str, Any] | None,
 ) -> _Resumed:
     def create(device: torch.device | str, seed: int) -> TrainingRun:
         with seeded(seed, device):
             return build()
 
-    return _go_on(create, folder, batches, torch.device(device), seed)
+    return _go_on(create, folder, batches, torch.device(device), seed, randomness)
 
 
 def _go_on(
@@ -235,12 +281,15 @@ def _go_on(
     batches: list[Any] | None,
     device: torch.device,
     seed: int,
+    wanted: dict[str, Any] | None,
 ) -> _Resumed:
     run = create(device, seed)
     # Another random state than the run had: whoever needs that one has to bring it along.
     with seeded(seed + 1, device):
         run.load(folder)  # type: ignore[attr-defined]
         state, randomness = state_of(run), random_state(device)
+        if wanted is not None:
+            set_random_state(wanted, device)
         own = next_batches(run, device) if batches is None else iter(batches)
         assert own is not None
         return state, randomness, drive(run, own, _N_STEPS)
@@ -308,7 +357,7 @@ def newest_checkpoint(subject: TrainerSubject) -> CheckResult:
                     -1.0 if found is None else float(found),
                     float(step),
                     where=f"of the checkpoints {', '.join(map(str, kept))}",
-                    meaning=f"latest() gives {found or 'none'} where {step} is the newest.",
+                    meaning=f"It is {found or 'none'}, and {step} is the newest.",
                     advice="Sort by the step's number, not by text: '900' comes after '1000' there.",
                 )
         kept = [step for step in paths if paths[step].exists()]
@@ -323,7 +372,7 @@ def newest_checkpoint(subject: TrainerSubject) -> CheckResult:
             meaning="Another order than that of step numbers decides.",
             advice="Times change where folders are copied; choose by step number.",
         )
-    return subject.passed(float(found), float(_STEP_NUMBERS[-1]), meaning=f"{len(kept)} kept")
+    return subject.passed(float(found), float(_STEP_NUMBERS[-1]), meaning=f"{len(kept)} kept.")
 
 
 def _found(run: Any, folder: Path, paths: dict[int, Path]) -> int | None:
@@ -379,7 +428,7 @@ def damaged_checkpoint(subject: TrainerSubject) -> CheckResult:
             meaning="A checkpoint that lacks a file was loaded without a word.",
             advice="Refuse what is not whole, or say what was not restored.",
         )
-    return subject.passed(0.0, 0.0, meaning=f"{len(files)} files, each cut in half and left out")
+    return subject.passed(0.0, 0.0, meaning=f"{len(files)} files, each cut in half and left out.")
 
 
 def _accepted(subject: TrainerSubject, folder: Path, saved: dict[str, Any]) -> list[str]:

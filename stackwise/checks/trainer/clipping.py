@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from stackwise.checks.check import trainer_check
 from stackwise.checks.probe.dropout import WithoutDropout
@@ -17,6 +18,9 @@ _ROUNDING = {torch.bfloat16: 0.02, torch.float16: 0.005}
 _EXACT = 1e-3
 _SCALES = 64.0
 _AMPLIFIED = 1e3
+_MICRO_BATCHES = 3
+_TURNED = 0.01
+_NO_CLAIM = "needs max_norm, the norm that the step claims to clip to"
 _NO_UPDATE = "needs an update with a finite gradient in the first step"
 
 
@@ -39,22 +43,22 @@ def clipped_norm(subject: TrainerSubject) -> CheckResult:
             value,
             limit,
             where=worst,
-            meaning=f"a gradient of norm {whole:.3g} reached the optimizer with norm {value:.3g}"
-            + (", its parts shrunk by different factors" if apart else ""),
-            advice="each tensor or each group is clipped alone: pass all parameters to clip_grad_norm_ at "
-            "once"
+            meaning=f"A gradient of norm {whole:.3g} reached the optimizer with norm {value:.3g}"
+            + (", its parts shrunk by different factors." if apart else "."),
+            advice="Each tensor or each group is clipped alone: pass all parameters to clip_grad_norm_ at "
+            "once."
             if apart
-            else "clipping is skipped, comes after the update, or got an iterator that was used up, such as "
-            "model.parameters() kept from before",
+            else "Clipping is skipped, comes after the update, or got an iterator that was used up, such as "
+            "model.parameters() kept from before.",
         )
     if value < max_norm * (1 - 5 * _tolerance(run) - 0.05):
         return subject.warned(
             value,
             limit,
             where="global norm",
-            meaning=f"a gradient {_ABOVE:g} times over the limit was shrunk to {value:.3g}, below it",
-            advice="clipped before it was unscaled, twice, or by value: then the limit is not the one that "
-            "is set",
+            meaning=f"A gradient {_ABOVE:g} times over the limit was shrunk to {value:.3g}, below it.",
+            advice="Clipped before it was unscaled, twice, or by value: then the limit is not the one that "
+            "is set.",
         )
     return subject.passed(value, limit)
 
@@ -73,16 +77,16 @@ def small_gradients_pass(subject: TrainerSubject) -> CheckResult:
             value,
             limit,
             where="global norm",
-            meaning=f"a gradient of {_BELOW:g} times the limit was stretched to {value:.3g} times",
-            advice="the gradient is normalised: the factor limit / norm must be at most 1",
+            meaning=f"A gradient of {_BELOW:g} times the limit was stretched to {value:.3g} times.",
+            advice="The gradient is normalised: the factor limit / norm must be at most 1.",
         )
     if abs(value - _BELOW) > limit - _BELOW:
         return subject.warned(
             value,
             limit,
             where="global norm",
-            meaning=f"a gradient of {_BELOW:g} times the limit reached the optimizer as {value:.3g} times",
-            advice="it is scaled between backward and the update: then the limit is not the one that is set",
+            meaning=f"A gradient of {_BELOW:g} times the limit reached the optimizer as {value:.3g} times.",
+            advice="It is scaled between backward and the update: then the limit is not the one that is set.",
         )
     return subject.passed(value, limit)
 
@@ -91,7 +95,7 @@ def small_gradients_pass(subject: TrainerSubject) -> CheckResult:
 def loss_scale(subject: TrainerSubject) -> CheckResult:
     """Does the gradient that the optimizer sees not depend on the loss scale?"""
     run = subject.run()
-    if not subject.has(run, "scaler") or "scale" not in run.scaler.state_dict():  # type: ignore[attr-defined]
+    if not subject.scales(run):
         return subject.not_applicable("needs a gradient scaler that is switched on")
     gradients = []
     for factor in (1.0, _SCALES):
@@ -108,16 +112,55 @@ def loss_scale(subject: TrainerSubject) -> CheckResult:
         distance(plain, scaled),
         max(_EXACT, _tolerance(run)),
         where="gradient at the update",
-        meaning=f"with a loss scale {_SCALES:g} times as large the optimizer sees a gradient of norm "
-        f"{norm(scaled.values()):.3g} instead of {norm(plain.values()):.3g}",
-        advice="clip after scaler.unscale_(optimizer), and unscale exactly once",
+        meaning=f"With a loss scale {_SCALES:g} times as large the optimizer sees a gradient of norm "
+        f"{norm(scaled.values()):.3g} instead of {norm(plain.values()):.3g}.",
+        advice="Clip after scaler.unscale_(optimizer), and unscale exactly once.",
     )
+
+
+@trainer_check
+def clipped_window(subject: TrainerSubject) -> CheckResult:
+    """Is the gradient of several micro-batches clipped as a whole: shrunk, and not turned?"""
+    if (max_norm := subject.spec.max_norm) is None:
+        return subject.not_applicable(_NO_CLAIM)
+    if not subject.has(run := subject.run(), "accumulate"):
+        return subject.not_applicable("needs accumulate(batches)")
+    pair = _windows(subject, _MICRO_BATCHES, max_norm)
+    if pair is None:
+        return subject.not_applicable("needs an update with a finite gradient in the first window")
+    free, clipped = pair
+    value, limit = _turned(free, clipped), max(_TURNED, 2 * _tolerance(run))
+    size, where = norm(clipped.values()), f"a window of {_MICRO_BATCHES} micro-batches"
+    if value > limit:
+        single = _windows(subject, 1, max_norm)
+        if single is None or _turned(*single) > limit:
+            return subject.not_applicable(
+                "needs a step that shrinks a gradient as a whole, which it does not with one batch either"
+            )
+        return subject.failed(
+            value,
+            limit,
+            where=where,
+            meaning=f"Where its gradient is {_ABOVE:g} times over the limit, the optimizer sees it turned by "
+            f"{100 * value:.3g} % of its length; one batch alone is only shrunk.",
+            advice="Clipping is inside the loop over micro-batches, and weighs the last one most: clip once, "
+            "after the last backward pass.",
+        )
+    if not size <= max_norm * (1 + _tolerance(run)):
+        return subject.failed(
+            size,
+            max_norm * (1 + _tolerance(run)),
+            where=where,
+            meaning=f"Its gradient reached the optimizer with norm {size:.3g}.",
+            advice="Clip once, after the last backward pass of the window and before the update.",
+        )
+    return subject.passed(value, limit)
 
 
 def _step_at(subject: TrainerSubject, multiple: float) -> tuple[Observation, TrainingRun, float] | str:
     """One step whose gradient has `multiple` times the claimed norm, and that norm; else what it needs."""
     if (max_norm := subject.spec.max_norm) is None:
-        return "needs max_norm, the norm that the step claims to clip to"
+        return _NO_CLAIM
     probe = subject.run()
     with WithoutDropout(), subject.fixed_randomness(), observed(probe) as seen:
         probe.step(subject.batch())
@@ -132,6 +175,38 @@ def _step_at(subject: TrainerSubject, multiple: float) -> tuple[Observation, Tra
     ):
         run.step(subject.batch())
     return (seen, run, max_norm) if seen.updates else _NO_UPDATE
+
+
+def _windows(
+    subject: TrainerSubject, n: int, max_norm: float
+) -> tuple[dict[str, Tensor], dict[str, Tensor]] | None:
+    """The gradient of a window of n micro-batches far below and far above the limit; None: no update."""
+    gradients = []
+    factor = 1.0
+    for multiple in (None, _BELOW**2, _ABOVE):
+        run = subject.run()
+        scaled = factor * (1.0 if multiple is None else multiple)
+        with WithoutDropout(), subject.fixed_randomness(), observed(run, factor=scaled) as seen:
+            run.accumulate([subject.batch(number) for number in range(n)])  # type: ignore[attr-defined]
+        if not seen.updates:
+            return None
+        size = norm(seen.raw.values())
+        if not 0 < size < float("inf"):
+            return None
+        if multiple is None:
+            factor = max_norm * _scale_of(run) / size
+        else:
+            gradients.append(seen.updates[-1].gradients)
+    return gradients[0], gradients[1]
+
+
+def _turned(free: dict[str, Tensor], clipped: dict[str, Tensor]) -> float:
+    """How far two gradients are apart where both have the length 1."""
+    units = []
+    for gradients in (clipped, free):
+        length = norm(gradients.values())
+        units.append({name: g.double() / length if length else g.double() for name, g in gradients.items()})
+    return distance(*units)
 
 
 def _scale_of(run: TrainingRun) -> float:

@@ -46,7 +46,7 @@ def data_repeats(subject: TrainerSubject) -> CheckResult:
             advice="Look for set() and dict order of strings, os.listdir, the time, and a generator that "
             "no seed reaches (numpy's default_rng(), random.SystemRandom).",
         )
-    return subject.passed(0.0, 0.0, meaning=f"{len(one)} rows compared")
+    return subject.passed(0.0, 0.0, meaning=f"{len(one)} rows compared.")
 
 
 @trainer_check
@@ -60,7 +60,7 @@ def epoch_order(subject: TrainerSubject) -> CheckResult:
         return subject.not_applicable("needs at least two examples that differ")
     same = sum(a == b for a, b in zip(one, two, strict=False)) / max(len(one), 1)
     if one != two:
-        return subject.passed(same, 1.0, meaning="share of the rows that keep their place")
+        return subject.passed(same, 1.0, meaning="Share of the rows that keep their place.")
     text = {
         "where": "epochs 0 and 1",
         "meaning": "Every example keeps its place from one epoch to the next.",
@@ -69,7 +69,7 @@ def epoch_order(subject: TrainerSubject) -> CheckResult:
     }
     shuffles = getattr(run, "shuffles", None)
     if shuffles is False:
-        return subject.passed(same, 1.0, meaning="the run claims a fixed order")
+        return subject.passed(same, 1.0, meaning="The run claims a fixed order.")
     if shuffles or _order_has_a_seed(subject, one):
         return subject.failed(same, 1.0, **text)
     return subject.warned(same, 1.0, **text)
@@ -133,7 +133,7 @@ def epoch_coverage(subject: TrainerSubject) -> CheckResult:
             meaning=f"Every row comes at least {times} times.",
             advice="Let each worker and each rank take its own part of an iterable dataset.",
         )
-    return subject.passed(float(missed), float(left_out), meaning=f"{one.total()} rows in epoch 0")
+    return subject.passed(float(missed), float(left_out), meaning=f"{one.total()} rows in epoch 0.")
 
 
 @trainer_check
@@ -174,7 +174,7 @@ def worker_randomness(subject: TrainerSubject) -> CheckResult:
             )
     if not asked:
         return subject.not_applicable("needs batches with a part that differs by row and by batch")
-    return subject.passed(0.0, 0.0, meaning=f"{asked} parts of {len(batches)} batches compared")
+    return subject.passed(0.0, 0.0, meaning=f"{asked} parts of {len(batches)} batches compared.")
 
 
 def _patterns(batches: list[Any]) -> dict[str, list[Tensor]]:
@@ -222,7 +222,7 @@ def data_resumes(subject: TrainerSubject) -> CheckResult:
             assert resumed is not None
             got = [_row_marks(batch) for batch in islice(resumed, 2)]
     if wanted == got:
-        return subject.passed(0.0, 0.0, meaning=f"after {n_before} batches, at {tuple(place)}")
+        return subject.passed(0.0, 0.0, meaning=f"After {n_before} batches, at {tuple(place)}.")
     first = [_row_marks(batch) for batch in _read(subject, subject.run(), start[0], _MOST_BATCHES)]
     replayed = got[0] in first and wanted[0] not in first
     return subject.failed(

@@ -41,7 +41,7 @@ def collectives_agree(subject: TrainerSubject) -> CheckResult:
             meaning=f"It did not finish two steps: {error}",
             advice="The other ranks wait for one that raised, or that calls fewer collectives.",
         )
-    return subject.passed(0.0, 0.0, meaning=f"{len(ranks.collectives[0]) - 1} collectives in two steps")
+    return subject.passed(0.0, 0.0, meaning=f"{len(ranks.collectives[0]) - 1} collectives in two steps.")
 
 
 @trainer_check(suite="full")
@@ -79,7 +79,7 @@ def replicas_agree(subject: TrainerSubject) -> CheckResult:
                 else "Broadcast the weights of rank 0, or build under one seed; else data is lost on the "
                 "way.",
             )
-    return subject.passed(0.0, 0.0, meaning=f"{len(copies[0])} parameters")
+    return subject.passed(0.0, 0.0, meaning=f"{len(copies[0])} parameters.")
 
 
 @trainer_check(suite="full")
@@ -172,7 +172,7 @@ def buffers_agree(subject: TrainerSubject) -> CheckResult:
             "rank which "
             "saves and the one which evaluates have the ones that are meant.",
         )
-    return subject.passed(0.0, 0.0, meaning=f"{len(buffers[0])} buffers")
+    return subject.passed(0.0, 0.0, meaning=f"{len(buffers[0])} buffers.")
 
 
 def _finished(subject: TrainerSubject) -> Ranks | CheckResult:

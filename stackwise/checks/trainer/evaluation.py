@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -54,8 +54,8 @@ def evaluation_restores(subject: TrainerSubject) -> CheckResult:
                     len(changed),
                     0.0,
                     where=listed(changed),
-                    meaning=f"{len(changed)} of {len(before)} tensors and settings changed in an evaluation",
-                    advice="evaluate in eval mode under torch.no_grad(), and put back what is changed for it",
+                    meaning=f"{len(changed)} of {len(before)} tensors and settings changed in an evaluation.",
+                    advice="Evaluate in eval mode under torch.no_grad(), and put back what it changes.",
                 )
         with subject.fixed_randomness(), observed(run) as seen:
             run.step(subject.batch(1))
@@ -68,17 +68,17 @@ def evaluation_restores(subject: TrainerSubject) -> CheckResult:
             len(wrong),
             0.0,
             where=listed([name or "the model" for name in wrong]),
-            meaning=f"after an evaluation {len(wrong)} modules train on in {mode} mode, unlike without it",
-            advice="put each module's mode back after evaluation: else training goes on without dropout, or "
-            "parts that were kept in eval mode are no longer",
+            meaning=f"After an evaluation {len(wrong)} modules train on in {mode} mode, unlike without it.",
+            advice="Put each module's mode back after evaluation: else training goes on without dropout, or "
+            "parts that were kept in eval mode are no longer.",
         )
     value = distance(steps[True], steps[False])
     return subject.at_most(
         value,
         _OTHER_STEP,
         where="gradient of the next step",
-        meaning="it differs from that of the same step without the evaluation before it",
-        advice="gradients or other state of the evaluation are left behind",
+        meaning="It differs from that of the same step without the evaluation before it.",
+        advice="Gradients or other state of the evaluation are left behind.",
     )
 
 
@@ -98,8 +98,8 @@ def evaluation_repeats(subject: TrainerSubject) -> CheckResult:
         _apart(other, one),
         _SAME,
         where="what evaluate(batches) returns",
-        meaning=f"{one:.6g} and {other:.6g} nats of the same batches under two seeds",
-        advice="dropout is active: call model.eval() before, and train() again after",
+        meaning=f"{one:.6g} and {other:.6g} nats of the same batches under two seeds.",
+        advice="Dropout is active: call model.eval() before, and train() again after.",
     )
 
 
@@ -125,9 +125,9 @@ def evaluation_batches(subject: TrainerSubject) -> CheckResult:
         value,
         _limit(run, rows),
         where=where,
-        meaning=f"{found:.6g} nats per target, and {whole:.6g} with all rows in one batch",
-        advice="sum the losses of all targets and divide once by their number: a mean of the means of "
-        "batches weighs targets of short batches more",
+        meaning=f"{found:.6g} nats per target, and {whole:.6g} with all rows in one batch.",
+        advice="Sum the losses of all targets and divide once by their number: a mean of the means of "
+        "batches weighs targets of short batches more.",
     )
     return _warned(result) if subject.averages_batches(run, "evaluate") else result
 
@@ -146,18 +146,62 @@ def evaluation_exact(subject: TrainerSubject) -> CheckResult:
             "needs batches with input_ids and labels, and a model that gives logits"
         )
     found, limit = evaluated(run, batches), _limit(run, batches)
+    powers = {"exp": math.exp(exact), "2 to the power": 2**exact}
+    power = next(
+        (name for name, each in powers.items() if _apart(found, each) <= limit * max(1.0, exact)), ""
+    )
     result = subject.at_most(
         _apart(found, exact),
         limit,
         where="what evaluate(batches) returns",
-        meaning=f"{found:.6g} nats per target; summed over the targets themselves it is {exact:.6g}",
-        advice="divide by the number of targets, T - 1 of T tokens less the ignored ones; count each "
-        "token of overlapping windows once",
+        meaning=f"{found:.6g} nats per target; summed over the targets themselves it is {exact:.6g}"
+        + (f", of which that is {power}: a perplexity is for perplexity(batches)." if power else "."),
+        advice="Divide by the number of targets, T - 1 of T tokens less the ignored ones; count each "
+        "token of overlapping windows once.",
     )
     if not subject.averages_batches(run, "evaluate"):
         return result
     means = [_exact_loss(run, [batch], subject.spec.ignored_label) or math.nan for batch in batches]
     return _warned(result) if _apart(found, sum(means) / len(means)) <= limit else result
+
+
+@trainer_check
+def perplexity_exact(subject: TrainerSubject) -> CheckResult:
+    """Is the perplexity that is reported exp of the mean negative log likelihood of all targets?"""
+    run = subject.run()
+    if not subject.has(run, "perplexity"):
+        return subject.not_applicable("needs perplexity(batches)")
+    rows = _ragged_rows(subject)
+    batches = [joined(rows[:2], 1), joined(rows[2:], 1)]
+    exact = _exact_loss(run, batches, subject.spec.ignored_label)
+    if exact is None and subject.has(run, "evaluate"):
+        exact = evaluated(run, batches)
+    if exact is None:
+        return subject.not_applicable(
+            "needs evaluate(batches), or batches with input_ids and labels and a model that gives logits"
+        )
+    found = float(run.perplexity(batches))  # type: ignore[attr-defined]
+    wanted = math.exp(exact)
+    losses = [_exact_loss(run, [batch], subject.spec.ignored_label) for batch in batches]
+    means = [each for each in losses if each is not None] or [exact]
+    names = {
+        "the mean of the perplexities of batches": sum(map(math.exp, means)) / len(means),
+        "that of the mean of the batches' means": math.exp(sum(means) / len(means)),
+        "2 to the power of a loss in nats": 2**exact,
+        "the loss itself": exact,
+    }
+    # An error of the loss is so much larger in its exponential.
+    limit = _limit_of(run, batches, run.perplexity) * max(1.0, exact)  # type: ignore[attr-defined]
+    closest = min(names, key=lambda name: _apart(found, names[name]))
+    return subject.at_most(
+        _apart(found, wanted),
+        limit,
+        where="what perplexity(batches) returns",
+        meaning=f"It is {found:.6g}; exp of the mean over all targets is {wanted:.6g}."
+        + (f" It is {closest}." if _apart(found, names[closest]) <= limit else ""),
+        advice="Sum the losses of all targets of all batches in nats, divide once by their number, and take "
+        "exp last: a mean of exponentials is too high.",
+    )
 
 
 def _warned(result: CheckResult) -> CheckResult:
@@ -235,6 +279,11 @@ def _logits(run: TrainingRun, batch: Any) -> Tensor | None:
 
 def _limit(run: TrainingRun, batches: list[Any]) -> float:
     """What rounding explains: more where weights or outputs of modules are narrow, as in autocast."""
+    return _limit_of(run, batches, run.evaluate)  # type: ignore[attr-defined]
+
+
+def _limit_of(run: TrainingRun, batches: list[Any], evaluate: Callable[[list[Any]], Any]) -> float:
+    """The same of anything that is computed from batches."""
     dtypes = {p.dtype for p in run.model.parameters()}
 
     def note(_module: nn.Module, _inputs: Any, output: Any) -> None:
@@ -244,7 +293,7 @@ def _limit(run: TrainingRun, batches: list[Any]) -> float:
     with ExitStack() as stack:
         for module in run.model.modules():
             stack.callback(module.register_forward_hook(note).remove)
-        evaluated(run, batches)
+        evaluate(batches)
     return _NARROW if dtypes & {torch.bfloat16, torch.float16} else _EXACT
 
 

@@ -38,8 +38,8 @@ def optimizer_coverage(subject: TrainerSubject) -> CheckResult:
             len(twice),
             0.0,
             where=listed(twice),
-            meaning="in the optimizer more than once: each step updates it as often",
-            advice="collect parameters with named_parameters(), which gives tied ones once",
+            meaning="In the optimizer more than once: each step updates it as often.",
+            advice="Collect parameters with named_parameters(), which gives tied ones once.",
         )
     trained = {name: p for name, p in named.items() if p.requires_grad and not subject.is_frozen(name)}
     masters = list(_wide_tensors(run))
@@ -52,30 +52,30 @@ def optimizer_coverage(subject: TrainerSubject) -> CheckResult:
     lost = [name for name in missing if name not in elsewhere and name in seen.reached]
     strangers = sum(each not in {id(p) for p in named.values()} for each in held)
     if lost:
-        text = f", while it holds {strangers} tensors that the model does not have" if strangers else ""
+        text = f", while it holds {strangers} tensors that the model does not have." if strangers else ""
         return subject.failed(
             len(lost),
             0.0,
             where=listed(lost),
             meaning=f"{len(lost)} of {len(trained)} trainable parameters have gradients and are not in the "
-            f"optimizer{text}",
-            advice="make the optimizer after the model is wrapped, moved, tied and its head replaced; and "
-            "from the model that trains",
+            f"optimizer{text}.",
+            advice="Make the optimizer after the model is wrapped, moved, tied and its head replaced; and "
+            "from the model that trains.",
         )
     if strangers:
         return subject.warned(
             strangers,
             0.0,
             where=f"{strangers} tensors of the optimizer",
-            meaning="the optimizer holds tensors that are not parameters of the model",
-            advice="masters, or parameters of a loss? else those of an earlier version of the model",
+            meaning="The optimizer holds tensors that are not parameters of the model.",
+            advice="Masters, or parameters of a loss? else those of an earlier version of the model.",
         )
     notes = []
     if elsewhere:
-        notes.append(f"{len(elsewhere)} parameters are updated by something else than `optimizer`")
+        notes.append(f"{len(elsewhere)} parameters are updated by something else than `optimizer`.")
     if idle := set(missing) - elsewhere - set(lost):
-        notes.append(f"{len(idle)} without a gradient are in no optimizer: {listed(sorted(idle))}")
-    return subject.passed(0.0, 0.0, meaning="; ".join(notes))
+        notes.append(f"{len(idle)} without a gradient are in no optimizer: {listed(sorted(idle))}.")
+    return subject.passed(0.0, 0.0, meaning=" ".join(notes))
 
 
 @trainer_check
@@ -99,21 +99,21 @@ def weight_decay_groups(subject: TrainerSubject) -> CheckResult:
                 0.0,
                 where=listed(wrong),
                 meaning=f"{len(decayed)} parameters decay and are not meant to, {len(wrong) - len(decayed)} "
-                "are meant to and do not",
-                advice="look at the order of the rules for groups, at names of tied parameters, and at "
-                "groups that share one dict",
+                "are meant to and do not.",
+                advice="Look at the order of the rules for groups, at names of tied parameters, and at "
+                "groups that share one dict.",
             )
         return subject.passed(0.0, 0.0)
     if not any(decay.values()):
-        return subject.passed(0.0, 0.0, meaning="nothing decays")
+        return subject.passed(0.0, 0.0, meaning="Nothing decays.")
     vectors = sorted(name for name, p in named.items() if p.ndim < 2 and decay[id(p)])
     if vectors:
         return subject.warned(
             len(vectors),
             0.0,
             where=listed(vectors),
-            meaning=f"{len(vectors)} norms and biases decay",
-            advice="most recipes decay matrices only; declare decayed= if it is meant",
+            meaning=f"{len(vectors)} norms and biases decay.",
+            advice="Most recipes decay matrices only; declare decayed= if it is meant.",
         )
     return subject.passed(0.0, 0.0)
 
@@ -138,19 +138,19 @@ def updates_survive_rounding(subject: TrainerSubject) -> CheckResult:
             if touched < _FEW:
                 shares[name] = max(shares[name], 1 / touched)
     if not alone:
-        return subject.passed(1.0, meaning="float32 masters of all narrow weights")
+        return subject.passed(1.0, meaning="Float32 masters of all narrow weights.")
     worst = min(shares, key=lambda name: shares[name])
     text = {
         "where": worst,
         "meaning": f"{100 * shares[worst]:.3g} % of its elements that have a gradient moved in {_STEPS} "
-        f"steps; {len(alone)} narrow weights have no float32 master",
-        "advice": "an update below 1/256 of a bfloat16 weight (1/2048 in float16) is rounded away: keep "
-        "float32 masters, or round stochastically",
+        f"steps; {len(alone)} narrow weights have no float32 master.",
+        "advice": "An update below 1/256 of a bfloat16 weight (1/2048 in float16) is rounded away: keep "
+        "float32 masters, or round stochastically.",
     }
     if shares[worst] > 0 or _rounds_at_random(subject):
         if shares[worst] < _USUAL_SHARE and not _rounds_at_random(subject):
             return subject.warned(shares[worst], _USUAL_SHARE, **text)
-        return subject.passed(shares[worst], meaning=f"without masters of {len(alone)} narrow weights")
+        return subject.passed(shares[worst], meaning=f"Without masters of {len(alone)} narrow weights.")
     return subject.failed(shares[worst], _USUAL_SHARE, **text)
 
 
@@ -193,10 +193,10 @@ def strided_updates(subject: TrainerSubject) -> CheckResult:
             value,
             _OTHER_UPDATE,
             where=worst,
-            meaning=f"with the same gradient, its update is {share:.3g} times as large where its memory is "
-            "transposed",
-            advice="an operation of the optimizer writes into a copy: non-contiguous tensors, as of "
-            "transposed weights, are lost in it",
+            meaning=f"With the same gradient, its update is {share:.3g} times as large where its memory is "
+            "transposed.",
+            advice="An operation of the optimizer writes into a copy: non-contiguous tensors, as of "
+            "transposed weights, are lost in it.",
         )
     return subject.passed(value, _OTHER_UPDATE)
 

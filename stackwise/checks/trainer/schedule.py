@@ -47,12 +47,14 @@ def learning_rate(subject: TrainerSubject) -> CheckResult:
             value,
             _ROUNDING,
             where=f"step {number}, group {group}: {rates[number][group]:.6g}, claimed {claimed[number]:.6g}",
-            meaning="the largest difference, relative to the largest rate claimed, "
+            meaning="The largest difference, relative to the largest rate claimed, "
             + (
-                f"over {len(rates)} steps" if shift is None else f"is that of a schedule {shift:+d} steps off"
+                f"over {len(rates)} steps."
+                if shift is None
+                else f"is that of a schedule {shift:+d} steps off."
             ),
-            advice="look at what counts steps (micro-batches, epochs), at the order of scheduler and "
-            "optimizer, and at the total number of steps that the schedule is given",
+            advice="Look at what counts steps (micro-batches, epochs), at the order of scheduler and "
+            "optimizer, and at the total number of steps that the schedule is given.",
         )
     return subject.passed(value, _ROUNDING)
 
@@ -79,11 +81,54 @@ def scheduler_per_update(subject: TrainerSubject) -> CheckResult:
             value,
             _ROUNDING,
             where=f"update {number}",
-            meaning=f"its learning rate is {several[number][0]:.6g} with {_MICRO_BATCHES} micro-batches to "
-            f"an update, and {single[number][0]:.6g} with one",
-            advice="step the scheduler once for each update, inside the same condition as the optimizer",
+            meaning=f"Its learning rate is {several[number][0]:.6g} with {_MICRO_BATCHES} micro-batches to "
+            f"an update, and {single[number][0]:.6g} with one.",
+            advice="Step the scheduler once for each update, inside the same condition as the optimizer.",
         )
     return subject.passed(value, _ROUNDING)
+
+
+@trainer_check
+def scheduler_count(subject: TrainerSubject) -> CheckResult:
+    """Is the scheduler stepped once for each update?"""
+    run = subject.run()
+    if subject.spec.learning_rate is not None:
+        return subject.not_applicable("needs no claim of the learning rate; there is one: see learning_rate")
+    if (before := _counts_of(run)) is None:
+        return subject.not_applicable("needs a scheduler that counts its steps, as those of torch do")
+    ratios: list[tuple[int, int]] = []
+    with subject.fixed_randomness():
+        for number in range(_STEPS // 2):
+            seen: list[torch.optim.Optimizer] = []
+            with each_update(run.optimizer, seen.append):
+                run.step(subject.batch(number, **_SMALL))
+            after = _counts_of(run) or before
+            calls, places = after[0] - before[0], after[1] - before[1]
+            before = after
+            if seen:
+                ratios.append((calls or places, len(seen)))
+    steps, updates = (sum(ratio[part] for ratio in ratios) for part in (0, 1))
+    if not steps:
+        return subject.not_applicable(f"needs a scheduler that is stepped in the first {_STEPS // 2} updates")
+    meaning = f"{steps} steps of the scheduler in {updates} updates."
+    if all(stepped > made for stepped, made in ratios):
+        return subject.failed(
+            steps / updates,
+            1.0,
+            where="scheduler.step()",
+            meaning=meaning,
+            advice="The schedule is over too soon. Step it once after each update: a loop and a library "
+            "under it may both do so.",
+        )
+    if steps > updates:
+        return subject.warned(
+            steps / updates,
+            1.0,
+            where="scheduler.step()",
+            meaning=meaning,
+            advice="Step it once after each update, or once an epoch.",
+        )
+    return subject.passed(steps / updates, 1.0, meaning=meaning)
 
 
 @trainer_check
@@ -103,16 +148,16 @@ def scheduler_order(subject: TrainerSubject) -> CheckResult:
             value,
             _ROUNDING,
             where="update 0",
-            meaning=f"the scheduler begins at {planned[0]:.6g}, and the first update had {rates[0]:.6g}",
-            advice="scheduler.step() comes after optimizer.step(): else the first learning rate is never "
-            "used",
+            meaning=f"The scheduler begins at {planned[0]:.6g}, and the first update had {rates[0]:.6g}.",
+            advice="Call scheduler.step() after optimizer.step(): else the first learning rate is never "
+            "used.",
         )
     if not any(rates):
         return subject.warned(
             0.0,
             where="update 0",
-            meaning="the first update has a learning rate of 0: it changes nothing",
-            advice="let a warm-up of N steps begin at 1/N; where the claim says so, nothing is wrong",
+            meaning="The first update has a learning rate of 0: it changes nothing.",
+            advice="Let a warm-up of N steps begin at 1/N; where the claim says so, nothing is wrong.",
         )
     return subject.passed(value, _ROUNDING)
 
@@ -133,11 +178,24 @@ def planned_steps(subject: TrainerSubject) -> CheckResult:
             made,
             total,
             where="the whole training",
-            meaning=f"{made} updates were made, and {total} asked for",
-            advice="count updates, not batches: accumulation, several processes and dropped last batches "
-            "change how many batches make one",
+            meaning=f"{made} updates were made, and {total} asked for.",
+            advice="Count updates, not batches: accumulation, several processes and dropped last batches "
+            "change how many batches make one.",
         )
     return subject.passed(made, total)
+
+
+def _counts_of(run: TrainingRun) -> tuple[int, int] | None:
+    """How often the scheduler, or the one that a library wraps, was stepped; None: it does not say.
+
+    Of torch's, some count calls, which is exact; the others only where they are, which a call may set.
+    """
+    scheduler = getattr(run, "scheduler", None)
+    for each in (scheduler, getattr(scheduler, "scheduler", None)):
+        calls, place = getattr(each, "_step_count", None), getattr(each, "last_epoch", None)
+        if isinstance(calls, int) or isinstance(place, int):
+            return calls if isinstance(calls, int) else 0, place if isinstance(place, int) else 0
+    return None
 
 
 def _rates(subject: TrainerSubject, n: int, step: Callable[[TrainingRun, Any], Any]) -> list[list[float]]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 
 from stackwise.checks.check import trainer_check
 from stackwise.checks.probe.dropout import WithoutDropout
+from stackwise.checks.probe.run_state import different, number_in
 from stackwise.checks.probe.update import distance, observed
 from stackwise.checks.result import CheckResult, listed
 from stackwise.checks.trainer_subject import TrainerSubject
@@ -47,9 +47,9 @@ def parameters_change(subject: TrainerSubject) -> CheckResult:
             len(moved),
             0.0,
             where=listed(moved),
-            meaning=f"{len(moved)} frozen parameters changed in {_STEPS} steps",
-            advice="frozen in one mode or after the optimizer was made only; or decayed by the optimizer: "
-            "set requires_grad before the optimizer is made, and leave them out of it",
+            meaning=f"{len(moved)} frozen parameters changed in {_STEPS} steps.",
+            advice="Frozen in one mode or after the optimizer was made only; or decayed by the optimizer: "
+            "set requires_grad before the optimizer is made, and leave them out of it.",
         )
     if not seen.updates:
         return subject.not_applicable(f"needs an update in {_STEPS} steps; the optimizer was not called")
@@ -59,8 +59,8 @@ def parameters_change(subject: TrainerSubject) -> CheckResult:
     if not any(rate > 0 for update in seen.updates for rate in update.learning_rates):
         return subject.warned(
             0.0,
-            meaning=f"the learning rate of the first {_STEPS} updates is 0",
-            advice="look at the schedule",
+            meaning=f"The learning rate of the first {_STEPS} updates is 0.",
+            advice="Look at the schedule.",
         )
     if still:
         return subject.failed(
@@ -68,9 +68,9 @@ def parameters_change(subject: TrainerSubject) -> CheckResult:
             0.0,
             where=listed(still),
             meaning=f"{len(still)} of {len(now)} parameters have a gradient and did not change in {_STEPS} "
-            "steps",
-            advice="not in the optimizer (made before the model was wrapped or a head was replaced?), a "
-            "learning rate of 0 in their group, or updates that are rounded away in a narrow dtype",
+            "steps.",
+            advice="Not in the optimizer (made before the model was wrapped or a head was replaced?), a "
+            "learning rate of 0 in their group, or updates that are rounded away in a narrow dtype.",
         )
     left_out = sorted(name for name, p in now.items() if not p.requires_grad and name not in frozen)
     if left_out and subject.spec.frozen is not None:
@@ -79,45 +79,80 @@ def parameters_change(subject: TrainerSubject) -> CheckResult:
             0.0,
             where=listed(left_out),
             meaning=f"{len(left_out)} of {len(now)} parameters do not require gradients, and are not "
-            "declared frozen",
-            advice="freeze by full names: a pattern that matches too much leaves nothing to train",
+            "declared frozen.",
+            advice="Freeze by full names: a pattern that matches too much leaves nothing to train.",
         )
     silent = len([p for name, p in now.items() if p.requires_grad and name not in seen.reached])
-    note = f"{silent} trainable parameters had no gradient" if silent else ""
+    note = f"{silent} trainable parameters had no gradient." if silent else ""
     return subject.passed(0.0, 0.0, meaning=note)
 
 
 @trainer_check
 def fresh_gradients(subject: TrainerSubject) -> CheckResult:
-    """Is the gradient of the second step that of its batch alone?"""
-    gradients = []
+    """Is the gradient of the steps after the first that of their batch alone?"""
+    gradients: dict[bool, list[dict[str, Tensor]]] = {}
     for cleared in (False, True):
         run = subject.run()
-        with subject.fixed_randomness():
-            run.step(subject.batch(0))
-        if cleared:
-            for p in run.model.parameters():
-                p.grad = None
-        with subject.fixed_randomness(), observed(run) as seen:
-            run.step(subject.batch(1))
-        if not seen.updates:
-            return subject.not_applicable("needs an update in each step; the optimizer was not called")
-        gradients.append(seen.updates[-1].gradients)
-    value = distance(*gradients)
-    if value > _STALE:
-        worst = max(
-            gradients[1], key=lambda name: distance(_one(gradients[0], name), _one(gradients[1], name))
-        )
-        return subject.failed(
-            value,
-            _STALE,
-            where=worst,
-            meaning="the gradient of step 2 differs from that of the same batch after the gradients were "
-            "cleared",
-            advice="gradients of earlier steps are still in it: zero_grad is missing, or clears other "
-            "parameters than the backward pass fills",
-        )
+        gradients[cleared] = []
+        for number in range(_STEPS):
+            with subject.fixed_randomness(), observed(run) as seen:
+                run.step(subject.batch(number))
+            if number and not seen.updates:
+                return subject.not_applicable("needs an update in each step; the optimizer was not called")
+            gradients[cleared] += [seen.updates[-1].gradients] if number else []
+            if cleared:
+                for p in run.model.parameters():
+                    p.grad = None
+    value = 0.0
+    for number, (found, wanted) in enumerate(zip(gradients[False], gradients[True], strict=True), start=2):
+        value = max(value, distance(found, wanted))
+        if value > _STALE:
+            apart = {name: distance(_one(found, name), _one(wanted, name)) for name in wanted}
+            return subject.failed(
+                value,
+                _STALE,
+                where=max(apart, key=lambda name: apart[name]) if apart else "",
+                meaning=f"The gradient of step {number} differs from that of the same batch after the "
+                "gradients were cleared.",
+                advice="Gradients of earlier steps are still in it: zero_grad is missing, is behind a "
+                "condition, or clears other parameters than the backward pass fills.",
+            )
     return subject.passed(value, _STALE)
+
+
+@trainer_check
+def single_update(subject: TrainerSubject) -> CheckResult:
+    """Does a step call the optimizer once?"""
+    run = subject.run()
+    most, repeated = 0, False
+    with subject.fixed_randomness():
+        for number in range(_STEPS):
+            with observed(run) as seen:
+                run.step(subject.batch(number))
+            most = max(most, len(seen.updates))
+            for one, other in pairwise(seen.updates):
+                repeated |= bool(one.gradients) and not different(one.gradients, other.gradients)
+    if not most:
+        return subject.not_applicable(f"needs an update in {_STEPS} steps; the optimizer was not called")
+    if most == 1:
+        return subject.passed(1.0, 1.0)
+    if repeated:
+        return subject.failed(
+            most,
+            1.0,
+            where="optimizer.step()",
+            meaning=f"A step makes {most} updates, one of them with the gradient of the one before it.",
+            advice="The optimizer is stepped again without a backward pass: it then takes a step twice as "
+            "large, from averages that count each gradient twice.",
+        )
+    return subject.warned(
+        most,
+        1.0,
+        where="optimizer.step()",
+        meaning=f"A step makes {most} updates, each of a gradient of its own.",
+        advice="Right where one batch is meant for several updates; else step the optimizer after the last "
+        "micro-batch alone.",
+    )
 
 
 @trainer_check
@@ -127,15 +162,19 @@ def step_loss(subject: TrainerSubject) -> CheckResult:
     if not subject.has(run, "loss"):
         return subject.not_applicable("needs loss(batch)")
     batch = subject.batch()
-    with WithoutDropout():
+
+    def loss() -> float:
         run.model.train()
-        before = loss_of(run, batch)
+        with subject.fixed_randomness(), torch.no_grad():
+            return float(run.loss(batch))  # type: ignore[attr-defined]
+
+    with WithoutDropout():
+        before = loss()
         with subject.fixed_randomness():
             returned = number_in(run.step(batch))
         if returned is None:
             return subject.not_applicable("needs a step that returns its loss")
-        run.model.train()
-        after = loss_of(run, batch)
+        after = loss()
     if not math.isfinite(before):
         return subject.not_applicable(f"needs a finite loss; it is {before}")
     value = abs(returned - before) / max(abs(before), 1e-12)
@@ -147,21 +186,21 @@ def step_loss(subject: TrainerSubject) -> CheckResult:
             value,
             limit,
             where="what step(batch) returns",
-            meaning=f"the step returned {returned:.6g}, the loss after it; before it was {before:.6g}",
-            advice="the loss is computed again after the update: return the one that was differentiated",
+            meaning=f"The step returned {returned:.6g}, the loss after it; before it was {before:.6g}.",
+            advice="The loss is computed again after the update: return the one that was differentiated.",
         )
     return subject.warned(
         value,
         limit,
         where="what step(batch) returns",
-        meaning=f"the step returned {returned:.6g}, and loss(batch) was {before:.6g} before it",
-        advice="scaled for accumulation or by the loss scale? then curves of runs do not compare",
+        meaning=f"The step returned {returned:.6g}, and loss(batch) was {before:.6g} before it.",
+        advice="Scaled for accumulation or by the loss scale? then curves of runs do not compare.",
     )
 
 
 @trainer_check
 def non_finite_gradient(subject: TrainerSubject) -> CheckResult:
-    """What does a step do with a gradient that is not finite (reported, not judged)?"""
+    """What does a step do with a gradient that is not finite (judged where a scaler is to leave it out)?"""
     run = subject.run()
     trained = [p for p in run.model.parameters() if p.requires_grad]
     if not trained:
@@ -174,34 +213,25 @@ def non_finite_gradient(subject: TrainerSubject) -> CheckResult:
         with subject.fixed_randomness():
             run.step(subject.batch(1))
     except Exception as error:
-        return subject.passed(meaning=f"it raises {type(error).__name__}")
+        return subject.passed(meaning=f"It raises {type(error).__name__}.")
     finally:
         handle.remove()
     parameters: list[nn.Parameter] = list(run.model.parameters())
     if all(torch.equal(p.detach(), was) for p, was in zip(parameters, start, strict=True)):
-        return subject.passed(0.0, meaning="the update is left out")
+        return subject.passed(0.0, meaning="The update is left out.")
     broken = sum(int((~p.detach().isfinite()).sum()) for p in parameters)
     share = broken / sum(p.numel() for p in parameters)
-    return subject.passed(
-        share, meaning=f"the update is made: {100 * share:.3g} % of the weights are not finite afterwards"
-    )
-
-
-def loss_of(run: TrainingRun, batch: Any) -> float:
-    """Of `run.loss`, without gradients."""
-    with torch.no_grad():
-        return float(run.loss(batch))  # type: ignore[attr-defined]
-
-
-def number_in(returned: Any) -> float | None:
-    """The loss in what a step returned; None: there is none."""
-    if isinstance(returned, Mapping):
-        returned = returned.get("loss")
-    if isinstance(returned, Tensor):
-        return float(returned.detach()) if returned.numel() == 1 else None
-    if isinstance(returned, int | float) and not isinstance(returned, bool):
-        return float(returned)
-    return None
+    meaning = f"The update is made: {100 * share:.3g} % of the weights are not finite afterwards."
+    if broken and subject.scales(run):
+        return subject.failed(
+            share,
+            0.0,
+            where="the update after a gradient that is not finite",
+            meaning=meaning,
+            advice="Call scaler.step(optimizer) instead of optimizer.step(): it leaves out an update whose "
+            "gradient has overflowed, which a loss scale makes sure to happen.",
+        )
+    return subject.passed(share, meaning=meaning)
 
 
 def _rounding(run: TrainingRun) -> float:

@@ -131,3 +131,13 @@ def test_models_without_attention(subjects, check):
         "not applicable",
         "no softmax over (positions, positions) was seen",
     )
+
+
+def test_the_factor_is_named(subjects):
+    class ByTheWidth(subjects.TinyLM):
+        def weigh(self, scores):
+            return super().weigh(scores * 0.5)
+
+    usual, other = (subjects.ask(build, "attention_scale") for build in (subjects.tiny, ByTheWidth))
+    assert other.value == pytest.approx(usual.value / 2, rel=1e-3)
+    assert "a factor of about 1 / sqrt(" in other.meaning

@@ -108,6 +108,7 @@ def spec_of(kind, **declared):
     attributes = {
         "auxiliary_loss": auxiliary_loss,
         "labelled_loss": lambda model, ids, labels: model(ids, labels=labels)["loss"],
+        "masked": lambda model, ids, keep: model(ids, keep=keep),
     }
     return ModelSpec.of(kind, **attributes | declared)
 
@@ -146,6 +147,16 @@ def test_padding(models, name):
     assert [n for n in NAMES if results[n].status == "failed"] == ["auxiliary_padding"]
     assert results["auxiliary_padding"].value > results["auxiliary_padding"].limit
     assert results["auxiliary_padding"].where in ("other padding", "more padding")
+
+
+@pytest.mark.parametrize(
+    "name, status", [("CountsPadding", "not applicable"), ("CountsPaddingInPart", "failed")]
+)
+def test_padding_of_a_model_that_takes_no_mask(models, name, status):
+    result = results_of(spec_of(models[name], masked=None))["auxiliary_padding"]
+    assert result.status == status
+    if status == "not applicable":
+        assert "masked" in result.meaning
 
 
 def test_left_out_of_the_loss(models):

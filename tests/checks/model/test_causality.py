@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from stackwise.checks import check_model
 from stackwise.spec import ModelSpec
 
 SEQ_LEN = 16
@@ -716,3 +717,20 @@ def test_a_choice_among_equals_is_no_defect_for_certain(subjects, tied, status):
     assert result.status == status, str(result)
     if tied:
         assert "top-k chooses among equals" in result.meaning
+
+
+@pytest.mark.parametrize("declared, assumed", [({}, True), ({"causal": True}, False)])
+@pytest.mark.parametrize("name", ["causality", "causality_far"])
+def test_the_advice_says_what_was_assumed(name, declared, assumed):
+    class Encoder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.head = nn.Embedding(31, 8), nn.Linear(8, 31)
+
+        def forward(self, ids):
+            x = self.embedding(ids)
+            return self.head(x + x.mean(1, keepdim=True))
+
+    (result,) = check_model(ModelSpec.of(Encoder, **declared), checks=[name])
+    assert result.status == "failed"
+    assert ("Causality was assumed: for an encoder, say causal=False" in result.advice) == assumed

@@ -19,7 +19,7 @@ def test_other_gradients_under_the_compiler(subjects):
     assert not torch.allclose(eager, model.tokens.weight.grad, rtol=1e-2)
     result = subjects.ask(Detached, "compiled_gradients")
     assert result.status == "failed"
-    assert result.value > result.limit == 1e-6
+    assert result.value > result.limit == 1e-4
     assert "is_compiling" in result.advice
 
 

@@ -104,3 +104,54 @@ def test_models_without_layers(subjects, name):
 def test_models_of_others(subjects, name):
     for check in ("depth_activations", "depth_gradients"):
         assert subjects.ask(getattr(subjects, name), check).status == "passed"
+
+
+class Branches(nn.Module):
+    """Only branches are in the list: what they read is a norm of the stream, and they are added to it."""
+
+    def __init__(self, norms=True):
+        super().__init__()
+        self.tokens = nn.Embedding(29, 16)
+        nn.init.normal_(self.tokens.weight, std=0.02)
+        self.layers = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(8))
+        self.norms = nn.ModuleList(nn.LayerNorm(16) for _ in range(8)) if norms else None
+        self.norm, self.head = nn.LayerNorm(16), nn.Linear(16, 29)
+
+    def forward(self, ids):
+        x = self.tokens(ids)
+        for index, layer in enumerate(self.layers):
+            y = x if self.norms is None else self.norms[index](x)
+            x = x + 0.1 * layer(y)
+        return self.head(self.norm(x))
+
+
+@pytest.mark.parametrize("check", ["depth_activations", "depth_gradients"])
+def test_what_a_branch_reads_is_not_the_stream(subjects, check):
+    assert subjects.ask(Branches, check).status == "not applicable"
+
+
+def test_a_stream_that_the_caller_sums_is_one(subjects):
+    assert subjects.ask(lambda: Branches(norms=False), "depth_activations").status == "passed"
+
+
+class Chain(nn.Module):
+    """Layers with a function in between, which is what the next one reads."""
+
+    def __init__(self, gain):
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(29, 16), nn.Linear(16, 29)
+        self.layers = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(8))
+        self.act = nn.LeakyReLU(0.5)
+        for layer in self.layers:
+            nn.init.orthogonal_(layer.weight, gain)
+
+    def forward(self, ids):
+        x = self.tokens(ids)
+        for layer in self.layers:
+            x = self.act(layer(x))
+        return self.head(x)
+
+
+@pytest.mark.parametrize("gain, status", [(1.2, "passed"), (6.0, "failed")])
+def test_a_function_between_layers(subjects, gain, status):
+    assert subjects.ask(lambda: Chain(gain), "depth_activations").status == status

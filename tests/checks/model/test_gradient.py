@@ -220,6 +220,27 @@ def test_a_kink_is_no_error(subjects, models):
     assert subjects.ask(models["Kink"], "gradient_exact").status in ("passed", "not applicable")
 
 
+def test_steps_that_cut_most_of_the_model_off(subjects):
+    class Rounded(subjects.TinyLM):
+        def head_of(self, x):
+            return torch.round(16 * x) / 16
+
+        def mix(self, x):
+            return self.head_of(x)
+
+    class StraightThrough(Rounded):
+        def head_of(self, x):
+            return x + (super().head_of(x) - x).detach()
+
+    assert sum(g is None or not g.any() for g in gradients(Rounded).values()) > len(gradients(Rounded)) / 2
+    result = subjects.ask(Rounded, "gradient_flow")
+    assert result.status == "failed"
+    assert result.value > result.limit
+    assert "large changes" in result.meaning
+    assert "straight through" in result.advice
+    assert subjects.ask(StraightThrough, "gradient_flow").status == "passed"
+
+
 def test_an_output_without_gradient(subjects):
     detached = subjects.wrapped(lambda logits: logits.detach())
     result = subjects.ask(detached, "gradient_exact")
@@ -231,8 +252,12 @@ def test_trainable(subjects, models):
     assert subjects.ask(models["Sound"], "trainable").status == "passed"
     result = subjects.ask(models["PartFrozen"], "trainable")
     assert (result.status, result.where) == ("warned", "places.weight")
-    declared = ModelSpec.of(models["PartFrozen"], unused=("places",))
-    assert subjects.ask(declared, "trainable").status == "passed"
+    assert "frozen=" in result.advice
+    for name in ("unused", "frozen"):
+        declared = ModelSpec.of(models["PartFrozen"], **{name: ("places",)})
+        assert subjects.ask(declared, "trainable").status == "passed"
+    result = subjects.ask(ModelSpec.of(models["Sound"], frozen=("places",)), "trainable")
+    assert (result.status, result.where) == ("failed", "places.weight")
     result = subjects.ask(models["ThawedByEval"], "trainable")
     assert (result.status, result.where) == ("failed", "places.weight after eval()")
 

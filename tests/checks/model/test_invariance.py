@@ -246,3 +246,28 @@ def test_order_that_cannot_be_asked_about(subjects, declared, reason):
     result = subjects.ask(positionless_encoder(**declared), "permutation_equivariance")
     assert result.status == "not applicable"
     assert reason in result.meaning
+
+
+def test_what_is_random_is_left_to_determinism(subjects):
+    class Dropping(subjects.TinyLM):
+        def mix(self, x):
+            return F.dropout(x, 0.1, training=True)
+
+    class Noisy(subjects.TinyLM):
+        def mix(self, x):
+            return x + 0.1 * torch.randn(x.shape, dtype=x.dtype)
+
+    for build in (Dropping, Noisy):
+        assert subjects.ask(build, "determinism").status == "failed"
+        for check in ("batch_invariance", "causality"):
+            result = subjects.ask(build, check)
+            assert result.status == "not applicable", result
+            assert "see determinism" in result.meaning
+
+
+def test_a_leak_shows_in_what_is_random_too(subjects):
+    class Leaky(subjects.TinyLM):
+        def mix(self, x):
+            return F.dropout(x + x.mean(dim=1, keepdim=True), 0.1, training=True)
+
+    assert subjects.ask(Leaky, "causality").status == "failed"

@@ -95,6 +95,62 @@ def test_shift(statuses, loss, place, meaning):
     assert results["loss_formula"].status in ("passed", "warned")
 
 
+def mixed(logits, labels, **options):
+    """Positions and vocabulary change places before both are flattened."""
+    rows = logits.transpose(1, 2).reshape(-1, logits.shape[-1])
+    return F.cross_entropy(rows, labels.flatten(), **options)
+
+
+class WithLoss(nn.Module):
+    """A model whose call gives the logits and a loss of them."""
+
+    def __init__(self, model, loss):
+        super().__init__()
+        self.model, self.loss = model, loss
+
+    def forward(self, ids, labels=None):
+        logits = self.model(ids)
+        return logits, None if labels is None else self.loss(logits, labels)
+
+
+def ask_whole(subjects, loss):
+    spec = ModelSpec.of(
+        lambda: WithLoss(subjects.tiny(), loss),
+        labelled_loss=lambda model, ids, labels: model(ids, labels)[1],
+    )
+    return subjects.ask(spec, "loss_formula")
+
+
+@pytest.mark.parametrize("options", [{}, {"ignore_index": -1}])
+def test_positions_and_vocabulary_mixed_up(subjects, options):
+    logits = torch.randn(2, 4, 7, requires_grad=True)
+    labels = torch.randint(7, (2, 4))
+    mixed(logits, labels).backward()
+    own = logits.grad.gather(-1, labels[..., None])
+    assert (own < 0).double().mean() < 0.5
+    result = ask_whole(subjects, lambda logits, labels: mixed(logits, labels, **options))
+    assert result.status == "failed"
+    assert result.value < result.limit
+    assert "own logit" in result.meaning
+    assert "transpose()" in result.advice
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        # No formula that is known, and each falls as the label's own logit grows.
+        lambda logits, labels: (
+            (1 - logits.softmax(-1)).square().mul(F.one_hot(labels.clamp(min=0), 29)).mean()
+        ),
+        lambda logits, labels: nll(logits, labels) * logits.square().mean(),
+        lambda logits, labels: nll(logits, labels, shift=3),
+        lambda logits, labels: logits.square().mean() * 0 + 1.0,
+    ],
+)
+def test_an_objective_of_its_own_is_unusual_and_no_failure(subjects, loss):
+    assert ask_whole(subjects, loss).status == "warned"
+
+
 def test_shift_of_models_that_are_not_causal(subjects, statuses):
     class Bidirectional(subjects.TinyLM):
         def visible(self, seq_len):
@@ -304,7 +360,7 @@ def test_nothing_to_predict(statuses):
     # What cross_entropy does by itself: NaN, while every gradient is 0.
     result = statuses(nll)["empty_loss"]
     assert result.status == "passed"
-    assert "NaN" in result.meaning
+    assert "0 / 0" in result.meaning
     assert result.where == "a batch without targets"
 
     def masked(logits, labels):

@@ -278,6 +278,17 @@ def test_an_argument_that_changes_nothing(subjects):
     result = subjects.ask(spec, "padding_content")
     assert result.status == "warned"
     assert "whatever it says" in result.meaning
+    # One that sees what follows reads padding.
+    encoder = ModelSpec.of(Dummy, causal=False)
+    assert subjects.ask(encoder, "padding_content").status == "warned", "no output reads what follows"
+
+    class Both(Dummy):
+        def weigh(self, scores):
+            return scores.nan_to_num(neginf=0.0).softmax(dim=-1)
+
+    result = subjects.ask(ModelSpec.of(Both, causal=False), "padding_content")
+    assert result.status == "failed"
+    assert "whatever its mask says" in result.meaning
     # Who says that the mask counts is taken at their word.
     both_sides = ModelSpec.of(Dummy, padding_sides=("right", "left"))
     assert subjects.ask(both_sides, "padding_content").status == "failed"
@@ -329,3 +340,25 @@ def test_padding_ids_are_no_real_tokens(subjects):
     spec = spec_of(ById, decode=None, packed=None)
     for seed in range(6):
         assert subjects.ask(spec, "padding_amount", seed=seed).status == "passed"
+
+
+def test_nothing_to_train(subjects):
+    class Frozen(GPT):
+        def __init__(self):
+            super().__init__()
+            self.requires_grad_(False)
+
+    for check in ("padding_gradients", "recompute_gradients", "backend_gradients"):
+        result = subjects.ask(spec_of(Frozen), check)
+        assert (result.status, result.meaning) == ("not applicable", "no parameter is trainable")
+
+
+def test_a_padded_row_that_is_random_is_left_to_determinism(subjects):
+    class Dropping(GPT):
+        def softmax(self, scores):
+            return nn.functional.dropout(super().softmax(scores), 0.1, training=True)
+
+    for check in ("padding_amount", "packing_alone", "cache_decoding", "cache_padding"):
+        result = subjects.ask(spec_of(Dropping), check)
+        assert result.status == "not applicable", result
+        assert "see determinism" in result.meaning

@@ -234,3 +234,56 @@ def test_what_is_as_coarse_as_a_narrow_format(subjects, dtype, at_least, place):
     assert at_least < result.value < 20_000
     assert result.limit == 1024
     assert "written down" in result.advice
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_model_that_is_built_narrow_has_no_float32_to_lose(subjects, dtype):
+    result = subjects.ask(lambda: subjects.tiny().to(dtype), "float32_error")
+    assert result.status == "not applicable"
+    assert "needs a float32 model" in result.meaning
+
+
+class FewChannels(nn.Module):
+    """One position is nearly 0 where a norm reads it, as sums over few channels happen to be."""
+
+    def __init__(self, part):
+        super().__init__()
+        self.tokens, self.norm, self.head = nn.Embedding(29, 4), nn.RMSNorm(4), nn.Linear(4, 29)
+        self.part = part
+
+    def forward(self, ids):
+        x = self.tokens(ids)
+        small = (torch.arange(ids.shape[1]) % self.part == 0)[:, None]
+        return self.head(self.norm(x - x * small.to(x.dtype) * (255 / 256)))
+
+
+@pytest.mark.parametrize("part, status", [(64, "warned"), (2, "failed")])
+def test_few_positions_are_unusual_and_many_are_wrong(subjects, part, status):
+    result = subjects.ask(lambda: FewChannels(part), "bfloat16_error")
+    assert result.status == status, result
+    assert result.value > result.limit
+    assert ("At a few positions" in result.meaning) == (status == "warned")
+
+
+def test_what_autocast_alone_refuses(subjects):
+    class Adds(subjects.TinyLM):
+        def mix(self, x):
+            y = self.layers[0]["mlp"][1](x).flatten(0, 1)
+            out = torch.zeros(y.shape, dtype=self.norm.weight.dtype)
+            out.index_add_(0, torch.arange(len(y)), y)
+            return x + out.view_as(x)
+
+    model, ids = Adds(), torch.arange(12)[None]
+    model(ids)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(RuntimeError, match="index_add"):
+        model(ids)
+    result = subjects.ask(Adds, "autocast_error")
+    assert result.status == "warned"
+    assert "index_add" in result.meaning
+    assert "cast it" in result.advice
+
+
+def test_every_answer_says_something(subjects):
+    result = subjects.ask(subjects.tiny, "float16_range")
+    assert (result.status, result.value, result.limit) == ("passed", 0.0, 0.0)
+    assert result.meaning

@@ -81,7 +81,7 @@ def test_sound(subjects, models):
     assert torch.equal(gradients(models["Recomputing"], False), gradients(models["Recomputing"], True))
     result = subjects.ask(models["Recomputing"], "recompute_gradients")
     assert result.status == "passed", result
-    assert 0 < result.limit <= 1e-6
+    assert 0 < result.limit <= 1e-4
     assert result.value <= result.limit
 
 

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from stackwise.checks.probe.call import (
-    call,
     decoded,
     dtype_of,
     has_fixed_state,
@@ -45,7 +44,7 @@ def test_calls_can_be_repeated():
     ids, keep = spec.batch(2, 8), torch.ones(2, 8, dtype=torch.bool)
     random = torch.get_rng_state()
     for ask in (
-        lambda: call(subject, model, lambda: model(ids)),
+        lambda: subject.call(model, lambda: model(ids)),
         lambda: masked(subject, model, ids, keep),
         lambda: decoded(subject, model, ids, (4, 1, 3)),
         lambda: decoded(subject, model, ids, (4, 1, 3), keep),

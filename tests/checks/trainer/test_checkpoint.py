@@ -133,7 +133,7 @@ def test_a_run_that_does_not_repeat_itself_is_not_judged():
         result = ask(loop_spec_of(Noisy), check)
         assert result.status == "not applicable" and "repeats itself" in result.meaning
     result = ask(loop_spec_of(Noisy), "checkpoint_round_trip")
-    assert result.status == "passed" and "only what is stored" in result.meaning
+    assert result.status == "passed" and "Only what is stored" in result.meaning
 
 
 def test_random_state_is_told_from_other_losses():
@@ -281,3 +281,41 @@ def test_resume_in_a_new_process():
     assert ask(loop_spec_of(Remembering), "resume").status == "passed"
     result = ask(loop_spec_of(Remembering), "resume_in_new_process")
     assert result.status == "failed" and "position()" in result.meaning
+
+
+def test_the_advice_names_what_is_lost():
+    class NoRandomState(Loop):
+        def restore_random_state(self, state):
+            pass
+
+    result = ask(loop_spec_of(NoRandomState), "resume")
+    assert result.status == "failed" and "Save and load the random states" in result.advice
+
+    class ByHand(Loop):
+        """Its learning rate comes from a count of its own."""
+
+        def create_scheduler(self):
+            methods = {name: lambda *_: {} for name in ("step", "state_dict", "load_state_dict")}
+            return type("Constant", (), methods)()
+
+        def accumulate(self, batches):
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.base_lr * self.factor(self.number)
+            return super().accumulate(batches)
+
+        position = None
+
+        def restore(self, state):
+            super().restore({**state, "position": (0, 0, 0)})
+
+    result = ask(loop_spec_of(ByHand), "resume")
+    assert result.status == "failed" and "the number of the step" in result.advice
+    assert "random" not in result.advice
+
+    class Stale(Loop):
+        def zero_grad(self):
+            if self.number == 0:
+                super().zero_grad()
+
+    result = ask(loop_spec_of(Stale), "resume")
+    assert result.status == "failed" and "gradients that earlier steps have left" in result.advice

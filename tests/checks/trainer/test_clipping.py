@@ -115,3 +115,55 @@ def test_fused_optimizers_that_divide_by_their_own_factor():
 
 def test_the_limit_of_the_twin_is_reached():
     assert ask(low_limit(), "clipped_norm").value == pytest.approx(0.1, rel=1e-3)
+
+
+@pytest.mark.parametrize("max_norm", [1e-3, 1.0, 50.0])
+@pytest.mark.parametrize("init_scale", [None, 2.0**10])
+def test_a_window_that_is_clipped_as_a_whole(max_norm, init_scale):
+    build = type("Clipping", (Loop,), {"max_norm": max_norm, "init_scale": init_scale})
+    result = ask(loop_spec_of(build), "clipped_window")
+    assert result.status == "passed" and result.value < 1e-5
+
+
+def test_micro_batches_that_are_clipped_alone():
+    class Inside(Loop):
+        max_norm = 0.1
+
+        def backward(self, loss):
+            super().backward(loss)
+            self.clip()
+
+    assert ask(loop_spec_of(Inside), "clipped_norm").status == "passed"
+    result = ask(loop_spec_of(Inside), "clipped_window")
+    assert result.status == "failed" and result.value > 0.3
+    assert "inside the loop over micro-batches" in result.advice
+
+
+def test_a_window_that_is_not_clipped():
+    class Single(Loop):
+        max_norm = 0.1
+
+        def accumulate(self, batches):
+            self.several = len(batches) > 1
+            return super().accumulate(batches)
+
+        def clip(self):
+            if not self.several:
+                super().clip()
+
+    result = ask(loop_spec_of(Single), "clipped_window")
+    assert (result.status, result.value) == ("failed", pytest.approx(2.0, rel=1e-3))
+
+
+def test_what_one_batch_shows_is_no_matter_of_windows():
+    class PerTensor(Loop):
+        max_norm = 0.1
+
+        def clip(self):
+            for p in self.model.parameters():
+                torch.nn.utils.clip_grad_norm_([p], self.max_norm)
+
+    assert "with one batch" in ask(loop_spec_of(PerTensor), "clipped_window").meaning
+    assert "needs max_norm" in ask(loop_spec_of(Loop, max_norm=None), "clipped_window").meaning
+    alone = type("Alone", (Loop,), {"accumulate": None, "step": lambda self, b: Loop.accumulate(self, [b])})
+    assert "needs accumulate" in ask(loop_spec_of(alone), "clipped_window").meaning

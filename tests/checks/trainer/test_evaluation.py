@@ -1,5 +1,7 @@
 """Evaluation: modes, state, and the mean over targets."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -144,3 +146,37 @@ def test_models_without_logits():
 
     assert "gives logits" in ask(loop_spec_of(Loss), "evaluation_exact").meaning
     assert ask(loop_spec_of(Loss), "evaluation_batches").status == "passed"
+
+
+def reporting(function, **attributes):
+    return loop_spec_of(type("Reporting", (Loop,), {"perplexity": function, **attributes}))
+
+
+def test_a_perplexity_is_exp_of_the_mean():
+    result = ask(reporting(lambda run, batches: math.exp(run.evaluate(batches))), "perplexity_exact")
+    assert result.status == "passed" and result.value < 1e-6
+    assert "needs perplexity(batches)" in ask(loop(), "perplexity_exact").meaning
+
+
+@pytest.mark.parametrize(
+    "function, said",
+    [
+        (lambda run, b: sum(math.exp(run.evaluate([x])) for x in b) / len(b), "mean of the perplexities"),
+        (lambda run, b: math.exp(sum(run.evaluate([x]) for x in b) / len(b)), "the batches' means"),
+        (lambda run, b: 2 ** run.evaluate(b), "2 to the power"),
+        (lambda run, b: run.evaluate(b), "the loss itself"),
+        (lambda run, b: 17.0, "exp of the mean over all targets"),
+    ],
+)
+def test_other_perplexities(function, said):
+    result = ask(reporting(function), "perplexity_exact")
+    assert result.status == "failed" and said in result.meaning
+
+
+def test_a_perplexity_where_a_loss_is_wanted():
+    class Exponential(Loop):
+        def evaluate(self, batches):
+            return math.exp(super().evaluate(batches))
+
+    result = ask(loop_spec_of(Exponential), "evaluation_exact")
+    assert result.status == "failed" and "that is exp" in result.meaning

@@ -130,7 +130,7 @@ def test_decay_of_norms():
     assert (result.status, result.value) == ("warned", 5)
     assert ask(loop_spec_of(All, decayed=lambda name, p: True), "weight_decay_groups").status == "passed"
     spec = TrainerSpec.from_function(step, GPT, lambda m: torch.optim.SGD(m.parameters(), lr=0.1))
-    assert ask(spec, "weight_decay_groups").meaning == "nothing decays"
+    assert ask(spec, "weight_decay_groups").meaning == "Nothing decays."
 
 
 def test_updates_of_narrow_weights():

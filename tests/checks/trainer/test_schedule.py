@@ -149,3 +149,70 @@ def test_an_optimizer_that_calls_its_parents_step_makes_one_update():
 
     assert ask(loop_spec_of(Inherited), "planned_steps").value == 16
     assert ask(loop_spec_of(Inherited), "learning_rate").status == "passed"
+
+
+@pytest.mark.parametrize(
+    "create",
+    [
+        lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1.0),
+        lambda o: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(o, 8),
+        lambda o: torch.optim.lr_scheduler.SequentialLR(
+            o, [torch.optim.lr_scheduler.ConstantLR(o), torch.optim.lr_scheduler.ConstantLR(o)], [3]
+        ),
+    ],
+)
+@pytest.mark.parametrize("times", [0, 1, 2, 3])
+def test_how_often_the_scheduler_is_stepped(create, times):
+    class Stepped(Loop):
+        def create_scheduler(self):
+            return create(self.optimizer)
+
+        def update(self):
+            self.clip()
+            self.optimizer.step()
+            for _ in range(times):
+                self.scheduler.step()
+            self.zero_grad()
+
+    result = ask(loop_spec_of(Stepped, learning_rate=None), "scheduler_count")
+    if times:
+        assert (result.status, result.value) == ("passed" if times == 1 else "failed", times)
+    else:
+        assert result.status == "not applicable"
+
+
+def test_a_scheduler_that_is_not_stepped_with_each_update():
+    class Epochs(Loop):
+        times = 1
+
+        def update(self):
+            self.clip()
+            self.optimizer.step()
+            if self.number % 3 == 2:
+                for _ in range(self.times):
+                    self.scheduler.step()
+            self.zero_grad()
+
+    result = ask(loop_spec_of(Epochs, learning_rate=None), "scheduler_count")
+    assert (result.status, result.value) == ("passed", pytest.approx(1 / 3))
+    often = type("Often", (Epochs,), {"times": 4})
+    assert ask(loop_spec_of(often, learning_rate=None), "scheduler_count").status == "warned"
+
+
+def test_what_counts_steps():
+    assert "see learning_rate" in ask(loop(), "scheduler_count").meaning
+
+    class Wrapped(Loop):
+        """As where a library steps the scheduler for you."""
+
+        def create_scheduler(self):
+            inner = super().create_scheduler()
+            return type("Wrapper", (), {"scheduler": inner, "step": lambda self: inner.step()})()
+
+    assert ask(loop_spec_of(Wrapped, learning_rate=None), "scheduler_count").status == "passed"
+
+    class Own(Loop):
+        def create_scheduler(self):
+            return type("Own", (), {"step": lambda self: None})()
+
+    assert "counts its steps" in ask(loop_spec_of(Own, learning_rate=None), "scheduler_count").meaning

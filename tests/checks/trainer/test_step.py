@@ -26,7 +26,7 @@ def bare_step(model, optimizer, batch):
 
 
 def test_sound():
-    for check in ("parameters_change", "fresh_gradients", "step_loss"):
+    for check in ("parameters_change", "fresh_gradients", "single_update", "step_loss"):
         result = ask(loop(), check)
         assert result.status == "passed" and result.value <= result.limit, result
 
@@ -51,6 +51,70 @@ def test_gradients_of_two_batches_add_up():
     fresh = [p.grad - s for p, s in zip(run.model.parameters(), stale, strict=True)]
     exact = torch.cat([s.flatten() for s in stale]).norm() / torch.cat([f.flatten() for f in fresh]).norm()
     assert result.value == pytest.approx(exact.item(), rel=0.2)  # dropout differs
+
+
+def test_gradients_cleared_after_the_first_step_alone():
+    class Once(Loop):
+        def zero_grad(self):
+            if self.number == 0:
+                super().zero_grad()
+
+    result = ask(loop_spec_of(Once), "fresh_gradients")
+    assert result.status == "failed" and "gradient of step 3" in result.meaning
+
+
+def test_updates_of_a_step():
+    class Again(Loop):
+        def clip(self):
+            super().clip()
+            self.optimizer.step()
+
+    result = ask(loop_spec_of(Again), "single_update")
+    assert (result.status, result.value, result.limit) == ("failed", 2, 1)
+    assert "with the gradient of the one before" in result.meaning
+
+    def twice(model, optimizer, batch):
+        bare_step(model, optimizer, batch)
+        return bare_step(model, optimizer, batch)
+
+    result = ask(TrainerSpec.from_function(twice, GPT), "single_update")
+    assert (result.status, result.value) == ("warned", 2)
+    assert "a gradient of its own" in result.meaning
+
+    never = TrainerSpec.from_function(lambda model, optimizer, batch: 0.0, GPT)
+    assert "needs an update" in ask(never, "single_update").meaning
+
+
+class _Attention(nn.Module):
+    """Dropout in attention and in a recurrent layer of torch, which call no F.dropout from outside."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(GPT.vocab_size, 16)
+        self.attention = nn.MultiheadAttention(16, 2, dropout=0.5, batch_first=True)
+        self.recurrent = nn.LSTM(16, 16, 2, dropout=0.5, batch_first=True)
+        self.head = nn.Linear(16, GPT.vocab_size)
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        return self.head(self.recurrent(x)[0])
+
+
+class Dropping(Loop):
+    def create_model(self):
+        return _Attention()
+
+    def loss(self, batch):
+        logits = self.model(batch["input_ids"])[:, :-1]
+        return nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten())
+
+
+def test_the_loss_of_a_step_does_not_depend_on_the_random_state():
+    for seed in range(4):
+        torch.manual_seed(seed)
+        result = ask(loop_spec_of(Dropping), "step_loss")
+        assert result.status == "passed" and result.value < 1e-6, (seed, result)
 
 
 def test_a_step_that_clears_first():
@@ -186,6 +250,32 @@ def test_what_is_done_about_a_gradient_that_is_not_finite():
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0, error_if_nonfinite=True)
 
     assert "raises RuntimeError" in ask(loop_spec_of(Strict), "non_finite_gradient").meaning
+
+
+def test_an_overflow_that_a_scaler_is_to_leave_out():
+    class Scaled(Loop):
+        init_scale = 2.0**10
+
+        def update(self):
+            self.scaler.unscale_(self.optimizer)
+            self.clip()
+            self.apply()
+            self.scaler.update()
+            self.zero_grad()
+
+        def apply(self):
+            self.scaler.step(self.optimizer)
+
+    class Past(Scaled):
+        def apply(self):
+            self.optimizer.step()
+
+    assert "left out" in ask(loop_spec_of(Scaled), "non_finite_gradient").meaning
+    result = ask(loop_spec_of(Past), "non_finite_gradient")
+    assert (result.status, result.value) == ("failed", 1.0)
+    assert "scaler.step(optimizer)" in result.advice
+    off = type("Off", (Past,), {"create_scaler": lambda self: torch.amp.GradScaler("cpu", enabled=False)})
+    assert ask(loop_spec_of(off), "non_finite_gradient").status == "passed"
 
 
 def test_a_step_that_never_updates():

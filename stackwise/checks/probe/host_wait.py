@@ -1,0 +1,108 @@
+"""Host wait: operations whose result the host needs before it can go on, seen on any device."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from stackwise.checks.probe.shadow import place_in_code
+
+__all__ = ["Places", "host_waits_in", "listed_places"]
+
+# What made the host wait, and where.
+Places = Counter[tuple[str, str]]
+
+_VALUE = "aten::_local_scalar_dense"
+# Their result is a number for the host, or has a shape that only the values tell.
+_WAITING = {
+    _VALUE: "a value read by the host (.item(), int(), bool(), if, while)",
+    "aten::equal": "torch.equal",
+    "aten::is_nonzero": "a tensor as a condition",
+    "aten::nonzero": "nonzero",
+    "aten::masked_select": "masked_select",
+    "aten::unique_consecutive": "unique_consecutive",
+    "aten::unique_dim": "unique",
+    "aten::_unique": "unique",
+    "aten::_unique2": "unique",
+}
+_OPTIM = str(Path(torch.optim.__file__).parent)
+_INDEXING = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
+# Copies to the host; where the device is the host already, no operation shows them.
+_COPYING = {Tensor.cpu: ".cpu()", Tensor.numpy: ".numpy()", Tensor.tolist: ".tolist()"}
+
+
+@contextmanager
+def host_waits_in(model: nn.Module) -> Iterator[Places]:
+    """Inside, each wait of the host is counted; `model` has the modules that name the places."""
+    watch = _Waits(model)
+    with watch, _Copies(watch):
+        yield watch.places
+
+
+def listed_places(places: Places, most: int = 3) -> str:
+    """Those that wait most often, and how many there are beside."""
+    said = [f"{n} x {what} in {where}" for (what, where), n in places.most_common(most)]
+    more = len(places) - len(said)
+    return "; ".join(said) + (f"; {more} more places" if more else "")
+
+
+class _Waits(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts operations that a device must finish before the host can go on."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.places: Places = Counter()
+        self._names = {id(module): name for name, module in model.named_modules()}
+
+    def note(self, what: str) -> None:
+        """Count one, where the stack says."""
+        self.places[what, place_in_code(self._names)] += 1
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function._schema.name
+        if name in _WAITING:
+            if name != _VALUE or not _is_setting():
+                self.note(_WAITING[name])
+        elif name in _INDEXING and any(t is not None and t.dtype == torch.bool for t in args[1]):
+            self.note("a boolean mask as an index")
+        return function(*args, **(kwargs or {}))
+
+
+def _is_setting() -> bool:
+    """Whether an optimizer of torch reads its own step count or learning rate, which the host keeps."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "_get_value" and code.co_filename.startswith(_OPTIM):
+            return True
+        frame = frame.f_back
+    return False
+
+
+class _Copies(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
+    """Counts copies to the host that no operation shows."""
+
+    def __init__(self, watch: _Waits) -> None:
+        super().__init__()
+        self._watch = watch
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in _COPYING:
+            self._watch.note(_COPYING[function])
+        elif function is Tensor.to and self._goes_to_host(*args, **(kwargs or {})):
+            self._watch.note('.to("cpu")')
+        return function(*args, **(kwargs or {}))
+
+    def _goes_to_host(self, tensor: Tensor, *args: Any, device: Any = None, **_: Any) -> bool:
+        """Where all is on the host, a device may be that of another tensor; only its name is a wish."""
+        wishes = [each for each in (*args[:1], device) if isinstance(each, str | torch.device)]
+        return any(str(each) == "cpu" and (isinstance(each, str) or tensor.device != each) for each in wishes)

@@ -1,0 +1,40 @@
+"""Synchronization: how often a step makes the host wait for a value from the device, seen on any device."""
+
+from __future__ import annotations
+
+import warnings
+
+from stackwise.checks.check import trainer_check
+from stackwise.checks.probe.call import REFUSALS, reason_of
+from stackwise.checks.probe.host_wait import host_waits_in, listed_places
+from stackwise.checks.result import CheckResult
+from stackwise.checks.trainer_subject import TrainerSubject
+
+
+@trainer_check
+def step_waits(subject: TrainerSubject) -> CheckResult:
+    """Does a step, after a first one, make the host wait for the device no more than once?"""
+    run = subject.run()
+    with subject.fixed_randomness(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run.step(subject.batch(0))  # the first one may fill caches
+        batch = subject.batch(1)
+        try:
+            with host_waits_in(run.model) as places:
+                run.step(batch)
+        except REFUSALS as error:
+            return subject.not_applicable(f"needs a step whose operations can be seen: {reason_of(error)}")
+    # The loss, or how many targets there are, is read by most; whether a scaled gradient overflowed by all.
+    limit = 0.0 if subject.spec.never_waits is not None else 1.0 + subject.scales(run)
+    count, where = float(places.total()), listed_places(places)
+    if count <= limit:
+        return subject.passed(count, limit, where=where)
+    answer = subject.failed if subject.spec.never_waits else subject.warned
+    return answer(
+        count,
+        limit,
+        where=where,
+        meaning=f"The host waits {int(count)} x in one step.",
+        advice="On a GPU each wait empties its queue. Keep losses, norms and checks for finite values on the "
+        "device, and read them every so many steps; a scaler's own wait goes with a fused optimizer.",
+    )

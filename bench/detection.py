@@ -350,9 +350,8 @@ def _failures(
     total = 0
     for name, summary in summaries.items():
         bad = [each for each in summary["others"] if each["status"] in ("failed", "error")]
-        total += sum(
-            (name.removesuffix(" is_decoder"), each["family"]) not in (explained or {}) for each in bad
-        )
+        known = (explained or {}).get(name.removesuffix(" is_decoder"), {})
+        total += sum(each["family"] not in known for each in bad)
         total += summary["error"] is not None
     return float(total)
 

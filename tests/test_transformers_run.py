@@ -167,7 +167,7 @@ def test_weights_keep_their_dtype_when_they_are_evaluated_in_another(trainer_of)
 @pytest.mark.parametrize(
     "arguments, absent",
     [
-        ({}, set()),
+        ({}, []),
         ({"dataset": []}, ["epoch", "position"]),
         ({"gradient_accumulation_steps": 2}, ["position"]),
         ({"ignore_data_skip": True}, ["position"]),

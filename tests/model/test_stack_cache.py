@@ -435,7 +435,8 @@ class TestDirectory:
 
         other(0, 1)
         cache, rack = make_cache(True), make_rack()
-        assert torch.equal(cache.prefix(rack, make_ids(), 2), computed(rack, make_ids(), 2))
+        # The other process may have computed with more threads.
+        torch.testing.assert_close(cache.prefix(rack, make_ids(), 2), computed(rack, make_ids(), 2))
         assert counts(cache) == (1, 0)
 
     @pytest.mark.parametrize("damage", DAMAGES)

@@ -6,6 +6,7 @@ Shapes: T positions, V vocabulary.
 from __future__ import annotations
 
 import copy
+import warnings
 from contextlib import suppress
 from typing import Any
 
@@ -73,7 +74,9 @@ def _copies(subject: Subject, model: nn.Module) -> list[tuple[str, nn.Module]]:
         copies.append(("load_state_dict()", loaded))
     with suppress(RuntimeError, TypeError):  # where it cannot be copied, no copy loses its tie
         copies.append(("deepcopy()", copy.deepcopy(model)))
-    copies.append(("double()", subject.model().double()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of complex buffers, whose imaginary part is lost
+        copies.append(("to(float64)", subject.model().to(torch.float64)))
     return copies
 
 

@@ -36,6 +36,9 @@ class Check:
     """The model claims that no output depends on a later input; neither flag: as it says itself."""
     no_causal: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """It claims no such thing, as an encoder."""
+    reference: str | None = None
+    """MODULE:FACTORY of what it has to compute the same as, by parameters of the same names: a plain form of
+    it, or itself as it was (git worktree add ../before HEAD; --reference ../before/model.py:build)."""
     report: Path | None = None
     """Write the results here, as .md, as .json, or both where the name has no ending."""
 
@@ -53,7 +56,9 @@ class Check:
             refuse_unknown(names)
         if self.causal and self.no_causal:
             raise ValueError("got --causal and --no-causal; wanted one of them")
-        declared = {"causal": self.causal} if self.causal or self.no_causal else {}
+        declared: dict[str, Any] = {"causal": self.causal} if self.causal or self.no_causal else {}
+        if self.reference is not None:
+            declared["reference"] = load_factory(self.reference, search=Path.cwd())
         device = resolve_device(self.device)
         spec = _describe(load_factory(self.subject, search=Path.cwd()), self.subject, declared)
         print(f"{spec.name}: {spec.notes}".removesuffix(": "))
@@ -119,7 +124,8 @@ def _may_be_a_training_step(made: Any, error: Exception | None) -> bool:
 
 def _of_training(spec: TrainerSpec, target: str, declared: dict[str, Any]) -> TrainerSpec:
     if declared:
-        raise ValueError(f"{spec.name}: got --causal or --no-causal, and is a training step; wanted a model")
+        said = "--reference" if "reference" in declared else "--causal or --no-causal"
+        raise ValueError(f"{spec.name}: got {said}, and is a training step; wanted a model")
     return spec if spec.factory else replace(spec, factory=_absolute(target))
 
 

@@ -125,6 +125,23 @@ MODELS = """
     def never():
         raise AssertionError("built")
 """
+REVISED = """
+    from torch import nn
+
+    class Scaled(nn.Linear):
+        def forward(self, x):
+            return {factor} * super().forward(x)
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.hidden, self.head = nn.Embedding(13, 8), Scaled(8, 8), nn.Linear(8, 13)
+
+        def forward(self, ids):
+            return self.head(self.hidden(self.embedding(ids)).tanh())
+
+    build = Model
+"""
 # Not every check, of which there are many.
 CORE = ("determinism", "causality", "finiteness", "initial_loss")
 # Per target that cannot be loaded: what the line on standard error must contain.
@@ -218,6 +235,30 @@ class TestCheck:
     def test_vectors(self, call):
         code, out, _ = call("check", "cli_models.py:vectors", "--checks", "causality")
         assert code == 0 and "takes vectors of width 4" in out
+
+    def test_reference_from_another_checkout(self, call, workplace):
+        now, before = workplace / "now", workplace / "before"
+        for folder, factor in ((now, 1.5), (before, 1.0)):
+            folder.mkdir()
+            (folder / "revised.py").write_text(textwrap.dedent(REVISED.format(factor=factor)))
+        code, out, _ = call(
+            "check",
+            f"{now}/revised.py:build",
+            "--reference",
+            f"{before}/revised.py:build",
+            "--checks",
+            "parity",
+        )
+        assert code == 1
+        (line,) = [line for line in out.splitlines() if re.search(r"FAIL +reference_output", line)]
+        assert "hidden" in line
+        same = ("check", f"{now}/revised.py:build", "--reference", f"{now}/revised.py:build")
+        code, out, _ = call(*same, "--checks", "parity")
+        assert code == 0 and re.search(r"PASS +reference_output", out)
+
+    def test_reference_of_a_training_step(self, call):
+        code, _, err = call("check", "cli_models.py:formless", "--reference", "cli_models.py:good")
+        assert code == 2 and "reference" in err and "training step" in err
 
     def test_some_checks(self, call):
         _, out, _ = call("check", "cli_models.py:good", "--checks", "causality", "finite_gradients")

@@ -1,0 +1,101 @@
+"""Loss: what a step trains on are the targets, and none of those that are to be ignored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stackwise.checks.check import trainer_check
+from stackwise.checks.probe.batch import rows_of
+from stackwise.checks.probe.dropout import WithoutDropout
+from stackwise.checks.probe.run_state import number_in
+from stackwise.checks.result import CheckResult
+from stackwise.checks.trainer_subject import TrainerSubject
+
+_ROWS = 4
+# Of losses in float32; in narrower formats, of which a mean is made.
+_EXACT, _NARROW = 1e-5, 1e-2
+
+
+@trainer_check
+def ignored_targets(subject: TrainerSubject) -> CheckResult:
+    """Is the loss of a batch of which rows are to be ignored that of its other rows?"""
+    batch = subject.batch(batch_size=_ROWS)
+    if not (isinstance(batch, Mapping) and isinstance(batch.get("labels"), Tensor)):
+        return subject.not_applicable("needs batches with labels")
+    labels = batch["labels"]
+    if labels.is_floating_point() or len(labels) != _ROWS:
+        return subject.not_applicable(f"needs integer labels, one row of them for each of {_ROWS} rows")
+
+    def relabelled(label: int) -> Any:
+        changed = labels.clone()
+        changed[_ROWS // 2 :] = label
+        return {**batch, "labels": changed}
+
+    whole, kept = _loss(subject, batch), _loss(subject, rows_of(batch, _ROWS, slice(_ROWS // 2)))
+    found = _loss(subject, relabelled(subject.spec.ignored_label))
+    if whole is None or kept is None or found is None:
+        return subject.not_applicable("needs loss(batch), or a step that returns its loss")
+    limit = _limit(subject)
+    if _apart(whole, kept) <= limit:
+        return subject.not_applicable("needs a loss that differs from row to row")
+    value = _apart(found, kept)
+    if value <= limit:
+        return subject.passed(value, limit)
+    if _apart(found, whole) <= limit:
+        return subject.not_applicable(
+            "needs a step that reads labels: its loss is the same whatever they are"
+        )
+    counted = kept / 2
+    tokens = [
+        k for k in (0, subject.spec.vocab_size - 1) if _close(_loss(subject, relabelled(k)), found, limit)
+    ]
+    if not tokens and _apart(found, counted) > limit:
+        return subject.warned(
+            value,
+            limit,
+            meaning=f"With half of the rows ignored the loss is {found:.6g}; of the others alone {kept:.6g}.",
+            advice="Right for a loss with a part that does not come from targets; else look at what it is "
+            "divided by.",
+        )
+    meaning = (
+        f"Targets that are to be ignored are trained on as token {tokens[0]}."
+        if tokens
+        else f"The loss is {found:.6g}, and {kept:.6g} over what is not ignored: ignored targets are counted."
+    )
+    return subject.failed(
+        value,
+        limit,
+        where=f"labels of {subject.spec.ignored_label}",
+        meaning=meaning,
+        advice="Give cross_entropy the labels as they are, with their ignore_index (no clamp, no remainder), "
+        "and divide a sum by the number of targets that are left.",
+    )
+
+
+def _loss(subject: TrainerSubject, batch: Any) -> float | None:
+    """By `loss(batch)`, else what a step returns; of a fresh run, which draws nothing at random."""
+    run = subject.run()
+    run.model.train()
+    with subject.fixed_randomness(), WithoutDropout():
+        if subject.has(run, "loss"):
+            with torch.no_grad():
+                return number_in(run.loss(batch))  # type: ignore[attr-defined]
+        return number_in(run.step(batch))
+
+
+def _apart(found: float, wanted: float) -> float:
+    return abs(found - wanted) / max(abs(wanted), 1e-12)
+
+
+def _close(found: float | None, wanted: float, limit: float) -> bool:
+    return found is not None and _apart(found, wanted) <= limit
+
+
+def _limit(subject: TrainerSubject) -> float:
+    run = subject.run()
+    narrow = any(p.dtype in (torch.bfloat16, torch.float16) for p in run.model.parameters())
+    return _NARROW if narrow else _EXACT

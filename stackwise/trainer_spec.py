@@ -20,6 +20,8 @@ from stackwise.trainer_adapter import FunctionRun, adapted, copies, is_lightning
 __all__ = ["TrainerSpec", "TrainingRun"]
 
 Batch = Any
+# Tables of so few rows tell kinds of tokens apart.
+_TOKEN_TYPES = 4
 
 _CAPABILITIES = (
     "scheduler",
@@ -291,7 +293,12 @@ def _described(batch: Mapping[str, Tensor]) -> str:
 
 
 def _vocab_size(model: nn.Module) -> int:
+    """What the model says, else the smallest table of embeddings, whose ids all tables have."""
+    for owner in (getattr(model, "config", None), model):
+        said = getattr(owner, "vocab_size", None)
+        if isinstance(said, int) and said > 0:
+            return said
     sizes = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
     if not sizes:
         raise TypeError("trainer: its model has no nn.Embedding; declare vocab_size= or make_batch=")
-    return max(sizes)
+    return min((size for size in sizes if size > _TOKEN_TYPES), default=max(sizes))

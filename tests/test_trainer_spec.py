@@ -370,3 +370,27 @@ def test_batches_of_every_kind_are_moved():
 def test_a_trainer_that_is_built_already(trainer_factory):
     with pytest.raises(TypeError, match=r"got a Trainer that is built already; .* lambda: Trainer\(\.\.\.\)"):
         TrainerSpec.of(trainer_factory())
+
+
+@pytest.mark.parametrize("said", [True, False])
+def test_positions_and_token_types_are_no_vocabulary(said):
+    class Placed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words, self.places, self.kinds = (nn.Embedding(n, 8) for n in (40, 100, 2))
+            if said:
+                self.vocab_size = 37
+
+        def forward(self, ids):
+            kinds = self.kinds(torch.zeros_like(ids))
+            return (self.words(ids) + self.places(torch.arange(ids.shape[1])) + kinds) @ self.words.weight.t()
+
+    def step(model, optimizer, batch):
+        loss = model(batch["input_ids"]).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    spec = TrainerSpec.from_function(step, Placed, lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
+    assert spec.vocab_size == (37 if said else 40)

@@ -26,6 +26,7 @@ _ROUNDINGS = 16.0
 # Gradients are made so much smaller, that no clipping hides their size.
 _SHRUNK = 1e-3
 _PARALLEL = 1e-3
+_EXPLAINED = 0.1
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ def _judged(subject: TrainerSubject, compared: _Comparison, where: str) -> Check
     meaning = f"The gradient is {compared.ratio:.3g} times that of the whole batch."
     if not compared.parallel:
         meaning = "The gradient differs from that of the whole batch, and in more than its size."
-    if not _adds_up(subject):
+    if not _adds_up(subject, compared.value):
         return subject.warned(
             compared.value,
             compared.limit,
@@ -143,8 +144,12 @@ def _judged(subject: TrainerSubject, compared: _Comparison, where: str) -> Check
     )
 
 
-def _adds_up(subject: TrainerSubject) -> bool:
-    """Whether the gradient of a batch is the mean of those of its parts, each in a step of its own."""
+def _adds_up(subject: TrainerSubject, value: float) -> bool:
+    """Whether the gradient of a batch is the mean of those of its parts, each in a step of its own.
+
+    Args:
+        value: how far accumulation is off. A loss that does not add up is no excuse for much more.
+    """
     micro_batches = _micro_batches(subject)
     whole, _ = _gradient(subject, joined(micro_batches, _ROWS))
     mean: dict[str, Tensor] = {}
@@ -152,7 +157,7 @@ def _adds_up(subject: TrainerSubject) -> bool:
         part, _ = _gradient(subject, batch)
         for name, g in part.items():
             mean[name] = mean.get(name, torch.zeros_like(g)) + g / len(micro_batches)
-    return distance(mean, whole) <= _PARALLEL
+    return distance(mean, whole) <= _EXPLAINED * value
 
 
 def _unasked(subject: TrainerSubject) -> str | None:

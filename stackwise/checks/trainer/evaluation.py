@@ -159,10 +159,23 @@ def evaluation_exact(subject: TrainerSubject) -> CheckResult:
         advice="Divide by the number of targets, T - 1 of T tokens less the ignored ones; count each "
         "token of overlapping windows once.",
     )
-    if not subject.averages_batches(run, "evaluate"):
+    if result.ok:
         return result
+    averages = subject.averages_batches(run, "evaluate")
     means = [_exact_loss(run, [batch], subject.spec.ignored_label) or math.nan for batch in batches]
-    return _warned(result) if _apart(found, sum(means) / len(means)) <= limit else result
+    if averages and _apart(found, sum(means) / len(means)) <= limit:
+        return _warned(result)
+    if (trained := _trained_losses(run, batches)) is not None:
+        counts = [int((batch["labels"][:, 1:] != subject.spec.ignored_label).sum()) for batch in batches]
+        weights = [1] * len(batches) if averages else counts
+        own = sum(w * loss for w, loss in zip(weights, trained, strict=True)) / sum(weights)
+        if _apart(found, own) <= limit:
+            return replace(
+                _warned(result),
+                advice="It holds the auxiliary loss of the routers, as what is trained on does: a perplexity "
+                "of it is none.",
+            )
+    return result
 
 
 @trainer_check
@@ -256,6 +269,30 @@ def _exact_loss(run: TrainingRun, batches: Iterable[Any], ignored: int) -> float
         for name, module in run.model.named_modules():
             module.training = modes[name]
     return total / count if count else math.nan
+
+
+@torch.no_grad()
+def _trained_losses(run: TrainingRun, batches: Iterable[Any]) -> list[float] | None:
+    """Of each batch in eval mode, the loss that is trained on, where the model adds an auxiliary one."""
+    if getattr(run, "loss", None) is None:
+        return None
+    modes, losses = _modes(run), []
+    try:
+        run.model.eval()
+        for batch in batches:
+            output = run.model(**batch)
+            auxiliary = (
+                output.get("aux_loss") if isinstance(output, Mapping) else getattr(output, "aux_loss", None)
+            )
+            if not (isinstance(auxiliary, Tensor) and auxiliary.numel() == 1 and auxiliary > 0):
+                return None
+            losses.append(float(run.loss(batch)))  # type: ignore[attr-defined]
+    except REFUSALS:
+        return None
+    finally:
+        for name, module in run.model.named_modules():
+            module.training = modes[name]
+    return losses
 
 
 def _logits(run: TrainingRun, batch: Any) -> Tensor | None:

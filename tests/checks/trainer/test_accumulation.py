@@ -117,3 +117,25 @@ def test_narrow_runs_are_judged_by_their_own_rounding():
             return 1 / len(batches)
 
     assert ask(loop_spec_of(MeanOfMeans), "accumulation_ragged").status == "failed"
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_a_loss_that_hardly_adds_up_excuses_as_much_and_no_more(check):
+    class Routed(GPT):
+        def forward(self, *args, **kwargs):
+            output = super().forward(*args, **kwargs)
+            if output.loss is not None:
+                output.loss = output.loss + output.logits.mean(dim=(0, 1)).square().sum()
+            return output
+
+    class Sound(Loop):
+        def create_model(self):
+            return Routed()
+
+    class Averaging(Sound):
+        def weight(self, batch, batches, total):
+            return 1.0
+
+    result = ask(loop_spec_of(Sound), check)
+    assert result.status == "warned" and result.value < 0.05, result
+    assert ask(loop_spec_of(Averaging), check).status == "failed"

@@ -180,3 +180,30 @@ def test_a_perplexity_where_a_loss_is_wanted():
 
     result = ask(loop_spec_of(Exponential), "evaluation_exact")
     assert result.status == "failed" and "that is exp" in result.meaning
+
+
+class Routed(GPT):
+    """Its loss has a part that is none of targets, and does not add up over batches."""
+
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        output.aux_loss = 0.01 + output.logits.mean(dim=(0, 1)).square().sum()
+        if output.loss is not None:
+            output.loss = output.loss + output.aux_loss
+        return output
+
+
+class RoutedLoop(Loop):
+    def create_model(self):
+        return Routed()
+
+
+def test_an_auxiliary_loss_is_told_and_no_fault():
+    result = ask(loop_spec_of(RoutedLoop), "evaluation_exact")
+    assert (result.status, "auxiliary loss" in result.advice) == ("warned", True), result
+
+    class Half(RoutedLoop):
+        def evaluate(self, batches):
+            return super().evaluate(batches) / 2
+
+    assert ask(loop_spec_of(Half), "evaluation_exact").status == "failed"

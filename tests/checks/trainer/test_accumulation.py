@@ -125,7 +125,7 @@ def test_a_loss_that_hardly_adds_up_excuses_as_much_and_no_more(check):
         def forward(self, *args, **kwargs):
             output = super().forward(*args, **kwargs)
             if output.loss is not None:
-                output.loss = output.loss + output.logits.mean(dim=(0, 1)).square().sum()
+                output.loss = output.loss + 0.01 * output.logits.mean(dim=(0, 1)).square().sum()
             return output
 
     class Sound(Loop):

@@ -12,6 +12,7 @@ import functools
 import importlib
 import math
 import os
+import re
 import sys
 import time
 from collections import Counter
@@ -107,12 +108,18 @@ def answers(make: Callable[[], Any], suite: str = "full") -> Iterator[dict[str, 
 
 
 def _plain(result: CheckResult) -> dict[str, Any]:
-    """Without what is empty, and with numbers that JSON has."""
+    """Without what is empty, with numbers that JSON has, and files by their place in the tree."""
     return {
-        key: (str(value) if isinstance(value, float) and not math.isfinite(value) else value)
+        key: _anywhere(str(value) if isinstance(value, float) and not math.isfinite(value) else value)
         for key, value in result.to_dict().items()
         if value not in ("", None) and key != "model"
     }
+
+
+def _anywhere(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    return re.sub(r"\S*/site-packages/", "", value.replace(f"{ROOT}/", ""))
 
 
 # The catalogue

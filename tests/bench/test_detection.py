@@ -10,6 +10,7 @@ from torch import nn
 from bench import detection, detection_table, rivals, third_party
 from bench.claim import Claim
 from bench.isolated import all_isolated, isolated
+from stackwise.checks import CheckResult
 from stackwise.checks.check import select_checks
 from stackwise.spec import ModelSpec
 
@@ -215,3 +216,11 @@ def test_processes_at_a_time():
 def test_every_check_is_asked_by_itself_even_where_a_family_has_its_name():
     asked = [each["check"] for each in list(detection.answers(Leaky, "full"))[1:]]
     assert asked == [each.name for each in select_checks(suite="full", asks="model")]
+
+
+def test_places_are_told_without_those_of_the_machine():
+    place = f"x in {detection.ROOT}/tests/zoo/gpt.py:3; y in /a/b/lib/site-packages/torch/nn/functional.py:5"
+    result = CheckResult("causality", "m", "failed", 1.0, float("inf"), where=place)
+    plain = detection._plain(result)
+    assert plain["where"] == "x in tests/zoo/gpt.py:3; y in torch/nn/functional.py:5"
+    assert plain["limit"] == "inf"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from textwrap import shorten
@@ -178,7 +179,9 @@ def _try_form(
         device = next((p.device for p in model.parameters()), inputs.device)
         given, trial = cast(inputs.to(device), model), _Trial()
         try:
-            output = forward(model, given)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of a call that is none of the model's
+                output = forward(model, given)
             if isinstance(forward, CallForm):
                 trial.auxiliary = _in(output, "aux_loss") is not None
                 if places := _candidates(output, given):

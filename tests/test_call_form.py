@@ -1,6 +1,7 @@
 """Call forms: models that are called in other ways than with inputs alone are found to be."""
 
 import types
+import warnings
 
 import pytest
 import torch
@@ -174,3 +175,15 @@ def test_what_is_no_tuple_or_names_its_parts_is_left_alone(element):
     ids = torch.randint(V, (2, 4))
     assert CallForm(element=element)(Named(), ids).logits.shape == (2, 4, V)
     assert CallForm(element=5)(LastOnly(), ids)[1] is None
+
+
+def test_what_a_trial_warns_of_is_kept_quiet():
+    class Strict(Core):
+        def forward(self, batch):
+            if isinstance(batch, Tensor):
+                warnings.warn("a tensor is no batch", UserWarning, stacklevel=1)
+            return self.head(self.hidden(batch["input_ids"]))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert ModelSpec.of(Strict).forward == CallForm("input_ids", in_batch=True)

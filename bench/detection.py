@@ -52,15 +52,18 @@ EXPLAINED = {
         "causality": "relative positions of the n-gram stream are permuted to (batch, position, n-gram, "
         "head) and read as (batch, n-gram, head, position)"
     },
+    "litgpt/Gemma-2-2b": {
+        "cache": "it adds the boolean mask of its cache to soft-capped scores, which hides nothing"
+    },
     "x-transformers/decoder shifted tokens": {"cache": "it does not keep the token that shifts in next"},
 }
-# litgpt's models with sliding windows; of Gemma 2, soft-capped scores besides have a boolean mask added.
+# litgpt's models with sliding windows.
 EXPLAINED |= {
     f"litgpt/{name}": {
         "cache": "where several tokens go beyond its ring buffer, the mask is that of other positions"
     }
     for name in (
-        *("Gemma-2-2b", "Gemma-3-1b-it", "Gemma-3-4b-it", "Phi-3-mini-4k-instruct"),
+        *("Gemma-3-1b-it", "Gemma-3-4b-it", "Phi-3-mini-4k-instruct"),
         *("Phi-3-mini-128k-instruct", "Phi-4-mini-instruct", "Mathstral-7B-v0.1"),
     )
 }

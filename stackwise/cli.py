@@ -114,8 +114,8 @@ def _may_be_a_training_step(made: Any, error: Exception | None) -> bool:
     """Whether `made`, which as a model gave `error` or none, is to be asked as a training step."""
     from torch import nn
 
+    from stackwise.lightning_run import is_lightning_module
     from stackwise.spec import ModelSpec
-    from stackwise.trainer_adapter import is_lightning_module
 
     if is_lightning_module(made):  # it may have no forward
         return True

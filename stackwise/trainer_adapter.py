@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from stackwise.lightning_run import LightningRun, copies, is_lightning_module
+from stackwise.lightning_run import LightningRun, is_lightning_module
 from stackwise.transformers_run import TransformersRun, is_transformers_trainer
 
-__all__ = ["FunctionRun", "LightningRun", "TransformersRun", "adapted", "copies", "is_lightning_module"]
+__all__ = ["FunctionRun", "adapted"]
 
 Batch = Any
 

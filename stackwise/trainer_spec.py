@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from stackwise.argument import check_number, check_sizes, require
+from stackwise.lightning_run import copies, is_lightning_module
 from stackwise.seed import seeded
-from stackwise.trainer_adapter import FunctionRun, adapted, copies, is_lightning_module
+from stackwise.trainer_adapter import FunctionRun, adapted
 
 __all__ = ["TrainerSpec", "TrainingRun"]
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from stackwise.checks import check_trainer
-from stackwise.trainer_adapter import TransformersRun
 from stackwise.trainer_spec import TrainerSpec
+from stackwise.transformers_run import TransformersRun
 
 pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["random_states", "random_states_set", "set_random_states"]
+__all__ = ["random_states", "random_states_kept", "random_states_set", "set_random_states"]
 
 
 def random_states() -> dict[str, Any]:
@@ -37,8 +37,15 @@ def set_random_states(states: Mapping[str, Any]) -> None:
 @contextmanager
 def random_states_set(states: Mapping[str, Any]) -> Iterator[None]:
     """Inside, random choices go on from `states`; afterwards from where they were."""
+    with random_states_kept():
+        set_random_states(states)
+        yield
+
+
+@contextmanager
+def random_states_kept() -> Iterator[None]:
+    """Inside, random choices go on; afterwards from where they were."""
     before = random_states()
-    set_random_states(states)
     try:
         yield
     finally:

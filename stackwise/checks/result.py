@@ -5,7 +5,7 @@ Statuses are "passed", "failed", "warned", "not applicable", "expected failure" 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -86,7 +86,8 @@ class Examined:
         return CheckResult("", self.name, "not applicable", meaning=reason)
 
 
-def listed(names: Sequence[str], most: int = 3) -> str:
+def listed(names: Iterable[str], most: int = 3) -> str:
     """The first names, and how many there are beside."""
+    names = list(names)
     rest = len(names) - most
     return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")

@@ -5,7 +5,7 @@ Shapes: B batch, T positions, V outputs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from stackwise.checks.probe.call import REFUSALS
 from stackwise.checks.probe.difference import relative_difference
 from stackwise.checks.probe.layers import repeated_layers
 from stackwise.checks.probe.widened import Widened
-from stackwise.checks.result import CheckResult
+from stackwise.checks.result import CheckResult, listed
 from stackwise.checks.subject import Subject
 
 _STEPS = 3
@@ -52,7 +52,7 @@ def gradient_flow(subject: Subject) -> CheckResult:
         return subject.failed(
             len(cut) / n,
             0.0,
-            where=_names(cut),
+            where=listed(cut),
             meaning=f"{len(cut)} of {n} parameters never get a gradient, though the output depends on them "
             "smoothly.",
             advice="Look for detach(), .data, .item(), torch.no_grad(), a tensor made anew from values, and "
@@ -63,7 +63,7 @@ def gradient_flow(subject: Subject) -> CheckResult:
         return subject.failed(
             len(dead) / n,
             0.0,
-            where=_names(dead),
+            where=listed(dead),
             meaning=f"The gradient of {len(dead)} of {n} parameters is 0 at each step, and they do not "
             "change the output, though it is computed from them.",
             advice="Look for a branch that is multiplied by 0, units that are never active, and for dropout "
@@ -74,7 +74,7 @@ def gradient_flow(subject: Subject) -> CheckResult:
         return subject.failed(
             len(behind_steps) / n,
             0.5,
-            where=_names(behind_steps),
+            where=listed(behind_steps),
             meaning=f"{len(behind_steps)} of {n} parameters get no gradient in {_STEPS} steps: large changes "
             "of them move the output, and small ones do not.",
             advice="A step function (round, sign, argmax, a comparison) stands between them and the output, "
@@ -84,7 +84,7 @@ def gradient_flow(subject: Subject) -> CheckResult:
     return subject.warned(
         len(missing) / n,
         0.0,
-        where=_names(missing),
+        where=listed(missing),
         meaning=f"{len(missing)} of {n} parameters get no gradient in {_STEPS} steps and no small change of "
         f"them moves the output; the modules of {len(unused)} are not called, and large changes of "
         f"{len(behind_steps)} move it.",
@@ -130,7 +130,7 @@ def gradient_exact(subject: Subject) -> CheckResult:
     if value <= limit:
         return subject.passed(value, limit)
     wrong = probe.wrong(trainable, size, limit * scale)
-    where = _names([name for name, _, _ in wrong])
+    where = listed([name for name, _, _ in wrong])
     lost = bool(wrong) and wrong[0][1] == 0
     meaning = "The gradient is not the derivative of the output along a random direction" + (
         f"; of {wrong[0][0]} it says {wrong[0][1]:.3g}, and is {wrong[0][2]:.3g}." if wrong else "."
@@ -172,7 +172,7 @@ def trainable(subject: Subject) -> CheckResult:
             return subject.failed(
                 len(changed) / len(as_built),
                 0.0,
-                where=f"{_names(changed)} after {call}()",
+                where=f"{listed(changed)} after {call}()",
                 meaning=f"{call}() changes requires_grad of {len(changed)} of {len(as_built)} parameters.",
                 advice="Freeze in the constructor: an optimizer that is made before train() gets other "
                 "parameters than one that is made after.",
@@ -189,7 +189,7 @@ def trainable(subject: Subject) -> CheckResult:
         return subject.failed(
             len(thawed) / len(as_built),
             0.0,
-            where=_names(thawed),
+            where=listed(thawed),
             meaning=f"{len(thawed)} of {len(as_built)} parameters are declared frozen, and are trainable.",
             advice="Look for a prefix that does not match after wrapping, and for requires_grad_(True) that "
             "comes after the freezing.",
@@ -198,7 +198,7 @@ def trainable(subject: Subject) -> CheckResult:
         return subject.warned(
             len(frozen) / len(as_built),
             0.0,
-            where=_names(frozen),
+            where=listed(frozen),
             meaning=f"{len(frozen)} of {len(as_built)} parameters are not trainable.",
             advice="If that is meant, as of a base under adapters, declare frozen= with their prefixes; else "
             "look for a requires_grad_(False) that was not taken back.",
@@ -407,8 +407,3 @@ class _StepFunctions(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # Dropout draws its mask by filling an empty tensor, which no gradient passes through.
             self.seen = self.seen or name != "bernoulli" or not function.overloadpacket.__name__.endswith("_")
         return function(*args, **(kwargs or {}))
-
-
-def _names(names: Iterable[str]) -> str:
-    names = list(names)
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

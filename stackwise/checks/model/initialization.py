@@ -20,7 +20,7 @@ from stackwise.checks.check import check
 from stackwise.checks.probe.call import REFUSALS, dtype_of
 from stackwise.checks.probe.difference import relative_difference
 from stackwise.checks.probe.layers import pattern
-from stackwise.checks.result import CheckResult
+from stackwise.checks.result import CheckResult, listed
 from stackwise.checks.subject import Subject
 
 # A sound model stays well below the first; beyond the second with widely spread logits none does.
@@ -77,7 +77,7 @@ def initialized(subject: Subject) -> CheckResult:
             return subject.failed(
                 len(differ) / len(tensors),
                 0.0,
-                where=_names(differ),
+                where=listed(differ),
                 meaning=f"{len(differ)} of {len(tensors)} tensors differ between two models of one seed.",
                 advice="Look for a generator of its own (numpy.random.default_rng(), random.Random()) and "
                 "for an order that hangs on a set or on ids.",
@@ -86,7 +86,7 @@ def initialized(subject: Subject) -> CheckResult:
     return subject.failed(
         len(unset) / len(tensors),
         0.0,
-        where=_names(unset),
+        where=listed(unset),
         meaning=f"{len(unset)} of {len(tensors)} tensors have values that nothing set: memory as it was.",
         advice="Look for torch.empty() or torch.Tensor(sizes) whose initialisation is skipped: a module type "
         "that _init_weights does not know, a reset_parameters() that is not called.",
@@ -153,11 +153,11 @@ def symmetry(subject: Subject) -> CheckResult:
         return subject.failed(
             len(stuck) / len(equal),
             0.0,
-            where=_names(stuck),
+            where=listed(stuck),
             meaning=f"All rows of {len(stuck)} weights are equal and get equal gradients, for good.",
             advice="Look for weights that start constant where random ones are meant.",
         )
-    return subject.passed(0.0, 0.0, meaning=f"Equal rows of {_names(equal)} get different gradients.")
+    return subject.passed(0.0, 0.0, meaning=f"Equal rows of {listed(equal)} get different gradients.")
 
 
 @check
@@ -199,13 +199,13 @@ def load_round_trip(subject: Subject) -> CheckResult:
     ]
     if changed:
         where, advice = (
-            f"{_names(changed)}, while loading",
+            f"{listed(changed)}, while loading",
             "Look for hooks that initialise or convert weights.",
         )
     elif later:
-        where, advice = f"{_names(later)}, at the first call", "Look for an initialisation in forward()."
+        where, advice = f"{listed(later)}, at the first call", "Look for an initialisation in forward()."
     elif unsaved:
-        where, advice = f"{_names(unsaved)}, not in state_dict()", "Save what is random: persistent=True."
+        where, advice = f"{listed(unsaved)}, not in state_dict()", "Save what is random: persistent=True."
     else:
         where, advice = "", "Look for values outside parameters and buffers, and derived from them once."
     return subject.failed(
@@ -230,7 +230,7 @@ def _initialized_alike(subject: Subject, model: nn.Module) -> CheckResult:
             return subject.warned(
                 len(default) / len(names),
                 0.0,
-                where=_names(default),
+                where=listed(default),
                 meaning=f"{len(default)} of {len(names)} siblings have torch's default, the others have not.",
                 advice="Look for a module that the initialisation does not reach.",
             )
@@ -324,8 +324,3 @@ def _rows_are_equal(p: Tensor) -> bool:
 
 def _same(a: Tensor, b: Tensor | None) -> bool:
     return b is not None and torch.equal(a, b)
-
-
-def _names(names: Any) -> str:
-    names = list(names)
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

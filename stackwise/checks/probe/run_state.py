@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -15,17 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from stackwise.checks.result import listed
+from stackwise.random_states import random_states_kept
 from stackwise.trainer_spec import TrainingRun
 
 __all__ = [
     "Trace",
     "different",
     "drive",
-    "kept_randomness",
     "next_batches",
     "number_in",
-    "random_state",
-    "set_random_state",
     "state_of",
 ]
 
@@ -35,7 +31,7 @@ State = dict[str, Any]
 def state_of(run: TrainingRun) -> State:
     """A copy of what the run carries: weights and which share memory, buffers, optimizer, schedule, place.
 
-    Random states are in `random_state`. Buffers that the model itself leaves out of its state_dict are left
+    Random states are in `random_states`. Buffers that the model itself leaves out of its state_dict are left
     out here.
     """
     state: State = {}
@@ -75,38 +71,7 @@ def different(wanted: Mapping[str, Any], got: Mapping[str, Any]) -> list[str]:
     return [name for name in names if not _same(wanted.get(name), got.get(name))]
 
 
-def random_state(device: torch.device | str = "cpu") -> State:
-    """The state of every global generator: Python's, numpy's, torch's, and that of a CUDA device."""
-    state: State = {
-        "torch": torch.get_rng_state(),
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),  # noqa: NPY002  the global one is meant
-    }
-    if torch.device(device).type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    return state
-
-
-@contextmanager
-def kept_randomness(device: torch.device | str = "cpu") -> Iterator[None]:
-    """The block draws from the generators as they are; afterwards they are as they were before it."""
-    state = random_state(device)
-    try:
-        yield
-    finally:
-        set_random_state(state, device)
-
-
-def set_random_state(state: State, device: torch.device | str = "cpu") -> None:
-    """Go on from what `random_state` gave."""
-    torch.set_rng_state(state["torch"])
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])  # noqa: NPY002
-    if "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"], device)
-
-
-def next_batches(run: TrainingRun, device: torch.device | str = "cpu") -> Iterator[Any] | None:
+def next_batches(run: TrainingRun) -> Iterator[Any] | None:
     """The run's own training data from where the run is, epoch after epoch; None: it does not say.
 
     Needs `epoch(number)` and a `position()` of two integers, the epoch and the batch in it that comes next.
@@ -116,21 +81,21 @@ def next_batches(run: TrainingRun, device: torch.device | str = "cpu") -> Iterat
     can = all(callable(getattr(run, name, None)) for name in ("epoch", "position"))
     if not can or _place(run) is None:
         return None
-    return _own_batches(run, device)
+    return _own_batches(run)
 
 
-def _own_batches(run: Any, device: torch.device | str) -> Iterator[Any]:
+def _own_batches(run: Any) -> Iterator[Any]:
     while True:
         place = _place(run)
         assert place is not None
-        with kept_randomness(device):
+        with random_states_kept():
             batches = iter(run.epoch(place[0]))
             batch = next(islice(batches, place[1], None), None)
         if batch is None:
             raise ValueError(f"position() is {place}, but epoch({place[0]}) has no batch {place[1]}")
         while batch is not None:
             yield batch
-            with kept_randomness(device):
+            with random_states_kept():
                 batch = next(batches, None)
 
 

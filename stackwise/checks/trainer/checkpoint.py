@@ -20,12 +20,11 @@ from stackwise.checks.probe.run_state import (
     different,
     drive,
     next_batches,
-    random_state,
-    set_random_state,
     state_of,
 )
 from stackwise.checks.result import CheckResult, listed
 from stackwise.checks.trainer_subject import TrainerSubject
+from stackwise.random_states import random_states, set_random_states
 from stackwise.seed import seeded
 from stackwise.trainer_spec import TrainingRun
 
@@ -223,15 +222,15 @@ def _resumed(subject: TrainerSubject, go_on: _GoOn) -> CheckResult:
 class _Before:
     """What a run carries where it is saved."""
 
-    def __init__(self, run: TrainingRun, subject: TrainerSubject) -> None:
-        self.state, self.randomness = state_of(run), random_state(subject.device)
+    def __init__(self, run: TrainingRun) -> None:
+        self.state, self.randomness = state_of(run), random_states()
 
 
 def _straight(subject: TrainerSubject, folder: str | None) -> tuple[Trace, _Before, int, bool]:
     """The steps after the place of the save, in one piece; with a folder it is saved there and ends."""
     run = subject.run()
     with subject.fixed_randomness():
-        batches = next_batches(run, subject.device)
+        batches = next_batches(run)
         n_before = 2
         if batches is not None:
             with seeded(subject.seed, subject.device):
@@ -241,7 +240,7 @@ def _straight(subject: TrainerSubject, folder: str | None) -> tuple[Trace, _Befo
         source: Iterable[Any] = batches if batches is not None else _given(subject)
         source = iter(source)
         drive(run, source, n_before)
-        before = _Before(run, subject)
+        before = _Before(run)
         if folder is not None:
             run.save(folder)  # type: ignore[attr-defined]
             return Trace(), before, n_before, batches is not None
@@ -287,10 +286,10 @@ def _go_on(
     # Another random state than the run had: whoever needs that one has to bring it along.
     with seeded(seed + 1, device):
         run.load(folder)  # type: ignore[attr-defined]
-        state, randomness = state_of(run), random_state(device)
+        state, randomness = state_of(run), random_states()
         if wanted is not None:
-            set_random_state(wanted, device)
-        own = next_batches(run, device) if batches is None else iter(batches)
+            set_random_states(wanted)
+        own = next_batches(run) if batches is None else iter(batches)
         assert own is not None
         return state, randomness, drive(run, own, _N_STEPS)
 
@@ -306,9 +305,9 @@ def saving_disturbs_nothing(subject: TrainerSubject) -> CheckResult:
         with subject.fixed_randomness(), TemporaryDirectory() as folder:
             drive(run, _given(subject), 1)
             if save:
-                mode, random = run.model.training, random_state(subject.device)
+                mode, random = run.model.training, random_states()
                 run.save(folder)  # type: ignore[attr-defined]
-                quiet = run.model.training == mode and not different(random, random_state(subject.device))
+                quiet = run.model.training == mode and not different(random, random_states())
             else:
                 quiet = True
             return drive(run, [subject.batch(1), subject.batch(2)], 2), quiet

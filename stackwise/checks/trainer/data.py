@@ -203,7 +203,7 @@ def data_resumes(subject: TrainerSubject) -> CheckResult:
     if not subject.has(run, "epoch", "position", "save", "load"):
         return subject.not_applicable("needs epoch(number), position(), save(folder) and load(folder)")
     with subject.fixed_randomness(), TemporaryDirectory() as folder:
-        own = next_batches(run, subject.device)
+        own = next_batches(run)
         if own is None:
             return subject.not_applicable("needs a position() of two integers: epoch, next batch in it")
         start = run.position()
@@ -218,7 +218,7 @@ def data_resumes(subject: TrainerSubject) -> CheckResult:
         other: Any = subject.run()
         with seeded(subject.seed + 1, subject.device):
             other.load(folder)
-            resumed = next_batches(other, subject.device)
+            resumed = next_batches(other)
             assert resumed is not None
             got = [_row_marks(batch) for batch in islice(resumed, 2)]
     if wanted == got:

@@ -143,7 +143,7 @@ def test_cut_off(subjects, models):
     result = subjects.ask(models["DetachedLayer"], "gradient_flow")
     assert result.status == "failed"
     assert result.value == pytest.approx(len(missing) / len(gradients(models["Sound"])))
-    assert result.where == ", ".join(missing[:3]) + ", ..."
+    assert result.where == f"{', '.join(missing[:3])} and {len(missing) - 3} more"
     assert "detach()" in result.advice
 
 
@@ -152,7 +152,7 @@ def test_dead(subjects, models):
     assert "layers.0.qkv.weight" in dead
     result = subjects.ask(models["DeadBranch"], "gradient_flow")
     assert result.status == "failed"
-    assert set(result.where.removesuffix(", ...").split(", ")) <= set(dead)
+    assert set(result.where.partition(" and ")[0].split(", ")) <= set(dead)
     assert "multiplied by 0" in result.advice
 
 

@@ -8,8 +8,7 @@ import torch
 
 from stackwise.checks import check_trainer
 from stackwise.checks.probe.another_process import Recipe, run_elsewhere
-from stackwise.checks.probe.run_state import different, kept_randomness, next_batches, state_of
-from stackwise.seed import seeded
+from stackwise.checks.probe.run_state import different, next_batches, state_of
 from stackwise.trainer_spec import TrainerSpec
 from tests.zoo.checkpoint import Frozen, Keeping, Remembering, Scaled
 from tests.zoo.loop import Loop, loop, loop_spec_of
@@ -224,13 +223,6 @@ def test_next_batches_go_on_over_epochs():
     for index in range(2, 9):
         assert torch.equal(next(own)["input_ids"], wanted[index])
         run.advance()
-
-
-def test_kept_randomness():
-    with seeded(0):
-        with kept_randomness():
-            first = torch.rand(3), random.random()
-        assert torch.equal(first[0], torch.rand(3)) and first[1] == random.random()
 
 
 # In another process

@@ -1,30 +1,113 @@
-"""The training objective: predict the next token.
+"""Objective: what a Rack is to predict, and the loss of what it predicts.
 
-Shapes: B batch, N tokens in a row, T = N - 1 predictions, V vocabulary.
+Shapes: B batch, T positions, N tokens in a row, C model width, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from stackwise.argument import require
+from stackwise.config.training import ObjectiveConfig
 from stackwise.model.rack import Rack
+from stackwise.training.cross_entropy import chunked_cross_entropy, cross_entropy, plain_weight
+from stackwise.training.masking import mask_diffusion_targets, masked_token_targets
+from stackwise.training.targets import IGNORED, Targets, next_token_targets
 
-__all__ = ["IGNORED", "next_token_loss", "next_token_total", "require_causal"]
+__all__ = ["IGNORED", "Objective", "Targets", "next_token_loss", "next_token_total", "require_causal"]
 
-IGNORED = -100  # label of a position that is not predicted, as in torch and Hugging Face
+
+class Objective:
+    """The objective that `config` describes, for a vocabulary of `vocab_size`."""
+
+    def __init__(self, config: ObjectiveConfig, vocab_size: int) -> None:
+        self.config, self.vocab_size = config, vocab_size
+
+    def row_length(self, seq_len: int) -> int:
+        """Tokens in a row of a batch of which the model sees `seq_len`."""
+        return seq_len + 1 if self.config.kind == "next_token" else seq_len
+
+    def check(self, rack: Rack) -> None:
+        """Refuse a Rack that this objective cannot train.
+
+        Raises:
+            ValueError: attention that looks the wrong way, another vocabulary, or a `mask_token_id` outside
+                it.
+        """
+        kind, mask_token_id = self.config.kind, self.config.mask_token_id
+        require(rack.vocab_size == self.vocab_size, "vocab_size", rack.vocab_size, str(self.vocab_size))
+        if kind == "next_token":
+            require_causal(rack)
+            return
+        _require_bidirectional(rack, kind)
+        known = mask_token_id is not None and mask_token_id < self.vocab_size
+        require(known, "mask_token_id", mask_token_id, f"0 to {self.vocab_size - 1}")
+
+    def targets(self, batch: Mapping[str, Tensor], noise: tuple[int, ...]) -> Targets:
+        """What the model sees of `batch`, and what it is to predict.
+
+        Args:
+            batch: `input_ids` (B, N), N = `row_length(T)`; optionally `attention_mask`, `document_ids` and
+                `labels` of that shape, as the objective's own function takes them: `next_token_targets`,
+                `masked_token_targets`, `mask_diffusion_targets`.
+            noise: what random choices start from; the caller's random state is neither read nor moved.
+                Equal integers choose equally on every device.
+
+        Raises:
+            ValueError: parts of the batch differ in shape, or it holds the mask.
+        """
+        config = self.config
+        if config.kind == "next_token":
+            return next_token_targets(batch)
+        assert config.mask_token_id is not None, "the configuration asks for one"
+        if config.kind == "mask_diffusion":
+            return mask_diffusion_targets(
+                batch, noise, mask_token_id=config.mask_token_id, noise_schedule=config.noise_schedule
+            )
+        return masked_token_targets(
+            batch,
+            noise,
+            vocab_size=self.vocab_size,
+            mask_token_id=config.mask_token_id,
+            mask_fraction=config.mask_fraction,
+            random_fraction=config.random_fraction,
+            same_fraction=config.same_fraction,
+        )
+
+    def total(
+        self, final_norm: nn.Module, lm_head: nn.Module, hidden_BTC: Tensor, targets: Targets
+    ) -> Tensor:
+        """The summed loss in nats; divided by `targets.count` it is that of a token.
+
+        With `logits_chunk` the head's weight is read and its `forward` not called: hooks on it do not run.
+
+        Returns:
+            A float32 scalar.
+
+        Raises:
+            ValueError: `logits_chunk` with a head that is no plain linear layer, or in float16.
+        """
+        config = self.config
+        labels_N = targets.labels.flatten()
+        weights_N = None if targets.weights is None else targets.weights.flatten()
+        normed_BTC = final_norm(hidden_BTC)
+        if config.logits_chunk is None:
+            return cross_entropy(lm_head(normed_BTC).flatten(0, 1), labels_N, weights_N, config.z_loss)
+        weight_VC = plain_weight(lm_head)
+        return chunked_cross_entropy(
+            normed_BTC.flatten(0, 1), weight_VC, labels_N, weights_N, config.z_loss, config.logits_chunk
+        )
 
 
 def next_token_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     """Mean cross-entropy, in nats, of each token given those before it.
 
     Args:
-        model: (input_ids (B, T), attention_mask (B, T) or None) -> logits (B, T, V).
-        batch: `input_ids` (B, N); optionally `attention_mask` (B, N), zero at padding, which is
-            neither seen nor predicted; optionally `labels` (B, N), not shifted, -100 where a token
-            is not to be predicted (default: `input_ids`).
+        model: (input_ids (B, T), attention_mask (B, T) or None) -> logits (B, T, V); for a batch with
+            documents it takes `document_ids` (B, T) as well.
+        batch: as `next_token_targets` takes it. Padding is neither seen nor predicted.
 
     Returns:
         A float32 scalar; 0 with zero gradient where nothing is to be predicted.
@@ -35,18 +118,10 @@ def next_token_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
 
 def next_token_total(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Summed cross-entropy in nats, and how many tokens it is over; see `next_token_loss`."""
-    input_ids = batch["input_ids"]
-    attention_mask = batch.get("attention_mask")
-    labels = batch.get("labels", input_ids)[:, 1:].long()
-    if attention_mask is not None:
-        real = attention_mask != 0
-        labels = labels.masked_fill(~(real[:, 1:] & real[:, :-1]), IGNORED)
-        attention_mask = attention_mask[:, :-1]
-    logits_BTV = model(input_ids[:, :-1], attention_mask)
-    total = F.cross_entropy(
-        logits_BTV.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORED, reduction="sum"
-    )
-    return total, (labels != IGNORED).sum()
+    targets = next_token_targets(batch)
+    documents = {} if targets.document_ids is None else {"document_ids": targets.document_ids}
+    logits_BTV = model(targets.input_ids, targets.attention_mask, **documents)
+    return cross_entropy(logits_BTV.flatten(0, 1), targets.labels.flatten()), targets.count
 
 
 def require_causal(rack: Rack) -> None:
@@ -60,4 +135,17 @@ def require_causal(rack: Rack) -> None:
         raise ValueError(
             f"attention_mode: stacks {seeing} are bidirectional; the next-token loss needs 'causal' in every "
             "stack, else each position reads the token it is asked to predict"
+        )
+
+
+def _require_bidirectional(rack: Rack, kind: str) -> None:
+    blind = [
+        stack.stack_id
+        for stack in map(rack.get_stack, range(len(rack.stacks)))
+        if any(stack.get_block(i).is_causal for i in range(stack.num_blocks))
+    ]
+    if blind:
+        raise ValueError(
+            f"attention_mode: stacks {blind} are causal; kind={kind!r} needs 'bidirectional' in every stack, "
+            "since a masked token is predicted from both sides"
         )

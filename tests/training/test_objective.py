@@ -1,16 +1,25 @@
-"""The next-token loss: against a loop in float64, with padding, and with nothing to predict."""
+"""The next-token loss against a loop in float64, with padding and documents; and the Objective."""
 
 import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from stackwise.config.training import ObjectiveConfig
 from stackwise.model import create_rack_from_specs, create_simple_rack
 from stackwise.training import ArchitectureTrainer
-from stackwise.training.objective import next_token_loss, require_causal
+from stackwise.training.objective import (
+    Objective,
+    Targets,
+    next_token_loss,
+    next_token_total,
+    require_causal,
+)
 
 VOCAB = 13
 # Per kind of padding: the attention mask of rows of 6 tokens.
@@ -158,6 +167,39 @@ class TestPadding:
         )
 
 
+class TestDocuments:
+    IDS = torch.tensor([[5, 5, 5, 2, 2, 9], [1, 3, 3, 3, 3, 3]])  # runs of 3, 2, 1 and of 1, 5
+    LENGTHS = ((3, 2, 1), (1, 5))
+
+    def test_each_as_if_alone(self):
+        """A packed row has the loss of its documents, each in a row of its own."""
+        rack, ids = rack_of(), ids_of()
+        batch = {"input_ids": ids, "document_ids": self.IDS}
+        alone = [
+            next_token_total(rack, {"input_ids": document[None]})
+            for row, lengths in zip(ids, self.LENGTHS, strict=True)
+            for document in row.split(lengths)
+        ]
+        total, count = next_token_total(rack, batch)
+        assert count == sum(n for _, n in alone) == 2 + 1 + 0 + 0 + 4
+        assert total.item() == pytest.approx(sum(x.item() for x, _ in alone), rel=1e-5)
+
+    def test_first_token_of_a_document_is_no_label(self):
+        targets = Objective(ObjectiveConfig(), VOCAB).targets(
+            {"input_ids": ids_of(), "document_ids": self.IDS}, (0,)
+        )
+        crossing = torch.tensor([[0, 0, 1, 0, 1], [1, 0, 0, 0, 0]], dtype=torch.bool)
+        assert (targets.labels == -100).equal(crossing)
+        assert targets.document_ids.equal(self.IDS[:, :-1])
+
+    def test_documents_and_padding_together(self):
+        mask = torch.tensor([[1, 1, 0, 1, 1, 1], [1, 1, 1, 1, 1, 0]])
+        batch = {"input_ids": ids_of(), "document_ids": self.IDS, "attention_mask": mask}
+        targets = Objective(ObjectiveConfig(), VOCAB).targets(batch, (0,))
+        predicted = torch.tensor([[1, 0, 0, 1, 0], [0, 1, 1, 1, 0]], dtype=torch.bool)
+        assert (targets.labels != -100).equal(predicted) and targets.count == 5
+
+
 class TestNothingToPredict:
     @pytest.mark.parametrize(
         "batch",
@@ -266,3 +308,148 @@ class TestRefused:
 
     def test_causal_passes(self):
         require_causal(self.rack([False, False]))
+
+
+def bidirectional_rack(*seeing):
+    return TestRefused.rack(seeing or (True,))
+
+
+MASKED = [{"kind": "masked_token", "mask_token_id": 4}, {"kind": "mask_diffusion", "mask_token_id": 4}]
+ALL = [{}, *MASKED]
+
+
+def name(settings):
+    return settings.get("kind", "next_token")
+
+
+class TestObjective:
+    @pytest.mark.parametrize("settings", ALL, ids=name)
+    def test_row_length(self, settings):
+        """A row of it is what the model sees, `seq_len` tokens."""
+        objective = Objective(ObjectiveConfig(**settings), VOCAB)
+        ids = torch.zeros(2, objective.row_length(7), dtype=torch.long)
+        targets = objective.targets({"input_ids": ids}, (0,))
+        assert targets.input_ids.shape == targets.labels.shape == (2, 7)
+
+    @given(st.data())
+    def test_next_token_is_the_loss_of_the_page(self, data):
+        table, ids = Table(), ids_of(data.draw(st.integers(0, 1000)), (3, 7))
+        keep = data.draw(
+            st.lists(st.lists(st.integers(0, 1), min_size=7, max_size=7), min_size=3, max_size=3)
+        )
+        batch = {"input_ids": ids, "attention_mask": torch.tensor(keep)}
+        objective = Objective(ObjectiveConfig(), VOCAB)
+        targets = objective.targets(batch, (0,))
+        total = objective.total(nn.Identity(), nn.Identity(), table(targets.input_ids), targets)
+        assert (total / targets.count.clamp(min=1)).item() == pytest.approx(
+            loop_in_float64(table, ids, keep), rel=1e-5, abs=1e-7
+        )
+
+    @pytest.mark.parametrize("settings", ALL, ids=name)
+    @pytest.mark.parametrize("z_loss", [0.0, 0.2])
+    @pytest.mark.parametrize("chunk", [None, 5])
+    def test_total(self, settings, z_loss, chunk):
+        """Weight by weight in float64, with the gradients of all three parts."""
+        generator = torch.Generator().manual_seed(3)
+        ids = torch.randint(5, VOCAB, (3, 9), generator=generator)
+        objective = Objective(ObjectiveConfig(**settings, z_loss=z_loss, logits_chunk=chunk), VOCAB)
+        targets = objective.targets({"input_ids": ids}, (1,))
+        norm, head = nn.RMSNorm(16), nn.Linear(16, VOCAB, bias=False)
+        hidden = torch.randn(*targets.input_ids.shape, 16, generator=generator).requires_grad_()
+        leaves = (hidden, norm.weight, head.weight)
+        total = objective.total(norm, head, hidden, targets)
+        assert total.shape == () and total.dtype == torch.float32
+
+        wide = hidden.double()
+        normed = wide / (wide.square().mean(-1, keepdim=True) + torch.finfo(torch.float32).eps).sqrt()
+        log_z = (logits := normed * norm.weight.double() @ head.weight.double().T).logsumexp(-1)
+        taken = logits.gather(2, targets.labels.clamp(min=0)[..., None]).squeeze(2)
+        factor = (targets.labels != -100).double()
+        factor = factor if targets.weights is None else factor * targets.weights
+        wanted = (factor * (log_z - taken + z_loss * log_z**2)).sum()
+        assert wanted > 0 and total.item() == pytest.approx(wanted.item(), rel=1e-5)
+        for one, other in zip(
+            torch.autograd.grad(total, leaves), torch.autograd.grad(wanted, leaves), strict=True
+        ):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4 * float(other.abs().max()))
+
+    def test_plain_path_is_that_of_torch_bit_for_bit(self):
+        rack, ids = rack_of(), ids_of(shape=(4, 9))
+        objective = Objective(ObjectiveConfig(), VOCAB)
+        targets = objective.targets({"input_ids": ids}, (0,))
+        total = objective.total(rack.final_norm, rack.lm_head, rack.hidden(targets.input_ids), targets)
+        logits = rack(ids[:, :-1])
+        assert total.equal(F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum"))
+
+    @pytest.mark.parametrize("settings", ALL, ids=name)
+    def test_targets_are_a_tree_of_tensors(self, settings):
+        targets = Objective(ObjectiveConfig(**settings), VOCAB).targets(
+            {"input_ids": torch.full((2, 5), 7), "document_ids": torch.zeros(2, 5, dtype=torch.long)}, (0,)
+        )
+        leaves, structure = tree_flatten(targets)
+        tensors = [value for value in vars(targets).values() if value is not None]
+        assert {id(leaf) for leaf in leaves if leaf is not None} == {id(tensor) for tensor in tensors}
+        again = tree_unflatten(leaves, structure)
+        assert all(getattr(again, key) is value for key, value in vars(targets).items())
+        moved = targets.to("meta", non_blocking=True)
+        assert isinstance(moved, Targets) and moved.attention_mask is None
+        assert all(value is None or value.is_meta for value in vars(moved).values())
+
+    @pytest.mark.parametrize("settings", ALL, ids=name)
+    @pytest.mark.parametrize("key", ["labels", "attention_mask", "document_ids"])
+    def test_shapes_must_agree(self, settings, key):
+        batch = {"input_ids": torch.full((2, 5), 7), key: torch.ones(2, 4, dtype=torch.long)}
+        with pytest.raises(ValueError, match=rf"{key}: got \(2, 4\); allowed: \(2, 5\)"):
+            Objective(ObjectiveConfig(**settings), VOCAB).targets(batch, (0,))
+        with pytest.raises(ValueError, match=r"input_ids: got \(5,\); allowed: a shape"):
+            Objective(ObjectiveConfig(**settings), VOCAB).targets({"input_ids": torch.zeros(5)}, (0,))
+
+    @pytest.mark.parametrize("seeing, named", [([False], "[0]"), ([True, False], "[1]")])
+    @pytest.mark.parametrize("settings", MASKED, ids=name)
+    def test_masks_need_both_sides(self, settings, seeing, named):
+        objective = Objective(ObjectiveConfig(**settings), VOCAB)
+        with pytest.raises(ValueError, match="are causal; kind=") as refusal:
+            objective.check(bidirectional_rack(*seeing))
+        assert f"stacks {named}" in str(refusal.value)
+        objective.check(bidirectional_rack(True, True))
+
+    def test_one_causal_block_is_enough(self):
+        rack = bidirectional_rack(True, True)
+        rack.get_stack(1).get_block(0).attention.causal = True
+        with pytest.raises(ValueError, match=r"stacks \[1\] are causal"):
+            Objective(ObjectiveConfig(**MASKED[0]), VOCAB).check(rack)
+
+    def test_next_token_needs_one_side(self):
+        objective = Objective(ObjectiveConfig(), VOCAB)
+        objective.check(bidirectional_rack(False))
+        with pytest.raises(ValueError, match=r"stacks \[0\] are bidirectional"):
+            objective.check(bidirectional_rack(True))
+
+    @pytest.mark.parametrize("kind", ["masked_token", "mask_diffusion"])
+    def test_the_mask_is_in_the_vocabulary(self, kind):
+        objective = Objective(ObjectiveConfig(kind=kind, mask_token_id=VOCAB), VOCAB)
+        with pytest.raises(ValueError, match="mask_token_id: got 13; allowed: 0 to 12"):
+            objective.check(bidirectional_rack(True))
+
+    def test_another_vocabulary(self):
+        with pytest.raises(ValueError, match="vocab_size: got 13; allowed: 14"):
+            Objective(ObjectiveConfig(), VOCAB + 1).check(rack_of())
+
+    def test_head_with_a_bias_is_refused_in_chunks(self):
+        objective = Objective(ObjectiveConfig(logits_chunk=4), VOCAB)
+        targets = objective.targets({"input_ids": ids_of()}, (0,))
+        with pytest.raises(ValueError, match="logits_chunk: got a head with a bias"):
+            objective.total(nn.Identity(), nn.Linear(8, VOCAB), torch.zeros(2, 5, 8), targets)
+
+    @pytest.mark.parametrize("settings", [{}, MASKED[1]], ids=name)
+    @pytest.mark.parametrize("chunk", [None, 5])
+    def test_one_graph(self, settings, chunk):
+        objective = Objective(ObjectiveConfig(**settings, z_loss=0.1, logits_chunk=chunk), VOCAB)
+        targets = objective.targets({"input_ids": torch.full((3, 9), 7)}, (1,))
+        norm, head = nn.RMSNorm(16), nn.Linear(16, VOCAB, bias=False)
+        hidden = torch.randn(*targets.input_ids.shape, 16, requires_grad=True)
+        compiled = torch.compile(objective.total, backend="aot_eager", fullgraph=True, dynamic=False)
+        totals = [function(norm, head, hidden, targets) for function in (objective.total, compiled)]
+        gradients = [torch.autograd.grad(total, (hidden, norm.weight, head.weight)) for total in totals]
+        for one, other in zip(*gradients, strict=True):
+            torch.testing.assert_close(one, other)

@@ -1,0 +1,198 @@
+"""Cross-entropy: summed over positions, from logits or from hidden states a chunk of tokens at a time.
+
+Shapes: N positions, M of one chunk, C model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from stackwise.argument import check_sizes
+from stackwise.model.linear import Linear
+from stackwise.training.targets import IGNORED
+
+__all__ = ["chunked_cross_entropy", "cross_entropy", "plain_weight"]
+
+
+def cross_entropy(
+    logits_NV: Tensor, labels_N: Tensor, weights_N: Tensor | None = None, z_loss: float = 0.0
+) -> Tensor:
+    """Summed cross-entropy in nats, computed in float32.
+
+    Args:
+        logits_NV: any floating-point dtype.
+        labels_N: int64; -100 where nothing is predicted.
+        weights_N: float32, the factor of each position; None: 1.
+        z_loss: to the loss of a position is added so much of the square of its logarithm of the softmax's
+            denominator (Chowdhery et al. 2022, arXiv:2204.02311, section 5).
+
+    Returns:
+        A float32 scalar.
+    """
+    logits_NV = logits_NV.float()
+    if weights_N is None and not z_loss:
+        return F.cross_entropy(logits_NV, labels_N, ignore_index=IGNORED, reduction="sum")
+    loss_N = F.cross_entropy(logits_NV, labels_N, ignore_index=IGNORED, reduction="none")
+    if z_loss:
+        square_N = logits_NV.logsumexp(-1).square()
+        loss_N = loss_N + z_loss * square_N.masked_fill(labels_N == IGNORED, 0.0)
+    return (loss_N if weights_N is None else loss_N * weights_N).sum()
+
+
+def chunked_cross_entropy(
+    hidden_NC: Tensor,
+    weight_VC: Tensor,
+    labels_N: Tensor,
+    weights_N: Tensor | None = None,
+    z_loss: float = 0.0,
+    chunk: int = 1024,
+) -> Tensor:
+    """`cross_entropy(hidden_NC @ weight_VC.T, ...)`, with logits of no more than `chunk` positions at a time.
+
+    The gradients are computed along with the loss, so nothing is computed twice; the backward pass
+    only multiplies them. Under autocast the products are taken in its dtype, otherwise in that of the
+    operands; the softmax is computed in float32, and the gradient of the weight is summed over
+    the chunks in float32. Differentiable once.
+
+    Args:
+        hidden_NC: what the head reads.
+        weight_VC: of the head.
+        labels_N: int64; -100 where nothing is predicted.
+        weights_N: float32, the factor of each position; None: 1.
+        z_loss: as of `cross_entropy`.
+        chunk: positions.
+
+    Returns:
+        A float32 scalar; float64 for operands in float64.
+
+    Raises:
+        ValueError: `chunk` below 1; float16, in which small gradients vanish before a loss scale reaches
+            them.
+    """
+    check_sizes(chunk=chunk)
+    kind, dtype = hidden_NC.device.type, hidden_NC.dtype
+    casts = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    if casts and dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(kind)
+    if dtype == torch.float16:
+        raise ValueError(
+            "logits_chunk: got float16; allowed: bfloat16 or float32, since the gradient is rounded before "
+            "the loss scale reaches it"
+        )
+    keep_N = labels_N != IGNORED
+    wide = torch.promote_types(dtype, torch.float32)
+    factor_N = keep_N.to(wide) if weights_N is None else weights_N.to(wide) * keep_N
+    target_N = labels_N.clamp(min=0)
+    of_hidden, of_weight = (torch.is_grad_enabled() and x.requires_grad for x in (hidden_NC, weight_VC))
+    arguments = (hidden_NC, weight_VC, target_N, factor_N, z_loss, chunk, dtype, of_hidden, of_weight)
+    total: Tensor
+    if torch.compiler.is_dynamo_compiling():
+        # Traced, the loop would be unrolled: minutes to compile, and as much memory as without chunks.
+        total, _, _ = _operator(*arguments)
+    else:
+        total = _ChunkedCrossEntropy.apply(*arguments)  # type: ignore[no-untyped-call]
+    return total
+
+
+def _total_and_gradients(
+    hidden_NC: Tensor,
+    weight_VC: Tensor,
+    target_N: Tensor,
+    factor_N: Tensor,
+    z_loss: float,
+    chunk: int,
+    dtype: torch.dtype,
+    of_hidden: bool,
+    of_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The total, and its gradients with respect to the first two arguments; empty where not asked for."""
+    loss_N = torch.zeros_like(factor_N)
+    hidden_gradient = torch.empty_like(hidden_NC if of_hidden else hidden_NC[:0])
+    weight_gradient = torch.zeros_like(weight_VC if of_weight else weight_VC[:0], dtype=factor_N.dtype)
+    narrow_VC = weight_VC.to(dtype)
+    for start in range(0, len(target_N), chunk):
+        rows = slice(start, start + chunk)
+        hidden_MC = hidden_NC[rows].to(dtype)
+        target_M1, factor_M1 = target_N[rows, None], factor_N[rows, None]
+        # Logits, then logarithms of probabilities, then gradients, all in one place.
+        logits_MV = (hidden_MC @ narrow_VC.t()).to(factor_N.dtype)
+        denominator_M1 = logits_MV.logsumexp(-1, keepdim=True)
+        logits_MV.sub_(denominator_M1)
+        loss_M1 = z_loss * denominator_M1.square() - logits_MV.gather(1, target_M1)
+        loss_N[rows] = (loss_M1 * factor_M1).squeeze(1)
+        if of_hidden or of_weight:
+            logits_MV.exp_().mul_(factor_M1 * (1 + 2 * z_loss * denominator_M1))
+            logits_MV.scatter_add_(1, target_M1, -factor_M1)
+            logits_MV = logits_MV.to(dtype)
+        if of_hidden:
+            hidden_gradient[rows] = logits_MV @ narrow_VC
+        if of_weight:
+            weight_gradient += logits_MV.t() @ hidden_MC
+        del logits_MV  # before those of the next chunk are there
+    return loss_N.sum(), hidden_gradient, weight_gradient.to(weight_VC.dtype)
+
+
+def _scaled(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    scaled = (x * gradient if asked else None for x, asked in zip(ctx.saved_tensors, ctx.asked, strict=True))
+    return (*scaled, None, None, None, None, None, None, None)
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        total, *gradients = _total_and_gradients(*arguments)
+        ctx.save_for_backward(*gradients)
+        ctx.asked = arguments[-2:]
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return _scaled(ctx, *gradients)
+
+
+_operator = torch.library.custom_op("stackwise::chunked_cross_entropy", _total_and_gradients, mutates_args=())
+
+
+@_operator.register_fake
+def _(
+    hidden_NC: Tensor, weight_VC: Tensor, _target: Tensor, factor_N: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    of_hidden, of_weight = rest[-2:]
+    return (
+        factor_N.new_empty(()),
+        torch.empty_like(hidden_NC if of_hidden else hidden_NC[:0]),
+        torch.empty_like(weight_VC if of_weight else weight_VC[:0]),
+    )
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*output[1:])
+    ctx.asked = inputs[-2:]
+
+
+_operator.register_autograd(_scaled, setup_context=_remember)
+
+
+def plain_weight(head: nn.Module) -> Tensor:
+    """The weight (V, C) of a head that can be multiplied in chunks.
+
+    Raises:
+        ValueError: it is no `nn.Linear` without bias, or its weight is of a tensor class of its own, as
+            quantised, float8 and sharded ones are.
+    """
+    weight = getattr(head, "weight", None)
+    if type(head) not in (nn.Linear, Linear):
+        reason = f"of class {type(head).__name__}"
+    elif not isinstance(weight, Tensor) or type(weight) not in (Tensor, nn.Parameter):
+        reason = f"with a weight of class {type(weight).__name__}"
+    elif getattr(head, "bias", None) is not None:
+        reason = "with a bias"
+    else:
+        return weight
+    raise ValueError(f"logits_chunk: got a head {reason}; allowed: a plain nn.Linear without bias, or null")

@@ -1,0 +1,95 @@
+"""Targets: what a model is shown of a batch, and what it is to predict there.
+
+Shapes: B batch, N tokens in a row, T what the model sees of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import register_dataclass, tree_map_only
+
+from stackwise.argument import require
+
+__all__ = ["IGNORED", "Targets", "next_token_targets"]
+
+IGNORED = -100  # label of a position that is not predicted, as in torch and Hugging Face
+
+
+@dataclass(frozen=True)
+class Targets:
+    """Inputs and labels of one batch, position by position.
+
+    Attributes:
+        input_ids: int64 (B, T), what the model sees.
+        labels: int64 (B, T), the token to be predicted at each position; -100 where none is.
+        count: float32 scalar, the tokens that the total is divided by.
+        weights: float32 (B, T), the factor of each position's loss; None: 1.
+        attention_mask: (B, T), nonzero at real tokens; None: all are.
+        document_ids: (B, T), equal within a document; None: one document a row.
+    """
+
+    input_ids: Tensor
+    labels: Tensor
+    count: Tensor
+    weights: Tensor | None = None
+    attention_mask: Tensor | None = None
+    document_ids: Tensor | None = None
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Targets:
+        """The same on `device`."""
+        moved: Targets = tree_map_only(Tensor, lambda x: x.to(device, non_blocking=non_blocking), self)
+        return moved
+
+
+register_dataclass(Targets)
+
+
+def next_token_targets(batch: Mapping[str, Tensor]) -> Targets:
+    """Each token is the label of the position before it, T = N - 1.
+
+    A token is predicted where it and the one before it are real and of one document.
+
+    Args:
+        batch: `input_ids` (B, N); optionally `attention_mask` (B, N), nonzero at real tokens,
+            `document_ids` (B, N), equal within a document, and `labels` (B, N), not shifted, -100 where
+            a token is not to be predicted (default: `input_ids`).
+
+    Raises:
+        ValueError: parts of the batch differ in shape.
+    """
+    check_shapes(batch)
+    input_ids = batch["input_ids"]
+    attention_mask, document_ids = batch.get("attention_mask"), batch.get("document_ids")
+    labels = batch.get("labels", input_ids)[:, 1:].long()
+    if attention_mask is not None:
+        real = attention_mask != 0
+        labels = labels.masked_fill(~(real[:, 1:] & real[:, :-1]), IGNORED)
+        attention_mask = attention_mask[:, :-1]
+    if document_ids is not None:
+        labels = labels.masked_fill(document_ids[:, 1:] != document_ids[:, :-1], IGNORED)
+        document_ids = document_ids[:, :-1]
+    return Targets(
+        input_ids[:, :-1].long(),
+        labels,
+        (labels != IGNORED).sum().float(),
+        attention_mask=attention_mask,
+        document_ids=document_ids,
+    )
+
+
+def check_shapes(batch: Mapping[str, Tensor]) -> None:
+    """Refuse a batch whose parts differ in shape.
+
+    Raises:
+        ValueError: naming the part.
+    """
+    expected = tuple(batch["input_ids"].shape)
+    require(len(expected) == 2, "input_ids", expected, "a shape (batch, positions)")
+    for key in ("labels", "attention_mask", "document_ids"):
+        if key in batch:
+            seen = tuple(batch[key].shape)
+            require(seen == expected, key, seen, f"{expected}, the shape of input_ids")

@@ -1,117 +1,175 @@
-"""Data: text as bytes, cut into batches in an order that the seed and the epoch decide."""
+"""Data: the batches that a configuration asks for, of a text, of token shards or of a task."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from stackwise.argument import require
 from stackwise.config import StackWiseConfig
+from stackwise.training.batches import Batches
+from stackwise.training.shards import TokenShards
+from stackwise.training.tasks import TaskBatches, create_task
+from stackwise.training.text import documentation_pages, documentation_text, standard_library_text
+from stackwise.training.token_sequence import TokenArray, TokenSequence
+from stackwise.training.tokenizer import ByteTokenizer, Tokenizer, check_vocabulary, create_tokenizer
+from stackwise.training.windows import TokenWindows
 
-__all__ = ["TokenWindows", "create_data", "documentation_text"]
-
-BYTE_VOCABULARY = 256
-
-
-def documentation_text() -> str:
-    """The documentation of the Python language that every CPython carries: about 450 kB of English."""
-    from pydoc_data.topics import topics
-
-    return "\n\n".join(topics[name] for name in sorted(topics))
+__all__ = ["TokenWindows", "create_data", "documentation_text", "standard_library_text"]
 
 
-class TokenWindows:
-    """Batches of non-overlapping windows of a token sequence; each pass over it is one epoch.
+def create_data(
+    config: StackWiseConfig, rank: int = 0, world_size: int = 1
+) -> tuple[Batches, Batches | None]:
+    """Training and validation batches as `config.data` says; `docs/data.md` tells it at length.
 
-    With `shuffle`, every epoch cuts the sequence at another offset and visits the windows in another
-    order, both functions of (seed, epoch) alone.
+    Of a text or of shards the validation part is the end. Of a task, an epoch is as many batches as a process
+    takes in `max_steps`, and validation is that fraction of it, at least one batch, of rows of its own.
 
     Args:
-        tokens: integer (number of tokens,).
-        batch_size: rows per batch; an incomplete last batch is left out.
-        seq_len: what the model sees; a row has one token more, the last one's target.
-        seed: of the order.
-        shuffle: False gives the same order each epoch.
-
-    Yields:
-        {"input_ids": int64 (batch_size, seq_len + 1)}
-
-    Raises:
-        ValueError: too few tokens for one batch.
-    """
-
-    def __init__(
-        self, tokens: Tensor, batch_size: int, seq_len: int, *, seed: int = 0, shuffle: bool = True
-    ) -> None:
-        needed = batch_size * seq_len + 1 + (seq_len - 1 if shuffle else 0)
-        if len(tokens) < needed:
-            raise ValueError(
-                f"tokens: got {len(tokens)}; one batch of {batch_size} rows of {seq_len} needs {needed}"
-            )
-        self.tokens, self.batch_size, self.seq_len = tokens, batch_size, seq_len
-        self.seed, self.shuffle = seed, shuffle
-        self.epoch = 0
-
-    def __len__(self) -> int:
-        usable = len(self.tokens) - 1 - (self.seq_len - 1 if self.shuffle else 0)
-        return usable // self.seq_len // self.batch_size
-
-    def set_epoch(self, epoch: int) -> None:
-        """Make the next pass the one of `epoch`. Without it, each pass is the next epoch."""
-        self.epoch = epoch
-
-    def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        epoch, self.epoch = self.epoch, self.epoch + 1
-        n_windows = len(self) * self.batch_size
-        order, offset = torch.arange(n_windows), 0
-        if self.shuffle:
-            generator = torch.Generator().manual_seed((self.seed * 1_000_003 + epoch) % 2**63)
-            offset = int(torch.randint(self.seq_len, (1,), generator=generator))
-            order = torch.randperm(n_windows, generator=generator)
-        row = torch.arange(self.seq_len + 1)
-        for starts in (offset + order * self.seq_len).view(-1, self.batch_size):
-            yield {"input_ids": self.tokens[starts[:, None] + row].long()}
-
-
-def create_data(config: StackWiseConfig) -> tuple[TokenWindows, TokenWindows | None]:
-    """Training and validation batches of the configured text; the validation part is its end.
+        config: `data` is read; of `training` the sizes, the seed and the kind of the objective; of
+            `model` the size of the vocabulary.
+        rank: of this process.
+        world_size: how many processes take `batch_size` rows each; see `Batches`.
 
     Returns:
         (training, validation); validation is None where `data.validation_fraction` is 0.
 
     Raises:
-        ValueError: a vocabulary smaller than a byte, or too little text.
-        OSError: the file cannot be read.
+        ValueError: a vocabulary too small for the tokens; too little text; `pack_documents` where documents
+            are not known; a `mask_token_id` that is a token of the text; damaged shards.
+        OSError: the file or the folder cannot be read.
+        ImportError: a tokenizer whose library is not installed.
     """
-    if config.model.vocab_size < BYTE_VOCABULARY:
-        raise ValueError(
-            f"model.vocab_size: got {config.model.vocab_size}; bytes need at least {BYTE_VOCABULARY}"
+    if config.data.task is not None:
+        return _task_batches(config, rank, world_size)
+    sequence = _sequence(config)
+    n_validation = int(len(sequence) * config.data.validation_fraction)
+    n_training = len(sequence) - n_validation
+
+    def windows(part: TokenSequence, shuffle: bool) -> TokenWindows:
+        return TokenWindows(
+            part,
+            config.training.batch_size,
+            config.training.seq_len,
+            row_length=_row_length(config),
+            seed=config.training.seed,
+            shuffle=shuffle,
+            pack_documents=config.data.pack_documents,
+            rank=rank,
+            world_size=world_size,
         )
-    path = config.data.dataset_path
-    raw = documentation_text().encode() if path is None else Path(path).read_bytes()
-    if not raw:
-        raise ValueError(f"data.dataset_path: {path} is empty")
-    tokens = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
-    n_validation = int(len(tokens) * config.data.validation_fraction)
-    training = TokenWindows(
-        tokens[: len(tokens) - n_validation],
-        config.training.batch_size,
-        config.training.seq_len,
-        seed=config.training.seed,
-        shuffle=config.data.shuffle,
-    )
+
+    training = windows(sequence.part(0, n_training), config.data.shuffle)
     if n_validation == 0:
         return training, None
-    held_out = tokens[len(tokens) - n_validation :]
     try:
-        validation = TokenWindows(
-            held_out, config.training.batch_size, config.training.seq_len, shuffle=False
-        )
+        validation = windows(sequence.part(n_training, len(sequence)), False)
     except ValueError as error:
         raise ValueError(
             f"data.validation_fraction: got {config.data.validation_fraction}, which is {n_validation} of "
-            f"{len(tokens)} tokens; {error}, or 0 for no validation"
+            f"{len(sequence)} tokens; {error}, or 0 for no validation"
         ) from None
     return training, validation
+
+
+def _row_length(config: StackWiseConfig) -> int:
+    """A token that is only a target comes behind what the model sees."""
+    return config.training.seq_len + (config.training.objective.kind == "next_token")
+
+
+def _task_batches(config: StackWiseConfig, rank: int, world_size: int) -> tuple[Batches, Batches | None]:
+    settings, kind = config.training, config.data.task
+    assert kind is not None
+    packed = config.data.pack_documents
+    require(
+        not packed, "data.pack_documents", packed, f"false with data.task={kind!r}: a row is one document"
+    )
+    vocab_size, mask = config.model.vocab_size, settings.objective.mask_token_id
+    if mask is not None:
+        last = vocab_size - 1
+        allowed = f"{last}, the last id, with data.task={kind!r}: the task takes all others"
+        require(mask == last, "training.objective.mask_token_id", mask, allowed)
+        vocab_size = last
+    try:
+        task = create_task(kind, vocab_size, _row_length(config), seed=settings.seed)
+    except ValueError as error:
+        raise ValueError(f"data.task={kind!r} with model.vocab_size and training.seq_len: {error}") from None
+    labels = settings.objective.kind == "next_token"
+    n_training = settings.max_steps * settings.accumulation_steps
+    n_validation = max(1, round(n_training * config.data.validation_fraction))
+
+    def batches(n_batches: int, stream: int, fixed: bool) -> TaskBatches:
+        return TaskBatches(
+            task,
+            settings.batch_size,
+            n_batches,
+            stream=stream,
+            fixed=fixed,
+            labels=labels,
+            rank=rank,
+            world_size=world_size,
+        )
+
+    training = batches(n_training, 0, not config.data.shuffle)
+    return training, batches(n_validation, 1, True) if config.data.validation_fraction else None
+
+
+def _sequence(config: StackWiseConfig) -> TokenSequence:
+    """All tokens, those of the validation part included."""
+    path = None if config.data.dataset_path is None else Path(config.data.dataset_path)
+    vocab_size = config.model.vocab_size
+    if path is not None and path.is_dir():
+        shards = TokenShards(path)
+        check_vocabulary(vocab_size, shards.vocab_size, f"the shards in {path}")
+        return shards
+    tokenizer = create_tokenizer(config.data.tokenizer)
+    check_vocabulary(vocab_size, tokenizer.vocab_size, f"tokenizer {tokenizer.name!r}")
+    tokens = _pages(tokenizer) if path is None else _file(path, tokenizer)
+    mask = config.training.objective.mask_token_id
+    if mask is not None:
+        taken = bool((tokens.tokens == mask).any())
+        require(not taken, "training.objective.mask_token_id", mask, "an id that is no token of the text")
+    packed = config.data.pack_documents
+    documents = (
+        f"false for {path} with tokenizer {tokenizer.name!r}, which has no token that ends a document; or a "
+        "folder of shards, which know their documents"
+    )
+    require(not packed or tokens.has_documents, "data.pack_documents", packed, documents)
+    return tokens
+
+
+def _pages(tokenizer: Tokenizer) -> TokenArray:
+    """The documentation: each page is a document."""
+    pages = documentation_pages()
+    texts = [page + "\n\n" for page in pages[:-1]] + pages[-1:]
+    ids = [_ids(tokenizer, text.encode(), "the documentation") for text in texts]
+    ends = np.cumsum([len(each) for each in ids])
+    return TokenArray(torch.cat(ids), torch.tensor([0, *ends[:-1]]))
+
+
+def _file(path: Path, tokenizer: Tokenizer) -> TokenArray:
+    """A file of text: a document ends with each token that ends one, if the tokenizer has such a token."""
+    raw = path.read_bytes()
+    if not raw:
+        raise ValueError(f"data.dataset_path: {path} is empty")
+    tokens = _ids(tokenizer, raw, str(path))
+    if tokenizer.eos is None:
+        return TokenArray(tokens)
+    behind = (tokens == tokenizer.eos).nonzero().flatten() + 1
+    return TokenArray(tokens, torch.cat((torch.zeros(1, dtype=torch.int64), behind[behind < len(tokens)])))
+
+
+def _ids(tokenizer: Tokenizer, raw: bytes, source: str) -> Tensor:
+    if isinstance(tokenizer, ByteTokenizer):
+        return torch.frombuffer(bytearray(raw), dtype=torch.uint8)  # as it is, also what is no UTF-8
+    try:
+        text = raw.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"data.dataset_path: {source} is no UTF-8, which tokenizer {tokenizer.name!r} needs: {error}"
+        ) from None
+    return torch.tensor(tokenizer.encode(text), dtype=torch.int32)

@@ -1,0 +1,372 @@
+"""Token shards: tokens on disk, memory-mapped, every byte of them checked before it is believed.
+
+A folder of shards holds `tokens-00000.safetensors`, ... and `shards.json`, which lists them. A shard has the
+tensors `tokens` (uint16 or uint32), `document_starts` (int64, from the first token of the shard) and
+`checksums` (uint8 (chunks, 32)): a SHA-256 of each MiB of `tokens`, then of each MiB of
+`document_starts`. The list has the size of each file and a SHA-256 of its header and checksums, and
+one of itself.
+
+Shapes: B rows, N tokens in a row.
+"""
+
+from __future__ import annotations
+
+import bisect
+import copy
+import hashlib
+import itertools
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors.numpy import save_file
+from torch import Tensor
+
+from stackwise.argument import check_sizes, require
+from stackwise.training.token_sequence import TokenSequence
+
+__all__ = ["MANIFEST", "TokenShards", "write_shards"]
+
+MANIFEST = "shards.json"
+CHUNK = 2**20  # bytes under one checksum
+_NAME = re.compile(r"tokens-[0-9]{5,}\.safetensors")
+_VERSION = 1
+
+Document = Sequence[int] | npt.NDArray[Any] | Tensor
+Integers = npt.NDArray[Any]
+
+
+def write_shards(
+    directory: str | Path,
+    documents: Iterable[Document] | Tensor | npt.NDArray[Any],
+    *,
+    vocab_size: int,
+    tokens_per_shard: int = 2**26,
+) -> TokenShards:
+    """Write a folder of token shards; it appears whole, or not at all.
+
+    All is written into a hidden folder beside it, flushed and renamed. A shard and a document at a time are
+    held in memory.
+
+    Args:
+        directory: the folder; made, with those above it. An empty one is taken.
+        documents: an iterable of documents, each the ids of its tokens; or one tensor or array of
+            tokens, which is one document. Nothing is put between documents.
+        vocab_size: ids are 0 to `vocab_size - 1`; up to 65536 they take two bytes each, else four.
+        tokens_per_shard: of every shard but the last.
+
+    Returns:
+        What was written, opened.
+
+    Raises:
+        ValueError: a folder that holds something; no document, or an empty one; what is no row of integers,
+            or an id beyond the vocabulary, naming the document.
+        OSError: the disk refused.
+    """
+    check_sizes(vocab_size=vocab_size, tokens_per_shard=tokens_per_shard)
+    require(vocab_size <= 2**32, "vocab_size", vocab_size, "1 to 2**32")
+    target = Path(directory).resolve()
+    require(target.is_dir() or not target.exists(), "directory", str(directory), "a folder")
+    held = sorted(path.name for path in target.iterdir())[:3] if target.exists() else []
+    require(not held, "directory", f"{target} with {', '.join(held)}", "a new folder, or an empty one")
+    scratch = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+    scratch.mkdir(parents=True)
+    try:
+        dtype = np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
+        if isinstance(documents, Tensor | np.ndarray):
+            documents = [documents]
+        checked = (_checked(i, document, vocab_size) for i, document in enumerate(documents))
+        shards: list[dict[str, Any]] = []
+        for tokens, starts in _filled(checked, dtype, tokens_per_shard):
+            shards.append(_write_shard(scratch / f"tokens-{len(shards):05d}.safetensors", tokens, starts))
+        require(bool(shards), "documents", "none", "at least one")
+        content: dict[str, Any] = {"version": _VERSION, "vocab_size": vocab_size, "dtype": dtype.name}
+        content["shards"] = shards
+        content["digest"] = _digest(content)
+        (scratch / MANIFEST).write_text(json.dumps(content, indent=1) + "\n", "utf-8")
+        _flush(scratch / MANIFEST)
+        _flush(scratch)
+        scratch.rename(target)
+        _flush(target.parent)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return TokenShards(target)
+
+
+class TokenShards(TokenSequence):
+    """The tokens of a folder that `write_shards` made, read-only, by their place across all shards.
+
+    Opening reads the list and the size of each file. A shard is mapped when it is first read, and a chunk of
+    it checked when it is first read, once in a process: 2 GB/s on a processor with instructions for
+    SHA-256, that is half a millisecond for each MiB. What is not read takes no memory.
+
+    It can be sent to another process, which opens the folder again.
+
+    Args:
+        directory: the folder.
+
+    Raises:
+        FileNotFoundError: there is no list of shards.
+        ValueError: a list that is none or was changed; a shard that is missing, or too short or too long.
+            Later, from reading: a shard that was changed, naming the chunk.
+    """
+
+    has_documents = True
+
+    def __init__(self, directory: str | Path) -> None:
+        self.directory = Path(directory)
+        content = _read_manifest(self.directory / MANIFEST)
+        self.vocab_size: int = content["vocab_size"]
+        self._digest: str = content["digest"]
+        self._shards = [
+            _Shard(self.directory, np.dtype(content["dtype"]), entry) for entry in content["shards"]
+        ]
+        for shard in self._shards:
+            shard.check_size()
+        self._first_tokens = [0, *itertools.accumulate(shard.n_tokens for shard in self._shards)]
+        self._first_documents = [0, *itertools.accumulate(shard.n_documents for shard in self._shards)]
+        self._start, self._stop = 0, self._first_tokens[-1]
+
+    def __len__(self) -> int:
+        return self._stop - self._start
+
+    def __getitem__(self, places: slice) -> Tensor:
+        """The tokens of a slice without a step: int64 (n,)."""
+        start, stop, step = places.indices(len(self))
+        require(step == 1, "step", step, "1")
+        return self.rows(torch.tensor([start]), max(stop - start, 0))[0]
+
+    def rows(self, starts_B: Tensor, length: int) -> Tensor:
+        """See `TokenSequence`."""
+        rows_BN = np.empty((len(starts_B), length), np.int64)
+        for row_N, start in zip(rows_BN, starts_B.tolist(), strict=True):
+            for shard, first, begin, end in self._pieces(start, length):
+                row_N[first : first + end - begin] = self._shards[shard].tokens(begin, end)
+        return torch.from_numpy(rows_BN)
+
+    def document_ids(self, starts_B: Tensor, length: int) -> Tensor:
+        """See `TokenSequence`. In a part, numbers are those of the whole."""
+        ids_BN = np.empty((len(starts_B), length), np.int64)
+        for row_N, start in zip(ids_BN, starts_B.tolist(), strict=True):
+            for shard, first, begin, end in self._pieces(start, length):
+                places = np.arange(begin, end)
+                number = np.searchsorted(self._shards[shard].document_starts(), places, side="right")
+                row_N[first : first + end - begin] = self._first_documents[shard] + number - 1
+        return torch.from_numpy(ids_BN)
+
+    def part(self, start: int, stop: int) -> Self:
+        """See `TokenSequence`."""
+        require(0 <= start <= stop <= len(self), "start and stop", (start, stop), f"within 0 to {len(self)}")
+        part = copy.copy(self)  # shards that are open, and what was checked, are shared
+        part._start, part._stop = self._start + start, self._start + stop
+        return part
+
+    def digest(self) -> str:
+        """See `TokenSequence`. Made of the checksums in the list: no token is read."""
+        return f"{self._digest} {self._start} {self._stop}"
+
+    def _pieces(self, start: int, length: int) -> Iterator[tuple[int, int, int, int]]:
+        """(shard, place in the row, begin and end in the shard) of what a row is put together from."""
+        require(0 <= start <= len(self) - length, "start", start, f"0 to {len(self) - length}")
+        first, place, stop = self._start + start, self._start + start, self._start + start + length
+        shard = bisect.bisect_right(self._first_tokens, place) - 1
+        while place < stop:
+            begin = self._first_tokens[shard]
+            end = min(stop, self._first_tokens[shard + 1])
+            yield shard, place - first, place - begin, end - begin
+            place, shard = end, shard + 1
+
+
+class _Shard:
+    """One file. It is mapped, and its header checked, when it is first read."""
+
+    def __init__(self, folder: Path, dtype: np.dtype[Any], entry: dict[str, Any]) -> None:
+        self.path, self.dtype = folder / entry["file"], dtype
+        self.n_bytes: int = entry["bytes"]
+        self.n_tokens: int = entry["tokens"]
+        self.n_documents: int = entry["documents"]
+        self._digest: str = entry["digest"]
+        self._open: dict[str, _Chunked] | None = None
+
+    def check_size(self) -> None:
+        try:
+            size = self.path.stat().st_size
+        except FileNotFoundError:
+            raise ValueError(f"{self.path}: missing; {MANIFEST} lists it") from None
+        if size != self.n_bytes:
+            state = "truncated" if size < self.n_bytes else "too long"
+            n_chunks = -(-self.n_tokens * self.dtype.itemsize // CHUNK)
+            chunk = min(size // CHUNK, n_chunks - 1)
+            raise ValueError(
+                f"{self.path}: {state}: got {size} bytes, which end about chunk {chunk} of {n_chunks}; "
+                f"it was written with {self.n_bytes}"
+            )
+
+    def tokens(self, begin: int, end: int) -> Integers:
+        return self._opened()["tokens"].read(begin, end)
+
+    def document_starts(self) -> Integers:
+        return self._opened()["document_starts"].read(0, self.n_documents)
+
+    def _opened(self) -> dict[str, _Chunked]:
+        if self._open is None:
+            self.check_size()
+            content = np.asarray(np.memmap(self.path, np.uint8, mode="r"))
+            after_header = 8 + int.from_bytes(content[:8].tobytes(), "little")
+            header = content[:after_header].tobytes()
+            # The list says what the header was, so that nothing is read out of one that was changed.
+            places = _read_header(header, self.n_bytes)
+            parts = {
+                name: content[after_header + begin : after_header + end]
+                for name, (begin, end) in places.items()
+            }
+            stored = parts.get("checksums", content[:0])
+            if hashlib.sha256(header + stored.tobytes()).hexdigest() != self._digest:
+                raise ValueError(
+                    f"{self.path}: its header or its checksums were changed since it was written"
+                )
+            checksums = stored.reshape(-1, 32)
+            n_chunks = -(-len(parts["tokens"]) // CHUNK)
+            self._open = {
+                "tokens": _Chunked(f"{self.path}: tokens", parts["tokens"], self.dtype, checksums[:n_chunks]),
+                "document_starts": _Chunked(
+                    f"{self.path}: document_starts",
+                    parts["document_starts"],
+                    np.dtype(np.int64),
+                    checksums[n_chunks:],
+                ),
+            }
+        return self._open
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the mapping, which would be sent with all that it maps."""
+        return {**self.__dict__, "_open": None}
+
+
+class _Chunked:
+    """Numbers under checksums, each of which is checked when what is under it is first read."""
+
+    def __init__(self, name: str, content: Integers, dtype: np.dtype[Any], checksums: Integers) -> None:
+        self.name, self.content, self.numbers, self.checksums = name, content, content.view(dtype), checksums
+        self.unchecked = np.ones(len(checksums), bool)
+
+    def read(self, begin: int, end: int) -> Integers:
+        size = self.numbers.itemsize
+        chunks = slice(begin * size // CHUNK, -(-end * size // CHUNK))
+        if self.unchecked[chunks].any():
+            for chunk in range(chunks.start, chunks.stop):
+                self._check(chunk)
+        return self.numbers[begin:end]
+
+    def _check(self, chunk: int) -> None:
+        under = self.content[chunk * CHUNK : (chunk + 1) * CHUNK]
+        seen, wanted = hashlib.sha256(under.data).hexdigest(), self.checksums[chunk].tobytes().hex()
+        if seen != wanted:
+            raise ValueError(
+                f"{self.name}: chunk {chunk} of {len(self.checksums)} was changed since it was written: "
+                f"got SHA-256 {seen[:16]}..., expected {wanted[:16]}..."
+            )
+        self.unchecked[chunk] = False
+
+
+def _checked(i: int, document: Document, vocab_size: int) -> Integers:
+    array = np.asarray(document)
+    sound = array.ndim == 1 and (array.dtype.kind in "iu" or array.size == 0)
+    kind = f"{type(document).__name__} of {array.dtype} {array.shape}"
+    require(sound, f"documents[{i}]", kind, "the ids of its tokens, in one dimension")
+    require(array.size > 0, f"documents[{i}]", "no token", "at least one")
+    smallest, largest = int(array.min()), int(array.max())
+    wrong = smallest if smallest < 0 else largest
+    require(0 <= wrong < vocab_size, f"documents[{i}]", wrong, f"ids 0 to vocab_size - 1 = {vocab_size - 1}")
+    return array
+
+
+def _filled(
+    documents: Iterable[Integers], dtype: np.dtype[Any], capacity: int
+) -> Iterator[tuple[Integers, Integers]]:
+    """The tokens of each shard, and where documents begin in it."""
+    buffer, filled = np.empty(capacity, dtype), 0
+    starts: list[int] = []
+    for document in documents:
+        starts.append(filled)
+        taken = 0
+        while taken < len(document):
+            count = min(capacity - filled, len(document) - taken)
+            buffer[filled : filled + count] = document[taken : taken + count]
+            taken, filled = taken + count, filled + count
+            if filled == capacity:
+                yield buffer, np.array(starts, np.int64)
+                starts, filled = [], 0
+    if filled:
+        yield buffer[:filled], np.array(starts, np.int64)
+
+
+def _write_shard(path: Path, tokens: Integers, document_starts: Integers) -> dict[str, Any]:
+    checksums = [
+        hashlib.sha256(under[i : i + CHUNK]).digest()
+        for under in (tokens.data.cast("B"), document_starts.tobytes())
+        for i in range(0, len(under), CHUNK)
+    ]
+    stored = np.frombuffer(b"".join(checksums), np.uint8).reshape(-1, 32)
+    save_file({"tokens": tokens, "document_starts": document_starts, "checksums": stored}, path)
+    _flush(path)
+    with path.open("rb") as file:
+        size = file.read(8)
+        header = size + file.read(int.from_bytes(size, "little"))
+    return {
+        "file": path.name,
+        "bytes": path.stat().st_size,
+        "tokens": len(tokens),
+        "documents": len(document_starts),
+        "digest": hashlib.sha256(header + stored.tobytes()).hexdigest(),
+    }
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        raise FileNotFoundError(f"{path}: missing; allowed: a folder that write_shards made")
+    try:
+        content = json.loads(path.read_bytes())
+        recorded = content.pop("digest")
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: no list of shards: {error}") from None
+    require(content.get("version") == _VERSION, f"{path}: version", content.get("version"), str(_VERSION))
+    if _digest(content) != recorded:
+        raise ValueError(f"{path}: changed since it was written: its own digest does not fit")
+    for entry in content["shards"]:
+        require(bool(_NAME.fullmatch(entry["file"])), f"{path}: file", entry["file"], _NAME.pattern)
+    return {**content, "digest": recorded}
+
+
+def _read_header(header: bytes, n_bytes: int) -> dict[str, tuple[int, int]]:
+    """Where each tensor is behind the header; nothing where the header is none."""
+    try:
+        described = json.loads(header[8:])
+        places = {name: tuple(described[name]["data_offsets"]) for name in described if name[0] != "_"}
+    except (ValueError, LookupError, TypeError):
+        return {}
+    sound = all(
+        len(place) == 2 and all(isinstance(end, int) and 0 <= end <= n_bytes for end in place)
+        for place in places.values()
+    )
+    return places if sound else {}
+
+
+def _digest(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,8 +1,9 @@
-"""The optimizer: AdamW over parameter groups with and without weight decay, at one or more learning rates."""
+"""The optimizer: AdamW or Muon over parameter groups, each with its learning rate and weight decay."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol, cast
 
 import torch
@@ -10,15 +11,21 @@ from torch import Tensor, nn
 
 from stackwise.argument import check_sizes, require
 from stackwise.config import OptimizerConfig
+from stackwise.model.attention import Attention
+from stackwise.model.block import Block
 from stackwise.model.initialization import learning_rate_multipliers
 from stackwise.model.rack import Rack
 from stackwise.training.master import MasterAdamW
+from stackwise.training.muon import Muon
 
 __all__ = ["FusedOptimizer", "clip_divisor", "create_optimizer", "parameter_groups", "per_stack_groups"]
 
 
 def parameter_groups(
-    model: nn.Module, weight_decay: float, multipliers: Mapping[str, float] | None = None
+    model: nn.Module,
+    weight_decay: float,
+    multipliers: Mapping[str, float] | None = None,
+    embeddings: Iterable[Tensor] = (),
 ) -> list[dict[str, Any]]:
     """Trainable parameters, each exactly once: matrices decay; norms, biases and embeddings do not.
 
@@ -29,19 +36,21 @@ def parameter_groups(
         weight_decay: of what decays. It is divided by the multiplier, since AdamW multiplies it by the
             learning rate.
         multipliers: of the learning rate, by name of the parameter; one that is not named has 1.
+        embeddings: weights that are embeddings too, of modules outside `model`.
 
     Returns:
         two groups for each multiplier, `lr_multiplier`: what decays, what does not.
     """
-    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    spared = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    spared |= {id(p) for p in embeddings}
     by_multiplier: dict[float, list[nn.Parameter]] = {1.0: []}
     for name, p in model.named_parameters():
         if p.requires_grad:
             by_multiplier.setdefault((multipliers or {}).get(name, 1.0), []).append(p)
     groups = []
     for multiplier, trainable in by_multiplier.items():
-        decayed = [p for p in trainable if p.ndim >= 2 and id(p) not in embeddings]
-        kept = [p for p in trainable if p.ndim < 2 or id(p) in embeddings]
+        decayed = [p for p in trainable if p.ndim >= 2 and id(p) not in spared]
+        kept = [p for p in trainable if p.ndim < 2 or id(p) in spared]
         groups += [
             {"params": decayed, "weight_decay": weight_decay / multiplier, "lr_multiplier": multiplier},
             {"params": kept, "weight_decay": 0.0, "lr_multiplier": multiplier},
@@ -56,7 +65,7 @@ def per_stack_groups(
 
     Args:
         rack: whose trainable parameters; those of a `mup` Rack at their multiplied rates.
-        config: for all that `overrides` does not say.
+        config: for all that `overrides` does not say; its own `per_stack` is not read.
         overrides: by index of the Stack `{"lr": ..., "weight_decay": ...}`, both or either.
 
     Returns:
@@ -67,39 +76,99 @@ def per_stack_groups(
         ValueError: an index that the Rack does not have, another key, or a value that `OptimizerConfig`
             refuses.
     """
+    return _groups(rack, rack, config, overrides, "overrides")
+
+
+def _groups(
+    model: nn.Module,
+    rack: Rack | None,
+    config: OptimizerConfig,
+    overrides: Mapping[int, Mapping[str, float]],
+    key: str,
+) -> list[dict[str, Any]]:
+    """The groups of `model`, a part of `rack`."""
     settings: dict[int | None, OptimizerConfig] = {None: config}
+    stack_of: dict[int, int] = {}
     for index, override in overrides.items():
-        check_sizes(minimum=0, overrides=index)
-        require(index < len(rack.stacks), "overrides", index, f"0 to {len(rack.stacks) - 1}")
+        if rack is None:
+            raise ValueError(f"{key}: got {index!r}; allowed: none, since the model is no part of a Rack")
+        check_sizes(minimum=0, **{key: index})
+        require(index < len(rack.stacks), key, index, f"0 to {len(rack.stacks) - 1}")
         unknown = sorted(override.keys() - {"lr", "weight_decay"})
-        require(not unknown, f"overrides[{index}]", unknown, "lr, weight_decay")
+        require(not unknown, f"{key}[{index}]", unknown, "lr, weight_decay")
         settings[index] = OptimizerConfig.from_dict(
-            {**config.to_dict(), **override}, source=f"overrides[{index}]"
+            {**config.to_dict(), **override}, source=f"{key}[{index}]"
         )
-    stack_of = {id(p): index for index in overrides for p in rack.get_stack(index).parameters()}
+        stack_of |= {id(p): index for p in rack.get_stack(index).parameters()}
+    matrices = _maps(model) if config.kind == "muon" else {}
+    multipliers = _multipliers(model, rack, matrices)
+    embeddings = () if rack is None else (rack.embedding.weight,)
     groups = []
     for stack, own in settings.items():
-        for group in parameter_groups(rack, own.weight_decay, _multipliers(rack)):
+        for group in parameter_groups(model, own.weight_decay, multipliers, embeddings):
             params = [p for p in group["params"] if stack_of.get(id(p)) == stack]
             if params or stack is None:
                 lr = own.lr * group["lr_multiplier"]
                 groups.append({**group, "params": params, "lr": lr, "lr_multiplier": lr / config.lr})
-    return groups
+    return groups if config.kind == "adamw" else list(_by_kind(groups, matrices))
 
 
-def _multipliers(model: nn.Module) -> Mapping[str, float] | None:
-    if isinstance(model, Rack) and model.mup_base_width is not None:
-        return learning_rate_multipliers(model, model.mup_base_width)
-    return None
+def _multipliers(
+    model: nn.Module, rack: Rack | None, matrices: Mapping[int, tuple[int, ...]]
+) -> Mapping[str, float] | None:
+    """Of the learning rate, by the names that parameters have in `model`.
+
+    Those of `mup` are for Adam, whose updates have a spectral norm that grows as the width. That of Muon's
+    grows as its root, and should not at all (Yang et al. 2023, arXiv:2310.17813): hence the root.
+    """
+    if rack is None or rack.mup_base_width is None:
+        return None
+    by_name = learning_rate_multipliers(rack, rack.mup_base_width)
+    by_id = {id(p): by_name[name] for name, p in rack.named_parameters()}
+    # A copy, as of the head for a unit of its own, is known by the name it shares.
+    all_of = {name: by_id.get(id(p), by_name.get(name, 1.0)) for name, p in model.named_parameters()}
+    return {
+        name: math.sqrt(all_of[name]) if id(p) in matrices else all_of[name]
+        for name, p in model.named_parameters()
+    }
+
+
+def _maps(model: nn.Module) -> dict[int, tuple[int, ...]]:
+    """By id, the matrices of the Blocks; and the rows of each of several maps that share a weight."""
+    found: dict[int, tuple[int, ...]] = {}
+    for block in model.modules():
+        if isinstance(block, Block):
+            found |= {id(m.weight): () for m in block.modules() if isinstance(m, nn.Linear)}
+            if isinstance(attention := block.attention, Attention):
+                heads = (attention.n_heads, attention.n_kv_heads, attention.n_kv_heads)
+                found[id(attention.qkv.weight)] = tuple(n * attention.head_dim for n in heads)
+    return found
+
+
+def _by_kind(
+    groups: Iterable[dict[str, Any]], matrices: Mapping[int, tuple[int, ...]]
+) -> Iterator[dict[str, Any]]:
+    """Each group in parts: what AdamW trains, and matrices with the same rows."""
+    for group in groups:
+        parts: dict[tuple[int, ...] | None, list[nn.Parameter]] = {None: []}
+        for p in group["params"]:
+            parts.setdefault(matrices.get(id(p)), []).append(p)
+        for rows, params in parts.items():
+            if rows is None:
+                yield {**group, "params": params, "kind": "adamw"}
+            else:
+                yield {**group, "params": params, "kind": "muon", "rows": rows}
 
 
 class FusedOptimizer(Protocol):
     """An optimizer that scales gradients, and leaves a step out, in the pass that updates the weights.
 
     Attributes:
-        param_groups: as of every optimizer.
-        found_inf: where it is not zero, a step changes nothing; None: zero.
-        grad_scale: what gradients are divided by; None: 1.
+        param_groups: as of every optimizer. Where the learning rate is changed, each group's is that times
+            its `lr_multiplier`.
+        found_inf: float32 scalar, 0 or 1. At 1 a step changes nothing: no weight, no state, no count of
+            steps. None: 0.
+        grad_scale: float32 scalar that gradients are divided by; None: 1.
     """
 
     param_groups: list[dict[str, Any]]
@@ -112,6 +181,12 @@ class FusedOptimizer(Protocol):
     def zero_grad(self) -> None:
         """Forget the gradients."""
 
+    def state_dict(self) -> dict[str, Any]:
+        """As of every optimizer."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As of every optimizer."""
+
 
 def create_optimizer(
     model: nn.Module,
@@ -119,24 +194,44 @@ def create_optimizer(
     *,
     masters: bool = False,
     compile: bool = False,  # noqa: A002  # the name in PyTorch
+    rack: Rack | None = None,
 ) -> FusedOptimizer:
-    """Fused AdamW over the trainable parameters of `model`, those of a `mup` Rack at their multiplied rates.
+    """The optimizer that `config` describes, over the trainable parameters of `model`.
+
+    `kind: adamw` is fused AdamW. `kind: muon` is `Muon`: the matrices of the Blocks move by it, each map of
+    a weight that holds several (queries, keys and values) by itself; embedding, head, norms and biases by
+    AdamW. Parameters of a `mup` Rack have their multiplied rates.
 
     Args:
-        model: whose parameters.
-        config: learning rate, weight decay, betas, eps.
+        model: whose parameters; also a part of a Rack.
+        config: learning rate, weight decay and so on; `per_stack` by index in the Rack.
         masters: make the parameters bfloat16 and keep float32 masters of them; see `MasterAdamW`.
         compile: compile the pass over the masters.
+        rack: of which `model` is a part; None: `model` itself, where it is a Rack.
 
     Raises:
-        ValueError: nothing to train.
+        ValueError: nothing to train; `per_stack` of a Stack that is not there, or without a Rack; `muon`
+            with masters, or where there is no Block; masters of weights in shards.
     """
-    groups = parameter_groups(model, config.weight_decay, _multipliers(model))
-    for group in groups:
-        group["lr"] = config.lr * group["lr_multiplier"]
+    if rack is None and isinstance(model, Rack):
+        rack = model
+    if config.kind == "muon":
+        key = "training.optimizer.kind"
+        reason = "'adamw' with precision 'bf16_weights': Muon keeps no float32 masters of bfloat16 weights"
+        require(not masters, key, "muon", reason)
+        found = any(isinstance(m, Block) for m in (rack or model).modules())
+        require(found, key, "muon", "'adamw' for a model without a Block, whose matrices Muon is for")
+    overrides = {index: own.model_dump(exclude_none=True) for index, own in config.per_stack.items()}
+    groups = _groups(model, rack, config, overrides, "training.optimizer.per_stack")
     if not any(group["params"] for group in groups):
         raise ValueError("model: every parameter is frozen; unfreeze a Stack to train it")
     beta1, beta2 = config.betas
+    if masters:
+        sharded = any(hasattr(p, "device_mesh") for p in model.parameters())
+        allowed = "'fp32' or 'bf16' with FSDP, which keeps float32 weights and gathers narrow ones by itself"
+        require(not sharded, "training.precision", "bf16_weights", allowed)
+    if config.kind == "muon":
+        return Muon(groups, lr=config.lr, momentum=config.momentum, betas=(beta1, beta2), eps=config.eps)
     if masters:
         frozen = [p for p in model.parameters() if not p.requires_grad]
         return MasterAdamW(

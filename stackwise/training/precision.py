@@ -2,21 +2,141 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from importlib.util import find_spec
+from typing import get_args
 
 import torch
+from torch import nn
 
-__all__ = ["autocast"]
+from stackwise.argument import check_choice, require
+from stackwise.config import Precision
+from stackwise.model.block import Block
+from stackwise.model.linear import Linear
+
+__all__ = ["autocast", "check_precision", "compute_dtype", "float8_layers", "frozen_precision"]
+
+_KEY = "training.precision"
+_DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "bf16_weights": torch.bfloat16,
+    "fp16": torch.float16,
+    "float8": torch.bfloat16,
+}
+_FLOAT8_CAPABILITY = (8, 9)
+_FLOAT8_MULTIPLE = 16  # of both sizes of a matrix, for the kernels of the hardware
+
+
+def check_precision(precision: str, device: torch.device) -> None:
+    """Refuse what cannot be computed on `device`.
+
+    Raises:
+        ValueError: "fp16" elsewhere than on CUDA, "float8" elsewhere than on CUDA of compute capability 8.9.
+        ImportError: "float8" without torchao, which the extra `stackwise[quant]` installs.
+    """
+    check_choice(_KEY, precision, get_args(Precision))
+    refusals = {name: _refusal(name, device) for name in get_args(Precision)}
+    if reason := refusals[precision]:
+        allowed = ", ".join(repr(name) for name, refused in refusals.items() if not refused)
+        raise ValueError(f"{_KEY}: got {precision!r}; {reason}; allowed on {device.type}: {allowed}")
+    if precision == "float8":
+        _require_torchao()
+
+
+def _refusal(precision: str, device: torch.device) -> str:
+    """Why this hardware does not have it; empty where it has."""
+    match precision:
+        case "fp16" if device.type != "cuda":
+            return "it needs CUDA"
+        case "float8":
+            wanted = "it needs CUDA of compute capability {}.{}".format(*_FLOAT8_CAPABILITY)
+            if device.type != "cuda":
+                return wanted
+            major, minor = torch.cuda.get_device_capability(device)
+            return "" if (major, minor) >= _FLOAT8_CAPABILITY else f"{wanted}, and this has {major}.{minor}"
+    return ""
+
+
+def compute_dtype(precision: str) -> torch.dtype:
+    """What matrix products take and give; those of "float8" take float8 and give bfloat16."""
+    check_choice(_KEY, precision, _DTYPES)
+    return _DTYPES[precision]
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[object]:
-    """Context of the forward pass: "bf16" is autocast; otherwise it computes as the weights are.
+    """Context of the forward pass: autocast for "bf16", "fp16" and "float8"; else as the weights are.
 
-    bfloat16 has the exponent range of float32, so the loss needs no scaling.
+    bfloat16 has the exponent range of float32, so its loss needs no scaling; that of "fp16" does
+    (`create_loss_scale`).
     """
-    match precision:
-        case "fp32" | "bf16_weights":
-            return nullcontext()
-        case "bf16":
-            return torch.autocast(device.type, dtype=torch.bfloat16)
-    raise ValueError(f"precision: got {precision!r}; allowed: 'fp32', 'bf16', 'bf16_weights'")
+    dtype = compute_dtype(precision)
+    if precision in ("fp32", "bf16_weights"):
+        return nullcontext()
+    return torch.autocast(device.type, dtype=dtype)
+
+
+def frozen_precision(precision: str) -> str:
+    """What to compute in where weights are float32 and nothing trains: autocast for narrow weights."""
+    return "bf16" if precision == "bf16_weights" else precision
+
+
+@contextmanager
+def float8_layers(module: nn.Module, *, emulate: bool = False) -> Iterator[list[str]]:
+    """Meanwhile the Blocks' linear layers multiply in float8, by torchao; afterwards they are what they were.
+
+    Inputs, weights and gradients are scaled each as a whole, to e4m3 forwards and e5m2 backwards
+    (Micikevicius et al. 2022, arXiv:2209.05433). Parameters and their names stay: float32 weights that are
+    rounded as they are used. Layers with a size that is no multiple of 16 are left as they are, and so are
+    embedding and head. Pays with `compile` only, which joins scaling and rounding.
+
+    Enter it before parameters are sharded.
+
+    Args:
+        module: with Blocks in it; changed in place.
+        emulate: round to float8 and multiply in the dtype of the input; for any device.
+
+    Yields:
+        the names of the layers.
+
+    Raises:
+        ValueError: no layer that fits.
+        ImportError: no torchao.
+    """
+    _require_torchao()
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    places = {
+        layer: (parent, child)
+        for block in module.modules()
+        if isinstance(block, Block)
+        for parent in block.modules()
+        for child, layer in parent.named_children()
+        if _fits(layer)
+    }
+    names = [name for name, layer in module.named_modules() if layer in places]
+    allowed = f"another, as no linear layer of a Block has sizes that are multiples of {_FLOAT8_MULTIPLE}"
+    require(bool(places), _KEY, "float8", allowed)
+    # A number of tokens that is no multiple either is filled up with zeros.
+    config = Float8LinearConfig(emulate=emulate, pad_inner_dim=True)
+    convert_to_float8_training(module, module_filter_fn=lambda layer, _: layer in places, config=config)
+    try:
+        yield names
+    finally:
+        for layer, (parent, child) in places.items():
+            converted = getattr(parent, child)
+            layer.weight, layer.bias = converted.weight, converted.bias
+            setattr(parent, child, layer)
+
+
+def _fits(layer: nn.Module) -> bool:
+    # Other kinds of linear layer, as quantised ones, multiply in their own way.
+    if not isinstance(layer, nn.Linear) or type(layer) not in (nn.Linear, Linear):
+        return False
+    return layer.in_features % _FLOAT8_MULTIPLE == 0 == layer.out_features % _FLOAT8_MULTIPLE
+
+
+def _require_torchao() -> None:
+    if find_spec("torchao") is None:
+        raise ImportError(f"{_KEY} 'float8' needs torchao >= 0.18: pip install 'stackwise[quant]'")

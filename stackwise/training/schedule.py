@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import get_args
 
 from stackwise.argument import check_choice, check_sizes, require
+from stackwise.config import ScheduleKind
 
 __all__ = ["get_lr_with_warmup"]
 
-_KINDS = ("cosine", "linear", "constant")
+_KINDS = get_args(ScheduleKind)
 
 
 def get_lr_with_warmup(
@@ -18,12 +20,19 @@ def get_lr_with_warmup(
     base_lr: float,
     min_lr: float = 0.0,
     schedule: str = "cosine",
+    decay_fraction: float = 0.2,
 ) -> float:
     """Learning rate of one step.
 
-    It rises linearly over the first `warmup_steps` steps and reaches `base_lr` at the last of them;
-    from the step after, it goes from `base_lr` to exactly `min_lr` at the last step (or stays, for
-    "constant"). `warmup_steps=0` starts at `base_lr`; a run of one step is at `base_lr`.
+    It rises linearly over the first `warmup_steps` steps and reaches `base_lr` at the last of them. From
+    the step after, it goes from `base_lr` to exactly `min_lr` at the last step; for "constant" it stays.
+    "wsd" stays as well until the last `decay_fraction` of the run, whose steps, rounded to whole ones and at
+    least one, fall linearly to `min_lr`; where warm-up reaches into them, the fall begins behind it and is
+    steeper. "inverse_sqrt" is `base_lr * sqrt(w / (step + 1))`, w being `warmup_steps` or 1 without a
+    warm-up, and no less than `min_lr`.
+
+    `warmup_steps=0` starts at `base_lr`; a run of one step is at `base_lr`, and so is the last of a run
+    that is all warm-up.
 
     Args:
         step: 0 to total_steps - 1; beyond, the last value holds.
@@ -31,7 +40,9 @@ def get_lr_with_warmup(
         total_steps: length of the run, at least 1.
         base_lr: the peak.
         min_lr: the end, at most base_lr.
-        schedule: "cosine" (Loshchilov & Hutter 2017), "linear" or "constant".
+        schedule: "cosine" (Loshchilov & Hutter 2017), "linear", "constant", "wsd" (Hu et al. 2024,
+            arXiv:2404.06395) or "inverse_sqrt" (Vaswani et al. 2017).
+        decay_fraction: of the run, above 0 and at most 1; for "wsd".
 
     Raises:
         ValueError: an argument out of range.
@@ -40,14 +51,21 @@ def get_lr_with_warmup(
     check_sizes(total_steps=total_steps)
     require(0 <= warmup_steps <= total_steps, "warmup_steps", warmup_steps, f"0 to total_steps={total_steps}")
     require(0 <= min_lr <= base_lr, "min_lr", min_lr, f"0 to base_lr={base_lr}")
+    require(0 < decay_fraction <= 1, "decay_fraction", decay_fraction, "above 0, at most 1")
     require(step >= 0, "step", step, ">= 0")
-    step = min(step, total_steps - 1)
+    last = total_steps - 1
+    step = min(step, last)
     if step < warmup_steps:
         return base_lr * ((step + 1) / warmup_steps)
+    if schedule == "inverse_sqrt":
+        return max(min_lr, base_lr * math.sqrt(max(warmup_steps, 1) / (step + 1)))
     if schedule == "constant" or total_steps == 1:
         return base_lr
-    if step == total_steps - 1:
+    if step == last:
         return min_lr
-    progress = (step - warmup_steps) / (total_steps - 1 - warmup_steps)
-    fall = progress if schedule == "linear" else 0.5 * (1 - math.cos(math.pi * progress))
+    start = warmup_steps
+    if schedule == "wsd":
+        start = max(start, last - max(1, round(decay_fraction * total_steps)))
+    progress = max(0, step - start) / (last - start)
+    fall = 0.5 * (1 - math.cos(math.pi * progress)) if schedule == "cosine" else progress
     return max(min_lr, base_lr - (base_lr - min_lr) * fall)

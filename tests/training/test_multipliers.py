@@ -6,8 +6,10 @@ from torch import nn
 
 from stackwise.config import OptimizerConfig, TrainingConfig
 from stackwise.model import create_simple_rack
+from stackwise.training.objective import Objective
 from stackwise.training.optimizer import create_optimizer, parameter_groups
-from stackwise.training.step import TrainStep
+from stackwise.training.phase_model import PhaseModel
+from stackwise.training.step import MicroBatch, TrainStep
 
 MATRICES = ("attention.qkv", "attention.out", "feedforward.gate", "feedforward.up", "feedforward.down")
 
@@ -50,9 +52,12 @@ def test_an_update_is_multiplied_and_its_decay_is_not():
 def test_of_a_step(precision):
     rack = rack_of()
     optimizer = {"weight_decay": 0.0, "eps": 1e-30}
-    step = TrainStep(rack, TrainingConfig.from_dict({"precision": precision, "optimizer": optimizer}))
+    settings = TrainingConfig.from_dict({"precision": precision, "optimizer": optimizer})
+    objective = Objective(settings.objective, rack.vocab_size)
+    step = TrainStep(PhaseModel(rack, objective), settings, rack)
     before = {name: weight.detach().float().clone() for name, weight in rack.named_parameters()}
-    step({"input_ids": torch.randint(11, (4, 9))}, 0.01)
+    targets = objective.targets({"input_ids": torch.randint(11, (4, 9))}, (0,))
+    step([MicroBatch(targets)], 0.01)
     if precision == "bf16_weights":
         step.optimizer.finish()
     for name, weight in rack.named_parameters():

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from stackwise.config import OptimizerConfig
+from stackwise.config import OptimizerConfig, StackOptimizerConfig
 from stackwise.model import create_simple_rack
 from stackwise.stability.telemetry import global_norm, gradient_norms
 from stackwise.training.optimizer import clip_divisor, create_optimizer, parameter_groups
@@ -150,6 +150,106 @@ class TestCreate:
         optimizer.step()
         changed = {name for name, weight in rack.state_dict().items() if not weight.equal(before[name])}
         assert changed == {name for name in before if name.startswith(left)}
+
+
+class Part(nn.Module):
+    """Some modules of a Rack, by other names, as a phase of training has them."""
+
+    def __init__(self, rack, stacks, embedding):
+        super().__init__()
+        self.blocks = nn.ModuleList(block for i in stacks for block in rack.get_stack(i).blocks)
+        self.final_norm, self.lm_head = rack.final_norm, rack.lm_head
+        if embedding:
+            self.embedding = rack.embedding
+
+
+class TestPartOfARack:
+    @pytest.mark.parametrize("kind", ["adamw", "muon"])
+    @pytest.mark.parametrize("embedding", [True, False])
+    @pytest.mark.parametrize("changes", [{}, {"tie_embeddings": False}, {"initialization": "mup"}])
+    def test_settings_are_those_of_the_rack(self, changes, embedding, kind):
+        mup = {"mup_base_width": 8} if "initialization" in changes else {}
+        rack = rack_of(**changes, **mup)
+        per_stack = {0: StackOptimizerConfig(lr=0.5), 1: StackOptimizerConfig(weight_decay=0.7)}
+        config = OptimizerConfig(kind=kind, lr=0.1, per_stack=per_stack)
+
+        def settings(optimizer):
+            return {
+                id(p): {key: value for key, value in group.items() if key != "params"}
+                for group in optimizer.param_groups
+                for p in group["params"]
+            }
+
+        whole = settings(create_optimizer(rack, config))
+        for stacks in ([0], [1], [0, 1], []):
+            part = Part(rack, stacks, embedding)
+            found = settings(create_optimizer(part, config, rack=rack))
+            assert found == {id(p): whole[id(p)] for p in part.parameters()}
+
+    def test_a_head_of_its_own_has_the_rate_of_its_name(self):
+        rack = rack_of(tie_embeddings=False, initialization="mup", mup_base_width=8)
+        part = Part(rack, [0], embedding=False)
+        part.final_norm, part.lm_head = copy.deepcopy(part.final_norm), copy.deepcopy(part.lm_head)
+        groups = create_optimizer(part, OptimizerConfig(lr=0.1), rack=rack).param_groups
+        lr = {id(p): group["lr"] for group in groups for p in group["params"]}
+        # By half, as wide as the base is narrow; the head's is that of the base.
+        assert (lr[id(part.final_norm.weight)], lr[id(part.lm_head.weight)]) == (0.05, 0.1)
+
+
+class TestPerStack:
+    def test_each_stack_moves_at_its_rate(self):
+        """The first update of Adam is the learning rate itself, wherever there is a gradient."""
+        rack = rack_of()
+        config = OptimizerConfig(
+            lr=1e-2, weight_decay=0.0, eps=1e-30, per_stack={1: StackOptimizerConfig(lr=2e-4)}
+        )
+        optimizer = create_optimizer(rack, config)
+        before = {name: p.detach().clone() for name, p in rack.named_parameters()}
+        for p in rack.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        for name, p in rack.named_parameters():
+            rate = 2e-4 if name.startswith("stacks.1.") else 1e-2
+            torch.testing.assert_close(before[name] - p, torch.full_like(p, rate), rtol=1e-3, atol=1e-7)
+
+    def test_with_masters(self):
+        rack = rack_of()
+        config = OptimizerConfig(lr=0.1, per_stack={0: StackOptimizerConfig(lr=0.5)})
+        optimizer = create_optimizer(rack, config, masters=True)
+        lr = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
+        assert {lr[id(p)] for p in rack.get_stack(0).parameters()} == {0.5}
+        assert {lr[id(p)] for p in rack.get_stack(1).parameters()} == {0.1}
+
+    @pytest.mark.parametrize(
+        "per_stack, model, message",
+        [
+            ({2: {"lr": 1.0}}, rack_of(), r"training.optimizer.per_stack: got 2; allowed: 0 to 1"),
+            ({-1: {"lr": 1.0}}, rack_of(), r"training.optimizer.per_stack: got -1; allowed: an integer >= 0"),
+            ({0: {}}, nn.Linear(2, 2), r"training.optimizer.per_stack: got 0; allowed: none, .*no part of a"),
+        ],
+    )
+    def test_refused(self, per_stack, model, message):
+        config = OptimizerConfig.from_dict({"per_stack": per_stack})
+        with pytest.raises(ValueError, match=message):
+            create_optimizer(model, config)
+
+
+class TestLeftOut:
+    @pytest.mark.parametrize("kind, masters", [("adamw", False), ("adamw", True), ("muon", False)])
+    def test_nothing_is_touched(self, kind, masters):
+        rack = rack_of()
+        optimizer = create_optimizer(rack, OptimizerConfig(kind=kind, lr=0.1), masters=masters)
+        for bad, left_out in [(1.0, 0.0), (math.inf, 1.0), (math.nan, 1.0)]:
+            for p in rack.parameters():
+                p.grad = torch.full_like(p, bad)
+            before = copy.deepcopy((rack.state_dict(), optimizer.state_dict()["state"]))
+            optimizer.found_inf, optimizer.grad_scale = torch.tensor(left_out), torch.tensor(2.0)
+            optimizer.step()
+            weights = {name: value.equal(before[0][name]) for name, value in rack.state_dict().items()}
+            assert set(weights.values()) == {bool(left_out)}
+            if left_out:
+                for number, state in optimizer.state_dict()["state"].items():
+                    assert all(value.equal(before[1][number][key]) for key, value in state.items())
 
 
 class TestNorm:

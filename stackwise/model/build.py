@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from stackwise.argument import check_sizes, require
@@ -155,8 +155,14 @@ def create_simple_rack(
     return create_rack_from_config(StackWiseConfig(model=ModelConfig.from_dict(model, source="Rack")))
 
 
-def create_rack_from_config(config: StackWiseConfig | Mapping[str, Any]) -> Rack:
+def create_rack_from_config(
+    config: StackWiseConfig | Mapping[str, Any], place: Callable[[Block], Block] = lambda block: block
+) -> Rack:
     """The Rack that a configuration, or the dict of one, describes.
+
+    Args:
+        config: what it is.
+        place: what is done with each Block once it is made, as `block_writer` puts it on disk.
 
     Raises:
         ConfigError: naming every refused key and value.
@@ -167,7 +173,7 @@ def create_rack_from_config(config: StackWiseConfig | Mapping[str, Any]) -> Rack
     model = config.model
     blocks = model.blocks()
     stacks = [
-        Stack([create_block(block, sum(map(len, blocks))) for block in stack], i)
+        Stack([place(create_block(block, sum(map(len, blocks)))) for block in stack], i)
         for i, stack in enumerate(blocks)
     ]
     return Rack(

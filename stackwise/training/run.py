@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,9 +12,11 @@ from stackwise.device import resolve_device
 from stackwise.model.build import create_rack_from_config
 from stackwise.model.rack import Rack
 from stackwise.training.data import create_data
-from stackwise.training.objective import next_token_loss
+from stackwise.training.objective import Objective
+from stackwise.training.phase_model import PhaseModel
 from stackwise.training.precision import autocast
-from stackwise.training.step import TrainStep
+from stackwise.training.step import MicroBatch, TrainStep
+from stackwise.training.targets import Targets
 
 __all__ = ["RackRun"]
 
@@ -38,20 +40,26 @@ class RackRun:
         self.device = resolve_device(config.training.device)
         self._rack = create_rack_from_config(config).to(self.device).train()
         self.model: nn.Module = self._rack
-        self._train_step = TrainStep(self._rack, config.training)
+        self._objective = Objective(config.training.objective, config.model.vocab_size)
+        self._phase = PhaseModel(self._rack, self._objective)
+        self._train_step = TrainStep(self._phase, config.training, rack=self._rack)
         self.optimizer: Any = self._train_step.optimizer
         self.number = 0
 
     def step(self, batch: Mapping[str, Tensor]) -> Tensor:
         """One step at the learning rate of its number."""
-        outcome = self._train_step(batch, self._learning_rate(self.number))
-        self.number += 1
-        return outcome.loss
+        return self._update([batch])
 
     def loss(self, batch: Mapping[str, Tensor]) -> Tensor:
         """What a step minimises."""
+        targets = self._targets(batch)
         with autocast(self.config.training.precision, self.device):
-            return next_token_loss(self.model, batch)
+            total: Tensor = self._phase(targets)
+        return total / targets.count.clamp(min=1)
+
+    def accumulate(self, batches: Sequence[Mapping[str, Tensor]]) -> float:
+        """One step from several micro-batches."""
+        return float(self._update(batches))
 
     def evaluate(self, batches: Iterable[Mapping[str, Tensor]]) -> float:
         """Mean loss in nats of all targets, in eval mode."""
@@ -62,3 +70,13 @@ class RackRun:
         training, _ = create_data(self.config)
         training.set_epoch(number)
         return iter(training)
+
+    def _update(self, batches: Sequence[Mapping[str, Tensor]]) -> Tensor:
+        micro = [MicroBatch(self._targets(batch, place)) for place, batch in enumerate(batches)]
+        outcome = self._train_step(micro, self._learning_rate(self.number))
+        self.number += 1
+        return outcome.loss
+
+    def _targets(self, batch: Mapping[str, Tensor], place: int = 0) -> Targets:
+        noise = (self.config.training.seed, self.number, place)
+        return self._objective.targets(batch, noise).to(self.device)

@@ -1,8 +1,8 @@
-"""TrainStep: one batch forwards, backwards and into the weights, without the host waiting for any of it."""
+"""TrainStep: some batches forwards, backwards and into the weights, while the host waits for none of it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,78 +11,137 @@ from torch import Tensor, nn
 from stackwise.config import TrainingConfig
 from stackwise.model.compilation import compiled
 from stackwise.model.rack import Rack
-from stackwise.stability.telemetry import global_norm, gradient_norms, norm_by_rows
-from stackwise.training.objective import next_token_loss
+from stackwise.stability.telemetry import global_norm, gradient_norms, norms_by_rows
+from stackwise.training.distributed import gradient_sync, is_sharded
+from stackwise.training.loss_scale import create_loss_scale
 from stackwise.training.optimizer import clip_divisor, create_optimizer
+from stackwise.training.phase_model import PhaseModel
 from stackwise.training.precision import autocast
+from stackwise.training.processes import Processes
+from stackwise.training.targets import Targets
 
-__all__ = ["StepOutcome", "TrainStep"]
+__all__ = ["MicroBatch", "StepOutcome", "TrainStep"]
+
+
+class MicroBatch(NamedTuple):
+    """What is computed at one time; a step may take several.
+
+    Attributes:
+        targets: on the device.
+        hidden_BTC: what the Blocks before those of the phase say of it; None: there are none.
+    """
+
+    targets: Targets
+    hidden_BTC: Tensor | None = None
 
 
 class StepOutcome(NamedTuple):
-    """Scalars on the device.
+    """Tensors on the device.
 
     Attributes:
         loss: in nats, before the update.
         grad_norm: global L2 norm of the gradient, before clipping.
         skipped: whether either is not finite, and the update was left out.
+        parameter_norms: of the gradient of each parameter that has one, as `TrainStep.parameter_names` says.
     """
 
     loss: Tensor
     grad_norm: Tensor
     skipped: Tensor
+    parameter_norms: Tensor
 
 
 class TrainStep:
     """The step that `settings` describe: precision, clipping, optimizer, compiled or not.
 
     Args:
-        rack: on its device. With `precision: bf16_weights` its trainable parameters are bfloat16 from
-            here on, until `optimizer.finish()`.
+        model: on its device. With `precision: bf16_weights` its parameters are bfloat16 from here on, until
+            `optimizer.finish()`.
         settings: `training` of a configuration.
+        rack: the whole that `model` is a part of, for what its optimizer has by Stack or by name.
+        optimized: whose parameters the optimizer takes; None: those of `model`.
+        processes: that train together; None: this one alone.
+
+    Attributes:
+        model: what the next call trains; may be replaced, as by `SharedRack.wrap(model)`.
 
     Raises:
         ValueError: nothing to train.
     """
 
-    def __init__(self, rack: Rack, settings: TrainingConfig) -> None:
-        self.rack, self.settings = rack, settings
-        self.device = rack.embedding.weight.device
+    def __init__(
+        self,
+        model: PhaseModel,
+        settings: TrainingConfig,
+        rack: Rack | None = None,
+        optimized: nn.Module | None = None,
+        processes: Processes | None = None,
+    ) -> None:
+        self.model: nn.Module = model
+        self.settings = settings
+        self.device = next(model.parameters()).device
+        self.processes = processes or Processes(self.device)
         self.optimizer = create_optimizer(
-            rack,
+            optimized or model,
             settings.optimizer,
             masters=settings.precision == "bf16_weights",
             compile=settings.compile,
+            rack=rack,
         )
+        self._scale = create_loss_scale(settings.precision, self.device)
         # The loss is compiled with the model: logits are then reduced as they are widened.
-        self._loss = compiled(next_token_loss) if settings.compile else next_token_loss
+        self._total = compiled(_total) if settings.compile else _total
         # On other devices the norms are one fused kernel group as it is.
         on_cpu = settings.compile and self.device.type == "cpu"
-        self._norm = compiled(norm_by_rows) if on_cpu else None
+        self._norms = compiled(norms_by_rows) if on_cpu else None
 
-    def __call__(self, batch: Mapping[str, Tensor], lr: float) -> StepOutcome:
-        """Train on `batch` (see `next_token_loss`) at learning rate `lr`."""
+    def __call__(self, batches: Sequence[MicroBatch], lr: float) -> StepOutcome:
+        """Train on the mean over everything that `batches` of all processes predict, at rate `lr`."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group["lr_multiplier"]
-        with autocast(self.settings.precision, self.device):
-            loss = self._loss(self.rack, batch)
-        loss.backward()
+        counts = torch.stack([batch.targets.count for batch in batches])
+        count = self.processes.sum(counts.sum()).clamp(min=1)
+        # What is sharded has its dtype from FSDP.
+        precision = "fp32" if is_sharded(self.model) else self.settings.precision
+        loss = torch.zeros((), device=self.device)
+        for place, batch in enumerate(batches, start=1):
+            with gradient_sync(self.model, place == len(batches)):
+                with autocast(precision, self.device):
+                    total = self._total(self.model, batch.targets, batch.hidden_BTC)
+                share = total / count
+                # Gradients are averaged over the processes, and are to be summed.
+                summed = share * self.processes.world_size
+                (self._scale.scale(summed) if self._scale else summed).backward()
+            loss = loss + share.detach()
+        loss = self.processes.sum(loss)
         # Asked anew each time: Stacks may have come and gone.
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        norm = self._global_norm(parameters)
+        norms_P = self._gradient_norms(parameters)
+        divisor = self._scale.divisor() if self._scale else None
+        if divisor is not None:
+            norms_P = norms_P / divisor
+        norm = global_norm(norms_P)
         skipped = ~(loss.isfinite() & norm.isfinite())
         # Both attributes are read by the fused optimizers; the gradients are scaled in their pass.
         if self.settings.grad_clip is not None:
-            self.optimizer.grad_scale = clip_divisor(norm, self.settings.grad_clip)
-        self.optimizer.found_inf = skipped.float()
+            clip = clip_divisor(norm, self.settings.grad_clip)
+            divisor = clip if divisor is None else clip * divisor
+        self.optimizer.grad_scale, self.optimizer.found_inf = divisor, skipped.float()
         self.optimizer.step()
+        if self._scale:
+            self._scale.update(self.optimizer.found_inf)
         self.optimizer.zero_grad()
-        return StepOutcome(loss.detach(), norm, skipped)
+        return StepOutcome(loss, norm, skipped, norms_P)
 
-    def _global_norm(self, parameters: list[nn.Parameter]) -> Tensor:
+    def _gradient_norms(self, parameters: list[nn.Parameter]) -> Tensor:
         gradients = [p.grad for p in parameters if p.grad is not None]
-        if self._norm is None or not gradients:
-            return global_norm(gradient_norms(parameters))
+        if self._norms is None or not gradients or is_sharded(self.model):
+            return gradient_norms(parameters)
         with torch.no_grad():
-            norm: Tensor = self._norm(gradients)
-            return norm
+            norms_P: Tensor = self._norms(gradients)
+            return norms_P
+
+
+def _total(model: nn.Module, targets: Targets, hidden_BTC: Tensor | None) -> Tensor:
+    total: Tensor = model(targets, hidden_BTC)
+    return total

@@ -1,80 +1,40 @@
-"""ArchitectureTrainer: the training loop, top to bottom.
-
-Nothing in a step makes the host wait for the device: loss, gradient norm and whether they are
-finite stay there; a non-finite step is left out by the fused optimizer itself, and is noticed when
-the records are read, every `log_interval` steps.
-"""
+"""ArchitectureTrainer: a Rack and its data in, a trained Rack and what was seen on the way out."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import TypedDict
+from collections.abc import Iterable
+from contextlib import closing, nullcontext
+from pathlib import Path
 
 import torch
 from rich.console import Console
-from torch import Tensor
+from torch import nn
 
+from stackwise.argument import require
 from stackwise.config import StackWiseConfig
-from stackwise.device import resolve_device
 from stackwise.model.mode import evaluating
 from stackwise.model.rack import Rack
 from stackwise.seed import seeded
-from stackwise.stability.telemetry import StepBuffer, StepRecord, mean_loss
+from stackwise.stability.telemetry import mean_loss
 from stackwise.trainer_spec import TrainerSpec
+from stackwise.training.batch_stream import Batch, as_mapping, check_restarts
+from stackwise.training.block_store import BlockStore, hidden_states
 from stackwise.training.checkpoint import CheckpointManager
-from stackwise.training.master import MasterAdamW
-from stackwise.training.objective import next_token_total, require_causal
-from stackwise.training.precision import autocast
+from stackwise.training.distributed import SharedRack, check_rows
+from stackwise.training.loop import NonFiniteStepError, TrainingLoop
+from stackwise.training.objective import Objective
+from stackwise.training.phase_model import blocks_of
+from stackwise.training.precision import autocast, check_precision, frozen_precision
+from stackwise.training.prefix import PrefixOutputs
+from stackwise.training.processes import Processes
 from stackwise.training.progress import TrainingProgress
+from stackwise.training.result import TrainingResult, UnitResult, epoch_losses
 from stackwise.training.run import RackRun
 from stackwise.training.schedule import get_lr_with_warmup
-from stackwise.training.step import TrainStep
+from stackwise.training.scope import Phase, plan_phases
 
-__all__ = ["ArchitectureTrainer", "NonFiniteStepError", "TrainingResult"]
-
-Batch = Mapping[str, Tensor] | Tensor | Sequence[Tensor]
-
-
-class NonFiniteStepError(ArithmeticError):
-    """A step had a non-finite loss or gradient. Its update was left out: the weights are sound.
-
-    Attributes:
-        record: the first such step.
-    """
-
-    def __init__(self, record: StepRecord) -> None:
-        self.record = record
-        super().__init__(
-            f"step {record.step}: loss {record.loss}, gradient norm {record.grad_norm}; its update was "
-            "left out, and the weights are finite"
-        )
-
-
-class EpochLoss(TypedDict):
-    """Mean training loss of one pass over the data, in nats."""
-
-    epoch: int
-    loss: float
-
-
-class TrainingResult(TypedDict):
-    """What a run did. Losses in nats; `records` has every step."""
-
-    training_architecture: str
-    n_stacks: int
-    blocks_per_stack: list[int]
-    num_stacks: int
-    parameters: int
-    trainable_parameters: int
-    num_batches: int
-    avg_loss: float
-    final_loss: float
-    training_history: list[EpochLoss]
-    seconds: float
-    tokens_per_second: float
-    records: list[StepRecord]
+__all__ = ["ArchitectureTrainer"]
 
 
 class ArchitectureTrainer:
@@ -83,123 +43,126 @@ class ArchitectureTrainer:
     Args:
         config: `training` is read; `model` only to store it beside checkpoints.
         progress: show progress; None: where standard error is a terminal.
+        processes: `Processes.from_environment(config.training)`, for a run under torchrun; None: this one
+            alone.
 
     Raises:
         ConfigError: the configuration contradicts itself.
+        ValueError: a device that this machine does not have, a precision that it does not compute in, or a
+            strategy for processes that are not given.
     """
 
-    def __init__(self, config: StackWiseConfig, *, progress: bool | None = None) -> None:
+    def __init__(
+        self, config: StackWiseConfig, *, progress: bool | None = None, processes: Processes | None = None
+    ) -> None:
         config.validate()
         self.config = config
-        self.device = resolve_device(config.training.device)
-        self.progress = Console(stderr=True).is_terminal if progress is None else progress
+        self.processes = Processes.alone(config.training) if processes is None else processes
+        self.device = self.processes.device
+        check_precision(config.training.precision, self.device)
+        shown = Console(stderr=True).is_terminal if progress is None else progress
+        self.progress = shown and self.processes.is_main
 
     def train_architecture(self, rack: Rack, dataloader: Iterable[Batch]) -> TrainingResult:
-        """Train `rack` in place for `training.max_steps` steps of the next-token loss.
+        """Train `rack` in place, all of it or unit by unit, each for `training.max_steps` steps.
 
         Args:
-            rack: moved to the configured device.
-            dataloader: batches with `input_ids` (B, N) of N - 1 predictions each, as `next_token_loss`
-                takes them, or bare (B, N) tensors. Started again when it ends.
+            rack: moved to the configured device; with `offload` its Blocks are left where that puts them.
+                With "fsdp" it stays where it is, and parts of a copy are on the devices meanwhile.
+            dataloader: batches with `input_ids` (B, N), as `Objective.targets` takes them, or bare (B, N)
+                tensors. Started again when it ends, and for every unit.
 
         Raises:
-            ValueError: a bidirectional Stack (the loss would leak), nothing to train, no data, or a
-                `checkpoint_dir` for a Rack that the configuration does not describe.
+            ValueError: attention that does not fit the objective (the loss would leak), nothing to train,
+                no data or data that cannot be gone through again, a `checkpoint_dir` for a Rack that
+                the configuration does not describe, or processes that do not have the same Rack or the
+                same rows of the data.
             NonFiniteStepError: the loss or the gradient stopped being finite.
         """
-        settings = self.config.training
-        require_causal(rack)
-        checkpoints = None
-        if settings.checkpoint_dir is not None:
-            checkpoints = CheckpointManager(settings.checkpoint_dir, self.config)
-            checkpoints.check(rack)
-            if checkpoints.steps():
-                raise ValueError(
-                    f"training.checkpoint_dir: {settings.checkpoint_dir} already holds checkpoints of steps "
-                    f"{checkpoints.steps()}; allowed: a folder without any, so that no two runs mix"
-                )
-        rack.to(self.device).train()
+        settings, scope = self.config.training, self.config.training.scope
+        objective = Objective(settings.objective, rack.vocab_size)
+        objective.check(rack)
+        phases = self._phases(rack)
+        check_restarts(dataloader, sum(not phase.continues for phase in phases))
+        check_rows(dataloader, self.processes)
+        checkpoints = self._checkpoints(rack)
         rack.zero_grad()
-        train_step = TrainStep(rack, settings)
-        masters = train_step.optimizer if isinstance(train_step.optimizer, MasterAdamW) else None
-        buffer = StepBuffer(settings.log_interval, self.device)
-        records: list[StepRecord] = []
-        epochs: list[int] = []
-        tokens = 0
+        shared = SharedRack(rack, self.processes, settings, objective)
+        self._place(shared.rack)
         start = time.perf_counter()
+        with (
+            seeded(self.processes.seed(settings.seed), self.device),
+            closing(BlockStore(shared.rack, self.device, scope.offload, self._offload_dir())) as store,
+            closing(PrefixOutputs(shared.rack, store, scope.cache_bytes, scope.cache_dir)) as prefix,
+            self._progress(phases) as progress,
+        ):
+            loop = TrainingLoop(
+                shared,
+                settings,
+                objective,
+                dataloader,
+                learning_rate=self.learning_rate,
+                store=store,
+                prefix=prefix,
+                checkpoints=checkpoints,
+                progress=progress,
+            )
+            try:
+                units = [loop.run(phase) for phase in phases]
+            except NonFiniteStepError:  # in every process at the same step
+                shared.gather()
+                raise
+            shared.gather()
+        self.processes.wait()  # for what only one writes
+        rack.train()
+        return self._result(rack, loop, phases, units, time.perf_counter() - start)
 
-        with seeded(settings.seed, self.device), _finished(masters), self._progress() as progress:
-            for step, (epoch, batch) in zip(range(settings.max_steps), _forever(dataloader), strict=False):
-                batch = self._on_device(batch)
-                lr = self.learning_rate(step)
-                outcome = train_step(batch, lr)
-                buffer.write(step, lr, **outcome._asdict())
-                epochs.append(epoch)
-                tokens += batch["input_ids"][:, 1:].numel()
-                saving = checkpoints is not None and (step + 1) % settings.save_interval == 0
-                last = step == settings.max_steps - 1
-                if buffer.full or saving or last:
-                    records += _sound(buffer.drain())
-                    if progress:
-                        progress.update(records[-1], tokens)
-                if checkpoints and (saving or last):
-                    with masters.full_precision() if masters else nullcontext():
-                        checkpoints.save(step + 1, rack)
+    def learning_rate(self, step: int, total_steps: int | None = None) -> float:
+        """Learning rate of `step`, counted from 0, in a schedule of `total_steps`; None: of `max_steps`.
 
-        seconds = time.perf_counter() - start
-        return TrainingResult(
-            training_architecture=settings.training_architecture,
-            n_stacks=len(rack.stacks),
-            blocks_per_stack=[rack.get_stack(i).num_blocks for i in range(len(rack.stacks))],
-            num_stacks=len(rack.stacks),
-            parameters=rack.get_parameter_count(),
-            trainable_parameters=rack.get_trainable_parameter_count(),
-            num_batches=len(records),
-            avg_loss=mean_loss(records),
-            final_loss=mean_loss(records[-settings.log_interval :]),
-            training_history=[
-                {
-                    "epoch": epoch,
-                    "loss": mean_loss([r for r, e in zip(records, epochs, strict=True) if e == epoch]),
-                }
-                for epoch in sorted(set(epochs))
-            ],
-            seconds=seconds,
-            tokens_per_second=tokens / seconds,
-            records=records,
-        )
-
-    def learning_rate(self, step: int) -> float:
-        """Learning rate of `step`, counted from 0."""
-        settings = self.config.training
-        warmup_steps = settings.schedule.warmup_steps
+        A warm-up longer than the schedule is cut short at its end.
+        """
+        settings, schedule = self.config.training, self.config.training.schedule
+        total_steps = settings.max_steps if total_steps is None else total_steps
+        warmup_steps = total_steps // 10 if schedule.warmup_steps is None else schedule.warmup_steps
         return get_lr_with_warmup(
             step,
-            settings.max_steps // 10 if warmup_steps is None else warmup_steps,
-            settings.max_steps,
+            min(warmup_steps, total_steps),
+            total_steps,
             settings.optimizer.lr,
-            settings.schedule.min_lr,
-            settings.schedule.kind,
+            schedule.min_lr,
+            schedule.kind,
+            schedule.decay_fraction,
         )
 
     @torch.no_grad()
     def evaluate(self, rack: Rack, dataloader: Iterable[Batch]) -> float:
-        """Mean loss in nats of all tokens of one pass of `dataloader`, in eval mode.
+        """Mean loss in nats of all that is predicted in one pass of `dataloader`, in eval mode.
 
-        Each module's mode is put back. NaN where there is nothing to predict.
+        Of several processes each gives its part of the data, or the same; the mean is over all of them, and
+        every process has to call.
+
+        What an objective masks depends on the place of the batch alone: two calls ask for the same. Each
+        module's mode is put back. NaN where there is nothing to predict.
 
         Raises:
-            ValueError: a bidirectional Stack.
+            ValueError: attention that does not fit the objective.
         """
-        require_causal(rack)
-        rack.to(self.device)
-        precision = self.config.training.precision
+        settings = self.config.training
+        plain = settings.objective.model_copy(update={"z_loss": 0.0})
+        objective = Objective(plain, rack.vocab_size)
+        objective.check(rack)
+        self._place(rack)
         total, count = torch.zeros(2, dtype=torch.float64, device=self.device)
+        seed = self.processes.seed(settings.seed)
         with evaluating(rack):
-            for batch in map(_as_mapping, dataloader):
-                with autocast("fp32" if precision == "fp32" else "bf16", self.device):
-                    batch_total, batch_count = next_token_total(rack, self._on_device(batch))
-                total, count = total + batch_total, count + batch_count
+            for place, batch in enumerate(map(as_mapping, dataloader)):
+                targets = objective.targets(batch, (seed, place)).to(self.device)
+                with autocast(frozen_precision(settings.precision), self.device):
+                    hidden_BTC = hidden_states(rack, targets, self.device)
+                    total += objective.total(rack.final_norm, rack.lm_head, hidden_BTC, targets)
+                count += targets.count
+        total, count = self.processes.sum(torch.stack((total, count)))
         return float(total / count)
 
     def trainer_spec(self) -> TrainerSpec:
@@ -215,57 +178,80 @@ class ArchitectureTrainer:
             notes=f"precision {settings.precision}" + (", compiled" if settings.compile else ""),
         )
 
-    def _on_device(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The batch, copied from pinned memory so that the host does not wait for the copy."""
-        pinning = self.device.type == "cuda"
-        return {
-            key: (value.pin_memory() if pinning and not value.is_cuda else value).to(
-                self.device, non_blocking=True
+    def _phases(self, rack: Rack) -> list[Phase]:
+        """Those of the plan that have something to train."""
+        settings = self.config.training
+        own_heads = settings.scope.head == "per_unit"
+        require(
+            not (own_heads and rack.tie_embeddings),
+            "training.scope.head",
+            "per_unit",
+            "'shared' for a Rack with tie_embeddings: its head is the embedding, which all units have",
+        )
+        blocks = blocks_of(rack)
+        trains = [any(p.requires_grad for p in block.parameters()) for block in blocks]
+        phases = plan_phases([rack.get_stack(i).num_blocks for i in range(len(rack.stacks))], settings)
+        if settings.training_architecture == "rackwise":
+            return phases
+        kept = [phase for phase in phases if any(trains[i] for i in phase.unit.blocks)]
+        if not kept:
+            raise ValueError("model: every Block is frozen; unfreeze a Stack to train it")
+        return kept
+
+    def _checkpoints(self, rack: Rack) -> CheckpointManager | None:
+        directory = self.config.training.checkpoint_dir
+        if directory is None:
+            return None
+        checkpoints = CheckpointManager(directory, self.config)
+        checkpoints.check(rack)
+        if checkpoints.steps():
+            raise ValueError(
+                f"training.checkpoint_dir: {directory} already holds checkpoints of steps "
+                f"{checkpoints.steps()}; allowed: a folder without any, so that no two runs mix"
             )
-            for key, value in batch.items()
-        }
+        return checkpoints
 
-    def _progress(self) -> TrainingProgress | nullcontext[None]:
-        return TrainingProgress(self.config.training.max_steps) if self.progress else nullcontext()
+    def _offload_dir(self) -> Path | None:
+        """Where the Blocks of this process go: no two write the same files."""
+        directory, processes = self.config.training.scope.offload_dir, self.processes
+        if directory is None:
+            return None
+        return Path(directory) / f"rank-{processes.rank}" if processes.world_size > 1 else Path(directory)
 
+    def _place(self, rack: Rack) -> None:
+        """All of a Rack on the device, but for Blocks that are elsewhere on purpose."""
+        offloads = self.config.training.scope.offload != "none"
+        ends: list[nn.Module] = [rack.embedding, rack.final_norm, rack.lm_head]
+        for part in ends if offloads else [rack]:
+            part.to(self.device)
 
-@contextmanager
-def _finished(masters: MasterAdamW | None) -> Iterator[None]:
-    """However training ends, the weights are float32 again."""
-    try:
-        yield
-    finally:
-        if masters is not None:
-            masters.finish()
+    def _progress(self, phases: list[Phase]) -> TrainingProgress | nullcontext[None]:
+        return TrainingProgress(sum(phase.steps for phase in phases)) if self.progress else nullcontext()
 
-
-def _sound(records: list[StepRecord]) -> list[StepRecord]:
-    for record in records:
-        if record.skipped:
-            raise NonFiniteStepError(record)
-    return records
-
-
-def _forever(dataloader: Iterable[Batch]) -> Iterator[tuple[int, Mapping[str, Tensor]]]:
-    epoch = 0
-    while True:
-        if hasattr(dataloader, "set_epoch"):
-            dataloader.set_epoch(epoch)
-        batch = None
-        for batch in dataloader:
-            yield epoch, _as_mapping(batch)
-        if batch is None:
-            raise ValueError("dataloader: got no batch" + (" in a later epoch" if epoch else ""))
-        epoch += 1
-
-
-def _as_mapping(batch: Batch) -> Mapping[str, Tensor]:
-    if isinstance(batch, tuple | list) and len(batch) == 1:
-        batch = batch[0]
-    if isinstance(batch, Tensor):
-        return {"input_ids": batch}
-    if isinstance(batch, Mapping) and "input_ids" in batch:
-        return batch
-    raise ValueError(
-        f"dataloader: got a batch of {type(batch).__name__}; allowed: ids, or a dict with input_ids"
-    )
+    def _result(
+        self, rack: Rack, loop: TrainingLoop, phases: list[Phase], units: list[UnitResult], seconds: float
+    ) -> TrainingResult:
+        settings, records = self.config.training, loop.records
+        result = TrainingResult(
+            training_architecture=settings.training_architecture,
+            n_stacks=len(rack.stacks),
+            blocks_per_stack=[rack.get_stack(i).num_blocks for i in range(len(rack.stacks))],
+            num_stacks=len(rack.stacks),
+            parameters=rack.get_parameter_count(),
+            trainable_parameters=rack.get_trainable_parameter_count(),
+            num_batches=sum(unit["num_batches"] for unit in units),
+            avg_loss=mean_loss(records),
+            final_loss=mean_loss(records[-settings.log_interval :]),
+            training_history=epoch_losses(records[-len(loop.epochs) :], loop.epochs),
+            seconds=seconds,
+            tokens_per_second=loop.tokens / seconds,
+            records=records,
+        )
+        if settings.training_architecture == "rackwise":
+            return result
+        if settings.scope.polish_steps:
+            result["polish"] = units.pop()
+        result["results"] = units
+        total = "total_stacks" if settings.training_architecture == "stackwise" else "total_blocks"
+        result[total] = sum(phase.unit.stack is not None for phase in phases)  # type: ignore[literal-required]
+        return result

@@ -8,8 +8,9 @@ import torch
 
 from stackwise.config import TrainingConfig
 from stackwise.model import create_simple_rack
-from stackwise.training.objective import next_token_loss
-from stackwise.training.step import TrainStep
+from stackwise.training.objective import Objective, next_token_loss
+from stackwise.training.phase_model import PhaseModel
+from stackwise.training.step import MicroBatch, TrainStep
 
 
 def rack_of(seed=0):
@@ -21,8 +22,20 @@ def settings(**changes):
     return TrainingConfig.from_dict({"grad_clip": None, "optimizer": {"weight_decay": 0.1}, **changes})
 
 
-def batch(seed=0):
-    return {"input_ids": torch.randint(61, (4, 17), generator=torch.Generator().manual_seed(seed))}
+def batch(seed=0, rows=4):
+    return {"input_ids": torch.randint(61, (rows, 17), generator=torch.Generator().manual_seed(seed))}
+
+
+def step_of(rack, settings):
+    """A step of the whole Rack, which takes batches as loaders give them."""
+    objective = Objective(settings.objective, rack.vocab_size)
+    step = TrainStep(PhaseModel(rack, objective), settings, rack)
+
+    def run(*batches, lr):
+        return step([MicroBatch(objective.targets(each, (0,))) for each in batches], lr)
+
+    run.optimizer = step.optimizer
+    return run
 
 
 def flat(rack):
@@ -49,9 +62,9 @@ def reference_step(rack, ids, lr, clip):
 def test_in_float32_it_is_adamw_after_clipping(clip):
     rack = rack_of()
     twin = copy.deepcopy(rack)
-    step = TrainStep(rack, settings(precision="fp32", grad_clip=clip))
+    step = step_of(rack, settings(precision="fp32", grad_clip=clip))
     for seed in range(4):
-        step(batch(seed), 1e-2)
+        step(batch(seed), lr=1e-2)
     reference_step(twin, [batch(seed) for seed in range(4)], 1e-2, clip)
     torch.testing.assert_close(flat(rack), flat(twin), rtol=1e-4, atol=2e-5)
 
@@ -62,8 +75,8 @@ def test_in_float32_it_is_adamw_after_clipping(clip):
 def test_the_other_precisions_train_to_the_same_loss(precision, compiled):
     losses = {}
     for name, changes in {"fp32": {}, "other": {"precision": precision, "compile": compiled}}.items():
-        step = TrainStep(rack_of(), settings(**{"precision": "fp32", "grad_clip": 1.0, **changes}))
-        losses[name] = [step(batch(), 3e-3).loss.item() for _ in range(25)]
+        step = step_of(rack_of(), settings(**{"precision": "fp32", "grad_clip": 1.0, **changes}))
+        losses[name] = [step(batch(), lr=3e-3).loss.item() for _ in range(25)]
     assert losses["fp32"][-1] < losses["fp32"][0] - 0.5
     assert losses["other"] == pytest.approx(losses["fp32"], rel=0.02)
 
@@ -72,7 +85,7 @@ def test_the_other_precisions_train_to_the_same_loss(precision, compiled):
 def test_outcome_has_the_loss_before_the_update_and_the_norm_before_clipping(precision):
     rack = rack_of()
     twin = copy.deepcopy(rack)
-    outcome = TrainStep(rack, settings(precision=precision, grad_clip=1e-6))(batch(), 1e-3)
+    outcome = step_of(rack, settings(precision=precision, grad_clip=1e-6))(batch(), lr=1e-3)
     loss = next_token_loss(twin, batch())
     loss.backward()
     norm = torch.nn.utils.get_total_norm([p.grad for p in twin.parameters()])
@@ -87,13 +100,13 @@ def test_outcome_has_the_loss_before_the_update_and_the_norm_before_clipping(pre
 )
 def test_a_step_that_is_not_finite_is_left_out(precision, compiled):
     rack = rack_of()
-    step = TrainStep(rack, settings(precision=precision, compile=compiled, grad_clip=1.0))
-    step(batch(), 1e-3)
+    step = step_of(rack, settings(precision=precision, compile=compiled, grad_clip=1.0))
+    step(batch(), lr=1e-3)
     before = flat(rack)
     with torch.no_grad():
         kept = rack.final_norm.weight[0].clone()
         rack.final_norm.weight[0] = math.inf
-    assert step(batch(), 1e-3).skipped
+    assert step(batch(), lr=1e-3).skipped
     with torch.no_grad():
         rack.final_norm.weight[0] = kept
     assert flat(rack).equal(before)
@@ -103,7 +116,7 @@ def test_nothing_to_train_is_refused():
     rack = rack_of()
     rack.freeze()
     with pytest.raises(ValueError, match="every parameter is frozen"):
-        TrainStep(rack, settings(precision="bf16_weights"))
+        step_of(rack, settings(precision="bf16_weights"))
     assert {p.dtype for p in rack.parameters()} == {torch.float32}
 
 
@@ -111,8 +124,8 @@ def test_frozen_weights_keep_their_dtype_and_their_bits():
     rack = rack_of()
     rack.get_stack(0).freeze()
     before = copy.deepcopy(rack.get_stack(0).state_dict())
-    step = TrainStep(rack, settings(precision="bf16_weights"))
-    step(batch(), 1e-2)
+    step = step_of(rack, settings(precision="bf16_weights"))
+    step(batch(), lr=1e-2)
     step.optimizer.finish()
     after = rack.get_stack(0).state_dict()
     assert all(after[name].equal(before[name]) for name in before)

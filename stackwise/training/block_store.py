@@ -1,0 +1,214 @@
+"""BlockStore: where the Blocks of a Rack are while they take no part in training.
+
+Shapes: B batch, T positions, C model width.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from stackwise.argument import require
+from stackwise.model.block import Block
+from stackwise.model.layout import Layout
+from stackwise.model.rack import Rack
+from stackwise.training.phase_model import blocks_of
+from stackwise.training.targets import Targets
+
+__all__ = ["BlockStore", "block_writer", "hidden_states"]
+
+
+class BlockStore:
+    """The Blocks of a Rack, those that train on the device and the others where they cost less.
+
+    - `none`: all stay on the device.
+    - `cpu`: in the memory of the CPU.
+    - `disk`: as memory-mapped safetensors files, `block-00000.safetensors` and so on. The Rack stays whole: a
+      Block that is used is read, and takes memory for as long.
+
+    What is needed next is read ahead by a thread. A Block that comes back has new parameters, so an
+    optimizer is made for the ones of `resident`.
+
+    Args:
+        rack: its Blocks leave for their places at once; embedding, final norm and head stay.
+        device: where training is.
+        kind: see above.
+        directory: of the files; created where it is missing. A file that is there is replaced.
+
+    Raises:
+        ValueError: `cpu` on the CPU, where they already are, or `disk` without a directory.
+        OSError: the directory cannot be written.
+    """
+
+    def __init__(
+        self,
+        rack: Rack,
+        device: torch.device,
+        kind: Literal["none", "cpu", "disk"] = "none",
+        directory: str | Path | None = None,
+    ) -> None:
+        moves = kind != "cpu" or device.type != "cpu"
+        require(moves, "training.scope.offload", kind, "none or disk, as this device is the CPU")
+        require((kind == "disk") == (directory is not None), "training.scope.offload_dir", directory, kind)
+        self.blocks, self.device, self.kind = blocks_of(rack), device, kind
+        self._directory = None if directory is None else Path(directory)
+        self._resident: set[int] = set(range(len(self.blocks)))
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="blocks")
+        self._ahead = torch.Stream(device) if device.type == "cuda" else None
+        if kind == "none":
+            for block in self.blocks:
+                block.to(device)
+        else:
+            self._leave(self._resident)
+
+    @contextmanager
+    def resident(self, indices: Collection[int]) -> Iterator[None]:
+        """Have these Blocks on the device meanwhile, in memory of their own; what they learn is kept."""
+        arriving = [] if self.kind == "none" else [i for i in indices if i not in self._resident]
+        for i in arriving:
+            block = self.blocks[i]
+            _assign(block, {name: t.to(self.device, copy=True) for name, t in block.state_dict().items()})
+        self._resident.update(arriving)
+        try:
+            yield
+        finally:
+            self._leave(arriving)
+
+    @torch.no_grad()
+    def run(self, indices: Sequence[int], x_BTC: Tensor, layout: Layout) -> Tensor:
+        """What these Blocks make of hidden states (B, T, C), one after the other and without gradients."""
+        coming = [self._fetched(i) for i in indices[:1]]
+        for place, i in enumerate(indices):
+            tensors = coming.pop()()
+            coming += [self._fetched(following) for following in indices[place + 1 : place + 2]]
+            if tensors is None:
+                x_BTC = self.blocks[i](x_BTC, layout=layout)
+            else:
+                x_BTC = functional_call(self.blocks[i], tensors, (x_BTC,), {"layout": layout})
+        return x_BTC
+
+    def close(self) -> None:
+        """End the thread that reads ahead. The Blocks stay where they are."""
+        self._reader.shutdown()
+
+    def _leave(self, indices: Collection[int]) -> None:
+        for i in sorted(indices):
+            block = self.blocks[i]
+            block.zero_grad(set_to_none=True)
+            if self._directory is not None:
+                _write(block, self._path(i))
+                _assign(block, _mapped(self._path(i)))
+            else:
+                _assign(block, {name: t.cpu().pin_memory() for name, t in block.state_dict().items()})
+        self._resident.difference_update(indices)
+
+    def _fetched(self, i: int) -> Callable[[], dict[str, Tensor] | None]:
+        """Begin to fetch a Block; what it returns waits for its tensors. None: they are in the Block."""
+        if i in self._resident:
+            return lambda: None
+        future: Future[tuple[dict[str, Tensor], torch.Event | None]] = self._reader.submit(self._fetch, i)
+
+        def wait() -> dict[str, Tensor]:
+            tensors, arrived = future.result()
+            if arrived is not None:
+                torch.cuda.current_stream(self.device).wait_event(arrived)
+                for tensor in tensors.values():
+                    tensor.record_stream(torch.cuda.current_stream(self.device))
+            return tensors
+
+        return wait
+
+    def _fetch(self, i: int) -> tuple[dict[str, Tensor], torch.Event | None]:
+        if self._directory is None:
+            tensors = self.blocks[i].state_dict()
+        else:
+            _read_ahead(self._path(i))
+            tensors = _mapped(self._path(i))  # not the Block's own mapping, which would stay in memory
+        if self._ahead is None:
+            return tensors, None
+        with torch.cuda.stream(self._ahead):
+            pinned = {name: t if t.is_pinned() else t.pin_memory() for name, t in tensors.items()}
+            tensors = {name: t.to(self.device, non_blocking=True) for name, t in pinned.items()}
+            arrived = torch.Event(self.device)
+            arrived.record(self._ahead)
+            arrived.synchronize()  # this thread's to wait: `pinned` must not go before
+        return tensors, arrived
+
+    def _path(self, i: int) -> Path:
+        assert self._directory is not None
+        return _path(self._directory, i)
+
+
+def hidden_states(rack: Rack, targets: Targets, device: torch.device) -> Tensor:
+    """What the head reads, (B, T, C), of a Rack whose Blocks may be elsewhere: each comes and goes again."""
+    x_BTC = rack.embed(targets.input_ids)
+    layout = Layout(x_BTC, targets.attention_mask, targets.document_ids)
+    for block in blocks_of(rack):
+        there = next(block.parameters()).device.type == device.type
+        tensors = {} if there else {name: t.to(device) for name, t in block.state_dict().items()}
+        x_BTC = functional_call(block, tensors, (x_BTC,), {"layout": layout})
+    return x_BTC
+
+
+def block_writer(directory: str | Path) -> Callable[[Block], Block]:
+    """What `create_rack_from_config(config, place=...)` gives each new Block to, so that it lies on disk.
+
+    A Rack of any depth is then built in the memory of one Block.
+    """
+    folder, count = Path(directory), iter(range(2**63))
+
+    def write(block: Block) -> Block:
+        path = _path(folder, next(count))
+        _write(block, path)
+        _assign(block, _mapped(path))
+        return block
+
+    return write
+
+
+def _path(directory: Path, i: int) -> Path:
+    return directory / f"block-{i:05}.safetensors"
+
+
+def _write(block: Block, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        save_file({name: t.detach().contiguous() for name, t in block.state_dict().items()}, partial)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _mapped(path: Path) -> dict[str, Tensor]:
+    """The tensors of a file, which take memory only once they are read."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  no dict
+    except SafetensorError as error:
+        raise ValueError(f"{path}: damaged: {error}") from None
+
+
+def _assign(block: nn.Module, tensors: dict[str, Tensor]) -> None:
+    block.load_state_dict(tensors, assign=True)
+
+
+def _read_ahead(path: Path) -> None:
+    if not hasattr(os, "posix_fadvise"):
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,205 @@
+"""SharedRack: a Rack that several processes train, whole in each of them (DDP) or in parts (FSDP2).
+
+Gradients are the mean over the processes. So a loss that each divides by what all of them predict, and
+multiplies by their number, has the gradient of the whole batch.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from stackwise.argument import check_choice, require
+from stackwise.config import TrainingConfig
+from stackwise.model.rack import Rack
+from stackwise.training.batches import Batches
+from stackwise.training.objective import Objective
+from stackwise.training.phase_model import PhaseModel, blocks_of
+from stackwise.training.processes import Processes
+
+__all__ = ["SharedRack", "check_rows", "gradient_sync", "is_sharded"]
+
+# What FSDP2 gathers weights in. It keeps its part of them in float32, and adds gradients up in float32.
+_GATHERED = {"fp32": None, "bf16": torch.bfloat16}
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# As torch 2.13 calls what was "broadcast_buffers".
+_SYNC_BUFFERS = "forward_sync_buffers"
+if _SYNC_BUFFERS not in signature(DistributedDataParallel).parameters:
+    _SYNC_BUFFERS = "broadcast_buffers"
+
+
+class SharedRack:
+    """A Rack, and how the processes of a run share the work on it.
+
+    With "fsdp" it is a twin that trains, of which each process has a part; the Rack itself stays where it
+    is, with the weights that it has, until `gather`. Else the Rack itself trains.
+
+    Args:
+        rack: the same in every process.
+        processes: of the run.
+        settings: `training` of a configuration.
+        objective: what the Rack learns.
+
+    Attributes:
+        whole: the Rack given.
+        rack: what trains.
+
+    Raises:
+        ValueError: what "fsdp" cannot do (the message says why), or weights or settings that are not the
+            same in all processes.
+    """
+
+    def __init__(
+        self, rack: Rack, processes: Processes, settings: TrainingConfig, objective: Objective
+    ) -> None:
+        self.processes, self.settings, self.whole = processes, settings, rack
+        strategy = settings.distributed.strategy
+        grouped = "'none' for a process alone, else 'ddp' or 'fsdp', and the processes of that configuration"
+        require(
+            (strategy == "none") == (processes.mesh is None),
+            "training.distributed.strategy",
+            strategy,
+            grouped,
+        )
+        if processes.mesh is not None:
+            processes.check_equal("training", settings.to_dict())
+            processes.check_equal("model", _checksums(rack))
+        self.rack = rack
+        self._root: PhaseModel | None = None
+        if strategy == "fsdp":
+            _check_fsdp(settings)
+            self.rack, self._root = self._in_parts(objective)
+
+    def wrap(self, model: PhaseModel) -> nn.Module:
+        """What computes the loss of `model`, of which all processes have the gradient in the end.
+
+        Args:
+            model: of `self.rack`, as its optimizer has left it.
+        """
+        if self._root is not None:
+            pairs = zip(model.parameters(), self._root.parameters(), strict=True)
+            assert all(ours is parts for ours, parts in pairs), "all of it trains"
+            return self._root
+        if self.processes.mesh is None:
+            return model
+        # Weights and buffers are equal, and buffers do not change: nothing is to be sent but gradients.
+        options: dict[str, Any] = {_SYNC_BUFFERS: False, "init_sync": False, "gradient_as_bucket_view": True}
+        return DistributedDataParallel(model, **options)
+
+    @torch.no_grad()
+    def gather(self) -> Rack:
+        """The Rack given, with the weights as they are now; every process has to call."""
+        if self.rack is not self.whole:
+            for weight, part in zip(self.whole.parameters(), self.rack.parameters(), strict=True):
+                weight.copy_(part.full_tensor())  # type: ignore[attr-defined]
+            for target, buffer in zip(self.whole.buffers(), self.rack.buffers(), strict=True):
+                target.copy_(buffer)
+        return self.whole
+
+    def _in_parts(self, objective: Objective) -> tuple[Rack, PhaseModel]:
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+        from torch.distributed.tensor import distribute_tensor
+
+        whole, mesh, device = self.whole, self.processes.mesh, self.processes.device
+        assert mesh is not None
+        twin = _without_memory(whole)
+        root, blocks = PhaseModel(twin, objective), blocks_of(twin)
+        # One policy for all, and a count of tokens is not to be rounded to bfloat16 on its way in.
+        narrow = _GATHERED[self.settings.precision]
+        reduce = None if narrow is None else torch.float32
+        policy = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=reduce, cast_forward_inputs=False)
+        for i, block in enumerate(blocks):
+            # The last Block is the first that the backward pass asks for.
+            reshard = self.settings.distributed.reshard_after_forward and i < len(blocks) - 1
+            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+        fully_shard(root, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        for module, following in zip([root, *blocks], blocks, strict=False):
+            module.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
+        root.to_empty(device=device)
+        with torch.no_grad():
+            for part, source in zip(twin.parameters(), whole.parameters(), strict=True):
+                full = source.detach().to(device)
+                mine = distribute_tensor(full, mesh, part.placements, src_data_rank=None)  # type: ignore[attr-defined]
+                part.to_local().copy_(mine.to_local())  # type: ignore[attr-defined]
+            for target, buffer in zip(twin.buffers(), whole.buffers(), strict=True):
+                target.copy_(buffer)
+        return twin, root
+
+
+@contextmanager
+def gradient_sync(model: nn.Module, wanted: bool) -> Iterator[None]:
+    """Whether a backward pass in here ends with the gradient of all processes.
+
+    Args:
+        model: of `SharedRack.wrap`.
+        wanted: False for all micro-batches of a step but the last: gradients are only added up.
+    """
+    if is_sharded(model):
+        model.set_requires_gradient_sync(wanted)  # type: ignore[operator]
+        yield
+    elif isinstance(model, DistributedDataParallel) and not wanted:
+        with model.no_sync():
+            yield
+    else:
+        yield
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether each process has a part of it: FSDP2, which also says what dtype it computes in."""
+    return hasattr(model, "set_requires_gradient_sync")
+
+
+def check_rows(dataloader: object, processes: Processes) -> None:
+    """Refuse batches of `create_data` that are another process's; those of other loaders tell nothing.
+
+    Raises:
+        ValueError: naming the rank that they are of.
+    """
+    batches = getattr(dataloader, "dataset", dataloader)
+    if processes.world_size > 1 and isinstance(batches, Batches):
+        seen, wanted = (batches.rank, batches.world_size), (processes.rank, processes.world_size)
+        told = "rank {} of {}: create_data(config, processes.rank, processes.world_size)".format(*wanted)
+        require(seen == wanted, "dataloader", "rank {} of {}".format(*seen), told)
+
+
+def _check_fsdp(settings: TrainingConfig) -> None:
+    key, ddp = "training.training_architecture", "with training.distributed.strategy='fsdp'"
+    architecture = settings.training_architecture
+    rackwise = f"'rackwise' {ddp}: a unit that trains alone is small enough for each process, so take 'ddp'"
+    require(architecture == "rackwise", key, architecture, rackwise)
+    growth = f"false {ddp}: what the parts belong to is settled when training begins"
+    require(not settings.scope.growth, "training.scope.growth", settings.scope.growth, growth)
+    if settings.precision == "bf16_weights":
+        raise ValueError(
+            f"training.precision: got 'bf16_weights'; allowed: 'bf16' {ddp}, which computes with bfloat16 "
+            "weights and keeps float32 ones in parts"
+        )
+    check_choice(f"training.precision {ddp}", settings.precision, _GATHERED)
+    require(
+        not settings.compile, "training.compile", True, f"false {ddp}: gathering parts the compiled graph"
+    )
+
+
+def _without_memory(rack: Rack) -> Rack:
+    """A deep copy with parameters and buffers on the meta device; what is tied is tied."""
+    empty: dict[int, object] = {}
+    for p in rack.parameters():
+        empty[id(p)] = nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
+    for buffer in rack.buffers():
+        empty[id(buffer)] = torch.empty_like(buffer, device="meta")
+    return copy.deepcopy(rack, empty)
+
+
+def _checksums(rack: Rack) -> dict[str, tuple[object, ...]]:
+    """Of each weight its shape, its dtype, and the sum of its numbers' bits, read as integers."""
+    return {
+        name: (tuple(w.shape), str(w.dtype), int(w.view(_INTEGERS[w.element_size()]).sum(dtype=torch.int64)))
+        for name, w in rack.state_dict().items()
+    }

@@ -1,0 +1,153 @@
+"""PrefixOutputs: what the frozen Blocks before those in training say of a batch, kept or computed again.
+
+Shapes: B batch, T positions, C model width.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from stackwise.model.layout import Layout
+from stackwise.model.rack import Rack
+from stackwise.training.block_store import BlockStore
+from stackwise.training.targets import Targets
+
+__all__ = ["PrefixOutputs", "PrefixStatistics", "batch_key"]
+
+
+@dataclass
+class PrefixStatistics:
+    """What keeping outputs has spared, and what it takes.
+
+    Attributes:
+        asked: Blocks that would have been computed had nothing been kept.
+        computed: Blocks that were.
+        bytes: held, in memory or on disk.
+    """
+
+    asked: int = 0
+    computed: int = 0
+    bytes: int = 0
+
+
+@dataclass
+class _Entry:
+    depth: int
+    nbytes: int
+    place: Tensor | Path
+
+
+class PrefixOutputs:
+    """Hidden states behind the first Blocks of a Rack, which are frozen while they are asked for.
+
+    Units train on the same batches one after the other. What is kept of a batch is moved on from unit to
+    unit: a phase computes the Blocks between what the phase before kept and what itself needs, once, and
+    puts its own in the place. So a budget that holds the data once makes the cost of a phase
+    independent of how deep it is. What does not fit is computed again from the embedding; what was first
+    stays, since the batches come in the same order in every phase and the ones used least recently are those
+    needed next.
+
+    The trainer owns the weights and says what it trains (`forget`), so nothing is hashed but the batch; for
+    weights that others may change see `stackwise.model.stack_cache.StackCache`.
+
+    Args:
+        rack: of which the outputs are.
+        store: its Blocks.
+        byte_budget: the most that is kept; 0: nothing.
+        directory: keep it in files of a new folder in here, which `close` removes; None: in memory.
+    """
+
+    def __init__(
+        self, rack: Rack, store: BlockStore, byte_budget: int = 0, directory: str | Path | None = None
+    ) -> None:
+        self._rack, self._store, self.byte_budget = rack, store, byte_budget
+        self._entries: dict[str, _Entry] = {}
+        self.statistics = PrefixStatistics()
+        self._folder: Path | None = None
+        if directory is not None:
+            Path(directory).mkdir(parents=True, exist_ok=True)
+            self._folder = Path(tempfile.mkdtemp(prefix="prefix-", dir=directory))
+
+    @torch.no_grad()
+    def __call__(self, key: str, targets: Targets, depth: int) -> Tensor:
+        """Hidden states (B, T, C) of a batch behind the first `depth` Blocks, on the device of training.
+
+        Args:
+            key: `batch_key` of the batch.
+            targets: the batch, on the device.
+            depth: at least 1.
+        """
+        self.statistics.asked += depth
+        entry = self._entries.get(key)
+        if entry is not None and entry.depth == depth:
+            return self._read(entry)
+        if entry is not None and entry.depth < depth:
+            x_BTC, start = self._read(entry), entry.depth
+        else:
+            x_BTC, start = self._rack.embed(targets.input_ids), 0
+        layout = Layout(x_BTC, targets.attention_mask, targets.document_ids)
+        x_BTC = self._store.run(range(start, depth), x_BTC, layout)
+        self.statistics.computed += depth - start
+        self._keep(key, depth, x_BTC)
+        return x_BTC
+
+    def forget(self, first: int) -> None:
+        """Drop what depends on the Block `first` or a later one, because it trains; 0: also the embedding."""
+        for key, entry in list(self._entries.items()):
+            if entry.depth > first:
+                self._drop(key)
+
+    def close(self) -> None:
+        """Drop everything."""
+        self.forget(0)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _keep(self, key: str, depth: int, x_BTC: Tensor) -> None:
+        held = self._entries[key].nbytes if key in self._entries else 0
+        if self.statistics.bytes - held + x_BTC.nbytes > self.byte_budget:
+            return
+        if held:
+            self._drop(key)
+        place: Tensor | Path
+        if self._folder is None:
+            place = x_BTC.to("cpu", copy=True)
+        else:
+            place = self._folder / key
+            save_file({"hidden": x_BTC.cpu().contiguous()}, place)
+        self._entries[key] = _Entry(depth, x_BTC.nbytes, place)
+        self.statistics.bytes += x_BTC.nbytes
+
+    def _read(self, entry: _Entry) -> Tensor:
+        if isinstance(entry.place, Tensor):
+            return entry.place.to(self._store.device)
+        with safe_open(entry.place, framework="pt") as file:
+            kept: Tensor = file.get_tensor("hidden")
+        return kept.to(self._store.device)
+
+    def _drop(self, key: str) -> None:
+        entry = self._entries.pop(key)
+        self.statistics.bytes -= entry.nbytes
+        if isinstance(entry.place, Path):
+            entry.place.unlink(missing_ok=True)
+
+
+def batch_key(targets: Targets) -> str:
+    """A digest of all that hidden states depend on in a batch that is on the CPU."""
+    digest = hashlib.sha256()
+    for tensor in (targets.input_ids, targets.attention_mask, targets.document_ids):
+        if tensor is None:
+            digest.update(b"none")
+        else:
+            digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+            digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
+    return digest.hexdigest()

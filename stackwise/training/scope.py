@@ -1,0 +1,181 @@
+"""Scope: what of a Rack trains at one time, as the phases that a training run goes through.
+
+Blocks are counted from 0 through all Stacks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from stackwise.argument import require
+from stackwise.config import TrainingConfig
+
+__all__ = ["Phase", "Unit", "plan_phases", "units_of"]
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Neighbouring Blocks that train together.
+
+    Attributes:
+        blocks: their indices.
+        stack: index of the Stack that they are in; None: all Stacks.
+        block: index of the Block within its Stack; None: more than one.
+    """
+
+    blocks: range
+    stack: int | None = None
+    block: int | None = None
+
+    @property
+    def name(self) -> str:
+        """As messages call it."""
+        if self.stack is None:
+            return "rack"
+        return f"stack {self.stack}" + ("" if self.block is None else f" block {self.block}")
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A part of a training run, with an optimizer and a schedule of its own unless it `continues`.
+
+    Attributes:
+        unit: what this phase is there for.
+        path: the Blocks that are computed, in order; all others are left out.
+        trained: those of them that train.
+        steps: how many.
+        trains_head: whether final norm and head train. A head that is the embedding goes with that.
+        first_step: how many steps of the data come before this phase's.
+        enters: Blocks that become the identity before the first step.
+        fresh_head: whether final norm and head start as they were before training.
+        continues: whether optimizer and schedule are those of the phase before.
+        is_continued: whether those of this phase are the next one's.
+        schedule_steps: the length of the schedule, all phases that share it.
+        is_last: whether the run ends with it.
+    """
+
+    unit: Unit
+    path: tuple[int, ...]
+    trained: frozenset[int]
+    steps: int
+    trains_head: bool = True
+    first_step: int = 0
+    enters: tuple[int, ...] = ()
+    fresh_head: bool = False
+    continues: bool = False
+    is_continued: bool = False
+    schedule_steps: int = 0
+    is_last: bool = False
+
+    @property
+    def schedule_start(self) -> int:
+        """Where in its schedule the first step is."""
+        return self.first_step if self.continues else 0
+
+    @property
+    def trains_embedding(self) -> bool:
+        """Whether the embedding trains, which it does with the first Block."""
+        return 0 in self.trained
+
+    @property
+    def n_prefix(self) -> int:
+        """How many Blocks are computed before the first that trains, without gradients."""
+        return next(i for i, block in enumerate(self.path) if block in self.trained)
+
+
+def units_of(blocks_per_stack: list[int], architecture: str) -> list[Unit]:
+    """The units of `rackwise`, `stackwise` or `blockwise` training, from the first to the last."""
+    ends = list(accumulate(blocks_per_stack))
+    if architecture == "rackwise":
+        return [Unit(range(ends[-1]))]
+    stacks = [range(end - n, end) for n, end in zip(blocks_per_stack, ends, strict=True)]
+    if architecture == "stackwise":
+        return [Unit(blocks, stack) for stack, blocks in enumerate(stacks)]
+    return [
+        Unit(range(index, index + 1), stack, block)
+        for stack, blocks in enumerate(stacks)
+        for block, index in enumerate(blocks)
+    ]
+
+
+def plan_phases(blocks_per_stack: list[int], settings: TrainingConfig) -> list[Phase]:
+    """The phases of a run, in their order.
+
+    From left to right, each unit trains on what the frozen units before it say, under the final norm and the
+    head, and what is behind it is left out. From right to left it trains through the frozen units behind
+    it, on what the ones before it, not trained yet, say. See `ScopeConfig` for the other choices.
+
+    Args:
+        blocks_per_stack: the number of Blocks of each Stack.
+        settings: `training_architecture`, `scope` and `max_steps` are read.
+
+    Raises:
+        ValueError: a suffix that reaches into the first unit, or fewer steps than a growing Rack has Stacks.
+    """
+    scope, max_steps = settings.scope, settings.max_steps
+    units = units_of(blocks_per_stack, settings.training_architecture)
+    everything = tuple(range(sum(blocks_per_stack)))
+    if settings.training_architecture == "rackwise":
+        return _growing(blocks_per_stack, max_steps) if scope.growth else [_joint(everything, max_steps)]
+    room = len(everything) - len(units[0].blocks)
+    allowed = f"0 to {room}, so as to leave a unit"
+    require(scope.suffix <= room, "training.scope.suffix", scope.suffix, allowed)
+    steps = max_steps - scope.polish_steps
+    backwards = scope.order == "right_to_left"
+    phases: list[Phase] = []
+    for index in reversed(range(len(units))) if backwards else range(len(units)):
+        neighbours = units[max(0, index - scope.overlap) : index + 1]
+        trained = [block for unit in neighbours for block in unit.blocks]
+        behind = everything[units[index].blocks.stop :]
+        suffix = () if backwards else behind[len(behind) - min(scope.suffix, len(behind)) :]
+        phases.append(
+            Phase(
+                unit=units[index],
+                path=everything if backwards else (*range(units[index].blocks.stop), *suffix),
+                trained=frozenset((*trained, *suffix)),
+                steps=steps,
+                schedule_steps=steps,
+                trains_head=not backwards or index == len(units) - 1,
+                enters=tuple(units[index].blocks) if scope.growth and index else (),
+                fresh_head=scope.head == "per_unit" and bool(phases),
+            )
+        )
+    if scope.polish_steps:
+        phases.append(_joint(everything, scope.polish_steps, steps))
+    return [*phases[:-1], replace(phases[-1], is_last=True)]
+
+
+def _joint(everything: tuple[int, ...], steps: int, first_step: int = 0) -> Phase:
+    return Phase(
+        unit=Unit(range(len(everything))),
+        path=everything,
+        trained=frozenset(everything),
+        steps=steps,
+        first_step=first_step,
+        schedule_steps=steps,
+        is_last=True,
+    )
+
+
+def _growing(blocks_per_stack: list[int], max_steps: int) -> list[Phase]:
+    n_stacks = len(blocks_per_stack)
+    require(
+        max_steps >= n_stacks, "training.max_steps", max_steps, f"at least {n_stacks}, one for each Stack"
+    )
+    begins = [max_steps * stack // n_stacks for stack in range(n_stacks + 1)]
+    return [
+        Phase(
+            unit=unit,
+            path=tuple(range(unit.blocks.stop)),
+            trained=frozenset(range(unit.blocks.stop)),
+            steps=begins[stack + 1] - begins[stack],
+            first_step=begins[stack],
+            enters=tuple(unit.blocks) if stack else (),
+            continues=stack > 0,
+            is_continued=stack < n_stacks - 1,
+            schedule_steps=max_steps,
+            is_last=stack == n_stacks - 1,
+        )
+        for stack, unit in enumerate(units_of(blocks_per_stack, "stackwise"))
+    ]

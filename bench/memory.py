@@ -1,0 +1,218 @@
+"""`python -m bench.memory`: what training unit by unit takes, beside training the whole Rack at once.
+
+Peak memory of a training run, each in a fresh process: on the CPU the high-water mark of everything that is
+resident, the interpreter and PyTorch included; on CUDA what tensors hold. Units train with their prefix
+outputs and the Blocks that take no part on disk; what lies there is stated. FLOPs are those of matrix
+products and attention, counted as they run, so that the price is beside the gain.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from bench.claim import Bar, Claim
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run: what trains at one time, of how many units of how many Blocks."""
+
+    architecture: str
+    n_stacks: int
+    blocks_per_stack: int
+    recompute: str = "none"
+    d_model: int = 2048
+    n_heads: int = 16
+    n_kv_heads: int = 8
+    d_ff: int = 5632
+    vocab_size: int = 8192
+    batch_size: int = 2
+    seq_len: int = 512
+    steps: int = 2
+    precision: str = "bf16"
+    count_flops: bool = False
+
+    @property
+    def name(self) -> str:
+        shape = f"{self.n_stacks * self.blocks_per_stack} blocks"
+        return f"{self.architecture}{' + recompute' if self.recompute == 'full' else ''}, {shape}"
+
+    @property
+    def n_blocks(self) -> int:
+        return self.n_stacks * self.blocks_per_stack
+
+    def config(self, folder: Path) -> Any:
+        from stackwise import StackWiseConfig
+
+        local = self.architecture != "rackwise"
+        scope: dict[str, Any] = {}
+        if local:
+            scope = {
+                "cache_bytes": 2**40,
+                "cache_dir": str(folder / "prefix"),
+                "offload": "disk",
+                "offload_dir": str(folder / "blocks"),
+            }
+        shape = {
+            "vocab_size": self.vocab_size,
+            "d_model": self.d_model,
+            "n_heads": self.n_heads,
+            "n_kv_heads": self.n_kv_heads,
+            "d_ff": self.d_ff,
+            "architecture": {"n_stacks": self.n_stacks, "blocks_per_stack": self.blocks_per_stack},
+        }
+        training = {
+            "training_architecture": self.architecture,
+            "batch_size": self.batch_size,
+            "seq_len": self.seq_len,
+            "max_steps": self.steps,
+            "precision": self.precision,
+            "recompute": {"kind": self.recompute},
+            "objective": {"logits_chunk": 256},
+            "scope": scope,
+        }
+        return StackWiseConfig.from_dict({"model": shape, "training": training})
+
+
+def measure(run: Run, folder: Path) -> dict[str, Any]:
+    """Train as `run` says in this process; what it took."""
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from stackwise import ArchitectureTrainer, create_rack_from_config
+    from stackwise.training.block_store import block_writer
+
+    config = run.config(folder)
+    torch.manual_seed(0)
+    place = {} if run.architecture == "rackwise" else {"place": block_writer(folder / "blocks")}
+    rack = create_rack_from_config(config, **place)
+    ids = torch.randint(run.vocab_size, (run.steps, run.batch_size, run.seq_len + 1))
+    trainer = ArchitectureTrainer(config, progress=False)
+    disk = 0
+    start = time.perf_counter()
+    if run.count_flops:
+        with FlopCounterMode(display=False) as counter:
+            trainer.train_architecture(rack, list(ids))
+        return {"flops": counter.get_total_flops()}
+    result = trainer.train_architecture(rack, list(ids))
+    seconds = time.perf_counter() - start
+    disk = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    peak = _peak(trainer.device)
+    return {
+        "peak_bytes": peak,
+        "disk_bytes": disk + _prefix_bytes(run),
+        "seconds": seconds,
+        "parameters": result["parameters"],
+        "final_loss": result["final_loss"],
+    }
+
+
+def _prefix_bytes(run: Run) -> int:
+    """Of hidden states that were kept on disk until the end: float32, one for each token of the data."""
+    if run.architecture == "rackwise":
+        return 0
+    return run.steps * run.batch_size * run.seq_len * run.d_model * 4
+
+
+def _peak(device: Any) -> int:
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in line)
+    return int(line.split()[1]) * 1024
+
+
+def in_fresh_process(run: Run) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="stackwise-memory-") as folder:
+        command = [sys.executable, "-m", "bench.memory", "--run", json.dumps(asdict(run)), "--folder", folder]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{run.name}: {done.stderr.strip().splitlines()[-1]}")
+    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
+
+
+def plan(base: Run) -> list[Run]:
+    """Every run: units as Blocks and as Stacks of two, the whole Rack with and without recomputation."""
+    runs = []
+    for units in (4, 8):
+        for architecture, per_stack in (("blockwise", 1), ("stackwise", 2)):
+            shape = replace(base, n_stacks=units, blocks_per_stack=per_stack)
+            runs += [replace(shape, architecture=architecture)]
+            runs += [replace(shape, architecture="rackwise", recompute=kind) for kind in ("none", "full")]
+    runs += [replace(base, architecture="blockwise", n_stacks=n, blocks_per_stack=1) for n in (16, 32)]
+    return list(dict.fromkeys(runs))
+
+
+def bars(found: dict[str, dict[str, Any]]) -> list[Bar]:
+    """The ratios that are held to a limit."""
+
+    def ratio(one: str, other: str) -> float | None:
+        if one not in found or other not in found:
+            return None
+        return float(found[one]["peak_bytes"] / found[other]["peak_bytes"])
+
+    made = []
+    for units, limit in ((4, 0.40), (8, 0.25)):
+        for architecture, per_stack in (("blockwise", 1), ("stackwise", 2)):
+            n = units * per_stack
+            value = ratio(f"{architecture}, {n} blocks", f"rackwise + recompute, {n} blocks")
+            made.append(Bar(f"{architecture} / recompute, {units} units", value, limit, at_most=True))
+    made.append(
+        Bar("blockwise, 32 / 4 blocks", ratio("blockwise, 32 blocks", "blockwise, 4 blocks"), 1.05, True)
+    )
+    return made
+
+
+def table(found: dict[str, dict[str, Any]]) -> Table:
+    shown = Table("run", "peak GB", "disk GB", "seconds", "TFLOP", "parameters")
+    for name, row in found.items():
+        shown.add_row(
+            name,
+            f"{row['peak_bytes'] / 1e9:.2f}",
+            f"{row['disk_bytes'] / 1e9:.2f}",
+            f"{row['seconds']:.1f}",
+            f"{row['flops'] / 1e12:.2f}",
+            f"{row['parameters']:,}",
+        )
+    return shown
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.memory", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="small Blocks: it runs, and proves nothing")
+    parser.add_argument("--run", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.run:
+        print(json.dumps(measure(Run(**json.loads(options.run)), Path(options.folder))))
+        return 0
+    claim = Claim("memory", options.quick)
+    base = Run("blockwise", 4, 1)
+    if options.quick:
+        base = replace(base, d_model=128, n_heads=4, n_kv_heads=2, d_ff=384, vocab_size=256, seq_len=64)
+    found: dict[str, dict[str, Any]] = {}
+    for run in plan(base):
+        found[run.name] = in_fresh_process(run) | in_fresh_process(replace(run, count_flops=True))
+        claim.figures = {"shape": asdict(base), "runs": found}
+        claim.write()
+        print(f"{run.name}: {found[run.name]['peak_bytes'] / 1e9:.2f} GB", flush=True)
+    claim.bars = bars(found)
+    Console(width=110).print(table(found))
+    return claim.conclude()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,45 +1,27 @@
-"""StackWiseConfig: what to build, how to train it and on what, as validated data.
-
-YAML in, YAML out. Every problem of a file is reported at once, each with the path of its key, the
-value seen and what is allowed. Sections stay valid after construction: assigning to a field checks
-the whole section again and leaves it untouched when the check fails.
-"""
+"""ModelConfig: the Rack, its Stacks and its Blocks."""
 
 from __future__ import annotations
 
-import difflib
-import re
-import reprlib
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    TypeAdapter,
-    ValidationError,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationInfo, field_validator
 
-from stackwise.yaml12 import dump_yaml, load_yaml
+from stackwise.config.section import KeysRefusedError, Section, Size
 
 __all__ = [
     "ArchitectureConfig",
+    "AttentionMode",
+    "AttentionType",
     "BlockConfig",
-    "ConfigError",
-    "DataConfig",
+    "FeatureMapKind",
+    "InitializationKind",
     "KernelConfig",
     "LatentConfig",
     "ModelConfig",
-    "OptimizerConfig",
+    "NormKind",
+    "NormPosition",
+    "QueryKeyNorm",
     "RopeScalingConfig",
-    "ScheduleConfig",
-    "StackWiseConfig",
-    "TrainingConfig",
 ]
 
 AttentionType = Literal["mha", "gqa", "mqa", "mla", "kernel"]
@@ -49,76 +31,16 @@ InitializationKind = Literal["normal", "kaiming", "xavier", "small", "zero_out",
 NormKind = Literal["rmsnorm", "layernorm"]
 NormPosition = Literal["pre", "post"]
 QueryKeyNorm = Literal["head", "width"]
-Size = Annotated[int, Field(ge=1, lt=2**63)]
 
 
-class ConfigError(ValueError):
-    """A configuration was refused.
-
-    Attributes:
-        problems: one line per problem: the key's path, the value seen and what is allowed.
-        source: the file, or "configuration".
-    """
-
-    def __init__(self, problems: list[str], source: str = "configuration") -> None:
-        self.problems, self.source = problems, source
-        super().__init__(problems, source)
-
-    def __str__(self) -> str:
-        noun = "problem" if len(self.problems) == 1 else "problems"
-        return f"{self.source}: {len(self.problems)} {noun}\n" + "\n".join(f"  {p}" for p in self.problems)
-
-
-class _KeysRefusedError(ValueError):
-    """Keys of the section whose validator refuses them, each with its value and what is allowed."""
-
-    def __init__(self, keys: list[tuple[str, object, str]]) -> None:
-        self.keys = keys
-        super().__init__("; ".join(f"{key}={value} {allowed}" for key, value, allowed in keys))
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, validate_default=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _any_mapping(cls, value: Any) -> Any:
-        return dict(value) if isinstance(value, Mapping) else value
-
-    @classmethod
-    def from_dict(cls, mapping: Mapping[str, Any], *, source: str = "configuration") -> Self:
-        """Build from nested mappings; a missing key takes its default.
-
-        Raises:
-            ConfigError: naming every unknown key and every refused value.
-        """
-        if not isinstance(mapping, Mapping):
-            raise ConfigError([f"got {_show(mapping)}; allowed: a mapping of keys"], source)
-        try:
-            return cls.model_validate(dict(mapping))
-        except ValidationError as error:
-            raise ConfigError(_problems(cls, error), source) from None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Nested plain Python values; `from_dict` gives an equal section back."""
-        return self.model_dump(mode="python")
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        try:
-            checked = type(self).model_validate({**dict(self), name: value})
-        except ValidationError as error:
-            raise ConfigError(_problems(type(self), error)) from None
-        super().__setattr__(name, getattr(checked, name))
-
-
-class ArchitectureConfig(_Section):
+class ArchitectureConfig(Section):
     """How many Stacks a Rack has, and how many Blocks each Stack has."""
 
     n_stacks: Size = 2
     blocks_per_stack: Size = 4
 
 
-class LatentConfig(_Section):
+class LatentConfig(Section):
     """The sizes of multi-head latent attention, under the names that DeepSeek-V2 and V3 publish.
 
     `q_lora_rank=None` projects queries directly. Each head's query and key are `qk_nope_head_dim`
@@ -139,7 +61,7 @@ class LatentConfig(_Section):
         return qk_rope_head_dim
 
 
-class KernelConfig(_Section):
+class KernelConfig(Section):
     """Which kernel attention weighs by, and how finely it is approximated.
 
     `favor` is the softmax kernel by positive random features, `gaussian` and `laplacian` are
@@ -159,7 +81,7 @@ class KernelConfig(_Section):
         return n_features
 
 
-class RopeScalingConfig(_Section):
+class RopeScalingConfig(Section):
     """Rotary frequencies stretched for longer contexts.
 
     `linear` divides all by `factor` (Chen et al. 2023, arXiv:2306.15595); `llama3` divides those whose
@@ -182,7 +104,7 @@ class RopeScalingConfig(_Section):
         return high
 
 
-class _BlockSection(_Section):
+class _BlockSection(Section):
     """What a Block and a whole Rack are both configured by."""
 
     d_model: Size
@@ -252,12 +174,12 @@ class _BlockSection(_Section):
         elif attention_type == "mla" and info.data.get("head_dim") is not None:
             rule = "'mla' needs head_dim=null; the sizes of its heads are in latent"
         if rule is not None:
-            raise _KeysRefusedError([("attention_type", attention_type, rule)])
+            raise KeysRefusedError([("attention_type", attention_type, rule)])
         return n_kv_heads
 
     @field_validator("latent", "kernel")
     @classmethod
-    def _section_belongs(cls, section: _Section | None, info: ValidationInfo) -> _Section | None:
+    def _section_belongs(cls, section: Section | None, info: ValidationInfo) -> Section | None:
         owner = "mla" if info.field_name == "latent" else "kernel"
         attention_type = info.data.get("attention_type", owner)
         if section is not None and attention_type != owner:
@@ -366,160 +288,3 @@ def _refuse_window(window: int | None, info: ValidationInfo) -> int | None:
     if window is not None and info.data.get("attention_type") == "kernel":
         raise ValueError("attention_type='kernel' sees the whole past; allowed: null")
     return window
-
-
-class OptimizerConfig(_Section):
-    """AdamW (Loshchilov & Hutter 2019). Weight decay spares norms, biases and embeddings."""
-
-    lr: float = Field(1e-4, gt=0.0)
-    weight_decay: float = Field(0.1, ge=0.0)
-    betas: list[float] = Field(default_factory=lambda: [0.9, 0.95], min_length=2, max_length=2)
-    eps: float = Field(1e-8, gt=0.0)
-
-    @field_validator("betas")
-    @classmethod
-    def _betas_below_one(cls, betas: list[float]) -> list[float]:
-        if not all(0.0 <= beta < 1.0 for beta in betas):
-            raise ValueError("each must be in [0, 1)")
-        return betas
-
-
-class ScheduleConfig(_Section):
-    """The learning rate over time: a linear warm-up, then `kind` down to `min_lr`.
-
-    `warmup_steps=None` is a tenth of the run.
-    """
-
-    kind: Literal["cosine", "linear", "constant"] = "cosine"
-    warmup_steps: int | None = Field(None, ge=0, lt=2**63)
-    min_lr: float = Field(0.0, ge=0.0)
-
-
-class TrainingConfig(_Section):
-    """One training run. `seq_len` counts the tokens the model sees in one row of a batch.
-
-    `grad_clip` is the largest global L2 norm of the gradient, `null` for no clipping.
-    `precision` is `fp32`, `bf16` (autocast) or `bf16_weights` (bfloat16 weights and gradients, float32
-    masters in the optimizer). `compile` pays where a run is longer than the half minute it takes.
-    `device` is `auto` (CUDA where there is one, else the CPU), `cpu` or `cuda`, `cuda:1`, ...
-    `checkpoint_dir=null` saves nothing; otherwise every `save_interval` steps and at the end.
-    """
-
-    training_architecture: Literal["rackwise"] = "rackwise"
-    batch_size: Size = 4
-    seq_len: Size = 512
-    max_steps: Size = 200
-    seed: int = Field(0, ge=0, lt=2**63)
-    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:[0-9]+)?)$")
-    precision: Literal["fp32", "bf16", "bf16_weights"] = "bf16"
-    compile: bool = False
-    grad_clip: float | None = Field(1.0, gt=0.0)
-    log_interval: Size = 10
-    checkpoint_dir: str | None = None
-    save_interval: Size = 100
-    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
-    schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
-
-    @field_validator("schedule")
-    @classmethod
-    def _schedule_fits(cls, schedule: ScheduleConfig, info: ValidationInfo) -> ScheduleConfig:
-        max_steps, optimizer = info.data.get("max_steps"), info.data.get("optimizer")
-        wrong: list[tuple[str, object, str]] = []
-        if max_steps is not None and (schedule.warmup_steps or 0) > max_steps:
-            limit = f"must not exceed training.max_steps={max_steps}"
-            wrong.append(("schedule.warmup_steps", schedule.warmup_steps, limit))
-        if optimizer is not None and schedule.min_lr > optimizer.lr:
-            limit = f"must not exceed training.optimizer.lr={optimizer.lr}"
-            wrong.append(("schedule.min_lr", schedule.min_lr, limit))
-        if wrong:
-            raise _KeysRefusedError(wrong)
-        return schedule
-
-
-class DataConfig(_Section):
-    """Text, read as bytes. `dataset_path=null` is the documentation that every CPython carries."""
-
-    dataset_path: str | None = None
-    validation_fraction: float = Field(0.05, ge=0.0, lt=1.0)
-    shuffle: bool = True
-
-
-class StackWiseConfig(_Section):
-    """Everything that describes a run: `model`, `training`, `data`."""
-
-    model: ModelConfig = Field(default_factory=ModelConfig)
-    training: TrainingConfig = Field(default_factory=TrainingConfig)
-    data: DataConfig = Field(default_factory=DataConfig)
-
-    @classmethod
-    def from_yaml(cls, path: str | Path) -> Self:
-        """Read a YAML file; an empty one is all defaults.
-
-        Raises:
-            ConfigError: the file is not YAML, repeats a key, or describes no valid configuration.
-            OSError: the file cannot be read.
-        """
-        content = Path(path).read_bytes()
-        try:
-            mapping = load_yaml(content)
-        except ValueError as error:
-            raise ConfigError([str(error)], str(path)) from None
-        return cls.from_dict({} if mapping is None else mapping, source=str(path))
-
-    def to_yaml(self, path: str | Path) -> None:
-        """Write a YAML file; `from_yaml` gives an equal configuration back."""
-        Path(path).write_text(dump_yaml(self.to_dict()), encoding="utf-8")
-
-    def validate(self) -> None:  # type: ignore[override]
-        """Check everything again, rules across sections included.
-
-        Raises:
-            ConfigError: naming every refused value.
-        """
-        self.from_dict(self.to_dict())
-
-
-def _problems(section: type[BaseModel], error: ValidationError) -> list[str]:
-    lines = []
-    for detail in error.errors(include_url=False, include_context=True):
-        path = ".".join(str(part) for part in detail["loc"]) or "(top level)"
-        match detail["type"]:
-            case "extra_forbidden":
-                allowed = _fields_at(section, detail["loc"][:-1])
-                near = difflib.get_close_matches(str(detail["loc"][-1]), allowed, n=1)
-                hint = f"did you mean {near[0]!r}? " if near else ""
-                lines.append(f"{path}: unknown key; {hint}allowed: {', '.join(allowed)}")
-            case "value_error" if isinstance(detail["ctx"]["error"], _KeysRefusedError):
-                for key, value, rule in detail["ctx"]["error"].keys:
-                    path = ".".join(map(str, (*detail["loc"][:-1], key)))
-                    lines.append(f"{path}: got {_show(value)}; {rule}")
-            case "value_error":
-                lines.append(f"{path}: got {_show(detail['input'])}; {detail['ctx']['error']}")
-            case "missing":
-                lines.append(f"{path}: got nothing; it has no default")
-            case _:
-                wanted = re.sub(r"^\w+ should (be )?", "", detail["msg"])
-                lines.append(f"{path}: got {_show(detail['input'])}; allowed: {wanted}")
-    return lines
-
-
-def _fields_at(section: type[BaseModel], path: tuple[int | str, ...]) -> list[str]:
-    for part in path:
-        annotation = section.model_fields[str(part)].annotation
-        kinds = (annotation, *get_args(annotation))
-        (section,) = (kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel))
-    return list(section.model_fields)
-
-
-def _show(value: object) -> str:
-    if isinstance(value, BaseModel):
-        return type(value).__name__
-    try:
-        text = _brief.repr(value)
-    except Exception:  # a value whose repr fails is refused like any other
-        text = object.__repr__(value)
-    return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
-
-
-_brief = reprlib.Repr()
-_brief.maxstring = _brief.maxlong = _brief.maxother = 60

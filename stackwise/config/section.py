@@ -1,0 +1,131 @@
+"""Section: one part of a configuration, whose every refusal names its key.
+
+Sections stay valid after construction: assigning to a field checks the whole section again and leaves it
+untouched when the check fails.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import reprlib
+from collections.abc import Mapping
+from typing import Annotated, Any, Self, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+__all__ = ["ConfigError", "Count", "KeysRefusedError", "Section", "Size"]
+
+Size = Annotated[int, Field(ge=1, lt=2**63)]
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+
+
+class ConfigError(ValueError):
+    """A configuration was refused.
+
+    Attributes:
+        problems: one line per problem: the key's path, the value seen and what is allowed.
+        source: the file, or "configuration".
+    """
+
+    def __init__(self, problems: list[str], source: str = "configuration") -> None:
+        self.problems, self.source = problems, source
+        super().__init__(problems, source)
+
+    def __str__(self) -> str:
+        noun = "problem" if len(self.problems) == 1 else "problems"
+        return f"{self.source}: {len(self.problems)} {noun}\n" + "\n".join(f"  {p}" for p in self.problems)
+
+
+class KeysRefusedError(ValueError):
+    """Keys of the section whose validator refuses them, each with its value and what is allowed."""
+
+    def __init__(self, keys: list[tuple[str, object, str]]) -> None:
+        self.keys = keys
+        super().__init__("; ".join(f"{key}={value} {allowed}" for key, value, allowed in keys))
+
+
+class Section(BaseModel):
+    """Keys with values that are checked, and nothing else."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, validate_default=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _any_mapping(cls, value: Any) -> Any:
+        return dict(value) if isinstance(value, Mapping) else value
+
+    @classmethod
+    def from_dict(cls, mapping: Mapping[str, Any], *, source: str = "configuration") -> Self:
+        """Build from nested mappings; a missing key takes its default.
+
+        Raises:
+            ConfigError: naming every unknown key and every refused value.
+        """
+        if not isinstance(mapping, Mapping):
+            raise ConfigError([f"got {_show(mapping)}; allowed: a mapping of keys"], source)
+        try:
+            return cls.model_validate(dict(mapping))
+        except ValidationError as error:
+            raise ConfigError(_problems(cls, error), source) from None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Nested plain Python values; `from_dict` gives an equal section back."""
+        return self.model_dump(mode="python")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        try:
+            checked = type(self).model_validate({**dict(self), name: value})
+        except ValidationError as error:
+            raise ConfigError(_problems(type(self), error)) from None
+        super().__setattr__(name, getattr(checked, name))
+
+
+def _problems(section: type[BaseModel], error: ValidationError) -> list[str]:
+    lines = []
+    for detail in error.errors(include_url=False, include_context=True):
+        path = ".".join(str(part) for part in detail["loc"]) or "(top level)"
+        match detail["type"]:
+            case "extra_forbidden":
+                allowed = _fields_at(section, detail["loc"][:-1])
+                near = difflib.get_close_matches(str(detail["loc"][-1]), allowed, n=1)
+                hint = f"did you mean {near[0]!r}? " if near else ""
+                lines.append(f"{path}: unknown key; {hint}allowed: {', '.join(allowed)}")
+            case "value_error" if isinstance(detail["ctx"]["error"], KeysRefusedError):
+                for key, value, rule in detail["ctx"]["error"].keys:
+                    path = ".".join(map(str, (*detail["loc"][:-1], key)))
+                    lines.append(f"{path}: got {_show(value)}; {rule}")
+            case "value_error":
+                lines.append(f"{path}: got {_show(detail['input'])}; {detail['ctx']['error']}")
+            case "missing":
+                lines.append(f"{path}: got nothing; it has no default")
+            case _:
+                wanted = re.sub(r"^\w+ should (be )?", "", detail["msg"])
+                if detail["loc"][-1:] == ("[key]",):
+                    path, wanted = path.removesuffix(".[key]"), f"as a key {wanted}"
+                lines.append(f"{path}: got {_show(detail['input'])}; allowed: {wanted}")
+    return lines
+
+
+def _fields_at(section: type[BaseModel], path: tuple[int | str, ...]) -> list[str]:
+    for part in path:
+        field = section.model_fields.get(str(part))
+        if field is None:  # the index in a mapping whose values are sections
+            continue
+        kinds = (field.annotation, *get_args(field.annotation))
+        (section,) = (kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel))
+    return list(section.model_fields)
+
+
+def _show(value: object) -> str:
+    if isinstance(value, BaseModel):
+        return type(value).__name__
+    try:
+        text = _brief.repr(value)
+    except Exception:  # a value whose repr fails is refused like any other
+        text = object.__repr__(value)
+    return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
+
+
+_brief = reprlib.Repr()
+_brief.maxstring = _brief.maxlong = _brief.maxother = 60

@@ -2,18 +2,26 @@
 
 import json
 import re
+import subprocess
 import sys
 import textwrap
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from stackwise.checks.check import select_checks
 from stackwise.cli import main
+from stackwise.cli.keys import configuration_keys
+from stackwise.cli.overrides import load_configuration, split_overrides
 from stackwise.config import StackWiseConfig
 from stackwise.report import Report
 from stackwise.training import CheckpointManager
+from stackwise.yaml12 import dump_yaml, load_yaml
 
+# Without surrogates, of which JSON makes two escapes and YAML two characters.
+TEXT = st.text(st.characters(max_codepoint=0xD7FF))
 MODELS = """
     import torch
     from torch import nn
@@ -470,7 +478,7 @@ class TestCheckRefused:
 
     @pytest.mark.parametrize(
         "arguments",
-        [[], ["check"], ["train"], ["nothing"], ["check", "a:b", "--seed", "x"], ["check", "a:b", "-z"]],
+        [[], ["check"], ["train", "a", "b"], ["nothing"], ["check", "a:b", "--seed", "x"], ["train", "-z"]],
     )
     def test_usage(self, call, arguments, capsys):
         with pytest.raises(SystemExit) as leaving:
@@ -521,12 +529,12 @@ class TestTrain:
 class TestTrainRefused:
     def test_every_problem_of_the_file(self, call, workplace):
         (workplace / "run.yaml").write_text(
-            "model: {d_model: 0, n_head: 4}\ntraining: {precision: fp16, max_steps: none}\nextra: 1\n"
+            "model: {d_model: 0, n_head: 4}\ntraining: {precision: fp17, max_steps: none}\nextra: 1\n"
         )
         code, out, err = call("train", "run.yaml")
         assert code == 2 and out == ""
         assert err.startswith("stackwise: run.yaml: 5 problems\n")
-        problems = ["model.d_model", "model.n_head", "'n_heads'", "precision", "fp16", "max_steps", "extra"]
+        problems = ["model.d_model", "model.n_head", "'n_heads'", "precision", "fp17", "max_steps", "extra"]
         assert [part for part in problems if part not in err] == []
 
     def test_no_yaml(self, call, workplace):
@@ -556,3 +564,297 @@ class TestTrainRefused:
         code, _, err = call("train", "run.yaml")
         assert code == 2 and part in err
         assert err.startswith("stackwise: ") and err.count("\n") == 1
+
+
+@pytest.fixture
+def printed(call):
+    """The configuration that `--print-config` prints of these arguments."""
+
+    def read(*arguments):
+        code, out, err = call("train", *arguments, "--print-config")
+        assert (code, err) == (0, "")
+        return StackWiseConfig.from_dict(load_yaml(out.encode()))
+
+    return read
+
+
+class TestKeysOnTheCommandLine:
+    def test_precedence(self, printed):
+        assert printed().training.max_steps == StackWiseConfig().training.max_steps
+        assert printed("run.yaml").training.max_steps == 3
+        assert printed("run.yaml", "--training.max_steps", "7").training.max_steps == 7
+
+    def test_only_what_is_given_changes(self, printed):
+        config = StackWiseConfig.from_yaml("run.yaml")
+        found = printed("run.yaml", "--training.optimizer.weight_decay", "0.3", "--model.d_ff=40")
+        config.training.optimizer.weight_decay, config.model.d_ff = 0.3, 40
+        assert found == config
+
+    def test_before_the_file_and_without_one(self, printed):
+        key = ("--training.max_steps", "7")
+        assert printed(*key, "run.yaml") == printed("run.yaml", *key)
+        assert printed(*key).to_dict() == StackWiseConfig.from_dict({"training": {"max_steps": 7}}).to_dict()
+
+    @pytest.mark.parametrize(
+        "key, text, value",
+        [
+            ("training.optimizer.lr", "3e-4", 3e-4),
+            ("training.optimizer.lr", "1E-2", 1e-2),
+            ("training.optimizer.lr", "1", 1.0),
+            ("training.grad_clip", "null", None),
+            ("training.grad_clip", "~", None),
+            ("training.compile", "true", True),
+            ("training.seed", "010", 10),
+            ("training.optimizer.betas", "[0.8, 0.99]", [0.8, 0.99]),
+            ("training.recompute.names", '["*.attention", a]', ["*.attention", "a"]),
+            ("model.sliding_window", "[4, null]", [4, None]),
+            ("model.sliding_window", "4", 4),
+            ("training.device", "cuda:1", "cuda:1"),
+            ("training.checkpoint_dir", '"1e5"', "1e5"),
+            ("training.checkpoint_dir", '""', ""),
+            ("training.checkpoint_dir", "a=b", "a=b"),
+            ("data.dataset_path", "some file.txt", "some file.txt"),
+        ],
+    )
+    @pytest.mark.parametrize("form", ["apart", "equals"])
+    def test_values(self, printed, key, text, value, form):
+        found = printed(*([f"--{key}", text] if form == "apart" else [f"--{key}={text}"]))
+        for part in key.split("."):
+            found = getattr(found, part)
+        assert found == value and type(found) is type(value)
+
+    def test_section_that_is_null(self, printed):
+        kernel = printed(
+            "--model.attention_type", "kernel", "--model.n_kv_heads=null", "--model.kernel.n_features=8"
+        )
+        assert kernel.model.kernel.n_features == 8
+
+    def test_index_of_a_stack(self, printed):
+        found = printed(
+            "--training.optimizer.per_stack.1.lr", "1e-3", "--training.optimizer.per_stack.0.lr=2e-3"
+        )
+        assert {i: own.lr for i, own in found.training.optimizer.per_stack.items()} == {1: 1e-3, 0: 2e-3}
+
+    def test_whole_section(self, printed):
+        found = printed("run.yaml", "--training.optimizer", "{kind: muon, lr: 0.5}").training.optimizer
+        assert (found.kind, found.lr) == ("muon", 0.5)
+
+    def test_trains_by_them(self, call, workplace):
+        code, out, err = call(
+            "train", "run.yaml", "--training.max_steps", "2", "--training.checkpoint_dir=other"
+        )
+        assert code == 0 and err == "" and "\n2 steps, " in out
+        assert (workplace / "other" / "step-2").is_dir() and not (workplace / "runs").exists()
+
+    @given(
+        st.fixed_dictionaries(
+            {},
+            optional={
+                "training.optimizer.lr": st.floats(1e-12, 1e3),
+                "training.seed": st.integers(0, 2**63 - 1),
+                "training.grad_clip": st.none() | st.floats(1e-300, 1e300),
+                "training.compile": st.booleans(),
+                "training.precision": st.sampled_from(["fp32", "bf16", "fp16"]),
+                "training.checkpoint_dir": st.none() | TEXT,
+                "training.telemetry.jsonl": st.none() | TEXT,
+                "training.optimizer.betas": st.lists(st.floats(0.0, 0.999), min_size=2, max_size=2),
+                "training.optimizer.per_stack.3.lr": st.floats(1e-9, 1.0),
+                "data.dataset_path": st.none() | TEXT,
+            },
+        )
+    )
+    def test_any_value_arrives_and_is_written_as_it_is(self, values):
+        arguments = [f"--{key}={json.dumps(value)}" for key, value in values.items()]  # JSON is YAML
+        others, overrides = split_overrides(["train", *arguments])
+        assert others == ["train"]
+        found = load_configuration(None, overrides)
+        for key, value in values.items():
+            there = found
+            for part in key.split("."):
+                there = there[int(part)] if part.isdecimal() else getattr(there, part)
+            assert there == value, key
+        assert StackWiseConfig.from_dict(load_yaml(dump_yaml(found.to_dict()).encode())) == found
+
+    def test_printed_configuration_is_a_file(self, printed, call, workplace):
+        keys = [
+            "--training.optimizer.lr=1e-5",
+            "--training.optimizer.per_stack.1.lr=1e-4",
+            "--training.grad_clip=~",
+        ]
+        found = printed("run.yaml", *keys)
+        (workplace / "again.yaml").write_text(call("train", "run.yaml", *keys, "--print-config")[1])
+        assert printed("again.yaml") == found
+
+
+class TestKeysRefused:
+    @pytest.mark.parametrize(
+        "arguments, parts",
+        [
+            (
+                ["--training.optimizer.lrr", "1"],
+                ["training.optimizer.lrr (command line): unknown key; did you mean 'lr'?"],
+            ),
+            (
+                ["--training.optimizer.per_stack.0.lrr", "1"],
+                ["training.optimizer.per_stack.0.lrr (command line): unknown key; did you mean 'lr'?"],
+            ),
+            (["--trainig.seed", "1"], ["trainig (command line): unknown key; did you mean 'training'?"]),
+            (["--training.lr", "1"], ["training.lr (command line)", "did you mean 'training.optimizer.lr'"]),
+            (["--lr", "1"], ["--lr (command line): unknown option", "--training.optimizer.lr"]),
+            (["--max-steps", "1"], ["--max-steps", "did you mean --training.max_steps?"]),
+            (["--progres", "on"], ["--progres ", "did you mean --progress?"]),
+            (
+                ["--training.seed", "x"],
+                ["training.seed (command line): got 'x' (str); allowed: a valid integer"],
+            ),
+            (
+                ["--training.seed", "-1"],
+                ["training.seed (command line): got -1 (int)", "greater than or equal to 0"],
+            ),
+            (
+                ["--training.optimizer.lr=-3e-4"],
+                ["training.optimizer.lr (command line): got -0.0003 (float)"],
+            ),
+            (["--training.compile", "maybe"], ["training.compile (command line): got 'maybe'"]),
+            (["--training.precision", "bf17"], ["training.precision (command line): got 'bf17'", "'bf16'"]),
+            (
+                ["--training.seed"],
+                ["training.seed (command line): got no value; allowed: --training.seed=VALUE"],
+            ),
+            (["--training.seed="], ["training.seed (command line): got no value"]),
+            (["--training.compile", "--model.d_ff", "8"], ["training.compile (command line): got no value"]),
+            (
+                ["--training.recompute.names", "[*.a]"],
+                ["training.recompute.names (command line): got '[*.a]'", "YAML"],
+            ),
+            (["--training.seed.x", "1"], ["training.seed (command line): got {'x': 1} (dict)"]),
+            (["--training", "3"], ["training (command line): got 3 (int); allowed: "]),
+            (["--training.optimizer", "3"], ["training.optimizer (command line): got 3 (int)"]),
+            (["--training.seed", "1", "--training.seed", "1"], ["training.seed (command line): given twice"]),
+            (
+                ["--training.schedule", "{}", "--training.schedule.kind", "wsd"],
+                ["training.schedule.kind (command line): given beside training.schedule"],
+            ),
+            (
+                ["--training.schedule.kind", "wsd", "--training.schedule={}"],
+                ["training.schedule (command line): given beside training.schedule.kind"],
+            ),
+            # What is refused is a key that nobody gave, because of one that was given.
+            (["--model.n_heads", "1", "--model.d_model", "8"], ["model.n_kv_heads (default): got 2 (int)"]),
+        ],
+        ids=lambda value: " ".join(value) if str(value[0]).startswith("--") else "told",
+    )
+    def test_says_key_value_and_what_is_allowed(self, call, arguments, parts):
+        code, out, err = call("train", *arguments)
+        assert code == 2 and out == "" and err.startswith("stackwise: command line: 1 problem\n")
+        assert [part for part in parts if part not in err] == []
+
+    def test_all_problems_and_where_each_is_from(self, call, workplace):
+        (workplace / "run.yaml").write_text("model: {d_model: 0}\ntraining: {precision: fp17, sede: 1}\n")
+        code, _, err = call(
+            "train",
+            "run.yaml",
+            "--training.max_steps",
+            "none",
+            "--data.shuffle",
+            "--data.tsk=copy",
+            "--lr",
+            "1",
+        )
+        assert code == 2 and err.startswith("stackwise: run.yaml and command line: 7 problems\n")
+        for start in (
+            "model.d_model (run.yaml): got 0 (int)",
+            "training.precision (run.yaml): got 'fp17' (str)",
+            "training.sede (run.yaml): unknown key; did you mean 'seed'?",
+            "training.max_steps (command line): got 'none' (str)",
+            "data.shuffle (command line): got no value",
+            "data.tsk (command line): unknown key; did you mean 'task'?",
+            "--lr (command line): unknown option; did you mean --training.optimizer.lr",
+        ):
+            assert f"\n  {start}" in err, start
+
+    def test_key_that_goes_into_a_value_of_the_file(self, call, workplace):
+        (workplace / "run.yaml").write_text("training: {seed: 5}\nmodel: 3\n")
+        _, _, err = call("train", "run.yaml", "--training.seed.x", "1", "--model.d_ff", "8")
+        assert "training.seed.x (command line): the file has 5 for seed, which holds no keys" in err
+        assert (
+            "model.d_ff (command line): the file has 3 for model" in err and "model (run.yaml): got 3" in err
+        )
+
+    def test_a_key_of_the_command_line_mends_the_file(self, printed, workplace):
+        (workplace / "run.yaml").write_text("training: {seed: x}\n")
+        assert printed("run.yaml", "--training.seed", "4").training.seed == 4
+
+    @pytest.mark.parametrize("text", ["- 1", "model: [", "a: 1\na: 2"])
+    def test_file_that_is_none(self, call, workplace, text):
+        (workplace / "run.yaml").write_text(text)
+        code, _, err = call("train", "run.yaml", "--training.seed", "4")
+        assert code == 2 and err.startswith("stackwise: run.yaml: 1 problem\n")
+
+    def test_missing_file(self, call):
+        code, _, err = call("train", "nowhere.yaml", "--training.seed", "4")
+        assert code == 2 and "nowhere.yaml" in err and err.count("\n") == 1
+
+
+class TestTrainHelp:
+    def test_lists_every_key_and_does_not_import_torch(self):
+        code = "import sys; from stackwise.cli import main\n"
+        code += "try: main(['train', '--help'])\nexcept SystemExit: print('torch' in sys.modules)"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        assert done.stdout.endswith("\nFalse\n")
+        told = re.findall(r"^  --([\w.]+): (.+)\n      (\S.+)$", done.stdout, re.MULTILINE)
+        assert [key for key, *_ in told] == list(configuration_keys())
+        known = {key: rest for key, *rest in told}
+        assert known["training.optimizer.lr"] == [
+            "number > 0; default 0.0001",
+            "learning rate at the peak of the schedule",
+        ]
+        assert known["training.grad_clip"][0] == "number > 0 | null; default 1.0"
+        assert known["training.optimizer.betas"][0] == "list of 2 (number); default [0.9, 0.95]"
+        assert known["training.precision"][0] == "fp32 | bf16 | bf16_weights | fp16 | float8; default bf16"
+        assert known["model.rope_scaling.rope_type"][0] == "linear | llama3; no default"
+
+    def test_defaults_are_those_of_the_configuration(self):
+        for path, key in configuration_keys().items():
+            found = StackWiseConfig()
+            for part in path.split("."):
+                found = getattr(found, part, None)
+            if found is not None:
+                assert load_yaml(key.default.encode()) == found, path
+
+
+class TestOutput:
+    def test_units(self, call):
+        _, out, _ = call(
+            "train",
+            "run.yaml",
+            "--training.training_architecture=stackwise",
+            "--training.scope.polish_steps",
+            "1",
+        )
+        assert re.match(r"stackwise: stacks of 1 \+ 1 blocks, [\d,]+ parameters, next_token, fp32\n", out)
+        for name, batches in (("stack 0", 2), ("stack 1", 2), ("all together", 1)):
+            assert re.search(rf"│ {name} +│ +[\d,]+ │ +{batches} │ +\d\.\d{{4}} │ +\d\.\d{{4}} │", out), name
+        assert "\n5 steps, " in out
+
+    def test_steps_are_updates(self, call):
+        assert "\n3 steps, " in call("train", "run.yaml", "--training.accumulation_steps", "2")[1]
+
+    def test_masked(self, call):
+        keys = ("--model.attention_mode=bidirectional", "--model.vocab_size=257")
+        keys += ("--training.objective.kind=masked_token", "--training.objective.mask_token_id=256")
+        assert re.search(
+            r"validation \S+ nats per masked byte$", call("train", "run.yaml", *keys)[1], re.MULTILINE
+        )
+
+    def test_task(self, call):
+        keys = ("--data.dataset_path=null", "--data.task=shift")
+        assert re.search(r"validation \S+ nats per token$", call("train", "run.yaml", *keys)[1], re.MULTILINE)
+
+    def test_one_process_alone_with_a_strategy(self, call):
+        code, out, err = call("train", "run.yaml", "--training.distributed.strategy", "ddp")
+        assert code == 2 and out == "" and "training.distributed.strategy" in err and "torchrun" in err
+
+    def test_other_processes_print_no_configuration(self, call, monkeypatch):
+        monkeypatch.setenv("RANK", "1")
+        assert call("train", "run.yaml", "--print-config") == (0, "", "")

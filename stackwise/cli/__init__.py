@@ -1,0 +1,52 @@
+"""The `stackwise` command: a thin face of the library."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated
+
+import tyro
+
+from stackwise.cli.check import Check
+from stackwise.cli.keys import described_keys
+from stackwise.cli.overrides import split_overrides
+from stackwise.cli.train import Train
+
+__all__ = ["main"]
+
+Command = Annotated[Check, tyro.conf.subcommand("check")] | Annotated[Train, tyro.conf.subcommand("train")]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; user errors are told on standard error, with exit code 2."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    try:
+        return _run(arguments)
+    except BrokenPipeError:
+        # Whoever read has seen enough, as `head` does; what is left must not be told at exit either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (ValueError, OSError) as error:
+        print(f"stackwise: {error}", file=sys.stderr)
+        return 2
+    except (TypeError, ArithmeticError, RuntimeError, ImportError) as error:
+        print(f"stackwise: {type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+
+
+def _run(arguments: list[str]) -> int:
+    trains = arguments[:1] == ["train"]
+    arguments, overrides = split_overrides(arguments) if trains else (arguments, [])
+    try:
+        command: Check | Train = tyro.cli(
+            Command,
+            args=arguments,
+            prog="stackwise",
+            description="Is a transformer architecture right, is it stable, is it fast?",
+        )
+    except SystemExit:
+        if trains and {"-h", "--help"} & set(arguments):
+            print(described_keys(), flush=True)
+        raise
+    return command.run() if isinstance(command, Check) else command.run(overrides)

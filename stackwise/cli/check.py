@@ -1,0 +1,134 @@
+"""Check: the command that says what is wrong with a model or a training step."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+
+if TYPE_CHECKING:
+    from stackwise.spec import ModelSpec
+    from stackwise.trainer_spec import TrainerSpec
+
+__all__ = ["Check"]
+
+
+@dataclass(frozen=True)
+class Check:
+    """Check a model, or a training step, and say what is wrong with it; exit code 1 where something is."""
+
+    subject: tyro.conf.Positional[str]
+    """MODULE:FACTORY, or path/to/file.py:FACTORY; FACTORY() returns an nn.Module, a ModelSpec, a TrainerSpec,
+    or an object with model, optimizer and step(batch)."""
+    checks: tuple[str, ...] = ()
+    """Names of checks or families, by spaces or commas; none: all of the suite."""
+    suite: Literal["fast", "full"] = "fast"
+    """fast: seconds for a tiny model; full: everything."""
+    device: str = "cpu"
+    """cpu, cuda or cuda:N."""
+    seed: int = 0
+    """Of weights, inputs and dropout."""
+    causal: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """The model claims that no output depends on a later input; neither flag: as it says itself."""
+    no_causal: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """It claims no such thing, as an encoder."""
+    reference: str | None = None
+    """MODULE:FACTORY of what it has to compute the same as, by parameters of the same names: a plain form of
+    it, or itself as it was (git worktree add ../before HEAD; --reference ../before/model.py:build)."""
+    report: Path | None = None
+    """Write the results here, as .md, as .json, or both where the name has no ending."""
+
+    def run(self) -> int:
+        """Print every result."""
+        from stackwise.checks import check_model, check_trainer, refuse_unknown
+        from stackwise.device import fingerprint, resolve_device
+        from stackwise.factory import load_factory
+        from stackwise.report import Report, report_files
+        from stackwise.trainer_spec import TrainerSpec
+
+        files = report_files(self.report) if self.report else []
+        names = [name for some in self.checks for name in some.split(",") if name] or None
+        if names is not None:
+            refuse_unknown(names)
+        if self.causal and self.no_causal:
+            raise ValueError("got --causal and --no-causal; wanted one of them")
+        declared: dict[str, Any] = {"causal": self.causal} if self.causal or self.no_causal else {}
+        if self.reference is not None:
+            declared["reference"] = load_factory(self.reference, search=Path.cwd())
+        device = resolve_device(self.device)
+        spec = _describe(load_factory(self.subject, search=Path.cwd()), self.subject, declared)
+        print(f"{spec.name}: {spec.notes}".removesuffix(": "))
+        if isinstance(spec, TrainerSpec):
+            results = check_trainer(spec, checks=names, suite=self.suite, device=device, seed=self.seed)
+        else:
+            results = check_model(spec, checks=names, suite=self.suite, device=device, seed=self.seed)
+        failed = [f"{result.model}::{result.check}" for result in results if not result.ok]
+        report = Report(failed_tests=failed, noun="check")
+        for result in results:
+            report.add("checks", **result.to_dict())
+        for line in report.lines():
+            print(line)
+        report.environment = fingerprint()
+        for file in files:
+            report.write(file)
+            print(f"written: {file}")
+        return 1 if report.failed_tests else 0
+
+
+def _describe(found: Any, target: str, declared: dict[str, Any]) -> ModelSpec | TrainerSpec:
+    """The spec of what `target` names: of a model, or, by what it returns, of a training step."""
+    from torch import nn
+
+    from stackwise.spec import ModelSpec
+    from stackwise.trainer_spec import TrainerSpec
+
+    is_factory = callable(found) and not isinstance(found, nn.Module)
+    made: list[Any] = [] if is_factory else [found]
+
+    def remembering() -> Any:
+        made.append(found())
+        return made[-1]
+
+    asked = functools.wraps(found)(remembering) if is_factory else found
+    try:
+        spec = ModelSpec.of(asked, **declared)
+    except (TypeError, ValueError) as error:
+        if not made or not _may_be_a_training_step(made[0], error):
+            raise
+        try:
+            trainer = TrainerSpec.of(found)
+        except TypeError as other:
+            raise TypeError(f"{error}; nor is it a training step: {other}") from None
+        return _of_training(trainer, target, declared)
+    if _may_be_a_training_step(made[0], None):
+        return _of_training(TrainerSpec.of(found), target, declared)
+    # Not of what remembers: a factory is called anew for each model.
+    return replace(spec, build=found) if spec.build is asked else spec
+
+
+def _may_be_a_training_step(made: Any, error: Exception | None) -> bool:
+    """Whether `made`, which as a model gave `error` or none, is to be asked as a training step."""
+    from torch import nn
+
+    from stackwise.lightning_run import is_lightning_module
+    from stackwise.spec import ModelSpec
+
+    if is_lightning_module(made):  # it may have no forward
+        return True
+    return isinstance(error, TypeError) and not isinstance(made, nn.Module | ModelSpec)
+
+
+def _of_training(spec: TrainerSpec, target: str, declared: dict[str, Any]) -> TrainerSpec:
+    if declared:
+        said = "--reference" if "reference" in declared else "--causal or --no-causal"
+        raise ValueError(f"{spec.name}: got {said}, and is a training step; wanted a model")
+    return spec if spec.factory else replace(spec, factory=_absolute(target))
+
+
+def _absolute(target: str) -> str:
+    """The target with the whole path of its file, for another process, which may start elsewhere."""
+    module, _, factory = target.rpartition(":")
+    return f"{Path.cwd() / module}:{factory}" if module.endswith(".py") else target

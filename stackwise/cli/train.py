@@ -1,0 +1,112 @@
+"""Train: the command that trains a Rack as a configuration says."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import tyro
+
+from stackwise.cli.overrides import Override, load_configuration
+from stackwise.yaml12 import dump_yaml
+
+if TYPE_CHECKING:
+    from stackwise.config import StackWiseConfig
+    from stackwise.training import TrainingResult
+
+__all__ = ["Train"]
+
+
+@dataclass(frozen=True)
+class Train:
+    """Train a Rack as a YAML file says, and as keys behind it say, such as --training.optimizer.lr 3e-4."""
+
+    config: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="[FILE]")] = None
+    """YAML; without it all keys have their defaults."""
+    progress: Literal["auto", "on", "off"] = "auto"
+    """Show progress; auto: on a terminal."""
+    print_config: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print the whole configuration as YAML, and do not train."""
+
+    def run(self, overrides: Sequence[Override] = ()) -> int:
+        """Train, and print what came of it; of many processes the first one does."""
+        config = load_configuration(self.config, overrides)
+        if self.print_config:
+            if os.environ.get("RANK", "0") == "0":
+                print(dump_yaml(config.to_dict()), end="")
+            return 0
+        import torch
+
+        from stackwise.device import keep_freed_memory
+        from stackwise.model import create_rack_from_config
+        from stackwise.training import ArchitectureTrainer, create_data
+        from stackwise.training.processes import Processes
+
+        keep_freed_memory()
+        torch.manual_seed(config.training.seed)
+        rack = create_rack_from_config(config)
+        progress = {"auto": None, "on": True, "off": False}[self.progress]
+        with Processes.from_environment(config.training) as processes:
+            training, validation = create_data(config, processes.rank, processes.world_size)
+            trainer = ArchitectureTrainer(config, progress=progress, processes=processes)
+            result = trainer.train_architecture(rack, training)
+            validation_loss = None if validation is None else trainer.evaluate(rack, validation)
+            if processes.is_main:
+                _print_result(config, result, validation_loss)
+        return 0
+
+
+def _print_result(config: StackWiseConfig, result: TrainingResult, validation_loss: float | None) -> None:
+    settings = config.training
+    stacks = " + ".join(map(str, result["blocks_per_stack"]))
+    print(
+        f"{settings.training_architecture}: stacks of {stacks} blocks, {result['parameters']:,} parameters, "
+        f"{settings.objective.kind}, {settings.precision}"
+    )
+    if "results" in result:
+        _print_units(result)
+    line = f"{len(result['records'])} steps, {result['tokens_per_second']:,.0f} tokens/s, "
+    line += f"loss {result['final_loss']:.4f}"
+    if validation_loss is not None:
+        line += f", validation {validation_loss:.4f} nats per {_predicted(config)}"
+    print(line)
+    for noun, place in (
+        ("saved in", settings.checkpoint_dir),
+        ("steps in", settings.telemetry.jsonl),
+        ("events in", settings.telemetry.tensorboard),
+    ):
+        if place:
+            print(f"{noun} {place}")
+
+
+def _print_units(result: TrainingResult) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table()
+    table.add_column("unit")
+    for column in ("parameters", "batches", "mean loss", "final loss", "seconds"):
+        table.add_column(column, justify="right")
+    units = [*result["results"], *([result["polish"]] if "polish" in result else [])]
+    for unit in units:
+        name = f"stack {unit['stack_idx']}" if "stack_idx" in unit else "all together"
+        table.add_row(
+            name + (f" block {unit['block_idx']}" if "block_idx" in unit else ""),
+            f"{unit['parameters']:,}",
+            str(unit["num_batches"]),
+            f"{unit['avg_loss']:.4f}",
+            f"{unit['final_loss']:.4f}",
+            f"{unit['seconds']:.1f}",
+        )
+    Console(highlight=False).print(table)
+
+
+def _predicted(config: StackWiseConfig) -> str:
+    """What a loss is per: of the byte tokenizer a byte, otherwise a token."""
+    data = config.data
+    shards = data.dataset_path is not None and Path(data.dataset_path).is_dir()
+    noun = "byte" if data.task is None and data.tokenizer == "byte" and not shards else "token"
+    return f"masked {noun}" if config.training.objective.kind == "masked_token" else noun

@@ -20,7 +20,9 @@ from bench.claim import Bar, Claim
 from stackwise import create_simple_rack
 from stackwise.config import TrainingConfig
 from stackwise.model import Rack
-from stackwise.training.step import TrainStep
+from stackwise.training.objective import Objective
+from stackwise.training.phase_model import PhaseModel
+from stackwise.training.step import MicroBatch, TrainStep
 
 PEAK_FLOPS, PEAK_BYTES = 989e12, 4.3e12  # of one H200: dense bfloat16, and as measured of its 4.8e12
 
@@ -99,12 +101,14 @@ def decoding_bar(claim: Claim, size: Size, device: torch.device | None) -> Bar:
 def measure_training(size: Size, device: torch.device, steps: int = 20) -> dict[str, Any]:
     """Seconds of each step, warm-up beside, and FLOPs per second of the median."""
     rack = size.build(device)
-    step = TrainStep(rack, TrainingConfig.from_dict({"precision": "bf16_weights", "compile": True}))
+    settings = TrainingConfig.from_dict({"precision": "bf16_weights", "compile": True})
+    objective = Objective(settings.objective, size.vocab_size)
+    step = TrainStep(PhaseModel(rack, objective), settings, rack)
     ids = torch.randint(size.vocab_size, (size.batch_size, size.seq_len + 1), device=device)
 
     def once() -> float:
         start = time.perf_counter()
-        loss = step({"input_ids": ids}, 1e-4).loss
+        loss = step([MicroBatch(objective.targets({"input_ids": ids}, ()))], 1e-4).loss
         assert loss.isfinite()  # waits for the device
         return time.perf_counter() - start
 

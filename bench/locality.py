@@ -86,7 +86,7 @@ def train(recipe: str, tokens: int, seed: int) -> Iterator[dict[str, Any]]:
     import torch
 
     from stackwise import ArchitectureTrainer, create_rack_from_config
-    from stackwise.training import create_data
+    from stackwise.data import create_data
 
     torch.set_num_threads(1)
     config = config_of(recipe, tokens, seed)

@@ -21,11 +21,13 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from bench.claim import Bar, Claim, interleave, ratio
 from bench.peer_models import PEERS, Built, Shape, rack, versions
 from stackwise.config import TrainingConfig
+from stackwise.data.create import documentation_text
 from stackwise.model import Rack, quantize_stack
 from stackwise.model.backend import attend, using
 from stackwise.model.layout import Layout
-from stackwise.training.data import documentation_text
-from stackwise.training.step import TrainStep
+from stackwise.training.objective import Objective
+from stackwise.training.phase_model import PhaseModel
+from stackwise.training.step import MicroBatch, TrainStep
 
 SMALL = Shape(384, 6, 6, 2, 1024, batch_size=2, seq_len=256)
 SHAPES = [
@@ -142,8 +144,9 @@ def our_train_call(built: Built, ids: Tensor, dtype: torch.dtype, compiled: bool
             "optimizer": {"weight_decay": 0.01},
         }
     )
-    step = TrainStep(model, settings)
-    return lambda: step({"input_ids": ids}, LR).loss
+    objective = Objective(settings.objective, model.vocab_size)
+    step = TrainStep(PhaseModel(model, objective), settings, model)
+    return lambda: step([MicroBatch(objective.targets({"input_ids": ids}, ()))], LR).loss
 
 
 def forward_call(built: Built, ids: Tensor, dtype: torch.dtype, compiled: bool) -> Callable[[], Tensor]:

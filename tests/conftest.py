@@ -1,9 +1,32 @@
-"""Models that tests in several folders share."""
+"""What tests in several folders share: models, and a configuration small enough to train within a test."""
 
+import copy
 import importlib.util
 from pathlib import Path
 
 import pytest
+
+SMALL = {
+    "model": {
+        "vocab_size": 23,
+        "d_model": 16,
+        "n_heads": 2,
+        "n_kv_heads": 1,
+        "d_ff": 32,
+        "architecture": {"n_stacks": 2, "blocks_per_stack": 1},
+    },
+    "training": {
+        "batch_size": 2,
+        "seq_len": 8,
+        "max_steps": 4,
+        "device": "cpu",
+        "precision": "fp32",
+        "log_interval": 1,
+        "optimizer": {"lr": 1e-2},
+        "schedule": {"kind": "constant", "warmup_steps": 0},
+    },
+    "data": {},
+}
 
 
 @pytest.fixture(scope="session")
@@ -15,3 +38,49 @@ def subjects():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def merged(base, changes):
+    result = copy.deepcopy(base)
+    for key, value in changes.items():
+        result[key] = merged(result[key], value) if isinstance(result.get(key), dict) else value
+    return result
+
+
+@pytest.fixture(scope="session")
+def make_config():
+    """Sections are merged into the small configuration key by key."""
+    from stackwise.config import StackWiseConfig
+
+    def make(**sections):
+        return StackWiseConfig.from_dict(merged(SMALL, sections))
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def make_rack():
+    """The Rack of a configuration; equal calls give equal weights."""
+    import torch
+
+    from stackwise.model import create_rack_from_config
+
+    def make(config):
+        torch.manual_seed(7)
+        return create_rack_from_config(config)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def make_batches():
+    """`count` batches of random ids, a function of `seed` alone."""
+    import torch
+
+    def make(config, count=4, seed=0):
+        settings = config.training
+        generator = torch.Generator().manual_seed(seed)
+        shape = (count, settings.batch_size, settings.seq_len + 1)
+        return list(torch.randint(config.model.vocab_size, shape, generator=generator))
+
+    return make

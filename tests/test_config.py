@@ -14,19 +14,26 @@ import pytest
 import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from pydantic import BaseModel
 
 from stackwise.config import (
     ArchitectureConfig,
     BlockConfig,
     ConfigError,
     DataConfig,
+    DistributedConfig,
     KernelConfig,
     LatentConfig,
     ModelConfig,
+    ObjectiveConfig,
     OptimizerConfig,
+    RecomputeConfig,
     RopeScalingConfig,
     ScheduleConfig,
+    ScopeConfig,
+    StackOptimizerConfig,
     StackWiseConfig,
+    TelemetryConfig,
     TrainingConfig,
 )
 
@@ -39,7 +46,13 @@ SECTIONS = {
     "model.architecture": ArchitectureConfig,
     "training": TrainingConfig,
     "training.optimizer": OptimizerConfig,
+    "training.optimizer.per_stack.0": StackOptimizerConfig,
     "training.schedule": ScheduleConfig,
+    "training.objective": ObjectiveConfig,
+    "training.scope": ScopeConfig,
+    "training.recompute": RecomputeConfig,
+    "training.distributed": DistributedConfig,
+    "training.telemetry": TelemetryConfig,
     "data": DataConfig,
 }
 # Sections that only some models have: what the model then is.
@@ -47,6 +60,17 @@ OPTIONAL_SECTIONS = {
     "model.latent": {"attention_type": "mla", "n_kv_heads": None, "latent": {}},
     "model.kernel": {"attention_type": "kernel", "kernel": {}},
     "model.rope_scaling": {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+}
+# Keys that are read as integers, as the indices of Stacks.
+INDEXED = ["training.optimizer.per_stack"]
+# What a value of a key goes with: else its own rule is not the one that refuses it.
+GOES_WITH = {
+    "training.scope": {"training_architecture": "blockwise"},
+    "training.scope.cache_dir": {"scope": {"cache_bytes": 1}},
+    "training.scope.offload_dir": {"scope": {"offload": "disk", "offload_dir": "blocks"}},
+    "training.objective.mask_token_id": {"objective": {"kind": "masked_token"}},
+    "training.objective.random_fraction": {"objective": {"kind": "masked_token", "mask_token_id": 3}},
+    "training.objective.same_fraction": {"objective": {"kind": "masked_token", "mask_token_id": 3}},
 }
 # The smallest value of each integer.
 INTEGERS = {
@@ -68,12 +92,20 @@ INTEGERS = {
     "model.architecture.n_stacks": 1,
     "model.architecture.blocks_per_stack": 1,
     "training.batch_size": 1,
+    "training.accumulation_steps": 1,
     "training.seq_len": 1,
     "training.max_steps": 1,
     "training.seed": 0,
     "training.log_interval": 1,
     "training.save_interval": 1,
     "training.schedule.warmup_steps": 0,
+    "training.objective.mask_token_id": 0,
+    "training.objective.logits_chunk": 1,
+    "training.scope.overlap": 0,
+    "training.scope.suffix": 0,
+    "training.scope.polish_steps": 0,
+    "training.scope.cache_bytes": 0,
+    "training.recompute.every": 1,
 }
 # Per number: a whole number that is allowed, and numbers just outside.
 FLOATS = {
@@ -90,7 +122,16 @@ FLOATS = {
     "training.optimizer.lr": (1, [0.0, 0, -1e-4]),
     "training.optimizer.weight_decay": (0, [-1e-9, -1]),
     "training.optimizer.eps": (1, [0.0, -1e-8]),
+    "training.optimizer.momentum": (0, [-1e-9, 1.0, 1, -1]),
+    "training.optimizer.per_stack.0.lr": (1, [0.0, 0, -1e-4]),
+    "training.optimizer.per_stack.0.weight_decay": (0, [-1e-9, -1]),
     "training.schedule.min_lr": (0, [-1e-9]),
+    "training.schedule.decay_fraction": (1, [0.0, 0, 1.1, 2, -1]),
+    "training.objective.mask_fraction": (1, [0.0, 0, 1.1, 2]),
+    "training.objective.random_fraction": (1, [-1e-9, 1.1, 2]),
+    "training.objective.same_fraction": (1, [-1e-9, 1.1, 2]),
+    "training.objective.z_loss": (0, [-1e-9, -1]),
+    "training.recompute.budget": (1, [-1e-9, 1.1, 2]),
     "data.validation_fraction": (0, [-0.1, 1.0, 1, 2]),
 }
 BOOLEANS = [
@@ -99,6 +140,10 @@ BOOLEANS = [
     "model.use_rope",
     "model.qkv_bias",
     "training.compile",
+    "training.scope.growth",
+    "training.distributed.reshard_after_forward",
+    "training.telemetry.parameter_norms",
+    "data.pack_documents",
     "data.shuffle",
 ]
 CHOICES = {
@@ -109,11 +154,29 @@ CHOICES = {
     "model.qk_norm": ["head", "width"],
     "model.kernel.feature_map": ["favor", "gaussian", "laplacian", "elu"],
     "model.rope_scaling.rope_type": ["linear", "llama3"],
-    "training.training_architecture": ["rackwise"],
-    "training.precision": ["fp32", "bf16", "bf16_weights"],
-    "training.schedule.kind": ["cosine", "linear", "constant"],
+    "model.initialization": ["normal", "kaiming", "xavier", "small", "zero_out", "mup"],
+    "training.training_architecture": ["rackwise", "stackwise", "blockwise"],
+    "training.precision": ["fp32", "bf16", "bf16_weights", "fp16", "float8"],
+    "training.optimizer.kind": ["adamw", "muon"],
+    "training.schedule.kind": ["cosine", "linear", "constant", "wsd", "inverse_sqrt"],
+    "training.objective.kind": ["next_token", "masked_token", "mask_diffusion"],
+    "training.objective.noise_schedule": ["linear", "cosine"],
+    "training.scope.head": ["shared", "per_unit"],
+    "training.scope.order": ["left_to_right", "right_to_left"],
+    "training.scope.offload": ["none", "cpu", "disk"],
+    "training.recompute.kind": ["none", "full", "every_nth", "selective", "budget", "by_name"],
+    "training.distributed.strategy": ["none", "ddp", "fsdp"],
+    "data.task": ["copy", "shift", "induction", "markov"],
 }
-TEXTS = ["training.checkpoint_dir", "data.dataset_path"]
+NULLABLE_TEXTS = [
+    "training.checkpoint_dir",
+    "training.scope.cache_dir",
+    "training.scope.offload_dir",
+    "training.telemetry.jsonl",
+    "training.telemetry.tensorboard",
+    "data.dataset_path",
+]
+TEXTS = [*NULLABLE_TEXTS, "data.tokenizer"]
 MAY_BE_NULL = {
     "model.n_kv_heads",
     "model.head_dim",
@@ -125,7 +188,12 @@ MAY_BE_NULL = {
     "model.latent.q_lora_rank",
     "training.grad_clip",
     "training.schedule.warmup_steps",
-    *TEXTS,
+    "training.optimizer.per_stack.0.lr",
+    "training.optimizer.per_stack.0.weight_decay",
+    "training.objective.mask_token_id",
+    "training.objective.logits_chunk",
+    "data.task",
+    *NULLABLE_TEXTS,
 }
 NO_INTEGERS = ["8", 8.0, True, False, [8], {"a": 8}, math.nan, math.inf, b"8"]
 NO_FLOATS = ["0.1", "1e-4", True, False, [0.1], {}, math.nan, math.inf, -math.inf]
@@ -232,6 +300,80 @@ REFUSED_MODELS = [
         ["'yarn'", "'llama3'"],
     ),
 ]
+BLOCKWISE = {"training_architecture": "blockwise"}
+MASKED = {"kind": "masked_token", "mask_token_id": 3}
+# Of `training`: the keys, the one refused, what its line must contain.
+REFUSED_TRAININGS = [
+    *(
+        ({"scope": {key: value} | beside}, f"scope.{key}", [repr(value), "stackwise or blockwise"])
+        for key, value, beside in [
+            ("head", "per_unit", {}),
+            ("overlap", 1, {}),
+            ("suffix", 1, {}),
+            ("order", "right_to_left", {}),
+            ("polish_steps", 1, {}),
+            ("cache_bytes", 1, {}),
+            ("offload", "cpu", {}),
+        ]
+    ),
+    (BLOCKWISE | {"scope": {"overlap": 2, "suffix": 1}}, "scope.suffix", ["1", "overlap=0"]),
+    (
+        BLOCKWISE | {"scope": {"overlap": 2, "order": "right_to_left"}},
+        "scope.order",
+        ["'right_to_left'", "overlap=0 (overlap=2)"],
+    ),
+    (
+        BLOCKWISE | {"scope": {"suffix": 2, "order": "right_to_left"}},
+        "scope.order",
+        ["'right_to_left'", "suffix=0 (suffix=2)"],
+    ),
+    (
+        BLOCKWISE | {"scope": {"growth": True, "order": "right_to_left"}},
+        "scope.growth",
+        ["True", "order='left_to_right'"],
+    ),
+    (BLOCKWISE | {"scope": {"cache_dir": "x"}}, "scope.cache_dir", ["'x'", "cache_bytes above 0"]),
+    (BLOCKWISE | {"scope": {"offload": "disk"}}, "scope.offload_dir", ["None", "offload='disk'"]),
+    (BLOCKWISE | {"scope": {"offload_dir": "x"}}, "scope.offload_dir", ["'x'", "offload='none'"]),
+    (
+        BLOCKWISE | {"scope": {"offload": "cpu", "offload_dir": "x"}},
+        "scope.offload_dir",
+        ["'x'", "offload='cpu'"],
+    ),
+    (
+        BLOCKWISE | {"max_steps": 7, "scope": {"polish_steps": 7}},
+        "scope.polish_steps",
+        ["7", "below max_steps=7"],
+    ),
+    ({"objective": {"kind": "masked_token"}}, "objective.mask_token_id", ["None", "'masked_token' needs"]),
+    (
+        {"objective": {"kind": "mask_diffusion"}},
+        "objective.mask_token_id",
+        ["None", "'mask_diffusion' needs"],
+    ),
+    ({"objective": {"mask_token_id": 3}}, "objective.mask_token_id", ["3", "'next_token'", "allowed: null"]),
+    (
+        {"objective": MASKED | {"random_fraction": 0.5, "same_fraction": 0.75}},
+        "objective.same_fraction",
+        ["0.75", "exceed 1", "random_fraction=0.5"],
+    ),
+    ({"objective": {"same_fraction": 0.1}}, "objective.same_fraction", ["0.1", "'masked_token'"]),
+    ({"objective": {"random_fraction": 0.1}}, "objective.random_fraction", ["0.1", "'masked_token'"]),
+    (
+        {"objective": {"kind": "mask_diffusion", "mask_token_id": 3, "random_fraction": 0.1}},
+        "objective.random_fraction",
+        ["0.1", "'masked_token'", "kind='mask_diffusion'"],
+    ),
+    ({"recompute": {"kind": "budget"}}, "recompute.kind", ["'budget'", "compile=true"]),
+    ({"recompute": {"kind": "by_name"}}, "recompute.names", ["[]", "at least one pattern"]),
+    ({"recompute": {"names": [3]}}, "recompute.names.0", ["3", "string"]),
+    ({"optimizer": {"per_stack": {"0": {}}}}, "optimizer.per_stack.0", ["'0'", "as a key a valid integer"]),
+    ({"optimizer": {"per_stack": {True: {}}}}, "optimizer.per_stack.1", ["True", "integer"]),
+    ({"optimizer": {"per_stack": {-1: {}}}}, "optimizer.per_stack.-1", ["-1", "greater than or equal to 0"]),
+    ({"optimizer": {"per_stack": {2**64: {}}}}, f"optimizer.per_stack.{2**64}", ["less than"]),
+    ({"optimizer": {"per_stack": {3: None}}}, "optimizer.per_stack.3", ["None", "dictionary"]),
+    ({"optimizer": {"per_stack": [{}]}}, "optimizer.per_stack", ["[{}]", "dictionary"]),
+]
 # Combinations of values that are each fine: the mapping, the path refused, what its line must contain.
 INCONSISTENT = [
     ({"model": {"d_model": 64, "n_heads": 7}}, "model.n_heads", ["7", "d_model=64"]),
@@ -279,6 +421,8 @@ INCONSISTENT = [
     ({"training": {"optimizer": {"betas": [0.9] * 3}}}, "training.optimizer.betas", ["[0.9, 0.9, 0.9]", "2"]),
     ({"training": {"optimizer": {"betas": [0.9, "x"]}}}, "training.optimizer.betas.1", ["'x'"]),
     ({"training": {"seed": 2**63}}, "training.seed", [str(2**63)]),
+    *(({"training": training}, f"training.{key}", parts) for training, key, parts in REFUSED_TRAININGS),
+    ({"data": {"dataset_path": "a.txt", "task": "copy"}}, "data.task", ["'copy'", "dataset_path=null"]),
 ]
 CONSISTENT = [
     {"model": {"d_model": 64, "n_heads": 64, "n_kv_heads": 64, "use_rope": False}},
@@ -304,6 +448,17 @@ CONSISTENT = [
     {"training": {"schedule": {"warmup_steps": 0, "min_lr": 1e-4}}},
     {"training": {"seed": 2**63 - 1, "device": "cuda:11"}},
     {"training": {"optimizer": {"betas": [0, 0.999]}}},
+    {"training": {"optimizer": {"per_stack": {7: {"lr": 1}, 0: {}}}}},
+    {"training": {"scope": {"growth": True}}},
+    {"training": BLOCKWISE | {"scope": {"suffix": 1, "growth": True, "head": "per_unit"}}},
+    {"training": BLOCKWISE | {"scope": {"overlap": 1, "growth": True, "polish_steps": 199}}},
+    {"training": BLOCKWISE | {"scope": {"order": "right_to_left", "polish_steps": 1}}},
+    {"training": BLOCKWISE | {"scope": {"offload": "cpu", "cache_bytes": 1, "cache_dir": ""}}},
+    {"training": {"objective": MASKED | {"random_fraction": 0.5, "same_fraction": 0.5}}},
+    {"training": {"objective": {"kind": "mask_diffusion", "mask_token_id": 0}}},
+    {"training": {"recompute": {"kind": "budget", "budget": 0}, "compile": True}},
+    {"training": {"recompute": {"kind": "by_name", "names": [""]}}},
+    {"data": {"task": "copy"}},
 ]
 YAML_NUMBERS = {
     "1e-4": 1e-4,
@@ -378,14 +533,36 @@ HOSTILE_BYTES = {
 }
 
 
-def nested(path, value):
-    """The mapping with one value, in a model that has the section it is of."""
-    for key in reversed(path.split(".")):
+def keys_of(path):
+    """The keys on the way, those of an index as integers."""
+    keys = path.split(".")
+    return [int(key) if ".".join(keys[:i]) in INDEXED else key for i, key in enumerate(keys)]
+
+
+def written(path, value):
+    """The mapping with one value."""
+    for key in reversed(keys_of(path)):
         value = {key: value}
+    return value
+
+
+def nested(path, value):
+    """The mapping with one value, beside what it goes with."""
+    mapping = written(path, value)
     for section, model in OPTIONAL_SECTIONS.items():
         if path.startswith(f"{section}."):
-            return merged({"model": model}, value)
-    return value
+            mapping = merged({"model": model}, mapping)
+    for place, training in GOES_WITH.items():
+        if value is not None and f"{path}.".startswith(f"{place}."):
+            mapping = merged({"training": training}, mapping)
+    return mapping
+
+
+def at(tree, path):
+    """The value in a mapping or in sections."""
+    for key in keys_of(path):
+        tree = getattr(tree, key) if isinstance(tree, BaseModel) else tree[key]
+    return tree
 
 
 def merged(mapping, other):
@@ -436,6 +613,8 @@ def assert_valid(mapping):
         section = path.rpartition(".")[0]
         if section in OPTIONAL_SECTIONS and missing_or(mapping, section) is None:
             continue
+        if section.startswith("training.optimizer.per_stack."):  # none need be there: see below
+            continue
         value = missing_or(mapping, path)
         if value is None:
             assert path in MAY_BE_NULL, path
@@ -458,9 +637,45 @@ def assert_valid(mapping):
     assert training["seed"] < 2**63 and (training["grad_clip"] is None or training["grad_clip"] > 0)
     assert optimizer["lr"] > 0 and optimizer["weight_decay"] >= 0 and optimizer["eps"] > 0
     assert len(optimizer["betas"]) == 2 and all(is_float(b) and 0 <= b < 1 for b in optimizer["betas"])
+    assert 0 <= optimizer["momentum"] < 1
+    for index, own in optimizer["per_stack"].items():
+        assert is_int(index, 0) and own.keys() == {"lr", "weight_decay"}
+        assert own["lr"] is None or (is_float(own["lr"]) and own["lr"] > 0)
+        assert own["weight_decay"] is None or (is_float(own["weight_decay"]) and own["weight_decay"] >= 0)
     assert (schedule["warmup_steps"] or 0) <= training["max_steps"]
-    assert 0 <= schedule["min_lr"] <= optimizer["lr"]
+    assert 0 <= schedule["min_lr"] <= optimizer["lr"] and 0 < schedule["decay_fraction"] <= 1
+    assert_objective_is_consistent(training["objective"])
+    assert_scope_is_consistent(training)
+    recompute = training["recompute"]
+    assert recompute["kind"] != "budget" or training["compile"]
+    assert all(type(name) is str for name in recompute["names"])
+    assert recompute["names"] or recompute["kind"] != "by_name"
+    assert 0 <= recompute["budget"] <= 1
     assert 0 <= data["validation_fraction"] < 1
+    assert data["task"] is None or data["dataset_path"] is None
+
+
+def assert_objective_is_consistent(objective):
+    assert (objective["mask_token_id"] is None) == (objective["kind"] == "next_token")
+    assert 0 < objective["mask_fraction"] <= 1 and objective["z_loss"] >= 0
+    replaced = objective["random_fraction"], objective["same_fraction"]
+    assert min(replaced) >= 0 and sum(replaced) <= 1
+    assert replaced == (0, 0) or objective["kind"] == "masked_token"
+
+
+def assert_scope_is_consistent(training):
+    scope = dict(training["scope"])
+    if training["training_architecture"] == "rackwise":
+        scope.pop("growth")
+        nothing = {"overlap": 0, "suffix": 0, "polish_steps": 0, "cache_bytes": 0}
+        plain = {"head": "shared", "order": "left_to_right", "offload": "none"}
+        assert scope == {**nothing, **plain, "cache_dir": None, "offload_dir": None}
+        return
+    assert not (scope["overlap"] and scope["suffix"])
+    assert scope["order"] == "left_to_right" or not (scope["overlap"] or scope["suffix"] or scope["growth"])
+    assert scope["polish_steps"] < training["max_steps"]
+    assert scope["cache_dir"] is None or scope["cache_bytes"] > 0
+    assert (scope["offload_dir"] is not None) == (scope["offload"] == "disk")
 
 
 def assert_model_is_consistent(model):
@@ -498,8 +713,11 @@ def assert_model_is_consistent(model):
 
 
 counts = st.integers(1, 10**6)
+from_zero = st.integers(0, 10**6)
 positive = st.floats(0, exclude_min=True, allow_infinity=False)
+not_negative = st.floats(0, allow_infinity=False)
 fraction = st.floats(0, 1, exclude_max=True)
+part = st.floats(0, 1, exclude_min=True)
 paths = st.none() | st.text()
 
 
@@ -586,38 +804,119 @@ def valid_models(draw):
 
 
 @st.composite
+def valid_objectives(draw):
+    kind = draw(st.sampled_from(["next_token", "masked_token", "mask_diffusion"]))
+    random_fraction = draw(st.floats(0, 1)) if kind == "masked_token" else 0.0
+    same_fraction = draw(st.sampled_from([0.0, 0.1, (1 - random_fraction) / 2])) if random_fraction else 0.0
+    return {
+        "kind": kind,
+        "mask_token_id": None if kind == "next_token" else draw(from_zero),
+        "mask_fraction": draw(part),
+        "random_fraction": random_fraction,
+        "same_fraction": same_fraction if random_fraction + same_fraction <= 1 else 0.0,
+        "noise_schedule": draw(st.sampled_from(["linear", "cosine"])),
+        "z_loss": draw(not_negative),
+        "logits_chunk": draw(st.none() | counts),
+    }
+
+
+@st.composite
+def valid_scopes(draw, architecture, max_steps):
+    is_local = architecture != "rackwise"
+    backwards = is_local and draw(st.booleans())
+    beside = draw(st.sampled_from(["overlap", "suffix"])) if is_local and not backwards else None
+    offload = draw(st.sampled_from(["none", "cpu", "disk"])) if is_local else "none"
+    cache_bytes = draw(from_zero) if is_local else 0
+    return {
+        "head": draw(st.sampled_from(["shared", "per_unit"])) if is_local else "shared",
+        "overlap": draw(from_zero) if beside == "overlap" else 0,
+        "suffix": draw(from_zero) if beside == "suffix" else 0,
+        "order": "right_to_left" if backwards else "left_to_right",
+        "growth": not backwards and draw(st.booleans()),
+        "polish_steps": draw(st.integers(0, max_steps - 1)) if is_local else 0,
+        "cache_bytes": cache_bytes,
+        "cache_dir": draw(paths) if cache_bytes else None,
+        "offload": offload,
+        "offload_dir": draw(st.text()) if offload == "disk" else None,
+    }
+
+
+@st.composite
+def valid_recomputes(draw, compiles):
+    kinds = ["none", "full", "every_nth", "selective", "by_name"] + ["budget"] * compiles
+    kind = draw(st.sampled_from(kinds))
+    return {
+        "kind": kind,
+        "every": draw(counts),
+        "budget": draw(st.floats(0, 1)),
+        "names": draw(st.lists(st.text(), min_size=kind == "by_name", max_size=2)),
+    }
+
+
+own_settings = st.fixed_dictionaries({"lr": st.none() | positive, "weight_decay": st.none() | not_negative})
+
+
+@st.composite
+def valid_trainings(draw):
+    """Complete mappings of `training` that satisfy every rule, built without the code under test."""
+    max_steps, lr, compiles = draw(counts), draw(positive), draw(st.booleans())
+    architecture = draw(st.sampled_from(["rackwise", "stackwise", "blockwise"]))
+    return {
+        "training_architecture": architecture,
+        "batch_size": draw(counts),
+        "accumulation_steps": draw(counts),
+        "seq_len": draw(counts),
+        "max_steps": max_steps,
+        "seed": draw(st.integers(0, 2**63 - 1)),
+        "device": draw(st.sampled_from(["auto", "cpu", "cuda", "cuda:0", "cuda:17"])),
+        "precision": draw(st.sampled_from(["fp32", "bf16", "bf16_weights", "fp16", "float8"])),
+        "compile": compiles,
+        "grad_clip": draw(st.none() | positive),
+        "log_interval": draw(counts),
+        "checkpoint_dir": draw(paths),
+        "save_interval": draw(counts),
+        "optimizer": {
+            "kind": draw(st.sampled_from(["adamw", "muon"])),
+            "lr": lr,
+            "weight_decay": draw(not_negative),
+            "betas": [draw(fraction), draw(fraction)],
+            "eps": draw(positive),
+            "momentum": draw(fraction),
+            "per_stack": draw(st.dictionaries(st.integers(0, 99), own_settings, max_size=2)),
+        },
+        "schedule": {
+            "kind": draw(st.sampled_from(["cosine", "linear", "constant", "wsd", "inverse_sqrt"])),
+            "warmup_steps": draw(st.none() | st.integers(0, max_steps)),
+            "min_lr": draw(st.floats(0, lr)),
+            "decay_fraction": draw(part),
+        },
+        "objective": draw(valid_objectives()),
+        "scope": draw(valid_scopes(architecture, max_steps)),
+        "recompute": draw(valid_recomputes(compiles)),
+        "distributed": {
+            "strategy": draw(st.sampled_from(["none", "ddp", "fsdp"])),
+            "reshard_after_forward": draw(st.booleans()),
+        },
+        "telemetry": {
+            "parameter_norms": draw(st.booleans()),
+            "jsonl": draw(paths),
+            "tensorboard": draw(paths),
+        },
+    }
+
+
+@st.composite
 def valid_mappings(draw):
     """Complete mappings that satisfy every rule, built without the code under test."""
-    max_steps, lr = draw(counts), draw(positive)
+    task = draw(st.sampled_from([None, "copy", "shift", "induction", "markov"]))
     return {
         "model": draw(valid_models()),
-        "training": {
-            "training_architecture": "rackwise",
-            "batch_size": draw(counts),
-            "seq_len": draw(counts),
-            "max_steps": max_steps,
-            "seed": draw(st.integers(0, 2**63 - 1)),
-            "device": draw(st.sampled_from(["auto", "cpu", "cuda", "cuda:0", "cuda:17"])),
-            "precision": draw(st.sampled_from(["fp32", "bf16", "bf16_weights"])),
-            "compile": draw(st.booleans()),
-            "grad_clip": draw(st.none() | positive),
-            "log_interval": draw(counts),
-            "checkpoint_dir": draw(paths),
-            "save_interval": draw(counts),
-            "optimizer": {
-                "lr": lr,
-                "weight_decay": draw(st.floats(0, allow_infinity=False)),
-                "betas": [draw(fraction), draw(fraction)],
-                "eps": draw(positive),
-            },
-            "schedule": {
-                "kind": draw(st.sampled_from(["cosine", "linear", "constant"])),
-                "warmup_steps": draw(st.none() | st.integers(0, max_steps)),
-                "min_lr": draw(st.floats(0, lr)),
-            },
-        },
+        "training": draw(valid_trainings()),
         "data": {
-            "dataset_path": draw(paths),
+            "dataset_path": draw(paths) if task is None else None,
+            "tokenizer": draw(st.text()),
+            "task": task,
+            "pack_documents": draw(st.booleans()),
             "validation_fraction": draw(fraction),
             "shuffle": draw(st.booleans()),
         },
@@ -760,6 +1059,20 @@ class TestYaml:
             tracemalloc.stop()
         assert peak < 2_000_000
 
+    def test_settings_of_stacks(self, yaml_file):
+        yaml_file.write_text("training: {optimizer: {per_stack: {0: {lr: 1e-3}, 3: {}}}}", encoding="utf-8")
+        optimizer = StackWiseConfig.from_yaml(yaml_file).training.optimizer
+        assert {index: own.to_dict() for index, own in optimizer.per_stack.items()} == {
+            0: {"lr": 1e-3, "weight_decay": None},
+            3: {"lr": None, "weight_decay": None},
+        }
+
+    @pytest.mark.parametrize("key", ["'0'", "x", "-1", "1.0", "null", "true"])
+    def test_no_index_of_a_stack(self, yaml_file, key):
+        yaml_file.write_text(f"training: {{optimizer: {{per_stack: {{{key}: {{}}}}}}}}", encoding="utf-8")
+        with pytest.raises(ConfigError, match=r"per_stack\.\S+: got .* as a key"):
+            StackWiseConfig.from_yaml(yaml_file)
+
     def test_missing_file_is_no_config_error(self, tmp_path):
         with pytest.raises(FileNotFoundError):
             StackWiseConfig.from_yaml(tmp_path / "none.yaml")
@@ -825,9 +1138,7 @@ class TestTypes:
 
     @pytest.mark.parametrize("path, value", [(path, whole) for path, (whole, _) in FLOATS.items()])
     def test_whole_numbers_are_numbers(self, path, value):
-        result = StackWiseConfig.from_dict(nested(path, value)).to_dict()
-        for key in path.split("."):
-            result = result[key]
+        result = at(StackWiseConfig.from_dict(nested(path, value)).to_dict(), path)
         assert result == value and type(result) is float
 
     @pytest.mark.parametrize("value", [0, 1, "true", "yes", "", None, [], 1.0])
@@ -859,10 +1170,7 @@ class TestTypes:
 
     @pytest.mark.parametrize("path", sorted(MAY_BE_NULL - {"model.n_kv_heads"}))
     def test_null(self, path):
-        result = StackWiseConfig.from_dict(nested(path, None)).to_dict()
-        for key in path.split("."):
-            result = result[key]
-        assert result is None
+        assert at(StackWiseConfig.from_dict(nested(path, None)).to_dict(), path) is None
 
     @pytest.mark.parametrize("value", [None, 0, True, "x", [], [1], ["a", "b"]])
     @pytest.mark.parametrize("path", [path for path in SECTIONS if path])
@@ -974,10 +1282,21 @@ class TestProblems:
                 "batch_size": 0,
                 "seed": 2.0,
                 "device": "tpu",
-                "optimizer": {"lr": "1e-4", "betas": [0.9, 1.0], "moment": 1},
+                "optimizer": {
+                    "lr": "1e-4",
+                    "betas": [0.9, 1.0],
+                    "momentun": 1,
+                    "per_stack": {0: {"lr": 0.0, "eps": 1.0}, -1: {}, "2": {}},
+                },
                 "schedule": {"kind": "step"},
+                "accumulation_steps": 0,
+                "objective": {"kind": "masked_token", "z_loss": -1, "logits_chunk": 2.5},
+                "scope": {"overlap": 1, "suffix": 1, "cache_dir": "x", "of_load": "disk"},
+                "recompute": {"kind": "by_name", "every": 0},
+                "distributed": {"strategy": "zero"},
+                "telemetry": {"jsonl": 1},
             },
-            "data": {"shuffle": 1, "validation_fraction": math.nan},
+            "data": {"shuffle": 1, "validation_fraction": math.nan, "task": "sort"},
             "modle": {},
         }
         expected = {
@@ -990,8 +1309,24 @@ class TestProblems:
             "training.device": ("'tpu'", "cuda"),
             "training.optimizer.lr": ("'1e-4'", "number"),
             "training.optimizer.betas": ("[0.9, 1.0]", "[0, 1)"),
-            "training.optimizer.moment": ("unknown key", "weight_decay"),
-            "training.schedule.kind": ("'step'", "'cosine', 'linear' or 'constant'"),
+            "training.optimizer.momentun": ("unknown key", "did you mean 'momentum'?", "weight_decay"),
+            "training.optimizer.per_stack.0.lr": ("0.0", "greater than 0"),
+            "training.optimizer.per_stack.0.eps": ("unknown key", "lr, weight_decay"),
+            "training.optimizer.per_stack.-1": ("-1", "as a key greater than or equal to 0"),
+            "training.optimizer.per_stack.2": ("'2'", "as a key a valid integer"),
+            "training.schedule.kind": ("'step'", "'cosine', 'linear', 'constant', 'wsd' or 'inverse_sqrt'"),
+            "training.accumulation_steps": ("0", "greater than or equal to 1"),
+            "training.objective.mask_token_id": ("None", "kind='masked_token' needs"),
+            "training.objective.z_loss": ("-1", "greater than or equal to 0"),
+            "training.objective.logits_chunk": ("2.5", "integer"),
+            "training.scope.suffix": ("1", "overlap=0"),
+            "training.scope.cache_dir": ("'x'", "cache_bytes above 0"),
+            "training.scope.of_load": ("unknown key", "did you mean 'offload'?"),
+            "training.recompute.names": ("[]", "kind='by_name' needs at least one pattern"),
+            "training.recompute.every": ("0", "greater than or equal to 1"),
+            "training.distributed.strategy": ("'zero'", "'none', 'ddp' or 'fsdp'"),
+            "training.telemetry.jsonl": ("1", "string"),
+            "data.task": ("'sort'", "'copy', 'shift', 'induction' or 'markov'"),
             "data.shuffle": ("1", "boolean"),
             "data.validation_fraction": ("nan", "finite number"),
             "modle": ("unknown key", "did you mean 'model'?"),
@@ -1006,6 +1341,20 @@ class TestProblems:
         text = "\n".join(refusal({"training": {"schedule": {"warmup_steps": 201, "min_lr": 0.5}}}))
         assert "training.schedule.warmup_steps: got 201" in text and "max_steps=200" in text
         assert "training.schedule.min_lr: got 0.5" in text and "lr=0.0001" in text
+
+    def test_every_key_of_a_scope_that_rackwise_training_has_no_use_for(self):
+        scope = {"overlap": 1, "cache_bytes": 2, "cache_dir": "x", "polish_steps": 3, "growth": True}
+        lines = refusal({"training": {"scope": scope}})
+        assert {line.split(": ")[0] for line in lines} == {f"training.scope.{key}" for key in scope} - {
+            "training.scope.growth"
+        }
+
+    def test_both_fractions(self):
+        lines = refusal({"training": {"objective": {"random_fraction": 0.5, "same_fraction": 0.75}}})
+        assert [line.split(": ")[0] for line in lines] == [
+            "training.objective.random_fraction",
+            "training.objective.same_fraction",
+        ]
 
     def test_message(self, yaml_file):
         yaml_file.write_text("model: {d_model: x, d_ff: 0}\n", encoding="utf-8")
@@ -1025,11 +1374,15 @@ class TestProblems:
 class TestAssignment:
     @pytest.mark.parametrize("path", [*INTEGERS, *FLOATS, *BOOLEANS, *CHOICES, "training.device"])
     def test_refused_assignment_changes_nothing(self, path):
-        *section_path, name = path.split(".")
-        mapping = {"model": OPTIONAL_SECTIONS.get(".".join(section_path), {})}
-        config = section = StackWiseConfig.from_dict(mapping)
-        for key in section_path:
-            section = getattr(section, key)
+        section_path, _, name = path.rpartition(".")
+        if section_path in OPTIONAL_SECTIONS:
+            mapping = {"model": OPTIONAL_SECTIONS[section_path]}
+        elif "per_stack" in path:
+            mapping = written(section_path, {})
+        else:
+            mapping = {}
+        config = StackWiseConfig.from_dict(mapping)
+        section = at(config, section_path)
         for value in ("x", -1, [], math.nan):
             with pytest.raises(ConfigError, match=f"{name}: got"):
                 setattr(section, name, value)
@@ -1065,6 +1418,70 @@ class TestAssignment:
         with pytest.raises(ConfigError, match=r"schedule.warmup_steps: got 20.*max_steps=19"):
             training.max_steps = 19
         assert training.model_dump() == before
+
+    @pytest.mark.parametrize(
+        "before, name, value, message",
+        [
+            (
+                BLOCKWISE | {"scope": {"overlap": 1}},
+                "training_architecture",
+                "rackwise",
+                "scope.overlap: got 1",
+            ),
+            (BLOCKWISE | {"scope": {"polish_steps": 5}}, "max_steps", 5, "scope.polish_steps: got 5"),
+            (
+                {"compile": True, "recompute": {"kind": "budget"}},
+                "compile",
+                False,
+                "recompute.kind: got 'bud",
+            ),
+            ({}, "scope", {"suffix": 1}, "scope.suffix: got 1"),
+            ({}, "recompute", {"kind": "budget"}, "recompute.kind: got 'budget'"),
+        ],
+    )
+    def test_rules_between_a_section_and_what_is_in_it(self, before, name, value, message):
+        training = TrainingConfig.from_dict(before)
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            setattr(training, name, value)
+        assert training == TrainingConfig.from_dict(before)
+
+    @pytest.mark.parametrize(
+        "section, before, name, value",
+        [
+            ("scope", {"overlap": 1}, "suffix", 1),
+            ("scope", {"suffix": 1}, "order", "right_to_left"),
+            ("scope", {"order": "right_to_left"}, "growth", True),
+            ("scope", {"cache_bytes": 1, "cache_dir": "x"}, "cache_bytes", 0),
+            ("scope", {"offload": "disk", "offload_dir": "x"}, "offload", "cpu"),
+            ("objective", MASKED, "kind", "next_token"),
+            ("objective", MASKED | {"same_fraction": 0.5}, "random_fraction", 0.6),
+            ("objective", MASKED | {"same_fraction": 0.5}, "kind", "mask_diffusion"),
+            ("recompute", {"kind": "by_name", "names": ["*"]}, "names", []),
+            ("optimizer", {}, "per_stack", {-1: {}}),
+            ("optimizer.per_stack.0", {}, "lr", 0.0),
+        ],
+    )
+    def test_rules_within_the_sections_of_training(self, section, before, name, value):
+        instance = SECTIONS[f"training.{section}"].from_dict(before)
+        with pytest.raises(ConfigError):
+            setattr(instance, name, value)
+        assert instance == SECTIONS[f"training.{section}"].from_dict(before)
+
+    def test_task_and_path(self):
+        data = DataConfig(task="copy")
+        with pytest.raises(ConfigError, match=r"task: got 'copy'.*dataset_path=null"):
+            data.dataset_path = "a.txt"
+        assert data == DataConfig(task="copy")
+
+    def test_settings_of_a_stack(self):
+        config = StackWiseConfig()
+        config.training.optimizer.per_stack = {2: {"lr": 1}}
+        assert isinstance(config.training.optimizer.per_stack[2], StackOptimizerConfig)
+        config.training.optimizer.per_stack[2].lr = 3
+        assert config.to_dict()["training"]["optimizer"]["per_stack"] == {
+            2: {"lr": 3.0, "weight_decay": None}
+        }
+        assert StackWiseConfig().training.optimizer.per_stack == {}
 
     @pytest.mark.parametrize("section", SECTIONS)
     def test_unknown_name(self, section):

@@ -20,7 +20,8 @@ from stackwise.config import ModelConfig
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", "CONTRIBUTING.md"]
 PAGES += [f"docs/{name}.md" for name in ("checks", "plugin", "rack", "attention", "initialization")]
-PAGES += [f"docs/{name}.md" for name in ("generation", "surgery", "interop")]
+PAGES += [f"docs/{name}.md" for name in ("generation", "surgery", "interop", "training", "configuration")]
+PAGES += [f"docs/{name}.md" for name in ("objectives", "optimizer", "data", "recompute")]
 FENCE = re.compile(r"```(\w+)\n(.*?)```", re.DOTALL)
 EXAMPLES = [
     pytest.param(code, id=f"{page}-{number}")
@@ -106,7 +107,7 @@ def test_configuration_of_the_page_is_the_default(tmp_path):
             (tmp_path / "run.yaml").write_text(text)
             assert StackWiseConfig.from_yaml(tmp_path / "run.yaml") == StackWiseConfig()
             written = {line.split(":")[0].strip() for line in text.splitlines()}
-            assert written >= set(_leaves(StackWiseConfig().to_dict()))
+            assert written >= set(_leaves(StackWiseConfig().model.to_dict()))
 
 
 def test_sections_that_are_null_are_shown_with_their_defaults():
@@ -157,7 +158,7 @@ def test_tables_of_detection_are_what_was_measured(page):
 
 
 def test_links_lead_somewhere():
-    for page in [*PAGES, "docs/design.md", "docs/log.md", "docs/zoo.md"]:
+    for page in [*PAGES, "docs/cluster.md", "docs/design.md", "docs/log.md", "docs/zoo.md"]:
         for target in re.findall(r"\]\((?!https?:)([^)#]+)", (ROOT / page).read_text()):
             assert ((ROOT / page).parent / target).exists(), (page, target)
 

@@ -13,8 +13,8 @@ import yaml
 from stackwise.cli import main
 from stackwise.cli.keys import configuration_keys, configuration_page
 from stackwise.config import StackWiseConfig
-from stackwise.training.shards import write_shards
-from stackwise.training.text import documentation_pages
+from stackwise.data.shards import write_shards
+from stackwise.data.text import documentation_pages
 
 ROOT = Path(__file__).parent.parent
 FILES = sorted((ROOT / "examples").glob("*.yaml"))
@@ -146,7 +146,10 @@ class TestTelemetry:
     def test_a_line_for_each_step_with_norms(self, train, workplace):
         out = train("telemetry")
         assert "build/examples/telemetry.jsonl" in out and "build/examples/events" in out
-        lines = [json.loads(line) for line in (workplace / "build/examples/telemetry.jsonl").open()]
+        lines = [
+            json.loads(line)
+            for line in (workplace / "build/examples/telemetry.jsonl").read_text().splitlines()
+        ]
         steps = [line for line in lines if "loss" in line]
         assert [line["step"] for line in steps] == list(range(6))
         for line in steps:

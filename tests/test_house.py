@@ -28,7 +28,7 @@ ROOMS = [
     "checks",
     "benchmark",
 ]
-ROOMS += ["model", "training", "prototype", "report", "cli"]
+ROOMS += ["data", "model", "training", "prototype", "report", "cli"]
 FILES = sorted([*(ROOT / "stackwise").rglob("*.py"), *(ROOT / "pytest_stackwise").rglob("*.py")])
 
 

@@ -12,8 +12,8 @@ import torch
 from rich.console import Console
 
 from stackwise import ArchitectureTrainer, Report, StackWiseConfig, create_rack_from_config
+from stackwise.data import create_data
 from stackwise.device import fingerprint
-from stackwise.training import create_data
 
 HERE = Path(__file__).parent
 BUILD = Path("build/demo")

@@ -5,8 +5,8 @@ import torch
 
 from pytest_stackwise import parametrize_with_checks
 from stackwise import ModelSpec
+from stackwise.data.create import documentation_text
 from stackwise.training import latest_checkpoint, load_rack
-from stackwise.training.data import documentation_text
 
 TEXT = torch.frombuffer(bytearray(documentation_text().encode()), dtype=torch.uint8)
 

@@ -30,6 +30,8 @@ class Train:
     """Show progress; auto: on a terminal."""
     print_config: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print the whole configuration as YAML, and do not train."""
+    plan: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print what training will hold and compute, on CUDA unless training.device is cpu, and do not train."""
 
     def run(self, overrides: Sequence[Override] = ()) -> int:
         """Train, and print what came of it; of many processes the first one does."""
@@ -38,11 +40,16 @@ class Train:
             if os.environ.get("RANK", "0") == "0":
                 print(dump_yaml(config.to_dict()), end="")
             return 0
+        if self.plan:
+            if os.environ.get("RANK", "0") == "0":
+                _print_plan(config)
+            return 0
         import torch
 
+        from stackwise.data import create_data
         from stackwise.device import keep_freed_memory
         from stackwise.model import create_rack_from_config
-        from stackwise.training import ArchitectureTrainer, create_data
+        from stackwise.training import ArchitectureTrainer
         from stackwise.training.processes import Processes
 
         keep_freed_memory()
@@ -80,6 +87,24 @@ def _print_result(config: StackWiseConfig, result: TrainingResult, validation_lo
     ):
         if place:
             print(f"{noun} {place}")
+
+
+def _print_plan(config: StackWiseConfig) -> None:
+    import torch
+    from rich.console import Console
+
+    from stackwise.training.memory_plan import plan_memory
+
+    device = torch.device("cuda" if config.training.device == "auto" else config.training.device)
+    plan = plan_memory(config, device=device.type)
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 160
+    console.print(plan.table())
+    if device.type == "cuda" and torch.cuda.is_available():
+        there = torch.cuda.get_device_properties(device).total_memory
+        verdict = "fits" if plan.peak <= there else "does not fit"
+        print(f"{verdict}: {plan.peak / 1e9:.1f} GB of tensors, {there / 1e9:.1f} GB on {device}")
 
 
 def _print_units(result: TrainingResult) -> None:

@@ -12,7 +12,9 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from stackwise.argument import check_sizes, require
 
-__all__ = ["Batch", "Batches"]
+__all__ = ["IGNORED", "Batch", "Batches"]
+
+IGNORED = -100  # label of a position that is not predicted, as in torch and Hugging Face
 
 Batch = dict[str, Tensor]
 

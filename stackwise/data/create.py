@@ -10,13 +10,13 @@ from torch import Tensor
 
 from stackwise.argument import require
 from stackwise.config import StackWiseConfig
-from stackwise.training.batches import Batches
-from stackwise.training.shards import TokenShards
-from stackwise.training.tasks import TaskBatches, create_task
-from stackwise.training.text import documentation_pages, documentation_text, standard_library_text
-from stackwise.training.token_sequence import TokenArray, TokenSequence
-from stackwise.training.tokenizer import ByteTokenizer, Tokenizer, check_vocabulary, create_tokenizer
-from stackwise.training.windows import TokenWindows
+from stackwise.data.batches import Batches
+from stackwise.data.shards import TokenShards
+from stackwise.data.tasks import TaskBatches, create_task
+from stackwise.data.text import documentation_pages, documentation_text, standard_library_text
+from stackwise.data.token_sequence import TokenArray, TokenSequence
+from stackwise.data.tokenizer import ByteTokenizer, Tokenizer, check_vocabulary, create_tokenizer
+from stackwise.data.windows import TokenWindows
 
 __all__ = ["TokenWindows", "create_data", "documentation_text", "standard_library_text"]
 

@@ -31,7 +31,7 @@ from safetensors.numpy import save_file
 from torch import Tensor
 
 from stackwise.argument import check_sizes, require
-from stackwise.training.token_sequence import TokenSequence
+from stackwise.data.token_sequence import TokenSequence
 
 __all__ = ["MANIFEST", "TokenShards", "write_shards"]
 

@@ -16,8 +16,7 @@ import torch
 
 from stackwise.argument import check_sizes, require
 from stackwise.config import TaskKind
-from stackwise.training.batches import Batch, Batches
-from stackwise.training.targets import IGNORED
+from stackwise.data.batches import IGNORED, Batch, Batches
 
 __all__ = ["CopyTask", "InductionTask", "MarkovTask", "ShiftTask", "Task", "TaskBatches", "create_task"]
 Array = npt.NDArray[Any]

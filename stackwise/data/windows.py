@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from stackwise.argument import check_sizes, require
-from stackwise.training.batches import Batch, Batches
-from stackwise.training.token_sequence import TokenArray, TokenSequence
+from stackwise.data.batches import Batch, Batches
+from stackwise.data.token_sequence import TokenArray, TokenSequence
 
 __all__ = ["TokenWindows"]
 

@@ -94,8 +94,14 @@ class GradientMonitor:
             step: number of the record; None: one more than before.
 
         Raises:
-            ValueError: a sparse gradient.
+            ValueError: no gradient at all, or a sparse one.
         """
+        require(
+            any(p.grad is not None for _, p in self._named),
+            "gradients",
+            "none",
+            "backward() before observe()",
+        )
         step = self._next_step if step is None else step
         self._next_step = step + 1
         with torch.no_grad():
@@ -133,9 +139,10 @@ class GradientMonitor:
             ValueError: an optimizer that would not read it.
         """
         kind = type(optimizer).__name__
-        if not hasattr(optimizer, "found_inf"):
-            fused = isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW | torch.optim.SGD)
-            require(fused, "optimizer", kind, "Adam, AdamW or SGD of torch, or one with `found_inf`")
+        if not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW | torch.optim.SGD):
+            reads = hasattr(optimizer, "found_inf")
+            require(reads, "optimizer", kind, "Adam, AdamW or SGD of torch, or one that has `found_inf`")
+        else:
             for index, group in enumerate(optimizer.param_groups):
                 allowed = "True: only the fused kernels of torch read found_inf"
                 require(

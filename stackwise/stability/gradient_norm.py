@@ -5,6 +5,7 @@ Shapes: P gradients.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -23,8 +24,8 @@ def gradient_norms(parameters: Iterable[nn.Parameter]) -> Tensor:
     """L2 norm of every gradient, float32, on the first gradient's device: (P,).
 
     Parameters without a gradient are left out. One fused kernel group for each dtype and device, no host
-    synchronisation. Squares are summed in float64: in float32 those of finite gradients can overflow. Of sharded
-    gradients (DTensor) these are the norms of the whole, which is one reduction of P numbers.
+    synchronisation. Squares are summed in float64: in float32 those of finite gradients can overflow. Of
+    sharded gradients (DTensor) these are the norms of the whole, which is one reduction of P numbers.
 
     Raises:
         ValueError: a sparse gradient.
@@ -61,15 +62,16 @@ def _norms(gradients: Sequence[Tensor]) -> Tensor:
 def global_norm(norms_P: Tensor) -> Tensor:
     """The norm of all gradients as one vector: the root of the sum of squares, not the sum of norms."""
     wide = norms_P if norms_P.device.type == "mps" else norms_P.double()
-    return torch.linalg.vector_norm(wide).float()
+    norm: Tensor = torch.linalg.vector_norm(wide)
+    return norm.float()
 
 
 def norms_by_rows(gradients: Sequence[Tensor]) -> Tensor:
     """L2 norm of each of `gradients`, float32: (P,). To be compiled into one pass over them.
 
-    Summed first along rows, which in float32 is a hundred times as exact for large matrices as one sum. A second
-    sum, of gradients scaled down (as in Blue 1978, doi:10.1145/355769.355771), is taken where the first
-    overflows. Uncompiled, `gradient_norms` holds fewer copies.
+    Summed first along rows, which in float32 is a hundred times as exact for large matrices as one sum. A
+    second sum, of gradients scaled down (as in Blue 1978, doi:10.1145/355769.355771), is taken where the
+    first overflows. Uncompiled, `gradient_norms` holds fewer copies.
     """
     norms = []
     for g in gradients:
@@ -87,4 +89,4 @@ def norm_by_rows(gradients: Sequence[Tensor]) -> Tensor:
 
 def first_non_finite(norms: dict[str, float] | None) -> str | None:
     """The first of named norms that is infinite or no number; None where there is none."""
-    return next((name for name, norm in (norms or {}).items() if norm - norm != 0.0), None)
+    return next((name for name, norm in (norms or {}).items() if not math.isfinite(norm)), None)

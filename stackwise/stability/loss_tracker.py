@@ -146,8 +146,8 @@ class LossTracker:
         )
 
     def _keep(self, rows: list[tuple[int, list[float]]]) -> None:
-        for step, (*numbers, finite) in rows:
-            self._unread.append(LossRecord(step, *numbers, finite=bool(finite)))
+        for step, (loss, mean, smoothed, best, z_score, finite) in rows:
+            self._unread.append(LossRecord(step, loss, mean, smoothed, best, z_score, bool(finite)))
 
     def _hand_out(self) -> list[LossRecord]:
         records, self._unread = self._unread, []

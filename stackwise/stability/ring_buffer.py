@@ -32,8 +32,8 @@ class RingBuffer(Generic[Tag]):
     """`capacity` float32 rows on the device, each with a tag that the host knows.
 
     On CUDA rows are copied to pinned memory on a stream of their own, and read once the copy's event has
-    come to pass; so only `drain` waits. A row's place is free again once the row was handed out, therefore after it
-    was copied.
+    come to pass; so only `drain` waits. A row's place is free again once the row was handed out, therefore
+    after it was copied.
 
     Args:
         capacity: how many rows may be written and not yet handed out.
@@ -52,7 +52,7 @@ class RingBuffer(Generic[Tag]):
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._host_CW = torch.empty(capacity, width, pin_memory=True)
-            self._stream = torch.cuda.Stream(device)
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             self._rows_CW.record_stream(self._stream)
         # Oldest first: rows being copied, then rows of which no copy has begun.
         self._tags: deque[Tag] = deque()
@@ -95,7 +95,7 @@ class RingBuffer(Generic[Tag]):
         if self._stream is None:
             return self._hand_out(len(self))
         arrived = []
-        while self._copies and self._copies[0].arrived.query():
+        while self._copies and self._copies[0].arrived.query():  # type: ignore[no-untyped-call]
             arrived += self._hand_out_copy()
         self._begin_copy()
         return arrived
@@ -119,7 +119,7 @@ class RingBuffer(Generic[Tag]):
         with torch.cuda.stream(self._stream):
             for start, stop in self._places(self._first + self._copying, count):
                 self._host_CW[start:stop].copy_(self._rows_CW[start:stop], non_blocking=True)
-            event = torch.cuda.Event()
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(self._stream)
         self._copies.append(_Copy(count, event))
         self._copying += count

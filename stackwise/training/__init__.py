@@ -1,7 +1,6 @@
-"""The trainer: data, objective, schedule, optimizer, precision, checkpoints and the loop."""
+"""The trainer: scopes, objectives, optimizers, precision, memory, many devices, and the loop."""
 
 from stackwise.training.checkpoint import CheckpointManager, latest_checkpoint, load_rack
-from stackwise.training.data import TokenWindows, create_data
 from stackwise.training.loop import NonFiniteStepError
 from stackwise.training.result import TrainingResult
 from stackwise.training.schedule import get_lr_with_warmup
@@ -11,9 +10,7 @@ __all__ = [
     "ArchitectureTrainer",
     "CheckpointManager",
     "NonFiniteStepError",
-    "TokenWindows",
     "TrainingResult",
-    "create_data",
     "get_lr_with_warmup",
     "latest_checkpoint",
     "load_rack",

@@ -137,7 +137,7 @@ class BlockStore:
             tensors = _mapped(self._path(i))  # not the Block's own mapping, which would stay in memory
         if self._ahead is None:
             return tensors, None
-        with torch.cuda.stream(self._ahead):
+        with torch.cuda.stream(self._ahead):  # type: ignore[arg-type]  # torch.Stream is the class of both
             pinned = {name: t if t.is_pinned() else t.pin_memory() for name, t in tensors.items()}
             tensors = {name: t.to(self.device, non_blocking=True) for name, t in pinned.items()}
             arrived = torch.Event(self.device)

@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from stackwise.argument import check_choice, require
 from stackwise.config import TrainingConfig
+from stackwise.data.batches import Batches
 from stackwise.model.rack import Rack
-from stackwise.training.batches import Batches
 from stackwise.training.objective import Objective
 from stackwise.training.phase_model import PhaseModel, blocks_of
 from stackwise.training.processes import Processes

@@ -29,9 +29,11 @@ from stackwise.training.precision import autocast, float8_layers, frozen_precisi
 from stackwise.training.prefix import PrefixOutputs, batch_key
 from stackwise.training.progress import TrainingProgress
 from stackwise.training.recompute import recomputing
+from stackwise.training.record_log import RecordLog
 from stackwise.training.result import UnitResult, unit_result
 from stackwise.training.scope import Phase
 from stackwise.training.step import MicroBatch, TrainStep
+from stackwise.training.throughput import ThroughputMeter
 
 __all__ = ["NonFiniteStepError", "TrainingLoop"]
 
@@ -59,6 +61,8 @@ class TrainingLoop:
 
     Attributes:
         shared: the Rack, and the processes that train it.
+        meter: of tokens and of waiting for data.
+        logs: what else gets every record.
         learning_rate: of a step in a schedule of so many steps.
         records: every step, of all phases.
         epochs: the pass over the data of each step since the last phase began that does not continue one.
@@ -72,8 +76,10 @@ class TrainingLoop:
     learning_rate: Callable[[int, int], float]
     store: BlockStore
     prefix: PrefixOutputs
+    meter: ThroughputMeter
     checkpoints: CheckpointManager | None = None
     progress: TrainingProgress | None = None
+    logs: Sequence[RecordLog] = ()
     records: list[StepRecord] = field(default_factory=list)
     epochs: list[int] = field(default_factory=list)
     tokens: int = 0
@@ -83,7 +89,6 @@ class TrainingLoop:
         self.device = self.store.device
         self._train_step: TrainStep | None = None
         self._left_out = 0  # steps in a row
-        self._buffer = StepBuffer(self.settings.log_interval, self.device)
         self._head = nn.ModuleList([self.rack.final_norm, self.rack.lm_head])
         fresh = self._head.state_dict() if self.settings.scope.head == "per_unit" else {}
         self._fresh_head = {name: tensor.clone() for name, tensor in fresh.items()}
@@ -120,6 +125,9 @@ class TrainingLoop:
         """All steps. What they needed is given up before the Blocks leave."""
         model = self._model(phase)
         step = self._begin(phase, model)
+        # Twice the interval: the rows of one are on their way to the host while the next are written.
+        n_norms = len(list(self.rack.parameters())) if self.settings.telemetry.parameter_norms else 0
+        self._buffer = StepBuffer(2 * self.settings.log_interval, self.device, n_norms)
         done = False
         try:
             with recomputing(self.rack, self.settings.recompute, layers=list(model.blocks)):
@@ -134,8 +142,13 @@ class TrainingLoop:
 
     def _model(self, phase: Phase) -> PhaseModel:
         blocks = blocks_of(self.rack)
+        running = self._train_step.optimizer if self._train_step is not None else None
         for i in phase.enters:
             set_identity(blocks[i])
+        if isinstance(running, MasterAdamW):  # it has had masters of them from the start
+            with running.full_precision():
+                for i in phase.enters:
+                    set_identity(blocks[i])
         if phase.fresh_head:
             self._head.load_state_dict(self._fresh_head)
         self.rack.train()
@@ -148,7 +161,8 @@ class TrainingLoop:
         if phase.continues and self._train_step is not None:
             self._train_step.model = self.shared.wrap(model)
             return self._train_step
-        self._stream = batch_stream(self.dataloader, settings.accumulation_steps, phase.first_step)
+        stream = batch_stream(self.dataloader, settings.accumulation_steps, phase.first_step)
+        self._stream = self.meter.waiting(stream)
         self.epochs.clear()
         # What joins later is in the optimizer from the start, and has no gradient until then.
         optimized = self.rack if phase.is_continued else model
@@ -160,13 +174,27 @@ class TrainingLoop:
         settings, done = self.settings, len(self.records) + len(self._buffer)
         epoch, batches = next(self._stream)
         lr = self.learning_rate(phase.schedule_start + number, phase.schedule_steps)
-        outcome = step(self._micro_batches(phase, phase.first_step + number, batches), lr)
-        self._buffer.write(done, lr, loss=outcome.loss, grad_norm=outcome.grad_norm, skipped=outcome.skipped)
+        micro_batches = self._micro_batches(phase, phase.first_step + number, batches)
+        outcome = step(micro_batches, lr)
+        tokens = sum(each.targets.input_ids.numel() for each in micro_batches) * self.processes.world_size
+        norms = settings.telemetry.parameter_norms
+        self._buffer.write(
+            done,
+            lr,
+            loss=outcome.loss,
+            grad_norm=outcome.grad_norm,
+            skipped=outcome.skipped,
+            tokens=tokens,
+            norms_P=outcome.norms_P if norms else None,
+            names=outcome.names if norms else None,
+        )
         self.epochs.append(epoch)
         saving = self.checkpoints is not None and (done + 1) % settings.save_interval == 0
         last = number == phase.steps - 1
         if self._buffer.full or saving or last:
-            self._read()
+            self._read(self._buffer.drain())
+        elif (number + 1) % settings.log_interval == 0:
+            self._read(self._buffer.poll())
         if self.checkpoints and (saving or (last and phase.is_last)):
             masters = step.optimizer if isinstance(step.optimizer, MasterAdamW) else None
             with masters.full_precision() if masters else nullcontext():
@@ -180,9 +208,8 @@ class TrainingLoop:
         made, seed = [], self.processes.seed(self.settings.seed)
         for place, batch in enumerate(batches):
             targets = self.objective.targets(batch, (seed, step, place))
-            self.tokens += targets.input_ids.numel() * self.processes.world_size
             key = batch_key(targets) if phase.n_prefix and self.prefix.byte_budget else ""
-            targets = targets.to(self.device)
+            targets = targets.sent(self.device)
             hidden_BTC = None
             if phase.n_prefix:
                 with autocast(frozen_precision(self.settings.precision), self.device):
@@ -190,13 +217,20 @@ class TrainingLoop:
             made.append(MicroBatch(targets, hidden_BTC))
         return made
 
-    def _read(self) -> None:
-        for record in self._buffer.drain():
+    def _read(self, arrived: Sequence[StepRecord]) -> None:
+        """Take records in, and show them to whoever looks."""
+        for record in arrived:
             self._left_out = self._left_out + 1 if record.skipped else 0
             # A loss scale is found by steps that are left out; one that small is of no use to any gradient.
             searching = self.settings.precision == "fp16" and math.isfinite(record.loss)
             if record.skipped and not (searching and self._left_out <= _SEARCH):
                 raise NonFiniteStepError(record)
             self.records.append(record)
-        if self.progress:
+            self.tokens += record.tokens or 0
+            self.meter.count(record.tokens or 0)
+        if arrived and self.logs:
+            figures = self.meter.read().to_dict()
+            for log in self.logs:
+                log.write(arrived, figures)
+        if arrived and self.progress:
             self.progress.update(self.records[-1], self.tokens)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -52,12 +53,32 @@ class TrainingProgress:
         if self._bar:
             self._bar.stop()
 
+    def write(self, records: Sequence[StepRecord], figures: Mapping[str, float] | None = None) -> None:
+        """Show the last of `records` as the newest step, with its rate where `figures` has one.
+
+        `figures` are those of `Throughput.to_dict`; of them tokens per second, utilisation and the share
+        of waiting for data are shown.
+        """
+        if records:
+            figures = figures or {}
+            rate = figures.get("tokens_per_second")
+            parts = [] if rate is None else [f"{rate:,.0f} tokens/s"]
+            for key, name in (("mfu", "MFU"), ("data_wait_share", "data wait")):
+                if key in figures:
+                    parts.append(f"{name} {figures[key]:.0%}")
+            self._show(records[-1], "  ".join(parts))
+
+    def close(self) -> None:
+        """Nothing is held back."""
+
     def update(self, record: StepRecord, tokens: int) -> None:
         """Show `record` as the newest step, after `tokens` tokens in all."""
+        self._show(record, f"{tokens / (time.perf_counter() - self._start):,.0f} tokens/s")
+
+    def _show(self, record: StepRecord, rate: str) -> None:
         now = time.perf_counter()
         done = record.step + 1
-        rate = tokens / (now - self._start)
-        text = f"loss {record.loss:.3f}  grad norm {record.grad_norm:.2f}  {rate:,.0f} tokens/s"
+        text = f"loss {record.loss:.3f}  grad norm {record.grad_norm:.2f}  {rate}".rstrip()
         if self._bar:
             self._bar.update(self._task, completed=done, description=text)
         elif done == self._total or now - self._last_line >= self._quiet_seconds:

@@ -8,10 +8,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from stackwise.config import StackWiseConfig
+from stackwise.data.create import create_data
 from stackwise.device import resolve_device
 from stackwise.model.build import create_rack_from_config
 from stackwise.model.rack import Rack
-from stackwise.training.data import create_data
 from stackwise.training.objective import Objective
 from stackwise.training.phase_model import PhaseModel
 from stackwise.training.precision import autocast
@@ -79,4 +79,4 @@ class RackRun:
 
     def _targets(self, batch: Mapping[str, Tensor], place: int = 0) -> Targets:
         noise = (self.config.training.seed, self.number, place)
-        return self._objective.targets(batch, noise).to(self.device)
+        return self._objective.targets(batch, noise).sent(self.device)

@@ -123,6 +123,7 @@ def plan_phases(blocks_per_stack: list[int], settings: TrainingConfig) -> list[P
     require(scope.suffix <= room, "training.scope.suffix", scope.suffix, allowed)
     steps = max_steps - scope.polish_steps
     backwards = scope.order == "right_to_left"
+    always = everything[len(everything) - scope.suffix :]
     phases: list[Phase] = []
     for index in reversed(range(len(units))) if backwards else range(len(units)):
         neighbours = units[max(0, index - scope.overlap) : index + 1]
@@ -137,7 +138,7 @@ def plan_phases(blocks_per_stack: list[int], settings: TrainingConfig) -> list[P
                 steps=steps,
                 schedule_steps=steps,
                 trains_head=not backwards or index == len(units) - 1,
-                enters=tuple(units[index].blocks) if scope.growth and index else (),
+                enters=tuple(i for i in units[index].blocks if scope.growth and index and i not in always),
                 fresh_head=scope.head == "per_unit" and bool(phases),
             )
         )

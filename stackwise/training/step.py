@@ -42,13 +42,15 @@ class StepOutcome(NamedTuple):
         loss: in nats, before the update.
         grad_norm: global L2 norm of the gradient, before clipping.
         skipped: whether either is not finite, and the update was left out.
-        parameter_norms: of the gradient of each parameter that has one, as `TrainStep.parameter_names` says.
+        norms_P: of the gradient of each parameter that has one.
+        names: of these parameters.
     """
 
     loss: Tensor
     grad_norm: Tensor
     skipped: Tensor
-    parameter_norms: Tensor
+    norms_P: Tensor
+    names: tuple[str, ...]
 
 
 class TrainStep:
@@ -89,6 +91,7 @@ class TrainStep:
             rack=rack,
         )
         self._scale = create_loss_scale(settings.precision, self.device)
+        self._names = {id(p): name for name, p in (rack or optimized or model).named_parameters()}
         # The loss is compiled with the model: logits are then reduced as they are widened.
         self._total = compiled(_total) if settings.compile else _total
         # On other devices the norms are one fused kernel group as it is.
@@ -116,6 +119,7 @@ class TrainStep:
         loss = self.processes.sum(loss)
         # Asked anew each time: Stacks may have come and gone.
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        parameters = [p for p in parameters if p.grad is not None]
         norms_P = self._gradient_norms(parameters)
         divisor = self._scale.divisor() if self._scale else None
         if divisor is not None:
@@ -131,10 +135,10 @@ class TrainStep:
         if self._scale:
             self._scale.update(self.optimizer.found_inf)
         self.optimizer.zero_grad()
-        return StepOutcome(loss, norm, skipped, norms_P)
+        return StepOutcome(loss, norm, skipped, norms_P, tuple(self._names[id(p)] for p in parameters))
 
     def _gradient_norms(self, parameters: list[nn.Parameter]) -> Tensor:
-        gradients = [p.grad for p in parameters if p.grad is not None]
+        gradients = [p.grad for p in parameters]
         if self._norms is None or not gradients or is_sharded(self.model):
             return gradient_norms(parameters)
         with torch.no_grad():

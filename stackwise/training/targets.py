@@ -13,10 +13,9 @@ from torch import Tensor
 from torch.utils._pytree import register_dataclass, tree_map_only
 
 from stackwise.argument import require
+from stackwise.data.batches import IGNORED
 
 __all__ = ["IGNORED", "Targets", "next_token_targets"]
-
-IGNORED = -100  # label of a position that is not predicted, as in torch and Hugging Face
 
 
 @dataclass(frozen=True)
@@ -43,6 +42,13 @@ class Targets:
         """The same on `device`."""
         moved: Targets = tree_map_only(Tensor, lambda x: x.to(device, non_blocking=non_blocking), self)
         return moved
+
+    def sent(self, device: torch.device) -> Targets:
+        """The same on `device`, by way of pinned memory where that is CUDA: the host does not wait."""
+        if device.type != "cuda" or self.input_ids.is_cuda:
+            return self.to(device)
+        pinned: Targets = tree_map_only(Tensor, Tensor.pin_memory, self)
+        return pinned.to(device, non_blocking=True)
 
 
 register_dataclass(Targets)

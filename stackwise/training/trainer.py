@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
-from contextlib import closing, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -29,10 +29,12 @@ from stackwise.training.precision import autocast, check_precision, frozen_preci
 from stackwise.training.prefix import PrefixOutputs
 from stackwise.training.processes import Processes
 from stackwise.training.progress import TrainingProgress
+from stackwise.training.record_log import JsonLinesLog, RecordLog, TensorBoardLog
 from stackwise.training.result import TrainingResult, UnitResult, epoch_losses
 from stackwise.training.run import RackRun
 from stackwise.training.schedule import get_lr_with_warmup
 from stackwise.training.scope import Phase, plan_phases
+from stackwise.training.throughput import ThroughputMeter, model_flops_per_token
 
 __all__ = ["ArchitectureTrainer"]
 
@@ -95,6 +97,7 @@ class ArchitectureTrainer:
             closing(BlockStore(shared.rack, self.device, scope.offload, self._offload_dir())) as store,
             closing(PrefixOutputs(shared.rack, store, scope.cache_bytes, scope.cache_dir)) as prefix,
             self._progress(phases) as progress,
+            self._logs() as logs,
         ):
             loop = TrainingLoop(
                 shared,
@@ -104,17 +107,20 @@ class ArchitectureTrainer:
                 learning_rate=self.learning_rate,
                 store=store,
                 prefix=prefix,
+                meter=self._meter(rack),
                 checkpoints=checkpoints,
                 progress=progress,
+                logs=logs,
             )
             try:
                 units = [loop.run(phase) for phase in phases]
             except NonFiniteStepError:  # in every process at the same step
                 shared.gather()
                 raise
+            finally:
+                rack.train()
             shared.gather()
         self.processes.wait()  # for what only one writes
-        rack.train()
         return self._result(rack, loop, phases, units, time.perf_counter() - start)
 
     def learning_rate(self, step: int, total_steps: int | None = None) -> float:
@@ -157,7 +163,7 @@ class ArchitectureTrainer:
         seed = self.processes.seed(settings.seed)
         with evaluating(rack):
             for place, batch in enumerate(map(as_mapping, dataloader)):
-                targets = objective.targets(batch, (seed, place)).to(self.device)
+                targets = objective.targets(batch, (seed, place)).sent(self.device)
                 with autocast(frozen_precision(settings.precision), self.device):
                     hidden_BTC = hidden_states(rack, targets, self.device)
                     total += objective.total(rack.final_norm, rack.lm_head, hidden_BTC, targets)
@@ -227,6 +233,27 @@ class ArchitectureTrainer:
 
     def _progress(self, phases: list[Phase]) -> TrainingProgress | nullcontext[None]:
         return TrainingProgress(sum(phase.steps for phase in phases)) if self.progress else nullcontext()
+
+    @contextmanager
+    def _logs(self) -> Iterator[list[RecordLog]]:
+        """What the records are written to, which one of the processes does."""
+        telemetry, logs = self.config.training.telemetry, ExitStack()
+        with logs:
+            opened: list[RecordLog] = []
+            if telemetry.jsonl is not None and self.processes.is_main:
+                opened.append(logs.enter_context(JsonLinesLog(telemetry.jsonl)))
+            if telemetry.tensorboard is not None and self.processes.is_main:
+                opened.append(logs.enter_context(TensorBoardLog(telemetry.tensorboard)))
+            yield opened
+
+    def _meter(self, rack: Rack) -> ThroughputMeter:
+        """Counts tokens; utilisation only where all of the Rack trains, as it is defined for that."""
+        settings, flops = self.config.training, None
+        if settings.training_architecture == "rackwise" and not settings.scope.growth:
+            looked_up = 0 if rack.tie_embeddings else rack.embedding.weight.numel()
+            n_parameters = rack.get_parameter_count() - looked_up
+            flops = model_flops_per_token(n_parameters, len(blocks_of(rack)), rack.d_model, settings.seq_len)
+        return ThroughputMeter(self.device, flops_per_token=flops)
 
     def _result(
         self, rack: Rack, loop: TrainingLoop, phases: list[Phase], units: list[UnitResult], seconds: float

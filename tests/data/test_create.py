@@ -12,12 +12,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stackwise.training import TokenWindows, create_data
-from stackwise.training.data import documentation_text, standard_library_text
-from stackwise.training.shards import TokenShards, write_shards
-from stackwise.training.tasks import TaskBatches
-from stackwise.training.text import documentation_pages
-from stackwise.training.tokenizer import create_tokenizer
+from stackwise.data import TokenWindows, create_data
+from stackwise.data.create import documentation_text, standard_library_text
+from stackwise.data.shards import TokenShards, write_shards
+from stackwise.data.tasks import TaskBatches
+from stackwise.data.text import documentation_pages
+from stackwise.data.tokenizer import create_tokenizer
 
 # (batch_size, seq_len, shuffle), and how many tokens one batch needs: batch_size * seq_len + 1, and with
 # shuffling as many more as the cut may move.
@@ -346,8 +346,8 @@ RESUME = """
 import json, sys
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
-from stackwise.training import TokenWindows
-from stackwise.training.shards import TokenShards
+from stackwise.data import TokenWindows
+from stackwise.data.shards import TokenShards
 
 folder, num_workers, path = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 windows = TokenWindows(TokenShards(folder), 2, 4, seed=3, pack_documents=True)

@@ -5,9 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stackwise.training import TokenWindows
-from stackwise.training.shards import write_shards
-from stackwise.training.token_sequence import TokenArray
+from stackwise.data import TokenWindows
+from stackwise.data.shards import write_shards
+from stackwise.data.token_sequence import TokenArray
 
 
 def packed(documents, **settings):

@@ -6,8 +6,8 @@ import time
 import pytest
 import torch
 
-from stackwise.training import TokenWindows
-from stackwise.training.prefetch import Prefetched
+from stackwise.data import TokenWindows
+from stackwise.data.prefetch import Prefetched
 
 
 def windows(n_tokens=201, **settings):

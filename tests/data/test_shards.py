@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
-from stackwise.training.shards import CHUNK, MANIFEST, TokenShards, write_shards
+from stackwise.data.shards import CHUNK, MANIFEST, TokenShards, write_shards
 
 DOCUMENTS = [[1, 2, 3], [4, 5], [6, 7, 8, 9, 10, 11], [12]]
 FLAT = [token for document in DOCUMENTS for token in document]

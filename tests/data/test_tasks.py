@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stackwise.training.tasks import (
+from stackwise.data.tasks import (
     CopyTask,
     InductionTask,
     MarkovTask,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stackwise.training.tokenizer import (
+from stackwise.data.tokenizer import (
     ByteTokenizer,
     HuggingFaceTokenizer,
     check_vocabulary,

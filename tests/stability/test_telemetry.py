@@ -18,6 +18,7 @@ from stackwise.stability.telemetry import (
     gradient_norms,
     mean_loss,
     norm_by_rows,
+    norms_by_rows,
 )
 
 ARRAYS = hnp.arrays(
@@ -120,6 +121,49 @@ def test_norms_of_bfloat16_are_taken_in_float32():
     assert norms.item() == pytest.approx(100.0, rel=1e-3)
 
 
+NORMS = {"foreach": lambda gs: gradient_norms(parameters_of_tensors(gs)), "rows": norms_by_rows}
+
+
+def parameters_of_tensors(gradients):
+    parameters = [nn.Parameter(torch.zeros_like(g)) for g in gradients]
+    for p, g in zip(parameters, gradients, strict=True):
+        p.grad = g
+    return parameters
+
+
+@pytest.mark.parametrize("norms_of", NORMS.values(), ids=NORMS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_finite_gradients_of_any_size_have_finite_norms(norms_of, dtype):
+    """Their squares are beyond float32."""
+    gradients = [torch.full((3, 4), 1e30), torch.tensor([1e19, -1e19]), torch.tensor(3e37), torch.ones(2)]
+    gradients = [g.to(dtype) for g in gradients]
+    exact = [math.sqrt(sum(x * x for x in g.double().flatten().tolist())) for g in gradients]
+    norms_P = norms_of(gradients)
+    assert norms_P.dtype == torch.float32
+    assert norms_P.tolist() == pytest.approx(exact, rel=1e-5)
+    assert global_norm(norms_P).item() == pytest.approx(math.hypot(*exact), rel=1e-5)
+
+
+@pytest.mark.parametrize("norms_of", NORMS.values(), ids=NORMS)
+def test_a_norm_beyond_float32_is_infinite_and_no_nan(norms_of):
+    assert norms_of([torch.full((4,), 3e38)]).tolist() == [math.inf]
+    assert global_norm(torch.full((4,), 3e38)).item() == math.inf
+
+
+def test_compiled_norms_do_not_overflow():
+    # As one large matrix beside one small: the second sum is fused with the first.
+    gradients = [torch.full((64, 512), 2e25).bfloat16(), torch.full((512,), 1e-3).bfloat16()]
+    exact = [g.double().square().sum().sqrt().item() for g in gradients]
+    assert torch.compile(norms_by_rows)(gradients).tolist() == pytest.approx(exact, rel=1e-5)
+
+
+@given(st.lists(ARRAYS, min_size=1, max_size=5))
+def test_norms_by_rows_are_those_of_each(arrays):
+    norms_P = norms_by_rows([p.grad for p in parameters_of(arrays)])
+    expected = [np.linalg.norm(a.astype(np.float64)) for a in arrays]
+    np.testing.assert_allclose(norms_P.numpy(), expected, rtol=1e-5, atol=1e-15)
+
+
 ROWS = [(7, 0.1, 1.5, 2.0, False), (8, 0.2, math.inf, 3.0, True), (9, 0.3, 2.5, 4.0, False)]
 
 
@@ -176,3 +220,40 @@ def test_record_is_data():
 def test_mean_loss():
     assert mean_loss(buffer_of(2, [(0, 0.0, 1.0, 0.0, False), (1, 0.0, 4.0, 0.0, False)]).drain()) == 2.5
     assert math.isnan(mean_loss([]))
+
+
+def test_norms_by_name_and_what_the_host_knows():
+    buffer = StepBuffer(2, torch.device("cpu"), n_norms=3)
+    scalars = {"loss": torch.tensor(1.5), "grad_norm": torch.tensor(5.0), "skipped": torch.tensor(False)}
+    buffer.write(0, 0.1, **scalars, tokens=64, norms_P=torch.tensor([3.0, math.nan]), names=("a", "b"))
+    buffer.write(1, 0.2, **scalars)  # the row before had norms in its place
+    assert len(buffer) == 2
+    first, second = buffer.poll()
+    assert first.tokens == 64
+    assert first.parameter_norms == pytest.approx({"a": 3.0, "b": math.nan}, nan_ok=True)
+    assert first.first_non_finite == "b"
+    assert second == StepRecord(1, 1.5, 5.0, 0.2, False)
+    assert second.first_non_finite is None
+    assert second.to_dict() == {"step": 1, "loss": 1.5, "grad_norm": 5.0, "lr": 0.2, "skipped": False}
+
+
+@pytest.mark.parametrize(
+    "norms, names, message",
+    [
+        ([1.0, 2.0], ("a", "b"), "norms_P: got 2; allowed: at most n_norms=1"),
+        ([1.0], ("a", "b"), "names: got .*; allowed: 1 names"),
+        ([1.0], None, "names: got None; allowed: 1 names"),
+    ],
+)
+def test_norms_that_do_not_fit(norms, names, message):
+    buffer, scalar = StepBuffer(2, torch.device("cpu"), n_norms=1), torch.tensor(1.0)
+    with pytest.raises(ValueError, match=message):
+        buffer.write(
+            0, 0.1, loss=scalar, grad_norm=scalar, skipped=scalar, norms_P=torch.tensor(norms), names=names
+        )
+    assert buffer.drain() == []
+
+
+def test_negative_number_of_norms():
+    with pytest.raises(ValueError, match="n_norms: got -1"):
+        StepBuffer(2, torch.device("cpu"), n_norms=-1)

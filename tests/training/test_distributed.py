@@ -21,8 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from stackwise import cli
 from stackwise.config import StackWiseConfig, TrainingConfig
+from stackwise.data import create_data
 from stackwise.model import create_rack_from_config
-from stackwise.training import ArchitectureTrainer, create_data
+from stackwise.training import ArchitectureTrainer
 from stackwise.training.checkpoint import load_rack
 from stackwise.training.loop import NonFiniteStepError
 from stackwise.training.processes import Processes

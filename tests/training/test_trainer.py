@@ -11,17 +11,16 @@ from rich.console import Console
 from torch.utils.data import DataLoader
 
 from stackwise.config import ConfigError
+from stackwise.data import TokenWindows, create_data
 from stackwise.stability.telemetry import StepBuffer, StepRecord
 from stackwise.training import (
     ArchitectureTrainer,
     CheckpointManager,
     NonFiniteStepError,
-    TokenWindows,
-    create_data,
     load_rack,
 )
 from stackwise.training.progress import TrainingProgress
-from stackwise.training.trainer import TrainingResult
+from stackwise.training.result import TrainingResult
 
 RESULT_KEYS = {
     "training_architecture",
@@ -307,7 +306,7 @@ class TestNonFinite:
             def hook(_module, _inputs, logits):
                 return logits * math.nan if self.BAD <= next(calls) < self.BAD + times else logits
 
-            rack.register_forward_hook(hook)
+            rack.lm_head.register_forward_hook(hook)
 
         return prepare
 
@@ -348,7 +347,7 @@ class TestNonFinite:
 
         def prepare(rack):
             kept.append(rack)
-            rack.register_forward_hook(lambda _module, _inputs, logits: logits * math.inf)
+            rack.lm_head.register_forward_hook(lambda _module, _inputs, logits: logits * math.inf)
 
         with pytest.raises(NonFiniteStepError, match="step 0:"):
             run({"log_interval": 4}, prepare=prepare)

@@ -1,0 +1,617 @@
+"""MemoryPlan: what a training run will hold, where, and what it will compute, known before it begins.
+
+Nothing is estimated. The steps of a run are gone through by the trainer's own code on tensors that have shapes
+and dtypes and no memory (PyTorch's FakeTensorMode), and what these would take is added up.
+
+Shapes: B batch, T positions, C model width.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, fields, replace
+from itertools import groupby, pairwise
+from math import prod
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from stackwise.argument import check_sizes, require
+from stackwise.config import StackWiseConfig, TrainingConfig
+from stackwise.model.backend import using
+from stackwise.model.block import Block
+from stackwise.model.build import create_rack_from_config
+from stackwise.model.layout import Layout
+from stackwise.model.rack import Rack
+from stackwise.training.cross_entropy import chunked_cross_entropy
+from stackwise.training.objective import Objective
+from stackwise.training.phase_model import PhaseModel, blocks_of, only_training
+from stackwise.training.precision import autocast, frozen_precision
+from stackwise.training.recompute import recomputing
+from stackwise.training.scope import Phase, plan_phases
+from stackwise.training.step import MicroBatch, TrainStep
+from stackwise.training.targets import Targets
+
+__all__ = ["MemoryPlan", "PhasePlan", "plan_memory"]
+
+
+@dataclass(frozen=True)
+class PhasePlan:
+    """One phase of a run. Bytes of tensors; FLOPs of matrix products and attention, of one step.
+
+    On the device:
+
+    Attributes:
+        name: of the unit.
+        steps: how many.
+        n_prefix: how many frozen Blocks are computed in front of it.
+        ends: embedding, final norm and head; with `head: per_unit` also the copy that each unit starts from.
+        trained: Blocks that train, as the model computes with them.
+        frozen: Blocks that are computed with gradients and do not train.
+        idle: other Blocks that are on the device because nothing is offloaded.
+        in_flight: other Blocks that are there while the prefix is computed; two, with the one read ahead.
+        masters: float32 originals of narrow weights.
+        gradients: of all that trains.
+        optimizer: what it keeps from step to step, masters apart.
+        batch: ids and labels of a step, and what the prefix says of it.
+        activations: what Blocks and embedding leave for the backward pass, autocast's copies of weights included.
+        loss: what final norm, head and loss leave for it.
+        peak: the most that is there at one time in a step, all of the above and intermediate results.
+
+    Elsewhere, at the end of the phase:
+
+    Attributes:
+        host_blocks, disk_blocks: Blocks that are not on the device.
+        host_prefix, disk_prefix: kept outputs of the prefix.
+
+    To compute:
+
+    Attributes:
+        flops_forward, flops_backward: of what trains; the second with all that is recomputed.
+        flops_optimizer: those of Muon.
+        flops_prefix: of the prefix, had nothing been kept of it.
+        flops_prefix_kept: of the prefix, mean over the steps of the phase, with what `cache_bytes` holds.
+    """
+
+    name: str
+    steps: int
+    n_prefix: int
+    ends: int
+    trained: int
+    frozen: int
+    idle: int
+    in_flight: int
+    masters: int
+    gradients: int
+    optimizer: int
+    batch: int
+    activations: int
+    loss: int
+    peak: int
+    host_blocks: int
+    host_prefix: int
+    disk_blocks: int
+    disk_prefix: int
+    flops_forward: int
+    flops_backward: int
+    flops_optimizer: int
+    flops_prefix: int
+    flops_prefix_kept: float
+
+    @property
+    def weights(self) -> int:
+        """Bytes of all weights on the device but for masters and what is in flight."""
+        return self.ends + self.trained + self.frozen + self.idle
+
+    @property
+    def host(self) -> int:
+        """Bytes in the memory of the host."""
+        return self.host_blocks + self.host_prefix
+
+    @property
+    def disk(self) -> int:
+        """Bytes on disk."""
+        return self.disk_blocks + self.disk_prefix
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of a step."""
+        return self.flops_forward + self.flops_backward + self.flops_optimizer + self.flops_prefix_kept
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What a run holds and computes, phase by phase. `plan_memory` says what is not counted.
+
+    Attributes:
+        device: "cpu" or "cuda", where the run is to be.
+        kernels: of which device the operations are that were gone through. "cpu" for a run on CUDA where there
+            is no CUDA: fused kernels there leave less for the backward pass, or the same.
+        tokens_per_step: that the model sees, of one process.
+        prefix_bytes_per_token: of outputs of the prefix, kept or not; 0: there is no prefix.
+        host_start: bytes in the memory of the host before the first phase.
+        phases: in their order.
+    """
+
+    device: str
+    kernels: str
+    tokens_per_step: int
+    prefix_bytes_per_token: int
+    host_start: int
+    phases: tuple[PhasePlan, ...]
+
+    @property
+    def peak(self) -> int:
+        """The most bytes on the device at one time."""
+        return max(phase.peak for phase in self.phases)
+
+    @property
+    def host(self) -> int:
+        """The most bytes in the memory of the host at one time."""
+        return max(self.host_start, *(phase.host for phase in self.phases))
+
+    @property
+    def disk(self) -> int:
+        """The most bytes on disk at one time."""
+        return max(phase.disk for phase in self.phases)
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of the run."""
+        return sum(phase.steps * phase.flops for phase in self.phases)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as plain values, with the totals."""
+        totals = {"peak": self.peak, "host": self.host, "disk": self.disk, "flops": self.flops}
+        return {**asdict(self), "phases": [asdict(phase) for phase in self.phases], **totals}
+
+    def table(self) -> Table:
+        """One row for neighbouring phases that hold the same."""
+        table = Table(
+            title=f"bytes on {self.device}, with the kernels of {self.kernels}; FLOPs of a step",
+            caption=f"peak {_bytes(self.peak)} on the device; host {_bytes(self.host)}, disk {_bytes(self.disk)}; "
+            f"{_flops(self.flops)} in all",
+        )
+        table.add_column("unit")
+        columns = ("steps", "weights", "optimizer", "gradients", "activations", "loss", "in flight", "peak")
+        for column in (*columns, "host", "disk", "FLOPs", "prefix"):
+            table.add_column(column, justify="right")
+        for _, members in groupby(self.phases, key=_held):
+            first, *_, last = group = [*members] * 2
+            names = [first.name] if len(group) == 2 else [first.name, last.name]
+            table.add_row(
+                " to ".join(names),
+                str(first.steps),
+                _bytes(first.weights),
+                _bytes(first.masters + first.optimizer),
+                *(_bytes(each) for each in (first.gradients, first.activations, first.loss, first.in_flight)),
+                _bytes(first.peak),
+                _bytes(last.host),
+                _bytes(last.disk),
+                _flops(first.flops - first.flops_prefix_kept),
+                _flops(last.flops_prefix_kept),
+            )
+        return table
+
+
+def plan_memory(config: StackWiseConfig, *, n_batches: int | None = None, device: str = "cuda") -> MemoryPlan:
+    """What training as `config` says will hold and compute, without its hardware and without its memory.
+
+    Bytes are those of tensors. Not counted: what an allocator rounds up (that of pinned memory takes the next
+    power of two), what it keeps of what was freed, workspaces inside an operation, the CUDA context, the
+    interpreter and its libraries, the heads of files, records of steps, and the building of the Rack
+    before training. A product of matrices counts two FLOPs for each multiplication, and attention all pairs,
+    also those that causality hides. With `compile` the counts are those of uncompiled operations; the
+    compiler keeps less.
+
+    Args:
+        config: `model`, `training` and of `data` whether it is packed; no data is read.
+        n_batches: after how many batches the data begins anew; None: no sooner than a phase ends.
+        device: "cuda" or "cpu", in the place of `training.device`.
+
+    Raises:
+        ValueError: a configuration that cannot be trained; of those that can, `precision: float8`,
+            `recompute.kind: budget` and `distributed.strategy: fsdp`, which are not planned.
+    """
+    config.validate()
+    if n_batches is not None:
+        check_sizes(n_batches=n_batches)
+    require(device in ("cpu", "cuda"), "device", device, "cpu, cuda")
+    settings = config.training.model_copy(update={"compile": False})
+    _check(config.training, device)
+    kernels = device if device == "cpu" or torch.cuda.is_available() else "cpu"
+    # What is measured for the CPU, `sliced` attention for windows, is not taken on CUDA.
+    attention = using("sdpa") if kernels != device else nullcontext()
+    with FakeTensorMode(), attention:
+        with torch.device(kernels):
+            rack = create_rack_from_config(config)
+        return _Planner(config, settings, rack, n_batches, device, kernels).plan()
+
+
+class _Planner:
+    """A Rack without memory, and what was found out about it."""
+
+    def __init__(
+        self,
+        config: StackWiseConfig,
+        settings: TrainingConfig,
+        rack: Rack,
+        n_batches: int | None,
+        device: str,
+        kernels: str,
+    ) -> None:
+        self.settings, self.rack, self.device, self.kernels = settings, rack, device, kernels
+        self.objective = _WithoutMemory(settings.objective, config.model.vocab_size)
+        self.objective.check(rack)
+        self.blocks = blocks_of(rack)
+        self.kinds = [json.dumps(block.config.to_dict()) for block in self.blocks]
+        self.sizes = [sum(t.nbytes for t in block.state_dict().values()) for block in self.blocks]
+        self.targets = _targets(config, kernels)
+        self.batches_per_step = settings.accumulation_steps
+        self.n_batches = n_batches
+        self.depth_kept = 0  # Blocks behind which outputs of the prefix are kept
+        self.steps: dict[object, PhasePlan] = {}
+        self.forwards: dict[str, _Forward] = {}
+
+    def plan(self) -> MemoryPlan:
+        stacks = [self.rack.get_stack(i).num_blocks for i in range(len(self.rack.stacks))]
+        phases = plan_phases(stacks, self.settings)
+        planned = tuple(self._phase(phase) for phase in phases)
+        tokens = self.settings.batch_size * self.settings.seq_len
+        return MemoryPlan(
+            device=self.device,
+            kernels=self.kernels,
+            tokens_per_step=tokens * self.batches_per_step,
+            prefix_bytes_per_token=max((f.output for f in self.forwards.values()), default=0) // tokens,
+            host_start=sum(self.sizes) if self.settings.scope.offload == "cpu" else 0,
+            phases=planned,
+        )
+
+    def _phase(self, phase: Phase) -> PhasePlan:
+        scope, prefix = self.settings.scope, phase.path[: phase.n_prefix]
+        forwards = [self._forward(i) for i in prefix]
+        # One optimizer for several phases has all of the Rack, and what is not in training yet differs.
+        key = phase if phase.is_continued else self._signature(phase)
+        if key not in self.steps:
+            self.steps[key] = self._step(phase, forwards[-1] if forwards else None)
+        step = self.steps[key]
+        away = set(range(len(self.blocks))) - set(phase.path[phase.n_prefix :])
+        elsewhere = sum(self.sizes[i] for i in away)
+        narrow = phase.is_continued and self.settings.precision == "bf16_weights"
+        idle = sum(_narrow(self.blocks[i]) for i in away) if narrow else elsewhere
+        in_flight = 0
+        if prefix and scope.offload != "none":
+            pairs = pairwise(prefix) if len(prefix) > 1 else [prefix]
+            in_flight = max(sum(self.sizes[i] for i in pair) for pair in pairs)
+        idle = idle if scope.offload == "none" else 0
+        resident = step.weights + idle + step.masters + step.optimizer + step.batch
+        before = in_flight + max((forward.peak for forward in forwards), default=0)
+        kept, computed = self._kept(phase, forwards[-1].output if forwards else 0)
+        flops = [forward.flops for forward in forwards]
+        # The Blocks of kinds that differ cost differently; those computed are the last ones.
+        return replace(
+            step,
+            name=phase.unit.name,
+            steps=phase.steps,
+            n_prefix=phase.n_prefix,
+            idle=idle,
+            in_flight=in_flight,
+            peak=resident + max(step.peak, before),
+            host_blocks=elsewhere if scope.offload == "cpu" else 0,
+            disk_blocks=sum(self.sizes) if scope.offload == "disk" else 0,
+            host_prefix=0 if scope.cache_dir else kept,
+            disk_prefix=kept if scope.cache_dir else 0,
+            flops_prefix=sum(flops) * self.batches_per_step,
+            flops_prefix_kept=sum(n * sum(flops[start:]) for start, n in computed) / phase.steps,
+        )
+
+    def _kept(self, phase: Phase, output: int) -> tuple[int, list[tuple[int, int]]]:
+        """Bytes of prefix outputs that are kept in the end, and how many batches were computed from which Block."""
+        if not phase.n_prefix:
+            self.depth_kept = 0
+            return 0, []
+        visits = phase.steps * self.batches_per_step
+        different = visits if self.n_batches is None else min(visits, self.n_batches)
+        kept = min(different, self.settings.scope.cache_bytes // output)
+        # What comes first is kept, and the data begins anew after its last batch.
+        rounds, more = divmod(visits, different)
+        visits_of_kept = kept * rounds + min(kept, more)
+        start = self.depth_kept if self.depth_kept <= phase.n_prefix else 0
+        self.depth_kept = phase.n_prefix if kept else 0
+        return kept * output, [(start, kept), (0, visits - visits_of_kept)]
+
+    def _signature(self, phase: Phase) -> object:
+        """What the bytes and FLOPs of a step depend on."""
+        path = tuple((self.kinds[i], i in phase.trained) for i in phase.path[phase.n_prefix :])
+        return phase.n_prefix > 0, path, phase.trains_head, phase.trains_embedding
+
+    def _forward(self, i: int) -> _Forward:
+        """One Block of a prefix. Blocks of one kind are computed once."""
+        kind = self.kinds[i]
+        if kind not in self.forwards:
+            settings, meter = self.settings, _Meter()
+            block = self.blocks[i].eval()
+            precision = frozen_precision(settings.precision)
+            with torch.no_grad(), autocast(precision, self._device()), meter:
+                x_BTC = self.rack.embed(self.targets.input_ids)
+                layout = Layout(x_BTC, self.targets.attention_mask, self.targets.document_ids)
+                x_BTC = block(x_BTC, layout=layout)
+            self.forwards[kind] = _Forward(x_BTC.nbytes, meter.peak, meter.flops, x_BTC.dtype)
+        return self.forwards[kind]
+
+    def _step(self, phase: Phase, before: _Forward | None) -> PhasePlan:
+        """A step of a phase; `peak` is what it takes beside all that is there before it."""
+        settings, rack = self.settings, self.rack
+        micro = min(2, self.batches_per_step)  # of more, each is as the second
+        rack.train()
+        with only_training(rack, phase), ExitStack() as cleanup:
+            model = PhaseModel(rack, self.objective, phase)
+            step = TrainStep(model, settings, rack, rack if phase.is_continued else model)
+            if hasattr(step.optimizer, "finish"):
+                cleanup.callback(step.optimizer.finish)
+            self._first_update(step, model)
+            batch = MicroBatch(self.targets, None if before is None else self._hidden(before.dtype))
+            of_batch = _tensors(tuple(batch))
+            seen = _Seen()
+            cleanup.enter_context(recomputing(rack, settings.recompute, layers=list(model.blocks)))
+            cleanup.enter_context(_collected())
+            with _Meter() as meter:
+                _watch(model, step, meter, seen)
+                step([batch] * micro, 0.0)
+            state = step.optimizer.state  # type: ignore[attr-defined]
+            masters = sum(each["master"].nbytes for each in state.values() if "master" in each)
+            kept = sum(t.nbytes for each in state.values() for t in each.values()) - masters
+            masters += sum(wide.nbytes for p, wide in getattr(step.optimizer, "_frozen", ()))
+            ends = _unique((rack.embedding, rack.final_norm, rack.lm_head))
+            fresh = _unique((rack.final_norm, rack.lm_head)) if settings.scope.head == "per_unit" else []
+            of_path = {i: _bytes_of(_unique([self.blocks[i]])) for i in phase.path[phase.n_prefix :]}
+            return PhasePlan(
+                name="",
+                steps=0,
+                n_prefix=0,
+                ends=_bytes_of(ends) + sum(p.numel() * 4 for p in fresh),
+                trained=sum(size for i, size in of_path.items() if i in phase.trained),
+                frozen=sum(size for i, size in of_path.items() if i not in phase.trained),
+                idle=0,
+                in_flight=0,
+                masters=masters,
+                gradients=seen.gradients,
+                optimizer=kept,
+                batch=self.batches_per_step * _bytes_of(of_batch),
+                activations=seen.activations,
+                loss=seen.loss,
+                peak=meter.peak,
+                host_blocks=0,
+                host_prefix=0,
+                disk_blocks=0,
+                disk_prefix=0,
+                flops_forward=seen.flops_forward * self.batches_per_step // micro,
+                flops_backward=(seen.flops - seen.flops_forward) * self.batches_per_step // micro,
+                flops_optimizer=meter.flops - seen.flops,
+                flops_prefix=0,
+                flops_prefix_kept=0.0,
+            )
+
+    def _first_update(self, step: TrainStep, model: nn.Module) -> None:
+        """Have the optimizer begin, as it has before every step but the first."""
+        for p in model.parameters():
+            p.grad = torch.empty_like(p) if p.requires_grad else None
+        step.optimizer.step()
+        step.optimizer.zero_grad()
+
+    def _hidden(self, dtype: torch.dtype) -> Tensor:
+        shape = (*self.targets.input_ids.shape, self.rack.d_model)
+        return torch.empty(shape, dtype=dtype, device=self._device())
+
+    def _device(self) -> torch.device:
+        return torch.device(self.kernels)
+
+
+class _WithoutMemory(Objective):
+    """An objective whose head has a weight that is no plain tensor, and could be one."""
+
+    def total(
+        self, final_norm: nn.Module, lm_head: nn.Module, hidden_BTC: Tensor, targets: Targets
+    ) -> Tensor:
+        config = self.config
+        if config.logits_chunk is None:
+            return super().total(final_norm, lm_head, hidden_BTC, targets)
+        weights_N = None if targets.weights is None else targets.weights.flatten()
+        normed_NC, labels_N = final_norm(hidden_BTC).flatten(0, 1), targets.labels.flatten()
+        weight_VC = lm_head.get_parameter("weight")
+        return chunked_cross_entropy(
+            normed_NC, weight_VC, labels_N, weights_N, config.z_loss, config.logits_chunk
+        )
+
+
+@dataclass(frozen=True)
+class _Forward:
+    """A frozen Block: bytes of its output, the most that it takes, and its FLOPs for one batch."""
+
+    output: int
+    peak: int
+    flops: int
+    dtype: torch.dtype
+
+
+@dataclass
+class _Seen:
+    """What was there when the forward pass of the first batch ended, and when the optimizer began."""
+
+    activations: int = 0
+    loss: int = 0
+    gradients: int = 0
+    flops_forward: int = 0
+    flops: int = 0
+
+
+class _Meter(TorchDispatchMode):
+    """Bytes of storages that operations make, while they live, and FLOPs.
+
+    Attributes:
+        held: bytes of those that live.
+        peak: the most that there were.
+        flops: so far.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = self.peak = self.flops = 0
+        self.living: dict[int, int] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = {each.untyped_storage()._cdata for each in _tensors((args, kwargs))}
+        result = function(*args, **kwargs)
+        for tensor in _tensors(result):
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            if key not in given and key not in self.living:
+                self.living[key] = storage.nbytes()
+                self.held += storage.nbytes()
+                weakref.finalize(storage, self._ended, key)
+        self.peak = max(self.peak, self.held)
+        self.flops += _flops_of(function, args, kwargs, result)
+        return result
+
+    def _ended(self, key: int) -> None:
+        self.held -= self.living.pop(key)
+
+
+def _watch(model: PhaseModel, step: TrainStep, meter: _Meter, seen: _Seen) -> None:
+    """Fill `seen` during the step that follows."""
+    before = {"flops": 0, "held": 0, "hidden": 0}
+    passes = iter(range(2**63))
+
+    def begins(*_: object) -> None:
+        before.update(flops=meter.flops, held=meter.held)
+
+    def head_begins(*_: object) -> None:
+        before["hidden"] = meter.held
+
+    def ends(_: nn.Module, __: object, total: Tensor) -> None:
+        seen.flops_forward += meter.flops - before["flops"]
+        if next(passes) == 0:
+            seen.activations = before["hidden"] - before["held"]
+            seen.loss = meter.held - before["hidden"] - total.nbytes
+
+    model.register_forward_pre_hook(begins)
+    model.register_forward_hook(ends)
+    hook = model.final_norm.register_forward_pre_hook(head_begins)
+    update = step.optimizer.step
+
+    def step_begins() -> None:
+        hook.remove()
+        seen.flops = meter.flops
+        parameters = [p for group in step.optimizer.param_groups for p in group["params"]]
+        seen.gradients = sum(p.grad.nbytes for p in parameters if p.grad is not None)
+        update()
+
+    step.optimizer.step = step_begins  # type: ignore[method-assign]
+
+
+def _targets(config: StackWiseConfig, device: str) -> Targets:
+    """What a model sees of a batch of `create_data`."""
+    settings, kind = config.training, config.training.objective.kind
+    ids_BT = torch.zeros(settings.batch_size, settings.seq_len, dtype=torch.int64, device=device)
+    return Targets(
+        ids_BT,
+        ids_BT.clone(),
+        torch.zeros((), device=device),
+        weights=torch.zeros(ids_BT.shape, device=device) if kind == "mask_diffusion" else None,
+        document_ids=ids_BT.clone() if config.data.pack_documents else None,
+    )
+
+
+def _check(settings: TrainingConfig, device: str) -> None:
+    scope = settings.scope
+    own_place = device != "cpu" or scope.offload != "cpu"
+    require(own_place, "training.scope.offload", scope.offload, "none or disk, as this device is the CPU")
+    allowed = "another, as what {} is not planned"
+    eighth = settings.precision != "float8"
+    require(eighth, "training.precision", settings.precision, allowed.format("float8 kernels keep"))
+    chosen = settings.recompute.kind != "budget"
+    require(
+        chosen, "training.recompute.kind", settings.recompute.kind, allowed.format("the compiler chooses")
+    )
+    whole = settings.distributed.strategy != "fsdp"
+    require(
+        whole, "training.distributed.strategy", settings.distributed.strategy, allowed.format("FSDP gathers")
+    )
+
+
+@contextmanager
+def _collected() -> Iterator[None]:
+    """No garbage before, and none collected meanwhile, so that what lives depends on the step alone."""
+    gc.collect()
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _flops_of(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    packet = function._overloadpacket
+    name = packet.__name__
+    if name.startswith("_scaled_dot_product_"):
+        # As torch counts it, which knows neither the kernel of the CPU nor grouped heads.
+        backward = "_backward" in name
+        q_BHTD, k_BKSD, v_BKSD = args[backward : 3 + backward]
+        pairs = 2 * prod(q_BHTD.shape[:3]) * k_BKSD.shape[2]
+        width, of_values = q_BHTD.shape[-1], v_BKSD.shape[-1]
+        return int(pairs * (3 * width + 2 * of_values if backward else width + of_values))
+    if packet not in flop_registry:
+        return 0
+    return int(flop_registry[packet](*args, **kwargs, out_val=result))
+
+
+def _tensors(tree: object) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _unique(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
+    """Their parameters and buffers, what is tied once."""
+    return list({id(t): t for m in modules for t in (*m.parameters(), *m.buffers())}.values())  # type: ignore[misc]
+
+
+def _bytes_of(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def _narrow(block: Block) -> int:
+    return 2 * sum(p.numel() for p in block.parameters()) + sum(b.nbytes for b in block.buffers())
+
+
+def _held(phase: PhasePlan) -> tuple[object, ...]:
+    apart = {"name", "n_prefix", "host_blocks", "host_prefix", "disk_blocks", "disk_prefix"}
+    apart |= {"flops_prefix", "flops_prefix_kept"}
+    return tuple(getattr(phase, each.name) for each in fields(phase) if each.name not in apart)
+
+
+def _bytes(count: int) -> str:
+    return _scaled(count, ("B", "kB", "MB", "GB", "TB", "PB"))
+
+
+def _flops(count: float) -> str:
+    return _scaled(count, ("", "k", "M", "G", "T", "P", "E", "Z", "Y"))
+
+
+def _scaled(count: float, units: Sequence[str]) -> str:
+    for unit in units[:-1]:
+        if count < 999.5:
+            return f"{count:.3g} {unit}".strip()
+        count /= 1000
+    return f"{count:,.3g} {units[-1]}"

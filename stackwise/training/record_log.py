@@ -1,0 +1,179 @@
+"""RecordLog: where a run's records are written down, and how they are read again."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Protocol, Self
+
+from stackwise.stability.telemetry import StepRecord
+
+__all__ = ["JsonLinesLog", "LoggedLines", "RecordLog", "TensorBoardLog", "read_json_lines"]
+
+# JSON has no other numbers than finite ones. Python's float() takes these names back.
+_NAMES = ("NaN", "Infinity", "-Infinity")
+
+
+class RecordLog(Protocol):
+    """A reader of records. It gets numbers of the host, so nothing it does waits for the device."""
+
+    def write(self, records: Sequence[StepRecord], figures: Mapping[str, float] | None = None) -> None:
+        """Write `records` down, and `figures` (see `Throughput.to_dict`) as those of the last of them."""
+
+    def close(self) -> None:
+        """Write what is still held back."""
+
+
+class JsonLinesLog:
+    """One JSON object a line and a step, appended and flushed at each `write`.
+
+    Numbers that are not finite are written as "NaN", "Infinity" and "-Infinity". What a killed run
+    left of a last line is cut off when the file is opened again.
+
+    Args:
+        path: made with its folder; an older file is continued.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        _cut_partial_line(self.path)
+        self._file = self.path.open("ab", buffering=0)
+
+    def write(self, records: Sequence[StepRecord], figures: Mapping[str, float] | None = None) -> None:
+        """Append a line for each of `records`; `figures` go into the last one."""
+        rows = [record.to_dict() for record in records]
+        if rows and figures:
+            rows[-1] |= figures
+        # One call of the system for all of them: none is torn but by a full disk or a kill within it.
+        lines = "".join(json.dumps(_named(row), allow_nan=False) + "\n" for row in rows).encode()
+        while lines:
+            lines = lines[self._file.write(lines) :]
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class LoggedLines(NamedTuple):
+    """A file of JSON lines.
+
+    Attributes:
+        lines: one mapping for each whole line, in their order.
+        partial: the last line as far as it was written; empty: the file ends with a whole one.
+    """
+
+    lines: list[dict[str, Any]]
+    partial: str
+
+
+def read_json_lines(path: str | os.PathLike[str]) -> LoggedLines:
+    """What `JsonLinesLog` wrote, with numbers that are not finite as such.
+
+    A resumed run repeats steps that came after its checkpoint: of two lines of one step the later one holds.
+
+    Raises:
+        ValueError: a line that is no JSON object, unless it is the last and was never ended.
+        FileNotFoundError: no such file.
+    """
+    *whole, partial = Path(path).read_bytes().split(b"\n")
+    lines = []
+    for number, line in enumerate(whole, start=1):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if not isinstance(row, dict):
+            text = line.decode(errors="replace")[:80]
+            raise ValueError(f"{path}, line {number}: got {text!r}; allowed: a JSON object")
+        lines.append(_numbered(row))
+    return LoggedLines(lines, partial.decode(errors="replace"))
+
+
+class TensorBoardLog:
+    """Scalars for TensorBoard: `train/...` of records and `throughput/...` of figures; norms by parameter.
+
+    Args:
+        folder: of the event files.
+
+    Raises:
+        ImportError: TensorBoard is not installed.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ImportError(
+                "training.telemetry.tensorboard needs tensorboard >= 2.18: "
+                f"pip install 'stackwise[train]' ({error})"
+            ) from error
+        self._writer = SummaryWriter(str(folder))
+
+    def write(self, records: Sequence[StepRecord], figures: Mapping[str, float] | None = None) -> None:
+        """Queue scalars at the steps of `records`; a thread of the writer's own puts them on disk."""
+        for record in records:
+            scalars = record.to_dict()
+            step = scalars.pop("step")
+            for name, norm in scalars.pop("parameter_norms", {}).items():
+                self._writer.add_scalar(f"gradient_norm/{name}", norm, step)
+            for name, value in scalars.items():
+                self._writer.add_scalar(f"train/{name}", float(value), step)
+        if records:
+            for name, value in (figures or {}).items():
+                self._writer.add_scalar(f"throughput/{name}", value, records[-1].step)
+
+    def close(self) -> None:
+        """Wait for the writer's thread, and close the file."""
+        self._writer.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _named(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _named(each) for key, each in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return _NAMES[0] if math.isnan(value) else _NAMES[1] if value > 0 else _NAMES[2]
+    return value
+
+
+def _numbered(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _numbered(each) for key, each in value.items()}
+    return float(value) if value in _NAMES else value
+
+
+def _cut_partial_line(path: Path) -> None:
+    if not path.exists():
+        return
+    with path.open("rb+") as file:
+        end = file.seek(0, os.SEEK_END)
+        # From behind, a piece at a time: the file may be long.
+        while end:
+            start = max(0, end - 65536)
+            file.seek(start)
+            newline = file.read(end - start).rfind(b"\n")
+            if newline >= 0:
+                file.truncate(start + newline + 1)
+                return
+            end = start
+        file.truncate(0)

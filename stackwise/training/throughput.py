@@ -1,0 +1,167 @@
+"""Throughput: tokens per second, how much of the device they use, its memory, and waiting for data."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from stackwise.argument import check_sizes, require
+
+__all__ = ["Throughput", "ThroughputMeter", "model_flops_per_token", "peak_memory_so_far"]
+
+Item = TypeVar("Item")
+
+_STATUS = Path("/proc/self/status")
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """What a run does, at one moment of it.
+
+    Attributes:
+        tokens: since the start.
+        seconds: since the start.
+        tokens_per_second: over the recent window.
+        mean_tokens_per_second: over the whole run.
+        mfu: model FLOPs of the recent window over those of the peak rate; None: either is not known.
+        data_wait_share: seconds spent waiting for data over seconds since the start.
+        peak_memory_bytes: see `peak_memory_so_far`.
+    """
+
+    tokens: int
+    seconds: float
+    tokens_per_second: float
+    mean_tokens_per_second: float
+    mfu: float | None
+    data_wait_share: float
+    peak_memory_bytes: int
+
+    def to_dict(self) -> dict[str, int | float]:
+        """Plain values, for JSON, without what is not known."""
+        return {key: value for key, value in asdict(self).items() if value is not None}
+
+
+class ThroughputMeter:
+    """Counts tokens and seconds. It starts when it is made, or at `start`.
+
+    The host may be steps ahead of a GPU. Count the tokens of steps whose records have arrived, and the
+    rate is that of the device.
+
+    Args:
+        device: whose memory is read.
+        flops_per_token: see `model_flops_per_token`; None: no utilisation.
+        peak_flops: operations per second of all devices that share the tokens; None: no utilisation.
+        window: how many counts the recent rate is over. Tokens that are known together are counted together.
+        clock: seconds.
+
+    Raises:
+        ValueError: a window below 1.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        flops_per_token: float | None = None,
+        peak_flops: float | None = None,
+        window: int = 20,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        check_sizes(window=window)
+        self._device, self._clock = device, clock
+        self._utilisation: float | None = None
+        if flops_per_token is not None and peak_flops is not None:
+            self._utilisation = flops_per_token / peak_flops
+        self._recent: deque[tuple[float, int]] = deque(maxlen=window + 1)
+        self.start()
+
+    def start(self) -> None:
+        """Begin anew, so that compiling and loading before it count for nothing."""
+        self._start = self._clock()
+        self._tokens, self._waited = 0, 0.0
+        self._recent.clear()
+        self._recent.append((self._start, 0))
+
+    def count(self, tokens: int) -> None:
+        """`tokens` more were trained on."""
+        self._tokens += tokens
+        self._recent.append((self._clock(), self._tokens))
+
+    def waiting(self, batches: Iterable[Item]) -> Iterator[Item]:
+        """`batches`, with the seconds that each takes to come counted as waiting for data."""
+        iterator = iter(batches)
+        while True:
+            before = self._clock()
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return
+            finally:
+                self._waited += self._clock() - before
+            yield batch
+
+    def read(self) -> Throughput:
+        """The figures now. The host does not wait for the device."""
+        seconds = self._clock() - self._start
+        (first, tokens_then), (last, tokens_now) = self._recent[0], self._recent[-1]
+        recent = _rate(tokens_now - tokens_then, last - first)
+        return Throughput(
+            tokens=self._tokens,
+            seconds=seconds,
+            tokens_per_second=recent,
+            mean_tokens_per_second=_rate(self._tokens, seconds),
+            mfu=None if self._utilisation is None else recent * self._utilisation,
+            data_wait_share=_rate(self._waited, seconds),
+            peak_memory_bytes=peak_memory_so_far(self._device),
+        )
+
+
+def _rate(amount: float, seconds: float) -> float:
+    return amount / seconds if seconds > 0 else 0.0
+
+
+def model_flops_per_token(n_parameters: int, n_layers: int, d_model: int, seq_len: int) -> float:
+    """FLOPs that training needs per token: 6 N + 12 L d T (Chowdhery et al. 2022, arXiv:2204.02311, B).
+
+    Attention is counted in full, also where it is causal, and recomputed activations are not counted: figures
+    that are compared must be alike in both.
+
+    Args:
+        n_parameters: N, of those that multiply: an embedding that is only looked up is none of them.
+        n_layers: L.
+        d_model: d, the width of all heads together.
+        seq_len: T.
+
+    Raises:
+        ValueError: a size that is no positive integer.
+    """
+    check_sizes(n_parameters=n_parameters, n_layers=n_layers, d_model=d_model, seq_len=seq_len)
+    return 6.0 * n_parameters + 12.0 * n_layers * d_model * seq_len
+
+
+def peak_memory_so_far(device: torch.device) -> int:
+    """The most bytes in use since the process started (CUDA: since the last reset).
+
+    On CUDA those of tensors; on the CPU the resident ones of the whole process.
+
+    Raises:
+        ValueError: another kind of device.
+    """
+    require(device.type in ("cpu", "cuda"), "device", str(device), "cpu, cuda")
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    # Not ru_maxrss where there is another: a process starts with its parent's.
+    if _STATUS.exists():
+        for line in _STATUS.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

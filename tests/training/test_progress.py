@@ -1,0 +1,33 @@
+"""TrainingProgress as a reader of records."""
+
+import io
+
+from rich.console import Console
+
+from stackwise.stability import StepRecord
+from stackwise.training.progress import TrainingProgress
+
+
+def lines(*writes, total=4):
+    console = Console(file=io.StringIO(), force_terminal=False, width=200)
+    with TrainingProgress(total, console=console, quiet_seconds=0.0) as progress:
+        for steps, figures in writes:
+            progress.write([StepRecord(step, 1.5, 0.25, 1e-3, False) for step in steps], figures)
+        progress.close()
+    return console.file.getvalue().splitlines()
+
+
+def test_the_last_record_is_shown():
+    [line] = lines(([0, 1], {"tokens_per_second": 1234.5, "mfu": 0.417, "data_wait_share": 0.02}))
+    assert line == "training 2/4  loss 1.500  grad norm 0.25  1,234 tokens/s  MFU 42%  data wait 2%"
+
+
+def test_figures_that_are_not_known():
+    assert lines(([0], None), ([1], {"data_wait_share": 0.0})) == [
+        "training 1/4  loss 1.500  grad norm 0.25",
+        "training 2/4  loss 1.500  grad norm 0.25  data wait 0%",
+    ]
+
+
+def test_no_records():
+    assert lines(([], {"tokens_per_second": 1.0})) == []

@@ -218,7 +218,13 @@ class TrainingLoop:
         return made
 
     def _read(self, arrived: Sequence[StepRecord]) -> None:
-        """Take records in, and show them to whoever looks."""
+        """Show records to whoever looks, also one that ends the run, and take them in."""
+        for record in arrived:
+            self.meter.count(record.tokens or 0)
+        if arrived and self.logs:
+            figures = self.meter.read().to_dict()
+            for log in self.logs:
+                log.write(arrived, figures)
         for record in arrived:
             self._left_out = self._left_out + 1 if record.skipped else 0
             # A loss scale is found by steps that are left out; one that small is of no use to any gradient.
@@ -227,10 +233,5 @@ class TrainingLoop:
                 raise NonFiniteStepError(record)
             self.records.append(record)
             self.tokens += record.tokens or 0
-            self.meter.count(record.tokens or 0)
-        if arrived and self.logs:
-            figures = self.meter.read().to_dict()
-            for log in self.logs:
-                log.write(arrived, figures)
         if arrived and self.progress:
             self.progress.update(self.records[-1], self.tokens)

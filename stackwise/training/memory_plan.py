@@ -1,7 +1,7 @@
 """MemoryPlan: what a training run will hold, where, and what it will compute, known before it begins.
 
-Nothing is estimated. The steps of a run are gone through by the trainer's own code on tensors that have shapes
-and dtypes and no memory (PyTorch's FakeTensorMode), and what these would take is added up.
+Nothing is estimated. The steps of a run are gone through by the trainer's own code on tensors that have a
+shape, a dtype and no memory (PyTorch's FakeTensorMode), and what these would take is added up.
 
 Shapes: B batch, T positions, C model width.
 """
@@ -11,9 +11,10 @@ from __future__ import annotations
 import gc
 import json
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from itertools import groupby, pairwise
 from math import prod
 from typing import Any
@@ -23,7 +24,7 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from stackwise.argument import check_sizes, require
@@ -40,7 +41,7 @@ from stackwise.training.precision import autocast, frozen_precision
 from stackwise.training.recompute import recomputing
 from stackwise.training.scope import Phase, plan_phases
 from stackwise.training.step import MicroBatch, TrainStep
-from stackwise.training.targets import Targets
+from stackwise.training.targets import Targets, next_token_targets
 
 __all__ = ["MemoryPlan", "PhasePlan", "plan_memory"]
 
@@ -64,7 +65,7 @@ class PhasePlan:
         gradients: of all that trains.
         optimizer: what it keeps from step to step, masters apart.
         batch: ids and labels of a step, and what the prefix says of it.
-        activations: what Blocks and embedding leave for the backward pass, autocast's copies of weights included.
+        activations: what Blocks and embedding leave for the backward pass, with autocast's copies of weights.
         loss: what final norm, head and loss leave for it.
         peak: the most that is there at one time in a step, all of the above and intermediate results.
 
@@ -135,8 +136,8 @@ class MemoryPlan:
 
     Attributes:
         device: "cpu" or "cuda", where the run is to be.
-        kernels: of which device the operations are that were gone through. "cpu" for a run on CUDA where there
-            is no CUDA: fused kernels there leave less for the backward pass, or the same.
+        kernels: of which device the operations are that were gone through. "cpu" also for a run on CUDA where
+            there is no CUDA; fused kernels of CUDA leave other intermediate results behind.
         tokens_per_step: that the model sees, of one process.
         prefix_bytes_per_token: of outputs of the prefix, kept or not; 0: there is no prefix.
         host_start: bytes in the memory of the host before the first phase.
@@ -179,8 +180,8 @@ class MemoryPlan:
         """One row for neighbouring phases that hold the same."""
         table = Table(
             title=f"bytes on {self.device}, with the kernels of {self.kernels}; FLOPs of a step",
-            caption=f"peak {_bytes(self.peak)} on the device; host {_bytes(self.host)}, disk {_bytes(self.disk)}; "
-            f"{_flops(self.flops)} in all",
+            caption=f"at most {_bytes(self.peak)} on the device, {_bytes(self.host)} in the memory of the "
+            f"host, {_bytes(self.disk)} on disk; {_flops(self.flops)}FLOP in all",
         )
         table.add_column("unit")
         columns = ("steps", "weights", "optimizer", "gradients", "activations", "loss", "in flight", "peak")
@@ -256,10 +257,10 @@ class _Planner:
         self.blocks = blocks_of(rack)
         self.kinds = [json.dumps(block.config.to_dict()) for block in self.blocks]
         self.sizes = [sum(t.nbytes for t in block.state_dict().values()) for block in self.blocks]
-        self.targets = _targets(config, kernels)
+        self.targets = _targets(config, self.objective, kernels, device)
         self.batches_per_step = settings.accumulation_steps
         self.n_batches = n_batches
-        self.depth_kept = 0  # Blocks behind which outputs of the prefix are kept
+        self.prefix = _KeptOutputs()
         self.steps: dict[object, PhasePlan] = {}
         self.forwards: dict[str, _Forward] = {}
 
@@ -296,9 +297,11 @@ class _Planner:
         idle = idle if scope.offload == "none" else 0
         resident = step.weights + idle + step.masters + step.optimizer + step.batch
         before = in_flight + max((forward.peak for forward in forwards), default=0)
-        kept, computed = self._kept(phase, forwards[-1].output if forwards else 0)
-        flops = [forward.flops for forward in forwards]
-        # The Blocks of kinds that differ cost differently; those computed are the last ones.
+        output, flops = forwards[-1].output if forwards else 0, [forward.flops for forward in forwards]
+        visits = phase.steps * self.batches_per_step
+        room = scope.cache_bytes // output if output else 0
+        count, computed = self.prefix.advance(phase.n_prefix, visits, self.n_batches, room)
+        kept = count * output
         return replace(
             step,
             name=phase.unit.name,
@@ -315,21 +318,6 @@ class _Planner:
             flops_prefix_kept=sum(n * sum(flops[start:]) for start, n in computed) / phase.steps,
         )
 
-    def _kept(self, phase: Phase, output: int) -> tuple[int, list[tuple[int, int]]]:
-        """Bytes of prefix outputs that are kept in the end, and how many batches were computed from which Block."""
-        if not phase.n_prefix:
-            self.depth_kept = 0
-            return 0, []
-        visits = phase.steps * self.batches_per_step
-        different = visits if self.n_batches is None else min(visits, self.n_batches)
-        kept = min(different, self.settings.scope.cache_bytes // output)
-        # What comes first is kept, and the data begins anew after its last batch.
-        rounds, more = divmod(visits, different)
-        visits_of_kept = kept * rounds + min(kept, more)
-        start = self.depth_kept if self.depth_kept <= phase.n_prefix else 0
-        self.depth_kept = phase.n_prefix if kept else 0
-        return kept * output, [(start, kept), (0, visits - visits_of_kept)]
-
     def _signature(self, phase: Phase) -> object:
         """What the bytes and FLOPs of a step depend on."""
         path = tuple((self.kinds[i], i in phase.trained) for i in phase.path[phase.n_prefix :])
@@ -342,7 +330,10 @@ class _Planner:
             settings, meter = self.settings, _Meter()
             block = self.blocks[i].eval()
             precision = frozen_precision(settings.precision)
-            with torch.no_grad(), autocast(precision, self._device()), meter:
+            # A head that is the embedding is as narrow as what trains.
+            tied = self.rack.tie_embeddings and settings.precision == "bf16_weights"
+            narrow = _narrowed(self.rack.embedding) if tied else nullcontext()
+            with torch.no_grad(), narrow, autocast(precision, self._device()), meter:
                 x_BTC = self.rack.embed(self.targets.input_ids)
                 layout = Layout(x_BTC, self.targets.attention_mask, self.targets.document_ids)
                 x_BTC = block(x_BTC, layout=layout)
@@ -364,7 +355,7 @@ class _Planner:
             of_batch = _tensors(tuple(batch))
             seen = _Seen()
             cleanup.enter_context(recomputing(rack, settings.recompute, layers=list(model.blocks)))
-            cleanup.enter_context(_collected())
+            cleanup.enter_context(_uncollected())
             with _Meter() as meter:
                 _watch(model, step, meter, seen)
                 step([batch] * micro, 0.0)
@@ -417,6 +408,39 @@ class _Planner:
         return torch.device(self.kernels)
 
 
+class _KeptOutputs:
+    """How many batches there are outputs of, by the rules of `PrefixOutputs`, and how deep they are."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+
+    def advance(
+        self, n_prefix: int, visits: int, n_batches: int | None, room: int
+    ) -> tuple[int, list[tuple[int, int]]]:
+        """Go through a phase.
+
+        Args:
+            n_prefix: of it.
+            visits: batches that it takes.
+            n_batches: after how many of them the data begins anew; None: never.
+            room: how many outputs are kept.
+
+        Returns:
+            how many are kept in the end, and (the first Block that is computed, for how many batches) of all
+            that are computed.
+        """
+        if not n_prefix:
+            self.depth = 0
+            return 0, []
+        different = visits if n_batches is None else min(visits, n_batches)
+        kept = min(different, room)
+        # What comes first is kept, and the data begins anew after its last batch.
+        rounds, more = divmod(visits, different)
+        start = self.depth if self.depth <= n_prefix else 0
+        self.depth = n_prefix if kept else 0
+        return kept, [(start, kept), (0, visits - kept * rounds - min(kept, more))]
+
+
 class _WithoutMemory(Objective):
     """An objective whose head has a weight that is no plain tensor, and could be one."""
 
@@ -455,22 +479,28 @@ class _Seen:
     flops: int = 0
 
 
-class _Meter(TorchDispatchMode):
+class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Bytes of storages that operations make, while they live, and FLOPs.
 
     Attributes:
         held: bytes of those that live.
         peak: the most that there were.
         flops: so far.
+        living: bytes of each storage.
+        before_next: called once, before the next operation.
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.held = self.peak = self.flops = 0
         self.living: dict[int, int] = {}
+        self.before_next: Callable[[], None] | None = None
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self.before_next is not None:
+            called, self.before_next = self.before_next, None
+            called()
         given = {each.untyped_storage()._cdata for each in _tensors((args, kwargs))}
         result = function(*args, **kwargs)
         for tensor in _tensors(result):
@@ -490,20 +520,30 @@ class _Meter(TorchDispatchMode):
 
 def _watch(model: PhaseModel, step: TrainStep, meter: _Meter, seen: _Seen) -> None:
     """Fill `seen` during the step that follows."""
-    before = {"flops": 0, "held": 0, "hidden": 0}
-    passes = iter(range(2**63))
+    flops, first = 0, True
+    before: set[int] = set()
+    of_blocks: set[int] = set()
 
     def begins(*_: object) -> None:
-        before.update(flops=meter.flops, held=meter.held)
+        nonlocal flops
+        flops = meter.flops
+        if first:
+            before.update(meter.living)
 
     def head_begins(*_: object) -> None:
-        before["hidden"] = meter.held
+        of_blocks.update(meter.living)
 
     def ends(_: nn.Module, __: object, total: Tensor) -> None:
-        seen.flops_forward += meter.flops - before["flops"]
-        if next(passes) == 0:
-            seen.activations = before["hidden"] - before["held"]
-            seen.loss = meter.held - before["hidden"] - total.nbytes
+        nonlocal first
+        seen.flops_forward += meter.flops - flops
+        if first:
+            # Only then has autocast given up its copies of weights.
+            meter.before_next = partial(left, total.nbytes)
+        first = False
+
+    def left(total: int) -> None:
+        seen.activations = sum(size for key, size in meter.living.items() if key in of_blocks - before)
+        seen.loss = sum(size for key, size in meter.living.items() if key not in of_blocks | before) - total
 
     model.register_forward_pre_hook(begins)
     model.register_forward_hook(ends)
@@ -520,15 +560,22 @@ def _watch(model: PhaseModel, step: TrainStep, meter: _Meter, seen: _Seen) -> No
     step.optimizer.step = step_begins  # type: ignore[method-assign]
 
 
-def _targets(config: StackWiseConfig, device: str) -> Targets:
+def _targets(config: StackWiseConfig, objective: Objective, kernels: str, device: str) -> Targets:
     """What a model sees of a batch of `create_data`."""
     settings, kind = config.training, config.training.objective.kind
-    ids_BT = torch.zeros(settings.batch_size, settings.seq_len, dtype=torch.int64, device=device)
+    shape = (settings.batch_size, objective.row_length(settings.seq_len))
+    ids_BT = torch.zeros(shape, dtype=torch.int64, device=kernels)
+    if kind == "next_token":
+        rows = {"input_ids": ids_BT, **({"document_ids": ids_BT} if config.data.pack_documents else {})}
+        targets = next_token_targets(rows)
+        # Parts of rows are parts of them on the CPU still, and arrive elsewhere as tensors of their own.
+        moved: Targets = targets if device == "cpu" else tree_map_only(Tensor, torch.clone, targets)
+        return moved
     return Targets(
         ids_BT,
         ids_BT.clone(),
-        torch.zeros((), device=device),
-        weights=torch.zeros(ids_BT.shape, device=device) if kind == "mask_diffusion" else None,
+        torch.zeros((), device=kernels),
+        weights=torch.zeros(shape, device=kernels) if kind == "mask_diffusion" else None,
         document_ids=ids_BT.clone() if config.data.pack_documents else None,
     )
 
@@ -551,9 +598,20 @@ def _check(settings: TrainingConfig, device: str) -> None:
 
 
 @contextmanager
-def _collected() -> Iterator[None]:
-    """No garbage before, and none collected meanwhile, so that what lives depends on the step alone."""
-    gc.collect()
+def _narrowed(module: nn.Module) -> Iterator[None]:
+    wide = [(p, p.data) for p in module.parameters()]
+    for p, data in wide:
+        p.data = data.bfloat16()
+    try:
+        yield
+    finally:
+        for p, data in wide:
+            p.data = data
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """No garbage is collected meanwhile, so that what lives depends on the step alone."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -582,9 +640,9 @@ def _tensors(tree: object) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def _unique(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
+def _unique(modules: Iterable[nn.Module]) -> list[Tensor]:
     """Their parameters and buffers, what is tied once."""
-    return list({id(t): t for m in modules for t in (*m.parameters(), *m.buffers())}.values())  # type: ignore[misc]
+    return list({id(t): t for m in modules for t in (*m.parameters(), *m.buffers())}.values())
 
 
 def _bytes_of(tensors: Sequence[Tensor]) -> int:

@@ -29,9 +29,9 @@ class Throughput:
     Attributes:
         tokens: since the start.
         seconds: since the start.
-        tokens_per_second: over the recent window.
-        mean_tokens_per_second: over the whole run.
-        mfu: model FLOPs of the recent window over those of the peak rate; None: either is not known.
+        tokens_per_second: since some readings before this one.
+        mean_tokens_per_second: since the start.
+        mfu: model FLOPs of `tokens_per_second` over the peak rate; None: either is not known.
         data_wait_share: seconds spent waiting for data over seconds since the start.
         peak_memory_bytes: see `peak_memory_so_far`.
     """
@@ -59,7 +59,7 @@ class ThroughputMeter:
         device: whose memory is read.
         flops_per_token: see `model_flops_per_token`; None: no utilisation.
         peak_flops: operations per second of all devices that share the tokens; None: no utilisation.
-        window: how many counts the recent rate is over. Tokens that are known together are counted together.
+        window: how many readings back the recent rate begins.
         clock: seconds.
 
     Raises:
@@ -72,7 +72,7 @@ class ThroughputMeter:
         *,
         flops_per_token: float | None = None,
         peak_flops: float | None = None,
-        window: int = 20,
+        window: int = 10,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         check_sizes(window=window)
@@ -93,7 +93,6 @@ class ThroughputMeter:
     def count(self, tokens: int) -> None:
         """`tokens` more were trained on."""
         self._tokens += tokens
-        self._recent.append((self._clock(), self._tokens))
 
     def waiting(self, batches: Iterable[Item]) -> Iterator[Item]:
         """`batches`, with the seconds that each takes to come counted as waiting for data."""
@@ -110,9 +109,10 @@ class ThroughputMeter:
 
     def read(self) -> Throughput:
         """The figures now. The host does not wait for the device."""
-        seconds = self._clock() - self._start
-        (first, tokens_then), (last, tokens_now) = self._recent[0], self._recent[-1]
-        recent = _rate(tokens_now - tokens_then, last - first)
+        now = self._clock()
+        self._recent.append((now, self._tokens))
+        then, tokens_then = self._recent[0]
+        recent, seconds = _rate(self._tokens - tokens_then, now - then), now - self._start
         return Throughput(
             tokens=self._tokens,
             seconds=seconds,

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from stackwise.model import create_rack_from_config
 from stackwise.training import ArchitectureTrainer, NonFiniteStepError, load_rack
 from stackwise.training.objective import Objective
+from stackwise.training.record_log import read_json_lines
 
 UNIT_KEYS = {
     "num_blocks",
@@ -402,6 +403,10 @@ class TestWhatMoves:
         assert kept == {n for n in before[0] if n.startswith(("embedding", "stacks.1.blocks.0.attention."))}
         assert result["results"][1]["trainable_parameters"] < result["results"][1]["parameters"]
 
+    def test_a_tied_head_is_no_units_own(self, run):
+        with pytest.raises(ValueError, match=r"training\.scope\.head: got 'per_unit'.*tie_embeddings"):
+            run(BLOCKWISE | {"scope": {"head": "per_unit"}})
+
     def test_all_frozen(self, run):
         with pytest.raises(ValueError, match="every Block is frozen"):
             run(BLOCKWISE, prepare=lambda rack: [stack.freeze() for stack in rack.stacks])
@@ -448,16 +453,24 @@ class TestMemory:
         budget=st.integers(0, 5 * 2 * 8 * 16 * 4),
         on_disk=st.booleans(),
         offloads=st.booleans(),
-        overlap=st.integers(0, 1),
+        beside=st.sampled_from(
+            [
+                {},
+                {"overlap": 1},
+                {"suffix": 1},
+                {"order": "right_to_left"},
+                {"growth": True, "polish_steps": 1},
+            ]
+        ),
         architecture=st.sampled_from(["blockwise", "stackwise"]),
     )
-    def test_weights_are_the_same_to_the_bit(self, make, budget, on_disk, offloads, overlap, architecture):
-        plain = {"training_architecture": architecture, "scope": {"overlap": overlap}, "max_steps": 5}
+    def test_weights_are_the_same_to_the_bit(self, make, budget, on_disk, offloads, beside, architecture):
+        plain = {"training_architecture": architecture, "scope": beside, "max_steps": 5}
         model = {"blocks_per_stack": 2, "n_stacks": 2, "dropout": 0.2}
         config, rack, batches = make(plain, **model)
         expected = ArchitectureTrainer(config).train_architecture(rack, batches)
         with tempfile.TemporaryDirectory() as folder:
-            scope = {"overlap": overlap, "cache_bytes": budget}
+            scope = beside | {"cache_bytes": budget}
             scope |= {"cache_dir": f"{folder}/cache"} if on_disk and budget else {}
             scope |= {"offload": "disk", "offload_dir": f"{folder}/blocks"} if offloads else {}
             config, twin, _ = make(plain | {"scope": scope}, **model)
@@ -515,6 +528,20 @@ class TestAfterAnError:
         assert not any(p.requires_grad for p in broken.get_stack(2).parameters())
         assert all(p.requires_grad for n, p in broken.named_parameters() if not n.startswith("stacks.2."))
         assert all(module.training for module in broken.modules())
+
+    def test_the_step_that_ended_it_is_in_the_log(self, make, tmp_path):
+        telemetry = {"jsonl": str(tmp_path / "steps.jsonl"), "parameter_norms": True}
+        config, rack, batches = make(BLOCKWISE | {"telemetry": telemetry, "log_interval": 10})
+        fails(1, 1, "nan")(rack)
+        with pytest.raises(NonFiniteStepError):
+            ArchitectureTrainer(config).train_architecture(rack, batches)
+        lines = read_json_lines(tmp_path / "steps.jsonl").lines
+        assert [(line["step"], line["skipped"]) for line in lines[: STEPS + 2]] == [
+            *((step, False) for step in range(STEPS + 1)),
+            (STEPS + 1, True),
+        ]
+        assert math.isnan(lines[STEPS + 1]["loss"])
+        assert {name.split(".")[1] for name in lines[STEPS]["parameter_norms"] if "stacks" in name} == {"1"}
 
     def test_of_what_was_in_no_memory(self, make, tmp_path):
         scope = {"offload": "disk", "offload_dir": str(tmp_path), "cache_bytes": 2**20}

@@ -1,14 +1,17 @@
 """What a plan says a run will hold is what the run held."""
 
+import io
 import itertools
 from pathlib import Path
+from weakref import WeakSet
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from stackwise.config import StackWiseConfig
@@ -16,9 +19,8 @@ from stackwise.model import create_rack_from_config
 from stackwise.training import ArchitectureTrainer
 from stackwise.training.loop import TrainingLoop
 from stackwise.training.master import MasterAdamW
-from stackwise.training.memory_plan import plan_memory
-from stackwise.training.phase_model import blocks_of
-from stackwise.training.scope import plan_phases
+from stackwise.training.memory_plan import _KeptOutputs, plan_memory
+from stackwise.training.phase_model import PhaseModel, blocks_of
 from stackwise.training.step import TrainStep
 
 MIDDLE = {
@@ -35,6 +37,13 @@ MIDDLE = {
 }
 
 
+class Kept:
+    """A tensor that autograd saved."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
 class Seen:
     """What was there in the last step of a phase."""
 
@@ -45,7 +54,7 @@ class Seen:
 @pytest.fixture
 def seen(monkeypatch):
     """What each phase held, of every run from here on."""
-    phases, unpatched, run = [], TrainStep.__call__, TrainingLoop.run
+    phases, unpatched, run, forward = [], TrainStep.__call__, TrainingLoop.run, PhaseModel.forward
 
     def watched_run(self, phase):
         found = Seen()
@@ -66,16 +75,7 @@ def seen(monkeypatch):
             return unpatched(self, batches, lr)  # of the plan
         found, loop = phases[-1], phases[-1].loop
         found.steps += 1
-        update, saved = self.optimizer.step, {}
-        given = [t for batch in batches for t in torch.utils._pytree.tree_leaves(tuple(batch))]
-        given = {t.untyped_storage().data_ptr() for t in given if isinstance(t, torch.Tensor)}
-        parameters = {p.untyped_storage().data_ptr() for p in loop.rack.parameters()}
-
-        def pack(tensor):
-            place = tensor.untyped_storage().data_ptr()
-            if place not in given | parameters:
-                saved[place] = tensor
-            return tensor
+        update = self.optimizer.step
 
         def watched_update():
             gradients = {id(p): p.grad for p in loop.rack.parameters() if p.grad is not None}
@@ -83,21 +83,14 @@ def seen(monkeypatch):
             update()
 
         self.optimizer.step = watched_update
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            outcome = unpatched(self, batches, lr)
+        outcome = unpatched(self, batches, lr)
         self.optimizer.step = update
-        found.saved = sum(t.untyped_storage().nbytes() for t in saved.values())
         states = self.optimizer.state.values()
         found.optimizer = sum(t.nbytes for state in states for name, t in state.items() if name != "master")
         found.masters = sum(state["master"].nbytes for state in states if "master" in state)
         if isinstance(self.optimizer, MasterAdamW):
             found.masters += sum(wide.nbytes for _, wide in self.optimizer._frozen)
-        found.batch = sum(
-            t.nbytes
-            for batch in batches
-            for t in torch.utils._pytree.tree_leaves(tuple(batch))
-            if isinstance(t, torch.Tensor)
-        )
+        found.batch = sum(t.nbytes for t in tensors([tuple(batch) for batch in batches]))
         blocks, phase = blocks_of(loop.rack), found.phase
         in_graph = phase.path[phase.n_prefix :]
         found.trained = sum(nbytes(blocks[i]) for i in in_graph if i in phase.trained)
@@ -107,9 +100,33 @@ def seen(monkeypatch):
         found.ends += sum(t.nbytes for t in loop._fresh_head.values())
         return outcome
 
+    def watched_forward(self, targets, hidden_BTC=None):
+        if type(next(self.parameters())) is not nn.Parameter:
+            return forward(self, targets, hidden_BTC)
+        given = [targets, hidden_BTC, list(self.parameters()), list(self.buffers())]
+        apart = {t.untyped_storage().data_ptr() for t in tensors(given)}
+        saved = WeakSet()  # what no gradient is asked of dies with its graph
+
+        def pack(tensor):
+            kept = Kept(tensor)
+            saved.add(kept)
+            return kept
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept.tensor):
+            total = forward(self, targets, hidden_BTC)
+        storages = {kept.tensor.untyped_storage().data_ptr(): kept.tensor for kept in saved}
+        sizes = {place: tensor.untyped_storage().nbytes() for place, tensor in storages.items()}
+        phases[-1].saved = sum(size for place, size in sizes.items() if place not in apart)
+        return total
+
+    monkeypatch.setattr(PhaseModel, "forward", watched_forward)
     monkeypatch.setattr(TrainingLoop, "run", watched_run)
     monkeypatch.setattr(TrainStep, "__call__", watched_step)
     return phases
+
+
+def tensors(tree):
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def nbytes(module):
@@ -165,18 +182,37 @@ def compare(config, seen, n_batches=None):
         if scope.cache_dir:
             assert phase.disk_prefix == found.disk["prefix"]
         if config.training.recompute.kind != "selective" and config.training.accumulation_steps == 1:
-            assert phase.activations + phase.loss == found.saved, phase.name
+            # Blocks that are computed again hold the Layout of the pass: times, cosines and sines.
+            tables = {"full": 32 * 8 + 2 * 32 * 8 * 4, "every_nth": 32 * 8}
+            tables = tables.get(config.training.recompute.kind, 0)
+            assert phase.activations + phase.loss == found.saved + tables, phase.name
         assert phase.peak >= phase.weights + phase.masters + phase.optimizer + phase.batch + phase.gradients
     return plan
+
+
+def name_of(training):
+    return " ".join(
+        f"{key}={list(value.items()) if isinstance(value, dict) else value}"
+        for key, value in training.items()
+    )
 
 
 ARCHITECTURES = ("rackwise", "stackwise", "blockwise")
 PRECISIONS = ("fp32", "bf16", "bf16_weights")
 
 
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "architecture, precision, tied",
+    [
+        # Half of them in every run.
+        pytest.param(
+            *case,
+            id=f"{case[0]}-{case[1]}-{'tied' if case[2] else 'untied'}",
+            marks=[pytest.mark.slow] if place % 2 else [],
+        )
+        for place, case in enumerate(itertools.product(ARCHITECTURES, PRECISIONS, (True, False)))
+    ],
+)
 def test_architectures_and_precisions(seen, architecture, precision, tied):
     compare(
         middle(
@@ -188,66 +224,74 @@ def test_architectures_and_precisions(seen, architecture, precision, tied):
     )
 
 
+OPTIONS = [
+    {"optimizer": {"kind": "muon"}},
+    {"training_architecture": "blockwise", "optimizer": {"kind": "muon"}},
+    {"training_architecture": "blockwise", "scope": {"overlap": 1}},
+    {"training_architecture": "blockwise", "scope": {"suffix": 1}},
+    {"training_architecture": "blockwise", "precision": "bf16_weights", "scope": {"suffix": 2}},
+    {"training_architecture": "stackwise", "scope": {"order": "right_to_left"}},
+    {
+        "training_architecture": "blockwise",
+        "precision": "bf16_weights",
+        "scope": {"order": "right_to_left"},
+    },
+    {"training_architecture": "blockwise", "max_steps": 3, "scope": {"polish_steps": 1, "growth": True}},
+    {"scope": {"growth": True}},
+    {"scope": {"growth": True}, "precision": "bf16_weights"},
+    {
+        "training_architecture": "blockwise",
+        "scope": {"head": "per_unit"},
+        "model": {"tie_embeddings": False},
+    },
+    {"recompute": {"kind": "full"}},
+    {"recompute": {"kind": "full"}, "precision": "bf16", "training_architecture": "stackwise"},
+    {"recompute": {"kind": "every_nth", "every": 2}},
+    {"recompute": {"kind": "by_name", "names": ["*.feedforward"]}, "precision": "bf16"},
+    {"objective": {"logits_chunk": 20}},
+    {"objective": {"logits_chunk": 20, "z_loss": 1e-4}, "precision": "bf16"},
+    {"objective": {"logits_chunk": 20}, "precision": "bf16_weights", "training_architecture": "blockwise"},
+    {"accumulation_steps": 3, "precision": "bf16", "training_architecture": "blockwise"},
+    {
+        "objective": {"kind": "masked_token", "mask_token_id": 300},
+        "model": {"attention_mode": "bidirectional"},
+    },
+    {
+        "objective": {"kind": "mask_diffusion", "mask_token_id": 300, "z_loss": 1e-4},
+        "model": {"attention_mode": "bidirectional"},
+    },
+    {"data": {"pack_documents": True}, "training_architecture": "blockwise"},
+    {"model": {"sliding_window": [8, None]}, "precision": "bf16"},
+    {"model": {"sliding_window": [8, None]}, "training_architecture": "blockwise"},
+    {"model": {"qk_norm": "head", "qkv_bias": True, "norm": "layernorm", "softcap": 5.0}},
+    {"model": {"norm_position": "post", "embedding_max_norm": 1.0, "freeze_up_proj": True}},
+    {"model": {"attention_type": "mla", "n_kv_heads": None, "latent": {}}, "precision": "bf16"},
+    {"model": {"attention_type": "kernel", "n_kv_heads": None, "kernel": {}}, "precision": "fp32"},
+]
+
+
 @pytest.mark.parametrize(
     "training",
     [
-        {"optimizer": {"kind": "muon"}},
-        {"training_architecture": "blockwise", "optimizer": {"kind": "muon"}},
-        {"training_architecture": "blockwise", "scope": {"overlap": 1}},
-        {"training_architecture": "blockwise", "scope": {"suffix": 1}},
-        {"training_architecture": "blockwise", "precision": "bf16_weights", "scope": {"suffix": 2}},
-        {"training_architecture": "stackwise", "scope": {"order": "right_to_left"}},
-        {
-            "training_architecture": "blockwise",
-            "precision": "bf16_weights",
-            "scope": {"order": "right_to_left"},
-        },
-        {"training_architecture": "blockwise", "max_steps": 3, "scope": {"polish_steps": 1, "growth": True}},
-        {"scope": {"growth": True}},
-        {"scope": {"growth": True}, "precision": "bf16_weights"},
-        {
-            "training_architecture": "blockwise",
-            "scope": {"head": "per_unit"},
-            "model": {"tie_embeddings": False},
-        },
-        {"recompute": {"kind": "full"}},
-        {"recompute": {"kind": "full"}, "precision": "bf16", "training_architecture": "stackwise"},
-        {"recompute": {"kind": "every_nth", "every": 2}},
-        {"recompute": {"kind": "by_name", "names": ["*.feedforward"]}, "precision": "bf16"},
-        {"objective": {"logits_chunk": 20}},
-        {"objective": {"logits_chunk": 20, "z_loss": 1e-4}, "precision": "bf16"},
-        {"objective": {"logits_chunk": 20}, "precision": "bf16_weights", "training_architecture": "blockwise"},
-        {"accumulation_steps": 3, "precision": "bf16", "training_architecture": "blockwise"},
-        {
-            "objective": {"kind": "masked_token", "mask_token_id": 300},
-            "model": {"attention_mode": "bidirectional"},
-        },
-        {
-            "objective": {"kind": "mask_diffusion", "mask_token_id": 300, "z_loss": 1e-4},
-            "model": {"attention_mode": "bidirectional"},
-        },
-        {"data": {"pack_documents": True}, "training_architecture": "blockwise"},
-        {"model": {"sliding_window": [8, None]}, "precision": "bf16"},
-        {"model": {"sliding_window": [8, None]}, "training_architecture": "blockwise"},
-        {"model": {"qk_norm": "head", "qkv_bias": True, "norm": "layernorm", "softcap": 5.0}},
-        {"model": {"norm_position": "post", "embedding_max_norm": 1.0, "freeze_up_proj": True}},
-        {"model": {"attention_type": "mla", "n_kv_heads": None, "latent": {}}, "precision": "bf16"},
-        {"model": {"attention_type": "kernel", "n_kv_heads": None, "kernel": {}}, "precision": "fp32"},
+        pytest.param(each, id=name_of(each), marks=[] if place % 3 == 2 else [pytest.mark.slow])
+        for place, each in enumerate(OPTIONS)
     ],
-    ids=lambda training: " ".join(
-        f"{key}={list(value.items()) if isinstance(value, dict) else value}" for key, value in training.items()
-    ),
 )
 def test_options(seen, training):
     compare(middle(**{**training, "model": {"dropout": 0.0, **training.get("model", {})}}), seen)
 
 
-@pytest.mark.parametrize("directory", [True, False], ids=["disk", "memory"])
-@pytest.mark.parametrize("n_batches", [None, 2, 5])
-@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize(
+    "share, n_batches, directory",
+    [(0.0, None, False), (0.4, None, True), (0.4, 2, False), (1.0, None, False), (1.0, 3, True)],
+)
 def test_prefix_and_blocks_elsewhere(seen, tmp_path, share, n_batches, directory):
     entry = 3 * 32 * 64 * 4
-    scope = {"cache_bytes": int(share * 5 * entry), "offload": "disk", "offload_dir": str(tmp_path / "blocks")}
+    scope = {
+        "cache_bytes": int(share * 5 * entry),
+        "offload": "disk",
+        "offload_dir": str(tmp_path / "blocks"),
+    }
     if directory and share:
         scope["cache_dir"] = str(tmp_path / "prefix")
     config = middle(training_architecture="blockwise", max_steps=5, scope=scope)
@@ -270,7 +314,9 @@ def forward_flops(config, n_blocks):
     """By hand: two for each multiplication, of the matrices and of all pairs of positions."""
     model, rows = config.model, config.training.batch_size * config.training.seq_len
     head = model.d_model // model.n_heads
-    matrices = model.d_model * head * (2 * model.n_heads + 2 * model.n_kv_heads) + 3 * model.d_model * model.d_ff
+    matrices = (
+        model.d_model * head * (2 * model.n_heads + 2 * model.n_kv_heads) + 3 * model.d_model * model.d_ff
+    )
     pairs = 2 * config.training.seq_len * model.n_heads * head
     return 2 * rows * (matrices + pairs) * n_blocks
 
@@ -282,10 +328,12 @@ def test_flops_by_hand(kind, times):
     rows, model = 3 * 32, config.model
     blocks, head = forward_flops(config, 4), 2 * rows * model.d_model * model.vocab_size
     attention = 4 * 2 * rows * 2 * 32 * 64
+    # Of a Block that is computed again the last product is not: nothing needs what it says.
+    again = times * (blocks - 4 * 2 * rows * model.d_ff * model.d_model)
     # With logits in chunks the gradients of the head are computed forwards. Of attention the weights are
     # computed again: five products for two.
     assert phase.flops_forward == 3 * (blocks + 3 * head)
-    assert phase.flops_backward == 3 * (2 * blocks + attention // 2 + times * blocks)
+    assert phase.flops_backward == 3 * (2 * blocks + attention // 2 + again)
     assert phase.flops_optimizer == 0
 
 
@@ -301,15 +349,16 @@ def test_flops_are_those_that_torch_counts(kind):
 
 def allocated(call):
     """The most bytes that PyTorch's allocator on the CPU gave out during a call, above what was there."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
         call()
     events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
     events.sort(key=lambda event: event.start_ns())
     return max(itertools.accumulate((event.nbytes() for event in events), initial=0))
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("kind", ["none", "full"])
+@pytest.mark.parametrize("kind, precision", [("none", "fp32"), ("full", "bf16"), ("none", "bf16_weights")])
 def test_peak_is_what_was_allocated(monkeypatch, kind, precision):
     config = middle(recompute={"kind": kind}, precision=precision, objective={"logits_chunk": 40})
     (phase,) = plan_memory(config, device="cpu").phases
@@ -380,9 +429,9 @@ def test_totals_and_plain_values():
 
 def test_table_has_a_row_for_what_is_equal():
     config = middle(training_architecture="blockwise")
-    console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(plan_memory(config).table())
-    text = console.export_text()
+    written = io.StringIO()
+    Console(width=200, file=written).print(plan_memory(config).table())
+    text = written.getvalue()
     assert "stack 0 block 0 " in text and "stack 0 block 1 to stack 1 block 1" in text
     assert "stack 1 block 0" not in text
 
@@ -406,37 +455,24 @@ def test_what_is_not_planned_is_refused(tmp_path):
         plan_memory(middle(), n_batches=0)
 
 
-@settings(max_examples=15, deadline=None)
 @given(
-    st.integers(1, 3),
-    st.integers(1, 7),
-    st.integers(1, 9),
+    st.lists(st.integers(0, 9), min_size=1, max_size=6),
+    st.integers(1, 12),
+    st.none() | st.integers(1, 9),
     st.integers(0, 12),
-    st.sampled_from(["left_to_right", "right_to_left"]),
 )
-def test_blocks_of_a_prefix_that_are_computed(accumulation, steps, n_batches, room, order):
-    scope = {"cache_bytes": room * 512, "order": order}
-    config = middle(
-        training_architecture="blockwise",
-        batch_size=1,
-        seq_len=8,
-        max_steps=steps,
-        accumulation_steps=accumulation,
-        scope=scope,
-        precision="fp32",
-        model={"d_model": 16, "n_heads": 2, "n_kv_heads": 1, "d_ff": 16},
-    )
-    plan = plan_memory(config, n_batches=n_batches, device="cpu")
-    run = {"computed": 0, "at": {}, "held": 0}
-    # The rules of PrefixOutputs, batch by batch.
-    for phase, planned in zip(plan_phases([2, 2], config.training), plan.phases, strict=True):
-        depth, computed = phase.n_prefix, 0
-        run["at"] = {key: at for key, at in run["at"].items() if at <= min(phase.trained)}
-        for visit in range(steps * accumulation if depth else 0):
-            key = visit % n_batches
-            at = run["at"].get(key, 0)
-            computed += depth - at if at <= depth else depth
-            if key in run["at"] or len(run["at"]) < room:
-                run["at"][key] = depth
-        assert planned.host_prefix == len(run["at"]) * 512
-        assert planned.flops_prefix_kept * steps == pytest.approx(computed * forward_flops(config, 1))
+def test_blocks_of_a_prefix_that_are_computed(depths, visits, n_batches, room):
+    planned, at = _KeptOutputs(), {}
+    for depth in depths:
+        # The rules of PrefixOutputs, batch by batch: deeper ones depend on what trains now.
+        at = {key: kept for key, kept in at.items() if kept <= depth}
+        computed = 0
+        for visit in range(visits if depth else 0):
+            key = visit if n_batches is None else visit % n_batches
+            computed += depth - at.get(key, 0)
+            if key in at or len(at) < room:
+                at[key] = depth
+        at = at if depth else {}
+        count, parts = planned.advance(depth, visits, n_batches, room)
+        assert count == len(at)
+        assert sum((depth - start) * batches for start, batches in parts) == computed

@@ -1,7 +1,7 @@
 """`python -m bench.plan_70b`: a Rack of 70 billion parameters, trained Block by Block on one H200.
 
-Without a GPU it is a plan: every byte and FLOP of the run by `plan_memory`, beside the same Rack trained at once
-with full recomputation. With `--train`, which needs CUDA, the first Blocks are trained for a few steps.
+Without a GPU it is a plan: every byte and FLOP of the run by `plan_memory`, beside the same Rack trained at
+once with full recomputation. With `--train`, which needs CUDA, the first Blocks are trained for a few steps.
 """
 
 from __future__ import annotations
@@ -34,7 +34,14 @@ SHAPE: dict[str, Any] = {
     "tie_embeddings": False,
     "architecture": {"n_stacks": 10, "blocks_per_stack": 8},
 }
-QUICK = {"vocab_size": 512, "d_model": 128, "n_heads": 8, "n_kv_heads": 2, "d_ff": 384}
+QUICK = {
+    "vocab_size": 512,
+    "d_model": 128,
+    "n_heads": 8,
+    "n_kv_heads": 2,
+    "d_ff": 384,
+    "architecture": {"n_stacks": 2, "blocks_per_stack": 2},
+}
 SEQ_LEN = 4096
 LOCAL = {"cache_bytes": 2**50, "cache_dir": "prefix"}
 WAYS: dict[str, dict[str, Any]] = {
@@ -146,7 +153,7 @@ def table(record: dict[str, Any]) -> str:
         ("activations and loss", ("activations", "loss")),
     ):
         row(f"{name}, GB", [f"{sum(phase[key] for key in keys) / 1e9:,.1f}" for phase in largest])
-    row("**most at one time, GB**", [f"**{way['peak_bytes'] / 1e9:,.1f}**" for way in ways.values()])
+    row("most at one time, GB", [f"{way['peak_bytes'] / 1e9:,.1f}" for way in ways.values()])
     row("memory of the host, GB", [f"{way['host_bytes'] / 1e9:,.0f}" for way in ways.values()])
     row("disk, GB", [f"{way['disk_bytes'] / 1e9:,.0f}" for way in ways.values()])
     row("TFLOP a token", [f"{way['flops_per_token'] / 1e12:.2f}" for way in ways.values()])

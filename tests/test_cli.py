@@ -18,6 +18,7 @@ from stackwise.cli.overrides import load_configuration, split_overrides
 from stackwise.config import StackWiseConfig
 from stackwise.report import Report
 from stackwise.training import CheckpointManager
+from stackwise.training.memory_plan import plan_memory
 from stackwise.yaml12 import dump_yaml, load_yaml
 
 # Without surrogates, of which JSON makes two escapes and YAML two characters.
@@ -858,3 +859,26 @@ class TestOutput:
     def test_other_processes_print_no_configuration(self, call, monkeypatch):
         monkeypatch.setenv("RANK", "1")
         assert call("train", "run.yaml", "--print-config") == (0, "", "")
+
+    def test_plan(self, call, workplace, monkeypatch):
+        monkeypatch.setattr("stackwise.model.create_rack_from_config", None)  # what training would call
+        keys = ("--training.training_architecture", "blockwise", "--training.device=cpu")
+        code, out, err = call("train", "run.yaml", "--plan", *keys)
+        assert (code, err) == (0, "") and "stack 0 block 0" in out and "on the device" in out
+        assert "fits" not in out  # of a CPU nobody knows
+        assert {path.name for path in workplace.iterdir() if path.suffix not in (".py", ".yaml", ".txt")} <= {
+            "__pycache__"
+        }
+        assert call("train", "run.yaml", "--plan", "--training.precision=float8")[0] == 2
+
+    def test_plan_says_whether_it_fits(self, call, monkeypatch):
+        there = type("Properties", (), {"total_memory": 10**9})
+        planned = plan_memory(StackWiseConfig(), device="cpu")
+        monkeypatch.setattr("stackwise.training.memory_plan.plan_memory", lambda *_, **__: planned)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: there)
+        line = call("train", "run.yaml", "--plan", "--training.device=cuda")[1].splitlines()[-1]
+        assert line.startswith("fits: ") and line.endswith("1.0 GB on cuda")
+        there.total_memory = planned.peak - 1
+        line = call("train", "run.yaml", "--plan", "--training.device=cuda")[1].splitlines()[-1]
+        assert line.startswith("does not fit: ")

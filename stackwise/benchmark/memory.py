@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["peak_memory_bytes"]
+__all__ = ["high_water_mark", "peak_memory_bytes"]
 
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
@@ -35,10 +35,13 @@ def peak_memory_bytes(call: Callable[[], object], device: torch.device) -> int |
     except OSError:
         return None
     call()
-    return _high_water_mark()
+    return high_water_mark()
 
 
-def _high_water_mark() -> int | None:
+def high_water_mark() -> int | None:
+    """The most bytes that were resident in this process (VmHWM of proc(5)); None where nobody says."""
+    if not _STATUS.exists():
+        return None
     for line in _STATUS.read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -46,20 +47,23 @@ class Train:
             return 0
         import torch
 
-        from stackwise.data import create_data
+        from stackwise.data import Prefetched, create_data
         from stackwise.device import keep_freed_memory
         from stackwise.model import create_rack_from_config
         from stackwise.training import ArchitectureTrainer
+        from stackwise.training.block_store import block_writer
         from stackwise.training.processes import Processes
 
         keep_freed_memory()
-        torch.manual_seed(config.training.seed)
-        rack = create_rack_from_config(config)
         progress = {"auto": None, "on": True, "off": False}[self.progress]
         with Processes.from_environment(config.training) as processes:
             training, validation = create_data(config, processes.rank, processes.world_size)
             trainer = ArchitectureTrainer(config, progress=progress, processes=processes)
-            result = trainer.train_architecture(rack, training)
+            folder = trainer.offload_dir
+            torch.manual_seed(config.training.seed)
+            rack = create_rack_from_config(config, *([] if folder is None else [block_writer(folder)]))
+            with closing(Prefetched(training)) as ahead:
+                result = trainer.train_architecture(rack, ahead)
             validation_loss = None if validation is None else trainer.evaluate(rack, validation)
             if processes.is_main:
                 _print_result(config, result, validation_loss)

@@ -3,12 +3,14 @@
 from stackwise.stability.faults import Fault, GradientExplosion, NanInjection
 from stackwise.stability.guard import Alarm, SpikeDetector
 from stackwise.stability.run import StabilityRun, stability_run
-from stackwise.stability.telemetry import StepRecord
+from stackwise.stability.telemetry import GradientMonitor, LossTracker, StepRecord
 
 __all__ = [
     "Alarm",
     "Fault",
     "GradientExplosion",
+    "GradientMonitor",
+    "LossTracker",
     "NanInjection",
     "SpikeDetector",
     "StabilityRun",

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from stackwise.argument import require
 
-__all__ = ["first_non_finite", "global_norm", "gradient_norms", "norm_by_rows", "norms_by_rows"]
+__all__ = ["first_non_finite", "global_norm", "gradient_norms", "norms_by_rows"]
 
 # Squares of float32 overflow above 2**64. Times 2**-80 those of its largest value do not, and what that
 # loses is nothing beside a sum that overflowed without it.
@@ -80,11 +80,6 @@ def norms_by_rows(gradients: Sequence[Tensor]) -> Tensor:
         total, scaled = ((s.sum(-1) if s.ndim else s).sum() for s in (g.square(), (g * _DOWN).square()))
         norms.append(torch.where(total.isfinite(), total.sqrt(), scaled.sqrt() * _UP))
     return torch.stack([norm.float() for norm in norms])
-
-
-def norm_by_rows(gradients: Sequence[Tensor]) -> Tensor:
-    """The norm of all `gradients` as one vector, float32: `global_norm` of `norms_by_rows`."""
-    return global_norm(norms_by_rows(gradients))
 
 
 def first_non_finite(norms: dict[str, float] | None) -> str | None:

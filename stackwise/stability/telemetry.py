@@ -1,7 +1,7 @@
 """Telemetry: what a training step leaves behind, without making the host wait for the device."""
 
 from stackwise.stability.gradient_monitor import GradientMonitor, GradientRecord, GradientState
-from stackwise.stability.gradient_norm import global_norm, gradient_norms, norm_by_rows, norms_by_rows
+from stackwise.stability.gradient_norm import global_norm, gradient_norms, norms_by_rows
 from stackwise.stability.loss_tracker import LossRecord, LossState, LossTracker, bits_per_byte, perplexity
 from stackwise.stability.ring_buffer import RingBuffer
 from stackwise.stability.step_record import StepBuffer, StepRecord, mean_loss
@@ -20,7 +20,6 @@ __all__ = [
     "global_norm",
     "gradient_norms",
     "mean_loss",
-    "norm_by_rows",
     "norms_by_rows",
     "perplexity",
 ]

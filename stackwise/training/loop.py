@@ -27,7 +27,6 @@ from stackwise.training.objective import Objective
 from stackwise.training.phase_model import PhaseModel, blocks_of, only_training
 from stackwise.training.precision import autocast, float8_layers, frozen_precision
 from stackwise.training.prefix import PrefixOutputs, batch_key
-from stackwise.training.progress import TrainingProgress
 from stackwise.training.recompute import recomputing
 from stackwise.training.record_log import RecordLog
 from stackwise.training.result import UnitResult, unit_result
@@ -78,7 +77,6 @@ class TrainingLoop:
     prefix: PrefixOutputs
     meter: ThroughputMeter
     checkpoints: CheckpointManager | None = None
-    progress: TrainingProgress | None = None
     logs: Sequence[RecordLog] = ()
     records: list[StepRecord] = field(default_factory=list)
     epochs: list[int] = field(default_factory=list)
@@ -233,5 +231,3 @@ class TrainingLoop:
                 raise NonFiniteStepError(record)
             self.records.append(record)
             self.tokens += record.tokens or 0
-        if arrived and self.progress:
-            self.progress.update(self.records[-1], self.tokens)

@@ -71,10 +71,6 @@ class TrainingProgress:
     def close(self) -> None:
         """Nothing is held back."""
 
-    def update(self, record: StepRecord, tokens: int) -> None:
-        """Show `record` as the newest step, after `tokens` tokens in all."""
-        self._show(record, f"{tokens / (time.perf_counter() - self._start):,.0f} tokens/s")
-
     def _show(self, record: StepRecord, rate: str) -> None:
         now = time.perf_counter()
         done = record.step + 1

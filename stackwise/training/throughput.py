@@ -8,18 +8,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TypeVar
 
 import torch
 
 from stackwise.argument import check_sizes, require
+from stackwise.benchmark.memory import high_water_mark
 
 __all__ = ["Throughput", "ThroughputMeter", "model_flops_per_token", "peak_memory_so_far"]
 
 Item = TypeVar("Item")
-
-_STATUS = Path("/proc/self/status")
 
 
 @dataclass(frozen=True)
@@ -159,9 +157,8 @@ def peak_memory_so_far(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     # Not ru_maxrss where there is another: a process starts with its parent's.
-    if _STATUS.exists():
-        for line in _STATUS.read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
+    mark = high_water_mark()
+    if mark is not None:
+        return mark
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

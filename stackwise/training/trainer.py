@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import torch
@@ -12,6 +12,7 @@ from rich.console import Console
 from torch import nn
 
 from stackwise.argument import require
+from stackwise.benchmark.peak_rate import peak_flops
 from stackwise.config import StackWiseConfig
 from stackwise.model.mode import evaluating
 from stackwise.model.rack import Rack
@@ -94,10 +95,9 @@ class ArchitectureTrainer:
         start = time.perf_counter()
         with (
             seeded(self.processes.seed(settings.seed), self.device),
-            closing(BlockStore(shared.rack, self.device, scope.offload, self._offload_dir())) as store,
+            closing(BlockStore(shared.rack, self.device, scope.offload, self.offload_dir)) as store,
             closing(PrefixOutputs(shared.rack, store, scope.cache_bytes, scope.cache_dir)) as prefix,
-            self._progress(phases) as progress,
-            self._logs() as logs,
+            self._logs(phases) as logs,
         ):
             loop = TrainingLoop(
                 shared,
@@ -109,7 +109,6 @@ class ArchitectureTrainer:
                 prefix=prefix,
                 meter=self._meter(rack),
                 checkpoints=checkpoints,
-                progress=progress,
                 logs=logs,
             )
             try:
@@ -217,8 +216,9 @@ class ArchitectureTrainer:
             )
         return checkpoints
 
-    def _offload_dir(self) -> Path | None:
-        """Where the Blocks of this process go: no two write the same files."""
+    @property
+    def offload_dir(self) -> Path | None:
+        """Where Blocks that take no part go: a folder for each process. None: they do not go to disk."""
         directory, processes = self.config.training.scope.offload_dir, self.processes
         if directory is None:
             return None
@@ -231,29 +231,29 @@ class ArchitectureTrainer:
         for part in ends if offloads else [rack]:
             part.to(self.device)
 
-    def _progress(self, phases: list[Phase]) -> TrainingProgress | nullcontext[None]:
-        return TrainingProgress(sum(phase.steps for phase in phases)) if self.progress else nullcontext()
-
     @contextmanager
-    def _logs(self) -> Iterator[list[RecordLog]]:
-        """What the records are written to, which one of the processes does."""
-        telemetry, logs = self.config.training.telemetry, ExitStack()
-        with logs:
-            opened: list[RecordLog] = []
+    def _logs(self, phases: list[Phase]) -> Iterator[list[RecordLog]]:
+        """What the records are shown and written to, by one of the processes."""
+        telemetry, opened = self.config.training.telemetry, list[RecordLog]()
+        with ExitStack() as logs:
             if telemetry.jsonl is not None and self.processes.is_main:
                 opened.append(logs.enter_context(JsonLinesLog(telemetry.jsonl)))
             if telemetry.tensorboard is not None and self.processes.is_main:
                 opened.append(logs.enter_context(TensorBoardLog(telemetry.tensorboard)))
+            if self.progress:
+                total_steps = sum(phase.steps for phase in phases)
+                opened.append(logs.enter_context(TrainingProgress(total_steps)))
             yield opened
 
     def _meter(self, rack: Rack) -> ThroughputMeter:
         """Counts tokens; utilisation only where all of the Rack trains, as it is defined for that."""
-        settings, flops = self.config.training, None
+        settings, flops, peak = self.config.training, None, peak_flops(self.device)
         if settings.training_architecture == "rackwise" and not settings.scope.growth:
             looked_up = 0 if rack.tie_embeddings else rack.embedding.weight.numel()
             n_parameters = rack.get_parameter_count() - looked_up
             flops = model_flops_per_token(n_parameters, len(blocks_of(rack)), rack.d_model, settings.seq_len)
-        return ThroughputMeter(self.device, flops_per_token=flops)
+        peak = None if peak is None else peak * self.processes.world_size
+        return ThroughputMeter(self.device, flops_per_token=flops, peak_flops=peak)
 
     def _result(
         self, rack: Rack, loop: TrainingLoop, phases: list[Phase], units: list[UnitResult], seconds: float

@@ -17,7 +17,6 @@ from stackwise.stability.telemetry import (
     global_norm,
     gradient_norms,
     mean_loss,
-    norm_by_rows,
     norms_by_rows,
 )
 
@@ -66,24 +65,24 @@ def test_global_norm_is_that_of_one_long_vector(arrays):
 
 
 @given(st.lists(ARRAYS, min_size=1, max_size=5))
-def test_norm_by_rows_is_that_of_one_long_vector(arrays):
-    norm = norm_by_rows([p.grad for p in parameters_of(arrays)])
+def test_norms_by_rows_is_that_of_one_long_vector(arrays):
+    norm = global_norm(norms_by_rows([p.grad for p in parameters_of(arrays)]))
     whole = np.concatenate([a.astype(np.float64).ravel() for a in arrays])
     assert norm.dtype == torch.float32
     assert norm.item() == pytest.approx(float(np.linalg.norm(whole)), rel=1e-5, abs=1e-15)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_norm_by_rows_of_a_large_matrix_is_exact(dtype):
+def test_norms_by_rows_of_a_large_matrix_is_exact(dtype):
     gradient = torch.full((3000, 1000), 0.1, dtype=dtype)
     expected = gradient.double().square().sum().sqrt().item()
-    compiled = torch.compile(norm_by_rows)([gradient])
+    compiled = torch.compile(norms_by_rows)([gradient])
     assert compiled.item() == pytest.approx(expected, rel=2e-6)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_norm_by_rows_sees_one_broken_element(value):
-    assert not norm_by_rows([torch.ones(3), torch.tensor([[1.0, value]])]).isfinite()
+def test_norms_by_rows_sees_one_broken_element(value):
+    assert not norms_by_rows([torch.ones(3), torch.tensor([[1.0, value]])])[1].isfinite()
 
 
 def test_global_norm_is_not_the_sum_of_norms():

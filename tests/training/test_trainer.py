@@ -574,7 +574,7 @@ class TestProgress:
         console = Console(file=io.StringIO(), force_terminal=False, width=200)
         with TrainingProgress(4, console=console, quiet_seconds=quiet_seconds) as progress:
             for step in range(4):
-                progress.update(self.record(step), tokens=100 * (step + 1))
+                progress.write([self.record(step)], {"tokens_per_second": 100.0})
         return console.file.getvalue()
 
     def test_plain_lines(self):
@@ -596,7 +596,7 @@ class TestProgress:
     def test_live_bar(self, terminal):
         with TrainingProgress(4, console=terminal) as progress:
             for step in range(4):
-                progress.update(self.record(step), tokens=100)
+                progress.write([self.record(step)], {"tokens_per_second": 100.0})
         shown = terminal.file.getvalue()
         assert "━" in shown and "4/4" in shown and "loss 1.234" in shown and "tokens/s" in shown
         assert "\x1b[?25l" in shown and shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l")

@@ -3,7 +3,7 @@
 Peak memory of a training run, each in a fresh process: on the CPU the high-water mark of everything that is
 resident, the interpreter and PyTorch included; on CUDA what tensors hold. Units train with their prefix
 outputs and the Blocks that take no part on disk; what lies there is stated. FLOPs are those of matrix
-products and attention, counted as they run, so that the price is beside the gain.
+products, attention's own left out, counted as they run, so that the price is beside the gain.
 """
 
 from __future__ import annotations

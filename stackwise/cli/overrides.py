@@ -13,7 +13,7 @@ from stackwise.yaml12 import load_yaml
 
 __all__ = ["OPTIONS", "Override", "load_configuration", "split_overrides"]
 
-OPTIONS = ("--help", "--print-config", "--progress")
+OPTIONS = ("--help", "--plan", "--print-config", "--progress")
 _COMMAND_LINE = "command line"
 
 

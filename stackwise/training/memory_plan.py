@@ -8,24 +8,18 @@ Shapes: B batch, T positions, C model width.
 
 from __future__ import annotations
 
-import gc
 import json
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, fields, replace
-from functools import partial
 from itertools import groupby, pairwise
-from math import prod
 from typing import Any
 
 import torch
 from rich.table import Table
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.flop_counter import flop_registry
+from torch.utils._pytree import tree_map_only
 
 from stackwise.argument import check_sizes, require
 from stackwise.config import StackWiseConfig, TrainingConfig
@@ -41,6 +35,7 @@ from stackwise.training.precision import autocast, frozen_precision
 from stackwise.training.recompute import recomputing
 from stackwise.training.scope import Phase, plan_phases
 from stackwise.training.step import MicroBatch, TrainStep
+from stackwise.training.storage_meter import StepFacts, StorageMeter, tensors_of, uncollected, watch
 from stackwise.training.targets import Targets, next_token_targets
 
 __all__ = ["MemoryPlan", "PhasePlan", "plan_memory"]
@@ -327,7 +322,7 @@ class _Planner:
         """One Block of a prefix. Blocks of one kind are computed once."""
         kind = self.kinds[i]
         if kind not in self.forwards:
-            settings, meter = self.settings, _Meter()
+            settings, meter = self.settings, StorageMeter()
             block = self.blocks[i].eval()
             precision = frozen_precision(settings.precision)
             # A head that is the embedding is as narrow as what trains.
@@ -352,12 +347,12 @@ class _Planner:
                 cleanup.callback(step.optimizer.finish)
             self._first_update(step, model)
             batch = MicroBatch(self.targets, None if before is None else self._hidden(before.dtype))
-            of_batch = _tensors(tuple(batch))
-            seen = _Seen()
+            of_batch = tensors_of(tuple(batch))
+            seen = StepFacts()
             cleanup.enter_context(recomputing(rack, settings.recompute, layers=list(model.blocks)))
-            cleanup.enter_context(_uncollected())
-            with _Meter() as meter:
-                _watch(model, step, meter, seen)
+            cleanup.enter_context(uncollected())
+            with StorageMeter() as meter:
+                watch(model, step, meter, seen)
                 step([batch] * micro, 0.0)
             state = step.optimizer.state  # type: ignore[attr-defined]
             masters = sum(each["master"].nbytes for each in state.values() if "master" in each)
@@ -468,98 +463,6 @@ class _Forward:
     dtype: torch.dtype
 
 
-@dataclass
-class _Seen:
-    """What was there when the forward pass of the first batch ended, and when the optimizer began."""
-
-    activations: int = 0
-    loss: int = 0
-    gradients: int = 0
-    flops_forward: int = 0
-    flops: int = 0
-
-
-class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Bytes of storages that operations make, while they live, and FLOPs.
-
-    Attributes:
-        held: bytes of those that live.
-        peak: the most that there were.
-        flops: so far.
-        living: bytes of each storage.
-        before_next: called once, before the next operation.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.held = self.peak = self.flops = 0
-        self.living: dict[int, int] = {}
-        self.before_next: Callable[[], None] | None = None
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if self.before_next is not None:
-            called, self.before_next = self.before_next, None
-            called()
-        given = {each.untyped_storage()._cdata for each in _tensors((args, kwargs))}
-        result = function(*args, **kwargs)
-        for tensor in _tensors(result):
-            storage = tensor.untyped_storage()
-            key = storage._cdata
-            if key not in given and key not in self.living:
-                self.living[key] = storage.nbytes()
-                self.held += storage.nbytes()
-                weakref.finalize(storage, self._ended, key)
-        self.peak = max(self.peak, self.held)
-        self.flops += _flops_of(function, args, kwargs, result)
-        return result
-
-    def _ended(self, key: int) -> None:
-        self.held -= self.living.pop(key)
-
-
-def _watch(model: PhaseModel, step: TrainStep, meter: _Meter, seen: _Seen) -> None:
-    """Fill `seen` during the step that follows."""
-    flops, first = 0, True
-    before: set[int] = set()
-    of_blocks: set[int] = set()
-
-    def begins(*_: object) -> None:
-        nonlocal flops
-        flops = meter.flops
-        if first:
-            before.update(meter.living)
-
-    def head_begins(*_: object) -> None:
-        of_blocks.update(meter.living)
-
-    def ends(_: nn.Module, __: object, total: Tensor) -> None:
-        nonlocal first
-        seen.flops_forward += meter.flops - flops
-        if first:
-            # Only then has autocast given up its copies of weights.
-            meter.before_next = partial(left, total.nbytes)
-        first = False
-
-    def left(total: int) -> None:
-        seen.activations = sum(size for key, size in meter.living.items() if key in of_blocks - before)
-        seen.loss = sum(size for key, size in meter.living.items() if key not in of_blocks | before) - total
-
-    model.register_forward_pre_hook(begins)
-    model.register_forward_hook(ends)
-    hook = model.final_norm.register_forward_pre_hook(head_begins)
-    update = step.optimizer.step
-
-    def step_begins() -> None:
-        hook.remove()
-        seen.flops = meter.flops
-        parameters = [p for group in step.optimizer.param_groups for p in group["params"]]
-        seen.gradients = sum(p.grad.nbytes for p in parameters if p.grad is not None)
-        update()
-
-    step.optimizer.step = step_begins  # type: ignore[method-assign]
-
-
 def _targets(config: StackWiseConfig, objective: Objective, kernels: str, device: str) -> Targets:
     """What a model sees of a batch of `create_data`."""
     settings, kind = config.training, config.training.objective.kind
@@ -607,37 +510,6 @@ def _narrowed(module: nn.Module) -> Iterator[None]:
     finally:
         for p, data in wide:
             p.data = data
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """No garbage is collected meanwhile, so that what lives depends on the step alone."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
-
-
-def _flops_of(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    packet = function._overloadpacket
-    name = packet.__name__
-    if name.startswith("_scaled_dot_product_"):
-        # As torch counts it, which knows neither the kernel of the CPU nor grouped heads.
-        backward = "_backward" in name
-        q_BHTD, k_BKSD, v_BKSD = args[backward : 3 + backward]
-        pairs = 2 * prod(q_BHTD.shape[:3]) * k_BKSD.shape[2]
-        width, of_values = q_BHTD.shape[-1], v_BKSD.shape[-1]
-        return int(pairs * (3 * width + 2 * of_values if backward else width + of_values))
-    if packet not in flop_registry:
-        return 0
-    return int(flop_registry[packet](*args, **kwargs, out_val=result))
-
-
-def _tensors(tree: object) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def _unique(modules: Iterable[nn.Module]) -> list[Tensor]:

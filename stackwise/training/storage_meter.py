@@ -1,0 +1,150 @@
+"""StorageMeter: the bytes that operations hold and their FLOPs, seen as they are dispatched.
+
+Shapes: B batch, H heads, T queries, K and S keys, D width of a head.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from stackwise.training.phase_model import PhaseModel
+from stackwise.training.step import TrainStep
+
+__all__ = ["StepFacts", "StorageMeter", "flops_of", "tensors_of", "uncollected", "watch"]
+
+
+@dataclass
+class StepFacts:
+    """Bytes at the end of the first batch's forward pass and before the optimizer, and FLOPs until there."""
+
+    activations: int = 0
+    loss: int = 0
+    gradients: int = 0
+    flops_forward: int = 0
+    flops: int = 0
+
+
+class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Bytes of storages that operations make, while they live, and FLOPs.
+
+    Attributes:
+        held: bytes of those that live.
+        peak: the most that there were.
+        flops: so far.
+        living: bytes of each storage.
+        before_next: called once, before the next operation.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.held = self.peak = self.flops = 0
+        self.living: dict[int, int] = {}
+        self.before_next: Callable[[], None] | None = None
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.before_next is not None:
+            called, self.before_next = self.before_next, None
+            called()
+        given = {each.untyped_storage()._cdata for each in tensors_of((args, kwargs))}
+        result = function(*args, **kwargs)
+        for tensor in tensors_of(result):
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            if key not in given and key not in self.living:
+                self.living[key] = storage.nbytes()
+                self.held += storage.nbytes()
+                weakref.finalize(storage, self._ended, key)
+        self.peak = max(self.peak, self.held)
+        self.flops += flops_of(function, args, kwargs, result)
+        return result
+
+    def _ended(self, key: int) -> None:
+        self.held -= self.living.pop(key)
+
+
+def watch(model: PhaseModel, step: TrainStep, meter: StorageMeter, seen: StepFacts) -> None:
+    """Fill `seen` during the step that follows."""
+    flops, first = 0, True
+    before: set[int] = set()
+    of_blocks: set[int] = set()
+
+    def begins(*_: object) -> None:
+        nonlocal flops
+        flops = meter.flops
+        if first:
+            before.update(meter.living)
+
+    def head_begins(*_: object) -> None:
+        of_blocks.update(meter.living)
+
+    def ends(_: nn.Module, __: object, total: Tensor) -> None:
+        nonlocal first
+        seen.flops_forward += meter.flops - flops
+        if first:
+            # Only then has autocast given up its copies of weights.
+            meter.before_next = partial(left, total.nbytes)
+        first = False
+
+    def left(total: int) -> None:
+        seen.activations = sum(size for key, size in meter.living.items() if key in of_blocks - before)
+        seen.loss = sum(size for key, size in meter.living.items() if key not in of_blocks | before) - total
+
+    model.register_forward_pre_hook(begins)
+    model.register_forward_hook(ends)
+    hook = model.final_norm.register_forward_pre_hook(head_begins)
+    update = step.optimizer.step
+
+    def step_begins() -> None:
+        hook.remove()
+        seen.flops = meter.flops
+        parameters = [p for group in step.optimizer.param_groups for p in group["params"]]
+        seen.gradients = sum(p.grad.nbytes for p in parameters if p.grad is not None)
+        update()
+
+    step.optimizer.step = step_begins  # type: ignore[method-assign]
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """No garbage is collected meanwhile, so that what lives depends on the step alone."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def flops_of(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """FLOPs of one operation, matrix products and attention; 0 of all else."""
+    packet = function._overloadpacket
+    name = packet.__name__
+    if name.startswith("_scaled_dot_product_"):
+        # As torch counts it, which knows neither the kernel of the CPU nor grouped heads.
+        backward = "_backward" in name
+        q_BHTD, k_BKSD, v_BKSD = args[backward : 3 + backward]
+        pairs = 2 * prod(q_BHTD.shape[:3]) * k_BKSD.shape[2]
+        width, of_values = q_BHTD.shape[-1], v_BKSD.shape[-1]
+        return int(pairs * (3 * width + 2 * of_values if backward else width + of_values))
+    if packet not in flop_registry:
+        return 0
+    return int(flop_registry[packet](*args, **kwargs, out_val=result))
+
+
+def tensors_of(tree: object) -> list[Tensor]:
+    """The tensors in nested containers."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]

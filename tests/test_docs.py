@@ -21,7 +21,9 @@ ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", "CONTRIBUTING.md"]
 PAGES += [f"docs/{name}.md" for name in ("checks", "plugin", "rack", "attention", "initialization")]
 PAGES += [f"docs/{name}.md" for name in ("generation", "surgery", "interop", "training", "configuration")]
-PAGES += [f"docs/{name}.md" for name in ("objectives", "optimizer", "data", "recompute", "telemetry", "memory")]
+PAGES += [
+    f"docs/{name}.md" for name in ("objectives", "optimizer", "data", "recompute", "telemetry", "memory")
+]
 FENCE = re.compile(r"```(\w+)\n(.*?)```", re.DOTALL)
 EXAMPLES = [
     pytest.param(code, id=f"{page}-{number}")

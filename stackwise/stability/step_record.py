@@ -31,6 +31,7 @@ class StepRecord:
         skipped: whether the update was left out.
         tokens: what the step was trained on; None: not counted.
         parameter_norms: L2 norm of each parameter's gradient by name; None: not kept.
+        unit: what was trained, where it is not the whole; None: not said.
     """
 
     step: int
@@ -40,6 +41,7 @@ class StepRecord:
     skipped: bool
     tokens: int | None = None
     parameter_norms: dict[str, float] | None = None
+    unit: str | None = None
 
     @property
     def first_non_finite(self) -> str | None:
@@ -58,6 +60,7 @@ class _Known(NamedTuple):
     lr: float
     tokens: int | None
     names: tuple[str, ...] | None
+    unit: str | None
 
 
 class StepBuffer:
@@ -95,6 +98,7 @@ class StepBuffer:
         grad_norm: Tensor,
         skipped: Tensor,
         tokens: int | None = None,
+        unit: str | None = None,
         norms_P: Tensor | None = None,
         names: tuple[str, ...] | None = None,
     ) -> None:
@@ -107,6 +111,7 @@ class StepBuffer:
             grad_norm: scalar.
             skipped: scalar, boolean.
             tokens: how many the step was trained on.
+            unit: what trained.
             norms_P: of the gradients of `names`.
             names: one for each of `norms_P`.
 
@@ -117,7 +122,7 @@ class StepBuffer:
             found = len(norms_P)
             require(found <= self._n_norms, "norms_P", found, f"at most n_norms={self._n_norms}")
             require(names is not None and len(names) == found, "names", names, f"{found} names")
-        known = _Known(step, lr, tokens, names if norms_P is not None else None)
+        known = _Known(step, lr, tokens, names if norms_P is not None else None, unit)
         self._rows.write(known, (loss, grad_norm, skipped), norms_P)
 
     def poll(self) -> list[StepRecord]:
@@ -132,7 +137,7 @@ class StepBuffer:
 def _record(known: _Known, row: list[float]) -> StepRecord:
     loss, grad_norm, skipped, *norms = row
     named = None if known.names is None else dict(zip(known.names, norms, strict=False))
-    return StepRecord(known.step, loss, grad_norm, known.lr, bool(skipped), known.tokens, named)
+    return StepRecord(known.step, loss, grad_norm, known.lr, bool(skipped), known.tokens, named, known.unit)
 
 
 def mean_loss(records: Sequence[StepRecord]) -> float:

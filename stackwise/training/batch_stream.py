@@ -39,7 +39,7 @@ def check_restarts(dataloader: Iterable[Batch], n_units: int) -> None:
     Raises:
         ValueError: an iterator.
     """
-    again = n_units < 2 or iter(dataloader) is not dataloader
+    again = n_units < 2 or not isinstance(dataloader, Iterator)
     kind = type(dataloader).__name__
     require(again, "dataloader", kind, f"what gives its batches again to each of {n_units} units, as a list")
 

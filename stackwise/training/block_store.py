@@ -85,6 +85,12 @@ class BlockStore:
         finally:
             self._leave(arriving)
 
+    def expect(self, indices: Collection[int]) -> None:
+        """Read the files of these Blocks ahead into the memory of the system, while something else computes."""
+        if self._directory is not None:
+            for i in indices:
+                self._reader.submit(_read_ahead, self._path(i))
+
     @torch.no_grad()
     def run(self, indices: Sequence[int], x_BTC: Tensor, layout: Layout) -> Tensor:
         """What these Blocks make of hidden states (B, T, C), one after the other and without gradients."""
@@ -155,7 +161,8 @@ def hidden_states(rack: Rack, targets: Targets, device: torch.device) -> Tensor:
     x_BTC = rack.embed(targets.input_ids)
     layout = Layout(x_BTC, targets.attention_mask, targets.document_ids)
     for block in blocks_of(rack):
-        there = next(block.parameters()).device.type == device.type
+        held = next(block.parameters()).device
+        there = held.type == device.type and device.index in (None, held.index)
         tensors = {} if there else {name: t.to(device) for name, t in block.state_dict().items()}
         x_BTC = functional_call(block, tensors, (x_BTC,), {"layout": layout})
     return x_BTC

@@ -87,7 +87,7 @@ def chunked_cross_entropy(
     keep_N = labels_N != IGNORED
     wide = torch.promote_types(dtype, torch.float32)
     factor_N = keep_N.to(wide) if weights_N is None else weights_N.to(wide) * keep_N
-    target_N = labels_N.clamp(min=0)
+    target_N = labels_N.masked_fill(~keep_N, 0)
     of_hidden, of_weight = (torch.is_grad_enabled() and x.requires_grad for x in (hidden_NC, weight_VC))
     arguments = (hidden_NC, weight_VC, target_N, factor_N, z_loss, chunk, dtype, of_hidden, of_weight)
     total: Tensor

@@ -162,7 +162,7 @@ def check_rows(dataloader: object, processes: Processes) -> None:
     Raises:
         ValueError: naming the rank that they are of.
     """
-    batches = getattr(dataloader, "dataset", dataloader)
+    batches = getattr(dataloader, "dataset", getattr(dataloader, "loader", dataloader))
     if processes.world_size > 1 and isinstance(batches, Batches):
         seen, wanted = (batches.rank, batches.world_size), (processes.rank, processes.world_size)
         told = "rank {} of {}: create_data(config, processes.rank, processes.world_size)".format(*wanted)

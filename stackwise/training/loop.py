@@ -40,7 +40,7 @@ _SEARCH = 32  # halvings: from the first loss scale, 2**16, to one below all tha
 
 
 class NonFiniteStepError(ArithmeticError):
-    """A step had a non-finite loss or gradient. Its update was left out: the weights are sound.
+    """A step had a non-finite loss or gradient. Its update was left out.
 
     Attributes:
         record: the first such step.
@@ -50,7 +50,7 @@ class NonFiniteStepError(ArithmeticError):
         self.record = record
         super().__init__(
             f"step {record.step}: loss {record.loss}, gradient norm {record.grad_norm}; its update was "
-            "left out, and the weights are finite"
+            "left out"
         )
 
 
@@ -91,8 +91,8 @@ class TrainingLoop:
         fresh = self._head.state_dict() if self.settings.scope.head == "per_unit" else {}
         self._fresh_head = {name: tensor.clone() for name, tensor in fresh.items()}
 
-    def run(self, phase: Phase) -> UnitResult:
-        """Go through a phase.
+    def run(self, phase: Phase, following: Phase | None = None) -> UnitResult:
+        """Go through a phase; what the `following` one needs is read ahead meanwhile.
 
         Raises:
             ValueError: nothing to train, or no data.
@@ -107,6 +107,8 @@ class TrainingLoop:
             only_training(self.rack, phase),
             float8_layers(self.rack) if float8 else nullcontext(),
         ):
+            if following is not None:
+                self.store.expect(following.path[following.n_prefix :])
             self._train(phase)
         return unit_result(
             self.rack,
@@ -121,32 +123,23 @@ class TrainingLoop:
 
     def _train(self, phase: Phase) -> None:
         """All steps. What they needed is given up before the Blocks leave."""
-        model = self._model(phase)
-        step = self._begin(phase, model)
-        # Twice the interval: the rows of one are on their way to the host while the next are written.
-        n_norms = len(list(self.rack.parameters())) if self.settings.telemetry.parameter_norms else 0
-        self._buffer = StepBuffer(2 * self.settings.log_interval, self.device, n_norms)
-        done = False
+        model, done = self._model(phase), False
         try:
+            step = self._begin(phase, model)
             with recomputing(self.rack, self.settings.recompute, layers=list(model.blocks)):
                 for number in range(phase.steps):
                     self._step(phase, number, step)
             done = True
         finally:
             if not (done and phase.is_continued):
-                self._train_step = None
-                if isinstance(step.optimizer, MasterAdamW):
-                    step.optimizer.finish()  # however it ends, the weights are float32 again
+                used, self._train_step = self._train_step, None
+                if used is not None and isinstance(used.optimizer, MasterAdamW):
+                    used.optimizer.finish()  # however it ends, the weights are float32 again
 
     def _model(self, phase: Phase) -> PhaseModel:
         blocks = blocks_of(self.rack)
-        running = self._train_step.optimizer if self._train_step is not None else None
         for i in phase.enters:
             set_identity(blocks[i])
-        if isinstance(running, MasterAdamW):  # it has had masters of them from the start
-            with running.full_precision():
-                for i in phase.enters:
-                    set_identity(blocks[i])
         if phase.fresh_head:
             self._head.load_state_dict(self._fresh_head)
         self.rack.train()
@@ -156,8 +149,12 @@ class TrainingLoop:
 
     def _begin(self, phase: Phase, model: PhaseModel) -> TrainStep:
         settings = self.settings
+        # Twice the interval: the rows of one are on their way to the host while the next are written.
+        rows = 2 * min(settings.log_interval, phase.steps)
+        n_norms = len(list(self.rack.parameters())) if settings.telemetry.parameter_norms else 0
+        self._buffer = StepBuffer(rows, self.device, n_norms)
         if phase.continues and self._train_step is not None:
-            self._train_step.model = self.shared.wrap(model)
+            self._train_step.take(self.shared.wrap(model))
             return self._train_step
         stream = batch_stream(self.dataloader, settings.accumulation_steps, phase.first_step)
         self._stream = self.meter.waiting(stream)
@@ -165,7 +162,7 @@ class TrainingLoop:
         # What joins later is in the optimizer from the start, and has no gradient until then.
         optimized = self.rack if phase.is_continued else model
         self._train_step = TrainStep(model, settings, self.rack, optimized, self.processes)
-        self._train_step.model = self.shared.wrap(model)
+        self._train_step.take(self.shared.wrap(model))
         return self._train_step
 
     def _step(self, phase: Phase, number: int, step: TrainStep) -> None:
@@ -183,6 +180,7 @@ class TrainingLoop:
             grad_norm=outcome.grad_norm,
             skipped=outcome.skipped,
             tokens=tokens,
+            unit=phase.unit.name,
             norms_P=outcome.norms_P if norms else None,
             names=outcome.names if norms else None,
         )

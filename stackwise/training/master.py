@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -49,7 +49,8 @@ class MasterAdamW(torch.optim.Optimizer):
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.found_inf: Tensor | None = None
         self.grad_scale: Tensor | None = None
-        self._update = compiled(_update) if compile else _update
+        self._compiles = compile
+        self._updates: list[Callable[..., None]] = []
         self._frozen = [(p, p.data) for p in frozen]
         for p in (*self._parameters(), *(p for p, _ in self._frozen)):
             if p.dtype != torch.float32:
@@ -117,7 +118,10 @@ class MasterAdamW(torch.optim.Optimizer):
         """One update of every parameter that has a gradient. No host synchronisation."""
         assert closure is None, "a closure would be evaluated between two roundings of the weights"
         self._start_new()
-        for group in self.param_groups:
+        # One for each group: of one function the compiler keeps few graphs, and runs others as they are.
+        while len(self._updates) < len(self.param_groups):
+            self._updates.append(compiled(_update) if self._compiles else _update)
+        for group, update in zip(self.param_groups, self._updates, strict=True):
             params = [p for p in group["params"] if p.grad is not None]
             if not params:
                 continue
@@ -129,7 +133,7 @@ class MasterAdamW(torch.optim.Optimizer):
             torch._foreach_add_(steps, sound.to(zero.dtype), alpha=1.0)
             # Scalars are computed here: a compiled pass would compute them again for every element.
             steps_P = torch.stack(steps)
-            self._update(
+            update(
                 [p.detach() for p in params],
                 [p.grad for p in params],
                 [state["master"] for state in states],

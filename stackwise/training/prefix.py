@@ -120,7 +120,9 @@ class PrefixOutputs:
             self._drop(key)
         place: Tensor | Path
         if self._folder is None:
-            place = x_BTC.to("cpu", copy=True)
+            # Pinned, so that the host waits neither for this copy nor for the one back; both are in one stream.
+            place = torch.empty_like(x_BTC, device="cpu", pin_memory=x_BTC.is_cuda)
+            place.copy_(x_BTC, non_blocking=True)
         else:
             place = self._folder / key
             save_file({"hidden": x_BTC.cpu().contiguous()}, place)
@@ -129,7 +131,7 @@ class PrefixOutputs:
 
     def _read(self, entry: _Entry) -> Tensor:
         if isinstance(entry.place, Tensor):
-            return entry.place.to(self._store.device)
+            return entry.place.to(self._store.device, non_blocking=True)
         with safe_open(entry.place, framework="pt") as file:
             kept: Tensor = file.get_tensor("hidden")
         return kept.to(self._store.device)
@@ -142,12 +144,12 @@ class PrefixOutputs:
 
 
 def batch_key(targets: Targets) -> str:
-    """A digest of all that hidden states depend on in a batch that is on the CPU."""
+    """A digest of all that hidden states depend on in a batch; one that is on CUDA is copied for it."""
     digest = hashlib.sha256()
     for tensor in (targets.input_ids, targets.attention_mask, targets.document_ids):
         if tensor is None:
             digest.update(b"none")
         else:
             digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-            digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
+            digest.update(tensor.cpu().contiguous().view(torch.uint8).numpy().data)
     return digest.hexdigest()

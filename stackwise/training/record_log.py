@@ -126,7 +126,7 @@ class TensorBoardLog:
         """Queue scalars at the steps of `records`; a thread of the writer's own puts them on disk."""
         for record in records:
             scalars = record.to_dict()
-            step = scalars.pop("step")
+            step, _ = scalars.pop("step"), scalars.pop("unit", None)
             for name, norm in scalars.pop("parameter_norms", {}).items():
                 self._writer.add_scalar(f"gradient_norm/{name}", norm, step)
             for name, value in scalars.items():

@@ -172,7 +172,8 @@ def _growing(blocks_per_stack: list[int], max_steps: int) -> list[Phase]:
             trained=frozenset(range(unit.blocks.stop)),
             steps=begins[stack + 1] - begins[stack],
             first_step=begins[stack],
-            enters=tuple(unit.blocks) if stack else (),
+            # All at once: a checkpoint on the way then computes what was trained.
+            enters=() if stack else tuple(range(unit.blocks.stop, sum(blocks_per_stack))),
             continues=stack > 0,
             is_continued=stack < n_stacks - 1,
             schedule_steps=max_steps,

@@ -65,7 +65,7 @@ class TrainStep:
         processes: that train together; None: this one alone.
 
     Attributes:
-        model: what the next call trains; may be replaced, as by `SharedRack.wrap(model)`.
+        model: what the next call trains.
 
     Raises:
         ValueError: nothing to train.
@@ -79,7 +79,6 @@ class TrainStep:
         optimized: nn.Module | None = None,
         processes: Processes | None = None,
     ) -> None:
-        self.model: nn.Module = model
         self.settings = settings
         self.device = next(model.parameters()).device
         self.processes = processes or Processes(self.device)
@@ -93,9 +92,15 @@ class TrainStep:
         self._scale = create_loss_scale(settings.precision, self.device)
         self._names = {id(p): name for name, p in (rack or optimized or model).named_parameters()}
         # The loss is compiled with the model: logits are then reduced as they are widened.
-        self._total = compiled(_total) if settings.compile else _total
+        self.take(model)
+
+    def take(self, model: nn.Module) -> None:
+        """Train `model` from here on, as `SharedRack.wrap` gives it or with more Blocks than before."""
+        self.model = model
+        # Anew for each model: of one function the compiler keeps few graphs, and runs others as they are.
+        self._total = compiled(_total) if self.settings.compile else _total
         # On other devices the norms are one fused kernel group as it is.
-        on_cpu = settings.compile and self.device.type == "cpu"
+        on_cpu = self.settings.compile and self.device.type == "cpu"
         self._norms = compiled(norms_by_rows) if on_cpu else None
 
     def __call__(self, batches: Sequence[MicroBatch], lr: float) -> StepOutcome:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -85,6 +86,10 @@ class ArchitectureTrainer:
         settings, scope = self.config.training, self.config.training.scope
         objective = Objective(settings.objective, rack.vocab_size)
         objective.check(rack)
+        for name, p in rack.named_parameters():
+            kept = p.dtype == torch.float32 or not p.requires_grad
+            allowed = "torch.float32, which training.precision says how to compute with"
+            require(kept, f"dtype of {name}", p.dtype, allowed)
         phases = self._phases(rack)
         check_restarts(dataloader, sum(not phase.continues for phase in phases))
         check_rows(dataloader, self.processes)
@@ -112,7 +117,7 @@ class ArchitectureTrainer:
                 logs=logs,
             )
             try:
-                units = [loop.run(phase) for phase in phases]
+                units = [loop.run(*pair) for pair in zip(phases, [*phases[1:], None], strict=True)]
             except NonFiniteStepError:  # in every process at the same step
                 shared.gather()
                 raise
@@ -125,14 +130,14 @@ class ArchitectureTrainer:
     def learning_rate(self, step: int, total_steps: int | None = None) -> float:
         """Learning rate of `step`, counted from 0, in a schedule of `total_steps`; None: of `max_steps`.
 
-        A warm-up longer than the schedule is cut short at its end.
+        A schedule of another length, as of the last polish, has a warm-up of the same share.
         """
         settings, schedule = self.config.training, self.config.training.schedule
         total_steps = settings.max_steps if total_steps is None else total_steps
-        warmup_steps = total_steps // 10 if schedule.warmup_steps is None else schedule.warmup_steps
+        warmup_steps = settings.max_steps // 10 if schedule.warmup_steps is None else schedule.warmup_steps
         return get_lr_with_warmup(
             step,
-            min(warmup_steps, total_steps),
+            warmup_steps * total_steps // settings.max_steps,
             total_steps,
             settings.optimizer.lr,
             schedule.min_lr,
@@ -173,6 +178,10 @@ class ArchitectureTrainer:
     def trainer_spec(self) -> TrainerSpec:
         """What `check_trainer` asks of this training, with a fresh Rack of the configuration."""
         settings = self.config.training
+        key = "training.training_architecture"
+        architecture = settings.training_architecture
+        require(architecture == "rackwise", key, architecture, "'rackwise', to be checked")
+        require(settings.precision != "float8", "training.precision", "float8", "any other, to be checked")
         return TrainerSpec(
             build=lambda: RackRun(self.config, self.learning_rate, self.evaluate),
             name=type(self).__name__,
@@ -201,7 +210,7 @@ class ArchitectureTrainer:
         kept = [phase for phase in phases if any(trains[i] for i in phase.unit.blocks)]
         if not kept:
             raise ValueError("model: every Block is frozen; unfreeze a Stack to train it")
-        return kept
+        return [*kept[:-1], replace(kept[-1], is_last=True)]
 
     def _checkpoints(self, rack: Rack) -> CheckpointManager | None:
         directory = self.config.training.checkpoint_dir

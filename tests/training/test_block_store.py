@@ -92,6 +92,15 @@ def test_what_a_resident_block_learns_is_kept(rack, tmp_path):
     store.close()
 
 
+def test_what_is_expected_is_read_and_nothing_else_happens(rack, tmp_path):
+    store = BlockStore(rack, CPU, "disk", tmp_path)
+    before = state_of(rack)
+    store.expect([2, 3])
+    store.close()  # waits for the reader
+    assert same(state_of(rack), before)
+    BlockStore(rack, CPU).expect([0])
+
+
 def test_what_was_frozen_stays_frozen(rack, tmp_path):
     rack.get_stack(0).freeze()
     store = BlockStore(rack, CPU, "disk", tmp_path)

@@ -322,3 +322,13 @@ class TestRefused:
         labels[3] = VOCAB
         with pytest.raises(RuntimeError, match="out of bounds"):
             chunked_cross_entropy(hidden, weight, labels)
+
+
+def test_a_label_that_is_no_token_is_refused_as_by_the_plain_one():
+    hidden_NC, weight_VC = torch.randn(4, 3), torch.randn(5, 3)
+    for label in (-1, 5):
+        labels_N = torch.tensor([0, label, -100, 2])
+        with pytest.raises((IndexError, RuntimeError)):
+            cross_entropy(hidden_NC @ weight_VC.T, labels_N)
+        with pytest.raises((IndexError, RuntimeError)):
+            chunked_cross_entropy(hidden_NC, weight_VC, labels_N, chunk=2)

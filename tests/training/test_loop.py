@@ -335,7 +335,7 @@ class TestResult:
         schedule = {"kind": "linear", "warmup_steps": 2, "min_lr": 1e-3}
         result, _, _ = run(BLOCKWISE | {"max_steps": 5, "schedule": schedule, "scope": scope})
         of_five = [5e-3, 1e-2, 1e-2, 5.5e-3, 1e-3]
-        of_four_and_one = [*([5e-3, 1e-2, 1e-2, 1e-3] * 3), 1e-2]
+        of_four_and_one = [*([1e-2, 1e-2, 5.5e-3, 1e-3] * 3), 1e-2]  # a warm-up of the same share
         expected = of_four_and_one if scope else of_five * 3
         assert [record.lr for record in result["records"]] == pytest.approx(expected)
 
@@ -683,3 +683,46 @@ class TestNothingLeaks:
     def test_a_leak_would_be_seen(self, make, monkeypatch):
         monkeypatch.setattr(Objective, "check", lambda self, rack: None)
         assert max(self.losses(make, {"kind": "next_token"}, "bidirectional")) < math.log(8) - 0.3
+
+
+class TestLimits:
+    def test_the_last_checkpoint_is_written_where_the_last_unit_is_frozen(self, run, tmp_path):
+        training = BLOCKWISE | {"checkpoint_dir": str(tmp_path), "save_interval": 99}
+        result, _, _ = run(training, prepare=lambda rack: rack.get_stack(2).freeze())
+        assert len(result["results"]) == 2
+        assert [path.name for path in tmp_path.iterdir()] == [f"step-{2 * STEPS}"]
+
+    def test_a_checkpoint_of_a_growing_rack_computes_what_was_trained(self, run, tmp_path):
+        training = {"scope": {"growth": True}, "max_steps": 6, "checkpoint_dir": str(tmp_path)}
+        run(training | {"save_interval": 1})
+        early = load_rack(tmp_path / "step-4").eval()
+        ids = torch.randint(23, (2, 7))
+        # Of three Stacks two have joined by then.
+        two = early.head(early.forward_from_stack(early.embed(ids), 0, 2))
+        torch.testing.assert_close(early(ids), two)
+
+    def test_rows_of_the_buffer_are_no_more_than_steps(self, run):
+        result, _, _ = run({"log_interval": 10**12})
+        assert len(result["records"]) == STEPS
+
+    def test_weights_that_are_not_float32_are_refused(self, make):
+        config, rack, batches = make()
+        with pytest.raises(ValueError, match=r"dtype of stacks\.0.*: got torch\.bfloat16"):
+            ArchitectureTrainer(config).train_architecture(rack.bfloat16(), batches)
+
+    def test_a_loader_is_not_started_to_see_whether_it_starts_again(self, make):
+        config, rack, batches = make(BLOCKWISE)
+        loader = torch.utils.data.DataLoader(torch.cat(batches), batch_size=2, shuffle=False)
+        before = torch.get_rng_state()
+        ArchitectureTrainer(config).train_architecture(rack, loader)
+        assert torch.get_rng_state().equal(before)
+
+    def test_records_say_what_trained(self, run):
+        result, _, _ = run(BLOCKWISE | {"scope": {"polish_steps": 1}})
+        units = [record.unit for record in result["records"]]
+        assert units[0] == "stack 0 block 0" and units[-1] == "rack"
+
+    def test_what_is_checked_is_what_trains(self, make):
+        config, _, _ = make(BLOCKWISE)
+        with pytest.raises(ValueError, match=r"training\.training_architecture: got 'blockwise'"):
+            ArchitectureTrainer(config).trainer_spec()

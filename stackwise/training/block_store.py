@@ -86,7 +86,7 @@ class BlockStore:
             self._leave(arriving)
 
     def expect(self, indices: Collection[int]) -> None:
-        """Read the files of these Blocks ahead into the memory of the system, while something else computes."""
+        """Read the files of these Blocks ahead into the memory of the system, while another computes."""
         if self._directory is not None:
             for i in indices:
                 self._reader.submit(_read_ahead, self._path(i))

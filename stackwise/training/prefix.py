@@ -120,7 +120,7 @@ class PrefixOutputs:
             self._drop(key)
         place: Tensor | Path
         if self._folder is None:
-            # Pinned, so that the host waits neither for this copy nor for the one back; both are in one stream.
+            # Pinned, so that the host waits neither for this copy nor for the one back, in the same stream.
             place = torch.empty_like(x_BTC, device="cpu", pin_memory=x_BTC.is_cuda)
             place.copy_(x_BTC, non_blocking=True)
         else:

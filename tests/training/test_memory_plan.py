@@ -56,11 +56,11 @@ def seen(monkeypatch):
     """What each phase held, of every run from here on."""
     phases, unpatched, run, forward = [], TrainStep.__call__, TrainingLoop.run, PhaseModel.forward
 
-    def watched_run(self, phase):
+    def watched_run(self, phase, following=None):
         found = Seen()
         found.phase, found.loop = phase, self
         phases.append(found)
-        result = run(self, phase)
+        result = run(self, phase, following)
         found.prefix_blocks = result["prefix_blocks"]
         found.prefix_bytes = self.prefix.statistics.bytes
         found.disk = {

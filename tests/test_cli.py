@@ -515,8 +515,15 @@ class TestTrain:
     def test_progress(self, call, monkeypatch):
         for name in ("FORCE_COLOR", "TTY_COMPATIBLE"):
             monkeypatch.delenv(name, raising=False)
-        _, out, err = call("train", "run.yaml", "--progress", "on")
+        _, out, err = call("train", "run.yaml")
         assert "training 3/3" in err and "training 3/3" not in out
+
+    def test_interrupted(self, call, monkeypatch):
+        def interrupt(*_):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr("stackwise.training.loop.TrainingLoop.run", interrupt)
+        assert call("train", "run.yaml") == (130, "", "stackwise: interrupted\n")
 
     def test_same_weights_again(self, call, workplace):
         saved = []
@@ -562,7 +569,7 @@ class TestTrainRefused:
         text = (workplace / "run.yaml").read_text()
         assert line in text
         (workplace / "run.yaml").write_text(text.replace(line, replacement))
-        code, _, err = call("train", "run.yaml")
+        code, _, err = call("train", "run.yaml", "--progress", "off")
         assert code == 2 and part in err
         assert err.startswith("stackwise: ") and err.count("\n") == 1
 
@@ -642,7 +649,12 @@ class TestKeysOnTheCommandLine:
 
     def test_trains_by_them(self, call, workplace):
         code, out, err = call(
-            "train", "run.yaml", "--training.max_steps", "2", "--training.checkpoint_dir=other"
+            "train",
+            "run.yaml",
+            "--progress=off",
+            "--training.max_steps",
+            "2",
+            "--training.checkpoint_dir=other",
         )
         assert code == 0 and err == "" and "\n2 steps, " in out
         assert (workplace / "other" / "step-2").is_dir() and not (workplace / "runs").exists()

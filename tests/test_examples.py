@@ -59,7 +59,7 @@ def train(capsys):
         settings = SMALL | {"training.max_steps": 6, "data.validation_fraction": 0.003}
         settings |= SMALLER.get(name, {}) | overrides
         arguments = [f"--{key}={value}" for key, value in settings.items()]
-        code = main(["train", str(ROOT / f"examples/{name}.yaml"), *arguments])
+        code = main(["train", str(ROOT / f"examples/{name}.yaml"), "--progress", "off", *arguments])
         printed = capsys.readouterr()
         assert (code, printed.err) == (0, "")
         return printed.out

@@ -27,6 +27,9 @@ def main(arguments: list[str] | None = None) -> int:
         # Whoever read has seen enough, as `head` does; what is left must not be told at exit either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except KeyboardInterrupt:
+        print("stackwise: interrupted", file=sys.stderr)
+        return 130
     except (ValueError, OSError) as error:
         print(f"stackwise: {error}", file=sys.stderr)
         return 2

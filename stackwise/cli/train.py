@@ -27,8 +27,8 @@ class Train:
 
     config: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="[FILE]")] = None
     """YAML; without it all keys have their defaults."""
-    progress: Literal["auto", "on", "off"] = "auto"
-    """Show progress; auto: on a terminal."""
+    progress: Literal["on", "off"] = "on"
+    """Show progress on standard error: a live line on a terminal, else a line now and then."""
     print_config: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print the whole configuration as YAML, and do not train."""
     plan: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
@@ -55,7 +55,7 @@ class Train:
         from stackwise.training.processes import Processes
 
         keep_freed_memory()
-        progress = {"auto": None, "on": True, "off": False}[self.progress]
+        progress = self.progress != "off"
         with Processes.from_environment(config.training) as processes:
             training, validation = create_data(config, processes.rank, processes.world_size)
             trainer = ArchitectureTrainer(config, progress=progress, processes=processes)

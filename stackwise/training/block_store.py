@@ -5,13 +5,14 @@ Shapes: B batch, T positions, C model width.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import secrets
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TextIO
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -47,7 +48,8 @@ class BlockStore:
         directory: of the files; created where it is missing. A file that is there is replaced.
 
     Raises:
-        ValueError: `cpu` on the CPU, where they already are, or `disk` without a directory.
+        ValueError: `cpu` on the CPU, where they already are, `disk` without a directory, or a directory in
+            which another run has its Blocks.
         OSError: the directory cannot be written.
     """
 
@@ -63,6 +65,7 @@ class BlockStore:
         require((kind == "disk") == (directory is not None), "training.scope.offload_dir", directory, kind)
         self.blocks, self.device, self.kind = blocks_of(rack), device, kind
         self._directory = None if directory is None else Path(directory)
+        self._lock = None if self._directory is None else _locked(self._directory)
         self._resident: set[int] = set(range(len(self.blocks)))
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="blocks")
         self._ahead = torch.Stream(device) if device.type == "cuda" else None
@@ -105,8 +108,10 @@ class BlockStore:
         return x_BTC
 
     def close(self) -> None:
-        """End the thread that reads ahead. The Blocks stay where they are."""
+        """End the thread that reads ahead, and leave the folder to others. The Blocks stay where they are."""
         self._reader.shutdown()
+        if self._lock is not None:
+            self._lock.close()
 
     def _leave(self, indices: Collection[int]) -> None:
         for i in sorted(indices):
@@ -182,6 +187,19 @@ def block_writer(directory: str | Path) -> Callable[[Block], Block]:
         return block
 
     return write
+
+
+def _locked(directory: Path) -> TextIO:
+    """A file that says who is here; the system forgets it with the process."""
+    directory.mkdir(parents=True, exist_ok=True)
+    file = (directory / "lock").open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        key, allowed = "training.scope.offload_dir", "a folder that no other run has its Blocks in"
+        raise ValueError(f"{key}: got {str(directory)!r}; allowed: {allowed}") from None
+    return file
 
 
 def _path(directory: Path, i: int) -> Path:

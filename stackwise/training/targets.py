@@ -17,6 +17,8 @@ from stackwise.data.batches import IGNORED
 
 __all__ = ["IGNORED", "Targets", "next_token_targets"]
 
+_KEYS = ("input_ids", "labels", "attention_mask", "document_ids")
+
 
 @dataclass(frozen=True)
 class Targets:
@@ -88,14 +90,18 @@ def next_token_targets(batch: Mapping[str, Tensor]) -> Targets:
 
 
 def check_shapes(batch: Mapping[str, Tensor]) -> None:
-    """Refuse a batch whose parts differ in shape.
+    """Refuse a batch with parts that nobody reads, or that differ in shape, and ids that are no integers.
 
     Raises:
         ValueError: naming the part.
     """
+    unknown = sorted(batch.keys() - _KEYS)
+    require(not unknown, "batch", unknown, ", ".join(_KEYS))
     expected = tuple(batch["input_ids"].shape)
     require(len(expected) == 2, "input_ids", expected, "a shape (batch, positions)")
     for key in ("labels", "attention_mask", "document_ids"):
         if key in batch:
             seen = tuple(batch[key].shape)
             require(seen == expected, key, seen, f"{expected}, the shape of input_ids")
+    dtype = batch["input_ids"].dtype
+    require(not (dtype.is_floating_point or dtype.is_complex), "input_ids", dtype, "integers")

@@ -25,7 +25,7 @@ class Throughput:
     """What a run does, at one moment of it.
 
     Attributes:
-        tokens: since the start.
+        total_tokens: since the start.
         seconds: since the start.
         tokens_per_second: since some readings before this one.
         mean_tokens_per_second: since the start.
@@ -34,7 +34,7 @@ class Throughput:
         peak_memory_bytes: see `peak_memory_so_far`.
     """
 
-    tokens: int
+    total_tokens: int
     seconds: float
     tokens_per_second: float
     mean_tokens_per_second: float
@@ -112,7 +112,7 @@ class ThroughputMeter:
         then, tokens_then = self._recent[0]
         recent, seconds = _rate(self._tokens - tokens_then, now - then), now - self._start
         return Throughput(
-            tokens=self._tokens,
+            total_tokens=self._tokens,
             seconds=seconds,
             tokens_per_second=recent,
             mean_tokens_per_second=_rate(self._tokens, seconds),

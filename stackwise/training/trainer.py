@@ -246,6 +246,9 @@ class ArchitectureTrainer:
         telemetry, opened = self.config.training.telemetry, list[RecordLog]()
         with ExitStack() as logs:
             if telemetry.jsonl is not None and self.processes.is_main:
+                size = Path(telemetry.jsonl).stat().st_size if Path(telemetry.jsonl).exists() else 0
+                allowed = "a file that has no lines yet, so that no two runs mix"
+                require(size == 0, "training.telemetry.jsonl", telemetry.jsonl, allowed)
                 opened.append(logs.enter_context(JsonLinesLog(telemetry.jsonl)))
             if telemetry.tensorboard is not None and self.processes.is_main:
                 opened.append(logs.enter_context(TensorBoardLog(telemetry.tensorboard)))
@@ -277,7 +280,7 @@ class ArchitectureTrainer:
             trainable_parameters=rack.get_trainable_parameter_count(),
             num_batches=sum(unit["num_batches"] for unit in units),
             avg_loss=mean_loss(records),
-            final_loss=mean_loss(records[-settings.log_interval :]),
+            final_loss=units[-1]["final_loss"],
             training_history=epoch_losses(records[-len(loop.epochs) :], loop.epochs),
             seconds=seconds,
             tokens_per_second=loop.tokens / seconds,

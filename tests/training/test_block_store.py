@@ -56,7 +56,8 @@ def test_on_disk_a_rack_is_whole_and_every_block_is_a_mapped_file(rack, tmp_path
     before, ids = state_of(rack), torch.randint(31, (2, 7))
     logits = rack(ids)
     store = BlockStore(rack, CPU, "disk", tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [f"block-{i:05}.safetensors" for i in range(4)]
+    files = sorted(path.name for path in tmp_path.glob("*.safetensors"))
+    assert files == [f"block-{i:05}.safetensors" for i in range(4)]
     for i, block in enumerate(blocks_of(rack)):
         files = {mapped_from(p) for p in block.parameters()}
         assert files == {str(tmp_path / f"block-{i:05}.safetensors")}
@@ -90,6 +91,14 @@ def test_what_a_resident_block_learns_is_kept(rack, tmp_path):
     x_BTC = torch.randn(1, 3, 16)
     assert store.run([2], x_BTC, Layout(x_BTC)).equal(block(x_BTC))
     store.close()
+
+
+def test_a_folder_is_one_run_s_until_that_is_over(rack, tmp_path):
+    store = BlockStore(rack, CPU, "disk", tmp_path)
+    with pytest.raises(ValueError, match=r"training\.scope\.offload_dir: got .* no other run"):
+        BlockStore(copy.deepcopy(rack), CPU, "disk", tmp_path)
+    store.close()
+    BlockStore(rack, CPU, "disk", tmp_path).close()
 
 
 def test_what_is_expected_is_read_and_nothing_else_happens(rack, tmp_path):

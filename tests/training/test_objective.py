@@ -20,6 +20,7 @@ from stackwise.training.objective import (
     next_token_total,
     require_causal,
 )
+from stackwise.training.targets import next_token_targets
 
 VOCAB = 13
 # Per kind of padding: the attention mask of rows of 6 tokens.
@@ -453,3 +454,11 @@ class TestObjective:
         gradients = [torch.autograd.grad(total, (hidden, norm.weight, head.weight)) for total in totals]
         for one, other in zip(*gradients, strict=True):
             torch.testing.assert_close(one, other)
+
+
+def test_parts_of_a_batch_that_nobody_reads_are_refused():
+    ids = torch.randint(7, (2, 5))
+    with pytest.raises(ValueError, match=r"batch: got \['lables'\]; allowed: input_ids, labels"):
+        next_token_targets({"input_ids": ids, "lables": ids})
+    with pytest.raises(ValueError, match=r"input_ids: got torch\.float32; allowed: integers"):
+        next_token_targets({"input_ids": ids.float()})

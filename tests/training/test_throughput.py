@@ -38,7 +38,7 @@ def test_recent_rate_and_that_of_the_run(clock):
         for _ in range(tokens // 50):  # records come many at a time
             meter.count(50)
         figures = meter.read()
-    assert (figures.tokens, figures.seconds) == (500, 12.0)
+    assert (figures.total_tokens, figures.seconds) == (500, 12.0)
     assert figures.tokens_per_second == 400 / 2
     assert figures.mean_tokens_per_second == 500 / 12
 
@@ -100,7 +100,7 @@ def test_begin_anew(clock):
     clock.now += 2
     meter.count(10)
     figures = meter.read()
-    assert (figures.tokens, figures.seconds, figures.tokens_per_second) == (10, 2.0, 5.0)
+    assert (figures.total_tokens, figures.seconds, figures.tokens_per_second) == (10, 2.0, 5.0)
 
 
 def test_window_of_none():

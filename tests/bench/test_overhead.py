@@ -56,7 +56,7 @@ def test_telemetry_keeps_what_it_says(make, tmp_path):
         assert line["loss"] == pytest.approx(loss, rel=1e-3)
         assert sorted(line["parameter_norms"].values()) == pytest.approx(sorted(norms), rel=2e-2)
         assert line["grad_norm"] == pytest.approx(math.hypot(*line["parameter_norms"].values()), rel=1e-5)
-    assert lines[-1]["tokens"] == LOG_INTERVAL * TINY.batch_size * TINY.seq_len
+    assert lines[-1]["total_tokens"] == LOG_INTERVAL * TINY.batch_size * TINY.seq_len
 
 
 def test_every_step_is_measured(monkeypatch, tmp_path):

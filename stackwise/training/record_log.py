@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -28,7 +29,23 @@ class RecordLog(Protocol):
         """Write what is still held back."""
 
 
-class JsonLinesLog:
+class _Log(ABC):
+    """A log that is closed at the end of a `with` block."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Write what is still held back."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class JsonLinesLog(_Log):
     """One JSON object a line and a step, appended and flushed at each `write`.
 
     Numbers that are not finite are written as "NaN", "Infinity" and "-Infinity". What a killed run
@@ -57,14 +74,6 @@ class JsonLinesLog:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 class LoggedLines(NamedTuple):
@@ -102,7 +111,7 @@ def read_json_lines(path: str | os.PathLike[str]) -> LoggedLines:
     return LoggedLines(lines, partial.decode(errors="replace"))
 
 
-class TensorBoardLog:
+class TensorBoardLog(_Log):
     """Scalars for TensorBoard: `train/...` of records and `throughput/...` of figures; norms by parameter.
 
     Args:
@@ -138,14 +147,6 @@ class TensorBoardLog:
     def close(self) -> None:
         """Wait for the writer's thread, and close the file."""
         self._writer.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _named(value: Any) -> Any:

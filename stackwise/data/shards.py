@@ -16,7 +16,6 @@ import copy
 import hashlib
 import itertools
 import json
-import os
 import re
 import secrets
 import shutil
@@ -31,6 +30,7 @@ from safetensors.numpy import save_file
 from torch import Tensor
 
 from stackwise.argument import check_sizes, require
+from stackwise.checkpoint.folder import flush
 from stackwise.data.token_sequence import TokenSequence
 
 __all__ = ["MANIFEST", "TokenShards", "write_shards"]
@@ -92,10 +92,10 @@ def write_shards(
         content["shards"] = shards
         content["digest"] = _digest(content)
         (scratch / MANIFEST).write_text(json.dumps(content, indent=1) + "\n", "utf-8")
-        _flush(scratch / MANIFEST)
-        _flush(scratch)
+        flush(scratch / MANIFEST)
+        flush(scratch)
         scratch.rename(target)
-        _flush(target.parent)
+        flush(target.parent)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return TokenShards(target)
@@ -317,7 +317,7 @@ def _write_shard(path: Path, tokens: Integers, document_starts: Integers) -> dic
     ]
     stored = np.frombuffer(b"".join(checksums), np.uint8).reshape(-1, 32)
     save_file({"tokens": tokens, "document_starts": document_starts, "checksums": stored}, path)
-    _flush(path)
+    flush(path)
     with path.open("rb") as file:
         size = file.read(8)
         header = size + file.read(int.from_bytes(size, "little"))
@@ -362,11 +362,3 @@ def _read_header(header: bytes, n_bytes: int) -> dict[str, tuple[int, int]]:
 
 def _digest(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import secrets
 import shutil
@@ -17,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from stackwise.argument import check_sizes, require
+from stackwise.checkpoint.folder import flush, publish
 
 __all__ = ["FLOATS", "check_tensors", "read_config", "read_weights", "write_folder"]
 
@@ -159,23 +159,13 @@ def write_folder(
     check_sizes(max_shard_bytes=max_shard_bytes)
     target = _check_target(path, overwrite)
     scratch = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
-    replaced = scratch.with_name(scratch.name + ".old")
     scratch.mkdir(parents=True)
     try:
         _write_weights(scratch, weights, max_shard_bytes)
         _write_json(scratch / CONFIG, config)
-        for written in (*scratch.iterdir(), scratch):
-            _flush(written)
-        if target.exists():
-            target.rename(replaced)
-        try:
-            scratch.rename(target)
-        except BaseException:
-            if replaced.exists():
-                replaced.rename(target)
-            raise
-        _flush(target.parent)
-        shutil.rmtree(replaced, ignore_errors=True)
+        for written in scratch.iterdir():
+            flush(written)
+        publish(scratch, target)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return target
@@ -232,14 +222,6 @@ def _write_weights(folder: Path, weights: Mapping[str, Tensor], max_shard_bytes:
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2, sort_keys=True, allow_nan=False) + "\n", "utf-8")
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _listed(names: list[str]) -> str:

@@ -1,0 +1,335 @@
+"""Content: what a process adds to a checkpoint, and what it takes out of one.
+
+Files, R a process: `state-R.json`, plain values; `state-R.safetensors`, the tensors of what each process
+keeps for itself; `tensors/rank-R.safetensors`, its part of the tensors that all processes have together.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stackwise.argument import require
+from stackwise.checkpoint import tree
+from stackwise.checkpoint.folder import TENSORS, DamagedCheckpointError, Manifest, read_regular
+from stackwise.checkpoint.object_state import Objects
+from stackwise.checkpoint.ranks import Ranks
+from stackwise.checkpoint.sharded import Place, own_parts, part_of, read_like
+from stackwise.checkpoint.tensor_file import (
+    FileEntry,
+    MalformedFileError,
+    Part,
+    TensorIndex,
+    write_bytes,
+    write_tensors,
+)
+from stackwise.random_states import random_states, random_states_kept, set_random_states
+
+__all__ = ["Content", "Loaded", "no_tensor"]
+
+_STATE_BYTES = 2**28
+_SHARED, _OWN, _RANDOM = "shared", "own", "random"
+
+
+@dataclass(frozen=True)
+class Content:
+    """What a process adds to a checkpoint.
+
+    Attributes:
+        plain: of its JSON file.
+        own: the tensors that only it has, by name.
+        shared: its parts of those that all have together.
+    """
+
+    plain: dict[str, Any]
+    own: dict[str, Part]
+    shared: dict[str, Part]
+
+    @classmethod
+    def of(cls, objects: Mapping[str, Any], rank: int) -> Self:
+        """The state of `objects` now, in process `rank`; tensors are the objects' own.
+
+        Raises:
+            ValueError: what cannot be kept, naming its place.
+        """
+        ours = Objects(objects)
+        plain: dict[str, Any] = {_SHARED: {}, _OWN: {}}
+        own: dict[str, Tensor] = {}
+        shared: dict[str, Tensor] = {}
+        for name in ours:
+            is_shared = ours.is_shared(name)
+            encoded = tree.encode(ours.state(name), (name,), shared if is_shared else own)
+            plain[_SHARED if is_shared else _OWN][name] = encoded
+        plain[_RANDOM] = tree.encode(random_states(), (_RANDOM,), own)
+        for name, tensor in own.items():
+            sharded = "modules and optimizers only, whose parts are put together again"
+            require(not tree.is_sharded(tensor), name, "a DTensor", sharded)
+        if rank > 0:
+            plain[_SHARED] = {}
+            shared = {name: tensor for name, tensor in shared.items() if tree.is_sharded(tensor)}
+        parts = {name: part for name, tensor in shared.items() if (part := part_of(name, tensor))}
+        return cls(plain, {name: Part.whole(tensor) for name, tensor in own.items()}, parts)
+
+    def places(self) -> list[Place]:
+        """Of the parts that it has of shared tensors."""
+        return [(name, part.offsets) for name, part in self.shared.items()]
+
+    def without(self, places: Sequence[list[Place]]) -> Self:
+        """The same without the parts that other processes write."""
+        return replace(self, shared=own_parts(self.shared, places))
+
+    def parts(self) -> dict[tuple[str, str], Part]:
+        """All tensors."""
+        return {(_OWN, name): part for name, part in self.own.items()} | {
+            (_SHARED, name): part for name, part in self.shared.items()
+        }
+
+    def with_parts(self, parts: Mapping[tuple[str, str], Part]) -> Self:
+        """The same with other tensors in their places."""
+        return replace(
+            self,
+            own={name: parts[_OWN, name] for name in self.own},
+            shared={name: parts[_SHARED, name] for name in self.shared},
+        )
+
+    def write(self, folder: Path, rank: int) -> dict[str, FileEntry]:
+        """Write the files of process `rank`.
+
+        Raises:
+            ValueError: plain values beyond all measure, or a dtype that safetensors does not have.
+            OSError: the disk refused.
+        """
+        text = json.dumps(self.plain, allow_nan=False, separators=(",", ":")).encode()
+        require(
+            len(text) <= _STATE_BYTES, "objects", f"{len(text)} bytes beside tensors", f"up to {_STATE_BYTES}"
+        )
+        entries = {_plain_file(rank): write_bytes(folder / _plain_file(rank), [text])}
+        entries[_own_file(rank)] = write_tensors(folder / _own_file(rank), self.own)
+        if self.shared:
+            name = f"{TENSORS}/rank-{rank:05d}.safetensors"
+            entries[name] = write_tensors(folder / name, self.shared)
+        return entries
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a process takes out of a checkpoint.
+
+    Attributes:
+        states: of each object.
+        random: states of the generators; None: drawn from `seed`.
+        seed: for a process that was not there.
+        remarks: what is not just as it was.
+    """
+
+    states: dict[str, Any]
+    random: dict[str, Any] | None
+    seed: int
+    remarks: tuple[str, ...]
+
+    @classmethod
+    def of(cls, objects: Objects, folder: Path, manifest: Manifest, ranks: Ranks) -> Self:
+        """Read a checkpoint whose files were verified; no object is touched.
+
+        Raises:
+            DamagedCheckpointError: a file that was not written here.
+            ValueError: what does not fit the objects.
+        """
+        reader = _Reader(folder, manifest, ranks)
+        try:
+            states = {name: reader.state(name, objects) for name in objects}
+            remarks = reader.remarks()
+            if ranks.rank < manifest.world_size:
+                own = reader.random(ranks.rank)
+                return cls(states, own, 0, remarks)
+            first = reader.random(0)["torch"].numpy().tobytes()
+            digest = hashlib.sha256(first + ranks.rank.to_bytes(8, "little")).digest()
+            return cls(states, None, int.from_bytes(digest[:8], "little") >> 1, remarks)
+        except tree.MalformedTreeError as error:
+            raise DamagedCheckpointError(folder, reader.file, str(error)) from error
+
+    def into(self, objects: Objects) -> None:
+        """Give each object its state, and the generators theirs.
+
+        Raises:
+            Exception: as an object refuses a state that does not fit.
+        """
+        for name in objects:
+            objects.load(name, self.states[name])
+        if self.random is not None:
+            set_random_states(self.random)
+        else:
+            torch.manual_seed(self.seed)
+            random.seed(self.seed)
+            np.random.seed(self.seed % 2**32)  # noqa: NPY002  the global one is meant
+
+
+class _Reader:
+    """The states of a folder. `file` is the one with the plain values that are being read."""
+
+    def __init__(self, folder: Path, manifest: Manifest, ranks: Ranks) -> None:
+        self.folder, self.manifest, self.ranks = folder, manifest, ranks
+        self.file: str | None = None
+        self._plain: dict[int, dict[str, Any]] = {}
+        self._own: dict[int, TensorIndex] = {}
+        self._shared: TensorIndex | None = None
+
+    def state(self, name: str, objects: Objects) -> Any:
+        first = self._state_of(0)
+        if name in first[_SHARED]:
+            return self._shared_state(first[_SHARED][name], name, objects)
+        kept = sorted([*first[_SHARED], *first[_OWN]])
+        require(name in first[_OWN], "objects", name, f"what {self.folder} has: {', '.join(kept)}")
+        if self.ranks.size == self.manifest.world_size:
+            return self._own_state(name, self.ranks.rank)[0]
+        state, tensors = self._own_state(name, 0)
+        for rank in range(1, self.manifest.world_size):
+            _, others = self._own_state(name, rank)
+            same = self._state_of(rank)[_OWN][name] == first[_OWN][name] and _same(tensors, others)
+            require(
+                same,
+                f"objects[{name!r}]",
+                f"a state of {self.manifest.world_size} processes that differs between them",
+                f"as many processes as have saved it; here there are {self.ranks.size}",
+            )
+        return state
+
+    def random(self, rank: int) -> dict[str, Any]:
+        states = tree.decode(self._state_of(rank)[_RANDOM], self._own_fetch(rank))
+        try:
+            with random_states_kept():
+                set_random_states(states)
+        except (
+            KeyError,
+            TypeError,
+            ValueError,
+            RuntimeError,
+            IndexError,
+            AttributeError,
+            OverflowError,
+        ) as error:
+            raise tree.MalformedTreeError(f"no random states: {error}") from None
+        return dict(states)
+
+    def remarks(self) -> tuple[str, ...]:
+        saved, here = self.manifest.world_size, self.ranks.size
+        if here == saved:
+            return ()
+        told = f"saved by {saved} processes, restored by {here}: "
+        if here < saved:
+            return (told + f"the random states of ranks {here} to {saved - 1} are left out",)
+        return (
+            told + f"the random states of ranks {saved} to {here - 1} are new, drawn from those of rank 0",
+        )
+
+    def _shared_state(self, plain: Any, name: str, objects: Objects) -> Any:
+        if self._shared is None:
+            self._shared = self._index(file for file in self.manifest.files if file.startswith(f"{TENSORS}/"))
+        index, likes = self._shared, objects.sharded(name)
+        seen: dict[str, Tensor] = {}
+
+        def fetch(tensor: str, shape: tuple[int, ...], path: tree.Path) -> Tensor:
+            if tensor not in seen:
+                # The state of a parameter is arranged as the parameter is, if it has its shape.
+                like = likes.get(path, likes.get(path[:2]) if len(path) == 3 else None)
+                if like is not None and path not in likes and tuple(like.shape) != shape:
+                    like = None
+                with self._naming(TENSORS):
+                    seen[tensor] = read_like(index, tensor, shape, like)
+            return seen[tensor]
+
+        return tree.decode(plain, fetch)
+
+    def _own_state(self, name: str, rank: int) -> tuple[Any, list[Tensor]]:
+        held = self._state_of(rank)[_OWN]
+        if name not in held:
+            raise tree.MalformedTreeError(f"{name}: missing")
+        tensors: list[Tensor] = []
+        state = tree.decode(held[name], self._own_fetch(rank, tensors))
+        return state, tensors
+
+    def _own_fetch(self, rank: int, tensors: list[Tensor] | None = None) -> tree.Fetch:
+        if rank not in self._own:
+            self._listed(_own_file(rank))
+            self._own[rank] = self._index([_own_file(rank)])
+        index = self._own[rank]
+        seen: dict[str, Tensor] = {}
+
+        def fetch(name: str, shape: tuple[int, ...], path: tree.Path) -> Tensor:
+            del path
+            if name not in seen:
+                with self._naming(_own_file(rank)):
+                    seen[name] = index.read(name, (0,) * len(shape), shape)
+                if tensors is not None:
+                    tensors.append(seen[name])
+            return seen[name]
+
+        return fetch
+
+    def _state_of(self, rank: int) -> dict[str, Any]:
+        self.file = _plain_file(rank)
+        if rank not in self._plain:
+            self._listed(self.file)
+            content = read_regular(self.folder, self.file, _STATE_BYTES)
+            try:
+                plain = json.loads(content.decode(), parse_constant=_no_constant)
+                sound = all(isinstance(plain[part], dict) for part in (_SHARED, _OWN, _RANDOM))
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
+                raise tree.MalformedTreeError(f"no state: {error}") from None
+            if not sound:
+                raise tree.MalformedTreeError("no state")
+            self._plain[rank] = plain
+        return self._plain[rank]
+
+    def _index(self, files: Iterable[str]) -> TensorIndex:
+        names = list(files)
+        with self._naming(names[0] if len(names) == 1 else TENSORS):
+            return TensorIndex(self.folder / file for file in names)
+
+    @contextmanager
+    def _naming(self, file: str) -> Iterator[None]:
+        try:
+            yield
+        except MalformedFileError as error:
+            raise DamagedCheckpointError(self.folder, file, str(error)) from error
+
+    def _listed(self, file: str) -> None:
+        """Only what was verified is read."""
+        if file not in self.manifest.files:
+            raise tree.MalformedTreeError("not in the list of files")
+
+
+def no_tensor(name: str, shape: tuple[int, ...], path: tree.Path) -> Tensor:
+    """Of plain values: there are no tensors in them."""
+    del shape, path
+    raise tree.MalformedTreeError(f"{name}: missing")
+
+
+def _plain_file(rank: int) -> str:
+    return f"state-{rank:05d}.json"
+
+
+def _own_file(rank: int) -> str:
+    return f"state-{rank:05d}.safetensors"
+
+
+def _same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
+    return len(ours) == len(theirs) and all(
+        (a.dtype, a.shape) == (b.dtype, b.shape)
+        and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+        for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+def _no_constant(text: str) -> Any:
+    raise ValueError(f"{text} is no JSON")

@@ -1,0 +1,365 @@
+"""CheckpointFolder: one checkpoint on disk, which is there whole and unchanged, or is known not to be.
+
+A folder `step-N` has a list of its files, `manifest.json`, with the size and the SHA-256 of each and of the
+list itself. It is written as `.step-N.PID` and renamed when all of it is on the disk. `.step-N.PID.old`
+is what a new folder of that step replaces, `.step-N.PID.removed` what is being removed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import stat
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from stackwise.argument import require
+from stackwise.checkpoint.tensor_file import FileEntry, write_bytes
+
+__all__ = [
+    "DamagedCheckpointError",
+    "Manifest",
+    "check_extra_name",
+    "entries_of",
+    "flush",
+    "folder_of",
+    "publish",
+    "read_regular",
+    "recover",
+    "remove",
+    "scratch_of",
+    "steps_in",
+    "verify_files",
+]
+
+MANIFEST = "manifest.json"
+TENSORS = "tensors"
+_FORMAT = 1
+_MANIFEST_BYTES = 2**24
+_STEP = re.compile(r"step-(0|[1-9][0-9]*)")
+_LEFT_OVER = re.compile(r"\.(step-(?:0|[1-9][0-9]*))\.([1-9][0-9]*)(?:\.(old|removed))?")
+_NAME = re.compile(rf"(?:{TENSORS}/)?[A-Za-z0-9][A-Za-z0-9._-]{{0,199}}")
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib")
+_OURS = re.compile(r"manifest\.json|state-[0-9]+\.(?:json|safetensors)", re.IGNORECASE)
+_PIECE = 2**22
+
+
+class DamagedCheckpointError(ValueError):
+    """A checkpoint is not what was written.
+
+    Args:
+        folder: of the checkpoint.
+        file: that is not as it was; None: the folder itself.
+        reason: what is wrong with it.
+    """
+
+    def __init__(self, folder: Path, file: str | None, reason: str) -> None:
+        super().__init__(f"{folder if file is None else folder / file}: {reason}")
+        self.folder, self.file, self.reason = folder, file, reason
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint says of itself.
+
+    Attributes:
+        step: of the run.
+        time: when it was written, UTC, ISO 8601.
+        world_size: processes that took part.
+        versions: of what it was written with.
+        metric: the encoded metric, or None.
+        notes: the encoded notes.
+        files: what it consists of, by name.
+    """
+
+    step: int
+    time: str
+    world_size: int
+    versions: dict[str, str]
+    metric: Any
+    notes: Any
+    files: dict[str, FileEntry] = field(default_factory=dict)
+
+    def write(self, folder: Path) -> None:
+        """Write it into a folder; the last of its files.
+
+        Raises:
+            ValueError: notes that fill it.
+            OSError: the disk refused.
+        """
+        content = self._bytes()
+        require(len(content) <= _MANIFEST_BYTES, "notes", f"{len(content)} bytes", f"up to {_MANIFEST_BYTES}")
+        write_bytes(folder / MANIFEST, [content])
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest:
+        """The manifest of a folder.
+
+        Raises:
+            DamagedCheckpointError: there is none, or it was changed.
+        """
+        content = read_regular(folder, MANIFEST, _MANIFEST_BYTES)
+        try:
+            values = json.loads(content.decode())  # of bytes it would guess the encoding
+            if values["format"] != _FORMAT:
+                raise DamagedCheckpointError(folder, MANIFEST, f"of the format {values['format']!r:.20}")
+            fields = {key: values[key] for key in cls.__dataclass_fields__}
+            fields["files"] = {name: FileEntry(**entry) for name, entry in fields["files"].items()}
+            manifest = cls(**fields)
+        except DamagedCheckpointError:
+            raise
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            raise DamagedCheckpointError(folder, MANIFEST, "no list of a checkpoint's files") from None
+        # Not what it says but every byte of it has to be as it was written.
+        try:
+            same = manifest._bytes() == content
+        except (ValueError, TypeError, RecursionError):
+            same = False
+        if not same:
+            raise DamagedCheckpointError(folder, MANIFEST, "it was changed since it was written")
+        manifest._check(folder)
+        return manifest
+
+    def _bytes(self) -> bytes:
+        content: dict[str, Any] = {"format": _FORMAT, **asdict(self)}
+        body = json.dumps(content, sort_keys=True, allow_nan=False)
+        content["digest"] = hashlib.sha256(body.encode()).hexdigest()
+        return (json.dumps(content, indent=1, sort_keys=True, allow_nan=False) + "\n").encode()
+
+    def _check(self, folder: Path) -> None:
+        """Refuse a list that nothing here writes: its digest may be right, and it is from elsewhere."""
+
+        def count(value: Any, least: int) -> bool:
+            return type(value) is int and value >= least
+
+        sound = count(self.step, 0) and count(self.world_size, 1) and folder_of(Path(), self.step).name
+        if sound != _published_name(folder.name):
+            raise DamagedCheckpointError(folder, MANIFEST, f"it is of step {self.step!r}")
+        for name, entry in self.files.items():
+            if name.lower().endswith(_PICKLES):
+                raise DamagedCheckpointError(folder, name[:80], "a pickle; loading one runs the code in it")
+            if not _NAME.fullmatch(name) or name == MANIFEST:
+                raise DamagedCheckpointError(folder, MANIFEST, f"it lists the file {name[:80]!r}")
+            if not count(entry.bytes, 0) or not isinstance(entry.sha256, str):
+                raise DamagedCheckpointError(folder, MANIFEST, f"it has no size and SHA-256 of {name}")
+
+
+def folder_of(directory: Path, step: int) -> Path:
+    """Where the checkpoint of a step is."""
+    return directory / f"step-{step}"
+
+
+def scratch_of(directory: Path, step: int) -> Path:
+    """Where this process writes the checkpoint of a step."""
+    return directory / f".step-{step}.{os.getpid()}"
+
+
+def steps_in(directory: Path) -> list[int]:
+    """The steps that have a folder, ascending as numbers."""
+    if not directory.is_dir():
+        return []
+    names = (_STEP.fullmatch(path.name) for path in directory.iterdir() if path.is_dir())
+    # ASCII digits only, and no more of them than a number read from text may have.
+    return sorted(int(match[1]) for match in names if match and len(match[1]) < 20)
+
+
+def verify_files(folder: Path, files: Mapping[str, FileEntry], *, contents: bool = True) -> None:
+    """Refuse files that are not as they were written.
+
+    Args:
+        folder: of the checkpoint.
+        files: of its manifest, or some of them.
+        contents: also read them; else only their sizes are looked at.
+
+    Raises:
+        DamagedCheckpointError: naming the first file that is missing or was changed.
+    """
+    for name, entry in files.items():
+        size = _regular(folder, name).st_size
+        if size != entry.bytes:
+            kind = "truncated" if size < entry.bytes else "too long"
+            raise DamagedCheckpointError(
+                folder, name, f"{kind}: got {size} bytes; it was written with {entry.bytes}"
+            )
+    if not contents:
+        return
+    for name, entry in files.items():
+        digest = hashlib.sha256()
+        try:
+            with (folder / name).open("rb", buffering=0) as file:
+                while piece := file.read(_PIECE):
+                    digest.update(piece)
+        except OSError as error:
+            raise _unreadable(folder, name, error) from error
+        if digest.hexdigest() != entry.sha256:
+            raise DamagedCheckpointError(
+                folder,
+                name,
+                f"it was changed since it was written: got SHA-256 {digest.hexdigest()[:16]}..., expected "
+                f"{entry.sha256[:16]}...",
+            )
+
+
+def read_regular(folder: Path, name: str, most: int) -> bytes:
+    """The bytes of a file, of which there are at most so many.
+
+    Raises:
+        DamagedCheckpointError: it is missing, no file, larger, or cannot be read.
+    """
+    size = _regular(folder, name).st_size
+    if size > most:
+        raise DamagedCheckpointError(folder, name, f"got {size} bytes; allowed: up to {most}")
+    try:
+        return (folder / name).read_bytes()
+    except OSError as error:
+        raise _unreadable(folder, name, error) from error
+
+
+def publish(scratch: Path, target: Path) -> None:
+    """Give a folder its name; what had the name before is there until then.
+
+    Raises:
+        OSError: the disk refused; what was there is as it was.
+    """
+    for folder in (scratch / TENSORS, scratch):
+        if folder.is_dir():
+            flush(folder)
+    replaced = scratch.with_name(scratch.name + ".old")
+    if target.exists():
+        target.rename(replaced)
+    try:
+        scratch.rename(target)
+    except BaseException:
+        if replaced.exists():
+            replaced.rename(target)
+        raise
+    flush(target.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def remove(folder: Path) -> None:
+    """Remove a checkpoint; at no time there is half of it under its name.
+
+    Raises:
+        OSError: the disk refused; it is still there.
+    """
+    removed = folder.with_name(f".{folder.name}.{os.getpid()}.removed")
+    folder.rename(removed)
+    flush(folder.parent)
+    shutil.rmtree(removed, ignore_errors=True)
+
+
+def recover(directory: Path, *, clear: bool) -> None:
+    """Give a folder that was being replaced when its process ended its name back.
+
+    No write of this process may be under way.
+
+    Args:
+        directory: of the checkpoints.
+        clear: remove what processes that are no more have left, and what this one has. For who writes: the
+            processes of another machine are not seen.
+
+    Raises:
+        OSError: the disk refused.
+    """
+    if not directory.is_dir():
+        return
+    for path in sorted(directory.iterdir()):
+        match = _LEFT_OVER.fullmatch(path.name)
+        if match is None or not path.is_dir() or _lives(match[2]):
+            continue
+        target = directory / match[1]
+        if match[3] == "old" and not target.exists():
+            path.rename(target)
+        elif clear:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def check_extra_name(name: str) -> None:
+    """Refuse a name that a file added to a checkpoint may not have.
+
+    Raises:
+        ValueError: it has separators, is one of our own names, or is a pickle's.
+    """
+    plain = isinstance(name, str) and _NAME.fullmatch(name) is not None and "/" not in name
+    require(plain, "files", name, "letters, digits, dots, dashes and underscores, no separators")
+    ours = _OURS.fullmatch(name) is not None or name == TENSORS
+    require(not ours, "files", name, "other names than those of the checkpoint's own files")
+    no_pickle = not name.lower().endswith(_PICKLES)
+    require(no_pickle, "files", name, "no pickles, which run code when they are loaded; safetensors do not")
+
+
+def flush(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk.
+
+    Raises:
+        OSError: the disk refused.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def entries_of(folder: Path, names: Iterable[str]) -> dict[str, FileEntry]:
+    """Size and SHA-256 of files that others have written, which get the mode of all others and are flushed.
+
+    Raises:
+        OSError: one is missing, or the disk refused.
+    """
+    entries = {}
+    mode = stat.S_IMODE(folder.stat().st_mode) & 0o666
+    for name in names:
+        path = folder / name
+        path.chmod(mode)
+        digest, size = hashlib.sha256(), 0
+        with path.open("rb", buffering=0) as file:
+            while piece := file.read(_PIECE):
+                digest.update(piece)
+                size += len(piece)
+            os.fsync(file.fileno())
+        entries[name] = FileEntry(size, digest.hexdigest())
+    return entries
+
+
+def _published_name(name: str) -> str:
+    """Of a folder that has its name, or is still being written."""
+    match = _LEFT_OVER.fullmatch(name)
+    return name if match is None else match[1]
+
+
+def _regular(folder: Path, name: str) -> os.stat_result:
+    """No link, which may lead elsewhere, and no pipe, on which reading would wait."""
+    try:
+        found = (folder / name).lstat()
+    except FileNotFoundError:
+        raise DamagedCheckpointError(folder, name, "missing") from None
+    except OSError as error:
+        raise _unreadable(folder, name, error) from error
+    if not stat.S_ISREG(found.st_mode):
+        raise DamagedCheckpointError(folder, name, "no regular file")
+    return found
+
+
+def _unreadable(folder: Path, name: str, error: OSError) -> DamagedCheckpointError:
+    return DamagedCheckpointError(folder, name, f"cannot be read: {error}")
+
+
+def _lives(process: str) -> bool:
+    """Whether another process of that number is there; what this one left is left over."""
+    number = int(process[:12])
+    if number == os.getpid():
+        return False
+    try:
+        os.kill(number, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True
+    return True

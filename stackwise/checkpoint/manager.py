@@ -1,0 +1,429 @@
+"""CheckpointManager: the checkpoints of a run, which goes on from the newest one that is whole."""
+
+from __future__ import annotations
+
+import errno
+import platform
+import shutil
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stackwise.argument import check_sizes, require
+from stackwise.checkpoint import tree
+from stackwise.checkpoint.content import Content, Loaded, no_tensor
+from stackwise.checkpoint.folder import (
+    TENSORS,
+    DamagedCheckpointError,
+    Manifest,
+    check_extra_name,
+    entries_of,
+    folder_of,
+    publish,
+    recover,
+    remove,
+    scratch_of,
+    steps_in,
+    verify_files,
+)
+from stackwise.checkpoint.object_state import Objects
+from stackwise.checkpoint.ranks import REFUSALS, Ranks
+from stackwise.checkpoint.retention import Retention
+from stackwise.checkpoint.tensor_file import FileEntry
+from stackwise.checkpoint.writer import Staging, Writer
+
+__all__ = ["CheckpointManager", "CheckpointWarning", "Restored"]
+
+
+class CheckpointWarning(UserWarning):
+    """A checkpoint could not be written, or is damaged. The run goes on."""
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What a run goes on from.
+
+    Attributes:
+        step: that was saved.
+        path: of the checkpoint.
+        metric: that it was saved with.
+        notes: that it was saved with.
+        world_size: of the processes that wrote it.
+        versions: of what it was written with.
+        remarks: what is not just as it was.
+        damaged: newer checkpoints that were passed over.
+    """
+
+    step: int
+    path: Path
+    metric: float | None
+    notes: Mapping[str, Any]
+    world_size: int
+    versions: Mapping[str, str]
+    remarks: tuple[str, ...]
+    damaged: tuple[Path, ...]
+
+
+class CheckpointManager:
+    """A directory of checkpoints, one folder a step: `step-N`.
+
+    A folder of that name is whole: it is written under another name, every file is flushed to the disk, a
+    list with the SHA-256 of each is added, and it is renamed. Order is by the number N, never by name or
+    time. Random states of Python, numpy, torch and CUDA are kept with every checkpoint, those of each
+    process.
+
+    Where several processes train, each makes its manager and calls all methods, as the others do; they
+    write into one directory that all of them see. Modules and optimizers are taken to be the same in all of
+    them, or in parts (DTensors, as FSDP2 has them), of which each process writes its own. The state of all
+    else is kept for each process.
+
+    Args:
+        directory: made at the first save.
+        keep_last: how many of the newest to keep.
+        keep_every: also keep those of steps that this divides.
+        keep_best: also keep so many with the best metric.
+        lower_is_better: of metrics.
+        asynchronous: copy the state in `save`, and write it while the run goes on.
+        group: of torch.distributed; None: all processes.
+
+    Raises:
+        ValueError: an argument that cannot be.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        *,
+        keep_last: int = 3,
+        keep_every: int | None = None,
+        keep_best: int = 0,
+        lower_is_better: bool = True,
+        asynchronous: bool = False,
+        group: Any = None,
+    ) -> None:
+        self.directory = Path(directory)
+        is_folder = self.directory.is_dir() or not self.directory.exists()
+        require(is_folder, "directory", str(directory), "a folder")
+        require(isinstance(asynchronous, bool), "asynchronous", asynchronous, "True or False")
+        self.retention = Retention(keep_last, keep_every, keep_best, lower_is_better)
+        self.asynchronous = asynchronous
+        self._ranks = Ranks(group)
+        self._staging, self._writer = Staging(), Writer()
+        self._warnings: list[str] = []
+        self._damaged: set[int] = set()
+        self._failure: tuple[int, BaseException] | None = None  # of the last save
+
+    def save(
+        self,
+        step: int,
+        objects: Mapping[str, Any],
+        *,
+        metric: float | None = None,
+        files: Mapping[str, Callable[[Path], None]] | None = None,
+        notes: Mapping[str, Any] | None = None,
+    ) -> Path | None:
+        """Write the checkpoint of `step`, then remove those that are not to be kept.
+
+        One of the same step is replaced, and is there until the new one is. If the disk refuses, there is a
+        `CheckpointWarning`, earlier checkpoints are as they were, and the run goes on; `close` raises if
+        that was the last one.
+
+        Args:
+            step: of the run.
+            objects: what has `state_dict` and `load_state_dict`, or a mutable mapping, by name.
+            metric: that `keep_best` goes by.
+            files: more files of the checkpoint by name, and what writes each, given its path. They are
+                called before this returns, in the first process only.
+            notes: plain values that `restore` gives back.
+
+        Returns:
+            The checkpoint's folder; None if it could not be written. With `asynchronous`, where it will be.
+
+        Raises:
+            ValueError: what cannot be kept, naming its place in the state.
+        """
+        check_sizes(0, step=step)
+        require(step < 10**19, "step", step, "below 10**19")
+        manifest = _manifest(step, self._ranks.size, metric, notes or {})
+        self.wait()
+        self._failure = None
+        try:
+            content = self._ranks.agree(partial(Content.of, objects, self._ranks.rank))
+            content = content.without(self._ranks.gather(content.places())[: self._ranks.rank])
+            extra = self._ranks.agree(partial(self._begin, step, files or {}))
+            if self.asynchronous:
+                copies, arrived = self._staging.copy(content.parts())
+                copied = content.with_parts(copies)
+                self._writer.start(partial(self._finish_later, copied, manifest, extra, arrived))
+                return self._path(step)
+            self._finish(content, manifest, extra)
+        except REFUSALS as error:
+            self._abandon(step, error)
+            self._warn()
+            return None
+        except BaseException:
+            self._discard(step)
+            raise
+        self._warn()
+        return self._path(step)
+
+    def restore(self, objects: Mapping[str, Any], step: int | None = None) -> Restored | None:
+        """Give `objects` and the random states the state of the newest checkpoint that is whole.
+
+        Every byte is checked before anything is loaded. Damaged checkpoints are named in a
+        `CheckpointWarning` and passed over.
+
+        Args:
+            objects: all that were saved, or some of them.
+            step: another than the newest.
+
+        Returns:
+            What it is; None if there is no checkpoint at all.
+
+        Raises:
+            DamagedCheckpointError: that of `step` is not what was written, or none is.
+            ValueError: there is none of `step`, or it does not fit the objects.
+        """
+        self.wait()
+        ours = Objects(objects)
+        if self._ranks.is_main:
+            with suppress(OSError):
+                recover(self.directory, clear=False)
+        steps = self._ranks.gather(self.steps())[0]
+        if step is not None:
+            require(step in steps, "step", step, f"one of those in {self.directory}: {steps}")
+        damaged: list[DamagedCheckpointError] = []
+        for each in reversed(steps if step is None else [step]):
+            try:
+                manifest = self._ranks.agree(partial(self._verified, each))
+                loaded = self._ranks.agree(partial(Loaded.of, ours, self._path(each), manifest, self._ranks))
+            except DamagedCheckpointError as error:
+                if step is not None:
+                    raise
+                self._damaged.add(each)
+                damaged.append(error)
+                self._warnings.append(f"a damaged checkpoint is passed over: {error}")
+                continue
+            break
+        else:
+            if not damaged:
+                return None
+            self._warnings.clear()
+            first = damaged[0]
+            raise DamagedCheckpointError(
+                first.folder,
+                first.file,
+                f"{first.reason}; and none of the {len(damaged)} checkpoints is whole",
+            )
+        loaded.into(ours)
+        self._warn()
+        return Restored(
+            step=each,
+            path=self._path(each),
+            metric=tree.decode(manifest.metric, no_tensor),
+            notes=tree.decode(manifest.notes, no_tensor),
+            world_size=manifest.world_size,
+            versions=manifest.versions,
+            remarks=loaded.remarks,
+            damaged=tuple(error.folder for error in damaged),
+        )
+
+    def steps(self) -> list[int]:
+        """The steps that have a checkpoint, whole or damaged, ascending as numbers."""
+        return steps_in(self.directory)
+
+    def latest(self) -> Path | None:
+        """The newest checkpoint of which no file is missing, too short or too long; None: there is none.
+
+        What is in the files is not read: `verify` does that.
+        """
+        for step in reversed(self.steps()):
+            with suppress(DamagedCheckpointError):
+                verify_files(self._path(step), Manifest.read(self._path(step)).files, contents=False)
+                return self._path(step)
+        return None
+
+    def best(self) -> Path | None:
+        """The checkpoint with the best metric, the newest of equal ones; None: none has one."""
+        ranked = self.retention.ranked(self._metrics())
+        return self._path(ranked[0]) if ranked else None
+
+    def verify(self, step: int) -> None:
+        """Read every byte of a checkpoint; one process is enough.
+
+        Raises:
+            DamagedCheckpointError: naming the first file that is missing or was changed.
+            ValueError: there is none of `step`.
+        """
+        require(step in self.steps(), "step", step, f"one of those in {self.directory}: {self.steps()}")
+        verify_files(self._path(step), Manifest.read(self._path(step)).files)
+
+    def wait(self) -> None:
+        """Go on when nothing is being written, and warn of what could not be.
+
+        Raises:
+            Exception: what ended the writing, but for what the disk refused.
+        """
+        try:
+            self._writer.wait()
+        finally:
+            self._warn()
+
+    def close(self) -> None:
+        """Wait, and raise what the disk said if the last checkpoint could not be written.
+
+        Raises:
+            OSError: the last `save` failed.
+        """
+        self.wait()
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            step, error = failure
+            number = getattr(error, "errno", None) or 0
+            raise OSError(number, f"the last checkpoint, of step {step}, is not written: {error}") from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.wait()
+
+    def _path(self, step: int) -> Path:
+        return folder_of(self.directory, step)
+
+    def _begin(self, step: int, files: Mapping[str, Callable[[Path], None]]) -> dict[str, FileEntry]:
+        """Make the folder to write in, with the files that others write."""
+        for name in files:
+            check_extra_name(name)
+        if not self._ranks.is_main:
+            return {}
+        recover(self.directory, clear=True)
+        scratch = scratch_of(self.directory, step)
+        (scratch / TENSORS).mkdir(parents=True)
+        for name, write in files.items():
+            write(scratch / name)
+            require(
+                (scratch / name).is_file(),
+                f"files[{name!r}]",
+                "no file",
+                "what writes the path that it is given",
+            )
+        return entries_of(scratch, files)
+
+    def _finish(self, content: Content, manifest: Manifest, extra: Mapping[str, FileEntry]) -> None:
+        """Write what this process has; the first one publishes."""
+        # All write into the folder of the first process, whose number is in its name.
+        scratch = self._ranks.gather(scratch_of(self.directory, manifest.step))[0]
+        entries = self._ranks.gather(self._ranks.agree(partial(content.write, scratch, self._ranks.rank)))
+        files = dict(extra)
+        for each in entries:
+            files.update(each)
+        self._ranks.agree(partial(self._publish, scratch, replace(manifest, files=files)))
+
+    def _finish_later(
+        self,
+        content: Content,
+        manifest: Manifest,
+        extra: Mapping[str, FileEntry],
+        arrived: Callable[[], None],
+    ) -> None:
+        """`_finish` in the thread."""
+        try:
+            arrived()
+            self._finish(content, manifest, extra)
+        except REFUSALS as error:
+            self._abandon(manifest.step, error)
+        except BaseException:
+            self._discard(manifest.step)
+            raise
+
+    def _publish(self, scratch: Path, manifest: Manifest) -> None:
+        if not self._ranks.is_main:
+            return
+        manifest.write(scratch)
+        try:
+            # What a disk has taken without a word of refusal may still be short.
+            verify_files(scratch, manifest.files, contents=False)
+        except DamagedCheckpointError as error:
+            raise OSError(errno.EIO, error.reason, str(scratch / str(error.file))) from error
+        publish(scratch, self._path(manifest.step))
+        self._damaged.discard(manifest.step)
+        try:
+            self._retain(manifest.step)
+        except OSError as error:
+            self._warnings.append(f"an older checkpoint could not be removed: {error}")
+
+    def _retain(self, newest: int) -> None:
+        """Remove what is not to be kept. The one just written always is: it is known to be good."""
+        metrics = self._metrics() if self.retention.keep_best else dict.fromkeys(self.steps())
+        for step in sorted(metrics.keys() - self.retention.kept(metrics, self._damaged) - {newest}):
+            remove(self._path(step))
+
+    def _metrics(self) -> dict[int, float | None]:
+        metrics: dict[int, float | None] = {}
+        for step in self.steps():
+            metrics[step] = None
+            with suppress(DamagedCheckpointError, tree.MalformedTreeError):
+                value = tree.decode(Manifest.read(self._path(step)).metric, no_tensor)
+                metrics[step] = value if isinstance(value, float) else None
+        return metrics
+
+    def _verified(self, step: int) -> Manifest:
+        """The manifest; each process reads every so many-th file through."""
+        manifest = Manifest.read(self._path(step))
+        verify_files(self._path(step), manifest.files, contents=False)
+        names = sorted(manifest.files)[self._ranks.rank :: self._ranks.size]
+        verify_files(self._path(step), {name: manifest.files[name] for name in names})
+        return manifest
+
+    def _abandon(self, step: int, error: BaseException) -> None:
+        self._discard(step)
+        self._failure = step, error
+        self._warnings.append(
+            f"the checkpoint of step {step} is not written; earlier ones are as they were: {error}"
+        )
+
+    def _discard(self, step: int) -> None:
+        if self._ranks.is_main:
+            shutil.rmtree(scratch_of(self.directory, step), ignore_errors=True)
+
+    def _warn(self) -> None:
+        """Of what has happened since; the first process speaks for all."""
+        messages, self._warnings = self._warnings, []
+        for message in messages:
+            if self._ranks.is_main:
+                warnings.warn(message, CheckpointWarning, stacklevel=3)
+
+
+def _manifest(step: int, world_size: int, metric: float | None, notes: Mapping[str, Any]) -> Manifest:
+    """Without its files.
+
+    Raises:
+        ValueError: a metric or a note that is no plain value.
+    """
+    number = metric is None or (isinstance(metric, int | float) and not isinstance(metric, bool))
+    require(number, "metric", metric, "a number, or None")
+    held: dict[str, Tensor] = {}
+    plain = tree.encode(dict(notes), ("notes",), held)
+    require(not held, "notes", ", ".join(held), "plain values; tensors and arrays belong to objects")
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
+    versions["stackwise"] = metadata.version("stackwise")
+    time = datetime.now(UTC).isoformat(timespec="seconds")
+    value = None if metric is None else tree.encode(float(metric), ("metric",), held)
+    return Manifest(step, time, world_size, versions, value, plain)

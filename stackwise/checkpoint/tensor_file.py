@@ -1,0 +1,243 @@
+"""TensorFile: tensors in a safetensors file, hashed as they are written, and read by regions.
+
+The layout is that of `torch.distributed.checkpoint`'s HuggingFaceStorageWriter: a file has parts of tensors,
+and its metadata says where in the whole each begins. So any tool that reads safetensors reads a file, and
+HuggingFaceStorageReader puts the parts of all files together.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+__all__ = ["FileEntry", "MalformedFileError", "Part", "TensorIndex", "write_bytes", "write_tensors"]
+
+_CODES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.complex64: "C64",
+}
+_DTYPES = {code: dtype for dtype, code in _CODES.items()}
+_OFFSETS = "DCP_SHARDING_INFO"
+_PIECE = 2**22  # bytes that are hashed and then written, while they are in the cache
+
+
+class MalformedFileError(ValueError):
+    """A file has no tensors, or not those that it should have."""
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """What a file was written with."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tensor, or the part of one that begins at `offsets` in the whole."""
+
+    tensor: Tensor
+    offsets: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, tensor: Tensor) -> Part:
+        """All of a tensor."""
+        return cls(tensor, (0,) * tensor.ndim)
+
+
+def write_bytes(path: Path, content: Iterable[bytes | memoryview]) -> FileEntry:
+    """Write a new file and flush it to the disk; what is hashed is what was meant, not what arrived.
+
+    Raises:
+        OSError: the disk refused.
+    """
+    digest, size = hashlib.sha256(), 0
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        for buffer in content:
+            view = memoryview(buffer).cast("B")
+            for start in range(0, len(view), _PIECE):
+                piece = view[start : start + _PIECE]
+                digest.update(piece)
+                size += len(piece)
+                while piece:
+                    written = os.write(descriptor, piece)
+                    if written <= 0:
+                        raise OSError(errno.EIO, "nothing was written", str(path))
+                    piece = piece[written:]
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.filename is None:
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        raise
+    finally:
+        os.close(descriptor)
+    return FileEntry(size, digest.hexdigest())
+
+
+def write_tensors(path: Path, parts: Mapping[str, Part]) -> FileEntry:
+    """Write a safetensors file; tensors on another device are fetched one at a time.
+
+    Raises:
+        ValueError: a dtype that safetensors does not have.
+        OSError: the disk refused.
+    """
+    # As the library orders them: wide numbers first, so that all are aligned.
+    names = sorted(parts, key=lambda name: (-parts[name].tensor.element_size(), name))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header["__metadata__"][_OFFSETS] = json.dumps(
+        {name: {"saved_offsets": list(parts[name].offsets)} for name in names}
+    )
+    place = 0
+    for name in names:
+        tensor = parts[name].tensor
+        code = _CODES.get(tensor.dtype)
+        if code is None:
+            raise ValueError(
+                f"{name}: got {tensor.dtype}; allowed in a checkpoint: {', '.join(map(str, _CODES))}"
+            )
+        end = place + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": code, "shape": list(tensor.shape), "data_offsets": [place, end]}
+        place = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    content = (_bytes_of(parts[name].tensor) for name in names)
+    return write_bytes(path, _after([len(text).to_bytes(8, "little"), text], content))
+
+
+def _after(
+    first: Iterable[bytes | memoryview], then: Iterable[bytes | memoryview]
+) -> Iterable[bytes | memoryview]:
+    yield from first
+    yield from then
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    return plain.reshape(-1).view(torch.uint8).numpy().data
+
+
+class TensorIndex:
+    """Where the tensors of some files are. Files are mapped: what is not read takes no memory.
+
+    Args:
+        paths: of safetensors files.
+
+    Raises:
+        MalformedFileError: a file that is none, naming it.
+    """
+
+    def __init__(self, paths: Iterable[Path]) -> None:
+        self._parts: dict[str, list[tuple[Any, Path, tuple[int, ...], tuple[int, ...]]]] = {}
+        self._dtypes: dict[str, torch.dtype] = {}
+        for path in paths:
+            try:
+                self._add(path)
+            except (
+                OSError,
+                SafetensorError,
+                KeyError,
+                TypeError,
+                ValueError,
+                AttributeError,
+                RecursionError,
+            ) as error:
+                raise MalformedFileError(
+                    f"{path.name}: no tensors as they are written here: {error}"
+                ) from None
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._parts
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Of a tensor.
+
+        Raises:
+            MalformedFileError: it is not there.
+        """
+        if name not in self._parts:
+            raise MalformedFileError(f"{name}: missing")
+        return self._dtypes[name]
+
+    def read(self, name: str, offsets: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+        """The region of a tensor that begins at `offsets`, in memory of its own on the CPU.
+
+        Raises:
+            MalformedFileError: it is not there, or not all of it.
+        """
+        if name not in self._parts:
+            raise MalformedFileError(f"{name}: missing")
+        n_dims = {len(begin) for _, _, begin, _ in self._parts[name]}
+        if n_dims != {len(shape)}:
+            raise MalformedFileError(f"{name}: of other dimensions than {list(shape)}")
+        filled = sum(
+            math.prod(high - low for low, high in _overlap(offsets, shape, begin, size))
+            for _, _, begin, size in self._parts[name]
+        )
+        # Before there is memory for it: a shape that is only claimed may be of any size.
+        if filled != math.prod(shape):
+            raise MalformedFileError(f"{name}: the files have {filled} of its {math.prod(shape)} numbers")
+        result = torch.empty(shape, dtype=self._dtypes[name])
+        for file, path, begin, size in self._parts[name]:
+            common = _overlap(offsets, shape, begin, size)
+            if all(low < high for low, high in common):
+                target = tuple(
+                    slice(low - o, high - o) for (low, high), o in zip(common, offsets, strict=True)
+                )
+                source = tuple(slice(low - b, high - b) for (low, high), b in zip(common, begin, strict=True))
+                try:
+                    found = file.get_slice(name)[source] if source else file.get_tensor(name)
+                except SafetensorError as error:
+                    raise MalformedFileError(f"{path.name}: {name}: {error}") from None
+                result[target] = found
+        return result
+
+    def _add(self, path: Path) -> None:
+        file: Any = safe_open(path, framework="pt", device="cpu")
+        offsets = json.loads((file.metadata() or {}).get(_OFFSETS, "{}"))
+        for name in file.keys():  # noqa: SIM118  no mapping
+            part = file.get_slice(name)
+            size = tuple(part.get_shape())
+            begin = tuple(offsets[name]["saved_offsets"]) if name in offsets else (0,) * len(size)
+            if len(begin) != len(size) or not all(type(n) is int and n >= 0 for n in begin):
+                raise MalformedFileError(f"{name} begins at {begin}")
+            dtype = _DTYPES[part.get_dtype()]
+            if self._dtypes.setdefault(name, dtype) != dtype:
+                raise MalformedFileError(f"{name} is of {dtype} here and of {self._dtypes[name]} elsewhere")
+            self._parts.setdefault(name, []).append((file, path, begin, size))
+
+
+def _overlap(
+    offsets: tuple[int, ...], shape: tuple[int, ...], begin: tuple[int, ...], size: tuple[int, ...]
+) -> list[tuple[int, int]]:
+    """Of each dimension, from where to where two regions have it in common."""
+    edges = zip(offsets, shape, begin, size, strict=True)
+    return [(low := max(o, b), max(low, min(o + n, b + m))) for o, n, b, m in edges]

@@ -1,0 +1,89 @@
+"""Termination: a request to end, noted when it comes and acted on between two steps."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+import torch
+
+from stackwise.argument import require
+
+__all__ = ["EXIT_CODE", "Termination"]
+
+EXIT_CODE = 75
+"""What a run exits with that has saved and is to be started again: EX_TEMPFAIL of sysexits.h."""
+
+
+class Termination:
+    """Inside, SIGTERM and SIGINT only set `requested`; a second signal acts as it would have without this.
+
+        with Termination() as termination:
+            for step, batch in enumerate(batches):
+                train(batch)
+                if termination.requested:
+                    manager.save(step, objects)
+                    manager.close()
+                    sys.exit(EXIT_CODE)
+
+    Args:
+        signals: that are taken for a request.
+
+    Attributes:
+        requested: whether one has come.
+        signal: which it was, or None.
+    """
+
+    def __init__(self, signals: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGINT)) -> None:
+        require(len(signals) > 0, "signals", signals, "at least one")
+        self._signals = signals
+        self._before: dict[int, Any] = {}
+        self.requested = False
+        self.signal: signal.Signals | None = None
+
+    def requested_anywhere(self, group: Any = None) -> bool:
+        """Whether one has come in any process, so that all end at the same step; every process has to call.
+
+        The host waits for the others, with gloo some 0.1 ms.
+
+        Args:
+            group: of torch.distributed, one that takes CPU tensors; None: all processes. Without a group it
+                is `requested`.
+        """
+        from torch import distributed
+
+        if not (distributed.is_available() and distributed.is_initialized()):
+            return self.requested
+        count = torch.tensor(int(self.requested))
+        distributed.all_reduce(count, op=distributed.ReduceOp.MAX, group=group)
+        return bool(count)
+
+    def __enter__(self) -> Self:
+        main = threading.current_thread() is threading.main_thread()
+        require(main, "Termination", "another thread", "the main thread, which alone hears signals")
+        self.requested, self.signal = False, None
+        for number in self._signals:
+            self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._put_back()
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        if self.requested:
+            self._put_back()
+            os.kill(os.getpid(), number)
+        self.requested = True
+        self.signal = signal.Signals(number)
+
+    def _put_back(self) -> None:
+        for number, handler in self._before.items():
+            # None: it was set outside of Python, which cannot set it again.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._before.clear()

@@ -1,0 +1,311 @@
+"""Tree: any state as plain JSON beside named tensors, and back bit for bit; no pickle.
+
+Text, true and false, integers, finite numbers, None, lists, and mappings with text as keys are what they
+are in JSON. All else is an object with one key that says what it is: `$tensor`, `$array`, `$scalar`,
+`$tuple`, `$dict` (pairs; keys that are no text), `$state_dict` (pairs and the versions of modules),
+`$counter`, `$set`, `$bytes`, `$number` (inf, nan), `$complex`, `$dtype`.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import math
+import re
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from pathlib import PurePath
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["MalformedTreeError", "Path", "decode", "encode", "is_sharded", "leaves"]
+
+Path = tuple[Any, ...]
+# What asks for a tensor of a name, a shape, at a place in the tree.
+Fetch = Callable[[str, tuple[int, ...], Path], Tensor]
+
+_ARRAY = re.compile(r"[<>|][biufc][0-9]{1,2}")
+_DTYPES = {str(d): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
+_ALLOWED = (
+    "tensors, numpy arrays of numbers, None, bool, int, float, complex, str, bytes, lists, tuples, sets, "
+    "mappings"
+)
+_INTEGER_DIGITS = 4000  # Python reads no more from text
+
+
+class MalformedTreeError(ValueError):
+    """What is to be decoded was not encoded here."""
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether it is a DTensor: each process has a part of it, or a copy."""
+    return hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")
+
+
+def encode(tree: Any, path: Path, tensors: dict[str, Tensor]) -> Any:
+    """Plain JSON for `tree`; what it holds as tensors is added to `tensors` under a name of its own.
+
+    A tensor that is there twice is stored once. Tensors are as they are given: neither copied nor moved.
+
+    Args:
+        tree: the state.
+        path: where it belongs; names of tensors begin with it.
+        tensors: of what was encoded before.
+
+    Raises:
+        ValueError: what cannot be told in this way, naming its place.
+    """
+    known = {_identity(tensor): name for name, tensor in tensors.items() if tensor.numel()}
+    return _encode(tree, path, tensors, known)
+
+
+def decode(plain: Any, fetch: Fetch, path: Path = ()) -> Any:
+    """The tree that `encode` was given.
+
+    Args:
+        plain: of `encode`.
+        fetch: gives the tensor of a name and a shape, at a path of the tree.
+        path: where the tree begins.
+
+    Raises:
+        MalformedTreeError: `plain` is not what `encode` gives.
+    """
+    try:
+        return _decode(plain, fetch, path)
+    except RecursionError:
+        raise MalformedTreeError("nested too deeply") from None
+
+
+def leaves(tree: Any, path: Path = ()) -> dict[Path, Tensor]:
+    """Every tensor of a tree by its path."""
+    if isinstance(tree, Tensor):
+        return {path: tree}
+    items: Any = ()
+    if isinstance(tree, Mapping):
+        items = tree.items()
+    elif isinstance(tree, list | tuple):
+        items = enumerate(tree)
+    return {place: leaf for key, value in items for place, leaf in leaves(value, (*path, key)).items()}
+
+
+def _encode(tree: Any, path: Path, tensors: dict[str, Tensor], known: dict[Any, str]) -> Any:
+    def down(key: Any, value: Any) -> Any:
+        return _encode(value, (*path, key), tensors, known)
+
+    kind = type(tree)
+    if isinstance(tree, Tensor):
+        return {"$tensor": [_named(tree, path, tensors, known), list(tree.shape)]}
+    if isinstance(tree, np.ndarray | np.generic):  # before float, of which float64 is one
+        return _encode_array(tree, path, tensors, known)
+    if tree is None or kind in (bool, str):
+        return tree
+    if isinstance(tree, int) and kind in (int, bool):
+        if tree.bit_length() > 3 * _INTEGER_DIGITS:
+            raise _refused(path, f"an integer of {tree.bit_length()} bits")
+        return tree
+    if kind is float:
+        return tree if math.isfinite(tree) else {"$number": str(tree)}
+    if kind is complex:
+        return {"$complex": [down("real", tree.real), down("imag", tree.imag)]}
+    if isinstance(tree, bytes | bytearray):
+        return {"$bytes": base64.b64encode(tree).decode("ascii")}
+    if isinstance(tree, torch.dtype):
+        return {"$dtype": str(tree)}
+    if isinstance(tree, list):
+        return [down(i, value) for i, value in enumerate(tree)]
+    if isinstance(tree, tuple):
+        return {"$tuple": [down(i, value) for i, value in enumerate(tree)]}
+    if isinstance(tree, set | frozenset):
+        return {"$set": [down(i, value) for i, value in enumerate(sorted(tree, key=repr))]}
+    if isinstance(tree, Mapping):
+        for key in tree:
+            _check_key(key, path)
+        pairs = [[_key(key, path), down(key, value)] for key, value in tree.items()]
+        if isinstance(tree, Counter):
+            return {"$counter": pairs}
+        if isinstance(tree, OrderedDict):
+            # Modules read the versions of their state from there.
+            return {"$state_dict": [pairs, down("_metadata", getattr(tree, "_metadata", None))]}
+        if all(isinstance(key, str) and not key.startswith("$") for key in tree):
+            return dict(pairs)
+        return {"$dict": pairs}
+    if isinstance(tree, PurePath):
+        return str(tree)
+    raise _refused(path, f"{kind.__module__}.{kind.__qualname__}")
+
+
+def _named(tensor: Tensor, path: Path, tensors: dict[str, Tensor], known: dict[Any, str]) -> str:
+    """The name that it has or gets."""
+    if not is_sharded(tensor):
+        if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
+            state = "meta" if tensor.is_meta else "quantized" if tensor.is_quantized else str(tensor.layout)
+            raise _refused(path, f"a {state} tensor")
+        if type(tensor) not in (Tensor, torch.nn.Parameter, torch.nn.Buffer):
+            raise _refused(path, f"a tensor of {type(tensor).__name__}")
+    identity = _identity(tensor)
+    if tensor.numel() and identity in known:
+        return known[identity]
+    name = wanted = ".".join(map(str, path))
+    number = 1
+    while name in tensors:
+        number += 1
+        name = f"{wanted}#{number}"
+    tensors[name] = tensor
+    known[identity] = name
+    return name
+
+
+def _identity(tensor: Tensor) -> Any:
+    """Equal for tensors that are one and the same memory, seen in one way."""
+    local: Any = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+    place = local.untyped_storage().data_ptr(), local.storage_offset(), tuple(local.stride())
+    marks = local.is_conj(), local.is_neg(), str(local.device), is_sharded(tensor)
+    whole = tuple(tensor.shape) if place[0] else id(tensor)
+    return *place, *marks, tensor.dtype, whole
+
+
+def _encode_array(tree: Any, path: Path, tensors: dict[str, Tensor], known: dict[Any, str]) -> Any:
+    array = np.asarray(tree)
+    code = array.dtype.str
+    if not _ARRAY.fullmatch(code):
+        raise _refused(path, f"a numpy array of {array.dtype}")
+    content = (
+        torch.frombuffer(bytearray(array.tobytes()), dtype=torch.uint8) if array.size else torch.empty(0)
+    )
+    content = content.to(torch.uint8)
+    kind = "$array" if isinstance(tree, np.ndarray) else "$scalar"
+    return {kind: [_named(content, path, tensors, known), code, list(array.shape)]}
+
+
+def _check_key(key: Any, path: Path) -> None:
+    if not isinstance(key, str | int | float | bool | tuple | None):
+        raise _refused(path, f"a mapping with the key {key!r}")
+
+
+def _key(key: Any, path: Path) -> Any:
+    """A key without tensors in it."""
+    held: dict[str, Tensor] = {}
+    plain = _encode(key, (*path, "key"), held, {})
+    if held:
+        raise _refused(path, f"a mapping with the key {key!r}")
+    return plain
+
+
+def _refused(path: Path, what: str) -> ValueError:
+    return ValueError(f"{'.'.join(map(str, path))}: got {what}; allowed in a checkpoint: {_ALLOWED}")
+
+
+def _decode(plain: Any, fetch: Fetch, path: Path) -> Any:
+    def down(key: Any, value: Any) -> Any:
+        return _decode(value, fetch, (*path, key))
+
+    if plain is None or isinstance(plain, bool | int | float | str):
+        return plain
+    if isinstance(plain, list):
+        return [down(i, value) for i, value in enumerate(plain)]
+    if not isinstance(plain, dict):
+        raise _malformed(path, plain)
+    kind = next((key for key in plain if key.startswith("$")), None)
+    if kind is None:
+        return {key: down(key, value) for key, value in plain.items()}
+    if len(plain) != 1:
+        raise _malformed(path, plain)
+    content = plain[kind]
+    if kind in ("$number", "$bytes", "$dtype"):
+        return _decode_text(kind, content, path)
+    if not isinstance(content, list):
+        raise _malformed(path, plain)
+    if kind == "$tensor":
+        match content:
+            case [str(name), list(shape)] if _is_shape(shape):
+                return fetch(name, tuple(shape), path)
+    elif kind in ("$array", "$scalar"):
+        return _decode_array(kind, content, fetch, path)
+    elif kind == "$tuple":
+        return tuple(down(i, value) for i, value in enumerate(content))
+    elif kind == "$set":
+        return _hashed(lambda: {down(i, value) for i, value in enumerate(content)}, path)
+    elif kind == "$complex":
+        match [down(i, value) for i, value in enumerate(content)]:
+            case [float(real), float(imaginary)]:
+                return complex(real, imaginary)
+    elif kind == "$state_dict":
+        match content:
+            case [list(items), metadata]:
+                state = OrderedDict(_pairs(items, fetch, path))
+                if metadata is not None:
+                    state._metadata = down("_metadata", metadata)  # type: ignore[attr-defined]
+                return state
+    elif kind == "$counter":
+        counts = _pairs(content, fetch, path)
+        if all(isinstance(count, int) for count in counts.values()):
+            return Counter(counts)
+    elif kind == "$dict":
+        return _pairs(content, fetch, path)
+    raise _malformed(path, plain)
+
+
+def _pairs(content: list[Any], fetch: Fetch, path: Path) -> dict[Any, Any]:
+    if not all(isinstance(pair, list) and len(pair) == 2 for pair in content):
+        raise _malformed(path, content)
+    result: dict[Any, Any] = {}
+    for key, value in content:
+        # Keys hold no tensors, so none is fetched for them.
+        found = _decode(key, _no_tensor, path)
+        _hashed(lambda found=found: {found}, path)  # type: ignore[misc]
+        result[found] = _decode(value, fetch, (*path, found))
+    return result
+
+
+def _no_tensor(name: str, shape: tuple[int, ...], path: Path) -> Tensor:
+    raise _malformed(path, [name, *shape])
+
+
+def _hashed(make: Callable[[], Any], path: Path) -> Any:
+    try:
+        return make()
+    except TypeError:
+        raise _malformed(path, "a key that is none") from None
+
+
+def _decode_text(kind: str, content: Any, path: Path) -> Any:
+    if kind == "$number" and content in ("inf", "-inf", "nan"):
+        return float(content)
+    if kind == "$dtype" and isinstance(content, str) and content in _DTYPES:
+        return _DTYPES[content]
+    if kind == "$bytes" and isinstance(content, str):
+        try:
+            return base64.b64decode(content, validate=True)
+        except (binascii.Error, ValueError):
+            pass
+    raise _malformed(path, {kind: content})
+
+
+def _decode_array(kind: str, content: list[Any], fetch: Fetch, path: Path) -> Any:
+    match content:
+        case [str(name), str(code), list(shape)] if _ARRAY.fullmatch(code) and _is_shape(shape):
+            try:
+                dtype = np.dtype(code)
+            except TypeError:
+                raise _malformed(path, content) from None
+            n_bytes = math.prod(shape) * dtype.itemsize
+            held = fetch(name, (n_bytes,), path)
+            if held.dtype == torch.uint8 and held.shape == (n_bytes,):
+                array = np.frombuffer(held.numpy().tobytes(), dtype).reshape(shape)
+                if kind == "$array":
+                    return array.copy()
+                if not shape:
+                    return array[()]
+    raise _malformed(path, content)
+
+
+def _is_shape(shape: list[Any]) -> bool:
+    return all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in shape)
+
+
+def _malformed(path: Path, what: Any) -> MalformedTreeError:
+    shown = repr(what)
+    return MalformedTreeError(f"{'.'.join(map(str, path)) or 'the state'}: not understood: {shown[:80]}")

@@ -1,0 +1,712 @@
+"""Checkpoints: a run goes on bit for bit; a full disk and damage cost one checkpoint and not the run."""
+
+import errno
+import json
+import os
+import random
+import shutil
+import stat
+import threading
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from stackwise.checkpoint import CheckpointManager, CheckpointWarning, DamagedCheckpointError
+from stackwise.checkpoint.folder import MANIFEST
+from stackwise.data import TokenWindows
+
+BOTH = pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
+FILES = [MANIFEST, "state-00000.json", "state-00000.safetensors", "tensors/rank-00000.safetensors"]
+
+
+def names_in(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+class Run:
+    """A training run with everything that can be forgotten."""
+
+    def __init__(self, seed=0, optimizer=torch.optim.AdamW, **options):
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed)  # noqa: NPY002
+        self.model = nn.Sequential(
+            nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 4, bias=False)
+        )
+        self.optimizer = optimizer(self.model.parameters(), lr=0.05, **options)
+        self.scheduler = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [3, 5, 5, 9], 0.5)
+        self.scaler = torch.amp.GradScaler("cpu", growth_interval=3)
+        self.counts = {"steps": 0}
+
+    @property
+    def objects(self):
+        return {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "scheduler": self.scheduler,
+            "scaler": self.scaler,
+            "counts": self.counts,
+        }
+
+    def train(self, steps):
+        for _ in range(steps):
+            x = torch.randn(6, 4) * random.random() + float(np.random.rand())  # noqa: NPY002
+            self.scaler.scale(self.model(x).square().mean()).backward()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.scheduler.step()
+            self.optimizer.zero_grad()
+            self.counts["steps"] += 1
+        return self
+
+    def bits(self):
+        """All that the next step depends on."""
+        state = {name: each.state_dict() for name, each in self.objects.items() if name != "counts"}
+        drawn = torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002
+        return flat((state, self.counts, drawn))
+
+
+def flat(tree):
+    if isinstance(tree, dict):
+        return [(key, flat(value)) for key, value in tree.items()]
+    if isinstance(tree, list | tuple):
+        return [flat(value) for value in tree]
+    if isinstance(tree, torch.Tensor | np.ndarray):
+        array = np.asarray(tree.detach() if isinstance(tree, torch.Tensor) else tree)
+        return array.dtype.str, array.shape, array.tobytes()
+    return repr(tree)
+
+
+def content_of(directory):
+    return {
+        str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()
+    }
+
+
+def flip(path, offset=None, bit=3):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2 if offset is None else offset] ^= 1 << bit
+    path.write_bytes(content)
+
+
+def raised_os_error(number):
+    def raising(*_, **__):
+        raise OSError(number, os.strerror(number))
+
+    return raising
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "kind, options",
+    [
+        (torch.optim.AdamW, {}),
+        (torch.optim.AdamW, {"fused": True, "amsgrad": True}),
+        (torch.optim.SGD, {"momentum": 0.9}),
+        (torch.optim.SGD, {}),
+        (torch.optim.Adagrad, {}),
+    ],
+    ids=["AdamW", "fused", "momentum", "SGD", "Adagrad"],
+)
+def test_a_run_goes_on_bit_for_bit(tmp_path, kind, options, asynchronous):
+    whole = Run(optimizer=kind, **options).train(12).bits()
+    with CheckpointManager(tmp_path, asynchronous=asynchronous) as manager:
+        run = Run(optimizer=kind, **options).train(7)
+        before = run.bits()
+        assert manager.save(7, run.objects) == tmp_path / "step-7"
+        assert run.bits() == before
+        assert run.train(5).bits() == whole  # a save leaves the run as it is
+    other = Run(seed=9, optimizer=kind, **options).train(2)
+    found = CheckpointManager(tmp_path).restore(other.objects)
+    assert other.bits() == before
+    assert other.train(5).bits() == whole
+    assert (found.step, found.path, found.world_size) == (7, tmp_path / "step-7", 1)
+    assert (found.remarks, found.damaged) == ((), ())
+
+
+def test_what_is_restored_is_not_the_file(tmp_path):
+    run, manager = Run().train(3), CheckpointManager(tmp_path)
+    manager.save(3, run.objects)
+    manager.restore(run.objects)
+    before = run.bits()
+    for name in FILES:
+        (tmp_path / "step-3" / name).write_bytes(bytes((tmp_path / "step-3" / name).stat().st_size))
+    shutil.rmtree(tmp_path)
+    assert run.bits() == before
+    assert run.train(2).bits() == Run().train(5).bits()
+
+
+def test_a_save_takes_the_state_of_its_moment(tmp_path, monkeypatch):
+    """However late the thread comes to write it."""
+    run = Run().train(3)
+    manager = CheckpointManager(tmp_path, asynchronous=True)
+    go, finish = threading.Event(), CheckpointManager._finish
+    monkeypatch.setattr(CheckpointManager, "_finish", lambda *given: go.wait(30) and finish(*given))
+    manager.save(3, run.objects)
+    before = run.bits()
+    run.train(4)
+    assert manager.steps() == []
+    go.set()
+    manager.wait()
+    CheckpointManager(tmp_path).restore(run.objects)
+    assert run.bits() == before
+    # The copies of the first save are those of the second.
+    manager.save(4, run.train(1).objects)
+    before = run.bits()
+    run.train(2)
+    manager.close()
+    CheckpointManager(tmp_path).restore(run.objects)
+    assert run.bits() == before
+
+
+def test_data_goes_on_where_it_was(tmp_path):
+    def made():
+        return TokenWindows(torch.arange(100), 2, 4, shuffle=True)
+
+    whole = [flat(batch) for _, batch in zip(range(20), passes(made()), strict=False)]
+    loader = made()
+    for _, _ in zip(range(14), passes(loader), strict=False):  # in the second epoch
+        pass
+    CheckpointManager(tmp_path).save(14, {"data": loader})
+    other = made()
+    CheckpointManager(tmp_path).restore({"data": other})
+    assert [flat(batch) for _, batch in zip(range(6), passes(other), strict=False)] == whole[14:]
+
+
+def passes(loader):
+    while True:
+        yield from loader
+
+
+def test_some_of_the_objects(tmp_path):
+    run, manager = Run().train(3), CheckpointManager(tmp_path)
+    manager.save(3, run.objects)
+    other = Run(seed=1)
+    manager.restore({"model": other.model})
+    assert flat(other.model.state_dict()) == flat(run.model.state_dict())
+    with pytest.raises(ValueError, match=r"^objects: got 'guard'; allowed: what .*step-3 has: counts, model"):
+        manager.restore({"model": other.model, "guard": {}})
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        manager.restore({"model": nn.Sequential(nn.Linear(3, 8))})
+
+
+def test_wrappers_are_looked_through(tmp_path):
+    run, manager = Run().train(3), CheckpointManager(tmp_path)
+    compiled = torch.compile(run.model, backend="eager")
+    manager.save(3, {"model": compiled})
+    other = Run(seed=1)
+    manager.restore({"model": other.model})
+    assert flat(other.model.state_dict()) == flat(run.model.state_dict())
+
+
+def test_an_optimizer_knows_its_parameters_by_name(tmp_path):
+    def made(order):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+        named = dict(model.named_parameters())
+        groups = [{"params": [named[name] for name in names], "lr": lr} for names, lr in order]
+        return model, torch.optim.Adam(groups)
+
+    def step(model, optimizer):
+        for _ in range(3):
+            model(torch.ones(1, 2)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [flat(p) for p in model.parameters()]
+
+    first = (["0.weight", "1.bias"], 0.1), (["0.bias", "1.weight"], 0.2)
+    turned = (["1.bias", "0.weight"], 0.3), (["1.weight", "0.bias"], 0.4)
+    model, optimizer = made(first)
+    step(model, optimizer)
+    manager = CheckpointManager(tmp_path)
+    manager.save(3, {"model": model, "optimizer": optimizer})
+    expected = step(model, optimizer)
+    model, optimizer = made(turned)
+    manager.restore({"model": model, "optimizer": optimizer})
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.2]
+    assert optimizer.param_groups[0]["params"][0] is model[1].bias
+    assert step(model, optimizer) == expected
+    model, optimizer = made([*first[:1]])
+    with pytest.raises(ValueError, match=r"param_groups\[1\]: got 'other parameters than those saved"):
+        manager.restore({"model": model, "optimizer": optimizer})
+    model, optimizer = made([(["0.weight", "0.bias"], 0.1), (["1.bias", "1.weight"], 0.2)])
+    with pytest.raises(ValueError, match=r"param_groups\[0\].*\(model\.0\.bias, model\.1\.bias\)"):
+        manager.restore({"model": model, "optimizer": optimizer})
+    with pytest.raises(ValueError, match="an optimizer alone"):
+        manager.restore({"optimizer": optimizer})
+
+
+def test_an_optimizer_alone(tmp_path):
+    run, manager = Run().train(3), CheckpointManager(tmp_path)
+    manager.save(3, {"optimizer": run.optimizer})
+    other = Run()
+    manager.restore({"optimizer": other.optimizer})
+    assert flat(other.optimizer.state_dict()) == flat(run.optimizer.state_dict())
+
+
+def test_metric_notes_and_files_of_others(tmp_path):
+    weights = {"w": torch.ones(3)}
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(
+            1,
+            {"counts": {}},
+            metric=np.float64(0.25),
+            notes={"config": {"a": [1, (2, None)]}, "nan": float("nan")},
+            files={
+                "model.safetensors": lambda path: save_file(weights, path),
+                "config.yaml": lambda path: path.write_text("a: 1\n"),
+            },
+        )
+    found = CheckpointManager(tmp_path).restore({})
+    assert found.metric == 0.25
+    assert found.notes["config"] == {"a": [1, (2, None)]}
+    assert found.notes["nan"] != found.notes["nan"]
+    assert found.versions["torch"] == torch.__version__
+    assert torch.equal(load_file(found.path / "model.safetensors")["w"], weights["w"])
+    # As readable as all others; the library alone would make it readable for its writer only.
+    modes = {stat.S_IMODE(path.stat().st_mode) for path in found.path.rglob("*") if path.is_file()}
+    assert len(modes) == 1
+    flip(found.path / "config.yaml", 0)
+    with pytest.raises(DamagedCheckpointError, match=r"config\.yaml: it was changed"):
+        CheckpointManager(tmp_path).restore({}, 1)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../x",
+        "/x",
+        "a/b",
+        "a\\b",
+        "",
+        ".hidden",
+        "manifest.json",
+        "STATE-00000.json",
+        "tensors",
+        "x.pt",
+        "x.PKL",
+        "x.bin",
+        "state-00001.safetensors",
+        "a\n",
+        "x" * 300,
+    ],
+)
+def test_names_of_files_that_may_not_be(tmp_path, name):
+    manager = CheckpointManager(tmp_path / "here")
+    with pytest.raises(ValueError, match=r"^files: got"):
+        manager.save(1, {}, files={name: lambda path: path.write_text("")})
+    assert content_of(tmp_path) == {}
+    assert names_in(tmp_path) in ([], ["here"])
+
+
+@pytest.mark.parametrize(
+    "call, match",
+    [
+        (lambda m: m.save(-1, {}), "^step: got -1"),
+        (lambda m: m.save(True, {}), "^step: got True"),
+        (lambda m: m.save(10**19, {}), "^step: got"),
+        (lambda m: m.save(1, {"model": 3}), r"^objects\['model'\]: got 'int'"),
+        (lambda m: m.save(1, {"a/b": {}}), "^objects: got 'a/b'"),
+        (lambda m: m.save(1, {"c": {"x": [object()]}}), r"^c\.x\.0: got builtins\.object"),
+        (lambda m: m.save(1, {"c": {"x": torch.ones(1, dtype=torch.complex128)}}), "complex128"),
+        (lambda m: m.save(1, {}, metric="low"), "^metric: got 'low'"),
+        (lambda m: m.save(1, {}, notes={"t": torch.ones(1)}), "^notes: got"),
+        (lambda m: m.save(1, {}, files={"x": lambda path: None}), r"^files\['x'\]: got 'no file'"),
+        (lambda m: m.restore({}, 4), r"^step: got 4; allowed: one of those in .*: \[\]"),
+        (lambda m: m.verify(4), "^step: got 4"),
+    ],
+)
+def test_refused(tmp_path, call, match):
+    manager = CheckpointManager(tmp_path)
+    with pytest.raises(ValueError, match=match):
+        call(manager)
+    assert list(tmp_path.iterdir()) == []
+    # What was asked for wrongly does not stand in the way of what is right.
+    assert manager.save(1, {}) is not None
+
+
+def test_a_directory_that_is_none(tmp_path):
+    (tmp_path / "x").write_text("")
+    with pytest.raises(ValueError, match=r"^directory: got"):
+        CheckpointManager(tmp_path / "x")
+
+
+def test_nothing_to_go_on_from(tmp_path):
+    manager = CheckpointManager(tmp_path / "new")
+    assert manager.restore({"counts": {}}) is None
+    assert (manager.latest(), manager.best(), manager.steps()) == (None, None, [])
+    assert not (tmp_path / "new").exists()
+
+
+def test_order_is_by_number(tmp_path):
+    manager = CheckpointManager(tmp_path, keep_last=9)
+    for step in (900, 10000, 9000):
+        manager.save(step, {"counts": {"at": step}})
+    for path, time in (("step-10000", 1), ("step-900", 3), ("step-9000", 2)):
+        os.utime(tmp_path / path, (time, time))
+    for junk in ("step-x", "step-099999", "step-99999.old", ".step-99999.1", "step--1", f"step-{'9' * 30}"):
+        (tmp_path / junk).mkdir()
+    (tmp_path / "step-77777").write_text("a file")
+    assert manager.steps() == [900, 9000, 10000]
+    assert manager.latest() == tmp_path / "step-10000"
+    counts = {}
+    assert manager.restore({"counts": counts}).step == 10000
+    assert counts == {"at": 10000}
+    assert manager.restore({"counts": counts}, 900).step == 900
+    assert counts == {"at": 900}
+
+
+@BOTH
+def test_retention(tmp_path, asynchronous):
+    losses = {1: 9.0, 2: 1.0, 3: 8.0, 4: 7.0, 5: 7.5, 6: 7.5, 7: float("nan")}
+    with CheckpointManager(
+        tmp_path, keep_last=2, keep_every=4, keep_best=1, asynchronous=asynchronous
+    ) as manager:
+        for step, loss in losses.items():
+            manager.save(step, {"counts": {}}, metric=loss)
+    assert manager.steps() == [2, 4, 6, 7]
+    assert manager.best() == tmp_path / "step-2"
+    assert sorted(names_in(tmp_path)) == ["step-2", "step-4", "step-6", "step-7"]
+    higher = CheckpointManager(tmp_path, lower_is_better=False)
+    assert higher.best() == tmp_path / "step-6"
+
+
+def test_what_was_just_written_stays(tmp_path):
+    manager = CheckpointManager(tmp_path, keep_last=1)
+    manager.save(50, {})
+    manager.save(10, {})  # a run that went back
+    assert manager.steps() == [10, 50]
+    manager.save(11, {})
+    assert manager.steps() == [11, 50]
+
+
+@BOTH
+def test_the_same_step_again(tmp_path, asynchronous):
+    manager = CheckpointManager(tmp_path, asynchronous=asynchronous)
+    for value in (1, 2):
+        manager.save(5, {"counts": {"value": value}})
+    manager.close()
+    counts = {}
+    manager.restore({"counts": counts})
+    assert counts == {"value": 2}
+    assert names_in(tmp_path) == ["step-5"]
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize(
+    "harm", ["flip", "truncate", "lengthen", "empty", "remove", "link", "folder", "zeros"]
+)
+def test_damage_is_named_and_the_one_before_taken(tmp_path, name, harm):
+    run, manager = Run().train(2), CheckpointManager(tmp_path / "run")
+    manager.save(2, run.objects)
+    before = run.bits()
+    manager.save(4, run.train(2).objects)
+    path = tmp_path / "run/step-4" / name
+    content = path.read_bytes()
+    if harm == "flip":
+        flip(path)
+    elif harm == "truncate":
+        path.write_bytes(content[:-1])
+    elif harm == "lengthen":
+        path.write_bytes(content + b"\n")
+    elif harm == "empty":
+        path.write_bytes(b"")
+    elif harm == "zeros":
+        path.write_bytes(bytes(len(content)))
+    else:
+        path.rename(tmp_path / "elsewhere")
+        if harm == "link":
+            path.symlink_to(tmp_path / "elsewhere")
+        elif harm == "folder":
+            path.mkdir()
+    with pytest.raises(DamagedCheckpointError) as raised:
+        manager.verify(4)
+    assert (raised.value.folder, raised.value.file) == (tmp_path / "run/step-4", name)
+    assert str(path) in str(raised.value)
+    fresh, other = CheckpointManager(tmp_path / "run"), Run(seed=5)
+    untouched = other.bits()
+    with pytest.raises(DamagedCheckpointError):
+        fresh.restore(other.objects, 4)
+    assert other.bits() == untouched
+    with pytest.warns(CheckpointWarning, match=f"passed over: {path}"):
+        found = fresh.restore(other.objects)
+    assert other.bits() == before
+    assert (found.step, found.damaged) == (2, (tmp_path / "run/step-4",))
+    sized = harm in ("flip", "zeros") and name != MANIFEST
+    assert fresh.latest() == tmp_path / "run" / ("step-4" if sized else "step-2")
+    # The run comes to the same step again and writes it anew.
+    fresh.save(4, other.objects)
+    fresh.verify(4)
+
+
+def test_every_one_damaged_is_not_none(tmp_path):
+    manager = CheckpointManager(tmp_path)
+    for step in (1, 2):
+        manager.save(step, {"counts": {"step": step}})
+        flip(tmp_path / f"step-{step}/state-00000.json")
+    with pytest.raises(DamagedCheckpointError, match=r"step-2.*none of the 2 checkpoints is whole"):
+        manager.restore({"counts": {}})
+
+
+def test_damaged_ones_do_not_push_out_good_ones(tmp_path):
+    manager = CheckpointManager(tmp_path, keep_last=2)
+    manager.save(1, {})
+    manager.save(8, {})
+    flip(tmp_path / "step-8/state-00000.json")
+    with pytest.warns(CheckpointWarning):
+        assert manager.restore({}).step == 1
+    for step in (2, 3):
+        manager.save(step, {})
+    assert manager.steps() == [2, 3, 8]
+    manager.save(9, {})
+    assert manager.steps() == [3, 8, 9]
+    manager.save(10, {})
+    assert manager.steps() == [9, 10]
+
+
+NUMBERS = pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES])
+
+
+@NUMBERS
+@BOTH
+@pytest.mark.parametrize("operation", ["write", "fsync", "mkdir", "open", "rename"])
+def test_the_disk_refuses(tmp_path, monkeypatch, number, asynchronous, operation):
+    manager = CheckpointManager(tmp_path, asynchronous=asynchronous)
+    run = Run().train(2)
+    manager.save(2, run.objects)
+    manager.wait()
+    before = content_of(tmp_path)
+    refuse, call = raised_os_error(number), getattr(os, operation)
+
+    def refusing(*given, **options):
+        # To open a folder is also how it is removed.
+        return refuse() if operation != "open" or given[1] & os.O_WRONLY else call(*given, **options)
+
+    monkeypatch.setattr(os, operation, refusing)
+    with pytest.warns(  # noqa: PT031
+        CheckpointWarning, match=r"step 3 is not written; earlier ones are as they were.*Errno"
+    ):
+        path = manager.save(3, run.train(1).objects)
+        assert path is None or asynchronous
+        manager.wait()
+    monkeypatch.undo()
+    assert content_of(tmp_path) == before
+    assert names_in(tmp_path) == ["step-2"]
+    run.train(1)  # goes on
+    with pytest.raises(OSError, match="the last checkpoint, of step 3, is not written") as raised:
+        manager.close()
+    assert raised.value.errno == number
+    manager.save(4, run.objects)
+    manager.close()
+    assert manager.steps() == [2, 4]
+    CheckpointManager(tmp_path).verify(4)
+
+
+@pytest.mark.parametrize("count", range(1, 13))
+def test_the_disk_refuses_at_any_point(tmp_path, monkeypatch, count):
+    """Also between two renames: what was there is there."""
+    manager = CheckpointManager(tmp_path, keep_last=1)
+    manager.save(3, {"counts": {"good": 1}})
+    manager.save(4, {"counts": {"good": 1}})
+    calls = []
+
+    def refusing(name, function):
+        def call(*given, **options):
+            calls.append(name)
+            if len(calls) == count:
+                raise OSError(errno.ENOSPC, "full")
+            return function(*given, **options)
+
+        return call
+
+    for name in ("write", "fsync", "mkdir", "rename", "open"):
+        monkeypatch.setattr(os, name, refusing(name, getattr(os, name)))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        written = manager.save(4, {"counts": {"good": 2}})
+    monkeypatch.undo()
+    counts = {}
+    fresh = CheckpointManager(tmp_path)
+    assert fresh.restore({"counts": counts}).step == 4
+    assert len(caught) == (written is None) or written is not None
+    assert counts == {"good": 1 if written is None else 2} or "renamed" in str(caught[0].message)
+    assert [name for name in names_in(tmp_path) if not name.startswith("step-")] == []
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs limits of POSIX")
+@BOTH
+def test_a_disk_that_is_really_full(tmp_path, asynchronous):
+    import resource
+
+    manager = CheckpointManager(tmp_path, asynchronous=asynchronous)
+    manager.save(1, {"counts": {}})
+    manager.wait()
+    before = content_of(tmp_path)
+    model = nn.Linear(300, 300)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        with pytest.warns(CheckpointWarning, match=r"step 2 is not written.*tensors/rank-00000\.safetensors"):  # noqa: PT031
+            manager.save(2, {"model": model})
+            manager.wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert content_of(tmp_path) == before
+
+
+def test_a_write_that_says_nothing_of_being_short(tmp_path, monkeypatch):
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, {})
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda d, data: (write(d, data[:-1]), len(data))[1])
+    with pytest.warns(CheckpointWarning, match="step 2 is not written.*truncated"):
+        assert manager.save(2, {}) is None
+    monkeypatch.undo()
+    assert names_in(tmp_path) == ["step-1"]
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "full"), SafetensorError("I/O error: full")], ids=repr
+)
+def test_a_file_of_others_that_cannot_be_written(tmp_path, error):
+    def write(path):
+        path.write_text("half")
+        raise error
+
+    manager = CheckpointManager(tmp_path)
+    with pytest.warns(CheckpointWarning, match="step 2 is not written"):
+        assert manager.save(2, {}, files={"x.txt": write}) is None
+    assert names_in(tmp_path) == []
+    with pytest.raises(OSError, match="full"):
+        manager.close()
+    manager.close()  # once is enough
+
+
+def test_an_error_that_is_not_the_disks_is_raised(tmp_path, monkeypatch):
+    def write(path):
+        raise KeyError("mistake")
+
+    manager = CheckpointManager(tmp_path)
+    with pytest.raises(KeyError, match="mistake"):
+        manager.save(2, {}, files={"x.txt": write})
+    assert names_in(tmp_path) == []
+    later = CheckpointManager(tmp_path, asynchronous=True)
+    monkeypatch.setattr(CheckpointManager, "_publish", lambda *_: 1 / 0)
+    later.save(3, {})
+    with pytest.raises(ZeroDivisionError):
+        later.wait()
+    monkeypatch.undo()
+    assert names_in(tmp_path) == []
+    later.save(4, {})
+    later.close()
+    assert later.steps() == [4]
+
+
+def test_an_error_of_the_run_is_the_one_that_is_seen(tmp_path, monkeypatch):
+    with pytest.raises(KeyError, match="of the run"), pytest.warns(CheckpointWarning):  # noqa: PT012, PT031, SIM117
+        with CheckpointManager(tmp_path, asynchronous=True) as manager:
+            monkeypatch.setattr(os, "fsync", raised_os_error(errno.ENOSPC))
+            manager.save(1, {})
+            raise KeyError("of the run")
+
+
+def test_an_old_one_that_cannot_be_removed(tmp_path, monkeypatch):
+    manager = CheckpointManager(tmp_path, keep_last=1)
+    manager.save(1, {})
+    monkeypatch.setattr("stackwise.checkpoint.manager.remove", raised_os_error(errno.EACCES))
+    with pytest.warns(CheckpointWarning, match="could not be removed"):
+        assert manager.save(2, {}) == tmp_path / "step-2"
+    manager.close()
+    assert manager.steps() == [1, 2]
+
+
+@BOTH
+def test_what_failed_is_over_when_the_next_is_written(tmp_path, monkeypatch, asynchronous):
+    with CheckpointManager(tmp_path, asynchronous=asynchronous) as manager:
+        monkeypatch.setattr(os, "fsync", raised_os_error(errno.ENOSPC))
+        with pytest.warns(CheckpointWarning, match="step 1 is not written"):  # noqa: PT031
+            manager.save(1, {})
+            manager.wait()
+        monkeypatch.undo()
+        assert manager.save(2, {}) == tmp_path / "step-2"
+    assert manager.steps() == [2]
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata's own, as it is imported
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_of_torchdata_goes_on(tmp_path, workers):
+    loaders = pytest.importorskip("torchdata.stateful_dataloader")
+
+    def made():
+        options = {"batch_size": 2, "shuffle": True, "num_workers": workers}
+        return loaders.StatefulDataLoader(range(20), **options, generator=torch.Generator().manual_seed(1))
+
+    loader = made()
+    passed = iter(loader)
+    for _ in range(3):
+        next(passed)
+    CheckpointManager(tmp_path).save(3, {"loader": loader})
+    rest = [batch.tolist() for batch in passed]
+    other = made()
+    CheckpointManager(tmp_path).restore({"loader": other})
+    assert [batch.tolist() for batch in other] == rest
+    assert len(rest) == 7
+
+
+def test_one_write_at_a_time(tmp_path, monkeypatch):
+    running, most, finish = [0], [0], CheckpointManager._finish
+
+    def counted(*given):
+        running[0] += 1
+        most[0] = max(most[0], running[0])
+        finish(*given)
+        running[0] -= 1
+
+    monkeypatch.setattr(CheckpointManager, "_finish", counted)
+    with CheckpointManager(tmp_path, asynchronous=True, keep_last=9) as manager:
+        for step in range(6):
+            manager.save(step, {"counts": {"step": step}})
+    assert most == [1]
+    assert manager.steps() == list(range(6))
+
+
+def test_plain_json_is_readable(tmp_path):
+    CheckpointManager(tmp_path).save(1, {"counts": {"steps": 3, "name": "x"}})
+    plain = json.loads((tmp_path / "step-1/state-00000.json").read_text())
+    assert plain["own"]["counts"] == {"steps": 3, "name": "x"}
+
+
+@pytest.mark.gpu
+@BOTH
+def test_cuda(tmp_path, asynchronous):
+    def made():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(512, 512), nn.Dropout(0.5), nn.Linear(512, 512)).cuda()
+        return model, torch.optim.AdamW(model.parameters(), fused=True)
+
+    def train(model, optimizer, steps):
+        for _ in range(steps):
+            model(torch.randn(8, 512, device="cuda")).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [flat(p.cpu()) for p in model.parameters()]
+
+    model, optimizer = made()
+    train(model, optimizer, 3)
+    with CheckpointManager(tmp_path, asynchronous=asynchronous) as manager:
+        manager.save(3, {"model": model, "optimizer": optimizer})
+        # The copies are made by the device behind what is queued, and before what comes now.
+        whole = train(model, optimizer, 5)
+    model, optimizer = made()
+    CheckpointManager(tmp_path).restore({"model": model, "optimizer": optimizer})
+    assert train(model, optimizer, 5) == whole
+
+
+def test_path_is_a_path(tmp_path):
+    assert isinstance(CheckpointManager(str(tmp_path)).directory, Path)

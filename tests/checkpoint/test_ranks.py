@@ -1,0 +1,418 @@
+"""Two processes: each writes its part, one publishes, all agree; one goes on from what two have saved.
+
+This file is also what each process runs: it goes through `SCENARIOS` and leaves what failed.
+"""
+
+import errno
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+import traceback
+import warnings
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import distributed, nn
+
+from stackwise.checkpoint import CheckpointManager, CheckpointWarning, DamagedCheckpointError, Termination
+
+RANKS = 2
+SECONDS = 120
+
+
+def names_in(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def plain_model():
+    """Parts of 5 rows are not equal, and of the last bias one process has nothing."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 8), nn.Linear(8, 1))
+
+
+def sharded_model(mesh=None):
+    from torch.distributed.fsdp import fully_shard
+
+    model = plain_model()
+    fully_shard(model[3], mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def adamw(model):
+    return torch.optim.AdamW(
+        [
+            {"params": [p for p in model.parameters() if p.ndim > 1]},
+            {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
+        ],
+        lr=0.05,
+    )
+
+
+def train(model, optimizer, steps, first=0):
+    """On rows that every process has, so that it does not matter how many there are."""
+    for step in range(first, first + steps):
+        x = torch.randn(6, 3, generator=torch.Generator().manual_seed(step))
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def whole(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def values(model, optimizer):
+    """Everything by name, put together."""
+    found = {name: whole(tensor).clone() for name, tensor in model.state_dict().items()}
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for parameter, state in optimizer.state.items():
+        found |= {f"{names[id(parameter)]}.{key}": whole(value).clone() for key, value in state.items()}
+    return found
+
+
+def equal(ours, theirs):
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert tensor.dtype == theirs[name].dtype, name
+        assert torch.equal(tensor, theirs[name]), name
+
+
+def trained(make=sharded_model, steps=3):
+    model = make()
+    optimizer = adamw(model)
+    train(model, optimizer, steps)
+    return {"model": model, "optimizer": optimizer}
+
+
+def files_of(folder):
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def meet():
+    distributed.barrier()
+
+
+def in_parts(rank, folder):
+    """FSDP2 and AdamW: two processes to two, bit for bit, and on."""
+    objects = trained()
+    before = values(**objects)
+    with CheckpointManager(folder / "parts") as manager:
+        assert manager.save(3, objects) == folder / "parts/step-3"
+    equal(values(**objects), before)
+    train(objects["model"], objects["optimizer"], 4, first=3)
+    after = values(**objects)
+    fresh = trained(steps=0)
+    found = CheckpointManager(folder / "parts").restore(fresh)
+    assert (found.world_size, found.remarks) == (2, ())
+    equal(values(**fresh), before)
+    train(fresh["model"], fresh["optimizer"], 4, first=3)
+    equal(values(**fresh), after)
+    if rank == 0:
+        torch.save(before, folder / "before.pt")  # for the test in one process, which made this folder
+    meet()
+    assert "tensors/rank-00001.safetensors" in files_of(folder / "parts/step-3")
+
+
+def in_parts_later(rank, folder):
+    """Asynchronous: what is written is the state of the moment, while both train on."""
+    objects = trained()
+    with CheckpointManager(folder / "later", asynchronous=True) as manager:
+        for step in (3, 4, 5):
+            manager.save(step, objects)
+            before = values(**objects)
+            train(objects["model"], objects["optimizer"], 1, first=step)
+    fresh = trained(steps=0)
+    assert CheckpointManager(folder / "later").restore(fresh).step == 5
+    equal(values(**fresh), before)
+
+
+def from_one(rank, folder):
+    """What one process has saved."""
+    fresh = trained(steps=0)
+    found = CheckpointManager(folder / "one").restore(fresh)
+    assert found.world_size == 1
+    assert "ranks 1 to 1 are new" in found.remarks[0]
+    equal(values(**fresh), torch.load(folder / "one.pt"))
+    local = fresh["optimizer"].state[fresh["model"][1].weight]["exp_avg"]
+    assert local.to_local().shape[0] == (3, 2)[rank]
+    # The one that was there goes on; the other draws, and always the same.
+    draws = [torch.rand(2), torch.tensor([random.random(), np.random.rand()])]  # noqa: NPY002
+    CheckpointManager(folder / "one").restore(fresh)
+    again = [torch.rand(2), torch.tensor([random.random(), np.random.rand()])]  # noqa: NPY002
+    both = [None, None]
+    distributed.all_gather_object(both, (draws, again))
+    assert all(torch.equal(a, b) for mine in both for a, b in zip(*mine, strict=True))
+    assert not torch.equal(both[0][0][0], both[1][0][0])
+    if rank == 0:
+        assert torch.equal(draws[0], torch.load(folder / "one-draw.pt"))
+
+
+def copies(rank, folder):
+    """DDP: the first process writes; what each has of its own is kept of each."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    objects = trained(lambda: DistributedDataParallel(plain_model()))
+    objects["own"] = {"rank": rank, "x": torch.full((2,), float(rank))}
+    objects["same"] = {"epoch": 3}
+    torch.manual_seed(100 + rank)
+    random.seed(100 + rank)
+    CheckpointManager(folder / "copies").save(3, objects)
+    drawn = torch.rand(3), random.random()
+    fresh = trained(lambda: DistributedDataParallel(plain_model()), steps=0) | {"own": {}, "same": {}}
+    CheckpointManager(folder / "copies").restore(fresh)
+    assert (fresh["own"]["rank"], fresh["own"]["x"].tolist(), fresh["same"]) == (
+        rank,
+        [rank] * 2,
+        {"epoch": 3},
+    )
+    again = torch.rand(3), random.random()
+    assert torch.equal(again[0], drawn[0])
+    assert again[1] == drawn[1]
+    fresh_model = {"model": fresh["model"].module, "optimizer": fresh["optimizer"]}
+    equal(values(**fresh_model), values(objects["model"].module, objects["optimizer"]))
+    if rank == 0:
+        torch.save(values(**fresh_model), folder / "copies.pt")
+    meet()
+    files = files_of(folder / "copies/step-3")
+    assert "tensors/rank-00000.safetensors" in files
+    assert "tensors/rank-00001.safetensors" not in files
+
+
+def replicas(rank, folder):
+    """HSDP: of equal parts only one is written."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("copy", "part"))
+    objects = trained(lambda: sharded_model(mesh))
+    CheckpointManager(folder / "replicas").save(3, objects)
+    fresh = trained(steps=0)  # other parts
+    CheckpointManager(folder / "replicas").restore(fresh)
+    equal(values(**fresh), values(**objects))
+    meet()
+    assert "tensors/rank-00001.safetensors" not in files_of(folder / "replicas/step-3")
+
+
+def read_by_torch(rank, folder):
+    """torch.distributed.checkpoint reads the tensors as its own."""
+    from torch.distributed import checkpoint
+
+    objects = trained()
+    CheckpointManager(folder / "dcp").save(3, objects)
+    fresh = sharded_model()
+    with torch.no_grad():
+        for parameter in fresh.parameters():
+            parameter.zero_()
+    weights = {f"model.{name}": p.detach() for name, p in fresh.named_parameters()}
+    reader = checkpoint.HuggingFaceStorageReader(str(folder / "dcp/step-3/tensors"))
+    checkpoint.load(weights, storage_reader=reader)
+    for name, parameter in objects["model"].named_parameters():
+        assert torch.equal(whole(weights[f"model.{name}"]), whole(parameter.detach())), name
+
+
+def refused(rank, folder):
+    """The disk of one process: no process has written, one speaks, and all go on."""
+    objects = trained(steps=1)
+    manager = CheckpointManager(folder / "refused")
+    manager.save(1, objects)
+    for failing in (0, 1):
+        write = os.write
+        if rank == failing:
+
+            def refuse(*_):
+                raise OSError(errno.ENOSPC, "full")
+
+            os.write = refuse
+        try:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                assert manager.save(2, objects) is None
+        finally:
+            os.write = write
+        told = [str(w.message) for w in caught if issubclass(w.category, CheckpointWarning)]
+        assert len(told) == (rank == 0)
+        assert all("step 2 is not written" in text and "full" in text for text in told)
+        meet()
+        assert names_in(folder / "refused") == ["step-1"]
+        with pytest.raises(OSError, match="full") as raised:
+            manager.close()
+        assert raised.value.errno == errno.ENOSPC
+    assert manager.save(3, objects) is not None
+
+
+def damaged(rank, folder):
+    """One flipped bit in the part of either process: both take the one before."""
+    objects = trained(steps=1)
+    for part in (0, 1):
+        directory = folder / f"damaged-{part}"
+        manager = CheckpointManager(directory)
+        manager.save(1, objects)
+        before = values(**objects)
+        train(objects["model"], objects["optimizer"], 1)
+        manager.save(2, objects)
+        meet()
+        if rank == 0:
+            path = directory / f"step-2/tensors/rank-{part:05d}.safetensors"
+            content = bytearray(path.read_bytes())
+            content[-1] ^= 1
+            path.write_bytes(content)
+        meet()
+        fresh = trained(steps=0)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            found = CheckpointManager(directory).restore(fresh)
+        assert (found.step, found.damaged) == (1, (directory / "step-2",))
+        assert len(caught) == (rank == 0)
+        equal(values(**fresh), before)
+        with pytest.raises(DamagedCheckpointError, match=f"rank-{part:05d}"):
+            CheckpointManager(directory).restore(fresh, 2)
+
+
+def mistaken(rank, folder):
+    """What one process cannot keep is an error in all; nothing waits for ever, and nothing is left."""
+    manager = CheckpointManager(folder / "mistaken")
+    with pytest.raises(
+        ValueError, match=r"state\.x: got builtins\.object" if rank else r"rank 1: .*state\.x"
+    ):
+        manager.save(1, {"state": {"x": object() if rank == 1 else 0}})
+    with pytest.raises(KeyError if rank == 0 else RuntimeError, match="mine"):
+        manager.save(1, {}, files={"x": lambda path: {}["mine"]})
+    meet()
+    assert not list(folder.glob("mistaken/*"))
+    assert manager.save(2, {"state": {"x": 1}}) is not None
+    with pytest.raises(ValueError, match="guard"):
+        manager.restore({"guard": {}} if rank == 1 else {})
+
+
+def together(rank, folder):
+    """A signal that one process gets ends all at the same step."""
+    with Termination() as termination:
+        assert not termination.requested_anywhere()
+        if rank == 1:
+            os.kill(os.getpid(), 15)
+        assert termination.requested_anywhere()
+        assert termination.requested == (rank == 1)
+
+
+def of_other_shapes(rank, folder):
+    model = nn.Sequential(nn.Linear(4, 5))
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard(model)
+    with pytest.raises(ValueError, match=r"model\.0\.weight: got \(3,\); allowed: \(5, 4\)"):
+        CheckpointManager(folder / "parts").restore({"model": model})
+
+
+SCENARIOS = [in_parts, in_parts_later, from_one, copies, replicas, read_by_torch, refused, damaged, mistaken]
+SCENARIOS += [together, of_other_shapes]
+
+
+def saved_by_one(folder):
+    objects = trained(plain_model)
+    torch.manual_seed(11)
+    CheckpointManager(folder / "one").save(3, objects)
+    torch.save(values(**objects), folder / "one.pt")
+    torch.save(torch.rand(2), folder / "one-draw.pt")
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """The folder in which both processes were, and what failed in each."""
+    folder = tmp_path_factory.mktemp("ranks")
+    saved_by_one(folder)
+    started = []
+    for rank in range(RANKS):
+        with (folder / f"output-{rank}").open("w") as output:
+            command = [sys.executable, __file__, str(rank), str(folder)]
+            environment = os.environ | {"OMP_NUM_THREADS": "1"}
+            started.append(subprocess.Popen(command, stdout=output, stderr=output, env=environment))
+    end = time.monotonic() + SECONDS
+    for process in started:
+        try:
+            process.wait(max(1.0, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    outputs = [(folder / f"output-{rank}").read_text()[-3000:] for rank in range(RANKS)]
+    results = [folder / f"result-{rank}.json" for rank in range(RANKS)]
+    return folder, [json.loads(path.read_text()) if path.exists() else {} for path in results], outputs
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
+def test_two_processes(ranks, scenario):
+    _, results, outputs = ranks
+    for rank, result in enumerate(results):
+        assert result.get(scenario.__name__, f"not reached\n{outputs[rank]}") == "", f"rank {rank}"
+
+
+def test_one_process_goes_on_from_parts_of_two(ranks):
+    folder, _, _ = ranks
+    fresh = trained(plain_model, steps=0)
+    manager = CheckpointManager(folder / "parts")
+    found = manager.restore(fresh)
+    assert "ranks 1 to 1 are left out" in found.remarks[0]
+    equal(values(**fresh), torch.load(folder / "before.pt"))
+    # From here on it is the run of one process, to the rounding of sums over two.
+    train(fresh["model"], fresh["optimizer"], 4, first=3)
+    alone = trained(plain_model, steps=7)
+    for name, tensor in values(**alone).items():
+        torch.testing.assert_close(values(**fresh)[name], tensor)
+
+
+def test_one_process_goes_on_from_copies_of_two(ranks):
+    folder, _, _ = ranks
+    fresh, manager = trained(plain_model, steps=0), CheckpointManager(folder / "copies")
+    same = {}
+    manager.restore(fresh | {"same": same})
+    equal(values(**fresh), torch.load(folder / "copies.pt"))
+    assert same == {"epoch": 3}
+    with pytest.raises(ValueError, match=r"objects\['own'\]: got 'a state of 2 processes that differs"):
+        manager.restore({"own": {}})
+
+
+def test_a_part_that_is_missing_is_noticed(ranks, tmp_path):
+    folder, _, _ = ranks
+    shutil.copytree(folder / "parts", tmp_path / "parts")
+    (tmp_path / "parts/step-3/tensors/rank-00001.safetensors").unlink()
+    with pytest.raises(DamagedCheckpointError, match="rank-00001"):
+        CheckpointManager(tmp_path / "parts").restore(trained(plain_model, steps=0))
+
+
+def main(rank, folder):
+    warnings.simplefilter("error")
+    torch.set_num_threads(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        distributed.init_process_group(
+            "gloo",
+            init_method=f"file://{folder}/meeting",
+            rank=rank,
+            world_size=RANKS,
+            timeout=timedelta(seconds=30),
+        )
+    results = {}
+    for scenario in SCENARIOS:
+        try:
+            with warnings.catch_warnings():
+                # torch's own, as it starts its parts.
+                warnings.filterwarnings("ignore", module="torch")
+                scenario(rank, folder)
+            results[scenario.__name__] = ""
+        except BaseException:
+            results[scenario.__name__] = traceback.format_exc()
+        (folder / f"result-{rank}.json").write_text(json.dumps(results))
+        try:
+            meet()
+        except RuntimeError:
+            break
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,121 @@
+"""Termination: the first signal is noted, the second acts; a run that was ended goes on bit for bit."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from stackwise.checkpoint import EXIT_CODE, CheckpointManager, Termination
+
+SCRIPT = """
+import sys, torch
+from stackwise.checkpoint import EXIT_CODE, CheckpointManager, Termination
+
+torch.manual_seed(0)
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.AdamW(model.parameters())
+objects = {"model": model, "optimizer": optimizer}
+manager = CheckpointManager(sys.argv[1])
+found = manager.restore(objects)
+step = 0 if found is None else found.step
+with Termination() as termination:
+    while step < 50:
+        model(torch.randn(3, 2)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        step += 1
+        if step == 20 and sys.argv[2:] == ["waits"]:
+            print("now", flush=True)
+            sys.stdin.readline()
+        if termination.requested:
+            manager.save(step, objects)
+            manager.close()
+            sys.exit(EXIT_CODE)
+manager.save(step, objects)
+"""
+
+
+def ended(directory, number):
+    """What comes of a run that gets a signal in its 20th step."""
+    command = [sys.executable, "-c", SCRIPT, str(directory), "waits"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdout.readline() == "now\n"
+        process.send_signal(number)
+        _, errors = process.communicate("\n", timeout=100)
+    return process.returncode, errors
+
+
+def test_a_run_saves_and_exits_and_goes_on(tmp_path, monkeypatch):
+    assert ended(tmp_path / "ended", signal.SIGTERM) == (EXIT_CODE, "")
+    assert EXIT_CODE == os.EX_TEMPFAIL
+    manager = CheckpointManager(tmp_path / "ended")
+    assert manager.steps() == [20]
+    weights = []
+    for name in ("ended", "whole"):
+        monkeypatch.setattr(sys, "argv", ["", str(tmp_path / name)])
+        exec(compile(SCRIPT, "script", "exec"), {})
+        model = torch.nn.Linear(2, 2)
+        CheckpointManager(tmp_path / name).restore({"model": model}, 50)
+        weights.append(model.weight)
+    assert torch.equal(*weights)
+
+
+def test_flag_and_handlers():
+    before = signal.getsignal(signal.SIGTERM)
+    with Termination() as termination:
+        assert not termination.requested and not termination.requested_anywhere()
+        assert termination.signal is None
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert termination.requested and termination.requested_anywhere()
+        assert termination.signal is signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) == before
+    with termination:
+        assert not termination.requested
+
+
+def test_a_second_signal_acts_as_usual():
+    with pytest.raises(KeyboardInterrupt), Termination():  # noqa: PT012
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+    heard = []
+    before = signal.signal(signal.SIGTERM, lambda *_: heard.append("usual"))
+    try:
+        with Termination((signal.SIGTERM,)):
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert heard == []
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert heard == ["usual"]
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_only_the_main_thread_hears():
+    errors = []
+
+    def enter():
+        try:
+            Termination().__enter__()
+        except ValueError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert errors == [
+        "Termination: got 'another thread'; allowed: the main thread, which alone hears signals"
+    ]
+    with pytest.raises(ValueError, match=r"^signals: got"):
+        Termination(())
+
+
+def test_the_room_is_not_imported_with_the_package():
+    code = "import sys, stackwise; assert not {'torch', 'stackwise.checkpoint'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parent)

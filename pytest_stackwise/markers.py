@@ -16,14 +16,31 @@ _HELP = """\
 gpu: needs a CUDA device; skipped with a reason unless --gpu is given
 stability: a stability test; set by the plugin on each test that uses stability_run
 nan_injection(step, target='activation', kind='nan', duration=1): stability_run writes one 'nan' or 'inf'; \
-target: loss, activation[:MODULE PATTERN], gradient[:PARAMETER PATTERN]
+target: loss, or activation, gradient, weight, optimizer_state, batch, each with or without [:PATTERN]
 gradient_explosion(step, factor=10.0, duration=1): stability_run multiplies all gradients by `factor`
+gradient_scale(step, factor=0.1, target='*', duration=1): stability_run multiplies the gradients of `target`
+loss_spike(step, factor=10.0, duration=1): stability_run multiplies the loss by `factor`
+logit_growth(step, factor=4.0, target=None, duration=1): stability_run scales queries, so logits grow
+embedding_explosion(step, factor=10.0, target='*', duration=1): stability_run scales embedding tables
+bit_flip(step, target='weight', bit=None, duration=1): stability_run flips one bit
+half_overflow(step, target='activation', factor=2.0, duration=1): stability_run goes beyond float16
 seq_lengths(*lengths): one test per sequence length, for stability_run and throughput
 throughput(mode='forward', batch_size=1, seq_len=128): what the throughput fixture measures
 """
+# Those of `stackwise.stability.faults.KNOWN_FAULTS` that break a model in a step, by name: to look them up
+# there would load torch.
+_FAULTS = (
+    "nan_injection",
+    "gradient_explosion",
+    "gradient_scale",
+    "loss_spike",
+    "logit_growth",
+    "embedding_explosion",
+    "bit_flip",
+    "half_overflow",
+)
 _NEEDS = {
-    "nan_injection": ("stability_run",),
-    "gradient_explosion": ("stability_run",),
+    **dict.fromkeys(_FAULTS, ("stability_run",)),
     "seq_lengths": ("stability_run", "throughput", "seq_len"),
     "throughput": ("throughput",),
 }
@@ -58,16 +75,12 @@ def validate(item: pytest.Item) -> None:
 
 def faults_of(item: pytest.Item) -> list[Fault]:
     """The faults that the markers of a test declare, the farthest first."""
-    found = [m for m in item.iter_markers() if m.name in ("nan_injection", "gradient_explosion")]
+    found = [m for m in item.iter_markers() if m.name in _FAULTS]
     if not found:
         return []
-    from stackwise.stability import GradientExplosion, NanInjection
+    from stackwise.stability.faults import KNOWN_FAULTS
 
-    kinds: Mapping[str, Callable[..., Fault]] = {
-        "nan_injection": NanInjection,
-        "gradient_explosion": GradientExplosion,
-    }
-    return [_call(item, marker, kinds[marker.name]) for marker in reversed(found)]
+    return [_call(item, marker, KNOWN_FAULTS[marker.name]) for marker in reversed(found)]
 
 
 def lengths_of(item: pytest.Item) -> tuple[int, ...]:

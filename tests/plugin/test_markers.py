@@ -2,9 +2,11 @@
 
 import pytest
 
-NAMES = ("gpu", "stability", "nan_injection", "gradient_explosion", "seq_lengths", "throughput")
+FAULTS = ("nan_injection", "gradient_explosion", "gradient_scale", "loss_spike", "logit_growth")
+FAULTS += ("embedding_explosion", "bit_flip", "half_overflow")
+NAMES = ("gpu", "stability", *FAULTS, "seq_lengths", "throughput")
 INT_FROM_0, INT_FROM_1 = "an integer >= 0", "an integer >= 1"
-TARGETS = "'loss', 'activation[:PATTERN]' or 'gradient[:PATTERN]'"
+TARGETS = "'loss', 'activation[:PATTERN]', 'gradient[:PATTERN]', 'weight[:PATTERN]'"
 
 
 def marked(pytester, marker, fixture):

@@ -12,6 +12,9 @@ FAULTS = [
     ("nan_injection(step=5, target='activation:*e*d*', duration=3)", [5, 6, 7], "non-finite loss"),
     ("gradient_explosion(step=6)", [6], "gradient spike"),
     ("gradient_explosion(step=6, factor=50, duration=2)", [6, 7], "gradient spike"),
+    ("gradient_scale(step=6, factor=30)", [6], "gradient spike"),
+    ("loss_spike(step=6, factor=30)", [6], "gradient spike"),
+    ("half_overflow(step=6)", [6], "non-finite loss"),
 ]
 
 

@@ -48,7 +48,7 @@ def never():
         (lambda v: NanInjection(step=0, kind=v), "kind", "NaN"),
         (lambda v: NanInjection(step=0, kind=v), "kind", math.nan),
         (lambda v: NanInjection(step=0, target=v), "target", ""),
-        (lambda v: NanInjection(step=0, target=v), "target", "weight"),
+        (lambda v: NanInjection(step=0, target=v), "target", "weights"),
         (lambda v: NanInjection(step=0, target=v), "target", "activation:"),
         (lambda v: NanInjection(step=0, target=v), "target", "gradient:"),
         (lambda v: NanInjection(step=0, target=v), "target", "loss:here"),

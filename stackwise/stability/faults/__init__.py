@@ -1,0 +1,80 @@
+"""Faults: what can be broken on purpose in a training, when and where. One noun a file."""
+
+from collections.abc import Mapping
+
+from stackwise.stability.faults.attention import LogitGrowth
+from stackwise.stability.faults.bits import BitFlip
+from stackwise.stability.faults.data import (
+    CorruptSample,
+    UnreadableSample,
+    UnreadableSampleError,
+    WorkerDeath,
+)
+from stackwise.stability.faults.embedding import EmbeddingExplosion
+from stackwise.stability.faults.fault import Acted, Anatomy, Fault
+from stackwise.stability.faults.gradient import GradientExplosion, GradientScale
+from stackwise.stability.faults.injection import Injection, broken
+from stackwise.stability.faults.labels import LabelCorruption
+from stackwise.stability.faults.loss import LossSpike
+from stackwise.stability.faults.memory import OutOfMemory
+from stackwise.stability.faults.non_finite import NanInjection
+from stackwise.stability.faults.overflow import HalfOverflow
+from stackwise.stability.faults.process import ProcessSignal, kill_child
+from stackwise.stability.faults.ranks import DeadRank, SlowRank
+from stackwise.stability.faults.storage import BitRot, DiskFull, ShortWrite
+
+__all__ = [
+    "KNOWN_FAULTS",
+    "Acted",
+    "Anatomy",
+    "BitFlip",
+    "BitRot",
+    "CorruptSample",
+    "DeadRank",
+    "DiskFull",
+    "EmbeddingExplosion",
+    "Fault",
+    "GradientExplosion",
+    "GradientScale",
+    "HalfOverflow",
+    "Injection",
+    "LabelCorruption",
+    "LogitGrowth",
+    "LossSpike",
+    "NanInjection",
+    "OutOfMemory",
+    "ProcessSignal",
+    "ShortWrite",
+    "SlowRank",
+    "UnreadableSample",
+    "UnreadableSampleError",
+    "WorkerDeath",
+    "broken",
+    "kill_child",
+]
+
+# By the name that markers and messages give them.
+KNOWN_FAULTS: Mapping[str, type[Fault]] = {
+    fault.name: fault
+    for fault in (
+        NanInjection,
+        GradientExplosion,
+        GradientScale,
+        LossSpike,
+        LogitGrowth,
+        EmbeddingExplosion,
+        LabelCorruption,
+        BitFlip,
+        HalfOverflow,
+        CorruptSample,
+        UnreadableSample,
+        WorkerDeath,
+        OutOfMemory,
+        SlowRank,
+        DeadRank,
+        ProcessSignal,
+        DiskFull,
+        ShortWrite,
+        BitRot,
+    )
+}

@@ -1,0 +1,74 @@
+"""Gradients of another size: all of them, or those of some parameters, times a factor."""
+
+from __future__ import annotations
+
+import fnmatch
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+import torch
+from torch import nn
+
+from stackwise.argument import check_number, require
+from stackwise.stability.faults.fault import Acted, Anatomy, Fault, matching
+from stackwise.stability.faults.place import local
+
+__all__ = ["GradientExplosion", "GradientScale"]
+
+
+@dataclass(frozen=True)
+class GradientScale(Fault):
+    """Multiplies gradients by `factor`.
+
+    Attributes:
+        factor: above 0, and not 1.
+        target: a pattern of parameter names; all that match are meant.
+    """
+
+    name: ClassVar[str] = "gradient_scale"
+    told_by_history: ClassVar[bool] = True
+
+    factor: float = 0.1
+    target: str = "*"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_factor()
+        sound = isinstance(self.target, str) and bool(self.target)
+        require(sound, f"{self.name}: target", self.target, "a pattern of parameter names")
+
+    def _check_factor(self) -> None:
+        allowed = "a finite number > 0 other than 1"
+        check_number(f"{self.name}: factor", self.factor, allowed, lambda factor: factor > 0 and factor != 1)
+
+    def resolve(self, anatomy: Anatomy) -> Self:  # noqa: D102
+        matching(self, "target", self.target, anatomy.parameters, "parameters with a gradient")
+        return self
+
+    @torch.no_grad()
+    def on_gradients(self, model: nn.Module, acted: Acted) -> None:  # noqa: D102
+        gradients = [
+            local(p.grad)
+            for name, p in model.named_parameters()
+            if p.grad is not None and fnmatch.fnmatch(name, self.target)
+        ]
+        if gradients:
+            acted()
+            torch._foreach_mul_(gradients, float(self.factor))
+
+
+@dataclass(frozen=True)
+class GradientExplosion(GradientScale):
+    """Multiplies gradients by `factor`, which makes them larger.
+
+    Attributes:
+        factor: above 1.
+        target: a pattern of parameter names; all that match are meant.
+    """
+
+    name: ClassVar[str] = "gradient_explosion"
+
+    factor: float = 10.0
+
+    def _check_factor(self) -> None:
+        check_number(f"{self.name}: factor", self.factor, "a finite number > 1", lambda factor: factor > 1)

@@ -1,0 +1,77 @@
+"""LabelCorruption: wrong labels for a part of what a batch predicts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from stackwise.argument import check_number, check_sizes
+from stackwise.stability.faults.batch import described, parts_of, with_part
+from stackwise.stability.faults.fault import Acted, Fault
+
+__all__ = ["LabelCorruption"]
+
+Batch = Any
+
+_NAMES = ("labels", "label", "targets", "target", "y")
+
+
+@dataclass(frozen=True)
+class LabelCorruption(Fault):
+    """Replaces labels by other ones that occur; those below 0, which are not predicted, stay.
+
+    Labels are what a batch calls "labels", "label", "targets", "target" or "y", or the second of two tensors.
+
+    Attributes:
+        fraction: of the labels; at least one is replaced.
+        seed: chooses which, and by what; others at each step.
+    """
+
+    name: ClassVar[str] = "label_corruption"
+    told_by_history: ClassVar[bool] = True
+
+    fraction: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        key = f"{self.name}: fraction"
+        check_number(key, self.fraction, "a number above 0, up to 1", lambda fraction: 0 < fraction <= 1)
+        check_sizes(0, **{f"{self.name}: seed": self.seed})
+
+    def at(self, step: int) -> Self:  # noqa: D102
+        return replace(self, seed=self.seed + step - self.step)
+
+    def on_batch(self, batch: Batch, acted: Acted) -> Batch:  # noqa: D102
+        parts = parts_of(batch)
+        names = [name for name in parts if name.rpartition(".")[2] in _NAMES]
+        if not names and list(parts) == ["0", "1"]:
+            names = ["1"]
+        names = [name for name in names if _whole_numbers(parts[name])]
+        if not names:
+            raise ValueError(
+                f"{self.name}: needs a batch with labels, whole numbers under one of the names {_NAMES}; "
+                f"it has {described(batch)}"
+            )
+        labels = parts[names[0]]
+        # Ids and labels are often of one vocabulary, of which both together show the more.
+        whole = [p for p in parts.values() if p.dtype == labels.dtype and p.numel()]
+        n_classes = 1 + max(int(part.max()) for part in whole)
+        (places,) = torch.where(labels.detach().flatten().cpu() >= 0)
+        if n_classes < 2 or not len(places):
+            raise ValueError(f"{self.name}: {names[0]}: got no label, or only one value; wanted two at least")
+        generator = torch.Generator().manual_seed(self.seed)
+        count = max(1, round(self.fraction * len(places)))
+        places = places[torch.randperm(len(places), generator=generator)[:count]]
+        shift = torch.randint(1, n_classes, (count,), generator=generator).to(labels.dtype)
+        changed = labels.detach().flatten().cpu().clone()
+        changed[places] = (changed[places] + shift) % n_classes
+        acted()
+        return with_part(batch, names[0], changed.view(labels.shape).to(labels.device))
+
+
+def _whole_numbers(tensor: Tensor) -> bool:
+    return not tensor.is_floating_point() and not tensor.is_complex() and tensor.dtype != torch.bool

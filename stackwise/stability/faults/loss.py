@@ -1,0 +1,35 @@
+"""LossSpike: the loss of a step times a factor, and so its gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from stackwise.argument import check_number
+from stackwise.stability.faults.fault import Acted, Fault
+
+__all__ = ["LossSpike"]
+
+
+@dataclass(frozen=True)
+class LossSpike(Fault):
+    """Multiplies the loss by `factor`.
+
+    Attributes:
+        factor: above 1.
+    """
+
+    name: ClassVar[str] = "loss_spike"
+    told_by_history: ClassVar[bool] = True
+
+    factor: float = 10.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_number(f"{self.name}: factor", self.factor, "a finite number > 1", lambda factor: factor > 1)
+
+    def on_loss(self, loss: Tensor, acted: Acted) -> Tensor:  # noqa: D102
+        acted()
+        return loss * float(self.factor)

@@ -1,0 +1,60 @@
+"""NanInjection: one NaN or infinity, in any tensor of a step."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from stackwise.argument import check_choice
+from stackwise.stability.faults.fault import Acted
+from stackwise.stability.faults.place import PlaceFault, place_of
+
+__all__ = ["NanInjection"]
+
+_VALUES = {"nan": math.nan, "inf": math.inf}
+
+
+@dataclass(frozen=True)
+class NanInjection(PlaceFault):
+    """Writes one NaN or infinity.
+
+    In "weight" and "optimizer_state" it stays there, as it would: leaving out updates does not help, going
+    back to a snapshot does. What the optimizer keeps is not in the gradients, so that the first step that
+    shows it is the next.
+
+    Attributes:
+        target: "loss", or, with or without a pattern after a colon, "activation", "gradient", "weight",
+            "optimizer_state" or "batch"; see PlaceFault.
+        kind: "nan" or "inf".
+    """
+
+    name: ClassVar[str] = "nan_injection"
+    places: ClassVar[tuple[str, ...]] = (
+        "loss",
+        "activation",
+        "gradient",
+        "weight",
+        "optimizer_state",
+        "batch",
+    )
+
+    kind: str = "nan"
+
+    def __post_init__(self) -> None:
+        check_choice(f"{self.name}: kind", self.kind, _VALUES)
+        super().__post_init__()
+
+    def on_loss(self, loss: Tensor, acted: Acted) -> Tensor:  # noqa: D102
+        if self.target != "loss":
+            return loss
+        acted()
+        return loss * _VALUES[self.kind]
+
+    def changed(self, tensor: Tensor) -> Tensor:  # noqa: D102
+        mask = torch.zeros_like(tensor, dtype=torch.bool)
+        mask[place_of(mask.shape, self.seed)] = True
+        return tensor.masked_fill(mask, _VALUES[self.kind])

@@ -1,0 +1,167 @@
+"""Processes that are ended: a signal in the middle of a step or of a save, and a child that is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
+
+from torch import nn
+
+from stackwise.argument import check_choice, check_sizes, require
+from stackwise.stability.faults.fault import Acted, Anatomy, Fault, matching
+from stackwise.stability.faults.tap import Operation, tapped
+
+__all__ = ["ProcessSignal", "kill_child"]
+
+_SIGNALS: Mapping[str, signal.Signals] = {"SIGTERM": signal.SIGTERM, "SIGKILL": signal.SIGKILL}
+_MOMENTS = ("forward", "update", "save")
+_POLL = 1e-3
+
+
+@dataclass(frozen=True)
+class ProcessSignal(Fault):
+    """Sends this process a signal. A journal knows that it did.
+
+    Attributes:
+        kind: "SIGTERM" or "SIGKILL".
+        moment: "forward", in the middle of the pass; "update", between gradients and update; or "save",
+            before one of the operations on files below `folder`.
+        folder: where is saved; None where `moment` is another.
+        operation: which of the operations after the beginning of the step, counted from 0: opening for
+            writing, writing, syncing and renaming.
+        target: a pattern of names of modules, for "forward"; None: the middle one of those without children.
+    """
+
+    name: ClassVar[str] = "process_signal"
+
+    kind: str = "SIGTERM"
+    moment: str = "forward"
+    folder: str | os.PathLike[str] | None = None
+    operation: int = 0
+    target: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice(f"{self.name}: kind", self.kind, _SIGNALS)
+        check_choice(f"{self.name}: moment", self.moment, _MOMENTS)
+        check_sizes(0, **{f"{self.name}: operation": self.operation})
+        saves = self.moment == "save"
+        require(
+            (self.folder is not None) == saves,
+            f"{self.name}: folder",
+            self.folder,
+            'a path with moment "save"',
+        )
+
+    @property
+    def breaks(self) -> str:  # type: ignore[override]
+        """A save is behind a step, not in it."""
+        return "storage" if self.moment == "save" else "process"
+
+    def resolve(self, anatomy: Anatomy) -> Self:  # noqa: D102
+        if self.moment != "forward":
+            return self
+        if self.target is None and anatomy.leaves:
+            return replace(self, target=anatomy.leaves[len(anatomy.leaves) // 2])
+        return replace(
+            self, target=matching(self, "target", self.target or "*", anatomy.modules, "modules called")[0]
+        )
+
+    @contextmanager
+    def around_forward(self, model: nn.Module, acted: Acted) -> Iterator[None]:  # noqa: D102
+        if self.moment != "forward":
+            yield
+            return
+        assert self.target is not None
+        sent = False
+
+        def send(*_: Any) -> None:
+            nonlocal sent
+            if not sent:  # a module may be called often
+                sent = True
+                self._send(acted)
+
+        handle = model.get_submodule(self.target).register_forward_hook(send)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def on_gradients(self, model: nn.Module, acted: Acted) -> None:  # noqa: ARG002, D102
+        if self.moment == "update":
+            self._send(acted)
+
+    @contextmanager
+    def around_saves(self, acted: Acted) -> Iterator[None]:  # noqa: D102
+        if self.folder is None:
+            yield
+            return
+        count = 0
+
+        def decide(operation: Operation) -> int:
+            nonlocal count
+            count += 1
+            if count == self.operation + 1:
+                self._send(acted)
+            return operation.size
+
+        with tapped(self.folder, "*", decide, None):
+            yield
+
+    def _send(self, acted: Acted) -> None:
+        acted()
+        os.kill(os.getpid(), _SIGNALS[self.kind])
+
+
+def kill_child(
+    command: Sequence[str],
+    *,
+    when: Callable[[], bool] | None = None,
+    after: float = 0.0,
+    kind: str = "SIGKILL",
+    limit: float = 600.0,
+    **arguments: Any,
+) -> int:
+    """Start a process, and end it from outside.
+
+    Args:
+        command: of the process.
+        when: asked every millisecond; the process may live until it says yes. None: from the start.
+        after: seconds that it may live after that.
+        kind: of signal, "SIGKILL" or "SIGTERM".
+        limit: seconds after which it is killed in any case.
+        **arguments: of `subprocess.Popen`.
+
+    Returns:
+        Its return code: negative where a signal ended it, -9 for SIGKILL; its own where it was done before.
+
+    Raises:
+        TimeoutError: `limit` has passed before `when` said yes, or the process outlived the signal.
+    """
+    check_choice("kind", kind, _SIGNALS)
+    end = time.monotonic() + limit
+    with subprocess.Popen(command, **arguments) as child:  # noqa: S603  what the caller says
+        try:
+            while when is not None and not when():
+                if child.poll() is not None:
+                    return child.returncode
+                if time.monotonic() > end:
+                    raise TimeoutError(f"limit: {limit} seconds have passed, and when() never said yes")
+                time.sleep(_POLL)
+            try:
+                return child.wait(after)
+            except subprocess.TimeoutExpired:
+                child.send_signal(_SIGNALS[kind])
+            try:
+                return child.wait(max(end - time.monotonic(), 1.0))
+            except subprocess.TimeoutExpired:
+                raise TimeoutError(f"limit: {limit} seconds have passed; {kind} did not end it") from None
+        finally:
+            if child.poll() is None:
+                child.kill()

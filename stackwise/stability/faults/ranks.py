@@ -1,0 +1,97 @@
+"""Ranks that are slow, and ranks that die."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+import torch
+from torch import distributed, nn
+
+from stackwise.argument import check_choice, check_number, check_sizes
+from stackwise.stability.faults.fault import Acted, Anatomy, Fault
+
+__all__ = ["DeadRank", "SlowRank"]
+
+
+@dataclass(frozen=True)
+class _OfRank(Fault):
+    breaks: ClassVar[str] = "ranks"
+
+    rank: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_sizes(0, **{f"{self.name}: rank": self.rank})
+
+    @property
+    def here(self) -> bool:
+        return distributed.get_rank() == self.rank
+
+    def resolve(self, anatomy: Anatomy) -> Self:  # noqa: ARG002
+        if not (distributed.is_available() and distributed.is_initialized()):
+            raise ValueError(f"{self.name}: needs an initialised torch.distributed; there is none")
+        if self.rank >= distributed.get_world_size():
+            raise ValueError(f"{self.name}: rank: got {self.rank}; there are {distributed.get_world_size()}")
+        return self
+
+
+@dataclass(frozen=True)
+class SlowRank(_OfRank):
+    """One rank waits before its step.
+
+    Attributes:
+        rank: which.
+        seconds: above 0.
+    """
+
+    name: ClassVar[str] = "slow_rank"
+
+    seconds: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_number(
+            f"{self.name}: seconds", self.seconds, "a finite number > 0", lambda seconds: seconds > 0
+        )
+
+    def before_step(  # noqa: D102
+        self,
+        model: nn.Module,  # noqa: ARG002
+        optimizer: torch.optim.Optimizer | None,  # noqa: ARG002
+        acted: Acted,
+    ) -> None:
+        acted()
+        time.sleep(self.seconds)
+
+
+@dataclass(frozen=True)
+class DeadRank(_OfRank):
+    """One rank is gone as its step begins, without a word to the others. A journal knows that it acted.
+
+    Attributes:
+        rank: which.
+        kind: "kill", by SIGKILL, or "exit", with code 1 and without cleaning up.
+    """
+
+    name: ClassVar[str] = "dead_rank"
+
+    kind: str = "kill"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice(f"{self.name}: kind", self.kind, ("kill", "exit"))
+
+    def before_step(  # noqa: D102
+        self,
+        model: nn.Module,  # noqa: ARG002
+        optimizer: torch.optim.Optimizer | None,  # noqa: ARG002
+        acted: Acted,
+    ) -> None:
+        acted()
+        if self.kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        os._exit(1)

@@ -1,0 +1,225 @@
+"""Tap: what this process writes below a folder, seen operation by operation before it is done."""
+
+from __future__ import annotations
+
+import builtins
+import fnmatch
+import io
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import wraps
+from pathlib import Path
+from typing import Any, Literal
+
+from stackwise.stability.faults.patch import patched
+
+__all__ = ["Operation", "tapped"]
+
+_WRITING = frozenset("wax+")
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One thing that is done to a file.
+
+    Attributes:
+        kind: "open" for writing, "write", "sync", or "rename", of a folder too.
+        path: of the file, before it is renamed.
+        size: of a write, in bytes.
+    """
+
+    kind: Literal["open", "write", "sync", "rename"]
+    path: Path
+    size: int = 0
+
+
+# How many bytes of a write reach the disk; of other operations the answer is not read. It may raise instead.
+Decide = Callable[[Operation], int]
+
+
+@contextmanager
+def tapped(
+    folder: str | os.PathLike[str], pattern: str, decide: Decide, error: OSError | None
+) -> Iterator[None]:
+    """Inside, ask `decide` before each operation on files below `folder`.
+
+    Seen is what Python code writes, by `open` or `os.write`, in every thread, and safetensors' `save_file`;
+    other libraries that write by themselves are not, nor are other processes.
+
+    Args:
+        folder: of the files; it need not be there yet.
+        pattern: of their paths in it.
+        decide: what of an operation is done.
+        error: raised by a write of which not all is, after that; None: none is, as if all were there.
+    """
+    tap = _Tap(Path(os.path.abspath(folder)), pattern, decide, error)  # noqa: PTH100  links stay as they are
+    with ExitStack() as stack:
+        for name in ("write", "fsync", "rename", "replace", "open"):
+            stack.enter_context(patched(os, name, getattr(tap, f"around_{name}")))
+        opened = tap.around_file(io.open)
+        stack.enter_context(patched(builtins, "open", lambda _: opened))
+        stack.enter_context(patched(io, "open", lambda _: opened))
+        module = sys.modules.get("safetensors.torch")
+        if module is not None:
+            stack.enter_context(patched(module, "serialize_file", tap.around_serialize))
+        yield
+
+
+class _Tap:
+    def __init__(self, folder: Path, pattern: str, decide: Decide, error: OSError | None) -> None:
+        self._folder, self._pattern, self._decide, self._error = folder, pattern, decide, error
+        self._paths: dict[int, Path] = {}
+        self._asking: set[int] = set()
+
+    def _meant(self, path: Any) -> Path | None:
+        """The path, where it is below the folder and matches."""
+        if isinstance(path, int):
+            found = self._path_of(path)
+        elif isinstance(path, str | bytes | os.PathLike):
+            found = Path(os.path.abspath(os.fsdecode(path)))  # noqa: PTH100
+        else:
+            return None
+        if found is None or not found.is_relative_to(self._folder):
+            return None
+        return found if fnmatch.fnmatch(found.relative_to(self._folder).as_posix(), self._pattern) else None
+
+    def _path_of(self, descriptor: int) -> Path | None:
+        try:
+            return Path(os.readlink(f"/proc/self/fd/{descriptor}"))  # noqa: PTH115
+        except OSError:
+            return self._paths.get(descriptor)
+
+    def _ask(self, kind: Any, path: Any, size: int = 0) -> int:
+        found, thread = self._meant(path), threading.get_ident()
+        if found is None or thread in self._asking:  # what is written about an operation is none
+            return size
+        self._asking.add(thread)
+        try:
+            return min(self._decide(Operation(kind, found, size)), size)
+        finally:
+            self._asking.discard(thread)
+
+    def around_open(self, original: Any) -> Any:
+        @wraps(original)
+        def opens(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+            if flags & (os.O_WRONLY | os.O_RDWR):
+                self._ask("open", path)
+            descriptor: int = original(path, flags, *args, **kwargs)
+            if isinstance(path, str | bytes | os.PathLike):
+                self._paths[descriptor] = Path(os.path.abspath(os.fsdecode(path)))  # noqa: PTH100
+            return descriptor
+
+        return opens
+
+    def around_write(self, original: Any) -> Any:
+        @wraps(original)
+        def writes(descriptor: int, data: Any) -> int:
+            size = memoryview(data).nbytes
+            passed = self._ask("write", descriptor, size)
+            if passed == size:
+                return int(original(descriptor, data))
+            if passed:
+                original(descriptor, memoryview(data).cast("B")[:passed])
+            if self._error is None:
+                return size
+            if passed:
+                return passed  # as the system does it: the error comes with the next call
+            raise self._error
+
+        return writes
+
+    def around_fsync(self, original: Any) -> Any:
+        @wraps(original)
+        def syncs(descriptor: Any) -> None:
+            self._ask("sync", descriptor if isinstance(descriptor, int) else descriptor.fileno())
+            original(descriptor)
+
+        return syncs
+
+    def around_rename(self, original: Any) -> Any:
+        @wraps(original)
+        def renames(source: Any, target: Any, **kwargs: Any) -> None:
+            self._ask("rename", source)
+            original(source, target, **kwargs)
+
+        return renames
+
+    around_replace = around_rename
+
+    def around_file(self, original: Any) -> Any:
+        @wraps(original)
+        def opens(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+            meant = self._meant(file) if _WRITING & set(mode) else None
+            if meant is None:
+                return original(file, mode, *args, **kwargs)
+            self._ask("open", file)
+            return _File(original(file, mode, *args, **kwargs), meant, self)
+
+        return opens
+
+    def around_serialize(self, original: Any) -> Any:
+        """Of safetensors, which writes by itself: cut afterwards, and the error that it raises."""
+
+        @wraps(original)
+        def serializes(tensors: Any, filename: Any, *args: Any, **kwargs: Any) -> None:
+            if self._meant(filename) is None:
+                original(tensors, filename, *args, **kwargs)
+                return
+            from safetensors import SafetensorError
+
+            self._ask("open", filename)
+            original(tensors, filename, *args, **kwargs)
+            size = Path(filename).stat().st_size
+            passed = self._ask("write", filename, size)
+            if passed < size:
+                os.truncate(filename, passed)
+                if (error := self._error) is not None:
+                    raise SafetensorError(
+                        f"Error while serializing: I/O error: {error.strerror} (os error {error.errno})"
+                    )
+
+        return serializes
+
+    def write_of(self, file: Any, path: Path, data: Any) -> int:
+        encoded = isinstance(data, str)
+        raw = data.encode(file.encoding) if isinstance(data, str) else memoryview(data).cast("B")
+        passed = self._ask("write", path, len(raw))
+        if passed == len(raw):
+            return int(file.write(data))
+        part = bytes(raw[:passed])
+        file.write(part.decode(file.encoding, errors="ignore") if encoded else part)
+        if self._error is not None:
+            file.flush()
+            raise self._error
+        return len(data)
+
+
+class _File:
+    """A file whose writes are asked for."""
+
+    def __init__(self, file: Any, path: Path, tap: _Tap) -> None:
+        self._file, self._path, self._tap = file, path, tap
+
+    def write(self, data: Any) -> int:
+        return self._tap.write_of(self._file, self._path, data)
+
+    def writelines(self, lines: Any) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __enter__(self) -> _File:
+        self._file.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> Any:
+        return self._file.__exit__(*error)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._file)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)

@@ -1,0 +1,104 @@
+"""stability_run under the faults: what is told at once, what is undone, and what it has no place for."""
+
+import pytest
+import torch
+
+from stackwise.spec import ModelSpec
+from stackwise.stability import stability_run
+from stackwise.stability.faults import (
+    BitFlip,
+    CorruptSample,
+    DeadRank,
+    DiskFull,
+    EmbeddingExplosion,
+    HalfOverflow,
+    LabelCorruption,
+    LogitGrowth,
+    LossSpike,
+    NanInjection,
+    OutOfMemory,
+    ProcessSignal,
+    WorkerDeath,
+)
+
+
+@pytest.fixture
+def trained(subjects):
+    def train(faults, skipped=(), steps=9):
+        kept = []
+
+        def optimizer(parameters):
+            kept[:] = parameters
+            return torch.optim.AdamW(kept, lr=1e-3)
+
+        run = stability_run(ModelSpec.of(subjects.tiny, optimizer=optimizer), steps=steps, faults=faults)
+        return run, [p.detach().clone() for p in kept]
+
+    return train
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        NanInjection(step=6, target="weight"),
+        NanInjection(step=6, target="weight:layers.0.qkv.bias", duration=2),
+        NanInjection(step=6, target="activation", seed=4),
+        BitFlip(step=6, target="weight:tokens.weight", bit=30, seed=2),
+        HalfOverflow(step=6),
+        HalfOverflow(step=6, target="gradient"),
+        LossSpike(step=6),
+    ],
+    ids=str,
+)
+def test_caught_at_its_step_and_undone(trained, fault):
+    if isinstance(fault, BitFlip):  # of a token that every batch has
+        fault = BitFlip(step=6, target="weight:norm.weight")
+    run, weights = trained([fault])
+    assert (run.alarm_steps, run.fired) == (list(fault.steps), list(fault.steps))
+    assert run.verdict == "caught"
+    # As if those steps had not been: the weights are those by another fault at them, that writes nothing.
+    other, expected = trained([NanInjection(step=6, target="loss", duration=fault.duration)])
+    assert other.alarm_steps == run.alarm_steps
+    assert all(torch.equal(a, b) for a, b in zip(weights, expected, strict=True))
+
+
+def test_optimizer_state_is_told_by_the_next_step_only(trained):
+    run, _ = trained([NanInjection(step=6, target="optimizer_state:norm.weight.exp_avg")])
+    assert run.fired == [6]
+    assert run.alarm_steps[0] == 7
+    assert run.verdict == "missed"
+
+
+MOVING = [EmbeddingExplosion(step=6, factor=1e3), LogitGrowth(step=6), CorruptSample(step=6)]
+
+
+@pytest.mark.parametrize("fault", MOVING, ids=str)
+def test_what_moves_the_step(trained, fault):
+    clean, _ = trained([])
+    run, _ = trained([fault])
+    assert run.fired == [6]
+    moved = [a.step for a, b in zip(clean.records, run.records, strict=True) if a != b]
+    assert moved[0] == 6
+
+
+@pytest.mark.parametrize(
+    "fault, reason",
+    [
+        (WorkerDeath(step=1), "stability_run has no loader of its own"),
+        (DeadRank(step=1), "stability_run has no ranks of its own"),
+        (ProcessSignal(step=1), "stability_run has no process of its own"),
+        (DiskFull(step=1, folder="a"), "stability_run has no storage of its own"),
+        (OutOfMemory(step=1), "stability_run has nothing that catches its error"),
+        (LabelCorruption(step=6), "needs a batch with labels"),
+        (NanInjection(step=1, target="batch"), "matches no floating-point tensor of the batch"),
+        (
+            NanInjection(step=1, target="optimizer_state:*.momentum"),
+            "what the optimizer keeps: tokens.weight",
+        ),
+        (LossSpike(step=1), "allowed: one that at least 4 sound steps come before"),
+    ],
+    ids=str,
+)
+def test_what_it_has_no_place_for(trained, fault, reason):
+    with pytest.raises(ValueError, match=reason):
+        trained([fault])

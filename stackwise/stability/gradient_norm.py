@@ -18,6 +18,7 @@ __all__ = ["first_non_finite", "global_norm", "gradient_norms", "norms_by_rows"]
 # Squares of float32 overflow above 2**64. Times 2**-80 those of its largest value do not, and what that
 # loses is nothing beside a sum that overflowed without it.
 _DOWN, _UP = 2.0**-80, 2.0**80
+_SMALL = 2.0**-40  # of squares far below it, which float32 rounds to 0, nothing is seen beside them
 
 
 def gradient_norms(parameters: Iterable[nn.Parameter]) -> Tensor:
@@ -47,8 +48,12 @@ def _norms(gradients: Sequence[Tensor]) -> Tensor:
             require(g.layout == torch.strided, "gradients", g.layout, "torch.strided")
         if dtype.is_complex:
             members = [torch.view_as_real(g) for g in members]
-        wide = torch.float32 if device.type == "mps" else torch.float64  # which has no float64
-        for index, norm in zip(indices, torch._foreach_norm(members, 2, dtype=wide), strict=True):
+        if device.type == "cpu" and all(type(g) is Tensor for g in members):
+            found: Sequence[Tensor] = _by_rows_checked(members)
+        else:
+            wide = torch.float32 if device.type == "mps" else torch.float64  # which has no float64
+            found = torch._foreach_norm(members, 2, dtype=wide)
+        for index, norm in zip(indices, found, strict=True):
             norms[index] = norm
     first = norms[0].device
     if len(groups) > 1:
@@ -57,6 +62,25 @@ def _norms(gradients: Sequence[Tensor]) -> Tensor:
     if hasattr(norms_P, "full_tensor"):
         norms_P = norms_P.full_tensor()
     return norms_P.float()
+
+
+def _by_rows_checked(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """Float64 norms on the CPU, where a reduction that widens is a tenth as fast as one that does not.
+
+    Rows are summed in float32 and their norms in float64. What lost its large or small values by that is
+    summed again; on the CPU nothing waits for the answer.
+    """
+    norms = []
+    for g in gradients:
+        narrow = torch.float32 if g.dtype.itemsize < 4 else g.dtype
+        if g.ndim > 1 and g.numel():
+            rows = torch.linalg.vector_norm(g, dim=-1, dtype=narrow)
+            norm = torch.linalg.vector_norm(rows, dtype=torch.float64)
+            if _SMALL < norm.numpy() < math.inf:
+                norms.append(norm)
+                continue
+        norms.append(torch.linalg.vector_norm(g, dtype=torch.float64))
+    return norms
 
 
 def global_norm(norms_P: Tensor) -> Tensor:

@@ -1,88 +1,591 @@
-"""The guard: notices a broken step before its update is made."""
+"""Guard: notices a broken step before its update is made; leaves it out, goes back, or stops and says why.
+
+A step is judged on the device. The host learns of an alarm when its row has arrived: on the CPU at once,
+elsewhere some steps later. In between every update is left out (the alarm is latched), so that weights,
+optimizer and buffers are those before the broken step when the host answers; the batches given meanwhile are
+given again.
+"""
 
 from __future__ import annotations
 
-import itertools
 import math
-import statistics
 from collections import deque
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
 
-__all__ = ["Alarm", "SpikeDetector"]
+import torch
+from torch import Tensor, distributed, nn
+
+from stackwise.argument import check_sizes, require
+from stackwise.random_states import random_states_kept, set_random_states
+from stackwise.stability.alarm import Action, Alarm
+from stackwise.stability.batch_feed import BatchFeed, GivenBatch
+from stackwise.stability.blame import blamed
+from stackwise.stability.buffers import Buffers
+from stackwise.stability.detector import DeviceDetector, SpikeDetector
+from stackwise.stability.diagnosis import Bundle, rerun
+from stackwise.stability.gradient_norm import gradient_norms
+from stackwise.stability.judge import KINDS, Decision, Judge
+from stackwise.stability.locate import ModuleScales
+from stackwise.stability.policy import GuardPolicy
+from stackwise.stability.ring_buffer import RingBuffer
+from stackwise.stability.snapshot import Moment, Snapshot, Stateful
+
+__all__ = [
+    "Alarm",
+    "Decision",
+    "DeviceDetector",
+    "Guard",
+    "GuardError",
+    "GuardPolicy",
+    "GuardRecord",
+    "SpikeDetector",
+]
+
+_SCALARS = 9  # of a row, before the norms
+_LAG = 4  # steps after which the host asks for a row of another device
+_KEPT_RECORDS = 1024
+_REFERENCES = 2  # sound batches that a spike is compared with
+
+
+class GuardError(ArithmeticError):
+    """Training is broken for good. Weights, optimizer and scheduler are as before the broken step.
+
+    Attributes:
+        alarm: the last one.
+        alarms: all of the run.
+    """
+
+    def __init__(self, alarm: Alarm, alarms: Sequence[Alarm]) -> None:
+        self.alarm, self.alarms = alarm, list(alarms)
+        bundle = f". Diagnosis: {alarm.bundle}" if alarm.bundle else ""
+        super().__init__(f"{alarm}. {len(self.alarms)} alarms, first: {self.alarms[0]}{bundle}")
 
 
 @dataclass(frozen=True)
-class Alarm:
-    """A step that must not be taken as it is.
+class GuardRecord:
+    """What the guard saw of a step, on the host.
 
     Attributes:
         step: counted from 0.
-        kind: what is wrong.
-        value: the loss or the gradient norm.
-        limit: the largest norm that passes; None where no finite value would be wrong.
-        where: the module or parameters at fault, as far as they are known.
-        action: what was done about it.
+        loss: as it was given.
+        total_norm: global L2 norm of the gradient, before clipping.
+        parameter_norms: the same of each parameter, by name.
+        limit: the largest norm that passed; infinite: any finite one.
+        divisor: what the gradients were divided by.
+        kind: what was wrong; None: nothing.
+        skipped: whether the update was left out.
     """
 
     step: int
-    kind: Literal["non-finite loss", "non-finite gradient", "gradient spike"]
-    value: float
-    limit: float | None = None
-    where: str = ""
-    action: Literal["skipped"] = "skipped"
+    loss: float
+    total_norm: float
+    parameter_norms: dict[str, float]
+    limit: float
+    divisor: float
+    kind: str | None
+    skipped: bool
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         return asdict(self)
 
-    def __str__(self) -> str:
-        limit = f" (limit {self.limit:.3g})" if self.limit is not None else ""
-        place = f" in {self.where}" if self.where else ""
-        return f"step {self.step}: {self.kind} {self.value:.3g}{limit}{place}; update {self.action}"
+
+@dataclass(frozen=True, eq=False)
+class _Made:
+    """A step that was made, and of which the host has no answer yet."""
+
+    step: int
+    batches: Sequence[GivenBatch]
+    names: tuple[str, ...]
+    before: Moment | None  # None: the host knows at once
+    order: int
 
 
-class SpikeDetector:
-    """Judges a gradient norm by those of the sound steps before it.
-
-    A norm is a spike where its logarithm exceeds the median of the last `recent` ones by more than
-    max(`deviations` * MAD, ln `factor`), the MAD being that of the changes from step to step: norms may
-    fall a thousandfold while a model settles, and that is no scatter. Spikes stay out of the history,
-    so that a lasting fault does not become the rule. The median and the MAD, unlike mean and standard
-    deviation, are not moved by a few outliers (Leys et al. 2013, doi:10.1016/j.jesp.2013.03.013).
+class Guard:
+    """Watches the training of any model with any torch optimizer.
 
     Args:
-        deviations: how many MADs of the change of log-norm.
-        factor: a rise that is always allowed.
-        recent: how many of the last sound norms give the level.
-        history: how many sound norms give the scatter.
-        minimum: how many there must be before anything is a spike.
+        model: whose parameters are trained.
+        optimizer: on a device other than the CPU one that leaves steps out by itself (`found_inf`): AdamW,
+            Adam or SGD of torch with `fused=True`, or one that has the attribute.
+        scheduler: advanced with each update that is made, and not with those left out.
+        policy: what counts as broken, and what is done.
+        loss_of: the loss of (model, batch), with which a broken step is computed again to name the module;
+            None: parameters are named by their norms.
+        batch_id: by which a batch is known; None: (epoch, place in it). With one of its own a batch is left
+            out in later epochs as well.
+        others: objects whose state goes back with a rewind, by name.
+        bundles: folder for diagnostic bundles; None: none are written.
+        group: of processes that train together, and that decide as one; None: all there are.
+        lag: steps between a step and the host's answer. None: 0 on the CPU, else 4. With 0 the host waits at
+            each step where the device is not the CPU, and any optimizer will do.
+
+    Attributes:
+        alarms: in order.
+        skipped: updates that were left out, also those of which a rewind has undone the rest.
+
+    Raises:
+        ValueError: nothing to train, parameters on several devices, an optimizer that cannot leave
+            a step out.
     """
 
     def __init__(
         self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
         *,
-        deviations: float = 6.0,
-        factor: float = 3.0,
-        recent: int = 8,
-        history: int = 128,
-        minimum: int = 4,
+        scheduler: Stateful | None = None,
+        policy: GuardPolicy | None = None,
+        loss_of: Callable[[nn.Module, Any], Tensor] | None = None,
+        batch_id: Callable[[Any], Hashable] | None = None,
+        others: Mapping[str, Stateful] | None = None,
+        bundles: Path | str | None = None,
+        group: distributed.ProcessGroup | None = None,
+        lag: int | None = None,
     ) -> None:
-        self.deviations, self.factor, self.recent, self.minimum = deviations, factor, recent, minimum
-        self._log_norms: deque[float] = deque(maxlen=history)
+        self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
+        self.policy = policy or GuardPolicy()
+        self._loss_of, self._others = loss_of, dict(others or {})
+        self._bundles = None if bundles is None else Path(bundles)
+        names = {id(p): name for name, p in model.named_parameters()}
+        optimized = [p for group_ in optimizer.param_groups for p in group_["params"]]
+        require(bool(optimized), "optimizer", "no parameters", "at least one")
+        devices = {p.device for p in optimized}
+        require(len(devices) == 1, "parameters", sorted(map(str, devices)), "all on one device")
+        self._device = devices.pop()
+        self._named = [(names.get(id(p), f"parameter {i}"), p) for i, p in enumerate(optimized)]
+        self._lag = lag if lag is not None else 0 if self._device.type == "cpu" else _LAG
+        check_sizes(0, lag=self._lag)
+        self._reads_found_inf = _reads_found_inf(optimizer)
+        if self._lag:
+            _check_leaves_out(optimizer, self._reads_found_inf)
+        self._group = group or _everyone()
+        self._judge = Judge(self.policy, self._device, self._group)
+        self._feed = BatchFeed(batch_id)
+        self._buffers = Buffers(model)
+        self._buffers.keep()
+        self._snapshot = Snapshot(model, optimizer, on_host=self.policy.snapshot_on_host)
+        self._moment: Moment | None = None
+        self._judged: dict[str, Any] = {}
+        self._snapshot_step = self._snapshot_order = 0
+        self._feeds = False  # whether batches() gives the batches
+        rows = max(4, 2 * (self._lag + 1))
+        self._rows: RingBuffer[_Made] = RingBuffer(rows, _SCALARS + len(self._named), self._device)
+        self._arrived: deque[tuple[_Made, list[float]]] = deque()
+        self._under_way: deque[_Made] = deque()
+        self._order = 0
+        self._present: tuple[tuple[bool, ...], tuple[str, ...]] = ((), ())
+        self._records: deque[GuardRecord] = deque(maxlen=_KEPT_RECORDS)
+        self._reference: dict[str, float] = {}
+        self.alarms: list[Alarm] = []
+        self.skipped = 0
+        self._in_row = self._sound = self._rewinds = self._written = 0
+        self._answering: int | None = None
 
-    def limit(self) -> float | None:
-        """The largest norm that passes now; None while the history is too short to say."""
-        logs = list(self._log_norms)
-        if len(logs) < self.minimum:
+    @property
+    def steps(self) -> int:
+        """Number of the step at hand, or of the next one: it counts batches, also those left out.
+
+        After a rewind it is that of the snapshot; each batch keeps the number that it had. While a broken
+        step is computed again, it is that of this step.
+        """
+        return self._feed.step if self._answering is None else self._answering
+
+    @property
+    def quarantined(self) -> list[Hashable]:
+        """Ids of the batches that are not given again."""
+        return list(self._feed.quarantined)
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """What the snapshot holds: one time the parameters, buffers and state of the optimizer."""
+        return self._snapshot.nbytes
+
+    def batches(self, loader: Iterable[Any], *, fast_forward: bool = False) -> Iterator[Any]:
+        """The batches of an epoch, some of them again after a rewind, without those in quarantine.
+
+        Each call is one epoch. Batches since the last snapshot are kept, not copied: do not write into them.
+
+        Args:
+            loader: gone through once. After `load_state_dict` it has to go on from its own place,
+            fast_forward: or else is read over up to there.
+
+        Raises:
+            GuardError: training is broken for good.
+        """
+        require(self._lag == 0 or not self._under_way, "batches", "steps under way", "no other loop before")
+        self._feeds = True
+        given = self._feed.batches(loader, fast_forward=fast_forward, ending=lambda: self._settle(0))
+        for batch in given:
+            if len(self._feed.hand) == 1:
+                self._before_step()
+            yield batch
+
+    def step(self, loss: Tensor, *, logit: Tensor | None = None) -> Decision:
+        """Behind the backward pass: judge, clip, update, advance the scheduler, forget the gradients.
+
+        Args:
+            loss: of the step, one element.
+            logit: the largest attention logit, one element; None: it is no signal.
+
+        Returns:
+            the decision, on the device.
+
+        Raises:
+            ValueError: no gradient; a scheduler on another device than the CPU without `batches`.
+            GuardError: training is broken for good.
+        """
+        with torch.no_grad():
+            norms_P = gradient_norms(p for _, p in self._named)
+        require(len(norms_P) > 0, "gradients", "none", "backward() before step()")
+        decision = self.decide(loss, norms_P, logit)
+        before = Moment(self.optimizer, self.scheduler) if self._lag and self._feeds else None
+        names = self._names()
+        self._update(decision)
+        try:
+            self._conclude(decision, names, before)
+        finally:
+            self.optimizer.zero_grad(set_to_none=True)
+        return decision
+
+    def decide(self, loss: Tensor, norms_P: Tensor, logit: Tensor | None = None) -> Decision:
+        """Judge a step on the device. `step` does this, and all that follows from it.
+
+        Args:
+            loss: one element.
+            norms_P: L2 norm of each gradient, before clipping.
+            logit: the largest attention logit.
+        """
+        if self._lag and not self._feeds:
+            allowed = (
+                "none, or guard.batches(loader), or lag=0: the host does not know yet whether to advance it"
+            )
+            require(self.scheduler is None, "scheduler", type(self.scheduler).__name__, allowed)
+        # Without batches to be given again, those behind a broken one would be lost.
+        return self._judge.decide(loss, norms_P, logit, latch=self._lag > 0 and self._feeds)
+
+    def settle(self) -> None:
+        """Wait for the device, and answer every alarm of the steps so far.
+
+        Raises:
+            GuardError: training is broken for good.
+        """
+        self._settle(0)
+
+    def records(self) -> list[GuardRecord]:
+        """What has arrived since the last call, oldest first, the last 1024 at most. Nothing waits."""
+        records = list(self._records)
+        self._records.clear()
+        return records
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a run that is continued needs beside model, optimizer and scheduler: waits for the device.
+
+        Histories, counts, quarantine, alarms, the place in the data, and batches still to be given again. The
+        snapshot is not in it: a new one is taken where the run goes on.
+
+        Raises:
+            ValueError: between a batch and its step.
+            GuardError: training is broken for good.
+        """
+        require(
+            not self._feed.hand, "state_dict", "a batch in hand", "a moment between step() and the next batch"
+        )
+        self._settle(0)
+        return {
+            "judge": self._judge.state_dict(),
+            "feed": self._feed.state_dict(),
+            "alarms": [alarm.to_dict() for alarm in self.alarms],
+            "reference": dict(self._reference),
+            "skipped": self.skipped,
+            "in_row": self._in_row,
+            "sound": self._sound,
+            "rewinds": self._rewinds,
+            "written": self._written,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` gave, behind those of model, optimizer and scheduler.
+
+        Raises:
+            ValueError: anything else.
+        """
+        known = ("judge", "feed", "alarms", "reference", "skipped", "in_row", "sound", "rewinds", "written")
+        missing = [key for key in known if key not in state]
+        require(not missing, "state", missing, "what state_dict() gave")
+        self._judge.load_state_dict(state["judge"])
+        self._feed.load_state_dict(state["feed"])
+        self.alarms = [Alarm.from_dict(alarm) for alarm in state["alarms"]]
+        self._reference = dict(state["reference"])
+        self.skipped, self._in_row, self._sound = state["skipped"], state["in_row"], state["sound"]
+        self._rewinds, self._written = state["rewinds"], state["written"]
+        self._moment = None
+        self._buffers.keep()
+
+    def _before_step(self) -> None:
+        self._buffers.keep()
+        interval = self.policy.snapshot_interval
+        # Not among alarms; but where there is none, as in a run that is continued, they have changed nothing.
+        if interval is None or (self._in_row and self._moment is not None):
+            return
+        # So early that one which alarms put off is no more than the interval behind.
+        due = max(1, interval - self.policy.patience - self._lag)
+        if self._moment is None or self._feed.step - self._snapshot_step >= due:
+            self._snapshot.take()
+            self._moment = Moment(self.optimizer, self.scheduler, self._others)
+            self._judged = self._judge.state_dict()
+            self._snapshot_step, self._snapshot_order = self._feed.step, self._order
+            self._feed.keep_from_here()
+
+    @torch.no_grad()
+    def _update(self, decision: Decision) -> None:
+        """Without a host wait where there is a lag; with lag 0 the host asks."""
+        optimizer: Any = self.optimizer
+        if self._lag == 0:
+            if decision.found_inf.item():
+                self._buffers.restore()
+                return
+            if self._reads_found_inf:
+                optimizer.found_inf, optimizer.grad_scale = None, decision.divisor
+            elif decision.divisor is not None and decision.divisor.item() != 1.0:
+                torch._foreach_div_([p.grad for _, p in self._named if p.grad is not None], decision.divisor)
+        else:
+            _start_momentum(optimizer)
+            optimizer.found_inf, optimizer.grad_scale = decision.found_inf, decision.divisor
+            self._buffers.restore(decision.found_inf.bool())
+        optimizer.step()
+        if self.scheduler is not None:
+            self.scheduler.step()  # type: ignore[attr-defined]
+
+    def _conclude(self, decision: Decision, names: tuple[str, ...], before: Moment | None) -> None:
+        d = decision
+        divisor = torch.ones_like(d.found_inf) if d.divisor is None else d.divisor
+        step = self._feed.step
+        made = _Made(step, self._feed.take_hand(), names, before, self._order)
+        require(bool(made.batches) or not self._feeds, "step", step, "one for each batch that batches() gave")
+        self._order += 1
+        scalars = (
+            d.loss,
+            d.norm,
+            d.logit,
+            d.code,
+            d.found_inf,
+            d.norm_limit,
+            d.loss_limit,
+            d.logit_limit,
+            divisor,
+        )
+        self._rows.write(made, scalars, d.norms_P)
+        self._under_way.append(made)
+        if not self._feeds:
+            self._buffers.keep()
+        self._settle(self._lag)
+
+    def _settle(self, may_stay: int) -> None:
+        """Answer the rows of all but the last `may_stay` steps: at the same step in every process."""
+        self._arrived += self._rows.poll()
+        due = len(self._rows) + len(self._arrived) - may_stay
+        if due > len(self._arrived):
+            self._arrived += self._rows.drain()
+        for _ in range(due):
+            made, row = self._arrived.popleft()
+            if self._under_way and self._under_way[0] is made:  # else it is to be made again
+                self._under_way.popleft()
+                self._read(made, row)
+
+    def _read(self, made: _Made, row: list[float]) -> None:
+        loss, norm, logit, code, found_inf, norm_limit, loss_limit, logit_limit, divisor = row[:_SCALARS]
+        norms = dict(zip(made.names, row[_SCALARS:], strict=False))
+        kind = KINDS[int(code)]
+        record = GuardRecord(made.step, loss, norm, norms, norm_limit, divisor, kind, bool(found_inf))
+        self._records.append(record)
+        if kind is None:
+            self._reference = norms
+            self._in_row = 0
+            self._sound += 1
+            if self._sound >= (self.policy.snapshot_interval or self.policy.history):
+                self._rewinds = 0
+            return
+        value, limit = {
+            "logit growth": (logit, logit_limit),
+            "loss spike": (loss, loss_limit),
+            "gradient spike": (norm, norm_limit),
+            "non-finite gradient": (norm, None),
+            "non-finite loss": (loss, None),
+        }[kind]
+        ids = tuple(given.id for given in made.batches) or None
+        limit = None if limit is None or math.isinf(limit) else limit
+        alarm = Alarm(made.step, kind, value, limit, blamed(norms, self._reference), batch=ids)
+        if not found_inf:
+            self.alarms.append(replace(alarm, action="clipped"))
+        else:
+            self._answer(made, alarm, norms)
+
+    def _answer(self, made: _Made, alarm: Alarm, norms: Mapping[str, float]) -> None:
+        """The update was left out, and with a lag all that came after it. Say where, and go on somewhere."""
+        policy = self.policy
+        self.skipped += 1
+        self._in_row += 1
+        self._sound = 0
+        later = self._unwind(made)
+        self._feed.quarantine(made.batches)
+        action: Action = "skipped"
+        if self._in_row >= policy.patience and self._rewinds < policy.rewinds and self._moment is not None:
+            action = "rewound"
+        elif self._in_row > policy.patience:
+            action = "raised"
+        alarm = replace(alarm, action=action)
+        if self._in_row == 1 or action == "raised":
+            self._answering = made.step
+            try:
+                alarm = self._located(made, alarm)
+            finally:
+                self._answering = None
+            alarm = self._written_down(made, alarm, norms)
+        self.alarms.append(alarm)
+        if action == "raised":
+            raise GuardError(alarm, self.alarms)
+        if action == "rewound":
+            self._rewind(later)
+        else:
+            self._feed.give_again(later)
+
+    def _unwind(self, made: _Made) -> list[GivenBatch]:
+        """Undo what the host did for steps behind `made`, which the device has left out; their batches."""
+        if made.before is None:
+            return []
+        made.before.restore(self.optimizer, self.scheduler)
+        self._judge.unlatch()
+        if self._snapshot_order > made.order:
+            # Taken behind the broken step, of the very state before it.
+            self._moment = Moment(self.optimizer, self.scheduler, self._others)
+            self._snapshot_step = made.step + 1
+        later = [given for other in self._under_way for given in other.batches]
+        self._under_way.clear()
+        return later
+
+    def _rewind(self, later: Sequence[GivenBatch]) -> None:
+        assert self._moment is not None
+        self._snapshot.restore()
+        self._moment.restore(self.optimizer, self.scheduler, self._others)
+        self._judge.load_state_dict(self._judged)
+        self._feed.give_all_again(later)
+        self._rewinds += 1
+        self._in_row = 0
+
+    def _located(self, made: _Made, alarm: Alarm) -> Alarm:
+        """The alarm with the place where the step breaks when it is computed again."""
+        where, reproduced = alarm.where, None
+        if self._loss_of is not None and made.batches:
+            finite = alarm.kind not in ("non-finite loss", "non-finite gradient")
+            scales = self._scales(made) if finite else None
+            found = rerun(self.model, made.batches, self._loss_of, scales)
+            reproduced = found.broken
+            if finite and alarm.limit is not None and not reproduced:
+                again = found.grad_norm if alarm.kind == "gradient spike" else found.loss
+                reproduced = again > alarm.limit and alarm.kind != "logit growth"
+            where = found.where or where
+            self._buffers.keep()
+        if self._group is not None:
+            everyone: list[Any] = [None] * distributed.get_world_size(self._group)
+            mine = (where if reproduced or self._loss_of is None else "", where, reproduced)
+            distributed.all_gather_object(everyone, mine, self._group)
+            named = next((each for each in everyone if each[0]), everyone[0])
+            where, reproduced = named[1:]
+        return replace(alarm, where=where, reproduced=reproduced)
+
+    def _scales(self, made: _Made) -> ModuleScales | None:
+        """Of the last sound batches that are still kept."""
+        assert self._loss_of is not None
+        loss_of = self._loss_of
+        sound = self._feed.sound_before(made.batches, _REFERENCES)
+        if not sound:
             return None
-        changes = [after - before for before, after in itertools.pairwise(logs)]
-        center = statistics.median(changes) if changes else 0.0
-        scatter = statistics.median(abs(change - center) for change in changes) if changes else 0.0
-        level = statistics.median(logs[-self.recent :])
-        return math.exp(level + max(self.deviations * scatter, math.log(self.factor)))
 
-    def accept(self, norm: float) -> None:
-        """Remember the norm of a sound step."""
-        if norm > 0:
-            self._log_norms.append(math.log(norm))
+        def run(given: GivenBatch) -> None:
+            set_random_states(given.random)
+            loss_of(self.model, given.batch).backward()  # type: ignore[no-untyped-call]
+
+        with random_states_kept(), torch.enable_grad():
+            scales = ModuleScales.observe(self.model, *(lambda given=given: run(given) for given in sound))
+        for p in self.model.parameters():
+            p.grad = None
+        self._buffers.restore()
+        return scales
+
+    def _written_down(self, made: _Made, alarm: Alarm, norms: Mapping[str, float]) -> Alarm:
+        """The alarm with its bundle. Rank 0 writes it, of its own batches."""
+        if self._bundles is None or self._written >= self.policy.max_bundles:
+            return alarm
+        self._written += 1
+        folder = self._bundles / f"step-{made.step:08d}-{self._written}"
+        alarm = replace(alarm, bundle=str(folder))
+        weights = None
+        if self.policy.bundle_weights:
+            # In every process: weights in shards are gathered.
+            weights = {name: _whole(t) for name, t in self.model.named_parameters()}
+            weights |= {name: _whole(t) for name, t in self.model.named_buffers()}
+        if self._group is None or distributed.get_rank(self._group) == 0:
+            Bundle(
+                alarm.to_dict(),
+                made.batches,
+                dict(norms),
+                self.model.training,
+                weights,
+                {"policy": self.policy.to_dict()},
+            ).write(folder)
+        return alarm
+
+    def _names(self) -> tuple[str, ...]:
+        """Of the parameters that have a gradient: most often the same as a step before, and kept then."""
+        present = tuple(p.grad is not None for _, p in self._named)
+        if present != self._present[0]:
+            names = (name for (name, _), has in zip(self._named, present, strict=True) if has)
+            self._present = (present, tuple(names))
+        return self._present[1]
+
+
+def _everyone() -> distributed.ProcessGroup | None:
+    """All processes, where there are several."""
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return None
+    return distributed.group.WORLD if distributed.get_world_size() > 1 else None
+
+
+def _reads_found_inf(optimizer: torch.optim.Optimizer) -> bool:
+    if isinstance(optimizer, torch.optim.Adam | torch.optim.SGD):  # AdamW is an Adam
+        return all(group.get("fused") for group in optimizer.param_groups)
+    return hasattr(optimizer, "found_inf")
+
+
+def _check_leaves_out(optimizer: torch.optim.Optimizer, reads: bool) -> None:
+    """Refuse an optimizer that would make the update before the host knows better."""
+    kind = type(optimizer).__name__
+    allowed = (
+        "AdamW, Adam or SGD of torch with fused=True, one that has `found_inf`, or lag=0, which makes the "
+        "host wait at each step"
+    )
+    require(reads, "optimizer", kind, allowed)
+    for index, group in enumerate(optimizer.param_groups):
+        dampened = isinstance(optimizer, torch.optim.SGD) and group["momentum"] and group["dampening"]
+        key = f"param_groups[{index}]['dampening']"
+        require(not dampened, key, group.get("dampening"), "0, or lag=0: see Guard")
+
+
+def _start_momentum(optimizer: torch.optim.Optimizer) -> None:
+    """Zeros where there is no momentum yet: that of a first step left out would be whatever memory held."""
+    if not isinstance(optimizer, torch.optim.SGD):
+        return
+    for group in optimizer.param_groups:
+        if group["momentum"]:
+            for p in group["params"]:
+                if p.grad is not None and optimizer.state[p].get("momentum_buffer") is None:
+                    optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return whole

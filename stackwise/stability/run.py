@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from stackwise.argument import check_sizes, require
 from stackwise.seed import seeded
 from stackwise.spec import ModelSpec
-from stackwise.stability.faults import Acted, Anatomy, Fault, GradientExplosion
+from stackwise.stability.faults import Acted, Anatomy, Fault
+from stackwise.stability.faults.fault import states_of
 from stackwise.stability.guard import Alarm, SpikeDetector
 from stackwise.stability.locate import first_nonfinite_module, nonfinite_gradients
 from stackwise.stability.telemetry import StepRecord, global_norm, gradient_norms
@@ -105,7 +106,8 @@ def stability_run(
 ) -> StabilityRun:
     """Train a fresh model for a few steps while breaking it, and skip the steps that are broken.
 
-    A skipped step leaves no trace: neither in parameters and optimizer, nor in buffers.
+    A skipped step leaves no trace: neither in parameters and optimizer, nor in buffers. What a fault writes
+    into them before the step goes with it.
 
     Loss and gradient norm are judged before each update: a non-finite one always raises an alarm,
     a norm that is far above its history as well. The culprit is named by running the forward pass
@@ -124,8 +126,8 @@ def stability_run(
         detector: judges the norms.
 
     Raises:
-        ValueError: a fault beyond the run, or too early to be judged, or with no target; a length that
-            the model does not take.
+        ValueError: a fault beyond the run, or too early to be judged, or with no target, or of something
+            that this run has not, such as workers and checkpoints; a length that the model does not take.
     """
     detector = detector or SpikeDetector()
     seq_len = spec.seq_len if seq_len is None else seq_len
@@ -145,16 +147,18 @@ def stability_run(
     with torch.enable_grad():
         for step in range(steps):
             inputs = spec.batch(batch_size, seq_len, device=device, seed=seed + 1 + step)
-            active = [fault for fault in faults if step in fault.steps]
+            active = [fault.at(step) for fault in faults if step in fault.steps]
             attempt = _Attempt(spec, model, inputs, active, seed + 1 + step)
             buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+            kept = _state(model, optimizer) if any(fault.damages for fault in active) else {}
 
             for fault in active:
-                if isinstance(fault, GradientExplosion) and detector.limit() is None:
+                if fault.told_by_history and detector.limit() is None:
                     raise ValueError(
                         f"{fault.name}: step: got {fault.step}; allowed: one that at least "
                         f"{detector.minimum} sound steps come before, since a norm is judged by theirs"
                     )
+                fault.before_step(model, optimizer, attempt.noting(fault))
             optimizer.zero_grad()
             loss = attempt.loss()
             loss.backward()  # type: ignore[no-untyped-call]
@@ -173,6 +177,7 @@ def stability_run(
             else:
                 alarms.append(replace(alarm, where=_locate(alarm, model, attempt)))
                 _restore(model, buffers)
+                _put_back(model, optimizer, kept)
             lr = float(optimizer.param_groups[0]["lr"])
             records.append(StepRecord(step, loss.item(), norm, lr, alarm is not None))
 
@@ -197,11 +202,13 @@ class _Attempt:
         return lambda: self.acted.add(fault)
 
     def loss(self) -> Tensor:
+        inputs = self.inputs.clone()
         with ExitStack() as stack:
             for fault in self.faults:
+                inputs = fault.on_batch(inputs, self.noting(fault))
                 stack.enter_context(fault.around_forward(self.model, self.noting(fault)))
-            stack.enter_context(seeded(self.seed, self.inputs.device))
-            loss = self.spec.loss_of(self.model, self.inputs.clone())
+            stack.enter_context(seeded(self.seed, inputs.device))
+            loss = self.spec.loss_of(self.model, inputs)
         for fault in self.faults:
             loss = fault.on_loss(loss, self.noting(fault))
         return loss
@@ -223,13 +230,39 @@ def _resolved(
             raise ValueError(
                 f"{fault.name}: its last step is {fault.steps.stop - 1}; the run has {steps} steps"
             )
+        if fault.breaks or fault.raises:
+            what = f"no {fault.breaks} of its own" if fault.breaks else "nothing that catches its error"
+            raise ValueError(f"{fault.name}: stability_run has {what}; wanted stackwise.stability.broken")
     if not faults:
         return ()
     twin = spec.create(device, seed).train()
     inputs = spec.batch(batch_size, seq_len, device=device, seed=seed)
+    optimizer = None
+    if any(fault.damages for fault in faults):  # what it keeps is seen after an update
+        optimizer = spec.optimizer([p for p in twin.parameters() if p.requires_grad])
     with torch.enable_grad(), seeded(seed, device):
-        anatomy = Anatomy.of(twin, lambda: spec.loss_of(twin, inputs).backward())  # type: ignore[no-untyped-call]
-    return tuple(fault.resolve(anatomy) for fault in faults)
+        anatomy = Anatomy.of(
+            twin,
+            lambda: spec.loss_of(twin, inputs).backward(),  # type: ignore[no-untyped-call]
+            optimizer,
+        )
+    resolved = tuple(fault.resolve(anatomy) for fault in faults)
+    for fault in resolved:
+        fault.on_batch(inputs, lambda: None)
+    return resolved
+
+
+def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Copies of what a fault may write into."""
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    return weights | {name: state.clone() for name, state in states_of(model, optimizer).items()}
+
+
+@torch.no_grad()
+def _put_back(model: nn.Module, optimizer: torch.optim.Optimizer, kept: Mapping[str, Tensor]) -> None:
+    if kept:
+        for name, value in (dict(model.named_parameters()) | states_of(model, optimizer)).items():
+            value.copy_(kept[name])
 
 
 @torch.no_grad()
@@ -258,6 +291,6 @@ def _locate(alarm: Alarm, model: nn.Module, attempt: _Attempt) -> str:
         case "non-finite gradient":
             names = nonfinite_gradients(model)
             return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        case "gradient spike":
+        case _:  # a spike: `_judge` gives no other
             norms = {n: float(p.grad.norm()) for n, p in model.named_parameters() if p.grad is not None}
             return max(norms, key=lambda name: norms[name])

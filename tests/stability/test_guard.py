@@ -1,158 +1,891 @@
-"""SpikeDetector against NumPy, and what becomes the rule for it and what does not."""
+"""The guard: what it notices, what it leaves as it was, and that training then is as if nothing had been."""
 
+import copy
 import json
 import math
+import subprocess
+import sys
+import textwrap
+from dataclasses import dataclass, field
 
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+import torch
+from torch import nn
+from torch.nn import functional as F
 
-from stackwise.stability import Alarm, SpikeDetector
+from stackwise.random_states import random_states, set_random_states
+from stackwise.stability import Alarm
+from stackwise.stability.guard import Guard, GuardError, GuardPolicy
 
-NORMS = st.floats(1e-6, 1e6)
-
-
-def expected_limit(norms, deviations=6.0, factor=3.0, recent=8):
-    logs = np.log(norms)
-    changes = np.diff(logs)
-    mad = np.median(np.abs(changes - np.median(changes)))
-    return float(np.exp(np.median(logs[-recent:]) + max(deviations * mad, np.log(factor))))
-
-
-def limit_after(norms, **arguments):
-    detector = SpikeDetector(**arguments)
-    for norm in norms:
-        detector.accept(norm)
-    return detector.limit()
+VOCAB, N = 16, 100
+OPTIMIZERS = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=3e-3),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.3, momentum=0.9),
+    "calm sgd": lambda p: torch.optim.SGD(p, lr=0.03, momentum=0.9),
+    "fused adamw": lambda p: torch.optim.AdamW(p, lr=3e-3, fused=True),
+    "fused sgd": lambda p: torch.optim.SGD(p, lr=0.3, momentum=0.9, fused=True),
+}
+POLICY = GuardPolicy(snapshot_interval=20)
 
 
-def watch(detector, norms):
-    """The steps that are spikes, where a sound step is accepted and a spike is not."""
-    spikes = []
-    for step, norm in enumerate(norms):
-        limit = detector.limit()
-        if limit is not None and norm > limit:
-            spikes.append(step)
+class Layer(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Small(nn.Module):
+    """Predicts the next of a noisy cycle. Buffers and random choices are there to be put back."""
+
+    def __init__(self, width=16, dropout=0.0):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, width)
+        self.statistics = nn.BatchNorm1d(width)
+        self.layers = nn.ModuleList(Layer(width) for _ in range(2))
+        self.dropout = nn.Dropout(dropout)
+        self.head = nn.Linear(width, VOCAB)
+
+    def forward(self, ids):
+        x = self.statistics(self.embedding(ids))
+        for layer in self.layers:
+            x = self.dropout(layer(x))
+        return self.head(x)
+
+
+def loss_of(model, batch):
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def make_data(seed=0, count=N, rows=128):
+    generator = torch.Generator().manual_seed(seed)
+    cycle = torch.randperm(VOCAB, generator=generator)
+    batches = []
+    for _ in range(count):
+        ids = torch.randint(VOCAB, (rows,), generator=generator)
+        noisy = torch.rand(rows, generator=generator) < 0.3
+        batches.append(
+            (ids, torch.where(noisy, torch.randint(VOCAB, (rows,), generator=generator), cycle[ids]))
+        )
+    return batches
+
+
+@dataclass
+class Outcome:
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scheduler: object
+    guard: Guard | None = None
+    seen: list = field(default_factory=list)  # the step of each batch that was given
+    losses: list = field(default_factory=list)
+    error: GuardError | None = None
+    kept: dict = field(default_factory=dict)  # states before steps, where they were asked for
+
+    @property
+    def state(self):
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict()["state"],
+            "rate": self.optimizer.param_groups[0]["lr"],
+            "scheduler": {k: v for k, v in self.scheduler.state_dict().items() if k != "lr_lambdas"},
+        }
+
+
+def made(optimizer, seed, dropout=0.0):
+    torch.manual_seed(seed)
+    model = Small(dropout=dropout)
+    optimizer = OPTIMIZERS[optimizer](model.parameters())
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(1.0, (step + 1) / 5) / (1 + step / 100)
+    )
+    torch.manual_seed(1000 + seed)
+    return Outcome(model, optimizer, scheduler)
+
+
+def guarded(
+    optimizer, fault=None, *, seed=0, data=None, policy=POLICY, dropout=0.0, watch=None, epochs=1, **arguments
+):
+    """Train under a guard. `fault(run, step)` is called before `guard.step`, `watch` before the loss."""
+    run = made(optimizer, seed, dropout)
+    guard = Guard(run.model, run.optimizer, scheduler=run.scheduler, policy=policy, **arguments)
+    run.guard = guard
+    data = make_data(seed) if data is None else data
+    try:
+        for _ in range(epochs):
+            for batch in guard.batches(data):
+                step = guard.steps
+                if watch is not None:
+                    watch(run, step)
+                loss = loss_of(run.model, batch)
+                loss.backward()
+                if fault is not None:
+                    fault(run, step)
+                run.seen.append(step)
+                run.losses.append(loss.item())
+                guard.step(loss)
+    except GuardError as error:
+        run.error = error
+    return run
+
+
+def plain(optimizer, fault=None, *, seed=0, data=None, leave_out=(), dropout=0.0, before=None):
+    """The same without a guard. Steps of `leave_out` are not there at all; it ends before step `before`."""
+    run = made(optimizer, seed, dropout)
+    data = make_data(seed) if data is None else data
+    for step, batch in enumerate(data[:before]):
+        if step in leave_out:
+            continue
+        loss = loss_of(run.model, batch)
+        loss.backward()
+        if fault is not None:
+            fault(run, step)
+        run.optimizer.step()
+        run.scheduler.step()
+        run.optimizer.zero_grad()
+    return run
+
+
+def times(factor, *steps):
+    """Gradients multiplied at `steps`."""
+
+    def fault(run, step):
+        if step in steps:
+            with torch.no_grad():
+                for p in run.model.parameters():
+                    p.grad.mul_(factor)
+
+    return fault
+
+
+def element(value, *steps):
+    """One element of one gradient."""
+
+    def fault(run, step):
+        if step in steps:
+            run.model.layers[1].up.weight.grad.view(-1)[7] = value
+
+    return fault
+
+
+def validation(run, seed=0):
+    run.model.eval()
+    with torch.no_grad():
+        loss = sum(loss_of(run.model, batch).item() for batch in make_data(seed, 8, 512)) / 8
+    run.model.train()
+    return loss
+
+
+def same(a, b):
+    """Bit for bit."""
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a == b
+
+
+# The acceptance test, small.
+
+FAULTS = {
+    "x10": lambda s: (times(10, s), [s], "gradient spike", "(the model itself)"),
+    "x10 ten times": lambda s: (
+        times(10, *range(s, s + 10)),
+        list(range(s, s + 10)),
+        "gradient spike",
+        "(the model itself)",
+    ),
+    "x1000": lambda s: (times(1000, s), [s], "gradient spike", "(the model itself)"),
+    "nan": lambda s: (element(math.nan, s), [s], "non-finite gradient", "layers.1.up.weight"),
+    "inf": lambda s: (element(-math.inf, s), [s], "non-finite gradient", "layers.1.up.weight"),
+}
+
+
+@pytest.mark.parametrize("at", [20, 60])
+@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize(
+    "optimizer",
+    ["adamw", "sgd", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fused adamw", "fused sgd"))],
+)
+def test_alarm_at_the_step_and_training_as_if_it_had_not_been_there(optimizer, name, at):
+    fault, broken, kind, where = FAULTS[name](at)
+    before = {}
+
+    def watch(run, step):
+        if step in (at, at + 1):
+            before.setdefault(step, copy.deepcopy(run.state))
+
+    run = guarded(optimizer, fault, watch=watch, seed=at)
+    assert run.error is None
+    assert [alarm.step for alarm in run.guard.alarms] == broken
+    assert {alarm.kind for alarm in run.guard.alarms} == {kind}
+    assert run.guard.alarms[0].where == where
+    assert [alarm.batch for alarm in run.guard.alarms] == [((0, step),) for step in broken]
+    # Before the update: the step after it begins as it did.
+    assert same(before[at], before[at + 1])
+    # As if the batch were not there: parameters, buffers, optimizer, scheduler.
+    twin = plain(optimizer, seed=at, leave_out=broken)
+    assert same(run.state, twin.state)
+    assert run.scheduler.last_epoch == N - len(broken)
+    assert run.guard.quarantined == [(0, step) for step in broken]
+    assert run.guard.skipped == len(broken)
+    assert run.guard.steps == N
+    # No batch is lost, and none is given twice but for a rewind.
+    assert set(run.seen) == set(range(N))
+    if len(broken) == 1:
+        assert run.seen == list(range(N))
+    limit = 0.02 * len(broken)
+    assert abs(validation(run, at) - validation(plain(optimizer, seed=at), at)) <= limit
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_a_rewind_goes_back_once_and_gives_the_batches_again(optimizer):
+    run = guarded(optimizer, times(10, *range(68, 78)))
+    falls = [(a, b) for a, b in zip(run.seen, run.seen[1:], strict=False) if b != a + 1]
+    [(last, first), (behind, beyond)] = falls
+    assert last == 72
+    assert last + 1 - first <= POLICY.snapshot_interval
+    assert (behind, beyond) == (67, 73)  # without those in quarantine
+    assert [alarm.action for alarm in run.guard.alarms] == ["skipped"] * 4 + ["rewound"] + ["skipped"] * 5
+
+
+@pytest.mark.parametrize("at", [20, 60])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_a_lasting_fault_ends_in_a_diagnosis(optimizer, at):
+    run = guarded(optimizer, times(10, *range(at, N)))
+    assert isinstance(run.error, GuardError)
+    actions = [alarm.action for alarm in run.guard.alarms]
+    assert actions == ["skipped"] * 4 + ["rewound"] + ["skipped"] * 5 + ["raised"]
+    assert run.error.alarm.step == at + 10
+    assert "training stopped" in str(run.error)
+    assert run.error.alarms == run.guard.alarms
+    # Earlier progress is there to the bit.
+    assert same(run.state, plain(optimizer, before=at).state)
+
+
+def test_without_a_rewind_left_it_stops_sooner():
+    for policy in (GuardPolicy(snapshot_interval=None), GuardPolicy(rewinds=0)):
+        run = guarded("sgd", times(10, *range(60, N)), policy=policy)
+        assert [alarm.action for alarm in run.guard.alarms] == ["skipped"] * 5 + ["raised"]
+
+
+def test_rewinds_are_counted_until_training_is_sound_for_long():
+    policy = GuardPolicy(snapshot_interval=10, patience=2)
+    near = guarded("adamw", times(10, 30, 31, 34, 35, 36), policy=policy)
+    assert near.error is not None
+    far = guarded("adamw", times(10, 30, 31, 60, 61), policy=policy)
+    assert far.error is None
+    assert [alarm.action for alarm in far.guard.alarms] == ["skipped", "rewound"] * 2
+    assert same(far.state, plain("adamw", leave_out=[30, 31, 60, 61]).state)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("seed", range(3))
+def test_clean_training_has_no_alarm_and_is_not_touched(optimizer, seed):
+    run = guarded(optimizer, seed=seed, dropout=0.1)
+    assert run.guard.alarms == []
+    assert run.seen == list(range(N))
+    assert same(run.state, plain(optimizer, seed=seed, dropout=0.1).state)
+
+
+def restart(run, step):
+    if step in (20, 60):
+        run.scheduler.base_lrs = [3 * rate for rate in run.scheduler.base_lrs]
+
+
+# With the other SGD of these tests a rate three times as high is one that diverges.
+@pytest.mark.parametrize("optimizer", ["adamw", "calm sgd"])
+@pytest.mark.parametrize("seed", range(3))
+def test_sound_changes_are_no_alarm(optimizer, seed):
+    assert guarded(optimizer, watch=restart, seed=seed).guard.alarms == []
+    for rows in (64, 512):
+        data = [*make_data(seed, 60), *make_data(seed, 40, rows=rows)]
+        assert guarded(optimizer, data=data, seed=seed).guard.alarms == []
+    shift = times(3, *range(60, N))  # gradients three times as large from here on
+    assert guarded(optimizer, shift, seed=seed).guard.alarms == []
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_unguarded_training_fails_the_same_test(optimizer):
+    # The negative controls: this test could not pass by luck.
+    clean = validation(plain(optimizer))
+    assert validation(plain(optimizer, times(1000, 60))) - clean > 0.05 or optimizer == "sgd"
+    assert not abs(validation(plain(optimizer, times(1000, 60))) - clean) <= 0.02
+    assert math.isnan(validation(plain(optimizer, element(math.nan, 60))))
+    # Under Adam a lasting factor is not to be seen in the loss, only in the norm.
+    if optimizer == "adamw":
+        assert abs(validation(plain(optimizer, times(10, *range(60, N)))) - clean) <= 0.02
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_one_nan_costs_one_step_and_the_detector_lives(optimizer):
+    def fault(run, step):
+        element(math.nan, 20)(run, step)
+        times(10, 60)(run, step)
+
+    run = guarded(optimizer, fault)
+    assert [(a.step, a.kind) for a in run.guard.alarms] == [
+        (20, "non-finite gradient"),
+        (60, "gradient spike"),
+    ]
+    assert run.guard.skipped == 2
+    assert same(run.state, plain(optimizer, leave_out=[20, 60]).state)
+
+
+# Naming.
+
+
+def broken_output(run, value, *steps, layer=1, backward=False):
+    """Inside layers.1.up, forward or backward, each time that it is computed at these steps."""
+
+    def forward(_module, _args, output):
+        if run.guard.steps in steps:
+            return output.index_fill(1, torch.tensor([3]), value) if not backward else output
+        return None
+
+    def gradient(_module, _inputs, gradients):
+        return tuple(None if g is None else g * value for g in _inputs) if run.guard.steps in steps else None
+
+    up = run.model.layers[layer].up
+    return up.register_full_backward_hook(gradient) if backward else up.register_forward_hook(forward)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("lag", [0, 2])
+def test_the_module_is_named_by_computing_the_step_again(backward, lag):
+    hooked = []
+
+    def watch(run, step):
+        if not hooked:
+            hooked.append(broken_output(run, math.nan, 30, backward=backward))
+
+    run = guarded("fused adamw", watch=watch, loss_of=loss_of, lag=lag, dropout=0.1)
+    [alarm] = run.guard.alarms
+    assert alarm.step == 30
+    assert alarm.kind == ("non-finite gradient" if backward else "non-finite loss")
+    assert alarm.where == f"layers.1.up ({'backward' if backward else 'forward'})"
+    assert alarm.reproduced is True
+    if lag == 0:
+        # Computing it again left no trace: neither in random states nor in buffers.
+        other = guarded("fused adamw", element(math.nan, 30), dropout=0.1)
+        assert same(run.state, other.state)
+
+
+def test_a_fault_that_does_not_come_again_says_so():
+    run = guarded("sgd", element(math.nan, 30), loss_of=loss_of)
+    [alarm] = run.guard.alarms
+    assert alarm.reproduced is False
+    assert alarm.where == "layers.1.up.weight"
+    assert str(alarm).endswith("update skipped; not so when computed again")
+
+
+def test_a_broken_batch_is_the_fault_of_the_batch():
+    data = make_data()
+    data[30] = (data[30][0], torch.full_like(data[30][1], -100))  # 0 / 0
+    run = guarded("sgd", data=data, loss_of=loss_of)
+    [alarm] = run.guard.alarms
+    assert (alarm.step, alarm.kind, alarm.reproduced) == (30, "non-finite loss", True)
+    assert "loss" in alarm.where
+
+
+# The lag of the host.
+
+
+@pytest.mark.parametrize("lag", [1, 3])
+@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("optimizer", ["fused adamw", "fused sgd"])
+def test_what_the_host_learns_late_ends_the_same(optimizer, name, lag):
+    fault = FAULTS[name](60)[0]
+    at_once = guarded(optimizer, fault, dropout=0.1)
+    late = guarded(optimizer, fault, dropout=0.1, lag=lag)
+    assert repr(late.guard.alarms) == repr(at_once.guard.alarms)
+    assert same(late.state, at_once.state)
+    assert late.guard.quarantined == at_once.guard.quarantined
+    assert late.guard.steps == at_once.guard.steps == N
+    assert len(late.seen) > len(at_once.seen)
+    assert torch.equal(torch.get_rng_state(), late_random(optimizer, fault))
+
+
+def late_random(optimizer, fault):
+    guarded(optimizer, fault, dropout=0.1)
+    return torch.get_rng_state()
+
+
+@pytest.mark.parametrize("lag", [0, 3])
+@pytest.mark.parametrize("step", [0, 97, 98, 99])
+def test_the_ends_of_an_epoch(step, lag):
+    run = guarded("fused sgd", element(math.nan, step, step + N), lag=lag, epochs=2)
+    assert [alarm.batch for alarm in run.guard.alarms] == [((0, step),), ((1, step),)]
+    data = make_data()
+    assert same(run.state, plain("fused sgd", data=data + data, leave_out=[step, step + N]).state)
+
+
+def test_a_late_rewind_is_no_further_than_the_interval():
+    run = guarded("fused adamw", times(10, *range(58, 68)), lag=3)
+    backward = [a + 1 - b for a, b in zip(run.seen, run.seen[1:], strict=False) if b <= a]
+    assert max(backward) <= POLICY.snapshot_interval
+    assert run.guard.steps == N
+
+
+def test_late_alarms_around_a_snapshot():
+    # Snapshots are due every 20 - 5 - 3 steps: one is taken behind the broken step before the host knows.
+    for step in range(20, 34):
+        fault = times(10, *range(step, step + 6))
+        late = guarded("fused sgd", fault, lag=3, dropout=0.1)
+        assert same(late.state, guarded("fused sgd", fault, dropout=0.1).state), step
+
+
+@pytest.mark.parametrize("lag", [0, 3])
+def test_without_batches_steps_are_left_out_all_the_same(lag):
+    torch.manual_seed(0)
+    model, twin = Small(), Small()
+    twin.load_state_dict(model.state_dict())
+    optimizer, other = (OPTIMIZERS["fused sgd"](m.parameters()) for m in (model, twin))
+    guard = Guard(model, optimizer, lag=lag)
+    for step, batch in enumerate(make_data()):
+        for m in (model, twin) if step not in (0, 60, 61) else (model,):
+            loss_of(m, batch).backward()
+        if step in (60, 61, 0):
+            model.head.bias.grad[0] = math.nan
         else:
-            detector.accept(norm)
-    return spikes
+            other.step()
+            other.zero_grad()
+        guard.step(loss_of(model.eval(), batch))
+        model.train()
+    guard.settle()
+    assert [alarm.step for alarm in guard.alarms] == [0, 60, 61]
+    assert guard.alarms[0].batch is None
+    assert same(model.state_dict(), twin.state_dict())
 
 
-def steady(count, seed=0, spread=0.1):
-    return np.exp(np.random.default_rng(seed).normal(0.0, spread, count)).tolist()
+def test_without_batches_a_lasting_fault_stops_it():
+    torch.manual_seed(0)
+    model = Small()
+    guard = Guard(model, OPTIMIZERS["adamw"](model.parameters()))
+
+    def train():
+        for step, batch in enumerate(make_data()):
+            loss = loss_of(model, batch) * (1 if step < 50 else 100)
+            loss.backward()
+            guard.step(loss)
+
+    with pytest.raises(GuardError):
+        train()
+    assert guard.steps == 56
 
 
-@given(st.lists(NORMS, min_size=4, max_size=40))
-def test_limit(norms):
-    assert limit_after(norms) == pytest.approx(expected_limit(norms), rel=1e-9)
+# Clipping.
 
 
-@given(st.lists(NORMS, min_size=4, max_size=20), st.floats(1.0, 20.0), st.floats(1.01, 50.0))
-def test_limit_of_other_settings(norms, deviations, factor):
-    limit = limit_after(norms, deviations=deviations, factor=factor)
-    assert limit == pytest.approx(expected_limit(norms, deviations, factor), rel=1e-9)
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "fused adamw", "fused sgd"])
+def test_clipping_is_that_of_torch(optimizer):
+    run = guarded(optimizer, policy=GuardPolicy(clip=0.6))
+
+    def clip(twin, step):
+        nn.utils.clip_grad_norm_(twin.model.parameters(), 0.6)
+
+    twin = plain(optimizer, clip)
+    for a, b in zip(run.model.parameters(), twin.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    divisors = [record.divisor for record in run.guard.records()]
+    assert max(divisors) > 1.0 == min(divisors)
+    assert run.guard.alarms == []
 
 
-@given(st.lists(NORMS, min_size=4, max_size=20), st.floats(1e-3, 1e3))
-def test_the_unit_does_not_matter(norms, unit):
-    scaled = limit_after([norm * unit for norm in norms])
-    assert scaled == pytest.approx(limit_after(norms) * unit, rel=1e-9)
+def test_first_spikes_may_be_clipped_to_the_level():
+    norms = {}
+
+    def watch(run, step):
+        if step == 61:
+            norms.update({r.step: r for r in run.guard.records()})
+
+    run = guarded("sgd", times(10, 60, 61, 62), policy=GuardPolicy(spikes_clipped=2), watch=watch)
+    assert [(a.step, a.action) for a in run.guard.alarms] == [
+        (60, "clipped"),
+        (61, "clipped"),
+        (62, "skipped"),
+    ]
+    level = sorted(norms[step].total_norm for step in range(52, 60))
+    assert norms[60].total_norm / norms[60].divisor == pytest.approx(math.sqrt(level[3] * level[4]), rel=1e-5)
+    assert run.guard.quarantined == [(0, 62)]
+    assert run.scheduler.last_epoch == N - 1
+    nan = guarded("sgd", element(math.nan, 60), policy=GuardPolicy(spikes_clipped=2))
+    assert [a.action for a in nan.guard.alarms] == ["skipped"]
 
 
-@pytest.mark.parametrize("minimum", [1, 4, 7])
-def test_minimum(minimum):
-    for count in range(10):
-        limit = limit_after([2.0] * count, minimum=minimum)
-        assert (limit is None) == (count < minimum)
-    assert limit == pytest.approx(6.0)
+# Other signals.
 
 
-def test_history_forgets():
-    norms = [1.0] * 50 + [100.0] * 5
-    assert limit_after(norms, history=5) == pytest.approx(300.0)
-    assert limit_after(norms, history=50, recent=5) == pytest.approx(300.0)
-    assert limit_after(norms, history=50, recent=50) == pytest.approx(3.0)
+def test_loss_and_logits_are_signals():
+    torch.manual_seed(0)
+    model = Small()
+    guard = Guard(model, OPTIMIZERS["sgd"](model.parameters()), policy=GuardPolicy(logit_limit=80.0))
+    for step, batch in enumerate(make_data(count=70)):
+        loss = loss_of(model, batch)
+        loss.backward()
+        logit = torch.tensor({40: 900.0, 50: 90.0}.get(step, 30.0))
+        guard.step(loss * 4 if step == 30 else loss, logit=logit)
+    found = [(a.step, a.kind, a.value) for a in guard.alarms]
+    assert [f[:2] for f in found] == [(30, "loss spike"), (40, "logit growth"), (50, "logit growth")]
+    assert guard.alarms[1].limit == pytest.approx(80.0)
+    assert found[2][2] == 90.0
 
 
-def test_norms_that_fall_are_no_scatter():
-    # Gradient norms of a small RWKV in its first steps, and its tenth times ten.
-    norms = [676.0, 184.0, 160.0, 32.0, 22.0, 17.0, 16.0, 15.0]
-    assert watch(SpikeDetector(), [*norms, 132.0]) == [8]
+def test_signals_can_be_left_out():
+    torch.manual_seed(0)
+    model = Small()
+    policy = GuardPolicy(loss_factor=None, logit_factor=None)
+    guard = Guard(model, OPTIMIZERS["sgd"](model.parameters()), policy=policy)
+    for step, batch in enumerate(make_data(count=50)):
+        loss = loss_of(model, batch)
+        loss.backward()
+        guard.step(loss * (40 if step == 30 else 1), logit=torch.tensor(1e6 if step == 35 else 1.0))
+    assert guard.alarms == []
 
 
-def test_a_norm_of_zero_says_nothing():
-    assert limit_after([0.0] * 10) is None
-    assert limit_after([0.0, 1.0, 1.0, 0.0, 1.0, 1.0]) == pytest.approx(3.0)
+# Batches.
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_steady_norms_are_no_spikes(seed):
-    assert watch(SpikeDetector(), steady(500, seed)) == []
+def test_a_step_of_several_batches():
+    torch.manual_seed(0)
+    model, twin = Small(), Small()
+    twin.load_state_dict(model.state_dict())
+    guard = Guard(model, OPTIMIZERS["sgd"](model.parameters()), policy=POLICY)
+    other = OPTIMIZERS["sgd"](twin.parameters())
+    data, seen = make_data(), []
+    for place, batch in enumerate(guard.batches(data)):
+        loss = loss_of(model, batch) / 2
+        loss.backward()
+        seen.append(guard.steps)
+        if place == 51:
+            model.head.bias.grad[0] = math.inf
+        if place % 2:
+            guard.step(loss)
+    for place, batch in enumerate(data):
+        if place not in (50, 51):
+            (loss_of(twin, batch) / 2).backward()
+            if place % 2:
+                other.step()
+                other.zero_grad()
+    assert seen == [place // 2 for place in range(N)]
+    assert guard.quarantined == [(0, 50), (0, 51)]
+    assert guard.alarms[0].step == 25
+    assert same(model.state_dict(), twin.state_dict())
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_spikes_are_found(seed):
-    norms = steady(200, seed)
-    for step in (4, 50, 51, 199):
-        norms[step] *= 10
-    assert watch(SpikeDetector(), norms) == [4, 50, 51, 199]
+def test_a_batch_with_an_id_of_its_own_stays_away():
+    def fault(run, step):
+        if step == 60:
+            run.model.head.bias.grad[0] = math.nan
+
+    run = guarded(
+        "adamw",
+        fault,
+        batch_id=lambda batch: int(batch[0][:8].sum()) * 1000 + int(batch[1][:9].sum()),
+        epochs=2,
+    )
+    data = make_data()
+    assert len(run.seen) == 2 * N - 1
+    assert same(run.state, plain("adamw", data=data + data, leave_out=[60, 60 + N]).state)
 
 
-def test_a_spike_before_there_is_a_history_is_no_spike():
-    norms = steady(20)
-    norms[3] *= 10
-    assert watch(SpikeDetector(), norms) == []
+def test_one_step_for_each_batch():
+    torch.manual_seed(0)
+    model = Small()
+    guard = Guard(model, OPTIMIZERS["sgd"](model.parameters()))
+    batches = guard.batches(make_data())
+    batch = next(batches)
+    loss = loss_of(model, batch)
+    loss.backward()
+    with pytest.raises(ValueError, match="state_dict: got 'a batch in hand'"):
+        guard.state_dict()
+    guard.step(loss)
+    loss = loss_of(model, batch)
+    loss.backward()
+    with pytest.raises(ValueError, match="step: got 1; allowed: one for each batch"):
+        guard.step(loss)
 
 
-def test_a_lasting_spike_never_becomes_the_rule():
-    norms = steady(1000)
-    broken = list(range(10, 900))
-    for step in broken:
-        norms[step] *= 10
-    assert watch(SpikeDetector(), norms) == broken
+# State.
 
 
-def test_a_history_of_everything_would_take_it_for_the_rule():
-    # The same, if spikes were remembered: what the detector's caller must not do.
-    norms = steady(1000)
-    detector, spikes = SpikeDetector(), []
-    for step, norm in enumerate(norms):
-        norm = norm * 10 if step >= 10 else norm
-        limit = detector.limit()
-        if limit is not None and norm > limit:
-            spikes.append(step)
-        detector.accept(norm)
-    assert spikes
-    assert spikes[-1] < 500
+def resumed(state, data, fault, **arguments):
+    """The run of a new process from `state`."""
+    again = made("fused sgd", 99, dropout=0.1)
+    again.model.load_state_dict(state["model"])
+    again.optimizer.load_state_dict(state["optimizer"])
+    again.scheduler.load_state_dict(state["scheduler"])
+    guard = again.guard = Guard(
+        again.model, again.optimizer, scheduler=again.scheduler, policy=POLICY, **arguments
+    )
+    guard.load_state_dict(state["guard"])
+    set_random_states(state["random"])
+    for batch in guard.batches(data, fast_forward=True):
+        step = guard.steps
+        loss = loss_of(again.model, batch)
+        loss.backward()
+        fault(again, step)
+        again.seen.append(step)
+        guard.step(loss)
+    return again
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_a_restart_of_the_learning_rate_is_no_spike(seed):
-    norms = np.array(steady(100, seed, spread=0.05))
-    norms[50:] *= 2.5
-    assert watch(SpikeDetector(), norms.tolist()) == []
+@pytest.mark.parametrize("lag", [0, 2])
+@pytest.mark.parametrize("at", [30, 61, 62, 66, 90])
+def test_a_run_that_is_continued_ends_the_same(at, lag):
+    fault, data, states = times(10, *range(60, 67)), make_data(), []
+
+    run = made("fused sgd", 0, dropout=0.1)
+    guard = run.guard = Guard(run.model, run.optimizer, scheduler=run.scheduler, policy=POLICY, lag=lag)
+    for made_steps, batch in enumerate(guard.batches(data), start=1):
+        step = guard.steps
+        loss = loss_of(run.model, batch)
+        loss.backward()
+        fault(run, step)
+        guard.step(loss)
+        if made_steps == at:
+            kept = guard.state_dict()
+            states.append(
+                copy.deepcopy(
+                    {
+                        "guard": kept,
+                        "model": run.model.state_dict(),
+                        "optimizer": run.optimizer.state_dict(),
+                        "scheduler": run.scheduler.state_dict(),
+                        "random": random_states(),
+                    }
+                )
+            )
+    final, alarms = copy.deepcopy(run.state), list(guard.alarms)
+    [state] = states
+    json.dumps({key: state["guard"][key] for key in ("alarms", "skipped", "in_row")})
+    again = resumed(state, data, fault, lag=lag)
+    assert [(a.step, a.action) for a in again.guard.alarms] == [(a.step, a.action) for a in alarms]
+    assert again.guard.quarantined == guard.quarantined
+    assert again.guard.steps == N
+    assert same(again.state, final)
 
 
-def test_drift_is_no_spike():
-    norms = (np.array(steady(500)) * np.exp(np.linspace(0, 8, 500))).tolist()
-    assert watch(SpikeDetector(), norms) == []
-    norms[400] *= 1000
-    assert watch(SpikeDetector(), norms) == [400]
+def test_the_detector_survives_a_checkpoint():
+    torch.manual_seed(0)
+    model = Small()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    guard, data = Guard(model, optimizer), make_data()
+    for batch in data[:40]:
+        loss = loss_of(model, batch)
+        loss.backward()
+        guard.step(loss)
+    state = guard.state_dict()
+    known, forgetful = Guard(model, optimizer), Guard(model, optimizer)
+    known.load_state_dict(state)
+    for each, alarms in ((known, [40]), (forgetful, [])):
+        loss = loss_of(model, data[40])
+        loss.backward()
+        times(10, 0)(Outcome(model, optimizer, None), 0)
+        each.step(loss)
+        assert [alarm.step for alarm in each.alarms] == alarms
 
 
-def test_noise_widens_the_limit():
-    quiet, noisy = limit_after(steady(100, spread=0.01)), limit_after(steady(100, spread=1.0))
-    assert quiet == pytest.approx(3.0, rel=0.05)
-    assert noisy > 20
+def test_a_state_of_something_else_is_refused():
+    model = Small()
+    guard = Guard(model, OPTIMIZERS["sgd"](model.parameters()))
+    with pytest.raises(ValueError, match=r"state: got .*'judge'"):
+        guard.load_state_dict({"feed": {}})
 
 
-def test_a_few_outliers_do_not_move_the_limit():
-    # Mean and standard deviation of the same log-norms would let 80 times as much pass.
-    norms = [*steady(30, spread=0.05), 1e4, 1e4]
-    assert limit_after(norms) == pytest.approx(3.0, rel=0.1)
-    logs = np.log(norms)
-    assert math.exp(logs.mean() + 6 * logs.std()) > 200
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda p: torch.optim.AdamW(p), r"optimizer: got 'AdamW'; allowed: .*fused=True.*lag=0"),
+        (lambda p: torch.optim.RMSprop(p), r"optimizer: got 'RMSprop'"),
+        (
+            lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5, fused=True),
+            r"dampening.*got 0.5",
+        ),
+    ],
+)
+def test_optimizers_that_cannot_leave_a_step_out_by_themselves(make, message):
+    model = Small()
+    with pytest.raises(ValueError, match=message):
+        Guard(model, make(model.parameters()), lag=1)
+    Guard(model, make(model.parameters()))
+
+
+def test_what_is_refused():
+    model = Small()
+    optimizer = OPTIMIZERS["fused sgd"](model.parameters())
+    with pytest.raises(ValueError, match=r"gradients: got 'none'; allowed: backward\(\) before step\(\)"):
+        Guard(model, optimizer).step(torch.tensor(1.0))
+    with pytest.raises(ValueError, match="lag: got -1"):
+        Guard(model, optimizer, lag=-1)
+    loss = loss_of(model, make_data(count=1)[0])
+    loss.backward()
+    with pytest.raises(ValueError, match=r"loss: got \(2,\); allowed: one element"):
+        Guard(model, optimizer).step(torch.zeros(2))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+    with pytest.raises(ValueError, match=r"scheduler: got 'LambdaLR'; allowed: none, or guard.batches"):
+        Guard(model, optimizer, scheduler=scheduler, lag=2).step(loss)
+    meta = [nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1, device="meta"))]
+    with pytest.raises(ValueError, match=r"parameters: got .*'cpu', 'meta'"):
+        Guard(nn.ParameterList(meta), torch.optim.SGD(meta, lr=1.0))
+
+
+def test_an_optimizer_of_another_kind():
+    torch.manual_seed(0)
+    model = Small()
+    guard = Guard(model, torch.optim.Adagrad(model.parameters(), lr=0.05), policy=POLICY)
+    for batch in guard.batches(make_data()):
+        loss = loss_of(model, batch)
+        loss.backward()
+        if guard.steps == 50:
+            model.head.bias.grad[:] = math.nan
+        guard.step(loss)
+    assert [alarm.step for alarm in guard.alarms] == [50]
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_records_are_what_was_computed():
+    run = guarded("sgd", times(10, 60))
+    records = run.guard.records()
+    assert [record.step for record in records] == list(range(N))
+    assert [record.step for record in records if record.skipped] == [60]
+    assert records[60].kind == "gradient spike"
+    assert records[60].total_norm > records[60].limit
+    assert [record.loss for record in records] == pytest.approx(run.losses)
+    norms = records[10].parameter_norms
+    assert list(norms) == [name for name, _ in run.model.named_parameters()]
+    assert math.hypot(*norms.values()) == pytest.approx(records[10].total_norm, rel=1e-5)
+    assert run.guard.records() == []
+    json.dumps(records[0].to_dict())
+
+
+def test_the_snapshot_is_one_state():
+    run = guarded("adamw")
+    tensors = [*run.model.parameters(), *run.model.buffers()]
+    tensors += [t for s in run.optimizer.state.values() for t in s.values()]
+    assert run.guard.snapshot_bytes <= sum(t.numel() * t.element_size() for t in tensors)
+
+
+def test_bundles_are_written(tmp_path):
+    from stackwise.stability.diagnosis import Bundle, replay
+
+    data = make_data()
+    data[30] = (data[30][0], torch.full_like(data[30][1], -100))
+    run = guarded("sgd", data=data, loss_of=loss_of, bundles=tmp_path)
+    [alarm] = run.guard.alarms
+    assert alarm.bundle == str(tmp_path / "step-00000030-1")
+    bundle = Bundle.read(alarm.bundle)
+    assert bundle.alarm["step"] == 30
+    assert bundle.batches[0].id == (0, 30)
+    assert same(bundle.batches[0].batch, data[30])
+    weights = plain("sgd", data=data, before=30).model.state_dict()
+    assert same(dict(bundle.weights), weights)
+    found = replay(bundle, Small(), loss_of)
+    assert math.isnan(found.loss)
+    assert found.where == alarm.where
+    lasting = guarded(
+        "sgd", times(10, *range(60, N)), bundles=tmp_path / "more", policy=GuardPolicy(bundle_weights=False)
+    )
+    _first, *_, last = lasting.guard.alarms
+    assert lasting.error.alarm.bundle == last.bundle
+    assert {p.name for p in (tmp_path / "more").iterdir()} == {
+        "step-00000060-1",
+        "step-00000065-2",
+        "step-00000070-3",
+    }
+    assert Bundle.read(last.bundle).weights is None
+    assert "Diagnosis: " in str(lasting.error)
+
+
+# Several processes.
+
+RANKS = """
+import math, sys
+import torch
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+from stackwise.stability.guard import Guard, GuardPolicy
+
+def main(rank, place, lag):
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", init_method=f"file://{place}", rank=rank, world_size=2)
+    torch.manual_seed(0)
+    inner = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    model = DistributedDataParallel(inner)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, fused=True)
+    loss_of = lambda m, batch: (m(batch) - 1).square().mean()
+    policy = GuardPolicy(snapshot_interval=8, patience=3)
+    guard = Guard(model, optimizer, policy=policy, lag=lag, loss_of=loss_of)
+    generator = torch.Generator().manual_seed(rank)
+    data = [torch.randn(32, 4, generator=generator) for _ in range(40)]
+    given = []
+    for batch in guard.batches(data):
+        step = guard.steps
+        loss = loss_of(model, batch)
+        loss.backward()
+        given.append(step)
+        # Only one process sees it: a loss that is not finite, later three spikes of it.
+        shown = loss.detach().clone()
+        if rank == 1 and step == 20:
+            shown.fill_(math.nan)
+        if rank == 0 and step in (25, 26, 27):
+            shown.mul_(100)
+        guard.step(shown)
+    weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+    both = [torch.empty_like(weights) for _ in range(2)]
+    distributed.all_gather(both, weights)
+    assert torch.equal(*both)
+    found = [(a.step, a.kind, a.action) for a in guard.alarms]
+    everyone = [None, None]
+    distributed.all_gather_object(everyone, (found, given))
+    assert everyone[0] == everyone[1], everyone
+    assert found == [(20, "non-finite loss", "skipped"), (25, "loss spike", "skipped"),
+                     (26, "loss spike", "skipped"), (27, "loss spike", "rewound")], found
+    # The same with the batches left out, in this process alone.
+    torch.manual_seed(0)
+    alone = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    other = torch.optim.SGD(alone.parameters(), lr=0.05, fused=True)
+    all_data = []
+    for r in range(2):
+        generator = torch.Generator().manual_seed(r)
+        all_data.append([torch.randn(32, 4, generator=generator) for _ in range(40)])
+    for step, pair in enumerate(zip(*all_data)):
+        if step not in (20, 25, 26, 27):
+            (sum(loss_of(alone, batch) for batch in pair) / 2).backward()
+            other.step()
+            other.zero_grad()
+    for a, b in zip(alone.parameters(), inner.parameters()):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+    distributed.destroy_process_group()
+
+if __name__ == "__main__":
+    import torch.multiprocessing as mp
+    for lag in (0, 2):
+        mp.spawn(main, (f"{sys.argv[1]}-{lag}", lag), nprocs=2)
+    print("both agree")
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_decide_as_one(tmp_path):
+    script = tmp_path / "ranks.py"
+    script.write_text(RANKS)
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path / "store")], capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, textwrap.shorten(done.stderr[-3000:], 3000)
+    assert "both agree" in done.stdout
+
+
+# The alarm itself.
 
 
 @pytest.mark.parametrize(
@@ -176,3 +909,20 @@ def test_text_of_an_alarm(alarm, text):
 def test_alarm_is_data():
     alarm = Alarm(8, "gradient spike", 12.0, 3.0, "head.weight")
     assert Alarm(**json.loads(json.dumps(alarm.to_dict()))) == alarm
+
+
+@pytest.mark.parametrize(
+    "action, said",
+    [
+        ("clipped", "gradient clipped"),
+        ("rewound", "update skipped, training rewound"),
+        ("raised", "update skipped, training stopped"),
+    ],
+)
+def test_actions_of_an_alarm(action, said):
+    assert str(Alarm(3, "loss spike", 9.0, 4.0, action=action)) == f"step 3: loss spike 9 (limit 4); {said}"
+
+
+def test_alarm_with_batches_is_data():
+    alarm = Alarm(8, "logit growth", 12.0, 3.0, "a", "raised", ((0, 8), "b", 3), True, "folder")
+    assert Alarm.from_dict(json.loads(json.dumps(alarm.to_dict()))) == alarm

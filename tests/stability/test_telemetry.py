@@ -149,6 +149,23 @@ def test_a_norm_beyond_float32_is_infinite_and_no_nan(norms_of):
     assert global_norm(torch.full((4,), 3e38)).item() == math.inf
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("shape", [(3, 4), (2, 3, 5), (5, 1), (7, 0), (6,)])
+def test_norms_of_matrices_are_exact_from_the_smallest_values_to_the_largest(dtype, shape):
+    generator = torch.Generator().manual_seed(0)
+    sizes = torch.randn(shape, generator=generator)
+    gradients = [(sizes * scale).to(dtype) for scale in (1.0, 1e-7, 1e-25, 1e-38, 0.0, 1e15, 1e30)]
+    exact = [math.hypot(*g.double().flatten().tolist()) for g in gradients]
+    norms_P = gradient_norms(parameters_of_tensors(gradients))
+    np.testing.assert_allclose(norms_P.double().numpy(), exact, rtol=1e-6, atol=1e-45)
+
+
+def test_a_large_matrix_loses_nothing_to_its_sum():
+    g = torch.randn(2048, 1024, generator=torch.Generator().manual_seed(0))
+    exact = g.double().square().sum().sqrt().item()
+    assert gradient_norms(parameters_of_tensors([g])).item() == pytest.approx(exact, rel=2e-7)
+
+
 def test_compiled_norms_do_not_overflow():
     # As one large matrix beside one small: the second sum is fused with the first.
     gradients = [torch.full((64, 512), 2e25).bfloat16(), torch.full((512,), 1e-3).bfloat16()]

@@ -1,19 +1,30 @@
-"""Locating: the first module that turns finite inputs into a non-finite output."""
+"""First module: the one that turns finite inputs into a non-finite output, in a forward pass."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-__all__ = ["first_nan_module", "first_nonfinite_module", "nonfinite_gradients"]
+from stackwise.stability.locate.reading import tensors_in
+
+__all__ = [
+    "ROOT",
+    "first_nan_module",
+    "first_nonfinite_module",
+    "nonfinite_gradients",
+    "shown_name",
+    "uncompiled",
+]
 
 
 _COMPILED = "_orig_mod"
-_ROOT = "(the model itself)"
+# What torch's wrappers of one module add to its name.
+_WRAPPED = (_COMPILED, "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+ROOT = "(the model itself)"
 
 
 def first_nonfinite_module(model: nn.Module, run: Callable[[], object]) -> str | None:
@@ -42,11 +53,11 @@ def first_nonfinite_module(model: nn.Module, run: Callable[[], object]) -> str |
         return hook
 
     handles = [
-        module.register_forward_hook(watch(_shown(name)), with_kwargs=True)
+        module.register_forward_hook(watch(shown_name(name)), with_kwargs=True)
         for name, module in model.named_modules()
     ]
     try:
-        with _uncompiled(model):
+        with uncompiled(model):
             run()
     finally:
         for handle in handles:
@@ -60,14 +71,16 @@ def first_nan_module(model: nn.Module, run: Callable[[], object]) -> str | None:
 
     def watch(name: str) -> Callable[[nn.Module, Any, Any], None]:
         def hook(_module: nn.Module, _args: Any, output: Any) -> None:
-            if not found and any(t.is_floating_point() and bool(t.isnan().any()) for t in _tensors(output)):
+            if not found and any(t.is_floating_point() and bool(t.isnan().any()) for t in tensors_in(output)):
                 found.append(name)
 
         return hook
 
-    handles = [module.register_forward_hook(watch(_shown(name))) for name, module in model.named_modules()]
+    handles = [
+        module.register_forward_hook(watch(shown_name(name))) for name, module in model.named_modules()
+    ]
     try:
-        with _uncompiled(model):
+        with uncompiled(model):
             run()
     finally:
         for handle in handles:
@@ -75,12 +88,12 @@ def first_nan_module(model: nn.Module, run: Callable[[], object]) -> str | None:
     return next(iter(found), None)
 
 
-def _shown(name: str) -> str:
-    """A module's name without what compiling it added."""
-    return ".".join(part for part in name.split(".") if part != _COMPILED) or _ROOT
+def shown_name(name: str) -> str:
+    """A module's name without what compiling or wrapping it added; of the root, that it is the model."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPED) or ROOT
 
 
-def _uncompiled(model: nn.Module) -> AbstractContextManager[Any]:
+def uncompiled(model: nn.Module) -> AbstractContextManager[Any]:
     """Inside, compiled modules run as they were written: a hook that looks at values cannot be compiled."""
     for module in model.modules():
         if hasattr(module, _COMPILED) or getattr(module, "_compiled_call_impl", None) is not None:
@@ -96,16 +109,5 @@ def nonfinite_gradients(model: nn.Module) -> list[str]:
 
 def _is_sound(value: Any, *, negative: bool = False) -> bool:
     """Whether no tensor in `value` has a NaN, a +inf, or, if `negative`, a -inf."""
-    floating = (t for t in _tensors(value) if t.is_floating_point())
+    floating = (t for t in tensors_in(value) if t.is_floating_point())
     return not any(bool((~t.isfinite() & ~(t.isneginf() & (not negative))).any()) for t in floating)
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from _tensors(item)

@@ -1,0 +1,63 @@
+"""Replay: the command that computes a broken step again, from the bundle that a guard wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tyro
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+__all__ = ["Replay"]
+
+
+@dataclass(frozen=True)
+class Replay:
+    """Compute the broken step of a bundle again and name what breaks first; exit code 1 where it breaks."""
+
+    bundle: tyro.conf.Positional[Path]
+    """The folder, as a guard with `bundles` wrote it."""
+    subject: tyro.conf.Positional[str]
+    """MODULE:FACTORY, or path/to/file.py:FACTORY; FACTORY() returns an object with `model` and `loss(batch)`,
+    as a training run has them, or a model that `stackwise check` takes, for batches of inputs alone."""
+    device: str = "cpu"
+    """cpu, cuda or cuda:N."""
+
+    def run(self) -> int:
+        """Print the alarm, and what the step gives now."""
+        from stackwise.device import resolve_device
+        from stackwise.factory import load_factory
+        from stackwise.stability.diagnosis import Bundle, replay
+
+        bundle = Bundle.read(self.bundle)
+        device = resolve_device(self.device)
+        model, loss_of = _training_of(load_factory(self.subject, search=Path.cwd()), self.subject)
+        found = replay(bundle, model.to(device), loss_of, device)
+        alarm = bundle.alarm
+        place = f" in {alarm['where']}" if alarm.get("where") else ""
+        print(f"then: step {alarm['step']}, {alarm['kind']}{place}")
+        print(f"now:  loss {found.loss:.6g}, gradient norm {found.grad_norm:.6g}; ", end="")
+        print(
+            f"breaks first: {found.where or 'nothing that was found'}" if found.broken else "nothing breaks"
+        )
+        return int(found.broken)
+
+
+def _training_of(factory: Any, subject: str) -> tuple[nn.Module, Callable[[nn.Module, Any], Tensor]]:
+    from torch import nn
+
+    from stackwise.spec import ModelSpec
+
+    made = factory() if callable(factory) and not isinstance(factory, nn.Module) else factory
+    if isinstance(getattr(made, "model", None), nn.Module) and callable(getattr(made, "loss", None)):
+        return made.model, lambda _, batch: made.loss(batch)
+    try:
+        spec = ModelSpec.of(factory)
+    except (TypeError, ValueError) as error:
+        wanted = "an object with model and loss(batch), or a model"
+        raise TypeError(f"{subject}: got {type(made).__name__}; wanted {wanted}: {error}") from None
+    return spec.create("cpu", 0), spec.loss_of

@@ -1,0 +1,66 @@
+"""Alarm: a step that must not be taken as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+__all__ = ["Action", "Alarm", "AlarmKind"]
+
+AlarmKind = Literal["non-finite loss", "non-finite gradient", "gradient spike", "loss spike", "logit growth"]
+Action = Literal["skipped", "clipped", "rewound", "raised"]
+_SAID: dict[Action, str] = {
+    "skipped": "update skipped",
+    "clipped": "gradient clipped",
+    "rewound": "update skipped, training rewound",
+    "raised": "update skipped, training stopped",
+}
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """A step that must not be taken as it is.
+
+    Attributes:
+        step: counted from 0.
+        kind: what is wrong.
+        value: the loss, the gradient norm, or the attention logit.
+        limit: the largest that passes; None where no finite value would be wrong.
+        where: the module or parameters at fault, as far as they are known.
+        action: what was done about it.
+        batch: ids of the batches that the step was made of; None: they are not known.
+        reproduced: whether the step broke again when it was computed again; None: it was not.
+        bundle: folder of the diagnostic bundle; "": there is none.
+    """
+
+    step: int
+    kind: AlarmKind
+    value: float
+    limit: float | None = None
+    where: str = ""
+    action: Action = "skipped"
+    batch: tuple[Hashable, ...] | None = None
+    reproduced: bool | None = None
+    bundle: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Alarm:
+        """What `to_dict` gave, also where it went through JSON."""
+        batch = values.get("batch")
+        return cls(**{**values, "batch": None if batch is None else tuple(map(_hashable, batch))})
+
+    def __str__(self) -> str:
+        limit = f" (limit {self.limit:.3g})" if self.limit is not None else ""
+        place = f" in {self.where}" if self.where else ""
+        again = "; not so when computed again" if self.reproduced is False else ""
+        return f"step {self.step}: {self.kind} {self.value:.3g}{limit}{place}; {_SAID[self.action]}{again}"
+
+
+def _hashable(identity: Any) -> Hashable:
+    """JSON has lists for tuples."""
+    return tuple(map(_hashable, identity)) if isinstance(identity, list | tuple) else identity

@@ -1,0 +1,150 @@
+"""GradientController: clipping that says when it acts too often, as a view of the records of a monitor."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from stackwise.argument import check_number, check_sizes, require
+from stackwise.stability.gradient_monitor import GradientMonitor
+
+__all__ = ["GradientController", "GradientWarning"]
+
+
+@dataclass(frozen=True)
+class GradientWarning:
+    """What somebody who watches a training should know.
+
+    Attributes:
+        step: at which it was seen.
+        kind: "frequent clipping", "explosion" or "non-finite".
+        value: the clipped steps of the window, or the gradient norm.
+        limit: of the value.
+        where: the parameter with the largest norm, or the first that is not finite; "" for clipping.
+    """
+
+    step: int
+    kind: Literal["frequent clipping", "explosion", "non-finite"]
+    value: float
+    limit: float
+    where: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        if self.kind == "frequent clipping":
+            return (
+                f"step {self.step}: {self.value:.0f} clipped steps (more than {self.limit:.0f}) in the window"
+            )
+        norm = f"gradient norm {self.value:.3g} (limit {self.limit:.3g})"
+        return f"step {self.step}: {self.kind}, {norm}, {self.where}"
+
+
+class _Record(Protocol):
+    @property
+    def step(self) -> int: ...
+    @property
+    def total_norm(self) -> float: ...
+    @property
+    def parameter_norms(self) -> dict[str, float]: ...
+
+
+class _Source(Protocol):
+    def records(self) -> Any:
+        """Records that have arrived since the last call."""
+
+
+class GradientController:
+    """Counts how often the gradient is above a norm among the last steps, and warns; it waits for no device.
+
+    A warning of frequent clipping comes once in a window. Norms are of all gradients as one vector, before
+    they are clipped.
+
+    Args:
+        source: whose records are read: a `GradientMonitor` or a `Guard`. They are taken from it.
+        max_norm: what gradients are clipped to, at most.
+        window: how many of the last steps are counted.
+        allowed: how many of them may be clipped.
+        explosion: a norm that is warned of each time.
+
+    Raises:
+        ValueError: a norm that is not positive, a window below 1, or more allowed than it has.
+    """
+
+    def __init__(
+        self,
+        source: _Source,
+        *,
+        max_norm: float = 1.0,
+        window: int = 100,
+        allowed: int = 10,
+        explosion: float = 100.0,
+    ) -> None:
+        check_number("max_norm", max_norm, "a number above 0", lambda n: n > 0)
+        check_number("explosion", explosion, "a number above 0", lambda n: n > 0)
+        check_sizes(window=window)
+        check_sizes(0, allowed=allowed)
+        require(allowed < window, "allowed", allowed, f"0 to {window - 1}, with window={window}")
+        self._source, self.max_norm = source, max_norm
+        self._allowed, self._explosion = allowed, explosion
+        self._clipped: deque[bool] = deque(maxlen=window)
+        self._silent = 0  # steps until clipping may be warned of again
+        self.clips = 0  # since the start
+
+    @property
+    def clips_in_window(self) -> int:
+        """Clipped steps among the last ones."""
+        return sum(self._clipped)
+
+    def clip(self, parameters: nn.Module, step: int | None = None) -> Tensor:
+        """Observe and clip the gradients on the device: with a `GradientMonitor`, between backward and step.
+
+        A `Guard` clips by itself, as its policy says.
+
+        Args:
+            parameters: the model.
+            step: number of the record; None: one more than before.
+
+        Returns:
+            the norm before clipping, a scalar on the device.
+
+        Raises:
+            ValueError: the source is no `GradientMonitor`.
+        """
+        source = self._source
+        kind = type(source).__name__
+        require(isinstance(source, GradientMonitor), "source", kind, "a GradientMonitor, to clip with")
+        assert isinstance(source, GradientMonitor)
+        total: Tensor = source.observe(step).total_norm
+        torch.nn.utils.clip_grads_with_norm_(parameters.parameters(), self.max_norm, total)
+        return total
+
+    def read(self) -> list[GradientWarning]:
+        """Warnings from the records that have arrived since the last call."""
+        return [warning for record in self._source.records() for warning in self._seen(record)]
+
+    def _seen(self, record: _Record) -> list[GradientWarning]:
+        warnings: list[GradientWarning] = []
+        norm, norms = record.total_norm, record.parameter_norms
+        clipped = not norm <= self.max_norm  # one that is no number as well
+        self._clipped.append(clipped)
+        self.clips += clipped
+        if not math.isfinite(norm):
+            where = next((name for name, each in norms.items() if not math.isfinite(each)), "")
+            warnings.append(GradientWarning(record.step, "non-finite", norm, math.inf, where))
+        elif norm > self._explosion:
+            where = max(norms, key=lambda name: norms[name], default="")
+            warnings.append(GradientWarning(record.step, "explosion", norm, self._explosion, where))
+        self._silent = max(0, self._silent - 1)
+        if self.clips_in_window > self._allowed and not self._silent:
+            self._silent = self._clipped.maxlen or 0
+            count = float(self.clips_in_window)
+            warnings.append(GradientWarning(record.step, "frequent clipping", count, float(self._allowed)))
+        return warnings

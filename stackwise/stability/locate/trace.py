@@ -1,0 +1,390 @@
+"""Trace: what every call of a module was given and gave in one run, forward and backward.
+
+A call is known by when it ran, and in the graph of the backward pass by the sequence numbers of the
+operations that it made: those of one thread are counted up, so that a call's are a range. Nothing that the
+model computes is changed, neither values nor graph, so that in-place operations, shared modules and
+arguments of any form stay as they are.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+from torch.utils.hooks import RemovableHandle
+
+from stackwise.stability.locate.first_module import ROOT, shown_name, uncompiled
+from stackwise.stability.locate.reading import Reading, Readings
+
+__all__ = ["Call", "Operation", "SizeKey", "Trace"]
+
+# The operation that torch puts around a module with backward hooks.
+_HOOKED = "BackwardHookFunctionBackward"
+
+
+# What, the name of a module or parameter, the number of the call, the place among several tensors. What is
+# "input" or "output"; "incoming", "outgoing" or "weights" of the gradients that came to a call, left it for
+# other calls, or went to parameters, taken together; "parameter"; "loss".
+SizeKey = tuple[str, str, int, int]
+
+
+@dataclass(eq=False)
+class Call:
+    """One call of a module.
+
+    Attributes:
+        module: its name.
+        number: which call of it, from 1.
+        parent: the call that it was made in.
+        started: when, in steps of the trace.
+        first: sequence number of its first operation.
+        end: behind that of its last one; None where it did not return.
+        ended: when it returned.
+        thread: that it ran in.
+        recomputes: whether it runs in the backward pass, in place of an earlier call.
+        hooked: whether the module has backward hooks.
+        inputs: places of the readings of its arguments.
+        outputs: places of the readings of its output.
+    """
+
+    module: str
+    number: int
+    parent: Call | None
+    started: int
+    first: int
+    thread: int
+    recomputes: bool
+    hooked: bool
+    inputs: list[int]
+    outputs: list[int] = field(default_factory=list)
+    end: int | None = None
+    ended: int = -1
+
+    def chain(self) -> Iterator[Call]:
+        """The call, the one around it, and so on."""
+        call: Call | None = self
+        while call is not None:
+            yield call
+            call = call.parent
+
+
+@dataclass(eq=False)
+class Operation:
+    """One operation of a backward pass.
+
+    Attributes:
+        node: of the graph.
+        thread: whose sequence numbers count.
+        leaf: the tensor that it adds a gradient to; None: it computes.
+        is_root: whether a backward pass begins here.
+        given: places of the readings of the gradients of its outputs, as it saw them.
+        gave: of the gradients of its inputs, by edge.
+        ran: when.
+        call: the innermost call that made it; None: it was made outside.
+    """
+
+    node: Node
+    thread: int
+    leaf: Tensor | None
+    is_root: bool
+    edges: list[Operation | None] = field(default_factory=list)
+    given: list[int] = field(default_factory=list)
+    gave: list[tuple[int, int]] = field(default_factory=list)
+    ran: int = -1
+    call: Call | None = None
+
+
+class Trace:
+    """Watches a model while a `with` block runs it forward and backward.
+
+    Attributes:
+        calls: all that returned, in the order in which they did; filled at the end of the block.
+        operations: of the backward passes, in the order in which they ran; filled at the end.
+        readings: of which `Call` and `Operation` keep the places.
+        losses: places of the readings of what backward() was called on.
+        parameters: readings of parameters by name before the block, of this process's part of them.
+        buffers: the same of buffers.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.calls: list[Call] = []
+        self.operations: list[Operation] = []
+        self.readings: list[Reading] = []
+        self.losses: list[int] = []
+        self.parameters: dict[str, Reading] = {}
+        self.buffers: dict[str, Reading] = {}
+        self._model = model
+        self._readings = Readings()
+        self._clock = itertools.count()
+        self._counts: Counter[str] = Counter()
+        self._open: dict[int, list[tuple[nn.Module, Call]]] = {}
+        self._by_node: dict[Node, Operation] = {}
+        self._cleanup = ExitStack()
+
+    def __enter__(self) -> Trace:
+        self.parameters = _read(self._model.named_parameters())
+        self.buffers = _read(self._model.named_buffers())
+        with ExitStack() as undo:
+            for name, module in self._model.named_modules():
+                after = module.register_forward_hook(self._after)
+                before = module.register_forward_pre_hook(
+                    self._before(shown_name(name), after), prepend=True, with_kwargs=True
+                )
+                undo.callback(after.remove)
+                undo.callback(before.remove)
+            undo.enter_context(_watching_backward(self._on_backward))
+            undo.enter_context(uncompiled(self._model))
+            self._cleanup = undo.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._cleanup.close()
+        for operation in self._by_node.values():
+            if operation.ran >= 0:
+                self.operations.append(operation)
+        self._by_node.clear()
+        self.operations.sort(key=lambda operation: operation.ran)
+        self.readings = self._readings.settle()
+        self._number_recomputed()
+        self._assign()
+
+    def of(self, places: list[int]) -> list[Reading]:
+        """The readings at these places."""
+        return [self.readings[place] for place in places]
+
+    def owner(self, leaf: Tensor | None) -> str | None:
+        """Name of the module that a parameter belongs to; None where it is no parameter of the model."""
+        for name, parameter in self._model.named_parameters():
+            if parameter is leaf:
+                return shown_name(name.rpartition(".")[0])
+        return None
+
+    def tensors_of(self, module: str) -> list[str]:
+        """Names of parameters and buffers of a module, and of those in it that were not called."""
+        called = {call.module for call in self.calls}
+        first = {
+            id(t): shown_name(n) for n, t in (*self._model.named_parameters(), *self._model.named_buffers())
+        }
+        names: dict[str, None] = {}
+        for name, part in self._model.named_modules():
+            shown = shown_name(name)
+            within = shown == module or module == ROOT or shown.startswith(f"{module}.")
+            if within and (shown == module or shown not in called):
+                tensors = (*part.parameters(recurse=False), *part.buffers(recurse=False))
+                names |= dict.fromkeys(first[id(tensor)] for tensor in tensors)
+        return list(names)
+
+    # Forward
+
+    def _before(self, name: str, after: RemovableHandle) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            # Last, so that what other hooks make of the output is this module's doing.
+            module._forward_hooks.move_to_end(after.id)  # type: ignore[attr-defined]
+            thread = threading.get_ident()
+            stack = self._open.setdefault(thread, [])
+            recomputes = _in_backward()
+            if not recomputes:
+                self._counts[name] += 1
+                # Recomputation breaks a call off as soon as it has what it wants.
+                while stack and stack[-1][1].recomputes:
+                    stack.pop()
+            call = Call(
+                name,
+                self._counts[name],
+                stack[-1][1] if stack else None,
+                next(self._clock),
+                torch._C._autograd._get_sequence_nr(),
+                thread,
+                recomputes,
+                bool(module._backward_hooks or module._backward_pre_hooks),
+                self._readings.take((args, kwargs)),
+            )
+            stack.append((module, call))
+
+        return hook
+
+    def _after(self, module: nn.Module, _: Any, output: Any) -> None:
+        stack = self._open[threading.get_ident()]
+        while stack:  # calls that were broken off are left on top
+            opened, call = stack.pop()
+            if opened is module:
+                call.outputs = self._readings.take(output)
+                call.end = torch._C._autograd._get_sequence_nr()
+                call.ended = next(self._clock)
+                self.calls.append(call)
+                return
+
+    # Backward
+
+    def _on_backward(self, roots: list[Any]) -> None:
+        inner = _in_backward()
+        if not inner:
+            self.losses += self._readings.take([root for root in roots if isinstance(root, Tensor)])
+        waiting: list[Operation] = []
+
+        def reach(node: Node, *, is_root: bool = False) -> Operation:
+            if node not in self._by_node:
+                waiting.append(self._operation(node, is_root=is_root))
+            return self._by_node[node]
+
+        for root in roots:
+            node = root.grad_fn if isinstance(root, Tensor) else root.node
+            if node is not None:
+                reach(node, is_root=not inner)
+        while waiting:
+            operation = waiting.pop()
+            for target, _ in operation.node.next_functions:
+                operation.edges.append(None if target is None else reach(target))
+
+    def _operation(self, node: Node, *, is_root: bool) -> Operation:
+        operation = Operation(node, threading.get_ident(), getattr(node, "variable", None), is_root)
+
+        def hook(gave: tuple[Tensor | None, ...], given: tuple[Tensor | None, ...]) -> None:
+            if operation.ran < 0:
+                operation.ran = next(self._clock)
+            operation.given += self._readings.take(given)
+            for edge, gradient in enumerate(gave):
+                place = self._readings.take_one(gradient)
+                if place is not None:
+                    operation.gave.append((edge, place))
+
+        self._cleanup.callback(node.register_hook(hook).remove)
+        self._by_node[node] = operation
+        return operation
+
+    def _number_recomputed(self) -> None:
+        """Give each call that was made again the number of the first time: it had the same inputs."""
+        first = [call for call in self.calls if not call.recomputes]
+        taken: set[Call] = set()
+        for call in self.calls:
+            if call.recomputes:
+                same = [each for each in first if each.module == call.module and each not in taken]
+                equal = [each for each in same if self._print(each) == self._print(call)]
+                # The backward pass begins at the last.
+                for each in (equal or same)[-1:]:
+                    call.number = each.number
+                    taken.add(each)
+
+    def _print(self, call: Call) -> str:
+        return repr(self.of(call.inputs))
+
+    def _assign(self) -> None:
+        """Find the innermost call of each operation: calls return from the inside out."""
+        by_thread: dict[int, list[tuple[int, Operation]]] = {}
+        for operation in self.operations:
+            if operation.leaf is None:
+                number = operation.node._sequence_nr()
+                by_thread.setdefault(operation.thread, []).append((number, operation))
+        for thread, numbered in by_thread.items():
+            numbered.sort(key=lambda each: each[0])
+            numbers = [number for number, _ in numbered]
+            for call in self.calls:
+                if call.thread != thread or call.end is None:
+                    continue
+                for place in range(bisect_left(numbers, call.first), bisect_left(numbers, call.end)):
+                    operation = numbered[place][1]
+                    operation.call = operation.call or call
+                # Around the output of a module with backward hooks, after its last forward hook.
+                place = bisect_left(numbers, call.end)
+                if call.hooked and place < len(numbers) and numbers[place] == call.end:
+                    operation = numbered[place][1]
+                    if operation.node.name() == _HOOKED:
+                        operation.call = operation.call or call
+
+    # Sizes
+
+    def delivered(self) -> Iterator[tuple[Operation, Operation, int]]:
+        """(from, to, place of the reading) of each gradient that an operation hands to another."""
+        for operation in self.operations:
+            for edge, place in operation.gave:
+                target = operation.edges[edge] if edge < len(operation.edges) else None
+                if target is not None:
+                    yield operation, target, place
+
+    def sizes(self) -> dict[SizeKey, float]:
+        """Root mean squares of what is finite."""
+        parts: dict[SizeKey, list[Reading]] = {}
+
+        def add(what: str, name: str, number: int, index: int, place: int) -> None:
+            parts.setdefault((what, name, number, index), []).append(self.readings[place])
+
+        for call in self.calls:
+            if not call.recomputes:
+                for index, place in enumerate(call.inputs):
+                    add("input", call.module, call.number, index, place)
+                for index, place in enumerate(call.outputs):
+                    add("output", call.module, call.number, index, place)
+        parameters = set(self._model.parameters())
+        for source, target, place in self.delivered():
+            within = set(target.call.chain()) if target.call else set()
+            of_source = set(source.call.chain()) if source.call else set()
+            is_weight = target.leaf is not None and target.leaf in parameters
+            for call in of_source - within:
+                add("weights" if is_weight else "outgoing", call.module, call.number, 0, place)
+            for call in within - of_source:
+                add("incoming", call.module, call.number, 0, place)
+        for place in self.losses:
+            add("loss", "", 0, 0, place)
+        for name, reading in self.parameters.items():
+            parts["parameter", name, 0, 0] = [reading]
+        return {
+            key: math.sqrt(sum(r.square for r in readings) / sum(r.count for r in readings))
+            for key, readings in parts.items()
+            if all(r.is_finite for r in readings)
+        }
+
+
+def _read(named: Iterable[tuple[str, Tensor]]) -> dict[str, Reading]:
+    tensors = {shown_name(name): tensor for name, tensor in named}
+    readings = Readings()
+    places = {name: readings.take_one(tensor) for name, tensor in tensors.items()}
+    settled = readings.settle()
+    taken = {name: settled[place] for name, place in places.items() if place is not None}
+    return _over_ranks(taken, tensors)
+
+
+def _over_ranks(readings: Mapping[str, Reading], tensors: Mapping[str, Tensor]) -> dict[str, Reading]:
+    """The readings by name; of a tensor that is spread over processes, of all its parts."""
+    whole = dict(readings)
+    meshes = {name: t.device_mesh for name, t in tensors.items() if hasattr(t, "device_mesh")}
+    for mesh in dict.fromkeys(meshes.values()):
+        names = [name for name, of_name in meshes.items() if of_name == mesh]
+        for axis in range(mesh.ndim):
+            group = mesh.get_group(axis)
+            every: list[Any] = [None] * group.size()
+            torch.distributed.all_gather_object(every, [whole.get(name) for name in names], group=group)
+            for name, parts in zip(names, zip(*every, strict=True), strict=True):
+                whole |= {name: Reading.of_parts([part for part in parts if part is not None])}
+    return whole
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+@contextmanager
+def _watching_backward(seen: Callable[[list[Any]], None]) -> Iterator[None]:
+    """Call `seen` with what each backward pass starts from; Tensor.backward looks the function up by name."""
+    plain: Callable[..., Any] = torch.autograd.backward
+
+    def watched(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        # A GradientEdge is a tuple too.
+        tensors = [tensors] if isinstance(tensors, Tensor) or hasattr(tensors, "node") else list(tensors)
+        seen(tensors)
+        return plain(tensors, *args, **kwargs)
+
+    torch.autograd.backward = watched
+    try:
+        yield
+    finally:
+        torch.autograd.backward = plain

@@ -1,0 +1,78 @@
+"""`stackwise replay`: the step that a guard has left out, computed again in another process's place."""
+
+import textwrap
+
+import pytest
+import torch
+
+from stackwise.cli import main
+from stackwise.stability.guard import Guard
+
+RUN = """
+import torch
+from torch import nn
+from stackwise.stability.diagnosis import Bundle
+
+class Run:
+    def __init__(self, broken=True):
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        if broken:
+            self.model[1].register_forward_hook(lambda m, a, out: out / (0 if self.bad(a) else 1))
+
+    def bad(self, arguments):
+        return bool((arguments[0].abs() > 100).any())
+
+    def loss(self, batch):
+        return self.model(batch["x"]).square().mean()
+
+def run():
+    return Run()
+
+def mended():
+    return Run(broken=False)
+
+def nothing():
+    return 3
+"""
+
+
+@pytest.fixture
+def bundle(tmp_path, monkeypatch):
+    """Of the second step, which divides by zero in the activation."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "replayed.py").write_text(textwrap.dedent(RUN))
+    space = {}
+    exec(RUN, space)
+    run = space["run"]()
+    optimizer = torch.optim.SGD(run.model.parameters(), lr=0.1)
+    guard = Guard(run.model, optimizer, loss_of=lambda _, batch: run.loss(batch), bundles=tmp_path / "guard")
+    for batch in guard.batches([{"x": torch.ones(2, 4)}, {"x": torch.full((2, 4), 1e4)}]):
+        loss = run.loss(batch)
+        loss.backward()
+        guard.step(loss)
+    [alarm] = guard.alarms
+    assert alarm.where == "1 (forward)"
+    return alarm.bundle
+
+
+def test_it_still_breaks_in_the_same_place(bundle, capsys):
+    assert main(["replay", str(bundle), "replayed.py:run"]) == 1
+    shown = capsys.readouterr().out
+    assert "then: step 1, non-finite loss in 1 (forward)" in shown
+    assert "breaks first: 1 (forward)" in shown
+
+
+def test_it_is_mended(bundle, capsys):
+    assert main(["replay", str(bundle), "replayed.py:mended"]) == 0
+    assert "nothing breaks" in capsys.readouterr().out
+
+
+def test_what_is_no_training_is_refused(bundle, capsys):
+    assert main(["replay", str(bundle), "replayed.py:nothing"]) == 2
+    assert "got int; wanted an object with model and loss(batch)" in capsys.readouterr().err
+
+
+def test_what_is_no_bundle_is_refused(tmp_path, bundle, capsys):
+    assert main(["replay", str(tmp_path), "replayed.py:run"]) == 2
+    assert "bundle.json: no bundle" in capsys.readouterr().err

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from stackwise.benchmark import Measurement, measure
+    from stackwise.checkpoint import CheckpointManager
     from stackwise.checks import CheckResult, check_model, check_trainer
     from stackwise.config import ConfigError, StackWiseConfig
     from stackwise.model import (
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     )
     from stackwise.report import Report
     from stackwise.spec import ModelSpec
-    from stackwise.stability import StabilityRun, stability_run
+    from stackwise.stability import Guard, StabilityRun, stability_run
     from stackwise.trainer_spec import TrainerSpec
     from stackwise.training import ArchitectureTrainer
 
@@ -32,8 +33,10 @@ _HOMES = {
     "ArchitectureTrainer": "stackwise.training",
     "Block": "stackwise.model",
     "CheckResult": "stackwise.checks",
+    "CheckpointManager": "stackwise.checkpoint",
     "ConfigError": "stackwise.config",
     "Measurement": "stackwise.benchmark",
+    "Guard": "stackwise.stability",
     "ModelSpec": "stackwise.spec",
     "Rack": "stackwise.model",
     "Report": "stackwise.report",
@@ -55,7 +58,9 @@ __all__ = [
     "ArchitectureTrainer",
     "Block",
     "CheckResult",
+    "CheckpointManager",
     "ConfigError",
+    "Guard",
     "Measurement",
     "ModelSpec",
     "Rack",

@@ -56,6 +56,19 @@ def keep_freed_memory() -> bool:
     return bool(libc.mallopt(_MMAP_THRESHOLD, 1 << 30) and libc.mallopt(_TRIM_THRESHOLD, (1 << 31) - 1))
 
 
+def release_freed_memory() -> bool:
+    """Give back to the system what this process has freed and still holds, where glibc is.
+
+    Weights that came and went leave gaps that the system counts as used.
+
+    Returns:
+        whether anything was given back.
+    """
+    if platform.libc_ver()[0] != "glibc":
+        return False
+    return bool(ctypes.CDLL(None).malloc_trim(0))
+
+
 def fingerprint() -> dict[str, Any]:
     """What a measurement depends on: processor, cores, threads, versions, GPU.
 

@@ -17,7 +17,7 @@ from stackwise.cli.keys import configuration_keys
 from stackwise.cli.overrides import load_configuration, split_overrides
 from stackwise.config import StackWiseConfig
 from stackwise.report import Report
-from stackwise.training import CheckpointManager
+from stackwise.training import RackCheckpoints
 from stackwise.training.memory_plan import plan_memory
 from stackwise.yaml12 import dump_yaml, load_yaml
 
@@ -501,7 +501,7 @@ class TestTrain:
             r"^3 steps, [\d,]+ tokens/s, loss \d\.\d{4}, validation \d\.\d{4} nats per byte$", out, re.M
         )
         assert "saved in runs" in out
-        manager = CheckpointManager(workplace / "runs", StackWiseConfig.from_yaml("run.yaml"))
+        manager = RackCheckpoints(workplace / "runs", StackWiseConfig.from_yaml("run.yaml"))
         assert manager.steps() == [3]
 
     def test_without_checkpoints_and_validation(self, call, workplace):
@@ -614,7 +614,6 @@ class TestKeysOnTheCommandLine:
             ("training.compile", "true", True),
             ("training.seed", "010", 10),
             ("training.optimizer.betas", "[0.8, 0.99]", [0.8, 0.99]),
-            ("training.recompute.names", '["*.attention", a]', ["*.attention", "a"]),
             ("model.sliding_window", "[4, null]", [4, None]),
             ("model.sliding_window", "4", 4),
             ("training.device", "cuda:1", "cuda:1"),
@@ -630,6 +629,31 @@ class TestKeysOnTheCommandLine:
         for part in key.split("."):
             found = getattr(found, part)
         assert found == value and type(found) is type(value)
+
+    def test_list_of_texts(self, printed):
+        kind = ("--training.recompute.kind", "by_name")
+        found = printed(*kind, "--training.recompute.names", '["*.attention", a]')
+        assert found.training.recompute.names == ["*.attention", "a"]
+
+    def test_another_kind_puts_the_files_keys_for_its_own_away(self, printed, workplace):
+        recompute = {"kind": "budget", "budget": 0.25}
+        training = {
+            "compile": True,
+            "recompute": recompute,
+            "schedule": {"kind": "wsd", "decay_fraction": 0.5},
+        }
+        (workplace / "kinds.yaml").write_text(json.dumps({"training": training}))
+        found = printed("kinds.yaml", "--training.recompute.kind", "none").training
+        assert (found.recompute.kind, found.recompute.budget) == ("none", 0.5)
+        assert found.schedule.decay_fraction == 0.5
+        found = printed("kinds.yaml", "--training.recompute.kind=every_nth", "--training.recompute.every=3")
+        assert (found.training.recompute.kind, found.training.recompute.every) == ("every_nth", 3)
+        assert printed("kinds.yaml", "--training.recompute.kind=budget").training.recompute.budget == 0.25
+
+    def test_a_key_of_another_kind_on_the_command_line_is_refused(self, call, workplace):
+        status, _, error = call("train", "--training.recompute.kind=none", "--training.recompute.every=3")
+        assert status == 2 and "training.recompute.every (command line): got 3" in error
+        assert "is for kind='every_nth' (kind='none')" in error
 
     def test_section_that_is_null(self, printed):
         kernel = printed(

@@ -19,6 +19,7 @@ from pydantic import BaseModel
 from stackwise.config import (
     ArchitectureConfig,
     BlockConfig,
+    CheckpointConfig,
     ConfigError,
     DataConfig,
     DistributedConfig,
@@ -52,6 +53,7 @@ SECTIONS = {
     "training.scope": ScopeConfig,
     "training.recompute": RecomputeConfig,
     "training.distributed": DistributedConfig,
+    "training.checkpoint": CheckpointConfig,
     "training.telemetry": TelemetryConfig,
     "data": DataConfig,
 }
@@ -65,10 +67,21 @@ OPTIONAL_SECTIONS = {
 INDEXED = ["training.optimizer.per_stack"]
 # What a value of a key goes with: else its own rule is not the one that refuses it.
 GOES_WITH = {
+    "model.kernel.bandwidth": {"kernel": {"feature_map": "gaussian"}},
     "training.scope": {"training_architecture": "blockwise"},
     "training.scope.cache_dir": {"scope": {"cache_bytes": 1}},
     "training.scope.offload_dir": {"scope": {"offload": "disk", "offload_dir": "blocks"}},
+    "training.objective.kind": {"objective": {"mask_token_id": 3}},
     "training.objective.mask_token_id": {"objective": {"kind": "masked_token"}},
+    "training.eval_batches": {"eval_interval": 1},
+    "training.resume": {"checkpoint_dir": "runs"},
+    "training.optimizer.momentum": {"optimizer": {"kind": "muon"}},
+    "training.schedule.decay_fraction": {"schedule": {"kind": "wsd"}},
+    "training.recompute.every": {"recompute": {"kind": "every_nth"}},
+    "training.recompute.budget": {"recompute": {"kind": "budget"}, "compile": True},
+    "training.distributed.reshard_after_forward": {"distributed": {"strategy": "fsdp"}},
+    "training.objective.mask_fraction": {"objective": {"kind": "masked_token", "mask_token_id": 3}},
+    "training.objective.noise_schedule": {"objective": {"kind": "mask_diffusion", "mask_token_id": 3}},
     "training.objective.random_fraction": {"objective": {"kind": "masked_token", "mask_token_id": 3}},
     "training.objective.same_fraction": {"objective": {"kind": "masked_token", "mask_token_id": 3}},
 }
@@ -97,7 +110,12 @@ INTEGERS = {
     "training.max_steps": 1,
     "training.seed": 0,
     "training.log_interval": 1,
+    "training.eval_interval": 1,
+    "training.eval_batches": 1,
     "training.save_interval": 1,
+    "training.checkpoint.keep_last": 1,
+    "training.checkpoint.keep_every": 1,
+    "training.checkpoint.keep_best": 0,
     "training.schedule.warmup_steps": 0,
     "training.objective.mask_token_id": 0,
     "training.objective.logits_chunk": 1,
@@ -140,6 +158,8 @@ BOOLEANS = [
     "model.use_rope",
     "model.qkv_bias",
     "training.compile",
+    "training.resume",
+    "training.checkpoint.asynchronous",
     "training.scope.growth",
     "training.distributed.reshard_after_forward",
     "training.telemetry.parameter_norms",
@@ -190,6 +210,9 @@ MAY_BE_NULL = {
     "training.schedule.warmup_steps",
     "training.optimizer.per_stack.0.lr",
     "training.optimizer.per_stack.0.weight_decay",
+    "training.eval_interval",
+    "training.eval_batches",
+    "training.checkpoint.keep_every",
     "training.objective.mask_token_id",
     "training.objective.logits_chunk",
     "data.task",
@@ -364,6 +387,8 @@ REFUSED_TRAININGS = [
         "objective.random_fraction",
         ["0.1", "'masked_token'", "kind='mask_diffusion'"],
     ),
+    ({"resume": True}, "resume", ["True", "checkpoint_dir, which is null"]),
+    ({"eval_batches": 3}, "eval_batches", ["3", "eval_interval, which is null"]),
     ({"recompute": {"kind": "budget"}}, "recompute.kind", ["'budget'", "compile=true"]),
     ({"recompute": {"kind": "by_name"}}, "recompute.names", ["[]", "at least one pattern"]),
     ({"recompute": {"names": [3]}}, "recompute.names.0", ["3", "string"]),
@@ -374,6 +399,21 @@ REFUSED_TRAININGS = [
     ({"optimizer": {"per_stack": {3: None}}}, "optimizer.per_stack.3", ["None", "dictionary"]),
     ({"optimizer": {"per_stack": [{}]}}, "optimizer.per_stack", ["[{}]", "dictionary"]),
 ]
+# Keys with a value that does nothing where the key before it has such a value, and both allowed elsewhere.
+INAPPLICABLE = {
+    "training.optimizer.momentum": (0.5, "kind", "adamw", "'muon'"),
+    "training.schedule.min_lr": (1e-5, "kind", "constant", "'cosine' or 'linear' or 'wsd' or 'inverse_sqrt'"),
+    "training.schedule.decay_fraction": (0.5, "kind", "cosine", "'wsd'"),
+    "training.objective.mask_fraction": (0.5, "kind", "mask_diffusion", "'masked_token'"),
+    "training.objective.random_fraction": (0.5, "kind", "mask_diffusion", "'masked_token'"),
+    "training.objective.same_fraction": (0.5, "kind", "mask_diffusion", "'masked_token'"),
+    "training.objective.noise_schedule": ("cosine", "kind", "masked_token", "'mask_diffusion'"),
+    "training.recompute.every": (3, "kind", "full", "'every_nth'"),
+    "training.recompute.budget": (0.25, "kind", "none", "'budget'"),
+    "training.recompute.names": (["*"], "kind", "selective", "'by_name'"),
+    "training.distributed.reshard_after_forward": (False, "strategy", "ddp", "'fsdp'"),
+    "data.tokenizer": ("t.json", "task", "copy", "null"),
+}
 # Combinations of values that are each fine: the mapping, the path refused, what its line must contain.
 INCONSISTENT = [
     ({"model": {"d_model": 64, "n_heads": 7}}, "model.n_heads", ["7", "d_model=64"]),
@@ -552,9 +592,9 @@ def nested(path, value):
     for section, model in OPTIONAL_SECTIONS.items():
         if path.startswith(f"{section}."):
             mapping = merged({"model": model}, mapping)
-    for place, training in GOES_WITH.items():
+    for place, beside in GOES_WITH.items():
         if value is not None and f"{path}.".startswith(f"{place}."):
-            mapping = merged({"training": training}, mapping)
+            mapping = merged({place.split(".")[0]: beside}, mapping)
     return mapping
 
 
@@ -730,20 +770,31 @@ latents = st.fixed_dictionaries(
         "v_head_dim": counts,
     }
 )
-kernels = st.fixed_dictionaries(
-    {
-        "feature_map": st.sampled_from(["favor", "gaussian", "laplacian", "elu"]),
-        "n_features": counts.map(lambda half: 2 * half),
-        "bandwidth": positive,
-    }
+even = counts.map(lambda half: 2 * half)
+kernels = st.one_of(
+    st.fixed_dictionaries(
+        {"feature_map": st.just(kind)}
+        | {"n_features": st.just(256) if kind == "elu" else even}
+        | {"bandwidth": positive if kind in ("gaussian", "laplacian") else st.just(1.0)}
+    )
+    for kind in ("favor", "gaussian", "laplacian", "elu")
 )
+factors = st.floats(1, allow_infinity=False)
 scalings = st.fixed_dictionaries(
     {
-        "rope_type": st.sampled_from(["linear", "llama3"]),
-        "factor": st.floats(1, allow_infinity=False),
+        "rope_type": st.just("llama3"),
+        "factor": factors,
         "low_freq_factor": st.floats(0, 1, exclude_min=True),
         "high_freq_factor": st.floats(1, exclude_min=True, allow_infinity=False),
         "original_max_position_embeddings": counts,
+    }
+) | st.fixed_dictionaries(
+    {
+        "rope_type": st.just("linear"),
+        "factor": factors,
+        "low_freq_factor": st.just(1.0),
+        "high_freq_factor": st.just(4.0),
+        "original_max_position_embeddings": st.just(8192),
     }
 )
 kinds = st.sampled_from(["mha", "gqa", "mqa", "mla", "kernel"])
@@ -811,10 +862,12 @@ def valid_objectives(draw):
     return {
         "kind": kind,
         "mask_token_id": None if kind == "next_token" else draw(from_zero),
-        "mask_fraction": draw(part),
+        "mask_fraction": draw(part) if kind == "masked_token" else 0.15,
         "random_fraction": random_fraction,
         "same_fraction": same_fraction if random_fraction + same_fraction <= 1 else 0.0,
-        "noise_schedule": draw(st.sampled_from(["linear", "cosine"])),
+        "noise_schedule": draw(st.sampled_from(["linear", "cosine"]))
+        if kind == "mask_diffusion"
+        else "linear",
         "z_loss": draw(not_negative),
         "logits_chunk": draw(st.none() | counts),
     }
@@ -847,9 +900,9 @@ def valid_recomputes(draw, compiles):
     kind = draw(st.sampled_from(kinds))
     return {
         "kind": kind,
-        "every": draw(counts),
-        "budget": draw(st.floats(0, 1)),
-        "names": draw(st.lists(st.text(), min_size=kind == "by_name", max_size=2)),
+        "every": draw(counts) if kind == "every_nth" else 2,
+        "budget": draw(st.floats(0, 1)) if kind == "budget" else 0.5,
+        "names": draw(st.lists(st.text(), min_size=1, max_size=2)) if kind == "by_name" else [],
     }
 
 
@@ -861,6 +914,10 @@ def valid_trainings(draw):
     """Complete mappings of `training` that satisfy every rule, built without the code under test."""
     max_steps, lr, compiles = draw(counts), draw(positive), draw(st.booleans())
     architecture = draw(st.sampled_from(["rackwise", "stackwise", "blockwise"]))
+    eval_interval, checkpoint_dir = draw(st.none() | counts), draw(paths)
+    optimizer = draw(st.sampled_from(["adamw", "muon"]))
+    schedule = draw(st.sampled_from(["cosine", "linear", "constant", "wsd", "inverse_sqrt"]))
+    strategy = draw(st.sampled_from(["none", "ddp", "fsdp"]))
     return {
         "training_architecture": architecture,
         "batch_size": draw(counts),
@@ -873,29 +930,38 @@ def valid_trainings(draw):
         "compile": compiles,
         "grad_clip": draw(st.none() | positive),
         "log_interval": draw(counts),
-        "checkpoint_dir": draw(paths),
+        "eval_interval": eval_interval,
+        "eval_batches": draw(st.none() | counts) if eval_interval else None,
+        "checkpoint_dir": checkpoint_dir,
         "save_interval": draw(counts),
+        "resume": checkpoint_dir is not None and draw(st.booleans()),
+        "checkpoint": {
+            "keep_last": draw(counts),
+            "keep_every": draw(st.none() | counts),
+            "keep_best": draw(from_zero),
+            "asynchronous": draw(st.booleans()),
+        },
         "optimizer": {
-            "kind": draw(st.sampled_from(["adamw", "muon"])),
+            "kind": optimizer,
             "lr": lr,
             "weight_decay": draw(not_negative),
             "betas": [draw(fraction), draw(fraction)],
             "eps": draw(positive),
-            "momentum": draw(fraction),
+            "momentum": draw(fraction) if optimizer == "muon" else 0.95,
             "per_stack": draw(st.dictionaries(st.integers(0, 99), own_settings, max_size=2)),
         },
         "schedule": {
-            "kind": draw(st.sampled_from(["cosine", "linear", "constant", "wsd", "inverse_sqrt"])),
+            "kind": schedule,
             "warmup_steps": draw(st.none() | st.integers(0, max_steps)),
-            "min_lr": draw(st.floats(0, lr)),
-            "decay_fraction": draw(part),
+            "min_lr": draw(st.floats(0, lr)) if schedule != "constant" else 0.0,
+            "decay_fraction": draw(part) if schedule == "wsd" else 0.2,
         },
         "objective": draw(valid_objectives()),
         "scope": draw(valid_scopes(architecture, max_steps)),
         "recompute": draw(valid_recomputes(compiles)),
         "distributed": {
-            "strategy": draw(st.sampled_from(["none", "ddp", "fsdp"])),
-            "reshard_after_forward": draw(st.booleans()),
+            "strategy": strategy,
+            "reshard_after_forward": strategy != "fsdp" or draw(st.booleans()),
         },
         "telemetry": {
             "parameter_norms": draw(st.booleans()),
@@ -914,7 +980,7 @@ def valid_mappings(draw):
         "training": draw(valid_trainings()),
         "data": {
             "dataset_path": draw(paths) if task is None else None,
-            "tokenizer": draw(st.text()),
+            "tokenizer": draw(st.text()) if task is None else "byte",
             "task": task,
             "pack_documents": draw(st.booleans()),
             "validation_fraction": draw(fraction),
@@ -1208,6 +1274,20 @@ class TestConsistency:
         (line,) = refusal(mapping)
         assert line.startswith(f"{path}: got ")
         assert all(part in line for part in parts), line
+
+    @pytest.mark.parametrize("path", INAPPLICABLE)
+    def test_a_key_that_does_nothing_is_refused(self, path):
+        value, other, kind, allowed = INAPPLICABLE[path]
+        section, key = path.rsplit(".", 1)
+        base = nested(f"{section}.{other}", kind)
+        (line,) = refusal(merged(base, written(path, value)))
+        assert line.startswith(f"{path}: got ") and f"is for {other}={allowed} ({other}={kind!r})" in line
+        default = SECTIONS[section].model_fields[key].get_default(call_default_factory=True)
+        assert_valid(StackWiseConfig.from_dict(merged(base, written(path, default))).to_dict())
+
+    def test_every_key_that_may_do_nothing_is_listed(self):
+        applies = {f"{place}.{key}" for place, section in SECTIONS.items() for key in section.applies}
+        assert applies == set(INAPPLICABLE)
 
     @pytest.mark.parametrize("mapping", CONSISTENT)
     def test_accepted(self, mapping):

@@ -22,6 +22,7 @@ from stackwise.model import block as block_module
 from stackwise.model import create_rack_from_config
 from stackwise.model.feedforward import SwiGLU
 from stackwise.training import ArchitectureTrainer
+from stackwise.training.evaluation import Evaluation
 from stackwise.training.processes import Processes
 
 HERE = Path(model_config.__file__).parent
@@ -81,7 +82,7 @@ CHANGES_TRAINING = {
     "training.optimizer.momentum": 0.5,
     "training.optimizer.per_stack.lr": 2e-2,
     "training.optimizer.per_stack.weight_decay": 5.0,
-    "training.schedule.kind": "constant",
+    "training.schedule.kind": "inverse_sqrt",
     "training.schedule.warmup_steps": 3,
     "training.schedule.min_lr": 9e-3,
     "training.schedule.decay_fraction": 1.0,
@@ -113,8 +114,15 @@ OTHER_EFFECTS = {
     "training.device",
     "training.compile",
     "training.log_interval",
+    "training.eval_interval",
+    "training.eval_batches",
     "training.checkpoint_dir",
     "training.save_interval",
+    "training.resume",
+    "training.checkpoint.keep_last",
+    "training.checkpoint.keep_every",
+    "training.checkpoint.keep_best",
+    "training.checkpoint.asynchronous",
     "training.objective.logits_chunk",
     "training.scope.cache_bytes",
     "training.scope.cache_dir",
@@ -146,6 +154,7 @@ KINDS = [
 TRAININGS = [
     {
         "checkpoint_dir": "runs",
+        "eval_interval": 2,
         "telemetry": {"parameter_norms": True, "jsonl": "steps.jsonl", "tensorboard": "events"},
     },
     {
@@ -303,7 +312,7 @@ def run(mapping, config_class=StackWiseConfig):
     training, validation = create_data(config)
     with processes_of(config) as processes:
         trainer = ArchitectureTrainer(config, progress=False, processes=processes)
-        seen["result"] = trainer.train_architecture(rack, training)
+        seen["result"] = trainer.train_architecture(rack, training, validation)
         for hook in hooks:
             hook.remove()
         seen["validation"] = trainer.evaluate(rack, validation) if validation is not None else None
@@ -491,6 +500,20 @@ class TestEffects:
         last = seen["losses"][-log_interval:]
         assert seen["result"]["final_loss"] == pytest.approx(sum(last) / len(last))
 
+    @pytest.mark.parametrize("limit", [None, 3])
+    def test_evaluations(self, mapping, monkeypatch, limit):
+        limits = []
+
+        def mean_loss(self, total, batches, *, limit=None, precision=None):
+            limits.append(limit)
+            return 0.0
+
+        monkeypatch.setattr(Evaluation, "mean_loss", mean_loss)
+        mapping = changed(mapping, "training.eval_interval", 2)
+        seen = run(changed(mapping, "training.eval_batches", limit))
+        assert [record.steps for record in seen["result"]["validation"]] == [2, 4]
+        assert limits == [limit, limit, None]  # and all in the end
+
     @pytest.mark.parametrize("save_interval, saved", [(1, [2, 3, 4]), (3, [3, 4]), (50, [4])])
     def test_checkpoints(self, mapping, tmp_path, save_interval, saved):
         mapping = changed(mapping, "training.save_interval", save_interval)
@@ -661,10 +684,8 @@ class TestEffects:
     def test_grad_clip(self, mapping, grad_clip, clipped):
         """Far below eps, a clipped gradient makes steps far smaller than the learning rate."""
         mapping = changed(changed(mapping, "training.optimizer.weight_decay", 0.0), "training.max_steps", 1)
-        mapping = changed(
-            changed(mapping, "training.schedule.warmup_steps", 0), "training.optimizer.eps", 1e-3
-        )
-        mapping = changed(mapping, "training.schedule.kind", "constant")
+        mapping = changed(mapping, "training.optimizer.eps", 1e-3)
+        mapping = changed(mapping, "training.schedule", {"kind": "constant", "warmup_steps": 0})
         before = nn.utils.parameters_to_vector(self.untrained(mapping).parameters())
         moved = (
             (run(changed(mapping, "training.grad_clip", grad_clip))["weights"] - before).abs().max().item()
@@ -680,7 +701,7 @@ class TestEffects:
         "path, value, rates",
         [
             ("training.optimizer.lr", 2e-2, [2e-2, 2e-2, (2e-2 + 1e-3) / 2, 1e-3]),
-            ("training.schedule.kind", "constant", [1e-2] * 4),
+            ("training.schedule", {"kind": "constant", "warmup_steps": 0}, [1e-2] * 4),
             ("training.schedule.kind", "linear", [1e-2, 1e-2, 5.5e-3, 1e-3]),
             ("training.schedule.warmup_steps", 3, [1e-2 / 3, 2e-2 / 3, 1e-2, 1e-3]),
             ("training.schedule.warmup_steps", 4, [2.5e-3, 5e-3, 7.5e-3, 1e-2]),

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 import stackwise.checks.check as check_module
-from bench.detection_table import MARKS, recorded, written
+from bench import detection_table, training_table
 from stackwise import ModelSpec, StackWiseConfig, check_model, measure, stability_run
 from stackwise.benchmark import model_workload
 from stackwise.checks import known_checks
@@ -24,6 +24,7 @@ PAGES += [f"docs/{name}.md" for name in ("generation", "surgery", "interop", "tr
 PAGES += [
     f"docs/{name}.md" for name in ("objectives", "optimizer", "data", "recompute", "telemetry", "memory")
 ]
+PAGES += [f"docs/{name}.md" for name in ("checkpoints", "faults", "guard", "locating")]
 FENCE = re.compile(r"```(\w+)\n(.*?)```", re.DOTALL)
 EXAMPLES = [
     pytest.param(code, id=f"{page}-{number}")
@@ -154,9 +155,11 @@ def test_table_of_speed_is_what_was_measured():
     assert printed.strip() in (ROOT / "README.md").read_text()
 
 
-@pytest.mark.parametrize("page", MARKS)
-def test_tables_of_detection_are_what_was_measured(page):
-    assert written(page, recorded()) == (ROOT / page).read_text()
+@pytest.mark.parametrize(
+    "tables, page", [(tables, page) for tables in (detection_table, training_table) for page in tables.MARKS]
+)
+def test_tables_are_what_was_measured(tables, page):
+    assert tables.written(page) == (ROOT / page).read_text()
 
 
 def test_links_lead_somewhere():

@@ -24,6 +24,7 @@ ROOMS = [
     "lightning_run",
     "trainer_adapter",
     "trainer_spec",
+    "checkpoint",
     "stability",
     "checks",
     "benchmark",
@@ -62,7 +63,7 @@ def test_a_room_imports_only_rooms_above_it(path):
                 assert ROOMS.index(parts[1]) <= ROOMS.index(room_of(path)), module
 
 
-@pytest.mark.parametrize("room", ["checks", "stability", "benchmark"])
+@pytest.mark.parametrize("room", ["checks", "stability", "checkpoint", "benchmark"])
 def test_the_questions_know_nothing_of_our_own_model(room):
     for path in (ROOT / "stackwise" / room).rglob("*.py"):
         for module in imported_modules(path):

@@ -11,11 +11,16 @@ import tyro
 from stackwise.cli.check import Check
 from stackwise.cli.keys import described_keys
 from stackwise.cli.overrides import split_overrides
+from stackwise.cli.replay import Replay
 from stackwise.cli.train import Train
 
 __all__ = ["main"]
 
-Command = Annotated[Check, tyro.conf.subcommand("check")] | Annotated[Train, tyro.conf.subcommand("train")]
+Command = (
+    Annotated[Check, tyro.conf.subcommand("check")]
+    | Annotated[Train, tyro.conf.subcommand("train")]
+    | Annotated[Replay, tyro.conf.subcommand("replay")]
+)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -42,7 +47,7 @@ def _run(arguments: list[str]) -> int:
     trains = arguments[:1] == ["train"]
     arguments, overrides = split_overrides(arguments) if trains else (arguments, [])
     try:
-        command: Check | Train = tyro.cli(
+        command: Check | Train | Replay = tyro.cli(
             Command,
             args=arguments,
             prog="stackwise",
@@ -52,4 +57,4 @@ def _run(arguments: list[str]) -> int:
         if trains and {"-h", "--help"} & set(arguments):
             print(described_keys(), flush=True)
         raise
-    return command.run() if isinstance(command, Check) else command.run(overrides)
+    return command.run(overrides) if isinstance(command, Train) else command.run()

@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 from stackwise.config import BlockConfig, ModelConfig, StackWiseConfig
 from stackwise.config.section import Section
 
-__all__ = ["Key", "configuration_keys", "configuration_page", "described_keys"]
+__all__ = ["Key", "configuration_keys", "configuration_page", "described_keys", "keys_of_a_kind"]
 
 
 class Key(NamedTuple):
@@ -45,14 +45,25 @@ def configuration_keys() -> dict[str, Key]:
                 full = f"{path}.{name}"
                 default = None if field.is_required() else field.get_default(call_default_factory=True)
                 shown = None if field.is_required() else _yaml(default)
-                keys[full] = Key(_allowed(schema), shown, MEANINGS[full])
+                keys[full] = Key(_allowed(schema), shown, MEANINGS[full] + _only_for(section, name))
     return keys
+
+
+@cache
+def keys_of_a_kind() -> dict[str, tuple[str, tuple[object, ...]]]:
+    """Keys that mean something only where another has one of some values: that other one, and the values."""
+    return {
+        f"{path}.{name}": (f"{path}.{other}", values)
+        for path, section in _sections()
+        for name, (other, values) in section.applies.items()
+    }
 
 
 def described_keys() -> str:
     """What `stackwise train --help` adds."""
     lines = ["keys of the configuration, as --KEY VALUE or --KEY=VALUE, with VALUE in YAML; the command line"]
-    lines += ["goes before the file, and the file before the default:", ""]
+    lines += ["goes before the file, and the file before the default. With another kind of something the"]
+    lines += ["file's keys for its own kind are put away:", ""]
     for path, key in configuration_keys().items():
         default = "no default" if key.default is None else f"default {key.default}"
         lines += [f"  --{path}: {key.allowed}; {default}", f"      {key.meaning}"]
@@ -82,9 +93,12 @@ _INTRODUCTION = """\
 
 Every key of a `StackWiseConfig`, by section. `StackWiseConfig.from_yaml("run.yaml")` reads a file;
 `stackwise train run.yaml --training.optimizer.lr 3e-4` gives keys on the command line. The command line
-goes before the file, and the file before the default; `--print-config` prints what comes of it. YAML has
-the numbers of YAML 1.2, so `3e-4` is one. What is misspelt, of another type or out of its range is
-refused by name, all of it at once. What the keys of `training` and `data` do together is told in
+goes before the file, and the file before the default; `--print-config` prints what comes of it. A kind on
+the command line puts the file's keys for other kinds away, as `--training.recompute.kind none` does with
+`training.recompute.budget`. YAML has the numbers of YAML 1.2, so `3e-4` is one.
+
+What is misspelt, of another type or out of its range is refused by name, all of it at once; so is a value for
+a key that does nothing beside the others. What the keys of `training` and `data` do together is told in
 [training.md](training.md); [`examples/`](../examples) has a file for each kind of training.
 
 This page is what `stackwise.cli.keys.configuration_page()` returns."""
@@ -104,6 +118,14 @@ def _sections() -> Iterator[tuple[str, type[Section]]]:
                 yield from inside(f"{path}.{name}{index}".lstrip("."), inner)
 
     return inside("", StackWiseConfig)
+
+
+def _only_for(section: type[Section], name: str) -> str:
+    """Where a key means something, if not everywhere."""
+    if name not in section.applies:
+        return ""
+    other, values = section.applies[name]
+    return f" ({other}: {', '.join('null' if each is None else str(each) for each in values)})"
 
 
 def _section_in(annotation: Any) -> type[Section] | None:
@@ -188,9 +210,9 @@ MEANINGS = {
     "model.kernel.bandwidth": "width of the gaussian and laplacian kernels",
     "model.rope_scaling.rope_type": "how rotary frequencies are stretched",
     "model.rope_scaling.factor": "by how much",
-    "model.rope_scaling.low_freq_factor": "for llama3: wavelengths above context / this are divided",
-    "model.rope_scaling.high_freq_factor": "for llama3: wavelengths below context / this are kept",
-    "model.rope_scaling.original_max_position_embeddings": "for llama3: context before it is stretched",
+    "model.rope_scaling.low_freq_factor": "wavelengths above context / this are divided",
+    "model.rope_scaling.high_freq_factor": "wavelengths below context / this are kept",
+    "model.rope_scaling.original_max_position_embeddings": "context before it is stretched",
     "model.architecture.n_stacks": "Stacks of the Rack",
     "model.architecture.blocks_per_stack": "Blocks of each Stack",
     "training.training_architecture": "what trains at one time: the Rack, a Stack, or a Block",
@@ -204,8 +226,15 @@ MEANINGS = {
     "training.compile": "compile the model and its loss",
     "training.grad_clip": "largest global L2 norm of the gradient; null: no clipping",
     "training.log_interval": "steps after which the host reads what happened",
+    "training.eval_interval": "steps between evaluations on the validation data; null: only at the end",
+    "training.eval_batches": "batches of each evaluation before the end; null: all",
     "training.checkpoint_dir": "folder of checkpoints; null: none are saved",
     "training.save_interval": "steps between checkpoints; there is one at the end in any case",
+    "training.resume": "go on with the run in checkpoint_dir; begin it where there is none",
+    "training.checkpoint.keep_last": "how many of the newest are kept",
+    "training.checkpoint.keep_every": "those of every so many steps are kept as well; null: none",
+    "training.checkpoint.keep_best": "so many with the lowest validation loss are kept as well",
+    "training.checkpoint.asynchronous": "write the optimizer's state while training goes on",
     "training.optimizer.kind": "AdamW for all, or Muon for the matrices of the Blocks",
     "training.optimizer.lr": "learning rate at the peak of the schedule",
     "training.optimizer.weight_decay": "of matrices; norms, biases and embeddings are spared",
@@ -217,13 +246,13 @@ MEANINGS = {
     "training.schedule.kind": "course of the learning rate after the warm-up",
     "training.schedule.warmup_steps": "steps in which it rises from 0; null: a tenth of the run",
     "training.schedule.min_lr": "what it falls to",
-    "training.schedule.decay_fraction": "for wsd: share of the run, at its end, in which it falls",
+    "training.schedule.decay_fraction": "share of the run, at its end, in which it falls",
     "training.objective.kind": "what is predicted",
     "training.objective.mask_token_id": "token that stands for a masked one; null with next_token",
-    "training.objective.mask_fraction": "for masked_token: share of the tokens that is predicted",
-    "training.objective.random_fraction": "for masked_token: share of those that a random token replaces",
-    "training.objective.same_fraction": "for masked_token: share of those that stays as it is",
-    "training.objective.noise_schedule": "for mask_diffusion: share of the tokens that is masked over time",
+    "training.objective.mask_fraction": "share of the tokens that is predicted",
+    "training.objective.random_fraction": "share of those that a random token replaces",
+    "training.objective.same_fraction": "share of those that stays as it is",
+    "training.objective.noise_schedule": "share of the tokens that is masked over time",
     "training.objective.z_loss": "weight of the squared log of the softmax's denominator",
     "training.objective.logits_chunk": "tokens for which there are logits at one time; null: all",
     "training.scope.head": "whether units share final norm and head, or each starts with fresh ones",
@@ -237,11 +266,11 @@ MEANINGS = {
     "training.scope.offload": "where units are that take no part",
     "training.scope.offload_dir": "folder of offload: disk",
     "training.recompute.kind": "which activations are computed again in the backward pass",
-    "training.recompute.every": "for every_nth: n",
-    "training.recompute.budget": "for budget: share of the memory that is left",
-    "training.recompute.names": "for by_name: patterns of module names, with the wildcards of a shell",
+    "training.recompute.every": "of so many Blocks one is computed again",
+    "training.recompute.budget": "share of the memory that is left",
+    "training.recompute.names": "patterns of module names, with the wildcards of a shell",
     "training.distributed.strategy": "what processes of torchrun share",
-    "training.distributed.reshard_after_forward": "for fsdp: gather weights again for the backward pass",
+    "training.distributed.reshard_after_forward": "gather weights again for the backward pass",
     "training.telemetry.parameter_norms": "keep the gradient norm of every parameter of every step",
     "training.telemetry.jsonl": "file with a line for each step; null: none",
     "training.telemetry.tensorboard": "folder of event files; null: none",

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from stackwise.cli.keys import configuration_keys
+from stackwise.cli.keys import configuration_keys, keys_of_a_kind
 from stackwise.config import ConfigError, StackWiseConfig
 from stackwise.yaml12 import load_yaml
 
@@ -49,7 +49,8 @@ def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[Override]
 def load_configuration(file: Path | None, overrides: Sequence[Override]) -> StackWiseConfig:
     """The configuration of a file, with these keys in the place of its own.
 
-    The command line goes before the file, and the file before the defaults.
+    The command line goes before the file, and the file before the defaults. Where the command line has
+    another kind of something, the file's keys for its own kind mean nothing any more, and are left out.
 
     Args:
         file: YAML; None: all defaults.
@@ -73,7 +74,7 @@ def load_configuration(file: Path | None, overrides: Sequence[Override]) -> Stac
             return StackWiseConfig.from_dict(content, source=str(file))
     source = _COMMAND_LINE if file is None else f"{file} and {_COMMAND_LINE}"
     values, problems = _read(overrides)
-    merged = content
+    merged = _without_other_kinds(content, values)
     for path, value in values.items():
         try:
             merged = _placed(merged, path, value)
@@ -112,6 +113,22 @@ def _read(overrides: Sequence[Override]) -> tuple[dict[tuple[str, ...], Any], li
             except ValueError as error:
                 problems.append(f"{at}: got {text!r}, which is no YAML: {error}; text may need '\"...\"'")
     return values, problems
+
+
+def _without_other_kinds(content: Mapping[Any, Any], values: Mapping[tuple[str, ...], Any]) -> Any:
+    """A copy of `content` without the keys that a value of the command line leaves no meaning."""
+    for key, (other, allowed) in keys_of_a_kind().items():
+        given = values.get(tuple(other.split(".")), allowed[0])
+        if given not in allowed:
+            content = _without(content, tuple(key.split(".")))
+    return content
+
+
+def _without(content: Any, path: tuple[str, ...]) -> Any:
+    if not isinstance(content, Mapping) or path[0] not in content:
+        return content
+    rest = {key: value for key, value in content.items() if key != path[0]}
+    return rest if len(path) == 1 else {**content, path[0]: _without(content[path[0]], path[1:])}
 
 
 def _placed(content: Mapping[Any, Any], path: tuple[str, ...], value: Any) -> dict[Any, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -35,7 +36,10 @@ class Train:
     """Print what training will hold and compute, on CUDA unless training.device is cpu, and do not train."""
 
     def run(self, overrides: Sequence[Override] = ()) -> int:
-        """Train, and print what came of it; of many processes the first one does."""
+        """Train, and print what came of it; of many processes the first one does.
+
+        Returns 75 where SIGTERM came and the run is saved.
+        """
         config = load_configuration(self.config, overrides)
         if self.print_config:
             if os.environ.get("RANK", "0") == "0":
@@ -47,10 +51,11 @@ class Train:
             return 0
         import torch
 
+        from stackwise.checkpoint import EXIT_CODE
         from stackwise.data import Prefetched, create_data
         from stackwise.device import keep_freed_memory
         from stackwise.model import create_rack_from_config
-        from stackwise.training import ArchitectureTrainer
+        from stackwise.training import ArchitectureTrainer, TrainingTerminated
         from stackwise.training.block_store import block_writer
         from stackwise.training.processes import Processes
 
@@ -62,8 +67,13 @@ class Train:
             folder = trainer.offload_dir
             torch.manual_seed(config.training.seed)
             rack = create_rack_from_config(config, *([] if folder is None else [block_writer(folder)]))
-            with closing(Prefetched(training)) as ahead:
-                result = trainer.train_architecture(rack, ahead)
+            try:
+                with closing(Prefetched(training)) as ahead:
+                    result = trainer.train_architecture(rack, ahead, validation)
+            except TrainingTerminated as ended:
+                if processes.is_main:
+                    print(ended, file=sys.stderr)
+                return EXIT_CODE
             validation_loss = None if validation is None else trainer.evaluate(rack, validation)
             if processes.is_main:
                 _print_result(config, result, validation_loss)

@@ -22,6 +22,7 @@ from stackwise.config.model import (
 )
 from stackwise.config.section import ConfigError
 from stackwise.config.training import (
+    CheckpointConfig,
     DistributedConfig,
     ObjectiveConfig,
     ObjectiveKind,
@@ -42,6 +43,7 @@ __all__ = [
     "AttentionMode",
     "AttentionType",
     "BlockConfig",
+    "CheckpointConfig",
     "ConfigError",
     "DataConfig",
     "DistributedConfig",

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from stackwise.config.section import Section
+from stackwise.config.section import Applies, Section
 
 __all__ = ["DataConfig", "TaskKind"]
 
@@ -23,9 +23,11 @@ class DataConfig(Section):
     one document from seeing another's.
     """
 
+    applies: ClassVar[Applies] = {"tokenizer": ("task", (None,))}
+
     dataset_path: str | None = None
-    tokenizer: str = "byte"
     task: TaskKind | None = None
+    tokenizer: str = "byte"
     pack_documents: bool = False
     validation_fraction: float = Field(0.05, ge=0.0, lt=1.0)
     shuffle: bool = True

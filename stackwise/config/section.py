@@ -10,14 +10,23 @@ import difflib
 import re
 import reprlib
 from collections.abc import Mapping
-from typing import Annotated, Any, Self, get_args
+from typing import Annotated, Any, ClassVar, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
-__all__ = ["ConfigError", "Count", "KeysRefusedError", "Section", "Size"]
+__all__ = ["Applies", "ConfigError", "Count", "KeysRefusedError", "Section", "Size"]
 
 Size = Annotated[int, Field(ge=1, lt=2**63)]
 Count = Annotated[int, Field(ge=0, lt=2**63)]
+Applies = dict[str, tuple[str, tuple[object, ...]]]
 
 
 class ConfigError(ValueError):
@@ -46,14 +55,32 @@ class KeysRefusedError(ValueError):
 
 
 class Section(BaseModel):
-    """Keys with values that are checked, and nothing else."""
+    """Keys with values that are checked, and nothing else.
+
+    Attributes:
+        applies: keys that mean something only where a key before them has one of some values. Elsewhere
+            they are at their default, so that no run is thought to do what it does not.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, validate_default=True)
+    applies: ClassVar[Applies] = {}
 
     @model_validator(mode="before")
     @classmethod
     def _any_mapping(cls, value: Any) -> Any:
         return dict(value) if isinstance(value, Mapping) else value
+
+    @field_validator("*")
+    @classmethod
+    def _applies(cls, value: Any, info: ValidationInfo) -> Any:
+        other, allowed = cls.applies.get(info.field_name or "", ("", ()))
+        if other not in info.data or info.data[other] in allowed:
+            return value
+        default = cls.model_fields[info.field_name or ""].get_default(call_default_factory=True)
+        if value != default:
+            values = " or ".join("null" if each is None else repr(each) for each in allowed)
+            raise ValueError(f"is for {other}={values} ({other}={info.data[other]!r})")
+        return value
 
     @classmethod
     def from_dict(cls, mapping: Mapping[str, Any], *, source: str = "configuration") -> Self:

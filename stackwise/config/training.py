@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from stackwise.config.section import Count, KeysRefusedError, Section, Size
+from stackwise.config.section import Applies, Count, KeysRefusedError, Section, Size
 
 __all__ = [
+    "CheckpointConfig",
     "DistributedConfig",
     "ObjectiveConfig",
     "ObjectiveKind",
@@ -110,6 +111,13 @@ class ObjectiveConfig(Section):
     arXiv:2204.02311, who took 1e-4). `logits_chunk` is for how many tokens there are logits at one time.
     """
 
+    applies: ClassVar[Applies] = {
+        "mask_fraction": ("kind", ("masked_token",)),
+        "random_fraction": ("kind", ("masked_token",)),
+        "same_fraction": ("kind", ("masked_token",)),
+        "noise_schedule": ("kind", ("mask_diffusion",)),
+    }
+
     kind: ObjectiveKind = "next_token"
     mask_token_id: Count | None = None
     mask_fraction: float = Field(0.15, gt=0.0, le=1.0)
@@ -132,13 +140,7 @@ class ObjectiveConfig(Section):
     @field_validator("same_fraction")
     @classmethod
     def _fractions_fit(cls, same: float, info: ValidationInfo) -> float:
-        random, kind = info.data.get("random_fraction", 0.0), info.data.get("kind")
-        given = [
-            (key, value) for key, value in (("random_fraction", random), ("same_fraction", same)) if value
-        ]
-        if given and kind not in ("masked_token", None):
-            rule = f"is for kind='masked_token' (kind={kind!r})"
-            raise KeysRefusedError([(key, value, rule) for key, value in given])
+        random = info.data.get("random_fraction", 0.0)
         if same + random > 1.0:
             raise ValueError(f"must not exceed 1 together with random_fraction={random}")
         return same
@@ -158,6 +160,8 @@ class OptimizerConfig(Section):
     orthogonalised momentum (Jordan et al. 2024), scaled to the size of AdamW's updates (Liu et al. 2025,
     arXiv:2502.16982), and all else by AdamW. `per_stack` has settings of some Stacks by their index.
     """
+
+    applies: ClassVar[Applies] = {"momentum": ("kind", ("muon",))}
 
     kind: Literal["adamw", "muon"] = "adamw"
     lr: float = Field(1e-4, gt=0.0)
@@ -184,6 +188,11 @@ class ScheduleConfig(Section):
     it anew.
     """
 
+    applies: ClassVar[Applies] = {
+        "min_lr": ("kind", ("cosine", "linear", "wsd", "inverse_sqrt")),
+        "decay_fraction": ("kind", ("wsd",)),
+    }
+
     kind: ScheduleKind = "cosine"
     warmup_steps: int | None = Field(None, ge=0, lt=2**63)
     min_lr: float = Field(0.0, ge=0.0)
@@ -198,6 +207,12 @@ class RecomputeConfig(Section):
     `budget` of the memory is left (needs `compile`); `by_name`: of modules whose name matches one of
     `names`, with the wildcards of a shell.
     """
+
+    applies: ClassVar[Applies] = {
+        "every": ("kind", ("every_nth",)),
+        "budget": ("kind", ("budget",)),
+        "names": ("kind", ("by_name",)),
+    }
 
     kind: Literal["none", "full", "every_nth", "selective", "budget", "by_name"] = "none"
     every: Size = 2
@@ -219,8 +234,23 @@ class DistributedConfig(Section):
     `reshard_after_forward` gives gathered weights up between the forward and the backward pass.
     """
 
+    applies: ClassVar[Applies] = {"reshard_after_forward": ("strategy", ("fsdp",))}
+
     strategy: Literal["none", "ddp", "fsdp"] = "none"
     reshard_after_forward: bool = True
+
+
+class CheckpointConfig(Section):
+    """Which checkpoints are kept, and how they are written.
+
+    Kept are the newest `keep_last`, those of steps that `keep_every` divides, and the `keep_best` with the
+    lowest validation loss. `asynchronous` copies the optimizer's state and writes it while training goes on.
+    """
+
+    keep_last: Size = 3
+    keep_every: Size | None = None
+    keep_best: Count = 0
+    asynchronous: bool = False
 
 
 class TelemetryConfig(Section):
@@ -245,7 +275,10 @@ class TrainingConfig(Section):
     masters in the optimizer), `fp16` (autocast with a loss scale, CUDA only) or `float8` (matrix products
     where the hardware has them). `compile` pays where a run is longer than the half minute it takes.
     `device` is `auto` (CUDA where there is one, else the CPU), `cpu` or `cuda`, `cuda:1`, ...
-    `checkpoint_dir=null` saves nothing; otherwise every `save_interval` steps and at the end.
+    Every `eval_interval` steps, of all units together, the validation loss of `eval_batches` batches is taken
+    (`null`: not before the end; of all batches). `checkpoint_dir=null` saves nothing; otherwise every
+    `save_interval` steps and at the end. `resume` goes on with the run whose newest whole checkpoint is
+    there, to the same bits that it would have ended with, or begins it where there is none.
     """
 
     training_architecture: Literal["rackwise", "stackwise", "blockwise"] = "rackwise"
@@ -259,15 +292,33 @@ class TrainingConfig(Section):
     compile: bool = False
     grad_clip: float | None = Field(1.0, gt=0.0)
     log_interval: Size = 10
+    eval_interval: Size | None = None
+    eval_batches: Size | None = None
     checkpoint_dir: str | None = None
     save_interval: Size = 100
+    resume: bool = False
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
     objective: ObjectiveConfig = Field(default_factory=ObjectiveConfig)
     scope: ScopeConfig = Field(default_factory=ScopeConfig)
     recompute: RecomputeConfig = Field(default_factory=RecomputeConfig)
     distributed: DistributedConfig = Field(default_factory=DistributedConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     telemetry: TelemetryConfig = Field(default_factory=TelemetryConfig)
+
+    @field_validator("resume")
+    @classmethod
+    def _there_is_a_folder(cls, resume: bool, info: ValidationInfo) -> bool:
+        if resume and info.data.get("checkpoint_dir", "") is None:
+            raise ValueError("is for checkpoint_dir, which is null")
+        return resume
+
+    @field_validator("eval_batches")
+    @classmethod
+    def _batches_are_evaluated(cls, batches: int | None, info: ValidationInfo) -> int | None:
+        if batches is not None and info.data.get("eval_interval", 0) is None:
+            raise ValueError("is for eval_interval, which is null")
+        return batches
 
     @field_validator("schedule")
     @classmethod

@@ -1,16 +1,17 @@
 """The trainer: scopes, objectives, optimizers, precision, memory, many devices, and the loop."""
 
-from stackwise.training.checkpoint import CheckpointManager, latest_checkpoint, load_rack
-from stackwise.training.loop import NonFiniteStepError
+from stackwise.training.checkpoint import RackCheckpoints, latest_checkpoint, load_rack
+from stackwise.training.loop import NonFiniteStepError, TrainingTerminated
 from stackwise.training.result import TrainingResult
 from stackwise.training.schedule import get_lr_with_warmup
 from stackwise.training.trainer import ArchitectureTrainer
 
 __all__ = [
     "ArchitectureTrainer",
-    "CheckpointManager",
     "NonFiniteStepError",
+    "RackCheckpoints",
     "TrainingResult",
+    "TrainingTerminated",
     "get_lr_with_warmup",
     "latest_checkpoint",
     "load_rack",

@@ -4,33 +4,106 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
+from typing import Any
 
 from torch import Tensor
 
 from stackwise.argument import require
+from stackwise.random_states import random_states, set_random_states
 
-__all__ = ["Batch", "as_mapping", "batch_stream", "check_restarts"]
+__all__ = ["Batch", "BatchStream", "as_mapping", "check_restarts"]
 
 Batch = Mapping[str, Tensor] | Tensor | Sequence[Tensor]
 
 
-def batch_stream(
-    dataloader: Iterable[Batch], per_step: int = 1, first_step: int = 0
-) -> Iterator[tuple[int, list[Mapping[str, Tensor]]]]:
+class BatchStream:
     """Of each step the pass over the data in which it begins and its `per_step` batches, without end.
 
+    Its state is a place: a pass and the batch of it that comes next. A loader with a state of its own
+    (`Batches`, `StatefulDataLoader`) goes on there by it. Of any other as many batches are taken again and
+    left out, after the random states with which the pass began: that is the same of a `DataLoader` that
+    shuffles, unless it has a generator of its own.
+
     Args:
-        dataloader: started again when it ends; where it has `set_epoch`, that is told the pass.
+        dataloader: started again when it ends; where it, its dataset or its sampler has `set_epoch`, that is
+            told the pass.
         per_step: batches a step.
         first_step: how many steps are left out at first.
 
     Raises:
-        ValueError: a loader without batches, also in a later pass, or a batch of another kind.
+        ValueError: from `next`: a loader without batches, also in a later pass, or a batch of another kind.
     """
-    batches = islice(_forever(dataloader), first_step * per_step, None)
-    while True:
-        several = list(islice(batches, per_step))
-        yield several[0][0], [as_mapping(batch) for _, batch in several]
+
+    def __init__(self, dataloader: Iterable[Batch], per_step: int = 1, first_step: int = 0) -> None:
+        self._dataloader, self._per_step = dataloader, per_step
+        self._epoch = self._index = 0
+        self._batches: Iterator[Batch] | None = None
+        self._began: dict[str, Any] | None = None  # random states at the start of the pass
+        for _ in range(first_step * per_step):
+            self._take()
+
+    def __iter__(self) -> Iterator[tuple[int, list[Mapping[str, Tensor]]]]:
+        return self
+
+    def __next__(self) -> tuple[int, list[Mapping[str, Tensor]]]:
+        taken = [self._take() for _ in range(self._per_step)]
+        return taken[0][0], [as_mapping(batch) for _, batch in taken]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place of the batch that comes next."""
+        state: dict[str, Any] = {"epoch": self._epoch, "batch": self._index}
+        if _has_state(self._dataloader):
+            return state | {"loader": self._dataloader.state_dict()}  # type: ignore[attr-defined]
+        return state | {"began": self._began}  # None: the pass has not begun
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on at a place; random states are as they then come to be.
+
+        Raises:
+            ValueError: the loader is another one, or has fewer batches.
+        """
+        self._epoch, self._index = state["epoch"], state["batch"]
+        self._start()
+        if _has_state(self._dataloader):
+            kind = type(self._dataloader).__name__
+            require("loader" in state, "dataloader", kind, "one without a state, as when this was saved")
+            self._dataloader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
+            self._batches = iter(self._dataloader)
+            return
+        self._began = state["began"]
+        if self._began is None:
+            return
+        set_random_states(self._began)
+        self._batches = iter(self._dataloader)
+        left_out = sum(1 for _ in islice(self._batches, self._index))
+        fewer = f"{self._index} or more in pass {self._epoch}, as when the state was saved"
+        require(left_out == self._index, "batches of the dataloader", left_out, fewer)
+
+    def _start(self) -> None:
+        loader = self._dataloader
+        inside = (getattr(loader, name, None) for name in ("dataset", "batch_sampler", "sampler"))
+        for each in (loader, *inside):
+            told = getattr(each, "set_epoch", None)
+            if told is not None:
+                told(self._epoch)
+                return
+
+    def _take(self) -> tuple[int, Batch]:
+        while True:
+            if self._batches is None:
+                self._start()
+                self._began = None if _has_state(self._dataloader) else random_states()
+                self._batches, self._index = iter(self._dataloader), 0
+            for batch in self._batches:
+                self._index += 1
+                return self._epoch, batch
+            if not self._index:
+                raise ValueError("dataloader: got no batch" + (" in a later epoch" if self._epoch else ""))
+            self._epoch, self._batches = self._epoch + 1, None
+
+
+def _has_state(dataloader: object) -> bool:
+    return hasattr(dataloader, "state_dict") and hasattr(dataloader, "load_state_dict")
 
 
 def check_restarts(dataloader: Iterable[Batch], n_units: int) -> None:
@@ -59,16 +132,3 @@ def as_mapping(batch: Batch) -> Mapping[str, Tensor]:
     raise ValueError(
         f"dataloader: got a batch of {type(batch).__name__}; allowed: ids, or a dict with input_ids"
     )
-
-
-def _forever(dataloader: Iterable[Batch]) -> Iterator[tuple[int, Batch]]:
-    epoch = 0
-    while True:
-        if hasattr(dataloader, "set_epoch"):
-            dataloader.set_epoch(epoch)
-        batch = None
-        for batch in dataloader:
-            yield epoch, batch
-        if batch is None:
-            raise ValueError("dataloader: got no batch" + (" in a later epoch" if epoch else ""))
-        epoch += 1

@@ -1,44 +1,58 @@
-"""Checkpoints: a Rack's weights and configuration, published whole or not at all."""
+"""RackCheckpoints: a run's checkpoints, each with a Rack that can be loaded by itself."""
 
 from __future__ import annotations
 
-import os
-import re
-import shutil
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import distributed, nn
 
-from stackwise.argument import check_sizes
+from stackwise.checkpoint import CheckpointManager
+from stackwise.checkpoint.folder import MANIFEST, Manifest, verify_files
 from stackwise.config import StackWiseConfig
 from stackwise.model.build import create_rack_from_config
 from stackwise.model.rack import Rack
+from stackwise.random_states import random_states_kept
 from stackwise.seed import seeded
+from stackwise.training.run_state import check_same_run
 
-__all__ = ["CheckpointManager", "latest_checkpoint", "load_rack"]
+__all__ = ["ParameterNames", "RackCheckpoints", "latest_checkpoint", "load_rack"]
 
-_NAME = re.compile(r"step-(0|[1-9][0-9]*)")
 _TIED_COPY = "lm_head.weight"
+_WEIGHTS, _CONFIG = "model.safetensors", "config.yaml"
 
 
-class CheckpointManager:
-    """A directory of checkpoints, one folder a step: `step-N/model.safetensors` and `config.yaml`.
+class RackCheckpoints:
+    """A directory of checkpoints, one folder a step, as `CheckpointManager` keeps them.
 
-    A checkpoint is written under a temporary name, flushed to disk and renamed, so that a folder
-    named `step-N` is always whole. Order is by the number N, never by name or time.
+    Each has the weights as `model.safetensors`, `config.yaml`, and the state of whatever else there is.
+    Several processes that train together call all methods, as the others do.
 
     Args:
         directory: created at the first save.
-        config: describes the Rack that is saved; stored beside the weights.
-        keep_last: how many of the newest to keep.
+        config: describes the Rack that is saved. How many are kept is `training.checkpoint`.
+        group: of torch.distributed, that takes CPU tensors; None: all processes.
     """
 
-    def __init__(self, directory: str | Path, config: StackWiseConfig, *, keep_last: int = 3) -> None:
-        check_sizes(keep_last=keep_last)
-        self.directory, self.config, self.keep_last = Path(directory), config, keep_last
+    def __init__(self, directory: str | Path, config: StackWiseConfig, group: Any = None) -> None:
+        self.directory, self.config = Path(directory), config
+        self._checked: Rack | None = None
+        kept = config.training.checkpoint
+        self._manager = CheckpointManager(
+            directory,
+            keep_last=kept.keep_last,
+            keep_every=kept.keep_every,
+            keep_best=kept.keep_best,
+            asynchronous=kept.asynchronous,
+            group=group,
+        )
 
     def check(self, rack: Rack) -> None:
         """Refuse a Rack that the configuration would not build again.
@@ -63,104 +77,171 @@ class CheckpointManager:
                     "checkpoint_dir: the configuration does not describe this Rack: "
                     f"{ours}, configured {theirs}"
                 )
+        self._checked = rack  # what it is computed with may change meanwhile, as in float8
 
-    def save(self, step: int, rack: Rack) -> Path:
-        """Write the checkpoint of `step`, then remove those beyond `keep_last`.
+    def save(
+        self,
+        step: int,
+        rack: Rack,
+        objects: Mapping[str, Any] | None = None,
+        *,
+        metric: float | None = None,
+    ) -> Path | None:
+        """Write the checkpoint of `step`, then remove those that are not kept.
+
+        If the disk refuses there is a `CheckpointWarning`, and earlier checkpoints are as they were.
+
+        Args:
+            step: of the run.
+            rack: all of its weights, of the first process. It is checked once.
+            objects: what else the run needs to go on.
+            metric: the lower, the better.
 
         Returns:
-            The checkpoint's folder.
+            The checkpoint's folder; None if it could not be written.
+
 
         Raises:
             ValueError: as `check`.
-            OSError: the disk refused; earlier checkpoints are as they were.
         """
-        self.check(rack)
-        target = self.directory / f"step-{step}"
-        scratch = self.directory / f".step-{step}.{os.getpid()}"
-        replaced = self.directory / f".step-{step}.{os.getpid()}.old"
-        scratch.mkdir(parents=True, exist_ok=True)
-        try:
-            save_file(_weights(rack), scratch / "model.safetensors")
-            self.config.to_yaml(scratch / "config.yaml")
-            for path in (*scratch.iterdir(), scratch):
-                _flush(path)
-            if target.exists():
-                target.rename(replaced)
-            try:
-                scratch.rename(target)
-            except OSError:
-                if replaced.exists():
-                    replaced.rename(target)
-                raise
-            _flush(self.directory)
-            shutil.rmtree(replaced, ignore_errors=True)
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
-        for old in self.steps()[: -self.keep_last]:
-            if old != step:
-                shutil.rmtree(self.directory / f"step-{old}")
-        return target
+        if self._checked is not rack:
+            self.check(rack)
+        files: dict[str, Callable[[Path], None]] = {
+            _WEIGHTS: partial(_write_weights, rack),
+            _CONFIG: self.config.to_yaml,
+        }
+        notes = {"config": self.config.to_dict()}
+        return self._manager.save(step, objects or {}, metric=metric, files=files, notes=notes)
+
+    def resume(self, rack: Rack) -> int | None:
+        """Give a Rack the weights of the newest checkpoint that is whole. Random states are left alone.
+
+        Returns:
+            its step; None: there is no checkpoint.
+
+        Raises:
+            ValueError: it is of a run with another configuration, naming each key.
+        """
+        with random_states_kept():
+            restored = self._manager.restore({})
+        if restored is None:
+            return None
+        ours = distributed.get_world_size() if distributed.is_initialized() else 1
+        check_same_run(self.config, restored.notes["config"], restored.path, (ours, restored.world_size))
+        _load_weights(rack, restored.path)
+        return restored.step
+
+    def restore(self, objects: Mapping[str, Any], step: int) -> None:
+        """Give objects, and the random states of this process, what the checkpoint of `step` has for them."""
+        self._manager.restore(objects, step)
+
+    def refuse_old_run(self) -> None:
+        """Refuse a folder that has checkpoints, so that no two runs mix.
+
+        Raises:
+            ValueError: naming their steps.
+        """
+        steps = self.steps()
+        if steps:
+            raise ValueError(
+                f"training.checkpoint_dir: {self.directory} already holds checkpoints of steps {steps}; "
+                "allowed: a folder without any, so that no two runs mix, or training.resume=true, which goes on "
+                "with that run"
+            )
 
     def steps(self) -> list[int]:
         """The steps that have a checkpoint, ascending as numbers."""
-        return _steps(self.directory)
+        return self._manager.steps()
 
     def latest(self) -> Path | None:
-        """The checkpoint with the highest step number, or None."""
-        return latest_checkpoint(self.directory)
+        """The checkpoint with the highest step number that is whole, or None."""
+        return self._manager.latest()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._manager.__exit__(kind, error, trace)
+
+    def close(self) -> None:
+        """Wait for what is being written.
+
+        Raises:
+            OSError: the last checkpoint could not be.
+        """
+        self._manager.close()
+
+
+class ParameterNames(nn.Module):
+    """The parameters of a Rack by name, and no state: an optimizer beside it is kept by these names.
+
+    Its weights are a file of their own. With the names the state of an optimizer fits any number of
+    processes, also where each has a part of it.
+    """
+
+    def __init__(self, rack: Rack) -> None:
+        super().__init__()
+        self._named = dict(rack.named_parameters())
+
+    def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As they were when this was made."""
+        return iter(self._named.items())
+
+    def state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:  # type: ignore[override]
+        """Nothing."""
+        return {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *_: Any, **__: Any) -> None:
+        """Nothing."""
 
 
 def latest_checkpoint(directory: str | Path) -> Path | None:
-    """The checkpoint with the highest step number in a directory, or None."""
-    steps = _steps(Path(directory))
-    return Path(directory) / f"step-{steps[-1]}" if steps else None
-
-
-def _steps(directory: Path) -> list[int]:
-    if not directory.is_dir():
-        return []
-    names = (_NAME.fullmatch(path.name) for path in directory.iterdir() if path.is_dir())
-    return sorted(int(match[1]) for match in names if match)
+    """The checkpoint with the highest step number in a directory that is whole, or None."""
+    return CheckpointManager(directory).latest()
 
 
 def load_rack(path: str | Path) -> Rack:
-    """The Rack that `CheckpointManager.save` wrote, on the CPU, bit for bit.
+    """The Rack that `RackCheckpoints.save` wrote, on the CPU, bit for bit.
+
+    A folder with nothing but `config.yaml` and `model.safetensors` will do.
 
     Raises:
-        ConfigError, ValueError: the folder does not hold one.
+        DamagedCheckpointError: a file is not what was written, naming it.
+        ConfigError, ValueError: the folder does not hold a Rack.
         OSError: it cannot be read.
     """
     path = Path(path)
-    config = StackWiseConfig.from_yaml(path / "config.yaml")
+    if path.name.startswith("step-") and (path / MANIFEST).exists():  # a copy may have any name
+        files = Manifest.read(path).files
+        verify_files(path, {name: files[name] for name in (_WEIGHTS, _CONFIG) if name in files})
+    config = StackWiseConfig.from_yaml(path / _CONFIG)
     with seeded(0):
         rack = create_rack_from_config(config)
+    _load_weights(rack, path)
+    return rack
+
+
+def _load_weights(rack: Rack, path: Path) -> None:
     try:
-        weights = load_file(path / "model.safetensors")
+        weights = load_file(path / _WEIGHTS)
     except SafetensorError as error:
-        raise ValueError(f"{path}: model.safetensors is damaged: {error}") from None
+        raise ValueError(f"{path}: {_WEIGHTS} is damaged: {error}") from None
     if rack.tie_embeddings and "embedding.weight" in weights:
         weights[_TIED_COPY] = weights["embedding.weight"]
     try:
         rack.load_state_dict(weights)
     except RuntimeError as error:
         raise ValueError(f"{path}: weights and configuration disagree: {error}") from None
-    return rack
 
 
 def _description(rack: Rack) -> list[str]:
     return [f"tie_embeddings={rack.tie_embeddings}", *(line.strip() for line in str(rack).splitlines())]
 
 
-def _weights(rack: Rack) -> dict[str, torch.Tensor]:
+def _write_weights(rack: Rack, path: Path) -> None:
     weights = {name: w.detach().cpu().contiguous() for name, w in rack.state_dict().items()}
     if rack.tie_embeddings:
         del weights[_TIED_COPY]
-    return weights
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    save_file(weights, path)

@@ -24,7 +24,7 @@ from stackwise.training.objective import Objective
 from stackwise.training.phase_model import PhaseModel, blocks_of
 from stackwise.training.processes import Processes
 
-__all__ = ["SharedRack", "check_rows", "gradient_sync", "is_sharded"]
+__all__ = ["SharedRack", "check_rows", "gradient_sync", "is_sharded", "reshard"]
 
 # What FSDP2 gathers weights in. It keeps its part of them in float32, and adds gradients up in float32.
 _GATHERED = {"fp32": None, "bf16": torch.bfloat16}
@@ -154,6 +154,13 @@ def gradient_sync(model: nn.Module, wanted: bool) -> Iterator[None]:
 def is_sharded(model: nn.Module) -> bool:
     """Whether each process has a part of it: FSDP2, which also says what dtype it computes in."""
     return hasattr(model, "set_requires_gradient_sync")
+
+
+def reshard(model: nn.Module) -> None:
+    """Give up gathered weights that a forward pass without a backward pass has left behind."""
+    for module in model.modules():
+        if is_sharded(module):
+            module.reshard()  # type: ignore[operator]
 
 
 def check_rows(dataloader: object, processes: Processes) -> None:

@@ -10,18 +10,25 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
 
 from torch import Tensor, nn
 
+from stackwise.checkpoint import EXIT_CODE
 from stackwise.config import TrainingConfig
+from stackwise.device import release_freed_memory
+from stackwise.model.mode import evaluating
+from stackwise.model.rack import Rack
 from stackwise.model.surgery import set_identity
 from stackwise.stability.telemetry import StepBuffer, StepRecord
-from stackwise.training.batch_stream import Batch, batch_stream
+from stackwise.training.batch_stream import Batch, BatchStream
 from stackwise.training.block_store import BlockStore
-from stackwise.training.checkpoint import CheckpointManager
-from stackwise.training.distributed import SharedRack
+from stackwise.training.checkpoint import ParameterNames, RackCheckpoints
+from stackwise.training.distributed import SharedRack, is_sharded, reshard
+from stackwise.training.evaluation import Evaluation, ValidationRecord
 from stackwise.training.master import MasterAdamW
 from stackwise.training.objective import Objective
 from stackwise.training.phase_model import PhaseModel, blocks_of, only_training
@@ -30,11 +37,13 @@ from stackwise.training.prefix import PrefixOutputs, batch_key
 from stackwise.training.recompute import recomputing
 from stackwise.training.record_log import RecordLog
 from stackwise.training.result import UnitResult, unit_result
+from stackwise.training.run_state import records_of, state_of_records
 from stackwise.training.scope import Phase
 from stackwise.training.step import MicroBatch, TrainStep
+from stackwise.training.targets import Targets
 from stackwise.training.throughput import ThroughputMeter
 
-__all__ = ["NonFiniteStepError", "TrainingLoop"]
+__all__ = ["NonFiniteStepError", "TrainingLoop", "TrainingTerminated"]
 
 _SEARCH = 32  # halvings: from the first loss scale, 2**16, to one below all that float16 can hold
 
@@ -54,6 +63,22 @@ class NonFiniteStepError(ArithmeticError):
         )
 
 
+class TrainingTerminated(SystemExit):
+    """The process was asked to end; the run is saved, and can go on. Its exit code is 75.
+
+    Attributes:
+        steps: that are done.
+    """
+
+    def __init__(self, steps: int, directory: Path) -> None:
+        super().__init__(EXIT_CODE)
+        self.steps, self.directory = steps, directory
+
+    def __str__(self) -> str:
+        saved = f"ended on request after {self.steps} steps, saved in {self.directory}"
+        return f"{saved}; training.resume goes on"
+
+
 @dataclass
 class TrainingLoop:
     """A Rack, what it learns from, and what came of it so far.
@@ -61,11 +86,15 @@ class TrainingLoop:
     Attributes:
         shared: the Rack, and the processes that train it.
         meter: of tokens and of waiting for data.
+        validation: what is evaluated every `eval_interval` steps; None: nothing is.
+        validation_records: what came of that.
         logs: what else gets every record.
         learning_rate: of a step in a schedule of so many steps.
         records: every step, of all phases.
         epochs: the pass over the data of each step since the last phase began that does not continue one.
         tokens: that were trained on, by all processes.
+        units: what each phase that is over did.
+        terminates: whether the run is to be saved and left, behind so many steps; None: never.
     """
 
     shared: SharedRack
@@ -76,30 +105,47 @@ class TrainingLoop:
     store: BlockStore
     prefix: PrefixOutputs
     meter: ThroughputMeter
-    checkpoints: CheckpointManager | None = None
+    checkpoints: RackCheckpoints | None = None
+    validation: Iterable[Batch] | None = None
+    validation_records: list[ValidationRecord] = field(default_factory=list)
     logs: Sequence[RecordLog] = ()
     records: list[StepRecord] = field(default_factory=list)
     epochs: list[int] = field(default_factory=list)
     tokens: int = 0
+    units: list[UnitResult] = field(default_factory=list)
+    terminates: Callable[[int], bool] | None = None
 
     def __post_init__(self) -> None:
         self.rack, self.processes = self.shared.rack, self.shared.processes
         self.device = self.store.device
         self._train_step: TrainStep | None = None
         self._left_out = 0  # steps in a row
+        self._done = 0  # steps of the phase
+        self._resumed: Mapping[str, Any] | None = None  # until the phase that was left has begun again
         self._head = nn.ModuleList([self.rack.final_norm, self.rack.lm_head])
         fresh = self._head.state_dict() if self.settings.scope.head == "per_unit" else {}
         self._fresh_head = {name: tensor.clone() for name, tensor in fresh.items()}
 
-    def run(self, phase: Phase, following: Phase | None = None) -> UnitResult:
-        """Go through a phase; what the `following` one needs is read ahead meanwhile.
+    def run(self, phases: Sequence[Phase]) -> None:
+        """Go through the phases, or what is left of them.
 
         Raises:
             ValueError: nothing to train, or no data.
             NonFiniteStepError: the loss or the gradient stopped being finite.
         """
-        settings, first = self.settings, len(self.records)
-        computed, began = self.prefix.statistics.computed, time.perf_counter()
+        # What a phase gives up lies between what the next one asks for.
+        gives_back = self.settings.scope.offload != "none"
+        for place in range(len(self.units), len(phases)):
+            if gives_back:
+                release_freed_memory()
+            self._run(phases[place], phases[place + 1] if place + 1 < len(phases) else None)
+
+    def _run(self, phase: Phase, following: Phase | None) -> None:
+        """Go through a phase; what the `following` one needs is read ahead meanwhile."""
+        settings, began = self.settings, time.perf_counter()
+        if self._resumed is None:
+            self._done, self._first_record = 0, len(self.records)
+            self._computed = self.prefix.statistics.computed
         self.prefix.forget(min((*phase.trained, *phase.enters)))
         float8 = self.settings.precision == "float8"
         with (
@@ -110,16 +156,48 @@ class TrainingLoop:
             if following is not None:
                 self.store.expect(following.path[following.n_prefix :])
             self._train(phase)
-        return unit_result(
-            self.rack,
-            phase,
-            self.records[first:],
-            last=settings.log_interval,
-            first_record=first,
-            num_batches=phase.steps * settings.accumulation_steps,
-            prefix_blocks=self.prefix.statistics.computed - computed,
-            seconds=time.perf_counter() - began,
+        self.units.append(
+            unit_result(
+                self.rack,
+                phase,
+                self.records[self._first_record :],
+                last=settings.log_interval,
+                first_record=self._first_record,
+                num_batches=phase.steps * settings.accumulation_steps,
+                prefix_blocks=self.prefix.statistics.computed - self._computed,
+                seconds=time.perf_counter() - began,
+            )
         )
+
+    def state_dict(self) -> dict[str, Any]:
+        """All but weights, optimizer and random states, between two steps."""
+        assert self._train_step is not None, "a step was made"
+        scale = self._train_step.loss_scale
+        return {
+            "units": [dict(unit) for unit in self.units],
+            "done": self._done,
+            "first_record": self._first_record,
+            "prefix_blocks": self.prefix.statistics.computed - self._computed,
+            "records": state_of_records(self.records),
+            "epochs": list(self.epochs),
+            "tokens": self.tokens,
+            "left_out": self._left_out,
+            "validation": [record.to_dict() for record in self.validation_records],
+            "fresh_head": dict(self._fresh_head),
+            "loss_scale": None if scale is None else scale.state_dict(),
+            "stream": self._batches.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on behind the step that `state` is of, with the next call of `run`."""
+        self.units[:] = [cast("UnitResult", dict(unit)) for unit in state["units"]]
+        self._done, self._first_record = state["done"], state["first_record"]
+        self._computed = -state["prefix_blocks"]
+        self.records[:], self.epochs[:] = records_of(state["records"]), state["epochs"]
+        self.tokens, self._left_out = state["tokens"], state["left_out"]
+        self.validation_records[:] = [ValidationRecord(**each) for each in state["validation"]]
+        self._fresh_head = dict(state["fresh_head"])
+        self._resumed = state
 
     def _train(self, phase: Phase) -> None:
         """All steps. What they needed is given up before the Blocks leave."""
@@ -127,7 +205,7 @@ class TrainingLoop:
         try:
             step = self._begin(phase, model)
             with recomputing(self.rack, self.settings.recompute, layers=list(model.blocks)):
-                for number in range(phase.steps):
+                for number in range(self._done, phase.steps):
                     self._step(phase, number, step)
             done = True
         finally:
@@ -138,10 +216,11 @@ class TrainingLoop:
 
     def _model(self, phase: Phase) -> PhaseModel:
         blocks = blocks_of(self.rack)
-        for i in phase.enters:
-            set_identity(blocks[i])
-        if phase.fresh_head:
-            self._head.load_state_dict(self._fresh_head)
+        if self._resumed is None:
+            for i in phase.enters:
+                set_identity(blocks[i])
+            if phase.fresh_head:
+                self._head.load_state_dict(self._fresh_head)
         self.rack.train()
         for i in phase.path[: phase.n_prefix]:
             blocks[i].eval()
@@ -156,14 +235,40 @@ class TrainingLoop:
         if phase.continues and self._train_step is not None:
             self._train_step.take(self.shared.wrap(model))
             return self._train_step
-        stream = batch_stream(self.dataloader, settings.accumulation_steps, phase.first_step)
-        self._stream = self.meter.waiting(stream)
-        self.epochs.clear()
+        resumed, self._resumed = self._resumed, None
+        first_step = phase.first_step if resumed is None else 0
+        self._batches = BatchStream(self.dataloader, settings.accumulation_steps, first_step)
+        self._stream = self.meter.waiting(self._batches)
         # What joins later is in the optimizer from the start, and has no gradient until then.
-        optimized = self.rack if phase.is_continued else model
+        optimized = self.rack if phase.is_continued or phase.continues else model
         self._train_step = TrainStep(model, settings, self.rack, optimized, self.processes)
+        if resumed is None:
+            self.epochs.clear()
+        else:
+            self._go_on(resumed, self._train_step, reads=self._done < phase.steps or phase.is_continued)
         self._train_step.take(self.shared.wrap(model))
         return self._train_step
+
+    def _go_on(self, state: Mapping[str, Any], step: TrainStep, *, reads: bool) -> None:
+        """Put everything where it was behind the step that `state` is of; random states last."""
+        assert self.checkpoints is not None, "the state is of a checkpoint"
+        if reads:
+            self._batches.load_state_dict(state["stream"])
+        if step.loss_scale is not None:
+            step.loss_scale.load_state_dict(state["loss_scale"])
+        self.checkpoints.restore(self._shared_objects(step), len(self.records))
+
+    def _shared_objects(self, step: TrainStep) -> dict[str, Any]:
+        """What is kept once for all processes, or by each of them in parts."""
+        return {"names": ParameterNames(self.rack), "optimizer": step.optimizer}
+
+    def _save(self, step: TrainStep) -> None:
+        assert self.checkpoints is not None
+        now = [each.loss for each in self.validation_records[-1:] if each.steps == len(self.records)]
+        objects = {"run": self, **self._shared_objects(step)}
+        with _full_precision(step, self.rack):
+            whole = self.shared.gather()
+            self.checkpoints.save(len(self.records), whole, objects, metric=now[0] if now else None)
 
     def _step(self, phase: Phase, number: int, step: TrainStep) -> None:
         settings, done = self.settings, len(self.records) + len(self._buffer)
@@ -185,18 +290,26 @@ class TrainingLoop:
             names=outcome.names if norms else None,
         )
         self.epochs.append(epoch)
+        self._done = number + 1
         saving = self.checkpoints is not None and (done + 1) % settings.save_interval == 0
         last = number == phase.steps - 1
-        if self._buffer.full or saving or last:
+        interval = settings.eval_interval
+        evaluates = self.validation is not None and interval is not None and (done + 1) % interval == 0
+        if evaluates:
+            arrived = self._buffer.drain()
+            broken = any(record.skipped for record in arrived)
+            self._read(arrived, {} if broken else {"validation_loss": self._evaluate(phase, step, done + 1)})
+        elif self._buffer.full or saving or last:
             self._read(self._buffer.drain())
         elif (number + 1) % settings.log_interval == 0:
             self._read(self._buffer.poll())
-        if self.checkpoints and (saving or (last and phase.is_last)):
-            masters = step.optimizer if isinstance(step.optimizer, MasterAdamW) else None
-            with masters.full_precision() if masters else nullcontext():
-                whole = self.shared.gather()
-                if self.processes.is_main:
-                    self.checkpoints.save(done + 1, whole)
+        ends = last and phase.is_last
+        leaves = self.terminates is not None and self.terminates(done + 1) and not ends
+        if self.checkpoints and (saving or leaves or ends):
+            self._read(self._buffer.drain())
+            self._save(step)
+        if self.checkpoints and leaves:
+            raise TrainingTerminated(len(self.records), self.checkpoints.directory)
 
     def _micro_batches(
         self, phase: Phase, step: int, batches: Sequence[Mapping[str, Tensor]]
@@ -213,12 +326,33 @@ class TrainingLoop:
             made.append(MicroBatch(targets, hidden_BTC))
         return made
 
-    def _read(self, arrived: Sequence[StepRecord]) -> None:
+    def _evaluate(self, phase: Phase, step: TrainStep, steps: int) -> float:
+        """The validation loss of what the phase computes, with the weights that a checkpoint would have."""
+        assert self.validation is not None
+        evaluation = Evaluation(self.objective, self.settings, self.processes)
+
+        def total(targets: Targets) -> Tensor:
+            hidden_BTC = self.prefix.computed(targets, phase.n_prefix) if phase.n_prefix else None
+            summed: Tensor = step.model(targets, hidden_BTC, evaluation.objective)
+            return summed
+
+        with self.meter.paused(), evaluating(self.rack), _full_precision(step, self.rack):
+            loss = evaluation.mean_loss(
+                total,
+                self.validation,
+                limit=self.settings.eval_batches,
+                precision="fp32" if is_sharded(step.model) else None,  # FSDP says what it computes in
+            )
+            reshard(step.model)
+        self.validation_records.append(ValidationRecord(steps, loss, phase.unit.name))
+        return loss
+
+    def _read(self, arrived: Sequence[StepRecord], evaluated: Mapping[str, float] | None = None) -> None:
         """Show records to whoever looks, also one that ends the run, and take them in."""
         for record in arrived:
             self.meter.count(record.tokens or 0)
         if arrived and self.logs:
-            figures = self.meter.read().to_dict()
+            figures = {**self.meter.read().to_dict(), **(evaluated or {})}
             for log in self.logs:
                 log.write(arrived, figures)
         for record in arrived:
@@ -229,3 +363,9 @@ class TrainingLoop:
                 raise NonFiniteStepError(record)
             self.records.append(record)
             self.tokens += record.tokens or 0
+
+
+def _full_precision(step: TrainStep, rack: Rack) -> AbstractContextManager[None]:
+    """Meanwhile weights are what the run ends with."""
+    masters = step.optimizer if isinstance(step.optimizer, MasterAdamW) else None
+    return masters.full_precision(rack) if masters else nullcontext()

@@ -149,16 +149,26 @@ class MasterAdamW(torch.optim.Optimizer):
             )
 
     @contextmanager
-    def full_precision(self) -> Iterator[None]:
-        """The parameters are the masters meanwhile: for saving and evaluation."""
-        weights = [(p, p.data) for p, _ in self._wide()]
-        for p, wide in self._wide():
-            p.data = wide
+    def full_precision(self, module: nn.Module) -> Iterator[None]:
+        """The masters are in the place of the parameters of `module` meanwhile: for saving and evaluation.
+
+        The parameters themselves are not touched: one whose dtype changes loses its hooks, and DDP would no
+        longer see its gradient.
+        """
+        wide = {id(p): nn.Parameter(master, p.requires_grad) for p, master in self._wide()}
+        held = [
+            (owner, name, p)
+            for owner in module.modules()
+            for name, p in owner._parameters.items()
+            if id(p) in wide
+        ]
+        for owner, name, p in held:
+            owner._parameters[name] = wide[id(p)]
         try:
             yield
         finally:
-            for p, weight in weights:
-                p.data = weight
+            for owner, name, p in held:
+                owner._parameters[name] = p
 
     def finish(self) -> None:
         """Make the parameters float32 again, as precise as the masters are. The optimizer is used up."""

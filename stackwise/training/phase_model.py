@@ -40,17 +40,21 @@ class PhaseModel(nn.Module):
         self.final_norm, self.lm_head = rack.final_norm, rack.lm_head
         self.objective = objective
 
-    def forward(self, targets: Targets, hidden_BTC: Tensor | None = None) -> Tensor:
+    def forward(
+        self, targets: Targets, hidden_BTC: Tensor | None = None, objective: Objective | None = None
+    ) -> Tensor:
         """The objective's total over a batch, in nats, not yet divided by how much is predicted.
 
         Args:
             targets: of the batch.
             hidden_BTC: what the Blocks before these say of it; None where the first is the Rack's first.
+            objective: another than what the Rack learns.
 
         Returns:
             a float32 scalar.
         """
-        return self.objective.total(self.final_norm, self.lm_head, self.hidden(targets, hidden_BTC), targets)
+        asked, hidden_BTC = objective or self.objective, self.hidden(targets, hidden_BTC)
+        return asked.total(self.final_norm, self.lm_head, hidden_BTC, targets)
 
     def hidden(self, targets: Targets, hidden_BTC: Tensor | None = None) -> Tensor:
         """What the head reads, (B, T, C). Arguments as in `forward`."""

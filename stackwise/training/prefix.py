@@ -78,6 +78,11 @@ class PrefixOutputs:
             self._folder = Path(tempfile.mkdtemp(prefix="prefix-", dir=directory))
 
     @torch.no_grad()
+    def computed(self, targets: Targets, depth: int) -> Tensor:
+        """The same of a batch that is not met again: nothing is kept, and nothing counted."""
+        return self._on(self._rack.embed(targets.input_ids), 0, targets, depth)
+
+    @torch.no_grad()
     def __call__(self, key: str, targets: Targets, depth: int) -> Tensor:
         """Hidden states (B, T, C) of a batch behind the first `depth` Blocks, on the device of training.
 
@@ -94,8 +99,7 @@ class PrefixOutputs:
             x_BTC, start = self._read(entry), entry.depth
         else:
             x_BTC, start = self._rack.embed(targets.input_ids), 0
-        layout = Layout(x_BTC, targets.attention_mask, targets.document_ids)
-        x_BTC = self._store.run(range(start, depth), x_BTC, layout)
+        x_BTC = self._on(x_BTC, start, targets, depth)
         self.statistics.computed += depth - start
         self._keep(key, depth, x_BTC)
         return x_BTC
@@ -111,6 +115,10 @@ class PrefixOutputs:
         self.forget(0)
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _on(self, x_BTC: Tensor, start: int, targets: Targets, depth: int) -> Tensor:
+        layout = Layout(x_BTC, targets.attention_mask, targets.document_ids)
+        return self._store.run(range(start, depth), x_BTC, layout)
 
     def _keep(self, key: str, depth: int, x_BTC: Tensor) -> None:
         held = self._entries[key].nbytes if key in self._entries else 0

@@ -30,6 +30,7 @@ class TrainingProgress:
         self._console = console or Console(stderr=True)
         self._total, self._quiet_seconds = total_steps, quiet_seconds
         self._bar: Progress | None = None
+        self._validation = ""
         if self._console.is_terminal:
             columns = (
                 TextColumn("training"),
@@ -57,10 +58,12 @@ class TrainingProgress:
         """Show the last of `records` as the newest step, with its rate where `figures` has one.
 
         `figures` are those of `Throughput.to_dict`; of them tokens per second, utilisation and the share
-        of waiting for data are shown.
+        of waiting for data are shown, and the last validation loss.
         """
         if records:
             figures = figures or {}
+            if "validation_loss" in figures:
+                self._validation = f"validation {figures['validation_loss']:.3f}  "
             rate = figures.get("tokens_per_second")
             parts = [] if rate is None else [f"{rate:,.0f} tokens/s"]
             for key, name in (("mfu", "MFU"), ("data_wait_share", "data wait")):
@@ -74,7 +77,7 @@ class TrainingProgress:
     def _show(self, record: StepRecord, rate: str) -> None:
         now = time.perf_counter()
         done = record.step + 1
-        text = f"loss {record.loss:.3f}  grad norm {record.grad_norm:.2f}  {rate}".rstrip()
+        text = f"loss {record.loss:.3f}  {self._validation}grad norm {record.grad_norm:.2f}  {rate}".rstrip()
         if self._bar:
             self._bar.update(self._task, completed=done, description=text)
         elif done == self._total or now - self._last_line >= self._quiet_seconds:

@@ -23,7 +23,10 @@ class RecordLog(Protocol):
     """A reader of records. It gets numbers of the host, so nothing it does waits for the device."""
 
     def write(self, records: Sequence[StepRecord], figures: Mapping[str, float] | None = None) -> None:
-        """Write `records` down, and `figures` (see `Throughput.to_dict`) as those of the last of them."""
+        """Write `records` down, and `figures` as those of the last of them.
+
+        They are those of `Throughput.to_dict`, and after an evaluation `validation_loss`.
+        """
 
     def close(self) -> None:
         """Write what is still held back."""
@@ -112,7 +115,7 @@ def read_json_lines(path: str | os.PathLike[str]) -> LoggedLines:
 
 
 class TensorBoardLog(_Log):
-    """Scalars for TensorBoard: `train/...` of records and `throughput/...` of figures; norms by parameter.
+    """Scalars for TensorBoard: `train/...` of records, norms, `throughput/...`, `validation/loss`.
 
     Args:
         folder: of the event files.
@@ -142,7 +145,8 @@ class TensorBoardLog(_Log):
                 self._writer.add_scalar(f"train/{name}", float(value), step)
         if records:
             for name, value in (figures or {}).items():
-                self._writer.add_scalar(f"throughput/{name}", value, records[-1].step)
+                tag = "validation/loss" if name == "validation_loss" else f"throughput/{name}"
+                self._writer.add_scalar(tag, value, records[-1].step)
 
     def close(self) -> None:
         """Wait for the writer's thread, and close the file."""

@@ -7,6 +7,7 @@ from typing import NotRequired, TypedDict
 
 from stackwise.model.rack import Rack
 from stackwise.stability.telemetry import StepRecord, mean_loss
+from stackwise.training.evaluation import ValidationRecord
 from stackwise.training.phase_model import blocks_of
 from stackwise.training.scope import Phase
 
@@ -30,6 +31,7 @@ class UnitResult(TypedDict):
         num_batches: that it trained on.
         first_record: index of its first step in `TrainingResult.records`.
         prefix_blocks: how many Blocks were computed in front of it, over all its batches.
+        seconds: that it took; of a run that went on, since then.
     """
 
     stack_idx: NotRequired[int]
@@ -52,6 +54,7 @@ class TrainingResult(TypedDict):
         results: of each unit, in the order of training; not of `rackwise` training.
         polish: of the steps that all units trained together in the end.
         total_stacks, total_blocks: how many units there are, of `stackwise` and `blockwise` training.
+        validation: of every `eval_interval` steps, where that is asked for.
         training_history: by pass over the data; of local scopes that of the last unit.
     """
 
@@ -68,6 +71,7 @@ class TrainingResult(TypedDict):
     num_batches: int
     avg_loss: float
     final_loss: float
+    validation: NotRequired[list[ValidationRecord]]
     training_history: list[EpochLoss]
     seconds: float
     tokens_per_second: float

@@ -66,6 +66,8 @@ class TrainStep:
 
     Attributes:
         model: what the next call trains.
+        optimizer: of all its parameters.
+        loss_scale: of float16; None: of another precision.
 
     Raises:
         ValueError: nothing to train.
@@ -89,7 +91,7 @@ class TrainStep:
             compile=settings.compile,
             rack=rack,
         )
-        self._scale = create_loss_scale(settings.precision, self.device)
+        self.loss_scale = create_loss_scale(settings.precision, self.device)
         self._names = {id(p): name for name, p in (rack or optimized or model).named_parameters()}
         # The loss is compiled with the model: logits are then reduced as they are widened.
         self.take(model)
@@ -119,14 +121,14 @@ class TrainStep:
                 share = total / count
                 # Gradients are averaged over the processes, and are to be summed.
                 summed = share * self.processes.world_size
-                (self._scale.scale(summed) if self._scale else summed).backward()
+                (self.loss_scale.scale(summed) if self.loss_scale else summed).backward()
             loss = loss + share.detach()
         loss = self.processes.sum(loss)
         # Asked anew each time: Stacks may have come and gone.
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         parameters = [p for p in parameters if p.grad is not None]
         norms_P = self._gradient_norms(parameters)
-        divisor = self._scale.divisor() if self._scale else None
+        divisor = self.loss_scale.divisor() if self.loss_scale else None
         if divisor is not None:
             norms_P = norms_P / divisor
         norm = global_norm(norms_P)
@@ -137,8 +139,8 @@ class TrainStep:
             divisor = clip if divisor is None else clip * divisor
         self.optimizer.grad_scale, self.optimizer.found_inf = divisor, skipped.float()
         self.optimizer.step()
-        if self._scale:
-            self._scale.update(self.optimizer.found_inf)
+        if self.loss_scale:
+            self.loss_scale.update(self.optimizer.found_inf)
         self.optimizer.zero_grad()
         return StepOutcome(loss, norm, skipped, norms_P, tuple(self._names[id(p)] for p in parameters))
 

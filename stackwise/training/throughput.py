@@ -7,6 +7,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import TypeVar
 
@@ -104,6 +105,18 @@ class ThroughputMeter:
             finally:
                 self._waited += self._clock() - before
             yield batch
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What happens meanwhile takes no time."""
+        before = self._clock()
+        try:
+            yield
+        finally:
+            away = self._clock() - before
+            self._start += away
+            for place, (then, tokens) in enumerate(self._recent):
+                self._recent[place] = (then + away, tokens)
 
     def read(self) -> Throughput:
         """The figures now. The host does not wait for the device."""

@@ -2,40 +2,45 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from rich.console import Console
-from torch import nn
+from torch import Tensor, nn
 
 from stackwise.argument import require
 from stackwise.benchmark.peak_rate import peak_flops
+from stackwise.checkpoint import Termination
 from stackwise.config import StackWiseConfig
 from stackwise.model.mode import evaluating
 from stackwise.model.rack import Rack
 from stackwise.seed import seeded
 from stackwise.stability.telemetry import mean_loss
 from stackwise.trainer_spec import TrainerSpec
-from stackwise.training.batch_stream import Batch, as_mapping, check_restarts
+from stackwise.training.batch_stream import Batch, check_restarts
 from stackwise.training.block_store import BlockStore, hidden_states
-from stackwise.training.checkpoint import CheckpointManager
+from stackwise.training.checkpoint import RackCheckpoints
 from stackwise.training.distributed import SharedRack, check_rows
+from stackwise.training.evaluation import Evaluation
 from stackwise.training.loop import NonFiniteStepError, TrainingLoop
 from stackwise.training.objective import Objective
 from stackwise.training.phase_model import blocks_of
-from stackwise.training.precision import autocast, check_precision, frozen_precision
+from stackwise.training.precision import check_precision
 from stackwise.training.prefix import PrefixOutputs
 from stackwise.training.processes import Processes
 from stackwise.training.progress import TrainingProgress
 from stackwise.training.record_log import JsonLinesLog, RecordLog, TensorBoardLog
-from stackwise.training.result import TrainingResult, UnitResult, epoch_losses
+from stackwise.training.result import TrainingResult, epoch_losses
 from stackwise.training.run import RackRun
 from stackwise.training.schedule import get_lr_with_warmup
 from stackwise.training.scope import Phase, plan_phases
+from stackwise.training.targets import Targets
 from stackwise.training.throughput import ThroughputMeter, model_flops_per_token
 
 __all__ = ["ArchitectureTrainer"]
@@ -67,7 +72,9 @@ class ArchitectureTrainer:
         shown = Console(stderr=True).is_terminal if progress is None else progress
         self.progress = shown and self.processes.is_main
 
-    def train_architecture(self, rack: Rack, dataloader: Iterable[Batch]) -> TrainingResult:
+    def train_architecture(
+        self, rack: Rack, dataloader: Iterable[Batch], validation: Iterable[Batch] | None = None
+    ) -> TrainingResult:
         """Train `rack` in place, all of it or unit by unit, each for `training.max_steps` steps.
 
         Args:
@@ -75,13 +82,16 @@ class ArchitectureTrainer:
                 With "fsdp" it stays where it is, and parts of a copy are on the devices meanwhile.
             dataloader: batches with `input_ids` (B, N), as `Objective.targets` takes them, or bare (B, N)
                 tensors. Started again when it ends, and for every unit.
+            validation: as `dataloader`: what is evaluated every `training.eval_interval` steps.
 
         Raises:
             ValueError: attention that does not fit the objective (the loss would leak), nothing to train,
-                no data or data that cannot be gone through again, a `checkpoint_dir` for a Rack that
-                the configuration does not describe, or processes that do not have the same Rack or the
-                same rows of the data.
+                no data or data that cannot be gone through again, `eval_interval` without validation data,
+                a `checkpoint_dir` for a Rack that the configuration does not describe, or processes that
+                do not have the same Rack or the same rows of the data.
             NonFiniteStepError: the loss or the gradient stopped being finite.
+            TrainingTerminated: SIGTERM came, and the run is saved in `checkpoint_dir`.
+            OSError: the last checkpoint could not be written.
         """
         settings, scope = self.config.training, self.config.training.scope
         objective = Objective(settings.objective, rack.vocab_size)
@@ -93,7 +103,9 @@ class ArchitectureTrainer:
         phases = self._phases(rack)
         check_restarts(dataloader, sum(not phase.continues for phase in phases))
         check_rows(dataloader, self.processes)
+        self._check_validation(validation)
         checkpoints = self._checkpoints(rack)
+        resumed = checkpoints.resume(rack) if checkpoints is not None and settings.resume else None
         rack.zero_grad()
         shared = SharedRack(rack, self.processes, settings, objective)
         self._place(shared.rack)
@@ -102,7 +114,9 @@ class ArchitectureTrainer:
             seeded(self.processes.seed(settings.seed), self.device),
             closing(BlockStore(shared.rack, self.device, scope.offload, self.offload_dir)) as store,
             closing(PrefixOutputs(shared.rack, store, scope.cache_bytes, scope.cache_dir)) as prefix,
-            self._logs(phases) as logs,
+            self._logs(phases, continued=settings.resume) as logs,
+            checkpoints or nullcontext(),
+            self._termination() as terminates,
         ):
             loop = TrainingLoop(
                 shared,
@@ -115,9 +129,13 @@ class ArchitectureTrainer:
                 meter=self._meter(rack),
                 checkpoints=checkpoints,
                 logs=logs,
+                validation=validation if settings.eval_interval else None,
+                terminates=terminates,
             )
+            if checkpoints is not None and resumed is not None:
+                checkpoints.restore({"run": loop}, resumed)
             try:
-                units = [loop.run(*pair) for pair in zip(phases, [*phases[1:], None], strict=True)]
+                loop.run(phases)
             except NonFiniteStepError:  # in every process at the same step
                 shared.gather()
                 raise
@@ -125,7 +143,7 @@ class ArchitectureTrainer:
                 rack.train()
             shared.gather()
         self.processes.wait()  # for what only one writes
-        return self._result(rack, loop, phases, units, time.perf_counter() - start)
+        return self._result(rack, loop, phases, time.perf_counter() - start, resumed or 0)
 
     def learning_rate(self, step: int, total_steps: int | None = None) -> float:
         """Learning rate of `step`, counted from 0, in a schedule of `total_steps`; None: of `max_steps`.
@@ -145,7 +163,6 @@ class ArchitectureTrainer:
             schedule.decay_fraction,
         )
 
-    @torch.no_grad()
     def evaluate(self, rack: Rack, dataloader: Iterable[Batch]) -> float:
         """Mean loss in nats of all that is predicted in one pass of `dataloader`, in eval mode.
 
@@ -159,21 +176,17 @@ class ArchitectureTrainer:
             ValueError: attention that does not fit the objective.
         """
         settings = self.config.training
-        plain = settings.objective.model_copy(update={"z_loss": 0.0})
-        objective = Objective(plain, rack.vocab_size)
+        objective = Objective(settings.objective, rack.vocab_size)
         objective.check(rack)
         self._place(rack)
-        total, count = torch.zeros(2, dtype=torch.float64, device=self.device)
-        seed = self.processes.seed(settings.seed)
+        evaluation = Evaluation(objective, settings, self.processes)
+
+        def total(targets: Targets) -> Tensor:
+            hidden_BTC = hidden_states(rack, targets, self.device)
+            return evaluation.objective.total(rack.final_norm, rack.lm_head, hidden_BTC, targets)
+
         with evaluating(rack):
-            for place, batch in enumerate(map(as_mapping, dataloader)):
-                targets = objective.targets(batch, (seed, place)).sent(self.device)
-                with autocast(frozen_precision(settings.precision), self.device):
-                    hidden_BTC = hidden_states(rack, targets, self.device)
-                    total += objective.total(rack.final_norm, rack.lm_head, hidden_BTC, targets)
-                count += targets.count
-        total, count = self.processes.sum(torch.stack((total, count)))
-        return float(total / count)
+            return evaluation.mean_loss(total, dataloader)
 
     def trainer_spec(self) -> TrainerSpec:
         """What `check_trainer` asks of this training, with a fresh Rack of the configuration."""
@@ -212,18 +225,39 @@ class ArchitectureTrainer:
             raise ValueError("model: every Block is frozen; unfreeze a Stack to train it")
         return [*kept[:-1], replace(kept[-1], is_last=True)]
 
-    def _checkpoints(self, rack: Rack) -> CheckpointManager | None:
+    def _check_validation(self, validation: Iterable[Batch] | None) -> None:
+        interval = self.config.training.eval_interval
+        given = "data to evaluate: train_architecture(rack, dataloader, validation)"
+        require(interval is None or validation is not None, "training.eval_interval", interval, given)
+        if interval is not None and validation is not None:
+            once = isinstance(validation, Iterator)
+            kind = type(validation).__name__
+            require(not once, "validation", kind, "what gives its batches again each time, as a list")
+            check_rows(validation, self.processes)
+
+    def _checkpoints(self, rack: Rack) -> RackCheckpoints | None:
         directory = self.config.training.checkpoint_dir
         if directory is None:
             return None
-        checkpoints = CheckpointManager(directory, self.config)
+        checkpoints = RackCheckpoints(directory, self.config)
         checkpoints.check(rack)
-        if checkpoints.steps():
-            raise ValueError(
-                f"training.checkpoint_dir: {directory} already holds checkpoints of steps "
-                f"{checkpoints.steps()}; allowed: a folder without any, so that no two runs mix"
-            )
+        if not self.config.training.resume:
+            checkpoints.refuse_old_run()
         return checkpoints
+
+    @contextmanager
+    def _termination(self) -> Iterator[Callable[[int], bool] | None]:
+        """Hear SIGTERM meanwhile, where there is a folder to save in and this thread hears signals."""
+        saves = self.config.training.checkpoint_dir is not None
+        if not saves or threading.current_thread() is not threading.main_thread():
+            yield None
+            return
+        interval = self.config.training.log_interval
+        with Termination((signal.SIGTERM,)) as termination:
+            if self.processes.world_size == 1:
+                yield lambda _: termination.requested
+            else:  # all end at one step, and asking the others makes the host wait
+                yield lambda steps: steps % interval == 0 and termination.requested_anywhere()
 
     @property
     def offload_dir(self) -> Path | None:
@@ -241,14 +275,14 @@ class ArchitectureTrainer:
             part.to(self.device)
 
     @contextmanager
-    def _logs(self, phases: list[Phase]) -> Iterator[list[RecordLog]]:
+    def _logs(self, phases: list[Phase], *, continued: bool) -> Iterator[list[RecordLog]]:
         """What the records are shown and written to, by one of the processes."""
         telemetry, opened = self.config.training.telemetry, list[RecordLog]()
         with ExitStack() as logs:
             if telemetry.jsonl is not None and self.processes.is_main:
                 size = Path(telemetry.jsonl).stat().st_size if Path(telemetry.jsonl).exists() else 0
                 allowed = "a file that has no lines yet, so that no two runs mix"
-                require(size == 0, "training.telemetry.jsonl", telemetry.jsonl, allowed)
+                require(size == 0 or continued, "training.telemetry.jsonl", telemetry.jsonl, allowed)
                 opened.append(logs.enter_context(JsonLinesLog(telemetry.jsonl)))
             if telemetry.tensorboard is not None and self.processes.is_main:
                 opened.append(logs.enter_context(TensorBoardLog(telemetry.tensorboard)))
@@ -268,9 +302,9 @@ class ArchitectureTrainer:
         return ThroughputMeter(self.device, flops_per_token=flops, peak_flops=peak)
 
     def _result(
-        self, rack: Rack, loop: TrainingLoop, phases: list[Phase], units: list[UnitResult], seconds: float
+        self, rack: Rack, loop: TrainingLoop, phases: list[Phase], seconds: float, resumed: int
     ) -> TrainingResult:
-        settings, records = self.config.training, loop.records
+        settings, records, units = self.config.training, loop.records, loop.units
         result = TrainingResult(
             training_architecture=settings.training_architecture,
             n_stacks=len(rack.stacks),
@@ -283,9 +317,11 @@ class ArchitectureTrainer:
             final_loss=units[-1]["final_loss"],
             training_history=epoch_losses(records[-len(loop.epochs) :], loop.epochs),
             seconds=seconds,
-            tokens_per_second=loop.tokens / seconds,
+            tokens_per_second=sum(record.tokens or 0 for record in records[resumed:]) / seconds,
             records=records,
         )
+        if settings.eval_interval is not None:
+            result["validation"] = loop.validation_records
         if settings.training_architecture == "rackwise":
             return result
         if settings.scope.polish_steps:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from bench import detection, detection_table, rivals, third_party
+from bench import detection, detection_table, marked_tables, rivals, third_party
 from bench.claim import Claim
 from bench.isolated import all_isolated, isolated
 from stackwise.checks import CheckResult
@@ -194,7 +194,7 @@ def test_bars_count_failures_errors_and_what_did_not_end():
     }
     claim = Claim("detection", quick=True)
     claim.bars = detection.bars(figures)
-    shown = detection_table.summary({"bars": [{**vars(bar), "verdict": bar.verdict} for bar in claim.bars]})
+    shown = marked_tables.bar_rows({"bars": [{**vars(bar), "verdict": bar.verdict} for bar in claim.bars]})
     assert "| fast suite, llama, s | 4 | at most 5 |" in shown
     assert "| mutants | 2 | at least 75, short |" in shown
 

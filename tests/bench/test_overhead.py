@@ -1,6 +1,7 @@
-"""What the benchmark of telemetry compares: steps that train alike, and a step that keeps all it says."""
+"""What the benchmark of telemetry compares: steps that train alike, and steps that keep all they say."""
 
 import math
+from contextlib import suppress
 
 import pytest
 import torch
@@ -8,67 +9,78 @@ import torch
 from bench import claim as claim_module
 from bench import overhead
 from bench.claim import Claim
-from bench.overhead import LOG_INTERVAL, Watched
+from bench.overhead import Bare, Loop, Measured, Rounds, build, trainer_config
 from bench.peer_models import Shape
+from stackwise import ArchitectureTrainer
 from stackwise.training.record_log import read_json_lines
 
 TINY = Shape(16, 2, 2, 1, 32, vocab_size=32, batch_size=2, seq_len=8)
+STEPS = 3
 
 
 @pytest.fixture
-def make(tmp_path):
+def ids():
+    return torch.randint(32, (2, 9), generator=torch.Generator().manual_seed(0))
+
+
+def flat(tensors):
+    return torch.cat([t.detach().float().flatten() for t in tensors])
+
+
+def test_the_trainer_and_the_bare_step_train_alike(ids, tmp_path):
+    bare = Bare(TINY, ids, compile=False)
+    before = flat(bare.rack.parameters())
+    losses = [bare.step().item() for _ in range(STEPS)]
+    torch.manual_seed(0)
+    rack = build(TINY)
+    config = trainer_config(TINY, tmp_path / "run.jsonl", compile=False)
+    config.training.max_steps = STEPS
+    result = ArchitectureTrainer(config, progress=False).train_architecture(rack, [ids])
+    assert [record.loss for record in result["records"]] == pytest.approx(losses, rel=1e-3)
+    masters = flat(bare.optimizer.state[p]["master"] for p in bare.rack.parameters())
+    assert not torch.allclose(masters, before, atol=1e-3)
+    torch.testing.assert_close(masters, flat(rack.parameters()), rtol=1e-5, atol=1e-6)
+    lines, partial = read_json_lines(tmp_path / "run.jsonl")
+    assert (len(lines), partial) == (STEPS, "")
+    assert all(len(line["parameter_norms"]) == len(list(rack.parameters())) for line in lines)
+
+
+def test_a_loop_trains_alike_whatever_is_kept_of_it(ids):
+    plain, monitored, items = (Loop(TINY, ids, compile=False) for _ in range(3))
+    for _ in range(STEPS):
+        plain.plain()
+        [loss], [gradient] = monitored.monitored()
+        each_loss, norms = items.items()
+        assert loss.loss == each_loss
+        assert list(gradient.parameter_norms.values()) == pytest.approx(norms, rel=1e-4)
+        assert gradient.total_norm == pytest.approx(math.hypot(*norms), rel=1e-5)
+    assert torch.equal(flat(plain.rack.parameters()), flat(items.rack.parameters()))
+    torch.testing.assert_close(
+        flat(plain.rack.parameters()), flat(monitored.rack.parameters()), rtol=1e-5, atol=1e-6
+    )
+
+
+def test_each_round_has_a_time_of_everything(ids):
     made = []
-
-    def make():
-        made.append(Watched(TINY, tmp_path / f"{len(made)}.jsonl", compile=False))
-        return made[-1]
-
-    yield make
-    for watched in made:
-        watched.close()
-
-
-def weights(watched):
-    states = (watched.optimizer.state[p]["master"] for p in watched.parameters)
-    return torch.cat([state.flatten() for state in states])
+    rounds = Rounds(ids, {"a": lambda: made.append("a"), "b": lambda: made.append("b")}, rounds=4)
+    rounds.steps = lambda took: 2
+    batches = iter(rounds)
+    with suppress(Measured):
+        while True:
+            next(batches)
+            made.append("trainer")
+    assert {name: len(seconds) for name, seconds in rounds.seconds.items()} == {"a": 4, "b": 4, "trainer": 4}
+    assert all(made.count(name) == 2 + 4 * 2 for name in ("a", "b", "trainer"))
 
 
-def test_all_steps_train_alike(make):
-    bare, naive, telemetry = (make() for _ in range(3))
-    start = weights(bare)
-    for _ in range(3):
-        bare.bare()
-        naive.naive()
-        telemetry.telemetry()
-    assert not torch.allclose(weights(bare), start, atol=1e-4)
-    assert torch.equal(weights(bare), weights(naive))
-    torch.testing.assert_close(weights(bare), weights(telemetry), rtol=1e-5, atol=1e-6)
-
-
-def test_telemetry_keeps_what_it_says(make, tmp_path):
-    naive, telemetry = make(), make()
-    seen = [naive.naive() for _ in range(LOG_INTERVAL)]
-    for _ in range(LOG_INTERVAL):
-        telemetry.telemetry()
-    lines, partial = read_json_lines(tmp_path / "1.jsonl")
-    assert (len(lines), partial) == (LOG_INTERVAL, "")
-    for line, (loss, norms) in zip(lines, seen, strict=True):
-        assert line["loss"] == pytest.approx(loss, rel=1e-3)
-        assert sorted(line["parameter_norms"].values()) == pytest.approx(sorted(norms), rel=2e-2)
-        assert line["grad_norm"] == pytest.approx(math.hypot(*line["parameter_norms"].values()), rel=1e-5)
-    assert lines[-1]["total_tokens"] == LOG_INTERVAL * TINY.batch_size * TINY.seq_len
-
-
-def test_every_step_is_measured(monkeypatch, tmp_path):
+def test_the_bars_are_of_the_trainer_and_of_the_monitor(monkeypatch, tmp_path):
     monkeypatch.setattr(claim_module, "RESULTS", tmp_path)
-    monkeypatch.setattr(overhead, "Watched", lambda shape, path: Watched(shape, path, compile=False))
-    monkeypatch.setattr(overhead, "interleave", lambda calls, rounds: overhead_of(calls, rounds))
+    monkeypatch.setattr(Rounds, "steps", lambda self, took: 1)
     claim = Claim("overhead", quick=True)
-    overhead.measure(claim, TINY, rounds=3)
-    [bar] = claim.bars
-    assert (bar.name, bar.limit, bar.at_most) == ("telemetry d16 L2 2x8", 1.01, True)
-    assert claim.figures[bar.name]["times_bare"].keys() == {"telemetry", "naive", "bare again"}
-
-
-def overhead_of(calls, rounds):
-    return claim_module.interleave(calls, rounds=rounds, seconds=0.0)
+    overhead.measure(claim, TINY, rounds=3, compile=False)
+    assert [(bar.name, bar.limit, bar.at_most) for bar in claim.bars] == [
+        ("trainer d16 L2 2x8", 1.01, True),
+        ("monitored d16 L2 2x8", 1.01, True),
+    ]
+    [figures, _] = claim.figures.values()
+    assert figures["times_plain"].keys() == {"trainer", "bare again", "monitored", "items"}

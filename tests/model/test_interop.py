@@ -1034,7 +1034,7 @@ def test_what_was_there_survives_a_write_that_fails(when, error, tmp_path, monke
     places = {
         "weights": (weight_folder, "save_file", fail),
         "config": (weight_folder.json, "dumps", fail),
-        "flush": (weight_folder.os, "fsync", fail),
+        "flush": (os, "fsync", fail),
         "away": (Path, "rename", fail_at(1)),
         "publish": (Path, "rename", fail_at(2)),
     }

@@ -1,6 +1,5 @@
 """Checkpoints: bit for bit, whole or absent, the newest by number, refused where they do not fit."""
 
-import os
 import shutil
 from pathlib import Path
 
@@ -8,10 +7,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from stackwise.checkpoint import CheckpointWarning, DamagedCheckpointError
 from stackwise.config import ConfigError, StackWiseConfig
 from stackwise.model import create_rack_from_config
-from stackwise.training import CheckpointManager, load_rack
-from stackwise.training import checkpoint as module
+from stackwise.training import RackCheckpoints, latest_checkpoint, load_rack
 
 RACKS = {
     "tied": {},
@@ -73,6 +72,14 @@ def save_without(path, name):
     save_file(weights, path)
 
 
+def copied(path, folder):
+    """Only what a Rack is loaded from, under a name that is no step's."""
+    folder.mkdir()
+    for name in ("config.yaml", "model.safetensors"):
+        shutil.copy(path / name, folder / name)
+    return folder
+
+
 def content_of(directory):
     return {
         str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()
@@ -91,7 +98,7 @@ def config(make_config):
 
 @pytest.fixture
 def manager(tmp_path, config):
-    return CheckpointManager(tmp_path / "runs", config)
+    return RackCheckpoints(tmp_path / "runs", config)
 
 
 class TestRoundTrip:
@@ -102,7 +109,7 @@ class TestRoundTrip:
         with torch.no_grad():
             for weight in rack.parameters():
                 weight.mul_(1 + 2**-20).add_(torch.randn_like(weight))
-        path = CheckpointManager(tmp_path, config).save(3, rack)
+        path = RackCheckpoints(tmp_path, config).save(3, rack)
         loaded = load_rack(path)
         theirs = loaded.state_dict()
         assert list(theirs) == list(rack.state_dict())
@@ -133,7 +140,9 @@ class TestRoundTrip:
         rack = make_rack(config)
         path = manager.save(7, rack)
         assert path == manager.directory / "step-7"
-        assert sorted(file.name for file in path.iterdir()) == ["config.yaml", "model.safetensors"]
+        files = {"config.yaml", "manifest.json", "model.safetensors"}
+        assert files <= {file.name for file in path.iterdir()}
+        assert {path.stat().st_mode & 0o777 for path in path.iterdir() if path.is_file()} == {0o644}
         assert StackWiseConfig.from_yaml(path / "config.yaml") == config
         assert set(load_file(path / "model.safetensors")) == set(rack.state_dict()) - {"lm_head.weight"}
 
@@ -159,7 +168,7 @@ class TestRoundTrip:
         assert load_rack(path).final_norm.weight.eq(3.0).all()
 
     def test_path_as_text(self, tmp_path, config, make_rack):
-        path = CheckpointManager(str(tmp_path / "a" / "b"), config).save(1, make_rack(config))
+        path = RackCheckpoints(str(tmp_path / "a" / "b"), config).save(1, make_rack(config))
         assert isinstance(path, Path) and isinstance(load_rack(str(path)), torch.nn.Module)
 
 
@@ -174,127 +183,48 @@ class TestOrder:
             manager.save(step, rack)
         assert manager.steps() == [9, 10] and manager.latest().name == "step-10"
 
-    @pytest.mark.parametrize("order", [(9, 10, 100), (100, 10, 9), (10, 100, 9)])
-    def test_not_by_time(self, manager, order):
-        for age, step in enumerate(order):
-            path = manager.directory / f"step-{step}"
-            path.mkdir(parents=True)
-            os.utime(path, (10**9 + age, 10**9 + age))
-        assert manager.steps() == [9, 10, 100] and manager.latest().name == "step-100"
-
-    @pytest.mark.parametrize("junk", JUNK + OTHER_SPELLINGS)
-    def test_other_folders(self, manager, config, make_rack, junk):
-        (manager.directory / junk).mkdir(parents=True)
-        assert manager.steps() == [] and manager.latest() is None
-        for step in range(1, 6):
-            manager.save(step, make_rack(config))
-        assert manager.steps() == [3, 4, 5]
-        assert (manager.directory / junk).is_dir()
-
-    def test_files_of_that_name(self, manager, config, make_rack):
-        manager.save(9, make_rack(config))
-        (manager.directory / "step-12").write_text("no folder")
-        assert manager.steps() == [9] and manager.latest().name == "step-9"
+    def test_a_file_too_short_is_no_checkpoint(self, manager, config, make_rack):
+        rack = make_rack(config)
+        for step in (9, 10):
+            path = manager.save(step, rack)
+        (path / "model.safetensors").write_bytes(b"half")
+        assert manager.steps() == [9, 10]
+        assert manager.latest().name == latest_checkpoint(manager.directory).name == "step-9"
 
 
 class TestRetention:
     @pytest.mark.parametrize(
-        "keep_last, kept", [(1, [11]), (2, [10, 11]), (3, [9, 10, 11]), (9, [8, 9, 10, 11])]
+        "kept, left",
+        [
+            ({"keep_last": 1}, [11]),
+            ({"keep_last": 3}, [9, 10, 11]),
+            ({"keep_last": 1, "keep_every": 4}, [8, 11]),
+            ({"keep_last": 1, "keep_best": 1}, [9, 11]),
+            ({"keep_last": 9, "asynchronous": True}, [8, 9, 10, 11]),
+        ],
     )
-    def test_newest_by_number(self, tmp_path, config, make_rack, keep_last, kept):
-        manager = CheckpointManager(tmp_path, config, keep_last=keep_last)
-        rack = make_rack(config)
-        for step in (8, 9, 10, 11):
-            manager.save(step, rack)
-        assert manager.steps() == kept
-        assert sorted(path.name for path in tmp_path.iterdir()) == sorted(f"step-{step}" for step in kept)
+    def test_as_configured(self, tmp_path, make_config, make_rack, kept, left):
+        config = make_config(training={"checkpoint": kept})
+        manager, rack = RackCheckpoints(tmp_path, config), make_rack(config)
+        for step, loss in ((8, 3.0), (9, 1.0), (10, 2.0), (11, 2.5)):
+            manager.save(step, rack, metric=loss)
+        manager.close()
+        assert manager.steps() == left
+        assert sorted(path.name for path in tmp_path.iterdir()) == sorted(f"step-{step}" for step in left)
 
-    def test_whatever_the_time(self, manager, config, make_rack):
-        rack = make_rack(config)
-        for step in (8, 9, 10):
-            os.utime(manager.save(step, rack), (2 * 10**9 - step, 2 * 10**9 - step))
-        manager.save(11, rack)
-        assert manager.steps() == [9, 10, 11]
-
-    def test_the_one_just_saved_is_there(self, manager, config, make_rack):
-        """A second, shorter run in the folder of an earlier one must not throw its own work away."""
-        rack = make_rack(config)
-        for step in (100, 200, 300):
-            manager.save(step, rack)
-        path = manager.save(5, rack)
-        assert path.is_dir() and 5 in manager.steps()
-
-    @pytest.mark.parametrize("keep_last", [0, -1])
-    def test_nothing_kept_is_refused(self, tmp_path, config, keep_last):
-        with pytest.raises(ValueError, match=rf"keep_last: got {keep_last}; allowed: an integer >= 1"):
-            CheckpointManager(tmp_path, config, keep_last=keep_last)
-
-
-class TestCrash:
-    """What is on the disk after a write failed, whichever call it was that failed."""
-
-    @staticmethod
-    def fail(*_, **__):
-        raise OSError(28, "No space left on device")
-
-    @pytest.fixture(params=["save_file", "to_yaml", "fsync", "rename"])
-    def crash(self, request, monkeypatch):
-        def arm():
-            match request.param:
-                case "save_file":
-                    monkeypatch.setattr(module, "save_file", self.half_a_file)
-                case "to_yaml":
-                    monkeypatch.setattr(StackWiseConfig, "to_yaml", self.fail)
-                case "fsync":
-                    monkeypatch.setattr(os, "fsync", self.fail)
-                case "rename":
-                    for owner, name in ((Path, "rename"), (Path, "replace"), (os, "rename"), (os, "replace")):
-                        monkeypatch.setattr(owner, name, self.fail)
-
-        return arm
-
-    @classmethod
-    def half_a_file(cls, weights, path):
-        Path(path).write_bytes(b"half")
-        cls.fail()
-
-    @pytest.mark.parametrize("step", [3, 1], ids=["another step", "the same step"])
-    def test_earlier_ones_stay(self, manager, config, make_rack, crash, step):
+    def test_the_disk_refuses(self, manager, config, make_rack, monkeypatch):
+        """What is there stays as it was, and the run may go on."""
         rack = make_rack(config)
         manager.save(1, rack)
         before = content_of(manager.directory)
-        crash()
-        with torch.no_grad():
-            rack.final_norm.weight.fill_(3.0)
-        with pytest.raises(OSError, match="No space left"):
-            manager.save(step, rack)
-        assert manager.steps() == [1]
+
+        def full(*_):
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(StackWiseConfig, "to_yaml", full)
+        with pytest.warns(CheckpointWarning, match="step 2 is not written.*No space left"):
+            assert manager.save(2, rack) is None
         assert content_of(manager.directory) == before
-
-    def test_first_save(self, manager, config, make_rack, crash):
-        crash()
-        with pytest.raises(OSError, match="No space left"):
-            manager.save(1, make_rack(config))
-        assert manager.steps() == [] and manager.latest() is None and content_of(manager.directory) == {}
-
-    def test_interrupted(self, manager, config, make_rack, monkeypatch):
-        def interrupt(*_):
-            raise KeyboardInterrupt
-
-        manager.save(1, make_rack(config))
-        monkeypatch.setattr(module, "save_file", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            manager.save(2, make_rack(config))
-        assert [path.name for path in manager.directory.iterdir()] == ["step-1"]
-
-    def test_power_cut(self, manager, config, make_rack):
-        """A killed process leaves its scratch folder; it is neither listed nor in the way."""
-        rack = make_rack(config)
-        scratch = manager.directory / f".step-2.{os.getpid()}"
-        shutil.copytree(manager.save(1, rack), scratch)
-        (scratch / "model.safetensors").write_bytes(b"half")
-        assert manager.steps() == [1]
-        assert load_rack(manager.save(2, rack)).final_norm.weight.equal(rack.final_norm.weight)
 
 
 class TestRefused:
@@ -329,30 +259,40 @@ class TestRefused:
         assert torch.get_rng_state().equal(before)
 
     @pytest.mark.parametrize("damage", BROKEN.values(), ids=BROKEN)
-    def test_broken_weights(self, manager, config, make_rack, damage):
+    def test_broken_weights(self, manager, config, make_rack, tmp_path, damage):
         path = manager.save(1, make_rack(config))
-        damage(path / "model.safetensors")
-        with pytest.raises(ValueError, match="step-1"):
-            load_rack(path)
+        alone = copied(path, tmp_path / "alone")
+        for folder, kind in ((path, DamagedCheckpointError), (alone, ValueError)):
+            damage(folder / "model.safetensors")
+            with pytest.raises(kind, match=folder.name):
+                load_rack(folder)
 
-    def test_broken_configuration(self, manager, config, make_rack):
-        path = manager.save(1, make_rack(config))
+    def test_broken_configuration(self, manager, config, make_rack, tmp_path):
+        path = copied(manager.save(1, make_rack(config)), tmp_path / "alone")
         (path / "config.yaml").write_text("model: {d_model: 0}")
         with pytest.raises(ConfigError, match=r"model\.d_model"):
             load_rack(path)
 
-    def test_other_configuration(self, manager, config, make_config, make_rack):
+    def test_changed_configuration(self, manager, config, make_rack):
         path = manager.save(1, make_rack(config))
+        with (path / "config.yaml").open("a") as file:
+            file.write("\n")
+        with pytest.raises(DamagedCheckpointError, match=r"step-1.*config\.yaml"):
+            load_rack(path)
+
+    def test_other_configuration(self, manager, config, make_config, make_rack, tmp_path):
+        path = copied(manager.save(1, make_rack(config)), tmp_path / "alone")
         make_config(model={"d_ff": 40}).to_yaml(path / "config.yaml")
-        with pytest.raises(ValueError, match=r"step-1: .*disagree"):
+        with pytest.raises(ValueError, match=r"alone: .*disagree"):
             load_rack(path)
 
     @pytest.mark.parametrize("name", ["config.yaml", "model.safetensors"])
-    def test_file_missing(self, manager, config, make_rack, name):
+    def test_file_missing(self, manager, config, make_rack, tmp_path, name):
         path = manager.save(1, make_rack(config))
-        (path / name).unlink()
-        with pytest.raises(OSError, match=name):
-            load_rack(path)
+        for folder, kind in ((copied(path, tmp_path / "alone"), OSError), (path, DamagedCheckpointError)):
+            (folder / name).unlink()
+            with pytest.raises(kind, match=name):
+                load_rack(folder)
 
     def test_no_folder(self, tmp_path):
         with pytest.raises(FileNotFoundError, match="nowhere"):

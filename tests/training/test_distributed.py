@@ -8,6 +8,7 @@ import contextlib
 import io
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -93,15 +94,17 @@ def train(processes, strategy, *, padded=False, prepare=None, **sections):
     error = None
     try:
         trainer = ArchitectureTrainer(config, progress=False, processes=processes)
-        records = trainer.train_architecture(rack, batches)["records"]
+        result = trainer.train_architecture(rack, batches, batches)
+        records, validation = result["records"], [r.loss for r in result.get("validation", [])]
     except NonFiniteStepError as raised:
-        error, records = (raised.record.step, str(raised)), []
+        error, records, validation = (raised.record.step, str(raised)), [], []
     return {
         "losses": [r.loss for r in records],
         "norms": [r.grad_norm for r in records],
         "weights": rack.state_dict(),
         "kept": addresses == [p.data_ptr() for p in rack.parameters()],
         "error": error,
+        "validation": validation,
         "evaluation": trainer.evaluate(rack, batches),
     }
 
@@ -173,7 +176,7 @@ def refused(processes, strategy="ddp", *, seed=7, data=None, **training):
         return str(error)
 
 
-def configured_data(processes, strategy, folder):
+def configured_data(processes, strategy, folder, **training):
     """Data and checkpoints as a configuration says, one folder for all."""
     world_size = processes.world_size if processes else 1
     config = configure(
@@ -183,6 +186,7 @@ def configured_data(processes, strategy, folder):
         checkpoint_dir=str(folder),
         save_interval=3,
         max_steps=6,
+        **training,
     )
     rack = rack_of(config)
     training, validation = create_data(config, *((processes.rank, world_size) if processes else ()))
@@ -191,6 +195,7 @@ def configured_data(processes, strategy, folder):
     return {
         "losses": [r.loss for r in records],
         "evaluation": trainer.evaluate(rack, validation),
+        "folder": str(folder),
         "saved": sorted(path.name for path in folder.iterdir()),
         "weights": rack.state_dict(),
         "saved_weights": load_rack(folder / "step-6").state_dict(),
@@ -245,6 +250,26 @@ def fails_alone(processes):
         return {"error": type(error).__name__, "message": str(error), "seconds": time.monotonic() - began}
 
 
+def resumed(processes, strategy, folder, **sections):
+    """A run with dropout that was left behind its third step: what it ends with, and what it would have."""
+    ends = []
+    sections |= {"max_steps": 6, "save_interval": 3, "checkpoint_dir": str(folder)}
+    sections |= {"checkpoint": {"keep_last": 9}}
+    for resume in (False, True):
+        config = configure(strategy, 2, model={"dropout": 0.1}, resume=resume, **sections)
+        rack = rack_of(config, seed=7 + resume)
+        batches = batches_of(processes.rank, 2, count=4)
+        trainer = ArchitectureTrainer(config, progress=False, processes=processes)
+        records = trainer.train_architecture(rack, batches)["records"]
+        ends.append(([r.loss for r in records], rack.state_dict()))
+        if processes.is_main and not resume:
+            for path in folder.iterdir():
+                if path.name != "step-3":
+                    shutil.rmtree(path)
+        processes.wait()
+    return ends
+
+
 def scenarios(processes, folder):
     """All that the tests ask about, by name; the last one ends the group."""
     for strategy in BOTH:
@@ -255,6 +280,9 @@ def scenarios(processes, folder):
         for n in (1, 3):
             yield f"collectives-{strategy}-{n}", lambda s=strategy, n=n: collectives(processes, s, n)
         yield f"muon-{strategy}", lambda s=strategy: train(processes, s, **MUON)
+        yield f"resumed-{strategy}", lambda s=strategy: resumed(processes, s, folder / f"resumed-{s}")
+    units = {"training_architecture": "blockwise", "precision": "bf16_weights"}
+    yield "resumed-units", lambda: resumed(processes, "ddp", folder / "resumed-units", **units)
     yield "bf16-fsdp", lambda: train(processes, "fsdp", precision="bf16", **SHORT)
     yield "reshard-fsdp", lambda: train(processes, "fsdp", **KEEPS)
     yield "recompute-fsdp", lambda: train(processes, "fsdp", **RECOMPUTE)
@@ -278,7 +306,7 @@ def scenarios(processes, folder):
     yield "failure", lambda: fails_alone(processes)
 
 
-SHORT = {"max_steps": 6}
+SHORT = {"max_steps": 6, "eval_interval": 3}
 MUON = SHORT | {"optimizer": {"kind": "muon", "lr": 3e-3}}
 KEEPS = SHORT | {"distributed": {"strategy": "fsdp", "reshard_after_forward": False}}
 PER_STACK = SHORT | {"optimizer": {"lr": 3e-3, "per_stack": {0: {"lr": 1e-3}, 1: {"weight_decay": 0.5}}}}
@@ -291,7 +319,7 @@ SAME = {
     "muon": MUON,
 }
 LOCAL = {
-    "blockwise": {"training_architecture": "blockwise", "max_steps": 4},
+    "blockwise": {"training_architecture": "blockwise", "max_steps": 4, "eval_interval": 2},
     "stackwise": {"training_architecture": "stackwise", "max_steps": 4, "scope": {"polish_steps": 2}},
     "growth": {"max_steps": 8, "scope": {"growth": True}},
 }
@@ -346,6 +374,7 @@ def alone():
 def assert_same(seen, expected, tolerance=1e-6):
     assert seen["losses"] == pytest.approx(expected["losses"], rel=tolerance)
     assert seen["norms"] == pytest.approx(expected["norms"], rel=tolerance)
+    assert seen["validation"] == pytest.approx(expected["validation"], rel=tolerance)
     for name, weight in expected["weights"].items():
         torch.testing.assert_close(seen["weights"][name], weight, rtol=0, atol=2e-6, msg=name)
     assert seen["evaluation"] == pytest.approx(expected["evaluation"], rel=tolerance)
@@ -396,6 +425,27 @@ class TestSharing:
             for weight, other in zip(first["weights"].values(), second["weights"].values(), strict=True):
                 assert type(weight) is torch.Tensor
                 assert torch.equal(weight, other)
+
+
+class TestResume:
+    @pytest.mark.parametrize("name", ["ddp", "fsdp", "units"])
+    def test_to_the_same_bits(self, ranks, name):
+        for (losses, weights), (again, same) in ranks[f"resumed-{name}"]:
+            assert losses == again
+            assert all(torch.equal(weight, same[key]) for key, weight in weights.items())
+
+    @pytest.mark.parametrize("strategy", BOTH)
+    def test_on_another_number_of_processes(self, ranks, strategy, tmp_path):
+        """One process goes on where two were, with as many rows in all."""
+        folder = tmp_path / "run"
+        shutil.copytree(Path(ranks[f"data-{strategy}"][0]["folder"]) / "step-3", folder / "step-3")
+        expected = configured_data(None, "none", tmp_path / "whole")
+        with pytest.raises(ValueError, match=r"all processes together: got 6; allowed: 4"):
+            configured_data(None, "none", folder, resume=True, batch_size=6)
+        seen = configured_data(None, "none", folder, resume=True)
+        assert seen["losses"] == pytest.approx(expected["losses"], rel=1e-6)
+        for name, weight in expected["weights"].items():
+            torch.testing.assert_close(seen["weights"][name], weight, rtol=0, atol=2e-6, msg=name)
 
 
 class TestSteps:

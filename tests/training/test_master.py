@@ -124,22 +124,30 @@ def test_parameters_without_gradient_stay_and_keep_their_own_step_count():
 
 def test_full_precision_shows_the_masters_and_puts_the_weights_back():
     ours, still = weights(), nn.Parameter(torch.full((3,), 1.001), requires_grad=False)
+    # The first is in two places, as a tied weight is.
+    module = nn.ModuleList([nn.ParameterList([*ours, still]), nn.ParameterList([ours[0]])])
     optimizer = MasterAdamW(ours, [still], lr=1e-2)
     give(ours, 0)
     optimizer.step()
-    before = [p.data for p in (*ours, still)]
+    accumulators = [p.view_as(p).grad_fn.next_functions[0][0] for p in ours]
 
     def fail_within():
-        with optimizer.full_precision():
-            assert all(p.dtype == torch.float32 for p in ours)
-            assert all(p.data.equal(m) for p, m in zip(ours, masters(optimizer, ours), strict=True))
-            assert still.equal(torch.full((3,), 1.001))
+        with optimizer.full_precision(module):
+            *shown, shown_still = module[0]
+            assert all(p.dtype == torch.float32 for p in shown)
+            assert all(p.equal(m) for p, m in zip(shown, masters(optimizer, ours), strict=True))
+            assert shown_still.equal(torch.full((3,), 1.001)) and not shown_still.requires_grad
+            assert module[1][0] is shown[0]
             raise KeyError("stop")
 
     with pytest.raises(KeyError, match="stop"):
         fail_within()
-    assert all(p.data.data_ptr() == data.data_ptr() for p, data in zip((*ours, still), before, strict=True))
+    assert all(p is q for p, q in zip(module.parameters(), (*ours, still), strict=True))
     assert still.dtype == torch.bfloat16
+    # What DDP hooks itself to: a parameter whose dtype changes for a moment gets another.
+    assert all(
+        p.view_as(p).grad_fn.next_functions[0][0] is a for p, a in zip(ours, accumulators, strict=True)
+    )
 
 
 def test_finish_leaves_float32_weights_as_precise_as_the_masters():

@@ -54,21 +54,20 @@ class Seen:
 @pytest.fixture
 def seen(monkeypatch):
     """What each phase held, of every run from here on."""
-    phases, unpatched, run, forward = [], TrainStep.__call__, TrainingLoop.run, PhaseModel.forward
+    phases, unpatched, run, forward = [], TrainStep.__call__, TrainingLoop._run, PhaseModel.forward
 
     def watched_run(self, phase, following=None):
         found = Seen()
         found.phase, found.loop = phase, self
         phases.append(found)
-        result = run(self, phase, following)
-        found.prefix_blocks = result["prefix_blocks"]
+        run(self, phase, following)
+        found.prefix_blocks = self.units[-1]["prefix_blocks"]
         found.prefix_bytes = self.prefix.statistics.bytes
         found.disk = {
             kind: tensor_bytes(getattr(self.settings.scope, key))
             for kind, key in (("blocks", "offload_dir"), ("prefix", "cache_dir"))
             if getattr(self.settings.scope, key)
         }
-        return result
 
     def watched_step(self, batches, lr):
         if type(next(self.model.parameters())) is not nn.Parameter:
@@ -120,7 +119,7 @@ def seen(monkeypatch):
         return total
 
     monkeypatch.setattr(PhaseModel, "forward", watched_forward)
-    monkeypatch.setattr(TrainingLoop, "run", watched_run)
+    monkeypatch.setattr(TrainingLoop, "_run", watched_run)
     monkeypatch.setattr(TrainStep, "__call__", watched_step)
     return phases
 

@@ -31,6 +31,19 @@ def clock():
     return Clock()
 
 
+def test_a_pause_takes_no_time(clock):
+    meter = ThroughputMeter(CPU, clock=clock)
+    clock.now += 10
+    meter.count(100)
+    meter.read()
+    with meter.paused():
+        clock.now += 1000
+    clock.now += 10
+    meter.count(100)
+    figures = meter.read()
+    assert (figures.seconds, figures.tokens_per_second, figures.mean_tokens_per_second) == (20, 10, 10)
+
+
 def test_recent_rate_and_that_of_the_run(clock):
     meter = ThroughputMeter(CPU, window=2, clock=clock)
     for seconds, tokens in ((10, 100), (1, 100), (1, 300)):

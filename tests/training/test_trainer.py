@@ -15,8 +15,8 @@ from stackwise.data import TokenWindows, create_data
 from stackwise.stability.telemetry import StepBuffer, StepRecord
 from stackwise.training import (
     ArchitectureTrainer,
-    CheckpointManager,
     NonFiniteStepError,
+    RackCheckpoints,
     load_rack,
 )
 from stackwise.training.progress import TrainingProgress
@@ -37,7 +37,7 @@ RESULT_KEYS = {
     "tokens_per_second",
     "records",
 }
-OF_LOCAL_SCOPES = {"results", "polish", "total_stacks", "total_blocks"}
+ASKED_FOR = {"results", "polish", "total_stacks", "total_blocks", "validation"}
 # Hand-written steps: settings, and the learning rate of each of the four steps.
 BY_HAND = {
     "plain": ({}, [1e-2] * 4),
@@ -249,7 +249,7 @@ class TestLearning:
 class TestResult:
     def test_keys(self, run):
         result, _ = run()
-        assert set(result) == RESULT_KEYS == TrainingResult.__annotations__.keys() - OF_LOCAL_SCOPES
+        assert set(result) == RESULT_KEYS == TrainingResult.__annotations__.keys() - ASKED_FOR
 
     def test_values(self, run):
         model = {"architecture": {"n_stacks": 3, "blocks_per_stack": 2}}
@@ -480,7 +480,7 @@ class TestCheckpoints:
     def test_when(self, run, make_config, tmp_path, max_steps, save_interval, saved):
         settings = {"max_steps": max_steps, "save_interval": save_interval, "checkpoint_dir": str(tmp_path)}
         _, rack = run(settings)
-        manager = CheckpointManager(tmp_path, make_config())
+        manager = RackCheckpoints(tmp_path, make_config())
         assert manager.steps() == saved
         assert same(weights_of(load_rack(manager.latest())), weights_of(rack))
         for step in saved[:-1]:
@@ -560,6 +560,7 @@ class TestRefused:
 
     def test_configuration_that_contradicts_itself(self, make_config):
         config = make_config()
+        config.training.schedule.kind = "cosine"
         config.training.schedule.min_lr = 1.0
         with pytest.raises(ConfigError, match="min_lr"):
             ArchitectureTrainer(config)

@@ -1,0 +1,89 @@
+"""Evaluation: the mean loss of batches that nothing is learned from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stackwise.config import TrainingConfig
+from stackwise.random_states import random_states_kept
+from stackwise.training.batch_stream import Batch, as_mapping
+from stackwise.training.objective import Objective
+from stackwise.training.precision import autocast, frozen_precision
+from stackwise.training.processes import Processes
+from stackwise.training.targets import Targets
+
+__all__ = ["Evaluation", "ValidationRecord"]
+
+
+@dataclass(frozen=True)
+class ValidationRecord:
+    """The loss of validation batches after some steps.
+
+    Attributes:
+        steps: that were trained, of all phases.
+        loss: mean over all that is predicted, in nats, without z-loss.
+        unit: what trained last, which with the Blocks before it is what was evaluated; None: the whole Rack.
+    """
+
+    steps: int
+    loss: float
+    unit: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {key: value for key, value in asdict(self).items() if value is not None}
+
+
+class Evaluation:
+    """Means of what an objective asks for, over batches and processes.
+
+    What an objective masks depends on the place of the batch alone, so that two evaluations ask for the
+    same; the random state of the process is neither used nor changed.
+
+    Args:
+        objective: the seed of what it masks is the run's.
+        settings: `training` of a configuration.
+        processes: each gives its part of the batches, or the same; every one has to call.
+    """
+
+    def __init__(self, objective: Objective, settings: TrainingConfig, processes: Processes) -> None:
+        plain = settings.objective.model_copy(update={"z_loss": 0.0})
+        self.objective = Objective(plain, objective.vocab_size)
+        self._settings, self._processes = settings, processes
+
+    @torch.no_grad()
+    def mean_loss(
+        self,
+        total: Callable[[Targets], Tensor],
+        batches: Iterable[Batch],
+        *,
+        limit: int | None = None,
+        precision: str | None = None,
+    ) -> float:
+        """Mean loss in nats of one pass of `batches`; NaN where there is nothing to predict.
+
+        Args:
+            total: what the objective sums up over a batch, on the device of the processes.
+            batches: from their first one on.
+            limit: how many are taken; None: all.
+            precision: to compute in; None: the settings', of weights that are float32.
+        """
+        device, seed = self._processes.device, self._processes.seed(self._settings.seed)
+        precision = frozen_precision(self._settings.precision) if precision is None else precision
+        if hasattr(batches, "set_epoch"):
+            batches.set_epoch(0)
+        loss, count = torch.zeros(2, dtype=torch.float64, device=device)
+        with random_states_kept():  # a DataLoader draws a seed for its workers, also where it has none
+            for place, batch in enumerate(map(as_mapping, islice(batches, limit))):
+                targets = self.objective.targets(batch, (seed, place)).sent(device)
+                with autocast(precision, device):
+                    loss += total(targets)
+                count += targets.count
+        loss, count = self._processes.sum(torch.stack((loss, count)))
+        return float(loss / count)

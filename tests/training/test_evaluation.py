@@ -1,0 +1,147 @@
+"""Evaluation while a Rack trains: the loss by hand at that moment, and no trace of it in the training."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.data import DataLoader
+
+from stackwise.training import ArchitectureTrainer, load_rack
+from stackwise.training.evaluation import ValidationRecord
+from stackwise.training.phase_model import blocks_of
+from stackwise.training.record_log import read_json_lines
+
+MASKED = {"kind": "masked_token", "mask_token_id": 4, "mask_fraction": 0.5}
+KINDS = {
+    "rackwise": {},
+    "autocast": {"precision": "bf16"},
+    "narrow weights": {"precision": "bf16_weights"},
+    "accumulated": {"accumulation_steps": 2, "grad_clip": 0.05},
+    "growing": {"scope": {"growth": True}},
+    "blockwise": {"training_architecture": "blockwise"},
+    "kept": {"training_architecture": "blockwise", "scope": {"cache_bytes": 2**20}},
+    "right to left": {"training_architecture": "blockwise", "scope": {"order": "right_to_left"}},
+    "polished": {"training_architecture": "stackwise", "scope": {"polish_steps": 2}},
+    "recomputed": {"recompute": {"kind": "full"}},
+}
+
+
+@pytest.fixture
+def run(make_config, make_rack, make_batches):
+    """Train a small Rack with dropout; the result, the Rack, its trainer and the validation batches."""
+
+    def train(settings, model=None, validation=None, batches=None):
+        config = make_config(model={"dropout": 0.1} | (model or {}), training=settings)
+        rack, batches = make_rack(config), make_batches(config, seed=1) if batches is None else batches
+        validation = make_batches(config, count=3, seed=2) if validation is None else validation
+        trainer = ArchitectureTrainer(config, progress=False)
+        return trainer.train_architecture(rack, batches, validation), rack, trainer, validation
+
+    return train
+
+
+def weights(rack):
+    return torch.cat([p.detach().flatten() for p in rack.parameters()])
+
+
+@pytest.mark.parametrize("settings", KINDS.values(), ids=KINDS)
+def test_training_is_the_same_to_the_bit(run, settings):
+    settings = settings | {"max_steps": 4}
+    plain, rack, *_ = run(settings)
+    watched, twin, *_ = run(settings | {"eval_interval": 1})
+    assert "validation" not in plain
+    assert [r.loss for r in watched["records"]] == [r.loss for r in plain["records"]]
+    assert [r.steps for r in watched["validation"]] == list(range(1, len(plain["records"]) + 1))
+    assert torch.equal(weights(rack), weights(twin))
+    if "results" in plain:
+        blocks = [[unit["prefix_blocks"] for unit in each["results"]] for each in (plain, watched)]
+        assert blocks[0] == blocks[1]
+
+
+@pytest.mark.parametrize("settings", KINDS.values(), ids=KINDS)
+def test_the_last_one_is_that_of_the_trained_rack(run, settings):
+    result, rack, trainer, validation = run(settings | {"max_steps": 4, "eval_interval": 2})
+    last = result["validation"][-1]
+    assert last.steps == len(result["records"])
+    assert last.loss == pytest.approx(trainer.evaluate(rack, validation), rel=1e-6)
+    assert rack.training
+
+
+def test_a_loader_that_draws_leaves_no_trace(run, make_config, make_batches):
+    """A DataLoader draws from torch's generator at the start of each pass."""
+    rows = torch.cat(make_batches(make_config(), count=3, seed=2))
+    settings = {"max_steps": 4}
+    _, rack, *_ = run(settings)
+    _, twin, *_ = run(settings | {"eval_interval": 1}, None, DataLoader(rows, batch_size=2, shuffle=True))
+    assert torch.equal(weights(rack), weights(twin))
+
+
+def test_of_a_unit_it_is_what_the_unit_says(run, tmp_path):
+    """Blocks behind it do not count: they have learned nothing yet."""
+    settings = {"training_architecture": "blockwise", "max_steps": 2, "save_interval": 2, "eval_interval": 2}
+    result, _, _, validation = run(settings | {"checkpoint_dir": str(tmp_path)})
+    assert len(result["validation"]) == len(result["results"]) == 2
+    for depth, record in enumerate(result["validation"], start=1):
+        rack = load_rack(tmp_path / f"step-{record.steps}").eval()
+        losses = []
+        with torch.no_grad():
+            for ids in validation:
+                x = rack.embedding(ids[:, :-1])
+                for block in blocks_of(rack)[:depth]:
+                    x = block(x)
+                logits = rack.lm_head(rack.final_norm(x))
+                losses.append(F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).item())
+        assert record.loss == pytest.approx(sum(losses) / len(losses), rel=1e-5)
+        assert record.unit == result["records"][record.steps - 1].unit
+
+
+def test_so_many_batches_from_the_first_on(run):
+    asked = []
+
+    class Batches(list):
+        def set_epoch(self, epoch):
+            asked.append(("epoch", epoch))
+
+        def __iter__(self):
+            for place, batch in enumerate(super().__iter__()):
+                asked.append(place)
+                yield batch
+
+    batches = Batches(torch.randint(32, (4, 2, 9), generator=torch.Generator().manual_seed(0)))
+    settings = {"max_steps": 2, "eval_interval": 1, "eval_batches": 3}
+    result, rack, trainer, _ = run(settings, {"vocab_size": 32}, batches)
+    assert asked == [("epoch", 0), 0, 1, 2] * 2
+    assert result["validation"][-1].loss == pytest.approx(trainer.evaluate(rack, batches[:3]), rel=1e-6)
+
+
+def test_the_same_tokens_are_asked_for_each_time(run):
+    """With a learning rate of nothing every evaluation says the same; z-loss is not in it."""
+    model = {"attention_mode": "bidirectional", "vocab_size": 5}
+    batches = list(torch.randint(4, (3, 2, 8), generator=torch.Generator().manual_seed(0)))
+    settings = {"max_steps": 3, "eval_interval": 1, "optimizer": {"lr": 1e-30}, "objective": MASKED}
+    plain, *_ = run(settings, model, batches, batches)
+    with_z, *_ = run(settings | {"objective": MASKED | {"z_loss": 10.0}}, model, batches, batches)
+    assert len({record.loss for record in (*plain["validation"], *with_z["validation"])}) == 1
+
+
+def test_it_is_written_down(run, tmp_path):
+    settings = {"max_steps": 5, "log_interval": 10, "eval_interval": 2}
+    result, *_ = run(settings | {"telemetry": {"jsonl": str(tmp_path / "run.jsonl")}})
+    lines, _ = read_json_lines(tmp_path / "run.jsonl")
+    assert {line["step"] + 1: line["validation_loss"] for line in lines if "validation_loss" in line} == {
+        record.steps: record.loss for record in result["validation"]
+    }
+
+
+@pytest.mark.parametrize("given, named", [(None, "training.eval_interval: got 1"), (iter(()), "validation")])
+def test_without_data_for_it_nothing_begins(make_config, make_rack, make_batches, given, named):
+    config = make_config(training={"eval_interval": 1})
+    rack = make_rack(config)
+    before = weights(rack)
+    with pytest.raises(ValueError, match=named):
+        ArchitectureTrainer(config).train_architecture(rack, make_batches(config), given)
+    assert torch.equal(weights(rack), before)
+
+
+def test_as_plain_values():
+    assert ValidationRecord(3, 0.5).to_dict() == {"steps": 3, "loss": 0.5}
+    assert ValidationRecord(3, 0.5, "stack 1").to_dict() == {"steps": 3, "loss": 0.5, "unit": "stack 1"}

@@ -1,0 +1,396 @@
+"""A run that goes on: the bits that it would have ended with, wherever it was left."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from stackwise.checkpoint import EXIT_CODE, CheckpointWarning
+from stackwise.config import ConfigError
+from stackwise.data import Prefetched, create_data
+from stackwise.stability.telemetry import StepRecord
+from stackwise.training import (
+    ArchitectureTrainer,
+    NonFiniteStepError,
+    TrainingTerminated,
+    load_rack,
+)
+from stackwise.training.batch_stream import BatchStream
+from stackwise.training.record_log import read_json_lines
+from stackwise.training.run_state import records_of, state_of_records
+
+BLOCKWISE = {"training_architecture": "blockwise"}
+RUNS = {
+    "rackwise": {},
+    "autocast": {"precision": "bf16"},
+    "narrow weights": {"precision": "bf16_weights"},
+    "muon": {"optimizer": {"kind": "muon", "lr": 1e-2}},
+    "accumulated": {"accumulation_steps": 2},
+    "growing": {"scope": {"growth": True}},
+    "blockwise": BLOCKWISE,
+    "narrow blocks": BLOCKWISE | {"precision": "bf16_weights"},
+    "own heads": BLOCKWISE | {"scope": {"head": "per_unit"}},
+    "growing blocks": BLOCKWISE | {"scope": {"growth": True}},
+    "right to left": BLOCKWISE | {"scope": {"order": "right_to_left"}},
+    "kept": BLOCKWISE | {"scope": {"cache_bytes": 2**20, "overlap": 1}},
+    "on disk": BLOCKWISE | {"scope": {"offload": "disk", "offload_dir": "blocks"}},
+    "polished": {"training_architecture": "stackwise", "scope": {"polish_steps": 2}},
+    "evaluated": {"eval_interval": 2},
+    "asynchronous": {"checkpoint": {"keep_last": 99, "asynchronous": True}},
+}
+STEPS = 4
+
+
+@pytest.fixture
+def make(make_config, make_rack, make_batches, tmp_path, monkeypatch):
+    """A configuration with dropout, saved at every step; a Rack of it, and batches that end in the middle."""
+
+    monkeypatch.chdir(tmp_path)
+
+    def made(settings, **more):
+        tied = settings.get("scope", {}).get("head") != "per_unit"
+        training = {"max_steps": STEPS, "checkpoint_dir": str(tmp_path / "run"), "save_interval": 1}
+        training |= {"checkpoint": {"keep_last": 99}} | settings | more
+        config = make_config(model={"dropout": 0.1, "tie_embeddings": tied}, training=training)
+        return config, make_rack(config), make_batches(config, count=3)
+
+    return made
+
+
+def train(config, rack, batches):
+    before = torch.get_rng_state()
+    result = ArchitectureTrainer(config, progress=False).train_architecture(rack, batches, batches)
+    assert torch.get_rng_state().equal(before)
+    return result
+
+
+def weights(rack):
+    return torch.cat([p.detach().flatten() for p in rack.parameters()])
+
+
+def untimed(value):
+    """All but what takes time, and how much of the prefix was computed once more."""
+    if isinstance(value, dict):
+        timed = ("seconds", "tokens_per_second", "prefix_blocks")
+        return {key: untimed(each) for key, each in value.items() if key not in timed}
+    return [untimed(each) for each in value] if isinstance(value, list) else value
+
+
+def forget(folder, step):
+    """Leave what was on the disk behind this step."""
+    for path in Path(folder).iterdir():
+        if int(path.name.removeprefix("step-")) > step:
+            shutil.rmtree(path)
+
+
+@pytest.mark.parametrize("settings", RUNS.values(), ids=RUNS)
+def test_to_the_same_bits(make, settings):
+    config, rack, batches = make(settings)
+    expected = train(config, rack, batches)
+    total = len(expected["records"])
+    for step in sorted({1, total // 2 + 1, total - 1, total}, reverse=True):
+        forget(config.training.checkpoint_dir, step)
+        config, fresh, batches = make(settings, resume=True)
+        with torch.no_grad():
+            fresh.final_norm.weight.fill_(9.0)  # what it begins with does not matter
+        result = train(config, fresh, batches)
+        assert torch.equal(weights(fresh), weights(rack)), step
+        assert untimed(dict(result)) == untimed(dict(expected)), step
+
+
+def test_what_is_not_there_is_begun(make):
+    config, rack, batches = make({})
+    train(config, rack, batches)
+    shutil.rmtree(config.training.checkpoint_dir)
+    config, fresh, batches = make({}, resume=True)
+    train(config, fresh, batches)
+    assert torch.equal(weights(fresh), weights(rack))
+
+
+def test_a_damaged_checkpoint_is_passed_over(make):
+    config, rack, batches = make({})
+    train(config, rack, batches)
+    newest = Path(config.training.checkpoint_dir) / f"step-{STEPS}"
+    damaged = bytearray((newest / "model.safetensors").read_bytes())
+    damaged[-1] ^= 1
+    (newest / "model.safetensors").write_bytes(damaged)
+    config, fresh, batches = make({}, resume=True)
+    with pytest.warns(CheckpointWarning, match="model.safetensors"):
+        train(config, fresh, batches)
+    assert torch.equal(weights(fresh), weights(rack))
+
+
+def test_with_what_a_finished_run_has(make):
+    config, rack, batches = make({})
+    expected = train(config, rack, batches)
+    config, fresh, _ = make({}, resume=True)
+    result = train(config, fresh, iter([]))  # not a batch is asked for
+    assert untimed(dict(result)) == untimed(dict(expected))
+
+
+def test_another_configuration_is_refused(make, make_config, make_rack):
+    config, rack, batches = make({})
+    train(config, rack, batches)
+    config.training.resume = True
+    config.training.optimizer.lr, config.training.max_steps = 3e-2, 9
+    before = weights(rack).clone()
+    with pytest.raises(
+        ValueError, match=r"training\.resume.*training\.max_steps: got 9; allowed: 4"
+    ) as refusal:
+        train(config, rack, batches)
+    assert "training.optimizer.lr: got 0.03; allowed: 0.01" in str(refusal.value)
+    assert torch.equal(weights(rack), before)
+
+
+def test_what_changes_nothing_may_change(make):
+    config, rack, batches = make({})
+    train(config, rack, batches)
+    forget(config.training.checkpoint_dir, 2)
+    free = {"log_interval": 3, "save_interval": 9, "eval_interval": 1, "recompute": {"kind": "full"}}
+    config, fresh, batches = make(free, resume=True)
+    train(config, fresh, batches)
+    assert torch.equal(weights(fresh), weights(rack))
+
+
+def test_without_a_folder_it_is_refused(make_config):
+    with pytest.raises(ConfigError, match=r"training\.resume: got True.*checkpoint_dir, which is null"):
+        make_config(training={"resume": True, "checkpoint_dir": None})
+
+
+def test_after_a_step_that_was_not_finite(make):
+    """From the last checkpoint before it; what broke it is gone."""
+    config, rack, batches = make({"save_interval": 2})
+    train(config, rack, batches)
+    shutil.rmtree(config.training.checkpoint_dir)
+    config, broken, batches = make({"save_interval": 2})
+    passes = []
+
+    def breaks(module, arguments, output):
+        passes.append(1)
+        return output * float("nan") if len(passes) == 4 else output
+
+    handle = broken.final_norm.register_forward_hook(breaks)
+    with pytest.raises(NonFiniteStepError):
+        train(config, broken, batches)
+    handle.remove()
+    config, fresh, batches = make({"save_interval": 2}, resume=True)
+    train(config, fresh, batches)
+    assert torch.equal(weights(fresh), weights(rack))
+
+
+def test_lines_of_a_run_without_a_checkpoint_yet(make, tmp_path):
+    telemetry = {"telemetry": {"jsonl": str(tmp_path / "run.jsonl")}}
+    config, rack, batches = make(telemetry)
+    train(config, rack, batches)
+    shutil.rmtree(config.training.checkpoint_dir)
+    config, fresh, batches = make(telemetry, resume=True)
+    train(config, fresh, batches)
+    assert torch.equal(weights(fresh), weights(rack))
+
+
+def test_a_request_to_end_is_heard_where_every_step_saves(make, monkeypatch):
+    """Also in a phase that is shorter than anything is asked at."""
+    config, rack, batches = make(BLOCKWISE)
+    train(config, rack, batches)
+    shutil.rmtree(config.training.checkpoint_dir)
+    config, fresh, batches = make(BLOCKWISE)
+    asked = []
+
+    @contextmanager
+    def termination(self):
+        yield lambda steps: asked.append(steps) or steps == STEPS + 1
+
+    monkeypatch.setattr(ArchitectureTrainer, "_termination", termination)
+    with pytest.raises(TrainingTerminated) as ended:
+        train(config, fresh, batches)
+    assert (ended.value.code, ended.value.steps) == (EXIT_CODE, STEPS + 1)
+    assert asked == list(range(1, STEPS + 2))
+    monkeypatch.undo()
+    config, fresh, batches = make(BLOCKWISE, resume=True)
+    train(config, fresh, batches)
+    assert torch.equal(weights(fresh), weights(rack))
+
+
+def test_the_epoch_of_a_dataset_in_a_loader(make_config):
+    config = make_config(model={"vocab_size": 256}, training={"seq_len": 512}, data={"dataset_path": None})
+    config.data.validation_fraction = 0.99
+    small, _ = create_data(config)
+    stream = BatchStream(DataLoader(small, batch_size=None))
+    islice_(stream, len(small) + 1)
+    state, [expected] = stream.state_dict(), next(stream)[1]
+    again = BatchStream(DataLoader(create_data(config)[0], batch_size=None))
+    again.load_state_dict(state)
+    assert torch.equal(next(again)[1][0]["input_ids"], expected["input_ids"])
+
+
+def test_lines_go_on(make, tmp_path):
+    telemetry = {"telemetry": {"jsonl": str(tmp_path / "run.jsonl")}}
+    config, rack, batches = make(telemetry)
+    expected = train(config, rack, batches)
+    forget(config.training.checkpoint_dir, 2)
+    config, fresh, batches = make(telemetry, resume=True)
+    train(config, fresh, batches)
+    lines, _ = read_json_lines(tmp_path / "run.jsonl")
+    assert [line["step"] for line in lines] == [0, 1, 2, 3, 2, 3]
+    assert [line["loss"] for line in lines[-2:]] == [record.loss for record in expected["records"][2:]]
+
+
+def test_a_full_disk_does_not_end_the_training(make, monkeypatch):
+    config, rack, batches = make({"save_interval": 2})
+    expected = train(config, rack, batches)
+    shutil.rmtree(config.training.checkpoint_dir)
+    config, fresh, batches = make({"save_interval": 2})
+    sync, calls = os.fsync, []
+
+    def full(descriptor):
+        calls.append(descriptor)
+        if len(calls) == 1:
+            raise OSError(28, "No space left on device")
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.warns(CheckpointWarning, match="step 2 is not written.*No space left"):
+        result = train(config, fresh, batches)
+    assert len(result["records"]) == len(expected["records"])
+    assert [path.name for path in Path(config.training.checkpoint_dir).iterdir()] == ["step-4"]
+    assert torch.equal(weights(fresh), weights(rack))
+
+
+def test_the_last_checkpoint_is_not_lost_without_a_word(make, monkeypatch):
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    config, rack, batches = make({"save_interval": 9})
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.warns(CheckpointWarning), pytest.raises(OSError, match="the last checkpoint, of step 4"):
+        train(config, rack, batches)
+
+
+LOADERS = {
+    "shuffling": lambda rows: DataLoader(rows, batch_size=2, shuffle=True),
+    "workers": lambda rows: DataLoader(rows, batch_size=2, shuffle=True, num_workers=1),
+    "stateful": lambda rows: StatefulDataLoader(rows, batch_size=2, shuffle=True),
+    "list": lambda rows: list(rows.split(2)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata's own call
+@pytest.mark.parametrize("loader_of", LOADERS.values(), ids=LOADERS)
+def test_a_stream_goes_on_with_the_same_batches(loader_of):
+    """From each place of three passes of three batches, two a step."""
+    rows = torch.arange(6 * 3).view(6, 3)
+
+    def taken(stream, count):
+        return [
+            (epoch, torch.cat([b["input_ids"] for b in batches])) for epoch, batches in islice_(stream, count)
+        ]
+
+    for done in range(4):
+        torch.manual_seed(5)
+        stream = BatchStream(loader_of(rows), 2)
+        taken(stream, done)
+        state, states = stream.state_dict(), torch.get_rng_state()
+        expected = taken(stream, 5 - done)
+        torch.manual_seed(99)
+        again = BatchStream(loader_of(rows), 2)
+        again.load_state_dict(state)
+        torch.set_rng_state(states)
+        for (epoch, ids), (other_epoch, other) in zip(expected, taken(again, 5 - done), strict=True):
+            assert epoch == other_epoch and torch.equal(ids, other)
+
+
+def islice_(iterator, count):
+    return [next(iterator) for _ in range(count)]
+
+
+def test_our_batches_are_not_made_again(make_config, monkeypatch):
+    config = make_config(model={"vocab_size": 256}, data={"dataset_path": None})
+    training, _ = create_data(config)
+    with closing(Prefetched(training)) as ahead:
+        stream = BatchStream(ahead)
+        islice_(stream, 3)
+        state, expected = stream.state_dict(), next(stream)
+    made, batch = [], type(training).batch
+    monkeypatch.setattr(
+        type(training), "batch", lambda self, *place: made.append(place) or batch(self, *place)
+    )
+    again = BatchStream(create_data(config)[0])
+    again.load_state_dict(state)
+    epoch, [found] = next(again)
+    assert epoch == expected[0] and torch.equal(found["input_ids"], expected[1][0]["input_ids"])
+    assert made == [(0, 3)]
+
+
+def test_too_few_batches_are_refused():
+    stream = BatchStream([torch.ones(1, 2)] * 3)
+    islice_(stream, 3)
+    with pytest.raises(ValueError, match="batches of the dataloader: got 2; allowed: 3 or more in pass 0"):
+        BatchStream([torch.ones(1, 2)] * 2).load_state_dict(stream.state_dict())
+
+
+numbers = st.floats(width=64, allow_nan=False)
+RECORDS = st.builds(
+    StepRecord,
+    st.integers(0, 2**62),
+    numbers,
+    numbers,
+    numbers,
+    st.booleans(),
+    tokens=st.none() | st.integers(0, 2**62),
+    unit=st.none() | st.sampled_from(["stack 0", "block 1", ""]),
+)
+
+
+@given(st.lists(RECORDS, max_size=5))
+def test_records_come_back(records):
+    assert records_of(state_of_records(records)) == records
+
+
+SCRIPT = """
+training:
+  {max_steps: 300, batch_size: 2, seq_len: 32, device: cpu, precision: fp32, save_interval: 1000,
+   log_interval: 5, checkpoint_dir: run, telemetry: {jsonl: run.jsonl}}
+model:
+  {vocab_size: 256, d_model: 32, d_ff: 64, n_heads: 2, n_kv_heads: 2, dropout: 0.1,
+   architecture: {n_stacks: 1, blocks_per_stack: 2}}
+data: {validation_fraction: 0.0}
+"""
+
+
+def test_a_process_that_is_asked_to_end_saves_and_goes_on(tmp_path):
+    """Its exit code says so; the same command with resume ends with the bits of a run that was left alone."""
+
+    def start(folder, *more):
+        folder.mkdir(exist_ok=True)
+        (folder / "run.yaml").write_text(SCRIPT)
+        command = [sys.executable, "-m", "stackwise.cli", "train", "run.yaml", "--progress", "off", *more]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        return subprocess.Popen(command, cwd=folder, text=True, **pipes)
+
+    ended, whole = tmp_path / "ended", tmp_path / "whole"
+    process = start(ended)
+    while not (ended / "run.jsonl").exists() or not (ended / "run.jsonl").stat().st_size:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == EXIT_CODE, error
+    [saved] = (ended / "run").iterdir()
+    step = int(saved.name.removeprefix("step-"))
+    assert 0 < step < 300 and f"after {step} steps" in error and "training.resume" in error
+    for process in (start(ended, "--training.resume", "true"), start(whole)):
+        _, error = process.communicate(timeout=120)
+        assert process.returncode == 0, error
+    one, other = (load_rack(folder / "run/step-300").state_dict() for folder in (ended, whole))
+    assert all(torch.equal(one[name], other[name]) for name in one)

@@ -5,29 +5,15 @@ Each table stands between two marks, which `MARKS` names; docs/zoo.md is the cat
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Mapping
-from pathlib import Path
+from functools import partial
 from typing import Any
 
-from bench.claim import RESULTS
 from bench.detection import zoo
+from bench.marked_tables import ROOT, bar_rows, recorded, replaced
 
-__all__ = ["MARKS", "recorded", "written"]
-
-ROOT = Path(__file__).parent.parent
-
-
-def summary(record: Mapping[str, Any]) -> str:
-    """One row a bar."""
-    rows = ["| | measured | aim |", "| --- | --- | --- |"]
-    for bar in record["bars"]:
-        sign = "at most" if bar["at_most"] else "at least"
-        aim = f"{sign} {bar['limit']:g}" + ("" if bar["verdict"] == "PASS" else ", short")
-        value = "-" if bar["value"] is None else f"{bar['value']:.3g}"
-        rows.append(f"| {bar['name']} | {value} | {aim} |")
-    return "\n".join(rows)
+__all__ = ["MARKS", "written"]
 
 
 def families(record: Mapping[str, Any]) -> str:
@@ -130,9 +116,9 @@ def _number(name: str) -> tuple[str, int]:
 
 # page -> mark -> what stands there
 MARKS: dict[str, dict[str, Callable[[Mapping[str, Any]], str]]] = {
-    "README.md": {"detection": summary, "rivals": rivals},
+    "README.md": {"detection": bar_rows, "rivals": rivals},
     "docs/checks.md": {
-        "detection": summary,
+        "detection": bar_rows,
         "families": families,
         "rivals": rivals,
         "third_party": third_party,
@@ -143,28 +129,12 @@ MARKS: dict[str, dict[str, Callable[[Mapping[str, Any]], str]]] = {
 }
 
 
-def written(page: str, record: Mapping[str, Any]) -> str:
-    """A page's text with its tables anew.
-
-    Raises:
-        ValueError: a mark is missing.
-    """
-    text = (ROOT / page).read_text()
-    for mark, table in MARKS[page].items():
-        begin, end = f"<!-- {mark} -->\n", f"<!-- end of {mark} -->"
-        if begin not in text or end not in text:
-            raise ValueError(f"{page}: no {begin.strip()} ... {end}")
-        before, _, rest = text.partition(begin)
-        text = f"{before}{begin}\n{table(record)}\n\n{end}{rest.partition(end)[2]}"
-    return text
-
-
-def recorded(path: Path = RESULTS / "cpu" / "detection.json") -> dict[str, Any]:
-    """The last full run on the CPU."""
-    record: dict[str, Any] = json.loads(path.read_text())
-    return record
+def written(page: str) -> str:
+    """A page's text with its tables anew."""
+    record = recorded("detection")
+    return replaced(page, {mark: partial(table, record) for mark, table in MARKS[page].items()})
 
 
 if __name__ == "__main__":
     for name in MARKS:
-        (ROOT / name).write_text(written(name, recorded()))
+        (ROOT / name).write_text(written(name))

@@ -3,7 +3,8 @@
 Peak memory of a training run, each in a fresh process: on the CPU the high-water mark of everything that is
 resident, the interpreter and PyTorch included; on CUDA what tensors hold. Units train with their prefix
 outputs and the Blocks that take no part on disk; what lies there is stated. FLOPs are those of matrix
-products, attention's own left out, counted as they run, so that the price is beside the gain.
+products and attention, counted as they run, so that the price is beside the gain. Embedding and head are two
+matrices, as in `bench.locality`.
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ class Run:
             }
         shape = {
             "vocab_size": self.vocab_size,
+            "tie_embeddings": False,
             "d_model": self.d_model,
             "n_heads": self.n_heads,
             "n_kv_heads": self.n_kv_heads,
@@ -88,10 +90,10 @@ class Run:
 def measure(run: Run, folder: Path) -> dict[str, Any]:
     """Train as `run` says in this process; what it took."""
     import torch
-    from torch.utils.flop_counter import FlopCounterMode
 
     from stackwise import ArchitectureTrainer, create_rack_from_config
     from stackwise.training.block_store import block_writer
+    from stackwise.training.storage_meter import StorageMeter
 
     config = run.config(folder)
     torch.manual_seed(0)
@@ -102,9 +104,9 @@ def measure(run: Run, folder: Path) -> dict[str, Any]:
     disk = 0
     start = time.perf_counter()
     if run.count_flops:
-        with FlopCounterMode(display=False) as counter:
+        with StorageMeter() as meter:
             trainer.train_architecture(rack, list(ids))
-        return {"flops": counter.get_total_flops()}
+        return {"flops": meter.flops}
     result = trainer.train_architecture(rack, list(ids))
     seconds = time.perf_counter() - start
     disk = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
@@ -162,7 +164,7 @@ def compared(base: Run) -> list[tuple[Run, str, int]]:
     A unit's share of the whole is small where its states outweigh what every run has: embedding and head, the
     activations of one unit, the process. In the smallest of these it does not.
     """
-    wide = {"d_model": base.d_model * 3 // 2, "n_heads": base.n_heads * 3 // 2, "n_kv_heads": 8}
+    wide = {"d_model": base.d_model * 3 // 2, "n_heads": base.n_heads * 3 // 2}
     wider = replace(base, **wide, d_ff=8192 if base.d_ff == 5632 else base.d_ff)
     return [(wider, "blockwise", 1), (base, "stackwise", 2), (base, "blockwise", 1)]
 

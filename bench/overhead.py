@@ -1,50 +1,60 @@
 """`python -m bench.overhead`: what telemetry costs of a training step.
 
-One model, one optimizer, one compiled graph, and steps that differ in what they keep of themselves:
+Our trainer, against the same step without any telemetry:
 
 - bare: forwards, backwards, clipped, updated. Nothing is kept.
-- telemetry: the trainer's step with loss, gradient norm, whether both are finite and the norm of every
-  parameter, through the ring buffer, as JSON lines every `LOG_INTERVAL` steps.
-- naive: bare, with one `.item()` for the loss and one for the norm of every parameter.
-- bare again: how far two measurements of one thing are apart here.
+- trainer: `ArchitectureTrainer` itself, with loss, gradient norm, whether both are finite and the norm of
+  every parameter, as a JSON line after each step.
+- bare again: a second one, to show how far two measurements of one thing are apart here.
 
-Every round runs all of them once, in random order; figures are medians over rounds of the ratio within a
-round.
+A loop of one's own, compiled, clipped by `clip_grad_norm_`, with torch's fused AdamW:
+
+- loop: nothing is kept.
+- monitored: `GradientMonitor` and `LossTracker`, whose norm clips.
+- items: one `.item()` for the loss and one for the norm of every parameter.
+
+Every round runs all of them, in random order; figures are medians over rounds of the ratio within a round.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
+import random
 import sys
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from bench.claim import Bar, Claim, interleave, ratio
+from bench import peer_models
+from bench.claim import Bar, Claim, ratio
 from bench.peer_models import Shape
-from stackwise import create_simple_rack
-from stackwise.config import TrainingConfig
+from stackwise import ArchitectureTrainer, StackWiseConfig
+from stackwise.model import Rack
 from stackwise.model.compilation import compiled
-from stackwise.stability.telemetry import StepBuffer
-from stackwise.training.objective import Objective
+from stackwise.stability.telemetry import GradientMonitor, GradientRecord, LossRecord, LossTracker
+from stackwise.training.objective import Objective, next_token_loss
 from stackwise.training.optimizer import clip_divisor
 from stackwise.training.phase_model import PhaseModel
 from stackwise.training.precision import autocast
-from stackwise.training.record_log import JsonLinesLog
-from stackwise.training.step import MicroBatch, TrainStep
-from stackwise.training.throughput import ThroughputMeter
+from stackwise.training.step import TrainStep
 
 SHAPES = [
     Shape(512, 8, 8, 2, 1408, batch_size=4, seq_len=1024),
     Shape(384, 6, 6, 2, 1024, batch_size=2, seq_len=256),
 ]
 QUICK = Shape(256, 4, 4, 2, 704, vocab_size=2048, batch_size=4, seq_len=256)
-LR, CLIP, LOG_INTERVAL = 1e-3, 1.0, 10
+LR, CLIP = 1e-3, 1.0
 LIMIT = 1.01
+TRAINER = "trainer"
+# Each call, and the one that it is compared with.
+COMPARED = {TRAINER: "bare", "bare again": "bare", "monitored": "loop", "items": "loop"}
 
 
 def main() -> int:
@@ -60,125 +70,202 @@ def main() -> int:
     return claim.conclude()
 
 
-def measure(claim: Claim, shape: Shape, rounds: int) -> None:
-    """All steps of one shape; the bar is the time of telemetry over that of bare."""
-    with tempfile.TemporaryDirectory() as folder:
-        watched = Watched(shape, Path(folder) / "run.jsonl")
-        calls: dict[str, Callable[[], object]] = {
-            "bare": watched.bare,
-            "telemetry": watched.telemetry,
-            "naive": watched.naive,
-            "bare again": watched.bare,
-        }
-        samples = interleave(calls, rounds=rounds)
-        watched.close()
-    ratios = {name: ratio(samples[name], samples["bare"]) for name in calls if name != "bare"}
-    figures = {
-        "parameters": len(watched.parameters),
-        "tokens": shape.batch_size * shape.seq_len,
-        "log_interval": LOG_INTERVAL,
-        "times_bare": ratios,
-        "seconds": samples,
+def measure(claim: Claim, shape: Shape, rounds: int, *, compile: bool = True) -> None:  # noqa: A002
+    """All steps of one shape; the bars are the time of what keeps something over that of what does not."""
+    torch.manual_seed(0)
+    ids = torch.randint(shape.vocab_size, (shape.batch_size, shape.seq_len + 1))
+    loop = Loop(shape, ids, compile=compile)
+    calls: dict[str, Callable[[], object]] = {
+        "bare": Bare(shape, ids, compile=compile).step,
+        "bare again": Bare(shape, ids, compile=compile).step,
+        "loop": loop.plain,
+        "monitored": loop.monitored,
+        "items": loop.items,
     }
-    claim.enter(Bar(f"telemetry {shape.name}", ratios["telemetry"]["median"], LIMIT, at_most=True), figures)
-    print(f"\n{shape.name}, {len(watched.parameters)} parameters: bare, {median(samples['bare']):.4f} s")
-    for name, each in ratios.items():
+    with tempfile.TemporaryDirectory() as folder:
+        config = trainer_config(shape, Path(folder) / "run.jsonl", compile=compile)
+        around = Rounds(ids, calls, rounds)
+        torch.manual_seed(0)
+        with suppress(Measured):
+            ArchitectureTrainer(config, progress=False).train_architecture(build(shape), around)
+    ratios = {name: ratio(around.seconds[name], around.seconds[plain]) for name, plain in COMPARED.items()}
+    parameters = len(list(loop.rack.parameters()))
+    figures = {
+        "parameters": parameters,
+        "tokens": shape.batch_size * shape.seq_len,
+        "times_plain": ratios,
+        "seconds": around.seconds,
+    }
+    for name in (TRAINER, "monitored"):
+        claim.enter(Bar(f"{name} {shape.name}", ratios[name]["median"], LIMIT, at_most=True), figures)
+    print(f"\n{shape.name}, {parameters} parameters")
+    for name, plain in COMPARED.items():
+        each, seconds = ratios[name], median(around.seconds[plain])
         quartiles = f"[{each['quartile_low']:.4f}, {each['quartile_high']:.4f}]"
-        print(f"  {name:<12} {each['median']:.4f} times that {quartiles}", flush=True)
+        print(f"  {name:<12} {each['median']:.4f} {quartiles} times {plain}, {seconds:.4f} s", flush=True)
 
 
-class Watched:
-    """A model and the steps it can be trained by.
+class Rounds:
+    """Training data, and a stopwatch: between the trainer's steps it runs all the others.
+
+    The time of a step is the time until the next batch is asked for. In each round every call is made as
+    often as takes about a third of a second. The data end with the last round.
 
     Args:
-        shape: of the model and its batch.
-        path: of the lines.
-        compile: as the trainer's.
+        ids: of every batch.
+        calls: what runs beside the trainer.
+        rounds: after the first calls, which compile.
+
+    Attributes:
+        seconds: of each call, one figure a round.
     """
 
-    def __init__(self, shape: Shape, path: Path, *, compile: bool = True) -> None:  # noqa: A002
+    def __init__(self, ids: Tensor, calls: dict[str, Callable[[], object]], rounds: int) -> None:
+        self.ids, self.calls, self.rounds = ids, calls, rounds
+        self.seconds: dict[str, list[float]] = {name: [] for name in (*calls, TRAINER)}
+
+    def __iter__(self) -> Iterator[Tensor]:
+        took = [_seconds(call) for call in (*self.calls.values(), *self.calls.values())]
+        for _ in range(2):
+            start = time.perf_counter()
+            yield self.ids
+            took.append(time.perf_counter() - start)
+        repeats, order = self.steps(median(took[len(self.calls) :])), list(self.seconds)
+        shuffle = random.Random(0).shuffle
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(self.rounds):
+                shuffle(order)
+                for name in order:
+                    start = time.perf_counter()
+                    for _ in range(repeats):
+                        if name == TRAINER:
+                            yield self.ids
+                        else:
+                            self.calls[name]()
+                    self.seconds[name].append((time.perf_counter() - start) / repeats)
+        finally:
+            gc.enable()
+        raise Measured
+
+    def steps(self, seconds: float) -> int:
+        """How many make one figure, where one takes so long."""
+        return max(1, round(0.3 / seconds))
+
+
+class Measured(Exception):  # noqa: N818
+    """The last round is over."""
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def build(shape: Shape) -> Rack:
+    """The same weights at each call after the same seed."""
+    model, _ = peer_models.rack(shape)
+    assert isinstance(model, Rack)
+    return model.train()
+
+
+def trainer_config(shape: Shape, jsonl: Path | None = None, *, compile: bool = True) -> StackWiseConfig:  # noqa: A002
+    """Training as all of these do it; with `jsonl` everything is kept and written down after each step."""
+    training = {
+        "precision": "bf16_weights",
+        "compile": compile,
+        "grad_clip": CLIP,
+        "device": "cpu",
+        "max_steps": 1_000_000,
+        "log_interval": 1,
+        "optimizer": {"lr": LR},
+        "schedule": {"kind": "constant", "warmup_steps": 0},
+        "telemetry": {"parameter_norms": jsonl is not None, "jsonl": jsonl and str(jsonl)},
+    }
+    return StackWiseConfig.from_dict({"model": {"vocab_size": shape.vocab_size}, "training": training})
+
+
+class Bare:
+    """The trainer's step, and nothing of it kept: by hand, on what a `TrainStep` is made of."""
+
+    def __init__(self, shape: Shape, ids: Tensor, *, compile: bool = True) -> None:  # noqa: A002
         torch.manual_seed(0)
-        rack = create_simple_rack(
-            1,
-            shape.n_layers,
-            d_model=shape.d_model,
-            d_ff=shape.d_ff,
-            n_heads=shape.n_heads,
-            n_kv_heads=shape.n_kv_heads,
-            vocab_size=shape.vocab_size,
-            tie_embeddings=False,
-        ).train()
-        self.settings = TrainingConfig.from_dict(
-            {"precision": "bf16_weights", "compile": compile, "grad_clip": CLIP, "device": "cpu"}
-        )
-        objective = Objective(self.settings.objective, shape.vocab_size)
-        ids = torch.randint(shape.vocab_size, (shape.batch_size, shape.seq_len + 1))
-        self.targets = objective.targets({"input_ids": ids}, ())
-        self.step = TrainStep(PhaseModel(rack, objective), self.settings, rack)
-        self.optimizer = self.step.optimizer
+        self.rack, self.ids = build(shape), ids
+        self.settings = trainer_config(shape, compile=compile).training
+        self.objective = Objective(self.settings.objective, shape.vocab_size)
+        self._step = TrainStep(PhaseModel(self.rack, self.objective), self.settings, self.rack)
+        self.optimizer = self._step.optimizer
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self._norm = compiled(total_norm) if compile else total_norm
-        self._buffer = StepBuffer(2 * LOG_INTERVAL, self.step.device, len(self.parameters))
-        self._meter, self._log = ThroughputMeter(self.step.device), JsonLinesLog(path)
-        self._number = 0
 
-    def bare(self) -> Tensor:
-        """A step of which nothing is kept; the loss is for `naive`."""
-        loss = self._backward()
-        return self._update(loss)
-
-    def naive(self) -> tuple[float, list[float]]:
-        """As bare, and the host asks for one number after the other."""
-        loss = self._backward()
-        norms = [p.grad.float().norm().item() for p in self.parameters if p.grad is not None]
-        return self._update(loss).item(), norms
-
-    def telemetry(self) -> None:
-        """The trainer's step and what `training.telemetry` has it keep."""
-        outcome = self.step([MicroBatch(self.targets)], LR)
-        self._buffer.write(
-            self._number,
-            LR,
-            loss=outcome.loss,
-            grad_norm=outcome.grad_norm,
-            skipped=outcome.skipped,
-            tokens=self.targets.input_ids.numel(),
-            norms_P=outcome.norms_P,
-            names=outcome.names,
-        )
-        self._number += 1
-        if self._number % LOG_INTERVAL == 0:
-            records = self._buffer.poll()
-            self._meter.count(sum(record.tokens or 0 for record in records))
-            self._log.write(records, self._meter.read().to_dict())
-
-    def close(self) -> None:
-        """End the file of lines."""
-        self._log.close()
-
-    def _backward(self) -> Tensor:
+    def step(self) -> Tensor:
+        """Its loss, on the device."""
+        targets = self.objective.targets({"input_ids": self.ids}, ())
         for group in self.optimizer.param_groups:
             group["lr"] = LR * group["lr_multiplier"]
         # The trainer's own graph, called as it calls it: another would be compiled for another call.
-        with autocast(self.settings.precision, self.step.device):
-            total = self.step._total(self.step.model, self.targets, None)
-        loss: Tensor = total / self.targets.count
+        with autocast(self.settings.precision, self._step.device):
+            total = self._step._total(self._step.model, targets, None)
+        loss: Tensor = total / targets.count
         loss.backward()
-        return loss.detach()
-
-    def _update(self, loss: Tensor) -> Tensor:
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         with torch.no_grad():
             self.optimizer.grad_scale = clip_divisor(self._norm(gradients), CLIP)
         self.optimizer.found_inf = None
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return loss
+        return loss.detach()
 
 
 def total_norm(gradients: list[Tensor]) -> Tensor:
     """The least that clipping needs: one number, summed once."""
     return torch.stack([g.float().square().sum(-1).sum() for g in gradients]).sum().sqrt()
+
+
+class Loop:
+    """A training loop as people write it, and what may be watched of its steps."""
+
+    def __init__(self, shape: Shape, ids: Tensor, *, compile: bool = True) -> None:  # noqa: A002
+        torch.manual_seed(0)
+        self.rack, self.batch = build(shape), {"input_ids": ids}
+        self._loss = compiled(next_token_loss) if compile else next_token_loss
+        self.optimizer = torch.optim.AdamW(self.rack.parameters(), lr=LR, fused=True)
+        self.monitor, self.tracker = GradientMonitor(self.rack), LossTracker()
+
+    def plain(self) -> Tensor:
+        """Nothing is kept; the loss is for `items`."""
+        loss = self._backward()
+        nn.utils.clip_grad_norm_(self.rack.parameters(), CLIP)
+        return self._update(loss)
+
+    def monitored(self) -> tuple[list[LossRecord], list[GradientRecord]]:
+        """Everything is kept, and what has arrived is read."""
+        loss = self._backward()
+        state = self.monitor.observe()
+        nn.utils.clip_grads_with_norm_(self.rack.parameters(), CLIP, state.total_norm)
+        self.tracker.observe(loss)
+        self._update(loss)
+        return self.tracker.records(), self.monitor.records()
+
+    def items(self) -> tuple[float, list[float]]:
+        """The host asks for one number after the other."""
+        loss = self._backward()
+        norms = [p.grad.norm().item() for p in self.rack.parameters() if p.grad is not None]
+        nn.utils.clip_grad_norm_(self.rack.parameters(), CLIP)
+        return self._update(loss).item(), norms
+
+    def _backward(self) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss: Tensor = self._loss(self.rack, self.batch)
+        loss.backward()
+        return loss.detach()
+
+    def _update(self, loss: Tensor) -> Tensor:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss
 
 
 if __name__ == "__main__":

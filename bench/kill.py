@@ -1,0 +1,471 @@
+"""`python -m bench.kill`: training runs that are killed, and checkpoints that rot, beside a run left alone.
+
+A child process trains a small model and saves every few steps. It is killed by SIGKILL at a random moment,
+started again, killed again, until it is through. In every other start the moment is within a save: the child
+tells by a pipe when one begins and when it has ended, and how far into the save it is killed is random. In
+the end weights, optimizer, random states and losses have to be those of the run that was not killed, to the
+bit. The same with two processes that have the model in parts (FSDP2), of which one or both are killed.
+
+Then one bit of one file of a checkpoint is flipped, or one file is cut short, at a random place: it has to be
+noticed each time, and the checkpoint before it taken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from bench.claim import Bar, Claim
+
+STEPS, SAVE_EVERY, WIDTH = 60, 3, 128
+SECONDS = 300.0
+# What is saved while the run goes on, and what while it waits.
+MODES = ("synchronous", "asynchronous")
+
+
+@dataclass(frozen=True)
+class Death:
+    """How one start of a run ended.
+
+    Attributes:
+        killed: it was, before it was through.
+        saving: a save was under way then.
+        resumed: the step that it had gone on from.
+        last: the step that it got to.
+        saved: the last step of which it had said that it is saved; -1: none.
+        torn: temporary folders that it left behind.
+    """
+
+    killed: bool
+    saving: bool
+    resumed: int
+    last: int
+    saved: int
+    torn: int
+
+
+def child(directory: str, rank: int, world_size: int, mode: str, meeting: str, pipe: int) -> None:
+    """One process of a run. It says to the pipe: from STEP, at STEP, begin STEP, end STEP, done DIGEST."""
+    import torch
+    from torch import distributed, nn
+
+    from stackwise.checkpoint import CheckpointManager
+
+    torch.set_num_threads(1)
+
+    def tell(*words: object) -> None:
+        with suppress(BrokenPipeError):
+            os.write(pipe, (" ".join(map(str, words)) + "\n").encode())
+
+    if world_size > 1:
+        from datetime import timedelta
+
+        distributed.init_process_group(
+            "gloo",
+            init_method=f"file://{meeting}",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=60),
+        )
+    torch.manual_seed(1 + rank)
+    random.seed(1 + rank)
+    with torch.random.fork_rng([]):
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+        )
+    if world_size > 1:
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+    history: dict[str, Any] = {"losses": []}
+    objects = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "history": history}
+
+    class Telling(CheckpointManager):
+        """Says when a save begins and when it has ended, in whatever thread."""
+
+        def _begin(self, step: int, files: Any) -> Any:
+            tell("begin", step)
+            return super()._begin(step, files)
+
+        def _finish(self, content: Any, manifest: Any, extra: Any) -> None:
+            super()._finish(content, manifest, extra)
+            tell("end", manifest.step)
+
+    manager = Telling(directory, keep_last=2, asynchronous=mode == "asynchronous")
+    found = manager.restore(objects)
+    first = 0 if found is None else found.step
+    tell("from", first)
+    for step in range(first + 1, STEPS + 1):
+        loss = model(torch.randn(8, WIDTH) * random.random()).square().mean()
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        history["losses"].append(loss.item())
+        tell("at", step)
+        if step % SAVE_EVERY == 0:
+            manager.save(step, objects)
+    manager.close()
+    digest = hashlib.sha256(repr((history["losses"], random.getstate())).encode())
+    digest.update(torch.get_rng_state().numpy().tobytes())
+    tensors = [*model.parameters(), *(v for state in optimizer.state.values() for v in state.values())]
+    for tensor in tensors:
+        local = tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor.detach()
+        digest.update(local.contiguous().numpy().tobytes())
+    tell("done", digest.hexdigest())
+    if world_size > 1:
+        distributed.destroy_process_group()
+
+
+class Start:
+    """One start of all processes of a run, and what they say."""
+
+    def __init__(self, directory: Path, world_size: int, mode: str) -> None:
+        self._meeting = tempfile.mkdtemp(prefix="kill-")
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self._pipes: dict[int, int] = {}
+        self._rest: dict[int, bytes] = {}
+        self._selector = selectors.DefaultSelector()
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+        for rank in range(world_size):
+            reader, writer = os.pipe()
+            words = [directory, rank, world_size, mode, f"{self._meeting}/file", writer]
+            command = [sys.executable, "-m", "bench.kill", "--child", *map(str, words)]
+            process = subprocess.Popen(
+                command, pass_fds=[writer], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+            )
+            os.close(writer)
+            self.processes.append(process)
+            self._pipes[reader], self._rest[reader] = rank, b""
+            self._selector.register(reader, selectors.EVENT_READ)
+
+    def hear(self, seconds: float) -> list[tuple[int, str, str]] | None:
+        """(rank, word, value) of what is said within `seconds`; None: nobody is there any more."""
+        if not self._selector.get_map():
+            return None
+        said = []
+        for key, _ in self._selector.select(max(0.0, seconds)):
+            content = os.read(key.fd, 65536)
+            if not content:
+                self._selector.unregister(key.fd)
+                os.close(key.fd)
+                continue
+            *whole, self._rest[key.fd] = (self._rest[key.fd] + content).split(b"\n")
+            for line in whole:
+                word, value = line.decode().split()
+                said.append((self._pipes[key.fd], word, value))
+        return said
+
+    def kill(self, ranks: Sequence[int]) -> None:
+        for rank in ranks:
+            self.processes[rank].kill()
+
+    def end(self) -> list[int]:
+        """How each ended; those that still run are ended: they wait for one that is no more."""
+        deadline = time.monotonic() + 5
+        for process in self.processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+            assert process.stderr is not None
+            self.errors = process.stderr.read().decode()[-2000:]
+            process.stderr.close()
+        shutil.rmtree(self._meeting, ignore_errors=True)
+        return [process.returncode for process in self.processes]
+
+
+@dataclass
+class Seen:
+    """What a start has said so far; saves are those of rank 0, which publishes."""
+
+    digests: list[str]
+    resumed: int = 0
+    last: int = 0
+    saved: int = -1
+    begins: int = 0
+    saving: bool = False
+
+    def note(self, rank: int, word: str, value: str) -> None:
+        if word == "done":
+            self.digests[rank] = value
+        elif word == "at":
+            self.last = max(self.last, int(value))
+        elif rank == 0 and word == "from":
+            self.resumed = self.last = int(value)
+        elif rank == 0 and word == "begin":
+            self.saving, self.begins = True, self.begins + 1
+        elif rank == 0 and word == "end":
+            self.saving, self.saved = False, int(value)
+
+
+def undisturbed(directory: Path, world_size: int, mode: str) -> tuple[list[str], float, float]:
+    """The digests of a run in the end, its seconds from the first step on, and those of a save."""
+    start, seen = Start(directory, world_size, mode), Seen([""] * world_size)
+    first = last = begun = 0.0
+    saves = []
+    while (said := start.hear(SECONDS)) is not None:
+        now = time.monotonic()
+        for rank, word, value in said:
+            seen.note(rank, word, value)
+            first = now if word == "from" else first
+            last = now if word == "done" else last
+            if rank == 0 and word == "begin":
+                begun = now
+            elif rank == 0 and word == "end":
+                saves.append(now - begun)
+    codes = start.end()
+    if any(codes) or not all(seen.digests):
+        raise RuntimeError(f"the run that nobody disturbs ended with {codes}: {start.errors}")
+    return seen.digests, last - first, sorted(saves)[len(saves) // 2]
+
+
+def disturbed(
+    directory: Path,
+    world_size: int,
+    mode: str,
+    choose: random.Random,
+    *,
+    run_seconds: float,
+    save_seconds: float | None,
+) -> tuple[Death, list[str]]:
+    """One start that is killed at a random moment: of a save that takes `save_seconds`, or of the run."""
+    start, seen = Start(directory, world_size, mode), Seen([""] * world_size)
+    both = world_size == 1 or choose.random() < 0.5
+    ranks = list(range(world_size)) if both else [choose.randrange(world_size)]
+    wanted = choose.randint(1, 4)
+    moment = choose.uniform(0.0, run_seconds if save_seconds is None else save_seconds)
+    deadline, killed = time.monotonic() + SECONDS, False
+    waits = False  # until it is known when
+    while (said := start.hear(deadline - time.monotonic())) is not None:
+        for rank, word, value in said:
+            seen.note(rank, word, value)
+            begun = word == "from" if save_seconds is None else word == "begin" and seen.begins == wanted
+            if rank == 0 and begun and not waits:
+                deadline, waits = time.monotonic() + moment, True
+        if time.monotonic() >= deadline:
+            if killed:
+                break
+            # What has been said until now is heard first, so that it is known what was under way.
+            start.kill(ranks)
+            # Who is left waits for the one that is gone.
+            deadline, killed = time.monotonic() + 5.0, True
+    codes = start.end()
+    while said := start.hear(0.0):
+        for rank, word, value in said:
+            seen.note(rank, word, value)
+    died = any(code == -signal.SIGKILL for code in codes)
+    if not died and any(codes):
+        raise RuntimeError(f"a run ended with {codes}: {start.errors}")
+    torn = sum(path.name.startswith(".step-") for path in directory.iterdir()) if directory.exists() else 0
+    return Death(died, died and seen.saving, seen.resumed, seen.last, seen.saved, torn), seen.digests
+
+
+def whole_checkpoints(directory: Path) -> tuple[int, int]:
+    """The newest step, 0 if there is none, and how many that have the name of a checkpoint are not whole."""
+    from stackwise.checkpoint import CheckpointManager, DamagedCheckpointError
+
+    manager = CheckpointManager(directory)
+    steps, half = manager.steps(), 0
+    for step in steps:
+        try:
+            manager.verify(step)
+        except DamagedCheckpointError:
+            half += 1
+    return (steps[-1] if steps else 0), half
+
+
+def kills(world_size: int, mode: str, count: int, in_save: int, seed: int) -> dict[str, Any]:
+    """Kill runs until `count` were, `in_save` of them within a save; every run is brought to its end."""
+    choose = random.Random(seed)
+    root = Path(tempfile.mkdtemp(prefix="kill-"))
+    deaths: list[Death] = []
+    different = unusable = half = lost = runs = 0
+    try:
+        digests, run_seconds, save_seconds = undisturbed(root / "whole", world_size, mode)
+        while len(deaths) < count or sum(death.saving for death in deaths) < in_save:
+            directory, runs = root / str(runs), runs + 1
+            newest = 0
+            while True:
+                missing = in_save - sum(death.saving for death in deaths)
+                within = len(deaths) % 2 == 0 or missing > count - len(deaths)
+                seconds = save_seconds if within else None
+                death, ended = disturbed(
+                    directory, world_size, mode, choose, run_seconds=run_seconds, save_seconds=seconds
+                )
+                found, broken = whole_checkpoints(directory)
+                half += broken
+                # It went on from the newest there was, and what it has said is saved is there.
+                unusable += death.resumed != newest and death.last > 0
+                unusable += death.saved > found
+                newest = found
+                if not death.killed:
+                    different += ended != digests
+                    break
+                deaths.append(death)
+                lost = max(lost, death.last - newest)
+                if len(deaths) >= 3 * count + 10:
+                    raise RuntimeError(f"{len(deaths)} kills, and too few of them within a save")
+            shutil.rmtree(directory)
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+    return {
+        "processes": world_size,
+        "mode": mode,
+        "kills": len(deaths),
+        "within a save": sum(death.saving for death in deaths),
+        "left a temporary folder": sum(death.torn > 0 for death in deaths),
+        "runs": runs,
+        "ended otherwise": different,
+        "unusable": unusable,
+        "half checkpoints": half,
+        "steps lost": lost,
+        "run_seconds": run_seconds,
+        "save_seconds": save_seconds,
+        "deaths": [asdict(death) for death in deaths],
+    }
+
+
+def rot(count: int, seed: int) -> dict[str, Any]:
+    """Harm the newer of two checkpoints at random places: how often it is noticed, and the older taken."""
+    import torch
+    from torch import nn
+
+    from stackwise.checkpoint import CheckpointManager, CheckpointWarning
+
+    choose = random.Random(seed)
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        torch.manual_seed(0)
+        model = nn.Linear(WIDTH, WIDTH)
+        optimizer = torch.optim.AdamW(model.parameters())
+        objects = {"model": model, "optimizer": optimizer, "counts": {"step": 0}}
+        manager, weights = CheckpointManager(directory), {}
+        for step in (1, 2):
+            model(torch.randn(4, WIDTH)).square().mean().backward()
+            optimizer.step()
+            manager.save(step, objects)
+            weights[step] = model.weight.detach().clone()
+        paths = sorted(path for path in (directory / "step-2").rglob("*") if path.is_file())
+        sizes = [path.stat().st_size for path in paths]
+        noticed = taken = 0
+        harms = []
+        for i in range(count):
+            # Half of the places among all bytes, half in a file of any size.
+            path = choose.choices(paths, sizes)[0] if i % 4 < 2 else choose.choice(paths)
+            content = path.read_bytes()
+            place = choose.randrange(len(content))
+            if i % 2:
+                path.write_bytes(content[:place])
+            else:
+                flipped = bytearray(content)
+                flipped[place] ^= 1 << choose.randrange(8)
+                path.write_bytes(flipped)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                found = None
+                with suppress(Exception):  # whatever comes of damage that is not noticed
+                    found = CheckpointManager(directory).restore(objects)
+            told = [
+                w for w in caught if issubclass(w.category, CheckpointWarning) and path.name in str(w.message)
+            ]
+            noticed += bool(told)
+            taken += found is not None and found.step == 1 and torch.equal(model.weight, weights[1])
+            harms.append({"file": path.name, "place": place, "kind": "truncation" if i % 2 else "bit flip"})
+            path.write_bytes(content)
+        found = CheckpointManager(directory).restore(objects)
+        assert found is not None and found.step == 2 and torch.equal(model.weight, weights[2])
+    return {"harms": count, "noticed": noticed, "previous one used": taken, "places": harms}
+
+
+def bars(found: list[dict[str, Any]], harm: dict[str, Any] | None, wanted: int) -> list[Bar]:
+    def total(key: str) -> int:
+        return sum(row[key] for row in found)
+
+    result = []
+    for processes in (1, 2):
+        rows = [row for row in found if row["processes"] == processes]
+        said = "1 process" if processes == 1 else f"{processes} processes"
+        result.append(Bar(f"kills, {said}", sum(r["kills"] for r in rows) if rows else None, wanted))
+        in_save = sum(r["within a save"] for r in rows) if rows else None
+        result.append(Bar(f"kills within a save, {said}", in_save, wanted // 2))
+    result += [
+        Bar("runs that ended otherwise", total("ended otherwise"), 0, at_most=True),
+        Bar("unusable states", total("unusable"), 0, at_most=True),
+        Bar("half checkpoints", total("half checkpoints"), 0, at_most=True),
+        Bar("steps lost, synchronous", _most(found, "synchronous"), SAVE_EVERY, at_most=True),
+        # One may be on its way to the disk while the next steps are computed.
+        Bar("steps lost, asynchronous", _most(found, "asynchronous"), 2 * SAVE_EVERY, at_most=True),
+        Bar("damage noticed", None if harm is None else harm["noticed"] / harm["harms"], 1.0),
+        Bar("previous one used", None if harm is None else harm["previous one used"] / harm["harms"], 1.0),
+    ]
+    return result
+
+
+def _most(found: list[dict[str, Any]], mode: str) -> int | None:
+    lost = [row["steps lost"] for row in found if row["mode"] == mode]
+    return max(lost) if lost else None
+
+
+def table(found: list[dict[str, Any]]) -> Table:
+    columns = ["processes", "mode", "kills", "within a save", "left a temporary folder", "runs"]
+    columns += ["ended otherwise", "unusable", "half checkpoints", "steps lost"]
+    shown = Table(*columns)
+    for row in found:
+        shown.add_row(*(str(row[column]) for column in columns))
+    return shown
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.kill", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a few kills: proves little")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--child", nargs=6, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.child:
+        directory, rank, world_size, mode, meeting, pipe = options.child
+        child(directory, int(rank), int(world_size), mode, meeting, int(pipe))
+        return 0
+    count, harms = (6, 40) if options.quick else (200, 200)
+    claim = Claim("kill", options.quick)
+    found: list[dict[str, Any]] = []
+    for world_size in (1, 2):
+        for i, mode in enumerate(MODES):
+            row = kills(
+                world_size, mode, count // 2, count // 4 + i * (count // 2 % 2), options.seed + len(found)
+            )
+            found.append(row)
+            claim.figures["runs"] = found
+            claim.write()
+            print(json.dumps({key: value for key, value in row.items() if key != "deaths"}), flush=True)
+    claim.figures["rot"] = rot(harms, options.seed)
+    claim.bars = bars(found, claim.figures["rot"], count)
+    Console(width=150).print(table(found))
+    return claim.conclude()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -144,9 +144,9 @@ class RackCheckpoints:
         steps = self.steps()
         if steps:
             raise ValueError(
-                f"training.checkpoint_dir: {self.directory} already holds checkpoints of steps {steps}; "
-                "allowed: a folder without any, so that no two runs mix, or training.resume=true, which goes on "
-                "with that run"
+                f"training.checkpoint_dir: {self.directory} already holds checkpoints of steps "
+                f"{steps}; allowed: a folder without any, so that no two runs mix, or training.resume=true, "
+                "which goes on with that run"
             )
 
     def steps(self) -> list[int]:

@@ -8,6 +8,9 @@ bit. The same with two processes that have the model in parts (FSDP2), of which 
 
 Then one bit of one file of a checkpoint is flipped, or one file is cut short, at a random place: it has to be
 noticed each time, and the checkpoint before it taken.
+
+Children are forks of a process that has imported torch and computed nothing: a start takes no second. What
+is asked is in parts, `--jobs` at a time; `--resume` goes on with those that the file does not have.
 """
 
 from __future__ import annotations
@@ -15,29 +18,39 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import multiprocessing
 import os
 import random
 import selectors
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
+import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch._dynamo  # imported by the first step of an optimizer, which is here that of each child
 from rich.console import Console
 from rich.table import Table
+from torch import distributed, nn
+from torch.distributed.fsdp import fully_shard
 
 from bench.claim import Bar, Claim
+from bench.isolated import all_isolated
+from stackwise.checkpoint import CheckpointManager, CheckpointWarning, DamagedCheckpointError
 
 STEPS, SAVE_EVERY, WIDTH = 60, 3, 128
-SECONDS = 300.0
+SECONDS = 300.0  # of one start
+PART, PART_SECONDS = 25, 3600.0  # kills that are counted together, and how long that may take
 # What is saved while the run goes on, and what while it waits.
 MODES = ("synchronous", "asynchronous")
 
@@ -63,13 +76,8 @@ class Death:
     torn: int
 
 
-def child(directory: str, rank: int, world_size: int, mode: str, meeting: str, pipe: int) -> None:
+def child(directory: Path, rank: int, world_size: int, mode: str, meeting: str, pipe: int) -> None:
     """One process of a run. It says to the pipe: from STEP, at STEP, begin STEP, end STEP, done DIGEST."""
-    import torch
-    from torch import distributed, nn
-
-    from stackwise.checkpoint import CheckpointManager
-
     torch.set_num_threads(1)
 
     def tell(*words: object) -> None:
@@ -77,8 +85,6 @@ def child(directory: str, rank: int, world_size: int, mode: str, meeting: str, p
             os.write(pipe, (" ".join(map(str, words)) + "\n").encode())
 
     if world_size > 1:
-        from datetime import timedelta
-
         distributed.init_process_group(
             "gloo",
             init_method=f"file://{meeting}",
@@ -94,8 +100,6 @@ def child(directory: str, rank: int, world_size: int, mode: str, meeting: str, p
             nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
         )
     if world_size > 1:
-        from torch.distributed.fsdp import fully_shard
-
         fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
@@ -105,12 +109,12 @@ def child(directory: str, rank: int, world_size: int, mode: str, meeting: str, p
     class Telling(CheckpointManager):
         """Says when a save begins and when it has ended, in whatever thread."""
 
-        def _begin(self, step: int, files: Any) -> Any:
+        def _begin(self, step: int) -> Path:
             tell("begin", step)
-            return super()._begin(step, files)
+            return super()._begin(step)
 
-        def _finish(self, content: Any, manifest: Any, extra: Any) -> None:
-            super()._finish(content, manifest, extra)
+        def _finish(self, content: Any, manifest: Any, called: Any) -> None:
+            super()._finish(content, manifest, called)
             tell("end", manifest.step)
 
     manager = Telling(directory, keep_last=2, asynchronous=mode == "asynchronous")
@@ -143,20 +147,18 @@ class Start:
     """One start of all processes of a run, and what they say."""
 
     def __init__(self, directory: Path, world_size: int, mode: str) -> None:
-        self._meeting = tempfile.mkdtemp(prefix="kill-")
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self._meeting = Path(tempfile.mkdtemp(prefix="kill-"))
+        self.processes: list[multiprocessing.process.BaseProcess] = []
         self._pipes: dict[int, int] = {}
         self._rest: dict[int, bytes] = {}
         self._selector = selectors.DefaultSelector()
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+        context = multiprocessing.get_context("fork")
         for rank in range(world_size):
             reader, writer = os.pipe()
-            words = [directory, rank, world_size, mode, f"{self._meeting}/file", writer]
-            command = [sys.executable, "-m", "bench.kill", "--child", *map(str, words)]
-            process = subprocess.Popen(
-                command, pass_fds=[writer], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
-            )
-            os.close(writer)
+            words = (directory, rank, world_size, mode, f"{self._meeting}/file", writer)
+            process = context.Process(target=_forked, args=(self._meeting / f"errors-{rank}", *words))
+            process.start()
+            os.close(writer)  # before the next one is started, which would hold it open
             self.processes.append(process)
             self._pipes[reader], self._rest[reader] = rank, b""
             self._selector.register(reader, selectors.EVENT_READ)
@@ -186,16 +188,24 @@ class Start:
         """How each ended; those that still run are ended: they wait for one that is no more."""
         deadline = time.monotonic() + 5
         for process in self.processes:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, deadline - time.monotonic()))
-            if process.poll() is None:
+            process.join(max(0.0, deadline - time.monotonic()))
+            if process.is_alive():
                 process.kill()
-            process.wait()
-            assert process.stderr is not None
-            self.errors = process.stderr.read().decode()[-2000:]
-            process.stderr.close()
+            process.join()
+        files = sorted(self._meeting.glob("errors-*"))
+        self.errors = "".join(path.read_text() for path in files)[-2000:]
         shutil.rmtree(self._meeting, ignore_errors=True)
-        return [process.returncode for process in self.processes]
+        return [process.exitcode or 0 for process in self.processes]
+
+
+def _forked(errors: Path, *words: Any) -> None:
+    """`child`, and what becomes of it."""
+    try:
+        child(*words)
+    except BaseException:
+        errors.write_text(traceback.format_exc())
+        os._exit(1)
+    os._exit(0)  # without what the parent would do at its end
 
 
 @dataclass
@@ -286,8 +296,6 @@ def disturbed(
 
 def whole_checkpoints(directory: Path) -> tuple[int, int]:
     """The newest step, 0 if there is none, and how many that have the name of a checkpoint are not whole."""
-    from stackwise.checkpoint import CheckpointManager, DamagedCheckpointError
-
     manager = CheckpointManager(directory)
     steps, half = manager.steps(), 0
     for step in steps:
@@ -351,11 +359,6 @@ def kills(world_size: int, mode: str, count: int, in_save: int, seed: int) -> di
 
 def rot(count: int, seed: int) -> dict[str, Any]:
     """Harm the newer of two checkpoints at random places: how often it is noticed, and the older taken."""
-    import torch
-    from torch import nn
-
-    from stackwise.checkpoint import CheckpointManager, CheckpointWarning
-
     choose = random.Random(seed)
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
@@ -439,31 +442,80 @@ def table(found: list[dict[str, Any]]) -> Table:
     return shown
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.kill", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a few kills: proves little")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--child", nargs=6, help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
-    if options.child:
-        directory, rank, world_size, mode, meeting, pipe = options.child
-        child(directory, int(rank), int(world_size), mode, meeting, int(pipe))
-        return 0
-    count, harms = (6, 40) if options.quick else (200, 200)
-    claim = Claim("kill", options.quick)
-    found: list[dict[str, Any]] = []
+def parts(count: int, harms: int, seed: int) -> dict[str, Callable[[], Iterator[dict[str, Any]]]]:
+    """What is asked, by name: kills of each number of processes and each mode, and damage.
+
+    Args:
+        count: kills of runs of one process, and of two.
+        harms: damaged files.
+        seed: of what is chosen.
+    """
+    asked: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {}
     for world_size in (1, 2):
         for i, mode in enumerate(MODES):
-            row = kills(
-                world_size, mode, count // 2, count // 4 + i * (count // 2 % 2), options.seed + len(found)
-            )
-            found.append(row)
-            claim.figures["runs"] = found
-            claim.write()
-            print(json.dumps({key: value for key, value in row.items() if key != "deaths"}), flush=True)
-    claim.figures["rot"] = rot(harms, options.seed)
-    claim.bars = bars(found, claim.figures["rot"], count)
-    Console(width=150).print(table(found))
+            kills_left, saves_left = count // 2, count // 4 + i * (count // 2 % 2)
+            while kills_left:
+                n_kills = min(PART, kills_left)
+                n_saves = min(n_kills, -(-saves_left * n_kills // kills_left))
+                name = f"{world_size} {mode} {kills_left}"
+                wanted = (world_size, mode, n_kills, n_saves, seed + len(asked))
+                asked[name] = partial(_yielded, partial(kills, *wanted))
+                kills_left, saves_left = kills_left - n_kills, saves_left - n_saves
+    asked["rot"] = partial(_yielded, partial(rot, harms, seed))
+    return asked
+
+
+def _yielded(call: Callable[[], dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    yield call()
+
+
+def _summed(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """One row of each number of processes and mode."""
+    summed = []
+    for world_size in (1, 2):
+        for mode in MODES:
+            chosen = [row for row in rows if (row["processes"], row["mode"]) == (world_size, mode)]
+            if chosen:
+                adds = ["kills", "within a save", "left a temporary folder", "runs"]
+                adds += ["ended otherwise", "unusable", "half checkpoints"]
+                row: dict[str, Any] = {"processes": world_size, "mode": mode}
+                row |= {key: sum(each[key] for each in chosen) for key in adds}
+                summed.append(row | {"steps lost": max(each["steps lost"] for each in chosen)})
+    return summed
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.kill",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--quick", action="store_true", help="a few kills: proves little")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="parts at a time")
+    parser.add_argument("--resume", action="store_true", help="go on with the parts that the file lacks")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)  # of this process, which is forked
+    count, harms = (6, 40) if options.quick else (200, 400)
+    claim = Claim("kill", options.quick)
+    if options.resume:
+        claim.resume()
+    found: dict[str, Any] = claim.figures.setdefault("parts", {})
+    errors: dict[str, str] = {}
+    asked = {name: call for name, call in parts(count, harms, options.seed).items() if name not in found}
+    for name, ended in all_isolated(asked, jobs=options.jobs, seconds=PART_SECONDS):
+        if ended.error is not None:
+            errors[name] = ended.error
+        else:
+            found[name] = ended.values[0] | {"seconds": round(ended.seconds, 1)}
+        claim.write()
+        shown = {k: v for k, v in found.get(name, {}).items() if k not in ("deaths", "places")}
+        print(name, errors.get(name) or json.dumps(shown), flush=True)
+    rows = _summed([row for name, row in found.items() if name != "rot"])
+    claim.figures["errors"] = errors
+    claim.bars = bars(rows, found.get("rot"), count)
+    claim.bars.append(Bar("parts that did not finish", float(len(errors)), 0.0, at_most=True))
+    Console(width=150).print(table(rows))
     return claim.conclude()
 
 

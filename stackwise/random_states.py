@@ -1,4 +1,4 @@
-"""The random states of this process as a value: Python's, numpy's, torch's, and those of CUDA devices."""
+"""The random states of this process as a value: Python's, numpy's, torch's, and those of its CUDA devices."""
 
 from __future__ import annotations
 
@@ -14,25 +14,44 @@ __all__ = ["random_states", "random_states_kept", "random_states_set", "set_rand
 
 
 def random_states() -> dict[str, Any]:
-    """As they are now; can be saved."""
+    """As they are now; can be saved. Of CUDA devices those that this process uses, by number."""
     states: dict[str, Any] = {
         "torch": torch.get_rng_state(),
         "python": random.getstate(),
         "numpy": np.random.get_state(),  # noqa: NPY002  the global one is meant
     }
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state_all()
+    if used := _cuda_devices_in_use():
+        states["cuda"] = {device: torch.cuda.get_rng_state(device) for device in used}
     return states
 
 
 def set_random_states(states: Mapping[str, Any]) -> None:
-    """Go on from `states`; those of CUDA where there is as much of it as there was."""
+    """Go on from `states`. Of CUDA those devices that are among them, and no other.
+
+    Where there is one, of a number that this machine does not have, its state is the current device's.
+    """
     torch.set_rng_state(states["torch"])
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])  # noqa: NPY002
-    if "cuda" in states and torch.cuda.is_available():
-        for device, state in zip(range(torch.cuda.device_count()), states["cuda"], strict=False):
+    kept = states.get("cuda", {})
+    if not kept or not torch.cuda.is_available():
+        return
+    count = torch.cuda.device_count()
+    if len(kept) == 1 and next(iter(kept)) >= count:
+        kept = {torch.cuda.current_device(): next(iter(kept.values()))}
+    for device, state in kept.items():
+        if device < count:
             torch.cuda.set_rng_state(state, device)
+
+
+def _cuda_devices_in_use() -> list[int]:
+    """The current one, and all others that this process has begun to use."""
+    if not torch.cuda.is_available():
+        return []
+    current = torch.cuda.current_device()
+    # To ask in any other way would begin to use them.
+    begun = torch._C._cuda_hasPrimaryContext  # type: ignore[attr-defined]
+    return [device for device in range(torch.cuda.device_count()) if device == current or begun(device)]
 
 
 @contextmanager

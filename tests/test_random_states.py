@@ -36,3 +36,40 @@ def test_set_for_a_while():
         with random_states_set(states):
             assert draw() == first
         assert draw() == second
+
+
+class Cuda:
+    """Four devices: the second is the current one, the third in use too."""
+
+    def __init__(self, monkeypatch, count=4):
+        self.asked, self.given = [], {}
+        for name, answer in {
+            "is_available": lambda: True,
+            "device_count": lambda: count,
+            "current_device": lambda: 1,
+            "get_rng_state": lambda device: self.asked.append(device) or torch.tensor([device]),
+            "set_rng_state": lambda state, device: self.given.update({device: state.item()}),
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, answer)
+        begun = lambda device: device == 2  # noqa: E731
+        monkeypatch.setattr(torch._C, "_cuda_hasPrimaryContext", begun, raising=False)
+
+
+def test_devices_that_are_not_used_are_left_alone(monkeypatch):
+    cuda = Cuda(monkeypatch)
+    states = random_states()
+    assert cuda.asked == [1, 2] and states["cuda"].keys() == {1, 2}
+    set_random_states(states)
+    assert cuda.given == {1: 1, 2: 2}
+
+
+def test_devices_that_this_machine_does_not_have(monkeypatch):
+    states = random_states()
+    cuda = Cuda(monkeypatch, count=2)
+    set_random_states(states)
+    assert cuda.given == {}  # nothing was saved of any
+    set_random_states(states | {"cuda": {0: torch.tensor([7]), 6: torch.tensor([8])}})
+    assert cuda.given == {0: 7}
+    cuda.given.clear()
+    set_random_states(states | {"cuda": {6: torch.tensor([8])}})
+    assert cuda.given == {1: 8}  # another device of the same run

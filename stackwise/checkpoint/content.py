@@ -11,7 +11,7 @@ import json
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -39,6 +39,8 @@ __all__ = ["Content", "Loaded", "no_tensor"]
 
 _STATE_BYTES = 2**28
 _SHARED, _OWN, _RANDOM = "shared", "own", "random"
+_LARGE = 2**12  # numbers: to copy less is quicker than to wait for it
+_EXTRA = "extra/"  # no name of a file has a separator
 
 
 @dataclass(frozen=True)
@@ -49,15 +51,24 @@ class Content:
         plain: of its JSON file.
         own: the tensors that only it has, by name.
         shared: its parts of those that all have together.
+        extra: the tensors of more files, by the name of the file.
     """
 
     plain: dict[str, Any]
     own: dict[str, Part]
     shared: dict[str, Part]
+    extra: dict[str, dict[str, Part]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, objects: Mapping[str, Any], rank: int) -> Self:
+    def of(
+        cls, objects: Mapping[str, Any], rank: int, extra: Mapping[str, Mapping[str, Tensor]] | None = None
+    ) -> Self:
         """The state of `objects` now, in process `rank`; tensors are the objects' own.
+
+        Args:
+            objects: by name.
+            rank: of this process.
+            extra: tensors by name, for each file of them that the first process adds.
 
         Raises:
             ValueError: what cannot be kept, naming its place.
@@ -78,7 +89,12 @@ class Content:
             plain[_SHARED] = {}
             shared = {name: tensor for name, tensor in shared.items() if tree.is_sharded(tensor)}
         parts = {name: part for name, tensor in shared.items() if (part := part_of(name, tensor))}
-        return cls(plain, {name: Part.whole(tensor) for name, tensor in own.items()}, parts)
+        files = {
+            file: {name: _whole(f"files[{file!r}]", name, tensor) for name, tensor in tensors.items()}
+            for file, tensors in (extra or {}).items()
+            if rank == 0
+        }
+        return cls(plain, {name: Part.whole(tensor) for name, tensor in own.items()}, parts, files)
 
     def places(self) -> list[Place]:
         """Of the parts that it has of shared tensors."""
@@ -90,17 +106,27 @@ class Content:
 
     def parts(self) -> dict[tuple[str, str], Part]:
         """All tensors."""
-        return {(_OWN, name): part for name, part in self.own.items()} | {
-            (_SHARED, name): part for name, part in self.shared.items()
-        }
+        groups = {_OWN: self.own, _SHARED: self.shared}
+        groups |= {_EXTRA + file: tensors for file, tensors in self.extra.items()}
+        return {(group, name): part for group, tensors in groups.items() for name, part in tensors.items()}
 
     def with_parts(self, parts: Mapping[tuple[str, str], Part]) -> Self:
         """The same with other tensors in their places."""
-        return replace(
-            self,
-            own={name: parts[_OWN, name] for name in self.own},
-            shared={name: parts[_SHARED, name] for name in self.shared},
-        )
+
+        def of(group: str, tensors: Iterable[str]) -> dict[str, Part]:
+            return {name: parts[group, name] for name in tensors}
+
+        extra = {file: of(_EXTRA + file, tensors) for file, tensors in self.extra.items()}
+        return replace(self, own=of(_OWN, self.own), shared=of(_SHARED, self.shared), extra=extra)
+
+    def updated_by_optimizers(self, objects: Mapping[str, Any]) -> set[tuple[str, str]]:
+        """Which of the tensors are parameters, or of an optimizer's state, and large."""
+        updated = Objects(objects).updated_by_optimizers()
+        return {
+            name
+            for name, part in self.parts().items()
+            if part.tensor.data_ptr() in updated and part.tensor.numel() >= _LARGE
+        }
 
     def write(self, folder: Path, rank: int) -> dict[str, FileEntry]:
         """Write the files of process `rank`.
@@ -118,6 +144,8 @@ class Content:
         if self.shared:
             name = f"{TENSORS}/rank-{rank:05d}.safetensors"
             entries[name] = write_tensors(folder / name, self.shared)
+        for file, tensors in self.extra.items():
+            entries[file] = write_tensors(folder / file, tensors, in_parts=False)
         return entries
 
 
@@ -313,6 +341,12 @@ def no_tensor(name: str, shape: tuple[int, ...], path: tree.Path) -> Tensor:
     """Of plain values: there are no tensors in them."""
     del shape, path
     raise tree.MalformedTreeError(f"{name}: missing")
+
+
+def _whole(file: str, name: str, tensor: Any) -> Part:
+    plain = isinstance(tensor, Tensor) and not tree.is_sharded(tensor) and tensor.layout == torch.strided
+    require(plain, f"{file}[{name!r}]", type(tensor).__name__, "a dense tensor that is whole in this process")
+    return Part.whole(tensor)
 
 
 def _plain_file(rank: int) -> str:

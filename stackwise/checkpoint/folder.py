@@ -14,6 +14,7 @@ import re
 import shutil
 import stat
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ __all__ = [
     "entries_of",
     "flush",
     "folder_of",
+    "newest_in",
     "publish",
     "read_regular",
     "recover",
@@ -166,6 +168,19 @@ def steps_in(directory: Path) -> list[int]:
     names = (_STEP.fullmatch(path.name) for path in directory.iterdir() if path.is_dir())
     # ASCII digits only, and no more of them than a number read from text may have.
     return sorted(int(match[1]) for match in names if match and len(match[1]) < 20)
+
+
+def newest_in(directory: Path) -> Path | None:
+    """The newest checkpoint of which no file is missing, too short or too long; None: there is none.
+
+    What is in the files is not read.
+    """
+    for step in reversed(steps_in(directory)):
+        folder = folder_of(directory, step)
+        with suppress(DamagedCheckpointError):
+            verify_files(folder, Manifest.read(folder).files, contents=False)
+            return folder
+    return None
 
 
 def verify_files(folder: Path, files: Mapping[str, FileEntry], *, contents: bool = True) -> None:

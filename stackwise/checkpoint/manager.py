@@ -8,13 +8,13 @@ import shutil
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from functools import partial
+from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ from stackwise.checkpoint.folder import (
     check_extra_name,
     entries_of,
     folder_of,
+    newest_in,
     publish,
     recover,
     remove,
@@ -41,13 +42,14 @@ from stackwise.checkpoint.object_state import Objects
 from stackwise.checkpoint.ranks import REFUSALS, Ranks
 from stackwise.checkpoint.retention import Retention
 from stackwise.checkpoint.tensor_file import FileEntry
+from stackwise.checkpoint.upload import DirectoryUpload, Uploader
 from stackwise.checkpoint.writer import Staging, Writer
 
 __all__ = ["CheckpointManager", "CheckpointWarning", "Restored"]
 
 
 class CheckpointWarning(UserWarning):
-    """A checkpoint could not be written, or is damaged. The run goes on."""
+    """A checkpoint could not be written or uploaded, or is damaged. The run goes on."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,8 @@ class Restored:
         world_size: of the processes that wrote it.
         versions: of what it was written with.
         remarks: what is not just as it was.
-        damaged: newer checkpoints that were passed over.
+        damaged: checkpoints that were passed over.
+        manifest: the list of its files, which were read through.
     """
 
     step: int
@@ -73,6 +76,7 @@ class Restored:
     versions: Mapping[str, str]
     remarks: tuple[str, ...]
     damaged: tuple[Path, ...]
+    manifest: Manifest = field(repr=False)
 
 
 class CheckpointManager:
@@ -94,7 +98,14 @@ class CheckpointManager:
         keep_every: also keep those of steps that this divides.
         keep_best: also keep so many with the best metric.
         lower_is_better: of metrics.
-        asynchronous: copy the state in `save`, and write it while the run goes on.
+        asynchronous: copy the state in `save`, and write it while the run goes on. With "overlapped" what
+            optimizers change, parameters and their own states, is copied while the run goes on too; the next
+            step of an optimizer waits for that. It must not be changed in another way meanwhile, as by
+            hand: torch tells of that, and the checkpoint is not written (but what is done to `.data`, or
+            within a compiled step of an optimizer, is not told of).
+        upload: copies a checkpoint that is published elsewhere, given its folder, in a thread of the first
+            process: `DirectoryUpload`, or a function. One is uploaded at a time; of those that come meanwhile
+            the newest is next. A failure is a `CheckpointWarning`.
         group: of torch.distributed; None: all processes.
 
     Raises:
@@ -109,19 +120,26 @@ class CheckpointManager:
         keep_every: int | None = None,
         keep_best: int = 0,
         lower_is_better: bool = True,
-        asynchronous: bool = False,
+        asynchronous: bool | Literal["overlapped"] = False,
+        upload: Callable[[Path], None] | None = None,
         group: Any = None,
     ) -> None:
         self.directory = Path(directory)
         is_folder = self.directory.is_dir() or not self.directory.exists()
         require(is_folder, "directory", str(directory), "a folder")
-        require(isinstance(asynchronous, bool), "asynchronous", asynchronous, "True or False")
+        sound = isinstance(asynchronous, bool) or asynchronous == "overlapped"
+        require(sound, "asynchronous", asynchronous, "True, False or 'overlapped'")
+        require(upload is None or callable(upload), "upload", upload, "a function of a path, or None")
         self.retention = Retention(keep_last, keep_every, keep_best, lower_is_better)
         self.asynchronous = asynchronous
-        self._ranks = Ranks(group)
-        self._staging, self._writer = Staging(), Writer()
+        self._ranks = Ranks(group, in_thread=bool(asynchronous))
+        self._staging, self._writer = Staging[tuple[str, str]](), Writer()
+        self._uploader = None if upload is None else Uploader(upload)
+        uploads = isinstance(upload, DirectoryUpload)
+        self._places = [self.directory, *([upload.directory] if uploads else [])]  # type: ignore[union-attr]
         self._warnings: list[str] = []
         self._damaged: set[int] = set()
+        self._newest, self._held_back = -1, False  # what this has written last; whether an upload keeps one
         self._failure: tuple[int, BaseException] | None = None  # of the last save
 
     def save(
@@ -130,7 +148,7 @@ class CheckpointManager:
         objects: Mapping[str, Any],
         *,
         metric: float | None = None,
-        files: Mapping[str, Callable[[Path], None]] | None = None,
+        files: Mapping[str, Callable[[Path], None] | Mapping[str, Tensor]] | None = None,
         notes: Mapping[str, Any] | None = None,
     ) -> Path | None:
         """Write the checkpoint of `step`, then remove those that are not to be kept.
@@ -143,8 +161,9 @@ class CheckpointManager:
             step: of the run.
             objects: what has `state_dict` and `load_state_dict`, or a mutable mapping, by name.
             metric: that `keep_best` goes by.
-            files: more files of the checkpoint by name, and what writes each, given its path. They are
-                called before this returns, in the first process only.
+            files: more files of the checkpoint by name, of the first process only: tensors by name, for a
+                safetensors file of them, or what writes the file, given its path, which is called before
+                this returns.
             notes: plain values that `restore` gives back.
 
         Returns:
@@ -159,15 +178,21 @@ class CheckpointManager:
         self.wait()
         self._failure = None
         try:
-            content = self._ranks.agree(partial(Content.of, objects, self._ranks.rank))
+            content = self._ranks.agree(partial(self._content, step, objects, files or {}))
             content = content.without(self._ranks.gather(content.places())[: self._ranks.rank])
-            extra = self._ranks.agree(partial(self._begin, step, files or {}))
+            called = [name for name, file in (files or {}).items() if callable(file)]
             if self.asynchronous:
-                copies, arrived = self._staging.copy(content.parts())
+                overlaps = self.asynchronous == "overlapped"
+                late = content.updated_by_optimizers(objects) if overlaps else ()
+                copies, arrived = self._staging.copy(content.parts(), late)
                 copied = content.with_parts(copies)
-                self._writer.start(partial(self._finish_later, copied, manifest, extra, arrived))
+                try:
+                    self._writer.start(partial(self._finish_later, copied, manifest, called, arrived))
+                except BaseException:
+                    self._staging.release()
+                    raise
                 return self._path(step)
-            self._finish(content, manifest, extra)
+            self._finish(content, manifest, called)
         except REFUSALS as error:
             self._abandon(step, error)
             self._warn()
@@ -178,15 +203,17 @@ class CheckpointManager:
         self._warn()
         return self._path(step)
 
-    def restore(self, objects: Mapping[str, Any], step: int | None = None) -> Restored | None:
+    def restore(self, objects: Mapping[str, Any], step: int | Restored | None = None) -> Restored | None:
         """Give `objects` and the random states the state of the newest checkpoint that is whole.
 
         Every byte is checked before anything is loaded. Damaged checkpoints are named in a
-        `CheckpointWarning` and passed over.
+        `CheckpointWarning` and passed over. Where a `DirectoryUpload` copies to is looked into too: of one
+        step the checkpoint of `directory` is taken first.
 
         Args:
             objects: all that were saved, or some of them.
-            step: another than the newest.
+            step: another than the newest; or what an earlier call has returned, for more objects of the same
+                checkpoint, whose files are then not read through again.
 
         Returns:
             What it is; None if there is no checkpoint at all.
@@ -197,47 +224,45 @@ class CheckpointManager:
         """
         self.wait()
         ours = Objects(objects)
-        if self._ranks.is_main:
-            with suppress(OSError):
-                recover(self.directory, clear=False)
-        steps = self._ranks.gather(self.steps())[0]
-        if step is not None:
-            require(step in steps, "step", step, f"one of those in {self.directory}: {steps}")
+        if isinstance(step, Restored):
+            load = partial(Loaded.of, ours, step.path, step.manifest, self._ranks)
+            self._ranks.agree(load).into(ours)
+            return step
+        places = self._ranks.gather(self._found(step) if self._ranks.is_main else [])[0]
         damaged: list[DamagedCheckpointError] = []
-        for each in reversed(steps if step is None else [step]):
+        for path in places:
             try:
-                manifest = self._ranks.agree(partial(self._verified, each))
-                loaded = self._ranks.agree(partial(Loaded.of, ours, self._path(each), manifest, self._ranks))
+                manifest = self._ranks.agree(partial(self._verified, path))
+                loaded = self._ranks.agree(partial(Loaded.of, ours, path, manifest, self._ranks))
             except DamagedCheckpointError as error:
-                if step is not None:
-                    raise
-                self._damaged.add(each)
+                if path.parent == self.directory:
+                    self._damaged.add(int(path.name.removeprefix("step-")))
                 damaged.append(error)
                 self._warnings.append(f"a damaged checkpoint is passed over: {error}")
                 continue
             break
         else:
-            if not damaged:
-                return None
             self._warnings.clear()
-            first = damaged[0]
-            raise DamagedCheckpointError(
-                first.folder,
-                first.file,
-                f"{first.reason}; and none of the {len(damaged)} checkpoints is whole",
-            )
+            self._raise_damaged(damaged, step)
+            return None
         loaded.into(ours)
         self._warn()
         return Restored(
-            step=each,
-            path=self._path(each),
+            step=manifest.step,
+            path=path,
             metric=tree.decode(manifest.metric, no_tensor),
             notes=tree.decode(manifest.notes, no_tensor),
             world_size=manifest.world_size,
             versions=manifest.versions,
             remarks=loaded.remarks,
             damaged=tuple(error.folder for error in damaged),
+            manifest=manifest,
         )
+
+    @property
+    def writing(self) -> bool:
+        """Whether a checkpoint is being written by the thread."""
+        return self._writer.runs
 
     def steps(self) -> list[int]:
         """The steps that have a checkpoint, whole or damaged, ascending as numbers."""
@@ -248,11 +273,7 @@ class CheckpointManager:
 
         What is in the files is not read: `verify` does that.
         """
-        for step in reversed(self.steps()):
-            with suppress(DamagedCheckpointError):
-                verify_files(self._path(step), Manifest.read(self._path(step)).files, contents=False)
-                return self._path(step)
-        return None
+        return newest_in(self.directory)
 
     def best(self) -> Path | None:
         """The checkpoint with the best metric, the newest of equal ones; None: none has one."""
@@ -270,7 +291,7 @@ class CheckpointManager:
         verify_files(self._path(step), Manifest.read(self._path(step)).files)
 
     def wait(self) -> None:
-        """Go on when nothing is being written, and warn of what could not be.
+        """Go on when nothing is being written, and warn of what could not be. Uploads are not waited for.
 
         Raises:
             Exception: what ended the writing, but for what the disk refused.
@@ -281,12 +302,15 @@ class CheckpointManager:
             self._warn()
 
     def close(self) -> None:
-        """Wait, and raise what the disk said if the last checkpoint could not be written.
+        """Wait, for uploads too, and raise what the disk said if the last checkpoint could not be written.
 
         Raises:
             OSError: the last `save` failed.
         """
         self.wait()
+        self._wait_for_uploads()
+        self._ranks.close()
+        self._staging.close()
         failure, self._failure = self._failure, None
         if failure is not None:
             step, error = failure
@@ -303,36 +327,54 @@ class CheckpointManager:
             self.close()
         else:
             self.wait()
+            self._wait_for_uploads()
 
     def _path(self, step: int) -> Path:
         return folder_of(self.directory, step)
 
-    def _begin(self, step: int, files: Mapping[str, Callable[[Path], None]]) -> dict[str, FileEntry]:
-        """Make the folder to write in, with the files that others write."""
-        for name in files:
+    def _content(
+        self, step: int, objects: Mapping[str, Any], files: Mapping[str, Callable[[Path], None] | Any]
+    ) -> Content:
+        """What this process adds; files that others write are written now."""
+        for name, file in files.items():
             check_extra_name(name)
-        if not self._ranks.is_main:
-            return {}
+            allowed = "a function of a path, or tensors by name"
+            require(callable(file) or isinstance(file, Mapping), f"files[{name!r}]", file, allowed)
+        tensors = {name: file for name, file in files.items() if not callable(file)}
+        content = Content.of(objects, self._ranks.rank, tensors)
+        calls = {name: file for name, file in files.items() if callable(file)}
+        if calls and self._ranks.is_main:
+            scratch = self._begin(step)
+            for name, write in calls.items():
+                write(scratch / name)
+                allowed = "what writes the path that it is given"
+                require((scratch / name).is_file(), f"files[{name!r}]", "no file", allowed)
+        return content
+
+    def _begin(self, step: int) -> Path:
+        """Make the folder to write in, which is that of the first process, whose number is in its name."""
         recover(self.directory, clear=True)
         scratch = scratch_of(self.directory, step)
         (scratch / TENSORS).mkdir(parents=True)
-        for name, write in files.items():
-            write(scratch / name)
-            require(
-                (scratch / name).is_file(),
-                f"files[{name!r}]",
-                "no file",
-                "what writes the path that it is given",
-            )
-        return entries_of(scratch, files)
+        return scratch
 
-    def _finish(self, content: Content, manifest: Manifest, extra: Mapping[str, FileEntry]) -> None:
-        """Write what this process has; the first one publishes."""
-        # All write into the folder of the first process, whose number is in its name.
-        scratch = self._ranks.gather(scratch_of(self.directory, manifest.step))[0]
-        entries = self._ranks.gather(self._ranks.agree(partial(content.write, scratch, self._ranks.rank)))
-        files = dict(extra)
-        for each in entries:
+    def _finish(self, content: Content, manifest: Manifest, called: list[str]) -> None:
+        """Write what this process has; the first one publishes. `called`: the files that are there."""
+
+        def begun() -> Path | None:
+            if not self._ranks.is_main:
+                return None
+            return scratch_of(self.directory, manifest.step) if called else self._begin(manifest.step)
+
+        scratch = self._ranks.gather(self._ranks.agree(begun))[0]
+        assert scratch is not None
+
+        def written() -> dict[str, FileEntry]:
+            extra = entries_of(scratch, called) if self._ranks.is_main else {}
+            return extra | content.write(scratch, self._ranks.rank)
+
+        files: dict[str, FileEntry] = {}
+        for each in self._ranks.gather(self._ranks.agree(written)):
             files.update(each)
         self._ranks.agree(partial(self._publish, scratch, replace(manifest, files=files)))
 
@@ -340,13 +382,13 @@ class CheckpointManager:
         self,
         content: Content,
         manifest: Manifest,
-        extra: Mapping[str, FileEntry],
+        called: list[str],
         arrived: Callable[[], None],
     ) -> None:
         """`_finish` in the thread."""
         try:
-            arrived()
-            self._finish(content, manifest, extra)
+            self._ranks.agree(arrived)
+            self._finish(content, manifest, called)
         except REFUSALS as error:
             self._abandon(manifest.step, error)
         except BaseException:
@@ -364,16 +406,36 @@ class CheckpointManager:
             raise OSError(errno.EIO, error.reason, str(scratch / str(error.file))) from error
         publish(scratch, self._path(manifest.step))
         self._damaged.discard(manifest.step)
+        if self._uploader is not None:
+            self._uploader.add(self._path(manifest.step))
+        self._newest = manifest.step
+        self._retain()
+
+    def _retain(self) -> None:
+        """Remove what is not to be kept. The one just written always is: it is known to be good.
+
+        So is what is being uploaded, until the next time.
+        """
+        held = self._uploader.held() if self._uploader is not None else set()
         try:
-            self._retain(manifest.step)
+            metrics = self._metrics() if self.retention.keep_best else dict.fromkeys(self.steps())
+            stays = self.retention.kept(metrics, self._damaged) | {self._newest}
+            leaving = [self._path(step) for step in sorted(metrics.keys() - stays)]
+            self._held_back = not held.isdisjoint(leaving)
+            for path in leaving:
+                if path not in held:
+                    remove(path)
         except OSError as error:
             self._warnings.append(f"an older checkpoint could not be removed: {error}")
 
-    def _retain(self, newest: int) -> None:
-        """Remove what is not to be kept. The one just written always is: it is known to be good."""
-        metrics = self._metrics() if self.retention.keep_best else dict.fromkeys(self.steps())
-        for step in sorted(metrics.keys() - self.retention.kept(metrics, self._damaged) - {newest}):
-            remove(self._path(step))
+    def _wait_for_uploads(self) -> None:
+        """Go on when there are none, and remove what had to stay for them."""
+        if self._uploader is None:
+            return
+        self._uploader.wait()
+        if self._held_back:
+            self._retain()
+        self._warn()
 
     def _metrics(self) -> dict[int, float | None]:
         metrics: dict[int, float | None] = {}
@@ -384,12 +446,36 @@ class CheckpointManager:
                 metrics[step] = value if isinstance(value, float) else None
         return metrics
 
-    def _verified(self, step: int) -> Manifest:
+    def _found(self, step: int | None) -> list[Path]:
+        """Where the checkpoints are that may be restored, the newest first."""
+        for directory in self._places:
+            with suppress(OSError):
+                recover(directory, clear=False)
+        found = [
+            (-each, place) for place in range(len(self._places)) for each in steps_in(self._places[place])
+        ]
+        chosen = [pair for pair in sorted(found) if step is None or pair[0] == -step]
+        return [folder_of(self._places[place], -each) for each, place in chosen]
+
+    def _raise_damaged(self, damaged: list[DamagedCheckpointError], step: int | None) -> None:
+        """Nothing could be restored: return if there was nothing to begin with."""
+        places = " and ".join(map(str, self._places))
+        if not damaged:
+            steps = sorted({each for directory in self._places for each in steps_in(directory)})
+            require(step is None, "step", step, f"one of those in {places}: {steps}")
+            return
+        first = damaged[0]
+        if len(damaged) == 1 and step is not None:
+            raise first
+        reason = f"{first.reason}; and none of the {len(damaged)} checkpoints is whole"
+        raise DamagedCheckpointError(first.folder, first.file, reason)
+
+    def _verified(self, path: Path) -> Manifest:
         """The manifest; each process reads every so many-th file through."""
-        manifest = Manifest.read(self._path(step))
-        verify_files(self._path(step), manifest.files, contents=False)
+        manifest = Manifest.read(path)
+        verify_files(path, manifest.files, contents=False)
         names = sorted(manifest.files)[self._ranks.rank :: self._ranks.size]
-        verify_files(self._path(step), {name: manifest.files[name] for name in names})
+        verify_files(path, {name: manifest.files[name] for name in names})
         return manifest
 
     def _abandon(self, step: int, error: BaseException) -> None:
@@ -406,6 +492,8 @@ class CheckpointManager:
     def _warn(self) -> None:
         """Of what has happened since; the first process speaks for all."""
         messages, self._warnings = self._warnings, []
+        while self._uploader is not None and self._uploader.messages:
+            messages.append(self._uploader.messages.popleft())
         for message in messages:
             if self._ranks.is_main:
                 warnings.warn(message, CheckpointWarning, stacklevel=3)
@@ -423,7 +511,12 @@ def _manifest(step: int, world_size: int, metric: float | None, notes: Mapping[s
     plain = tree.encode(dict(notes), ("notes",), held)
     require(not held, "notes", ", ".join(held), "plain values; tensors and arrays belong to objects")
     versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
-    versions["stackwise"] = metadata.version("stackwise")
+    versions["stackwise"] = _own_version()
     time = datetime.now(UTC).isoformat(timespec="seconds")
     value = None if metric is None else tree.encode(float(metric), ("metric",), held)
     return Manifest(step, time, world_size, versions, value, plain)
+
+
+@cache
+def _own_version() -> str:
+    return metadata.version("stackwise")

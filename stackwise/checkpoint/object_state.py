@@ -94,6 +94,15 @@ class Objects:
             return {}
         return {path: leaf for path, leaf in leaves(each.state_dict()).items() if is_sharded(leaf)}
 
+    def updated_by_optimizers(self) -> set[int]:
+        """Where the memory of parameters and of optimizers' states begins.
+
+        DTensors are left out: torch does not count the changes of their parts.
+        """
+        states = [each.state for each in self._objects.values() if isinstance(each, torch.optim.Optimizer)]
+        tensors = [*self._parameters.values(), *(leaf for state in states for leaf in leaves(state).values())]
+        return {each.data_ptr() for each in tensors if not is_sharded(each)}
+
     def _by_name(self, optimizer: torch.optim.Optimizer, state: Any) -> Any:
         names = self._numbered(optimizer, state)
         if names is None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
 from safetensors import SafetensorError
 from torch import distributed
 
@@ -17,21 +19,38 @@ T = TypeVar("T")
 REFUSALS = (OSError, SafetensorError)
 
 
+# Groups by their members. They end with torch.distributed, not with who has made them: the name of one that
+# was destroyed would be given again, with what its meeting has left in the store.
+_shared: dict[tuple[int, ...], weakref.ref[Any]] = {}
+_idle: dict[tuple[int, ...], list[weakref.ref[Any]]] = {}
+
+
 class Ranks:
     """The processes of a group, or the one that this is. They talk by gloo, beside what the training sends.
 
+    A group of gloo is made when they first talk, and kept for all who talk after them: one in each process,
+    and one more for each who talks in a thread at the same time.
+
     Args:
         group: of torch.distributed; None: all processes, or this one alone where there is no group. Every
-            process of it has to make its Ranks.
+            process of it has to make its Ranks, and to call their methods as the others do.
+        in_thread: they talk in a thread while others do, and have a group for themselves until `close`.
     """
 
-    def __init__(self, group: Any = None) -> None:
-        self.rank, self.size, self._group = 0, 1, None
+    def __init__(self, group: Any = None, *, in_thread: bool = False) -> None:
+        self.rank, self.size = 0, 1
+        self._in_thread = in_thread
+        self._own: Any = None
         if distributed.is_available() and distributed.is_initialized():
             members = distributed.get_process_group_ranks(group or distributed.group.WORLD)
             self.rank, self.size = members.index(distributed.get_rank()), len(members)
-            if self.size > 1:
-                self._group = distributed.new_group(members, backend="gloo", use_local_synchronization=True)
+            self._members = tuple(members)
+
+    def close(self) -> None:
+        """Leave the group to others; who talks again has one again."""
+        if self._own is not None:
+            _idle.setdefault(self._members, []).append(weakref.ref(self._own))
+            self._own = None
 
     @property
     def is_main(self) -> bool:
@@ -40,11 +59,19 @@ class Ranks:
 
     def gather(self, value: T) -> list[T]:
         """What each has given, the same in all; every process has to call."""
-        if self._group is None:
+        if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        distributed.all_gather_object(values, value, group=self._group)
+        distributed.all_gather_object(values, value, group=self._group())
         return values
+
+    def any(self, value: bool) -> bool:
+        """Whether it is true in any; every process has to call."""
+        if self.size == 1:
+            return value
+        count = torch.tensor(int(value))
+        distributed.all_reduce(count, op=distributed.ReduceOp.MAX, group=self._group())
+        return bool(count)
 
     def agree(self, call: Callable[[], T]) -> T:
         """What `call` returns here, when it has returned in all; every process has to come here.
@@ -62,6 +89,27 @@ class Ranks:
             if told is not None:
                 raise error if error is not None and rank == self.rank else _heard(rank, *told)
         return value  # type: ignore[return-value]
+
+    def _group(self) -> Any:
+        if not self._in_thread:
+            held = _shared.get(self._members)
+            if held is None or (group := held()) is None:
+                group = _new_group(self._members)
+                _shared[self._members] = weakref.ref(group)
+            return group
+        idle = _idle.get(self._members, [])
+        while self._own is None and idle:
+            self._own = idle.pop(0)()
+        if self._own is None:
+            self._own = _new_group(self._members)
+        return self._own
+
+
+def _new_group(members: tuple[int, ...]) -> Any:
+    if len(members) == distributed.get_world_size():
+        return distributed.new_group(backend="gloo")
+    # Processes that are not in it do not know of it.
+    return distributed.new_group(list(members), backend="gloo", use_local_synchronization=True)
 
 
 def _told(error: Exception) -> tuple[str, tuple[Any, ...]]:

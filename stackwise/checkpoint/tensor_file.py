@@ -103,8 +103,13 @@ def write_bytes(path: Path, content: Iterable[bytes | memoryview]) -> FileEntry:
     return FileEntry(size, digest.hexdigest())
 
 
-def write_tensors(path: Path, parts: Mapping[str, Part]) -> FileEntry:
+def write_tensors(path: Path, parts: Mapping[str, Part], *, in_parts: bool = True) -> FileEntry:
     """Write a safetensors file; tensors on another device are fetched one at a time.
+
+    Args:
+        path: of the new file.
+        parts: by the name of the tensor.
+        in_parts: say where in the whole each begins; else all of them are whole.
 
     Raises:
         ValueError: a dtype that safetensors does not have.
@@ -113,9 +118,9 @@ def write_tensors(path: Path, parts: Mapping[str, Part]) -> FileEntry:
     # As the library orders them: wide numbers first, so that all are aligned.
     names = sorted(parts, key=lambda name: (-parts[name].tensor.element_size(), name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    header["__metadata__"][_OFFSETS] = json.dumps(
-        {name: {"saved_offsets": list(parts[name].offsets)} for name in names}
-    )
+    if in_parts:
+        offsets = {name: {"saved_offsets": list(parts[name].offsets)} for name in names}
+        header["__metadata__"][_OFFSETS] = json.dumps(offsets)
     place = 0
     for name in names:
         tensor = parts[name].tensor

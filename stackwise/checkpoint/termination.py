@@ -8,18 +8,22 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-import torch
-
 from stackwise.argument import require
+from stackwise.checkpoint.ranks import Ranks
 
 __all__ = ["EXIT_CODE", "Termination"]
 
 EXIT_CODE = 75
 """What a run exits with that has saved and is to be started again: EX_TEMPFAIL of sysexits.h."""
 
+_HEARD = 2  # signals that do nothing but to ask
+
 
 class Termination:
-    """Inside, SIGTERM and SIGINT only set `requested`; a second signal acts as it would have without this.
+    """Inside, SIGTERM and SIGINT only set `requested`; a third signal acts as it would have without this.
+
+    The second changes nothing: where a scheduler signals all processes of a job, torchrun is one of them,
+    and passes its own on to the others, which are saving by then.
 
         with Termination() as termination:
             for step, batch in enumerate(batches):
@@ -41,30 +45,28 @@ class Termination:
         require(len(signals) > 0, "signals", signals, "at least one")
         self._signals = signals
         self._before: dict[int, Any] = {}
+        self._heard = 0
+        self._ranks: tuple[Any, Ranks] | None = None
         self.requested = False
         self.signal: signal.Signals | None = None
 
     def requested_anywhere(self, group: Any = None) -> bool:
         """Whether one has come in any process, so that all end at the same step; every process has to call.
 
-        The host waits for the others, with gloo some 0.1 ms.
+        The host waits for the others, some 0.1 ms: they are asked by gloo, whatever the group sends by. The
+        first call makes the connections.
 
         Args:
-            group: of torch.distributed, one that takes CPU tensors; None: all processes. Without a group it
-                is `requested`.
+            group: of torch.distributed; None: all processes. Without a group it is `requested`.
         """
-        from torch import distributed
-
-        if not (distributed.is_available() and distributed.is_initialized()):
-            return self.requested
-        count = torch.tensor(int(self.requested))
-        distributed.all_reduce(count, op=distributed.ReduceOp.MAX, group=group)
-        return bool(count)
+        if self._ranks is None or self._ranks[0] is not group or self._ranks[1].size == 1:
+            self._ranks = group, Ranks(group)  # there may be others by now
+        return self._ranks[1].any(self.requested)
 
     def __enter__(self) -> Self:
         main = threading.current_thread() is threading.main_thread()
         require(main, "Termination", "another thread", "the main thread, which alone hears signals")
-        self.requested, self.signal = False, None
+        self.requested, self.signal, self._heard, self._ranks = False, None, 0, None
         for number in self._signals:
             self._before[number] = signal.signal(number, self._note)
         return self
@@ -76,11 +78,12 @@ class Termination:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         del frame
-        if self.requested:
+        self._heard += 1
+        if self._heard > _HEARD:
             self._put_back()
             os.kill(os.getpid(), number)
-        self.requested = True
-        self.signal = signal.Signals(number)
+        if not self.requested:
+            self.requested, self.signal = True, signal.Signals(number)
 
     def _put_back(self) -> None:
         for number, handler in self._before.items():

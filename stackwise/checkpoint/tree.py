@@ -34,6 +34,7 @@ _ALLOWED = (
     "mappings"
 )
 _INTEGER_DIGITS = 4000  # Python reads no more from text
+_PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 class MalformedTreeError(ValueError):
@@ -42,6 +43,8 @@ class MalformedTreeError(ValueError):
 
 def is_sharded(tensor: Tensor) -> bool:
     """Whether it is a DTensor: each process has a part of it, or a copy."""
+    if type(tensor) in _PLAIN:
+        return False
     return hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")
 
 
@@ -96,6 +99,8 @@ def _encode(tree: Any, path: Path, tensors: dict[str, Tensor], known: dict[Any, 
         return _encode(value, (*path, key), tensors, known)
 
     kind = type(tree)
+    if kind is int and tree.bit_length() < 64:  # most of what there is: random states have thousands
+        return tree
     if isinstance(tree, Tensor):
         return {"$tensor": [_named(tree, path, tensors, known), list(tree.shape)]}
     if isinstance(tree, np.ndarray | np.generic):  # before float, of which float64 is one
@@ -143,7 +148,7 @@ def _named(tensor: Tensor, path: Path, tensors: dict[str, Tensor], known: dict[A
         if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
             state = "meta" if tensor.is_meta else "quantized" if tensor.is_quantized else str(tensor.layout)
             raise _refused(path, f"a {state} tensor")
-        if type(tensor) not in (Tensor, torch.nn.Parameter, torch.nn.Buffer):
+        if type(tensor) not in _PLAIN:
             raise _refused(path, f"a tensor of {type(tensor).__name__}")
     identity = _identity(tensor)
     if tensor.numel() and identity in known:
@@ -160,11 +165,11 @@ def _named(tensor: Tensor, path: Path, tensors: dict[str, Tensor], known: dict[A
 
 def _identity(tensor: Tensor) -> Any:
     """Equal for tensors that are one and the same memory, seen in one way."""
-    local: Any = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
-    place = local.untyped_storage().data_ptr(), local.storage_offset(), tuple(local.stride())
-    marks = local.is_conj(), local.is_neg(), str(local.device), is_sharded(tensor)
-    whole = tuple(tensor.shape) if place[0] else id(tensor)
-    return *place, *marks, tensor.dtype, whole
+    sharded = is_sharded(tensor)
+    local: Any = tensor.to_local() if sharded else tensor  # type: ignore[attr-defined]
+    place = local.data_ptr()
+    marks = local.is_conj(), local.is_neg(), local.device, sharded, tensor.dtype
+    return place, local.stride(), marks, tensor.shape if place else id(tensor)
 
 
 def _encode_array(tree: Any, path: Path, tensors: dict[str, Tensor], known: dict[Any, str]) -> Any:

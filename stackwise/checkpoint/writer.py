@@ -1,54 +1,177 @@
 """Writer: what is written while the training goes on. State is copied first, then written by a thread.
 
-Copies stay and are used again, so that a save allocates nothing after the first: on the host once the
-size of the state, pinned for what is on a CUDA device. There the copies are made by the device in its
-order of work; only the thread waits for them.
+The memory of the copies stays and is used again: on the host once the size of the state, pinned for what is
+on a CUDA device. There the copies are made by the device in its order of work; only the thread waits for
+them. What only an optimizer changes may be copied beside the training, until the next step of one.
 """
 
 from __future__ import annotations
 
+import errno
+import math
+import mmap
 import threading
-from collections.abc import Callable, Hashable, Mapping
-from typing import TypeVar
+import weakref
+from collections.abc import Callable, Collection, Hashable, Mapping
+from contextlib import suppress
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from stackwise.checkpoint.tensor_file import Part
 
 __all__ = ["Staging", "Writer"]
 
 K = TypeVar("K", bound=Hashable)
+_ALIGNMENT = 64  # bytes: a line of the cache, and more than any number is wide
+# The allocator of pinned memory rounds up to powers of two: what is small shares a piece of this size.
+_PINNED_PIECE = 2**26
 
 
-class Staging:
-    """Copies of tensors as they are now."""
+class Staging(Generic[K]):
+    """Copies of tensors as they are now, in memory that is kept for the copies after."""
 
     def __init__(self) -> None:
-        self._buffers: dict[Hashable, Tensor] = {}
+        self._buffers: dict[K, Tensor] = {}
+        self._host: Tensor | None = None
+        self._late = threading.Event()  # set: nothing is left that an optimizer has to wait for
+        self._late.set()
+        self._beside: list[tuple[torch.device, torch.cuda.Event]] = []
+        self._hook: RemovableHandle | None = None
 
-    def copy(self, parts: Mapping[K, Part]) -> tuple[dict[K, Part], Callable[[], None]]:
-        """Copies of `parts`, in the memory of the copies before, and what waits until they are there."""
-        copies: dict[K, Part] = {}
-        devices: set[torch.device] = set()
-        for name, part in parts.items():
-            source = part.tensor.detach()
-            buffer = self._buffers.get(name)
-            fits = buffer is not None and (buffer.shape, buffer.dtype) == (source.shape, source.dtype)
-            if buffer is None or not fits or buffer.is_pinned() != source.is_cuda:
-                buffer = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
-            buffer.copy_(source, non_blocking=source.is_cuda)
-            if source.is_cuda:
-                devices.add(source.device)
-            copies[name] = Part(buffer, part.offsets)
-        self._buffers = {name: part.tensor for name, part in copies.items()}
+    def copy(
+        self, parts: Mapping[K, Part], late: Collection[K] = ()
+    ) -> tuple[dict[K, Part], Callable[[], None]]:
+        """Copies of `parts`, in the memory of the copies before, and what waits until they are there.
+
+        Args:
+            parts: to be copied.
+            late: those that are copied by what waits, and by CUDA devices on a stream of their own. Until
+                then a step of any optimizer of torch waits: the host for its own, a device for its own.
+
+        Returns:
+            Copies, and a function for a thread: it raises an OSError if one of `late` was changed meanwhile.
+        """
+        sources = {name: part.tensor.detach() for name, part in parts.items()}
+        if not self._fits(sources):
+            self._place(sources)
+        # A detached tensor shares the counter of the one that it is of.
+        versions = {name: sources[name]._version for name in late if not sources[name].is_inference()}
+        devices = {source.device for source in sources.values() if source.is_cuda}
+        beside = {device: torch.cuda.Stream(device) for device in devices if versions}  # type: ignore[no-untyped-call]
+        for device, stream in beside.items():
+            stream.wait_stream(torch.cuda.current_stream(device))
+        for name, source in sources.items():
+            if not source.is_cuda:
+                if name not in versions:
+                    self._buffers[name].copy_(source)
+                continue
+            stream = beside[source.device] if name in versions else torch.cuda.current_stream(source.device)
+            with torch.cuda.stream(stream):
+                self._buffers[name].copy_(source, non_blocking=True)
         arrived = [torch.cuda.current_stream(device).record_event() for device in devices]
+        self._beside = [(device, stream.record_event()) for device, stream in beside.items()]
+        if versions:
+            if not all(sources[name].is_cuda for name in versions):
+                self._late.clear()
+            self._hold_optimizers()
 
         def wait() -> None:
-            for event in arrived:
-                event.synchronize()
+            try:
+                for name in versions:
+                    if not sources[name].is_cuda:
+                        self._buffers[name].copy_(sources[name])
+                for event in (*arrived, *(event for _, event in self._beside)):
+                    event.synchronize()
+                for name, version in versions.items():
+                    if sources[name]._version != version:
+                        told = f"{name} was changed while it was copied, by another than an optimizer's step"
+                        raise OSError(errno.EBUSY, told)
+            finally:
+                self._late.set()
 
-        return copies, wait
+        return {name: Part(self._buffers[name], part.offsets) for name, part in parts.items()}, wait
+
+    def release(self) -> None:
+        """Have no optimizer wait: what waits for the copies will not be called."""
+        self._late.set()
+
+    def close(self) -> None:
+        """Be out of the way of optimizers."""
+        self.release()
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    def _hold_optimizers(self) -> None:
+        if self._hook is not None:
+            return
+        mine = weakref.ref(self)
+
+        def hold(*_: Any) -> None:
+            staging = mine()
+            if staging is not None:
+                for device, event in staging._beside:
+                    torch.cuda.current_stream(device).wait_event(event)
+                staging._late.wait()
+
+        self._hook = register_optimizer_step_pre_hook(hold)
+
+    def _fits(self, sources: Mapping[K, Tensor]) -> bool:
+        """Whether the copies before were of the same names, shapes, dtypes and kinds of memory."""
+        return sources.keys() == self._buffers.keys() and all(
+            (source.shape, source.dtype, source.is_cuda) == (held.shape, held.dtype, held.is_pinned())
+            for source, held in ((source, self._buffers[name]) for name, source in sources.items())
+        )
+
+    def _place(self, sources: Mapping[K, Tensor]) -> None:
+        """Give each a place: those of the host in the memory that there is, if it is large enough."""
+        self._buffers = {}
+        on_host = {name: source for name, source in sources.items() if not source.is_cuda}
+        size = sum(_room(source) for source in on_host.values())
+        if self._host is None or self._host.numel() < size:
+            self._host = None  # not two at one time
+            self._host = _host_memory(size)
+        self._carve(on_host, self._host)
+        shared: dict[K, Tensor] = {}
+        taken = 0
+        for name, source in sources.items():
+            if not source.is_cuda:
+                continue
+            if taken + _room(source) > _PINNED_PIECE and shared:
+                self._carve(shared, _pinned_memory(taken))
+                shared, taken = {}, 0
+            shared[name] = source
+            taken += _room(source)
+        if shared:
+            self._carve(shared, _pinned_memory(taken))
+
+    def _carve(self, sources: Mapping[K, Tensor], memory: Tensor) -> None:
+        start = 0
+        for name, source in sources.items():
+            place = memory[start : start + source.numel() * source.element_size()]
+            self._buffers[name] = place.view(source.dtype).view(source.shape)
+            start += _room(source)
+
+
+def _room(tensor: Tensor) -> int:
+    return math.ceil(tensor.numel() * tensor.element_size() / _ALIGNMENT) * _ALIGNMENT
+
+
+def _host_memory(size: int) -> Tensor:
+    """In large pages where the system has them: a first copy waits until each page is cleared."""
+    area = mmap.mmap(-1, max(1, size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a system without them
+            area.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(area, dtype=torch.uint8)
+
+
+def _pinned_memory(size: int) -> Tensor:
+    return torch.empty(max(1, size), dtype=torch.uint8, pin_memory=True)
 
 
 class Writer:
@@ -57,6 +180,11 @@ class Writer:
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+
+    @property
+    def runs(self) -> bool:
+        """Whether the call has not ended yet."""
+        return self._thread is not None and self._thread.is_alive()
 
     def start(self, call: Callable[[], None]) -> None:
         """Begin a call; `wait` has to have been called since the one before."""

@@ -4,8 +4,10 @@ import random
 
 import pytest
 
+from bench import claim as claim_module
 from bench import kill
-from bench.kill import bars, rot, whole_checkpoints
+from bench.isolated import Ended
+from bench.kill import bars, parts, rot, whole_checkpoints
 from stackwise.checkpoint import CheckpointManager
 from stackwise.checkpoint import manager as manager_module
 
@@ -64,7 +66,68 @@ def test_half_checkpoints_are_counted(tmp_path):
     assert whole_checkpoints(tmp_path) == (4, 1)
 
 
+def test_parts_add_up_to_what_is_asked():
+    for count, harms in ((200, 400), (6, 40)):
+        asked = parts(count, harms, seed=3)
+        assert asked.pop("rot").args[0].args == (harms, 3)
+        given = [call.args[0].args for call in asked.values()]
+        assert len(set(asked)) == len({seed for *_, seed in given}) == len(given)
+        for world_size in (1, 2):
+            chosen = [each for each in given if each[0] == world_size]
+            assert {mode for _, mode, *_ in chosen} == {"synchronous", "asynchronous"}
+            assert sum(n_kills for _, _, n_kills, _, _ in chosen) == count
+            assert sum(n_saves for _, _, _, n_saves, _ in chosen) >= count // 2
+            assert all(n_saves <= n_kills for _, _, n_kills, n_saves, _ in chosen)
+
+
+def test_parts_are_rows_of_one_table():
+    part = ROW | {
+        "processes": 2,
+        "mode": "synchronous",
+        "steps lost": 3,
+        "left a temporary folder": 1,
+        "runs": 2,
+    }
+    other = part | {"mode": "asynchronous"}
+    [first, second] = kill._summed([part, other, part | {"steps lost": 2, "unusable": 1}])
+    assert (first["mode"], first["kills"], first["steps lost"], first["unusable"]) == (
+        "synchronous",
+        200,
+        3,
+        1,
+    )
+    assert (second["mode"], second["kills"], second["unusable"]) == ("asynchronous", 100, 0)
+
+
+def test_parts_that_are_there_are_not_asked_again(monkeypatch, tmp_path):
+    monkeypatch.setattr(claim_module, "RESULTS", tmp_path)
+    asked = []
+
+    def answered(calls, *, jobs, seconds):
+        for name, call in calls.items():
+            asked.append(name)
+            if name == "1 synchronous 3" and len(asked) == 1:
+                yield name, Ended([], "its process ended with -9", 1.0)
+            elif name == "rot":
+                yield name, Ended([HARM | {"places": []}], None, 1.0)
+            else:
+                world_size, mode, n_kills, n_saves, _ = call.args[0].args
+                row = {"kills": n_kills, "within a save": n_saves, "left a temporary folder": 0, "runs": 1}
+                yield (
+                    name,
+                    Ended([ROW | {"processes": world_size, "mode": mode, "steps lost": 3} | row], None, 1.0),
+                )
+
+    monkeypatch.setattr(kill, "all_isolated", answered)
+    monkeypatch.setattr(kill.torch, "set_num_threads", lambda count: None)
+    assert kill.main(["--quick"]) == 1  # one part did not finish
+    assert len(asked) == 5
+    assert kill.main(["--quick", "--resume"]) == 0
+    assert asked[5:] == ["1 synchronous 3"]
+
+
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")  # of Python 3.12, at a fork
 def test_a_run_is_killed_and_goes_on(tmp_path):
     digests, seconds, _ = kill.undisturbed(tmp_path / "whole", 1, "synchronous")
     choose = random.Random(0)

@@ -220,7 +220,7 @@ def test_hostile_states_with_a_list_that_agrees(original, tmp_path_factory, chan
 
 
 @given(st.data())
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 def test_any_json_with_a_list_that_agrees(original, tmp_path_factory, data):
     """Plain values of another shape: refused as damaged, or by the object that they do not fit."""
     scalars = (

@@ -19,9 +19,13 @@ from torch import nn
 
 from stackwise.checkpoint import CheckpointManager, CheckpointWarning, DamagedCheckpointError
 from stackwise.checkpoint.folder import MANIFEST
+from stackwise.checkpoint.writer import Staging
 from stackwise.data import TokenWindows
 
 BOTH = pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
+ALL = pytest.mark.parametrize(
+    "asynchronous", [False, True, "overlapped"], ids=["synchronous", "asynchronous", "overlapped"]
+)
 FILES = [MANIFEST, "state-00000.json", "state-00000.safetensors", "tensors/rank-00000.safetensors"]
 
 
@@ -102,7 +106,7 @@ def raised_os_error(number):
     return raising
 
 
-@BOTH
+@ALL
 @pytest.mark.parametrize(
     "kind, options",
     [
@@ -163,6 +167,77 @@ def test_a_save_takes_the_state_of_its_moment(tmp_path, monkeypatch):
     manager.close()
     CheckpointManager(tmp_path).restore(run.objects)
     assert run.bits() == before
+
+
+class Wide:
+    """A run whose state is large enough to be copied beside the training."""
+
+    def __init__(self, seed=0):
+        torch.manual_seed(seed)
+        self.model = nn.Sequential(nn.Linear(128, 128), nn.BatchNorm1d(128), nn.Linear(128, 128))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
+        self.objects = {"model": self.model, "optimizer": self.optimizer}
+
+    def backward(self):
+        self.model(torch.randn(8, 128)).square().mean().backward()
+
+    def bits(self):
+        return flat([each.state_dict() for each in self.objects.values()])
+
+
+@pytest.fixture
+def held(monkeypatch):
+    """An event that the thread waits for before it copies anything."""
+    go, copy = threading.Event(), Staging.copy
+
+    def held_copy(self, *given):
+        copies, arrived = copy(self, *given)
+        return copies, lambda: go.wait(30) and arrived()
+
+    monkeypatch.setattr(Staging, "copy", held_copy)
+    return go
+
+
+def test_an_optimizer_waits_for_what_is_copied_beside_it(tmp_path, held):
+    """What a forward pass changes is copied before; what a step changes is copied before it."""
+    run = Wide()
+    run.backward()
+    run.optimizer.step()
+    manager = CheckpointManager(tmp_path, asynchronous="overlapped")
+    before = run.bits()
+    manager.save(1, run.objects)
+    run.backward()  # also the averages of the batch norm
+    assert run.bits() != before
+    stepped = threading.Event()
+    thread = threading.Thread(target=lambda: (run.optimizer.step(), stepped.set()))
+    thread.start()
+    assert not stepped.wait(0.2)
+    held.set()
+    assert stepped.wait(30)
+    thread.join()
+    manager.close()
+    other = Wide(seed=1)
+    CheckpointManager(tmp_path).restore(other.objects)
+    assert other.bits() == before
+    run.optimizer.step()  # waits for nothing any more
+
+
+def test_what_is_changed_by_hand_meanwhile_is_not_written(tmp_path, held):
+    run, manager = Wide(), CheckpointManager(tmp_path, asynchronous="overlapped")
+    manager.save(1, run.objects)
+    with torch.no_grad():
+        run.model[0].weight.mul_(2.0)
+    held.set()
+    with pytest.warns(
+        CheckpointWarning, match=r"step 1 is not written.*model\.0\.weight.* was changed while"
+    ):
+        manager.wait()
+    assert manager.steps() == []
+    with pytest.raises(OSError, match="changed while it was copied"):
+        manager.close()
+    manager.save(2, run.objects)
+    manager.close()
+    assert manager.steps() == [2]
 
 
 def test_data_goes_on_where_it_was(tmp_path):
@@ -329,6 +404,29 @@ def test_refused(tmp_path, call, match):
     assert list(tmp_path.iterdir()) == []
     # What was asked for wrongly does not stand in the way of what is right.
     assert manager.save(1, {}) is not None
+
+
+def test_tensors_are_a_file(tmp_path):
+    """As many as there are, also copied first, and the library's own reader reads them."""
+    weights = {"b": torch.arange(5).bfloat16(), "a": torch.randn(3, 4)[:, ::2], "c": torch.tensor(True)}
+    kept = {name: tensor.clone() for name, tensor in weights.items()}
+    for asynchronous in (False, True):
+        manager = CheckpointManager(tmp_path / str(asynchronous), asynchronous=asynchronous)
+        path = manager.save(1, {}, files={"own": weights, "weights.safetensors": weights})
+        for tensor in weights.values():
+            tensor.zero_()
+        manager.close()
+        for name in ("own", "weights.safetensors"):
+            found = load_file(path / name)
+            assert found.keys() == kept.keys()
+            assert all(found[key].dtype == kept[key].dtype and found[key].equal(kept[key]) for key in kept)
+        for name, tensor in kept.items():
+            weights[name].copy_(tensor)
+    for wrong in ({"x": 3}, {"x": torch.ones(2).to_sparse()}):
+        with pytest.raises(ValueError, match=r"^files\['w'\]\['x'\]: got"):
+            manager.save(2, {}, files={"w": wrong})
+    with pytest.raises(ValueError, match=r"^files\['w'\]: got 3; allowed: a function of a path, or tensors"):
+        manager.save(2, {}, files={"w": 3})
 
 
 def test_a_directory_that_is_none(tmp_path):

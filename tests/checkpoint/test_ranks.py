@@ -21,7 +21,15 @@ import pytest
 import torch
 from torch import distributed, nn
 
-from stackwise.checkpoint import CheckpointManager, CheckpointWarning, DamagedCheckpointError, Termination
+from stackwise.checkpoint import (
+    CheckpointManager,
+    CheckpointWarning,
+    DamagedCheckpointError,
+    DirectoryUpload,
+    Termination,
+)
+from stackwise.checkpoint import content as content_module
+from stackwise.checkpoint import manager as manager_module
 
 RANKS = 2
 SECONDS = 120
@@ -122,15 +130,40 @@ def in_parts(rank, folder):
 
 def in_parts_later(rank, folder):
     """Asynchronous: what is written is the state of the moment, while both train on."""
-    objects = trained()
-    with CheckpointManager(folder / "later", asynchronous=True) as manager:
-        for step in (3, 4, 5):
-            manager.save(step, objects)
-            before = values(**objects)
-            train(objects["model"], objects["optimizer"], 1, first=step)
-    fresh = trained(steps=0)
-    assert CheckpointManager(folder / "later").restore(fresh).step == 5
-    equal(values(**fresh), before)
+    large, content_module._LARGE = content_module._LARGE, 1
+    for kind in (True, "overlapped"):
+        objects, directory = trained(), folder / f"later-{kind}"
+        with CheckpointManager(directory, asynchronous=kind) as manager:
+            for step in (3, 4, 5):
+                before = values(**objects)
+                manager.save(step, objects)
+                train(objects["model"], objects["optimizer"], 1, first=step)
+        fresh = trained(steps=0)
+        assert CheckpointManager(directory).restore(fresh).step == 5
+        equal(values(**fresh), before)
+    # What one process has changed by hand is written by none.
+    objects = trained(plain_model)
+    with CheckpointManager(directory, asynchronous="overlapped") as manager:
+        manager._writer.start, start = (lambda call: call()), manager._writer.start
+        copy = manager._staging.copy
+
+        def changed(parts, late):
+            copies, arrived = copy(parts, late)
+            with torch.no_grad():
+                if rank == 0:
+                    next(objects["model"].parameters()).add_(1.0)
+            return copies, arrived
+
+        manager._staging.copy = changed
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            manager.save(6, objects)
+            manager.wait()
+        manager._staging.copy, manager._writer.start = copy, start
+        assert manager.steps() == [3, 4, 5]
+        assert any("step 6 is not written" in str(each.message) for each in caught) == (rank == 0)
+        manager.save(7, objects)
+    content_module._LARGE = large
 
 
 def from_one(rank, folder):
@@ -300,6 +333,75 @@ def together(rank, folder):
         assert termination.requested == (rank == 1)
 
 
+def n_groups():
+    return len(distributed.distributed_c10d._world.pg_map)
+
+
+def groups(rank, folder):
+    """All managers and requests share one, and those that write meanwhile have one each until they close."""
+    CheckpointManager(folder / "groups").save(1, {"state": {}})
+    before = n_groups()
+    for _ in range(3):
+        CheckpointManager(folder / "groups").restore({"state": {}})
+        Termination().requested_anywhere()
+        with CheckpointManager(folder / "groups") as manager:
+            manager.save(2, {"state": {}})
+    assert n_groups() == before
+    for _ in range(3):
+        with CheckpointManager(folder / "groups", asynchronous=True) as manager:
+            manager.save(3, {"state": {}})
+            manager.close()
+            manager.save(4, {"state": {}})  # has one again
+    once = n_groups()
+    assert once <= before + 1
+    first, second = (CheckpointManager(folder / f"groups-{i}", asynchronous=True) for i in (1, 2))
+    for manager in (first, second):
+        manager.save(5, {"state": {"x": torch.ones(1000)}})
+    for manager in (second, first):
+        manager.close()
+    assert n_groups() == once + 1
+    alone = distributed.new_group([rank], use_local_synchronization=True)
+    CheckpointManager(folder / f"alone-{rank}", group=alone).save(1, {"state": {"rank": rank}})
+    assert n_groups() == once + 2
+
+
+def uploaded(rank, folder):
+    """By the first process; both restore from there."""
+    target = DirectoryUpload(folder / "storage")
+    objects = trained()
+    with CheckpointManager(folder / "uploaded", asynchronous=True, upload=target) as manager:
+        manager.save(3, objects)
+    meet()
+    assert files_of(folder / "storage") == files_of(folder / "uploaded")
+    fresh = trained(steps=0)
+    found = CheckpointManager(folder / "elsewhere", upload=target).restore(fresh)
+    assert found.path == folder / "storage/step-3"
+    equal(values(**fresh), values(**objects))
+
+
+def verified_once(rank, folder):
+    """What was found whole is handed on, not read through again."""
+    objects = trained()
+    manager = CheckpointManager(folder / "once")
+    manager.save(3, objects)
+    read = []
+
+    def reading(path, files, *, contents=True):
+        read.extend(files if contents else [])
+
+    verify = manager_module.verify_files
+    manager_module.verify_files = reading
+    try:
+        found = manager.restore({})
+        n_read = len(read)
+        fresh = trained(steps=0)
+        manager.restore({"model": fresh["model"], "optimizer": fresh["optimizer"]}, found)
+    finally:
+        manager_module.verify_files = verify
+    assert len(read) == n_read > 0
+    equal(values(**fresh), values(**objects))
+
+
 def of_other_shapes(rank, folder):
     model = nn.Sequential(nn.Linear(4, 5))
     from torch.distributed.fsdp import fully_shard
@@ -310,7 +412,7 @@ def of_other_shapes(rank, folder):
 
 
 SCENARIOS = [in_parts, in_parts_later, from_one, copies, replicas, read_by_torch, refused, damaged, mistaken]
-SCENARIOS += [together, of_other_shapes]
+SCENARIOS += [together, groups, uploaded, verified_once, of_other_shapes]
 
 
 def saved_by_one(folder):

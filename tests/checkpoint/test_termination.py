@@ -1,10 +1,11 @@
-"""Termination: the first signal is noted, the second acts; a run that was ended goes on bit for bit."""
+"""Termination: two signals are noted, the third acts; a run that was ended goes on bit for bit."""
 
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,7 @@ def ended(directory, number):
     return process.returncode, errors
 
 
+@pytest.mark.slow  # beside the same of `stackwise train`, in tests/training
 def test_a_run_saves_and_exits_and_goes_on(tmp_path, monkeypatch):
     assert ended(tmp_path / "ended", signal.SIGTERM) == (EXIT_CODE, "")
     assert EXIT_CODE == os.EX_TEMPFAIL
@@ -79,14 +81,18 @@ def test_flag_and_handlers():
         assert not termination.requested
 
 
-def test_a_second_signal_acts_as_usual():
-    with pytest.raises(KeyboardInterrupt), Termination():  # noqa: PT012
+def test_a_third_signal_acts_as_usual():
+    """The second may be the same request once more, by torchrun."""
+    with pytest.raises(KeyboardInterrupt), Termination() as termination:  # noqa: PT012
+        os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGINT)
+        assert termination.signal is signal.SIGTERM
         os.kill(os.getpid(), signal.SIGINT)
     heard = []
     before = signal.signal(signal.SIGTERM, lambda *_: heard.append("usual"))
     try:
         with Termination((signal.SIGTERM,)):
+            os.kill(os.getpid(), signal.SIGTERM)
             os.kill(os.getpid(), signal.SIGTERM)
             assert heard == []
             os.kill(os.getpid(), signal.SIGTERM)
@@ -95,6 +101,73 @@ def test_a_second_signal_acts_as_usual():
                 signal.raise_signal(signal.SIGINT)
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+TORCHRUN = """
+import os, sys, time
+from pathlib import Path
+from torch import distributed
+from stackwise.checkpoint import EXIT_CODE, CheckpointManager, Termination
+
+distributed.init_process_group("gloo")
+rank, folder = distributed.get_rank(), Path(sys.argv[1])
+
+
+def slowly(path):
+    (folder / "saving").touch()
+    while not (folder / "go").exists():
+        time.sleep(0.01)
+    path.write_text("x")
+
+
+with Termination() as termination, CheckpointManager(folder / "run") as manager:
+    found = manager.restore({"own": (own := {})})
+    for step in range(1 if found is None else found.step, 100000):
+        own["step"] = step
+        if step == 20:
+            (folder / f"pid-{rank}").write_text(str(os.getpid()))
+            time.sleep(0.05 * rank)
+        if termination.requested_anywhere():
+            manager.save(step, {"own": own}, files={"x": slowly})
+            manager.close()
+            (folder / f"ended-{rank}").write_text(str(step))
+            sys.exit(EXIT_CODE)
+        time.sleep(0.001)
+"""
+
+
+def until(condition, process):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
+def test_torchrun_and_its_processes_are_both_asked(tmp_path):
+    """Every process hears of it twice, the second time while it saves, and the checkpoint is whole."""
+    (tmp_path / "script.py").write_text(TORCHRUN)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(
+        [*command, str(tmp_path / "script.py"), str(tmp_path)], env=environment, text=True, **pipes
+    )
+    pids = [tmp_path / f"pid-{rank}" for rank in range(2)]
+    until(lambda: all(path.exists() and path.read_text() for path in pids), process)
+    for path in pids:
+        os.kill(int(path.read_text()), signal.SIGTERM)
+    until((tmp_path / "saving").exists, process)
+    process.send_signal(signal.SIGTERM)  # which passes it on
+    time.sleep(1.0)
+    (tmp_path / "go").touch()
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode != 0
+    ended = [(tmp_path / f"ended-{rank}").read_text() for rank in range(2)]
+    assert ended[0] == ended[1], errors
+    manager = CheckpointManager(tmp_path / "run")
+    assert manager.steps() == [int(ended[0])]
+    manager.verify(int(ended[0]))
 
 
 def test_only_the_main_thread_hears():

@@ -1,9 +1,12 @@
 """`python -m bench.recovery`: what a broken step costs, with our guard and with what others do about it.
 
 A byte model of two Blocks learns the documentation of CPython for 700 steps; at step 500, or 20, something
-breaks. Each run has a twin with the same batches in which nothing does, and a run of ours also one from which
-the batches in quarantine are missing: to that it has to be equal bit for bit. Every run is a process of its
-own with one thread. What is done is kept in the result file and not done again with `--resume`.
+breaks. A fault of steps is one of the machine: it lasts as many executed steps, whatever their batches,
+and multiplies gradients behind the backward pass. A fault of batches comes whenever they are computed, in
+the forward pass or in the gradient of the logits. Each run has a twin with the same batches in which
+nothing breaks, and a run of ours also one from which the batches in quarantine are missing: to that it has
+to be equal bit for bit. Every run is a process of its own with one thread. What is done is kept in the
+result file and not done again with `--resume`.
 
 The rules of others are written down here from what they publish: ZClip (Kumar et al. 2025, arXiv:2504.02507,
 and github.com/bluorion-com/ZClip, defaults of its code), the skip-step rule of OLMo-core (OLMo et al. 2025,
@@ -22,7 +25,7 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from statistics import mean
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -36,15 +39,33 @@ OPTIMIZERS = ("adamw", "sgd")
 OURS, NOTHING = "guard", "nothing"
 ARMS = (OURS, NOTHING, "clip 1.0", "ZClip", "OLMo skip-step", "OLMo skip-step, finite history")
 SECOND = 60  # steps from a first fault to a second one
-# Name: (broken steps; 0: all from the first on), and the factor of the gradient or the value of one element.
-FAULTS: dict[str, tuple[int, float]] = {
-    "x10": (1, 10.0),
-    "x10 ten steps": (10, 10.0),
-    "x10 all steps": (0, 10.0),
-    "x1000": (1, 1000.0),
-    "nan": (1, math.nan),
-    "inf": (1, math.inf),
-    "nan, later x10": (1, math.nan),
+
+
+class Broken(NamedTuple):
+    """A fault from a step on.
+
+    Attributes:
+        duration: steps, or batches; 0: all from the first on.
+        value: factor of the gradient, or what one element of an activation becomes.
+        batches: whether it comes with batches, and not with steps.
+        second: whether one step has ten times its gradient `SECOND` later.
+    """
+
+    duration: int
+    value: float
+    batches: bool = False
+    second: bool = False
+
+
+FAULTS = {
+    "x10": Broken(1, 10.0),
+    "x10 ten steps": Broken(10, 10.0),
+    "x10 all steps": Broken(0, 10.0),
+    "x1000": Broken(1, 1000.0),
+    "x1000 ten batches": Broken(10, 1000.0, batches=True),
+    "nan": Broken(1, math.nan, batches=True),
+    "inf": Broken(1, math.inf, batches=True),
+    "nan, later x10": Broken(1, math.nan, batches=True, second=True),
 }
 CONTROLS = ("clean", "rate restart", "batch size change", "3x regime shift")
 DROPPED = 4  # twins of each seed without one clean batch
@@ -202,41 +223,58 @@ class Training:
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, partial(_rate, restart, steps))
         names = [n for n, m in self.model.named_modules() if n and not list(m.children()) and _called(n)]
         self.place = random.Random(f"{seed} {at}").choice(names)
-        self.step = 0
         self.losses: dict[int, float] = {}
-        self._hook()
+        self.fired: list[int] = []  # step of each execution that was broken
+        self._numbers = {id(ids): number for number, ids in enumerate(self.data)}
+        self._number: int | None = None  # of the batch that is computed
+        broken = FAULTS.get(fault, Broken(0, 1.0))
+        if broken.batches and not math.isfinite(broken.value):
+            self.model.get_submodule(self.place).register_forward_hook(self._spoil_element)
 
-    def broken(self, step: int) -> bool:
-        if self.fault not in FAULTS:
+    def _comes_with(self, number: int | None) -> bool:
+        """Whether the fault is in this batch."""
+        broken = FAULTS.get(self.fault)
+        if broken is None or not broken.batches or number is None:
             return False
-        duration, _ = FAULTS[self.fault]
-        last = self.steps if duration == 0 else self.at + duration
-        return self.at <= step < last or (self.fault == "nan, later x10" and step == self.at + SECOND)
+        return self.at <= number < self.at + broken.duration
 
-    def _hook(self) -> None:
-        def spoil(_module, _args, output):
-            value = FAULTS[self.fault][1]
-            if self.model.training and self.step == self.at and not math.isfinite(value):
-                output = output.clone()
-                output.view(-1)[7] = value
-            return output
-
-        if self.fault in FAULTS:
-            self.model.get_submodule(self.place).register_forward_hook(spoil)
+    def _spoil_element(self, _module: Any, _args: Any, output: Any) -> Any:
+        if self._comes_with(self._number):
+            output = output.clone()
+            output.view(-1)[7] = FAULTS[self.fault].value
+        return output
 
     def loss_of(self, model: Any, ids: Any) -> Any:
         from torch.nn.functional import cross_entropy
 
+        self._number = self._numbers.get(id(ids))
         logits = model(ids[:, :-1])
         logits = getattr(logits, "logits", logits)
+        factor = 1.0
+        if self.fault == "3x regime shift" and self._number is not None and self._number >= self.at:
+            factor = 3.0
+        if self._comes_with(self._number) and math.isfinite(FAULTS[self.fault].value):
+            factor = FAULTS[self.fault].value
+        if logits.requires_grad and factor != 1.0:
+            logits.register_hook(lambda gradient: gradient * factor)
         return cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
 
-    def spoil_gradients(self) -> None:
-        factor = 10.0 if self.step == self.at + SECOND else FAULTS.get(self.fault, (0, 1.0))[1]
-        if self.broken(self.step) and math.isfinite(factor):
+    def after_backward(self, step: int) -> None:
+        """What breaks with a step. Called once for each one that is executed, also again."""
+        broken = FAULTS.get(self.fault)
+        if broken is None:
+            return
+        factor = 1.0
+        if broken.batches:
+            if self._comes_with(step):
+                self.fired.append(step)
+            if broken.second and step == self.at + SECOND and step not in self.fired:
+                factor = 10.0
+        elif (self.fired or step == self.at) and not 0 < broken.duration <= len(self.fired):
+            factor = broken.value
+        if factor != 1.0:
             _scale(list(self.model.parameters()), factor)
-        if self.fault == "3x regime shift" and self.step >= self.at:
-            _scale(list(self.model.parameters()), 3.0)
+            self.fired.append(step)
 
     def validate(self, step: int) -> None:
         import torch
@@ -283,7 +321,7 @@ def run(arm: str, optimizer: str, fault: str, at: int, seed: int, steps: int) ->
     made = _guarded(training) if arm == OURS else _plain(training, arm_of(arm))
     if arm == OURS and fault in FAULTS:
         twin = Training(optimizer, "clean", at, seed, steps)
-        _plain(twin, _Nothing(), set(made["quarantined"]), at if made["stopped"] else steps)
+        _plain(twin, _Nothing(), set(made["quarantined"]), made["alarms"][-1] if made["stopped"] else steps)
         made["bitwise"] = twin.digest() == training.digest()
     names = {
         "arm": arm,
@@ -315,11 +353,10 @@ def _plain(
     alarms, skipped = [], 0
     parameters = list(training.model.parameters())
     for step, ids in enumerate(training.data[:end]):
-        training.step = step
         if step not in (leave_out or ()):
             loss = training.loss_of(training.model, ids)
             loss.backward()
-            training.spoil_gradients()
+            training.after_backward(step)
             norm = global_norm(gradient_norms(parameters)).item()
             takes = arm(parameters, loss.item(), norm)
             skipped += not takes
@@ -332,35 +369,30 @@ def _plain(
         if step == training.at + AFTER:
             training.validate(step)
     training.validate(training.steps)
-    return {"alarms": alarms, "skipped": skipped}
+    return {"alarms": alarms, "skipped": skipped, "fired": training.fired}
 
 
 def _guarded(training: Training) -> dict[str, Any]:
     from stackwise.stability.guard import Guard, GuardError, GuardPolicy
-
-    def loss_of(model: Any, ids: Any) -> Any:
-        training.step = guard.steps
-        return training.loss_of(model, ids)
 
     guard = Guard(
         training.model,
         training.optimizer,
         scheduler=training.scheduler,
         policy=GuardPolicy(),
-        loss_of=loss_of,
+        loss_of=training.loss_of,
     )
     given: list[int] = []
     furthest = fall = 0
     stopped = ""
     try:
         for ids in guard.batches(training.data):
-            training.step = guard.steps
-            given.append(training.step)
-            fall, furthest = max(fall, furthest - training.step), max(furthest, training.step)
+            step = guard.steps
+            given.append(step)
+            fall, furthest = max(fall, furthest - step), max(furthest, step)
             loss = training.loss_of(training.model, ids)
             loss.backward()
-            training.spoil_gradients()
-            step = guard.steps
+            training.after_backward(step)
             guard.step(loss)
             if step == training.at + AFTER:
                 training.validate(step)
@@ -369,7 +401,7 @@ def _guarded(training: Training) -> dict[str, Any]:
     training.validate(training.steps)
     quarantined = [index for _, index in guard.quarantined]  # type: ignore[misc]
     taken = guard.scheduler.last_epoch  # type: ignore[union-attr]
-    wanted = (training.at if stopped else training.steps) - (0 if stopped else len(quarantined))
+    end = guard.alarms[-1].step if stopped else training.steps
     return {
         "alarms": [alarm.step for alarm in guard.alarms],
         "actions": [alarm.action for alarm in guard.alarms],
@@ -378,8 +410,10 @@ def _guarded(training: Training) -> dict[str, Any]:
         "stopped": stopped,
         "skipped": guard.skipped,
         "quarantined": quarantined,
-        "complete": taken == wanted and set(given) == set(range(furthest + 1)),
+        "complete": taken == end - sum(q < end for q in quarantined)
+        and set(given) == set(range(furthest + 1)),
         "fall": fall,
+        "fired": training.fired,
     }
 
 
@@ -424,24 +458,15 @@ class Found:
         return max((each for each in found if each is not None), default=math.nan)
 
 
-def wanted_alarms(run: dict[str, Any], steps: int) -> list[int]:
-    """The broken steps that a guard with its default patience meets."""
-    duration, at = FAULTS[run["fault"]][0], run["at"]
-    alarms = list(range(at, at + (duration or 11)))
-    if run["fault"] == "nan, later x10" and at + SECOND < steps:
-        alarms.append(at + SECOND)
-    return alarms
-
-
 def share(found: list[bool]) -> float | None:
     return mean(map(float, found)) if found else None
 
 
-def bars(found: Found, steps: int) -> list[Bar]:
+def bars(found: Found) -> list[Bar]:
     ours = [r for r in found.of(arm=OURS) if r["fault"] in FAULTS]
     lasting = [r for r in ours if r["fault"] == "x10 all steps"]
-    single = [r for r in ours if FAULTS[r["fault"]][0] == 1]
-    spikes = [r for r in ours if math.isfinite(FAULTS[r["fault"]][1])]
+    single = [r for r in ours if FAULTS[r["fault"]].duration == 1]
+    spikes = [r for r in ours if math.isfinite(FAULTS[r["fault"]].value)]
     elements = [r for r in ours if r not in spikes]
     survived = [(r, found.distance(r)) for r in ours if r not in lasting]
     gaps = [(r, gap) for r, gap in survived if gap is not None]
@@ -465,7 +490,7 @@ def bars(found: Found, steps: int) -> list[Bar]:
         Bar("first alarm at the step", share([r["alarms"][:1] == [r["at"]] for r in ours]), 1.0),
         Bar(
             "alarms at the broken steps only",
-            share([r["alarms"] == wanted_alarms(r, steps) for r in ours]),
+            share([r["alarms"] == r["fired"] for r in ours]),
             1.0,
         ),
         Bar(
@@ -504,9 +529,8 @@ def table(found: Found) -> Table:
             for arm in ARMS:
                 several = found.of(arm=arm, optimizer=optimizer, fault=fault)
                 gaps = [gap for r in several if (gap := found.distance(r)) is not None]
-                steps = [set(wanted_alarms(r, 10**9)) if fault in FAULTS else set() for r in several]
                 true = sum(r["at"] in r["alarms"] for r in several) if fault in FAULTS else 0
-                false = sum(len(set(r["alarms"]) - each) for r, each in zip(several, steps, strict=True))
+                false = sum(len(set(r["alarms"]) - set(r["fired"])) for r in several)
                 stopped = sum(bool(r.get("stopped")) for r in several)
                 gap = "stopped" if stopped else f"{max(gaps):.3f}" if gaps else "-"
                 cells.append(f"{gap}, {true}/{len(several)}, {false}" if several else "-")
@@ -535,7 +559,7 @@ def main(arguments: list[str] | None = None) -> int:
         claim.write()
         print(name, flush=True)
     found = Found(runs)
-    claim.bars = bars(found, plan["steps"])
+    claim.bars = bars(found)
     Console(width=150).print(
         table(found), "distance from the twin in nat, runs with an alarm at the step, false alarms"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,40 +11,84 @@ import pytest
 if TYPE_CHECKING:
     from stackwise.stability import Fault
 
-__all__ = ["faults_of", "lengths_of", "register", "throughput_of", "validate"]
+__all__ = [
+    "check_lengths",
+    "fault_readers",
+    "faults_of",
+    "lengths_of",
+    "recovery_of",
+    "refuse_other_length",
+    "register",
+    "throughput_of",
+    "validate",
+    "wants_folder",
+]
 
 _HELP = """\
 gpu: needs a CUDA device; skipped with a reason unless --gpu is given
-stability: a stability test; set by the plugin on each test that uses stability_run
-nan_injection(step, target='activation', kind='nan', duration=1): stability_run writes one 'nan' or 'inf'; \
+stability: a stability test; set by the plugin on each test that uses one of its fixtures of faults
+recovers(within, loss_tolerance): the run of stability_run is held against a clean twin: an alarm at each \
+broken step, before its update, and from `within` steps after the fault on losses no more than \
+`loss_tolerance` nats apart; else the test fails
+nan_injection(step, target='activation', kind='nan', duration=1): one 'nan' or 'inf' is written; \
 target: loss, or activation, gradient, weight, optimizer_state, batch, each with or without [:PATTERN]
-gradient_explosion(step, factor=10.0, duration=1): stability_run multiplies all gradients by `factor`
-gradient_scale(step, factor=0.1, target='*', duration=1): stability_run multiplies the gradients of `target`
-loss_spike(step, factor=10.0, duration=1): stability_run multiplies the loss by `factor`
-logit_growth(step, factor=4.0, target=None, duration=1): stability_run scales queries, so logits grow
-embedding_explosion(step, factor=10.0, target='*', duration=1): stability_run scales embedding tables
-bit_flip(step, target='weight', bit=None, duration=1): stability_run flips one bit
-half_overflow(step, target='activation', factor=2.0, duration=1): stability_run goes beyond float16
-seq_lengths(*lengths): one test per sequence length, for stability_run and throughput
+gradient_explosion(step, factor=10.0, duration=1): all gradients are multiplied by `factor`
+gradient_scale(step, factor=0.1, target='*', duration=1): the gradients of `target` are multiplied
+loss_spike(step, factor=10.0, duration=1): the loss is multiplied by `factor`
+logit_growth(step, factor=4.0, target=None, duration=1): queries are scaled, so that logits grow
+embedding_explosion(step, factor=10.0, target='*', duration=1): embedding tables are scaled
+label_corruption(step, fraction=1.0, seed=0, duration=1): labels are replaced by others
+bit_flip(step, target='weight', bit=None, duration=1): one bit is flipped
+half_overflow(step, target='activation', factor=2.0, duration=1): values go beyond float16
+corrupt_sample(step, seed=0, duration=1): one row of a batch becomes noise
+unreadable_sample(step, seed=0, duration=1): the loader raises in place of a batch
+worker_death(step, seed=0): a worker process of a DataLoader is killed
+out_of_memory(step, target=None, moment='forward', duration=1): torch.OutOfMemoryError in the middle of a pass
+slow_rank(step, rank=0, seconds=1.0, duration=1): one rank of run_processes waits
+dead_rank(step, rank=0, kind='kill'): one rank of run_processes is gone; kind: 'kill' or 'exit'
+process_signal(step, kind='SIGTERM', moment='forward', folder=None, operation=0, target=None): the process \
+gets SIGTERM or SIGKILL; moment: 'forward', 'update', or 'save', at an operation on files below `folder`
+disk_full(step=0, folder='.', target='*', after=0, duration=1): writes below `folder` fail with ENOSPC
+short_write(step=0, folder='.', target='*', after=0, duration=1): of each file the rest is lost
+bit_rot(step=0, folder='.', target='*', kind='flip', seed=0): a bit is flipped, or a file truncated
+seq_lengths(*lengths): one test per sequence length, for stability_run and throughput; one of all for \
+length_sweep
 throughput(mode='forward', batch_size=1, seq_len=128): what the throughput fixture measures
 """
-# Those of `stackwise.stability.faults.KNOWN_FAULTS` that break a model in a step, by name: to look them up
-# there would load torch.
-_FAULTS = (
-    "nan_injection",
-    "gradient_explosion",
-    "gradient_scale",
-    "loss_spike",
-    "logit_growth",
-    "embedding_explosion",
-    "bit_flip",
-    "half_overflow",
-)
+# The names of `stackwise.stability.faults.KNOWN_FAULTS`, to look them up in which would load torch, and the
+# fixtures that read them.
+_IN_STEP = ("stability_run", "inject_faults", "run_processes")
+_OUTSIDE = ("inject_faults", "run_processes")
+_OF_RANKS = ("run_processes",)
+_OF_STORAGE = ("broken_storage", "inject_faults", "run_processes")
+_FAULTS: Mapping[str, tuple[str, ...]] = {
+    "nan_injection": _IN_STEP,
+    "gradient_explosion": _IN_STEP,
+    "gradient_scale": _IN_STEP,
+    "loss_spike": _IN_STEP,
+    "logit_growth": _IN_STEP,
+    "embedding_explosion": _IN_STEP,
+    "label_corruption": _IN_STEP,
+    "bit_flip": _IN_STEP,
+    "half_overflow": _IN_STEP,
+    "corrupt_sample": _IN_STEP,
+    "unreadable_sample": _OUTSIDE,
+    "worker_death": _OUTSIDE,
+    "out_of_memory": _IN_STEP,
+    "slow_rank": _OF_RANKS,
+    "dead_rank": _OF_RANKS,
+    "process_signal": _OUTSIDE,
+    "disk_full": _OF_STORAGE,
+    "short_write": _OF_STORAGE,
+    "bit_rot": _OF_STORAGE,
+}
 _NEEDS = {
-    **dict.fromkeys(_FAULTS, ("stability_run",)),
-    "seq_lengths": ("stability_run", "throughput", "seq_len"),
+    **_FAULTS,
+    "recovers": ("stability_run",),
+    "seq_lengths": ("stability_run", "throughput", "seq_len", "length_sweep"),
     "throughput": ("throughput",),
 }
+_STABILITY = ("stability_run", "inject_faults", "run_processes", "broken_storage", "length_sweep")
 
 
 def register(config: pytest.Config) -> None:
@@ -68,19 +113,66 @@ def validate(item: pytest.Item) -> None:
             )
     faults_of(item)
     lengths_of(item)
+    recovery_of(item)
     throughput_of(item)
-    if "stability_run" in fixtures and item.get_closest_marker("stability") is None:
+    if any(name in fixtures for name in _STABILITY) and item.get_closest_marker("stability") is None:
         item.add_marker("stability")
 
 
-def faults_of(item: pytest.Item) -> list[Fault]:
-    """The faults that the markers of a test declare, the farthest first."""
+def faults_of(item: pytest.Item, folder: Path | None = None) -> list[Fault]:
+    """The faults that the markers of a test declare, the farthest first.
+
+    Args:
+        item: the test.
+        folder: in which the folders are that the markers name; None: that of the process.
+    """
     found = [m for m in item.iter_markers() if m.name in _FAULTS]
     if not found:
         return []
     from stackwise.stability.faults import KNOWN_FAULTS
 
-    return [_call(item, marker, KNOWN_FAULTS[marker.name]) for marker in reversed(found)]
+    return [
+        _call(item, marker, KNOWN_FAULTS[marker.name], _in_folder(marker, folder or Path()))
+        for marker in reversed(found)
+    ]
+
+
+def _in_folder(marker: pytest.Mark, folder: Path) -> dict[str, Any]:
+    """The marker's arguments with the folder spelled out; by itself a fault of storage has no step."""
+    given = dict(marker.kwargs)
+    of_storage = _FAULTS[marker.name] is _OF_STORAGE
+    saves = marker.name == "process_signal" and given.get("moment") == "save"
+    if of_storage:
+        given.setdefault("step", 0)
+    if of_storage or saves:
+        named = given.get("folder", "")
+        if isinstance(named, str | Path):
+            given["folder"] = folder / named
+    return given
+
+
+def wants_folder(item: pytest.Item) -> bool:
+    """Whether a marker of the test names a folder, or means the test's own."""
+    found = [marker for marker in item.iter_markers() if marker.name in _FAULTS]
+    return any("folder" in _in_folder(marker, Path()) for marker in found)
+
+
+def fault_readers(item: pytest.Item) -> list[str]:
+    """Those of the test's fixtures that read its faults."""
+    fixtures = getattr(item, "fixturenames", ())
+    wanted = {name for marker in item.iter_markers() for name in _FAULTS.get(marker.name, ())}
+    return [name for name in _STABILITY if name in wanted and name in fixtures]
+
+
+def recovery_of(item: pytest.Item) -> dict[str, Any]:
+    """The arguments of the marker recovers, or {}."""
+    marker = item.get_closest_marker("recovers")
+    if marker is None:
+        return {}
+    from stackwise.stability.recovery import check_recovery
+
+    _call(item, marker, check_recovery)
+    return dict(marker.kwargs)
 
 
 def lengths_of(item: pytest.Item) -> tuple[int, ...]:
@@ -119,11 +211,16 @@ def throughput_of(item: pytest.Item) -> dict[str, Any]:
     return dict(marker.kwargs)
 
 
-def _call(item: pytest.Item, marker: pytest.Mark, function: Callable[..., Any]) -> Any:
+def _call(
+    item: pytest.Item,
+    marker: pytest.Mark,
+    function: Callable[..., Any],
+    arguments: Mapping[str, Any] | None = None,
+) -> Any:
     if marker.args:
         raise pytest.UsageError(f"{item.nodeid}: marker {marker.name} takes keyword arguments only")
     try:
-        return function(**marker.kwargs)
+        return function(**(marker.kwargs if arguments is None else arguments))
     except (TypeError, ValueError) as error:
         message = str(error).rpartition("() ")[2].removeprefix(f"{marker.name}: ")
         raise pytest.UsageError(f"{item.nodeid}: marker {marker.name}: {message}") from None

@@ -6,7 +6,7 @@ from collections.abc import Generator
 
 import pytest
 
-from pytest_stackwise import checks, device, markers, options, records, stability, summary, throughput
+from pytest_stackwise import checks, device, faults, markers, options, records, stability, summary, throughput
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -26,6 +26,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Enter markers, fixtures and the collector of records."""
     options.release_gpu_option(config)
     markers.register(config)
+    config.pluginmanager.register(faults.FaultFixtures(), "stackwise-faults")
     config.pluginmanager.register(stability.StabilityFixtures(), "stackwise-stability")
     config.pluginmanager.register(throughput.fixtures(config), "stackwise-throughput")
     config.pluginmanager.register(summary.Summary(config), "stackwise-summary")

@@ -64,9 +64,11 @@ def current_item() -> pytest.Item | None:
     return _current.get()
 
 
-def add(item: pytest.Item, section: str, record: dict[str, Any]) -> None:
-    """Keep a record with its test."""
-    item.stash[_STATE].records.append({"section": section, **record})
+def add(item: pytest.Item, section: str, record: dict[str, Any]) -> dict[str, Any]:
+    """Keep a record with its test; returned as it is kept, to be filled in."""
+    kept = {"section": section, **record}
+    item.stash[_STATE].records.append(kept)
+    return kept
 
 
 def owe(item: pytest.Item, name: str, complaint: str) -> None:
@@ -99,8 +101,11 @@ def is_worker(config: pytest.Config) -> bool:
 
 
 def attach(item: pytest.Item, report: pytest.TestReport) -> None:
-    """Put the records on the report of the test's call."""
+    """Put the records on the report of the test's call. What has no verdict has that of the test."""
     if report.when == "call" and item.stash[_STATE].records:
+        for record in item.stash[_STATE].records:
+            if record.get("verdict", "") is None:
+                record["verdict"] = "caught" if report.passed else "not recovered"
         setattr(report, _ATTRIBUTE, item.stash[_STATE].records)
 
 

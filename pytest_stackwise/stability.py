@@ -1,18 +1,33 @@
-"""Stability as tests: the `stability_run` fixture, broken as the markers say."""
+"""Stability as tests: `stability_run` and `length_sweep`, broken as the markers say."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from pytest_stackwise import markers, options, records
+from pytest_stackwise.faults import declared_faults
 
 if TYPE_CHECKING:
     from stackwise.stability import StabilityRun
+    from stackwise.stability.length_sweep import LengthSweep
+    from stackwise.stability.recovery import Recovery
 
-__all__ = ["StabilityFixtures", "parametrize_lengths"]
+__all__ = ["RecoveryFailedError", "StabilityFixtures", "parametrize_lengths"]
+
+
+class RecoveryFailedError(AssertionError):
+    """A broken run did not come back to its clean twin. Its text says why, and at which steps.
+
+    Attributes:
+        recovery: both runs, and what was asked of them.
+    """
+
+    def __init__(self, recovery: Recovery) -> None:
+        self.recovery = recovery
+        super().__init__(str(recovery))
 
 
 class StabilityFixtures:
@@ -27,25 +42,30 @@ class StabilityFixtures:
     def stability_run(
         self, request: pytest.FixtureRequest, seq_len: int | None
     ) -> Callable[..., StabilityRun]:
-        """Train a model for a few steps under the faults of the test's markers.
+        """Train a model, or a training step, for a few steps under the faults of the test's markers.
 
+            @pytest.mark.recovers(within=4, loss_tolerance=0.1)
             @pytest.mark.gradient_explosion(step=8, factor=10)
             def test_explosion(stability_run):
-                run = stability_run(spec, steps=16)
-                assert run.alarm_steps == [8]
+                stability_run(spec, steps=16)
 
-        Call it with anything that `ModelSpec.of` understands and the keyword arguments of
-        `stackwise.stability.stability_run`; returns its StabilityRun.
+        Call it with anything that `ModelSpec.of` understands, a TrainerSpec or a function that returns a
+        training run, and the keyword arguments of `stackwise.stability.stability_run`; returns its
+        StabilityRun. Under the marker `recovers` a clean twin is run as well, and RecoveryFailedError
+        raised where the marker does not hold.
         """
         item = request.node
-        faults = markers.faults_of(item)
-        if faults:
-            records.owe(item, "stability_run", "the test declares faults but never called stability_run")
+        faults = declared_faults(request)
+        recovers = markers.recovery_of(item)
+        if recovers:
+            records.owe(item, "recovers", "the test declares recovers but never called stability_run")
 
         def run(model: Any, **arguments: Any) -> StabilityRun:
-            records.pay(item, "stability_run")
-            from stackwise.spec import ModelSpec
+            __tracebackhide__ = True
+            records.pay(item, "faults")
+            records.pay(item, "recovers")
             from stackwise.stability import stability_run
+            from stackwise.stability.recovery import recovery_run
 
             markers.refuse_other_length(seq_len, arguments)
             if "faults" in arguments:
@@ -56,11 +76,70 @@ class StabilityFixtures:
                 "device": options.device_name(item.config),
                 "seed": options.seed(item.config),
             }
-            result = stability_run(ModelSpec.of(model), **(defaults | arguments))
-            records.add(item, "stability", {"test": item.nodeid, **result.to_dict()})
-            return result
+            subject, arguments = _subject(model), defaults | arguments
+            if not recovers:
+                result = stability_run(subject, **arguments)
+                records.add(item, "stability", {"test": item.nodeid, **result.to_dict()})
+                return result
+            recovery = recovery_run(subject, **recovers, **arguments)
+            records.add(item, "stability", {"test": item.nodeid, **recovery.to_dict()})
+            if not recovery.ok:
+                raise RecoveryFailedError(recovery)
+            return recovery.run
 
         return run
+
+    @pytest.fixture
+    def length_sweep(self, request: pytest.FixtureRequest) -> Callable[..., LengthSweep]:
+        """Look at a model at all lengths of `seq_lengths` in one test.
+
+            @pytest.mark.seq_lengths(64, 256, 1024)
+            def test_lengths(length_sweep):
+                assert length_sweep(spec, trained_length=256).problems == []
+
+        Call it with anything that `ModelSpec.of` understands and the keyword arguments of
+        `stackwise.stability.length_sweep.length_sweep`; `lengths` are those of the marker, unless they are
+        given. Returns its LengthSweep, which holds the lengths against each other.
+        """
+        item = request.node
+        marked = markers.lengths_of(item)
+        if marked:
+            records.owe(item, "length_sweep", "the test declares seq_lengths but never called length_sweep")
+
+        def run(model: Any, lengths: Sequence[int] | None = None, **arguments: Any) -> LengthSweep:
+            records.pay(item, "length_sweep")
+            from stackwise.spec import ModelSpec
+            from stackwise.stability.length_sweep import length_sweep
+
+            defaults: dict[str, Any] = {
+                "device": options.device_name(item.config),
+                "seed": options.seed(item.config),
+            }
+            chosen = marked if lengths is None else lengths
+            sweep = length_sweep(ModelSpec.of(model), chosen, **(defaults | arguments))
+            for point in sweep.points:
+                records.add(item, "stability", {"test": item.nodeid, **point.to_dict()})
+            return sweep
+
+        return run
+
+
+def _subject(model: Any) -> Any:
+    """A ModelSpec or a TrainerSpec: of a function, by what it returns."""
+    from stackwise.spec import ModelSpec
+    from stackwise.trainer_spec import TrainerSpec
+
+    if isinstance(model, TrainerSpec):
+        return model
+    try:
+        return ModelSpec.of(model)
+    except TypeError as error:
+        if not callable(model):
+            raise
+        try:
+            return TrainerSpec.of(model)
+        except TypeError:
+            raise error from None
 
 
 def parametrize_lengths(metafunc: pytest.Metafunc) -> None:

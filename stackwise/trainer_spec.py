@@ -59,6 +59,7 @@ class TrainingRun(Protocol):
     - `averages_batches`: which of `accumulate` and `evaluate` weigh all batches the same, whatever they hold,
       as the trainers of some libraries do: what differs for that reason alone warns;
     - `grad_norm`: of the last step, before clipping;
+    - `alarms`, or a `guard` that has them: the `Alarm`s so far;
     - `data_part() -> (index, count)`: the part of a batch that this rank takes, if not (rank, ranks);
     - `fit()`: a whole training from its start, of as many updates as it is meant to have.
 

@@ -6,6 +6,9 @@ import pytest
 import torch
 
 from stackwise.cli import main
+from stackwise.random_states import random_states
+from stackwise.stability.batch_feed import GivenBatch
+from stackwise.stability.diagnosis import Bundle
 from stackwise.stability.guard import Guard
 
 RUN = """
@@ -34,6 +37,17 @@ def mended():
 
 def nothing():
     return 3
+"""
+
+
+COUNTED = """
+from pathlib import Path
+from torch import nn
+
+def made():
+    with Path("made").open("a") as file:
+        file.write("once ")
+    return nn.Sequential(nn.Embedding(11, 4), nn.Linear(4, 11))
 """
 
 
@@ -66,6 +80,20 @@ def test_it_still_breaks_in_the_same_place(bundle, capsys):
 def test_it_is_mended(bundle, capsys):
     assert main(["replay", str(bundle), "replayed.py:mended"]) == 0
     assert "nothing breaks" in capsys.readouterr().out
+
+
+def test_a_model_is_made_once(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "counted.py").write_text(textwrap.dedent(COUNTED))
+    batch = GivenBatch(0, 0, torch.randint(11, (2, 6)), random_states())
+    bundle = Bundle({"step": 0, "kind": "gradient spike"}, [batch], {}).write(tmp_path / "bundle")
+    assert main(["replay", str(bundle), "counted.py:made"]) == 0
+    shown = capsys.readouterr().out
+    assert "nothing breaks" in shown
+    assert (tmp_path / "made").read_text() == "once "
+    # Of random weights, where the bundle has none, the same each time.
+    assert main(["replay", str(bundle), "counted.py:made"]) == 0
+    assert capsys.readouterr().out == shown
 
 
 def test_what_is_no_training_is_refused(bundle, capsys):

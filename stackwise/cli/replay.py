@@ -50,14 +50,16 @@ class Replay:
 def _training_of(factory: Any, subject: str) -> tuple[nn.Module, Callable[[nn.Module, Any], Tensor]]:
     from torch import nn
 
+    from stackwise.seed import seeded
     from stackwise.spec import ModelSpec
 
-    made = factory() if callable(factory) and not isinstance(factory, nn.Module) else factory
+    with seeded(0):
+        made = factory() if callable(factory) and not isinstance(factory, nn.Module) else factory
     if isinstance(getattr(made, "model", None), nn.Module) and callable(getattr(made, "loss", None)):
         return made.model, lambda _, batch: made.loss(batch)
     try:
-        spec = ModelSpec.of(factory)
+        spec = ModelSpec.of(made)
     except (TypeError, ValueError) as error:
         wanted = "an object with model and loss(batch), or a model"
         raise TypeError(f"{subject}: got {type(made).__name__}; wanted {wanted}: {error}") from None
-    return spec.create("cpu", 0), spec.loss_of
+    return made if isinstance(made, nn.Module) else spec.create("cpu", 0), spec.loss_of

@@ -74,7 +74,7 @@ class Report:
         if not (self.checks or self.stability or self.throughput or self.training):
             return "EMPTY"
         doubtful = any(check["status"] in ("failed", "error") for check in self.checks)
-        doubtful |= any(run["verdict"] not in ("stable", "caught") for run in self.stability)
+        doubtful |= any(run["verdict"] not in ("stable", "caught", "recovered") for run in self.stability)
         return "WARN" if doubtful else "PASS"
 
     def summary(self) -> str:
@@ -284,7 +284,10 @@ def _words(row: dict[str, Any]) -> str:
 
 
 def _fault_text(run: dict[str, Any]) -> str:
-    return f"T={run['seq_len']}, {len(run['records'])} steps, {', '.join(run['faults']) or 'no fault'}"
+    faults = ", ".join(run["faults"]) or "no fault"
+    if run["seq_len"] is None:
+        return faults
+    return f"T={run['seq_len']}, {len(run['records'])} steps, {faults}"
 
 
 def _shape_text(row: dict[str, Any]) -> str:

@@ -6,13 +6,14 @@ from collections.abc import Hashable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-__all__ = ["Action", "Alarm", "AlarmKind"]
+__all__ = ["Action", "Alarm", "AlarmKind", "hashable"]
 
 AlarmKind = Literal["non-finite loss", "non-finite gradient", "gradient spike", "loss spike", "logit growth"]
-Action = Literal["skipped", "clipped", "rewound", "raised"]
+Action = Literal["skipped", "clipped", "retried", "rewound", "raised"]
 _SAID: dict[Action, str] = {
     "skipped": "update skipped",
     "clipped": "gradient clipped",
+    "retried": "update skipped, step made again",
     "rewound": "update skipped, training rewound",
     "raised": "update skipped, training stopped",
 }
@@ -52,7 +53,7 @@ class Alarm:
     def from_dict(cls, values: dict[str, Any]) -> Alarm:
         """What `to_dict` gave, also where it went through JSON."""
         batch = values.get("batch")
-        return cls(**{**values, "batch": None if batch is None else tuple(map(_hashable, batch))})
+        return cls(**{**values, "batch": None if batch is None else tuple(map(hashable, batch))})
 
     def __str__(self) -> str:
         limit = f" (limit {self.limit:.3g})" if self.limit is not None else ""
@@ -61,6 +62,6 @@ class Alarm:
         return f"step {self.step}: {self.kind} {self.value:.3g}{limit}{place}; {_SAID[self.action]}{again}"
 
 
-def _hashable(identity: Any) -> Hashable:
-    """JSON has lists for tuples."""
-    return tuple(map(_hashable, identity)) if isinstance(identity, list | tuple) else identity
+def hashable(identity: Any) -> Hashable:
+    """The id of a batch as it was: JSON has lists for tuples."""
+    return tuple(map(hashable, identity)) if isinstance(identity, list | tuple) else identity

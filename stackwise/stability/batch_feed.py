@@ -10,6 +10,7 @@ from typing import Any
 
 from stackwise.argument import check_sizes, require
 from stackwise.random_states import random_states, set_random_states
+from stackwise.stability.alarm import hashable
 
 __all__ = ["BatchFeed", "GivenBatch"]
 
@@ -95,6 +96,38 @@ class BatchFeed:
             yield given.batch
         self._epoch, self._index = self._epoch + 1, 0
 
+    def give(self, batch: Any, identity: Hashable) -> None:
+        """A batch that somebody else has drawn is in hand."""
+        require(not self._again, "give", identity, "first those that are to be given again")
+        self._give(GivenBatch(self._next_step, identity, batch, random_states()))
+
+    @property
+    def next_again(self) -> int:
+        """How many batches the next step has, where it is one that is to be made again; else 0."""
+        return sum(given.step == self._again[0].step for given in self._again)
+
+    @property
+    def gives_again(self) -> bool:
+        """Whether the step in hand is one that is made again."""
+        return bool(self.hand) and self.hand[0].step != self._next_step
+
+    def give_next(self) -> Any:
+        """The next one that is to be given again, with its random states; it is in hand."""
+        given = self._again.popleft()
+        set_random_states(given.random)
+        self._give(given)
+        return given.batch
+
+    def take_up(self) -> None:
+        """Random states as they were before batches were given again; there are none left."""
+        if self._frontier is not None and not self._again:
+            set_random_states(self._frontier)
+            self._frontier = None
+
+    def _give(self, given: GivenBatch) -> None:
+        self.hand.append(given)
+        self._kept.append(given)
+
     def _new(self, source: Iterator[Any]) -> GivenBatch | None:
         for batch in source:
             identity = (self._epoch, self._index) if self._batch_id is None else self._batch_id(batch)
@@ -168,14 +201,9 @@ class BatchFeed:
         require(isinstance(state.get("again"), list | tuple), "again", state.get("again"), "a list")
         self._epoch, self._index = state["epoch"], state["index"]
         self._next_step = state["next_step"]
-        self.quarantined = [_hashable(identity) for identity in state["quarantined"]]
+        self.quarantined = [hashable(identity) for identity in state["quarantined"]]
         self._frontier = state["frontier"]
         self._again = deque(
-            GivenBatch(g["step"], _hashable(g["id"]), g["batch"], g["random"]) for g in state["again"]
+            GivenBatch(g["step"], hashable(g["id"]), g["batch"], g["random"]) for g in state["again"]
         )
         self.hand, self._kept = [], []
-
-
-def _hashable(identity: Any) -> Hashable:
-    """JSON has lists for tuples."""
-    return tuple(_hashable(each) for each in identity) if isinstance(identity, list) else identity

@@ -106,14 +106,21 @@ class DeviceDetector:
         self._logs_H = torch.full((history,), math.nan, dtype=wide, device=device)
 
     @torch.no_grad()
-    def limit(self) -> Tensor:
-        """The largest number that passes now, a scalar; infinite while the history is too short to say."""
+    def limit(self, factor: float | None = None, deviations: float | None = None) -> Tensor:
+        """The largest number that passes now, a scalar; infinite while the history is too short to say.
+
+        Args:
+            factor: another than its own.
+            deviations: the same.
+        """
+        factor = self.factor if factor is None else factor
+        deviations = self.deviations if deviations is None else deviations
         level = self._level()
         changes_H = self._logs_H.diff()
         deviations_H = (changes_H - _median(changes_H)).abs()
         # Of one number there is no change, and no scatter.
         scatter = _median(deviations_H).nan_to_num(0.0)
-        margin = (self.deviations * scatter).clamp(min=math.log(self.factor))
+        margin = (deviations * scatter).clamp(min=math.log(factor))
         enough = (~self._logs_H.isnan()).sum() >= self.minimum
         return torch.where(enough, (level + margin).exp(), math.inf)
 

@@ -27,6 +27,7 @@ from stackwise.random_states import random_states_kept, set_random_states
 from stackwise.stability.batch_feed import GivenBatch
 from stackwise.stability.gradient_norm import global_norm, gradient_norms
 from stackwise.stability.locate import locate
+from stackwise.stability.recomputation import recomputation
 
 __all__ = ["Bundle", "Replay", "histogram", "replay", "rerun"]
 
@@ -218,7 +219,7 @@ def rerun(
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     # Not by zero_grad: to whoever watches that, the step would be over.
     _forget_gradients(model)
-    with random_states_kept(), torch.enable_grad():
+    with recomputation(), random_states_kept(), torch.enable_grad():
         for given in batches:
 
             def run(given: GivenBatch = given) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor, distributed, nn
 
 from stackwise.argument import check_sizes, require
 from stackwise.random_states import random_states_kept, set_random_states
-from stackwise.stability.alarm import Action, Alarm
+from stackwise.stability.alarm import Action, Alarm, hashable
 from stackwise.stability.batch_feed import BatchFeed, GivenBatch
 from stackwise.stability.blame import blamed
 from stackwise.stability.buffers import Buffers
@@ -44,7 +44,7 @@ __all__ = [
     "SpikeDetector",
 ]
 
-_SCALARS = 9  # of a row, before the norms
+_SCALARS = 10  # of a row, before the norms
 _LAG = 4  # steps after which the host asks for a row of another device
 _KEPT_RECORDS = 1024
 _REFERENCES = 2  # sound batches that a spike is compared with
@@ -120,12 +120,15 @@ class Guard:
         others: objects whose state goes back with a rewind, by name.
         bundles: folder for diagnostic bundles; None: none are written.
         group: of processes that train together, and that decide as one; None: all there are.
-        lag: steps between a step and the host's answer. None: 0 on the CPU, else 4. With 0 the host waits at
-            each step where the device is not the CPU, and any optimizer will do.
+        scaler: of the loss, where training is in float16. A gradient that overflows is no alarm while the
+            scale is above 1: the scaler answers it, and the batch is not to blame. Needs `lag` 0.
+        lag: steps between a step and the host's answer. None: 0 on the CPU or with a scaler, else 4. With 0
+            the host waits at each step where the device is not the CPU, and any optimizer will do.
 
     Attributes:
         alarms: in order.
         skipped: updates that were left out, also those of which a rewind has undone the rest.
+        cleared: steps that were computed again on suspicion, and then made as they were.
 
     Raises:
         ValueError: nothing to train, parameters on several devices, an optimizer that cannot leave
@@ -144,6 +147,7 @@ class Guard:
         others: Mapping[str, Stateful] | None = None,
         bundles: Path | str | None = None,
         group: distributed.ProcessGroup | None = None,
+        scaler: torch.amp.GradScaler | None = None,
         lag: int | None = None,
     ) -> None:
         self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
@@ -157,8 +161,16 @@ class Guard:
         require(len(devices) == 1, "parameters", sorted(map(str, devices)), "all on one device")
         self._device = devices.pop()
         self._named = [(names.get(id(p), f"parameter {i}"), p) for i, p in enumerate(optimized)]
-        self._lag = lag if lag is not None else 0 if self._device.type == "cpu" else _LAG
+        self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        if self._scaler is not None:
+            allowed = "other names: the scaler goes back as well"
+            require("scaler" not in self._others, "others", "scaler", allowed)
+            self._others["scaler"] = self._scaler
+        at_once = self._device.type == "cpu" or self._scaler is not None
+        self._lag = lag if lag is not None else 0 if at_once else _LAG
         check_sizes(0, lag=self._lag)
+        # Whether the scheduler advances depends on whether the scaler leaves the step out.
+        require(self._scaler is None or self._lag == 0, "lag", self._lag, "0 with a scaler")
         self._reads_found_inf = _reads_found_inf(optimizer)
         if self._lag:
             _check_leaves_out(optimizer, self._reads_found_inf)
@@ -177,12 +189,17 @@ class Guard:
         self._arrived: deque[tuple[_Made, list[float]]] = deque()
         self._under_way: deque[_Made] = deque()
         self._order = 0
+        # Of the step at hand, once it is judged.
+        self._open: tuple[tuple[str, ...], Moment | None] | None = None
+        self._overflowed = False
         self._present: tuple[tuple[bool, ...], tuple[str, ...]] = ((), ())
         self._records: deque[GuardRecord] = deque(maxlen=_KEPT_RECORDS)
         self._reference: dict[str, float] = {}
         self.alarms: list[Alarm] = []
-        self.skipped = 0
+        self.skipped = self.cleared = 0
         self._in_row = self._sound = self._rewinds = self._written = 0
+        # Batches that were rewound from, and may be innocent.
+        self._doubtful: tuple[Hashable, ...] | None = None
         self._answering: int | None = None
 
     @property
@@ -238,18 +255,129 @@ class Guard:
             ValueError: no gradient; a scheduler on another device than the CPU without `batches`.
             GuardError: training is broken for good.
         """
-        with torch.no_grad():
-            norms_P = gradient_norms(p for _, p in self._named)
-        require(len(norms_P) > 0, "gradients", "none", "backward() before step()")
-        decision = self.decide(loss, norms_P, logit)
-        before = Moment(self.optimizer, self.scheduler) if self._lag and self._feeds else None
-        names = self._names()
-        self._update(decision)
+        if self._scaler is not None:
+            self._scaler.unscale_(self.optimizer)
+        decision = self.judge_step(loss, logit=logit)
+        if self.makes_update(decision):
+            self._update()
+        else:
+            self.hold_scaler()
         try:
-            self._conclude(decision, names, before)
+            self.close_step(decision)
         finally:
             self.optimizer.zero_grad(set_to_none=True)
         return decision
+
+    # The parts of `step`, for a loop of others that updates by itself.
+
+    def judge_step(
+        self, loss: Tensor, *, logit: Tensor | None = None, scale: Tensor | None = None
+    ) -> Decision:
+        """Judge the step at hand, behind its last backward pass and before gradients are clipped.
+
+        Args:
+            loss: of the step, one element.
+            logit: the largest attention logit, one element; None: it is no signal.
+            scale: what the gradients are multiplied with now, one element; None: they are not.
+
+        Raises:
+            ValueError: as `step`.
+        """
+        with torch.no_grad():
+            norms_P = gradient_norms(p for _, p in self._named)
+            if scale is not None:
+                norms_P = norms_P / scale.to(norms_P.device, torch.float32)
+        require(len(norms_P) > 0, "gradients", "none", "backward() before step()")
+        decision = self.decide(loss, norms_P, logit)
+        self._overflowed = False
+        if self._scaler is not None and KINDS[int(decision.code.item())] == "non-finite gradient":
+            self._overflowed = self._scaler.get_scale() > 1.0
+        if self._overflowed:
+            decision = decision._replace(code=torch.zeros_like(decision.code))
+        before = Moment(self.optimizer, self.scheduler) if self._lag and self._feeds else None
+        self._open = self._names(), before
+        return decision
+
+    @torch.no_grad()
+    def makes_update(self, decision: Decision) -> bool:
+        """Whether the optimizer is to be called now, which is all that is left to do.
+
+        With a lag always: the optimizer has been told to leave the step out by itself. Also where a scaler
+        answers an overflow. Else buffers are as before the step, and gradients divided as was decided.
+        """
+        optimizer: Any = self.optimizer
+        if self._lag == 0:
+            if self._overflowed:
+                return True
+            if decision.found_inf.item():
+                self._buffers.restore()
+                return False
+            if self._reads_found_inf:
+                optimizer.found_inf, optimizer.grad_scale = None, decision.divisor
+            elif decision.divisor is not None and decision.divisor.item() != 1.0:
+                torch._foreach_div_([p.grad for _, p in self._named if p.grad is not None], decision.divisor)
+        else:
+            _start_momentum(optimizer)
+            optimizer.found_inf, optimizer.grad_scale = decision.found_inf, decision.divisor
+            self._buffers.restore(decision.found_inf.bool())
+        return True
+
+    def hold_scaler(self) -> None:
+        """Forget what a scaler noted of a step that is left out: its scale stays, and so does its count."""
+        if self._scaler is not None:
+            state = self._scaler.state_dict()
+            self._scaler.update()
+            self._scaler.load_state_dict(state)
+
+    def close_step(self, decision: Decision) -> None:
+        """Behind the update, or where it was left out, and behind the scheduler: answer what has arrived.
+
+        Raises:
+            GuardError: training is broken for good.
+        """
+        assert self._open is not None, "judge_step() first"
+        names, before = self._open
+        self._open = None
+        self._conclude(decision, names, before)
+
+    def give(self, batch: Any, identity: Hashable) -> None:
+        """Take a batch that a loop of others has drawn, as `batches` gives those of a loop of one's own.
+
+        None may be left that is `to_give_again`.
+
+        Args:
+            batch: kept until the next snapshot, not copied.
+            identity: by which it is known.
+        """
+        self._feeds = True
+        self._feed.give(batch, identity)
+        if len(self._feed.hand) == 1:
+            self._before_step()
+
+    @property
+    def to_give_again(self) -> int:
+        """How many batches the next step has, where it is one that is to be made again; else 0."""
+        return self._feed.next_again
+
+    @property
+    def gives_again(self) -> bool:
+        """Whether the step at hand is one that is made again."""
+        return self._feed.gives_again
+
+    def give_again(self) -> Any:
+        """The next of them, with the random states that it had."""
+        batch = self._feed.give_next()
+        if len(self._feed.hand) == 1:
+            self._before_step()
+        return batch
+
+    def take_up(self) -> None:
+        """Behind the last of them: random states as they were before."""
+        self._feed.take_up()
+
+    def renew_snapshot(self) -> None:
+        """Take a new snapshot at the next batch. What was done before it is not made again."""
+        self._moment = None
 
     def decide(self, loss: Tensor, norms_P: Tensor, logit: Tensor | None = None) -> Decision:
         """Judge a step on the device. `step` does this, and all that follows from it.
@@ -265,7 +393,8 @@ class Guard:
             )
             require(self.scheduler is None, "scheduler", type(self.scheduler).__name__, allowed)
         # Without batches to be given again, those behind a broken one would be lost.
-        return self._judge.decide(loss, norms_P, logit, latch=self._lag > 0 and self._feeds)
+        latch = self._lag > 0 and self._feeds
+        return self._judge.decide(loss, norms_P, logit, latch=latch, suspect=self._recomputes())
 
     def settle(self) -> None:
         """Wait for the device, and answer every alarm of the steps so far.
@@ -301,10 +430,13 @@ class Guard:
             "alarms": [alarm.to_dict() for alarm in self.alarms],
             "reference": dict(self._reference),
             "skipped": self.skipped,
+            "cleared": self.cleared,
             "in_row": self._in_row,
+            "doubtful": self._doubtful,
             "sound": self._sound,
             "rewinds": self._rewinds,
             "written": self._written,
+            "scaler": None if self._scaler is None else self._scaler.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -313,15 +445,19 @@ class Guard:
         Raises:
             ValueError: anything else.
         """
-        known = ("judge", "feed", "alarms", "reference", "skipped", "in_row", "sound", "rewinds", "written")
-        missing = [key for key in known if key not in state]
+        known = ("judge", "feed", "alarms", "reference", "skipped", "in_row", "doubtful", "sound", "rewinds")
+        missing = [key for key in (*known, "written", "cleared") if key not in state]
         require(not missing, "state", missing, "what state_dict() gave")
         self._judge.load_state_dict(state["judge"])
         self._feed.load_state_dict(state["feed"])
         self.alarms = [Alarm.from_dict(alarm) for alarm in state["alarms"]]
         self._reference = dict(state["reference"])
         self.skipped, self._in_row, self._sound = state["skipped"], state["in_row"], state["sound"]
-        self._rewinds, self._written = state["rewinds"], state["written"]
+        self._rewinds, self._written, self.cleared = state["rewinds"], state["written"], state["cleared"]
+        doubtful = state["doubtful"]
+        self._doubtful = None if doubtful is None else tuple(map(hashable, doubtful))
+        if self._scaler is not None and state.get("scaler"):
+            self._scaler.load_state_dict(state["scaler"])
         self._moment = None
         self._buffers.keep()
 
@@ -340,24 +476,13 @@ class Guard:
             self._snapshot_step, self._snapshot_order = self._feed.step, self._order
             self._feed.keep_from_here()
 
-    @torch.no_grad()
-    def _update(self, decision: Decision) -> None:
-        """Without a host wait where there is a lag; with lag 0 the host asks."""
-        optimizer: Any = self.optimizer
-        if self._lag == 0:
-            if decision.found_inf.item():
-                self._buffers.restore()
-                return
-            if self._reads_found_inf:
-                optimizer.found_inf, optimizer.grad_scale = None, decision.divisor
-            elif decision.divisor is not None and decision.divisor.item() != 1.0:
-                torch._foreach_div_([p.grad for _, p in self._named if p.grad is not None], decision.divisor)
+    def _update(self) -> None:
+        if self._scaler is None:
+            self.optimizer.step()
         else:
-            _start_momentum(optimizer)
-            optimizer.found_inf, optimizer.grad_scale = decision.found_inf, decision.divisor
-            self._buffers.restore(decision.found_inf.bool())
-        optimizer.step()
-        if self.scheduler is not None:
+            self._scaler.step(self.optimizer)
+            self._scaler.update()
+        if self.scheduler is not None and not self._overflowed:
             self.scheduler.step()  # type: ignore[attr-defined]
 
     def _conclude(self, decision: Decision, names: tuple[str, ...], before: Moment | None) -> None:
@@ -374,6 +499,7 @@ class Guard:
             d.code,
             d.found_inf,
             d.norm_limit,
+            d.proven_limit,
             d.loss_limit,
             d.logit_limit,
             divisor,
@@ -397,13 +523,18 @@ class Guard:
                 self._read(made, row)
 
     def _read(self, made: _Made, row: list[float]) -> None:
-        loss, norm, logit, code, found_inf, norm_limit, loss_limit, logit_limit, divisor = row[:_SCALARS]
+        loss, norm, logit, code, found_inf, norm_limit, proven_limit = row[:7]
+        loss_limit, logit_limit, divisor = row[7:_SCALARS]
         norms = dict(zip(made.names, row[_SCALARS:], strict=False))
         kind = KINDS[int(code)]
         record = GuardRecord(made.step, loss, norm, norms, norm_limit, divisor, kind, bool(found_inf))
         self._records.append(record)
+        if kind is None and found_inf:  # an overflow, which the scaler has answered
+            return
         if kind is None:
             self._reference = norms
+            if self._doubtful == tuple(given.id for given in made.batches):
+                self._doubtful = None
             self._in_row = 0
             self._sound += 1
             if self._sound >= (self.policy.snapshot_interval or self.policy.history):
@@ -422,28 +553,40 @@ class Guard:
         if not found_inf:
             self.alarms.append(replace(alarm, action="clipped"))
         else:
-            self._answer(made, alarm, norms)
+            self._answer(made, alarm, norms, proven_limit)
 
-    def _answer(self, made: _Made, alarm: Alarm, norms: Mapping[str, float]) -> None:
+    def _answer(self, made: _Made, alarm: Alarm, norms: Mapping[str, float], proven_limit: float) -> None:
         """The update was left out, and with a lag all that came after it. Say where, and go on somewhere."""
         policy = self.policy
+        later = self._unwind(made)
+        self._answering = made.step
+        try:
+            alarm = self._located(made, alarm, proven_limit)
+        finally:
+            self._answering = None
+        if alarm.kind == "gradient spike" and alarm.reproduced and alarm.value <= proven_limit:
+            self.cleared += 1
+            self._judge.trust()
+            self._feed.give_again([*made.batches, *later])
+            return
         self.skipped += 1
         self._in_row += 1
+        worn = self._in_row >= policy.patience
+        rewinds = worn and self._rewinds < policy.rewinds and self._moment is not None
+        innocent = self._may_be_innocent(alarm, rewinds)
         self._sound = 0
-        later = self._unwind(made)
-        self._feed.quarantine(made.batches)
-        action: Action = "skipped"
-        if self._in_row >= policy.patience and self._rewinds < policy.rewinds and self._moment is not None:
+        action: Action = "retried" if innocent else "skipped"
+        if innocent:
+            later = [*made.batches, *later]
+        else:
+            self._feed.quarantine(made.batches)
+        if rewinds:
             action = "rewound"
+            self._doubtful = alarm.batch if innocent else None
         elif self._in_row > policy.patience:
             action = "raised"
         alarm = replace(alarm, action=action)
         if self._in_row == 1 or action == "raised":
-            self._answering = made.step
-            try:
-                alarm = self._located(made, alarm)
-            finally:
-                self._answering = None
             alarm = self._written_down(made, alarm, norms)
         self.alarms.append(alarm)
         if action == "raised":
@@ -452,6 +595,19 @@ class Guard:
             self._rewind(later)
         else:
             self._feed.give_again(later)
+
+    def _may_be_innocent(self, alarm: Alarm, rewinds: bool) -> bool:
+        """Whether a step is to be made again with the batches that it had: it broke in the loop alone.
+
+        Where it breaks there time after time it is the batches all the same, unless other steps, with no
+        sound one between, broke in the same way. A rewind is how to know.
+        """
+        if alarm.reproduced is not False or alarm.batch is None:
+            return False
+        early = self._in_row < self.policy.patience
+        if alarm.batch == self._doubtful:
+            return early and not self._sound
+        return early or rewinds or (self._doubtful is not None and not self._sound)
 
     def _unwind(self, made: _Made) -> list[GivenBatch]:
         """Undo what the host did for steps behind `made`, which the device has left out; their batches."""
@@ -476,26 +632,43 @@ class Guard:
         self._rewinds += 1
         self._in_row = 0
 
-    def _located(self, made: _Made, alarm: Alarm) -> Alarm:
+    def _recomputes(self) -> bool:
+        """Whether a rise that may be sound is computed again before it is an alarm."""
+        known = self._feeds and self._loss_of is not None
+        return known and self.policy.suspect_factor is not None and not self.policy.spikes_clipped
+
+    def _located(self, made: _Made, alarm: Alarm, proven_limit: float) -> Alarm:
         """The alarm with the place where the step breaks when it is computed again."""
-        where, reproduced = alarm.where, None
+        where, reproduced, placed = alarm.where, None, False
         if self._loss_of is not None and made.batches:
             finite = alarm.kind not in ("non-finite loss", "non-finite gradient")
-            scales = self._scales(made) if finite else None
-            found = rerun(self.model, made.batches, self._loss_of, scales)
+            found = rerun(self.model, made.batches, self._loss_of)
             reproduced = found.broken
-            if finite and alarm.limit is not None and not reproduced:
-                again = found.grad_norm if alarm.kind == "gradient spike" else found.loss
-                reproduced = again > alarm.limit and alarm.kind != "logit growth"
-            where = found.where or where
+            if finite and not reproduced:
+                # The logit is not computed again: nothing is known of it.
+                again = {"gradient spike": found.grad_norm, "loss spike": found.loss}.get(alarm.kind)
+                reproduced = None if again is None else 2 * again > alarm.value
+            sound = reproduced and alarm.kind == "gradient spike" and alarm.value <= proven_limit
+            # In all processes or in none: sharded weights are gathered by all of them.
+            if self._anywhere(finite and reproduced is not False and not sound):
+                found = rerun(self.model, made.batches, self._loss_of, self._scales(made))
+            where, placed = found.where or where, bool(found.where)
             self._buffers.keep()
         if self._group is not None:
             everyone: list[Any] = [None] * distributed.get_world_size(self._group)
-            mine = (where if reproduced or self._loss_of is None else "", where, reproduced)
+            mine = (where, reproduced, placed)
             distributed.all_gather_object(everyone, mine, self._group)
-            named = next((each for each in everyone if each[0]), everyone[0])
-            where, reproduced = named[1:]
+            # Of those for whom it broke again the first that knows where; to others gradients came broken.
+            where, reproduced, _ = max(everyone, key=lambda each: (bool(each[1]), each[2], bool(each[0])))
         return replace(alarm, where=where, reproduced=reproduced)
+
+    def _anywhere(self, mine: bool) -> bool:
+        """Whether it is so in any process."""
+        if self._group is None:
+            return mine
+        everyone: list[Any] = [None] * distributed.get_world_size(self._group)
+        distributed.all_gather_object(everyone, mine, self._group)
+        return any(everyone)
 
     def _scales(self, made: _Made) -> ModuleScales | None:
         """Of the last sound batches that are still kept."""

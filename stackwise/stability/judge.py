@@ -43,6 +43,7 @@ class Decision(NamedTuple):
         norm: global L2 norm of the gradient.
         logit: the largest attention logit; NaN: it was not given.
         norm_limit: the largest norm that passed; infinite: any finite one.
+        proven_limit: the largest that is sound if the step has it again when it is computed again.
         loss_limit: the same of the loss.
         logit_limit: the same of the attention logit.
         norms_P: of the gradients.
@@ -55,6 +56,7 @@ class Decision(NamedTuple):
     norm: Tensor
     logit: Tensor
     norm_limit: Tensor
+    proven_limit: Tensor
     loss_limit: Tensor
     logit_limit: Tensor
     norms_P: Tensor
@@ -83,6 +85,7 @@ class Judge:
         self._no_logit = torch.full((), math.nan, device=device)
         self._clipped = torch.zeros((), device=device)  # spikes in a row
         self._latched: Tensor | None = None
+        self._trusted = False
 
     def _detector(self, factor: float) -> DeviceDetector:
         policy = self._policy
@@ -97,7 +100,13 @@ class Judge:
 
     @torch.no_grad()
     def decide(
-        self, loss: Tensor, norms_P: Tensor, logit: Tensor | None = None, *, latch: bool = False
+        self,
+        loss: Tensor,
+        norms_P: Tensor,
+        logit: Tensor | None = None,
+        *,
+        latch: bool = False,
+        suspect: bool = False,
     ) -> Decision:
         """Judge a step, and remember it where it is sound.
 
@@ -106,13 +115,20 @@ class Judge:
             norms_P: L2 norm of each gradient, before clipping.
             logit: the largest attention logit of the step, one element.
             latch: leave out every step from the first broken one until `unlatch`.
+            suspect: a rise of the norm by `suspect_factor` is a spike, which the host then looks into.
 
         Raises:
             ValueError: a loss or logit of several elements.
         """
         loss, norm = self._scalar("loss", loss), global_norm(norms_P)
         logit = self._no_logit if logit is None else self._scalar("logit", logit)
-        norm_limit = self._norms.limit()
+        norm_limit = proven_limit = self._norms.limit()
+        if suspect:
+            proven_limit = self._norms.limit(self._policy.proven_factor)
+            # No scatter in it: to compute a step again costs little, and tells for sure.
+            doubted_limit = self._norms.limit(self._policy.suspect_factor, 0.0)
+            norm_limit = proven_limit if self._trusted else doubted_limit
+        self._trusted = False
         loss_limit = self._any if self._losses is None else self._losses.limit()
         logit_limit = self._any if self._logits is None else self._logits.limit()
         if self._policy.logit_limit is not None:
@@ -148,8 +164,22 @@ class Judge:
         if self._logits is not None:
             self._logits.accept(logit, sound)
         return Decision(
-            left_out.float(), divisor, code, loss, norm, logit, norm_limit, loss_limit, logit_limit, norms_P
+            left_out.float(),
+            divisor,
+            code,
+            loss,
+            norm,
+            logit,
+            norm_limit,
+            proven_limit,
+            loss_limit,
+            logit_limit,
+            norms_P,
         )
+
+    def trust(self) -> None:
+        """The next step was computed again, and its norm is its own."""
+        self._trusted = True
 
     def unlatch(self) -> None:
         """Judge the next step by itself again."""
@@ -159,7 +189,7 @@ class Judge:
         """The histories."""
         detectors = {"norms": self._norms, "losses": self._losses, "logits": self._logits}
         states = {name: None if d is None else d.state_dict() for name, d in detectors.items()}
-        return {**states, "clipped": self._clipped.clone()}
+        return {**states, "clipped": self._clipped.clone(), "trusted": self._trusted}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` gave. A signal that only one of the two has starts anew.
@@ -173,6 +203,7 @@ class Judge:
             if detector is not None and kept is not None:
                 detector.load_state_dict(kept)
         self._clipped = state["clipped"].to(self._clipped, copy=True)
+        self._trusted = bool(state["trusted"])
         self._latched = None
 
     def _scalar(self, key: str, value: Tensor) -> Tensor:

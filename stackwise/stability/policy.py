@@ -21,8 +21,13 @@ class GuardPolicy:
     Attributes:
         clip: global gradient norm of every update, at most; None: it is not clipped.
         deviations: of a spike, in MADs of the change from step to step.
-        factor: a rise of the gradient norm that is never a spike. Between 3, by which sound training may
-            move at once, and 10.
+        factor: a rise of the gradient norm that is never a spike, where a step cannot be computed again.
+            There is none that tells sound from broken: sound norms may rise fifteenfold at once, while ten
+            times a small one is less than five times the one before.
+        suspect_factor: a rise that makes the guard compute the step again, where it knows how (`loss_of`
+            and `batches`). If the norm is then less than half of what it was, something else than the batch
+            broke it. None: `factor` alone counts. With `spikes_clipped` it has no say.
+        proven_factor: a rise that is never a spike if the step has it again when it is computed again.
         loss_factor: the same of the loss; None: the loss is only asked to be finite.
         logit_factor: the same of the largest attention logit, where it is given; None: it is no signal.
         logit_limit: the largest attention logit that passes; None: any.
@@ -47,6 +52,8 @@ class GuardPolicy:
     clip: float | None = None
     deviations: float = 6.0
     factor: float = 5.0
+    suspect_factor: float | None = 2.5
+    proven_factor: float = 30.0
     loss_factor: float | None = 3.0
     logit_factor: float | None = 5.0
     logit_limit: float | None = None
@@ -68,10 +75,17 @@ class GuardPolicy:
                 check_number(key, value, "a number above 0, or None", lambda v: v > 0)
         check_number("deviations", self.deviations, "a number >= 0", lambda v: v >= 0)
         check_number("factor", self.factor, "a number above 1", lambda v: v > 1)
-        for key in ("loss_factor", "logit_factor"):
+        for key in ("suspect_factor", "loss_factor", "logit_factor"):
             value = getattr(self, key)
             if value is not None:
                 check_number(key, value, "a number above 1, or None", lambda v: v > 1)
+        least = self.suspect_factor or 1.0
+        check_number(
+            "proven_factor",
+            self.proven_factor,
+            f"a number above 1, at least suspect_factor ({least:g})",
+            lambda v: v > 1 and v >= least,
+        )
         check_sizes(recent=self.recent, patience=self.patience)
         check_number("minimum", self.minimum, "an integer >= 1", lambda m: m >= 1 and m == int(m))
         check_sizes(max(self.recent, self.minimum), history=self.history)

@@ -1,28 +1,33 @@
-"""StabilityRun: a short training run of any model, with faults, and what became of it."""
+"""StabilityRun: a short training run of any model or training step, with faults, and what became of it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from stackwise.argument import check_sizes, require
+from stackwise.random_states import random_states_kept
 from stackwise.seed import seeded
 from stackwise.spec import ModelSpec
-from stackwise.stability.faults import Acted, Anatomy, Fault
-from stackwise.stability.faults.fault import states_of
-from stackwise.stability.guard import Alarm, SpikeDetector
-from stackwise.stability.locate import first_nonfinite_module, nonfinite_gradients
-from stackwise.stability.telemetry import StepRecord, global_norm, gradient_norms
+from stackwise.stability.faults import Anatomy, Fault, Injection, TargetNotReachedError, broken
+from stackwise.stability.guard import Alarm, Guard, GuardError, GuardPolicy
+from stackwise.stability.telemetry import StepRecord
+from stackwise.stability.update_watch import UpdateWatch
+from stackwise.trainer_spec import TrainerSpec, TrainingRun
 
 __all__ = ["StabilityRun", "Verdict", "stability_run"]
 
 Verdict = Literal["stable", "unstable", "caught", "missed", "false alarm", "not recovered"]
+
+_ROWS = 8
 
 
 @dataclass(frozen=True)
@@ -32,12 +37,16 @@ class StabilityRun:
     Attributes:
         model: the spec's name.
         seq_len: length of the sequences.
-        records: one per step, skipped ones included.
+        records: one per step as it was made, in order; those left out, and those made again, included.
         alarms: in order.
         faults: what was injected.
         fired: the steps at which a fault did act.
         finite: whether every parameter and buffer is finite at the end, buffers of -inf aside, since
             masks are made of it.
+        steps: how many the run was to have.
+        watched: whether the run tells of alarms at all. A training step of one's own need not.
+        stopped: the error that ended it before its last step; "": none did.
+        stopped_at: the step at which it was; None: it was not.
     """
 
     model: str
@@ -47,6 +56,10 @@ class StabilityRun:
     faults: Sequence[Fault]
     fired: Sequence[int]
     finite: bool
+    steps: int = 0
+    watched: bool = True
+    stopped: str = ""
+    stopped_at: int | None = None
 
     @property
     def alarm_steps(self) -> list[int]:
@@ -60,12 +73,15 @@ class StabilityRun:
 
     @property
     def false_alarms(self) -> list[Alarm]:
-        """Alarms at steps that no fault broke."""
-        return [alarm for alarm in self.alarms if alarm.step not in self.fired]
+        """Alarms at steps that no fault broke, nor what a fault has left in weights or optimizer state."""
+        damaged = self._damaged
+        return [alarm for alarm in self.alarms if alarm.step not in self.fired and alarm.step not in damaged]
 
     @property
     def recovered(self) -> bool:
         """Whether parameters, buffers and last loss are finite, and the last step was taken."""
+        if self.stopped or not self.records:
+            return False
         last = self.records[-1]
         return self.finite and math.isfinite(last.loss) and not last.skipped
 
@@ -74,11 +90,25 @@ class StabilityRun:
         """The run in a word. Good are "stable", without faults, and "caught", with them."""
         if not self.fired:
             return "stable" if self.recovered and not self.alarms else "unstable"
+        if not self.watched:
+            return "missed" if self.recovered else "not recovered"
         if self.missed:
             return "missed"
         if self.false_alarms:
             return "false alarm"
         return "caught" if self.recovered else "not recovered"
+
+    @property
+    def _damaged(self) -> set[int]:
+        """The steps that a written weight kept broken: those in a row behind it whose update was left out."""
+        starts = {step for fault in self.faults if fault.damages for step in fault.steps}
+        damaged: set[int] = set()
+        holds = False
+        for record in self.records:
+            holds = record.step in starts or (holds and record.skipped)
+            if holds:
+                damaged.add(record.step)
+        return damaged
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -88,151 +118,246 @@ class StabilityRun:
             "faults": [str(fault) for fault in self.faults],
             "fired": list(self.fired),
             "verdict": self.verdict,
+            "stopped": self.stopped,
             "alarms": [alarm.to_dict() | {"text": str(alarm)} for alarm in self.alarms],
             "records": [record.to_dict() for record in self.records],
         }
 
 
 def stability_run(
-    spec: ModelSpec,
+    subject: ModelSpec | TrainerSpec,
     *,
     steps: int = 16,
     faults: Iterable[Fault] = (),
-    batch_size: int = 8,
+    batch_size: int | None = None,
     seq_len: int | None = None,
     device: torch.device | str = "cpu",
     seed: int = 0,
-    detector: SpikeDetector | None = None,
+    policy: GuardPolicy | None = None,
 ) -> StabilityRun:
-    """Train a fresh model for a few steps while breaking it, and skip the steps that are broken.
+    """Train afresh for a few steps while breaking it, and see what is noticed and what is left.
 
-    A skipped step leaves no trace: neither in parameters and optimizer, nor in buffers. What a fault writes
-    into them before the step goes with it.
+    A model is trained under a `Guard`, which judges each step before its update: a broken step is left out
+    and leaves no trace, and what a fault has written into weights or optimizer state is undone by a rewind.
+    The culprit is named by running the step again under hooks, with the same fault. This is a test harness:
+    it waits for the device at each step.
 
-    Loss and gradient norm are judged before each update: a non-finite one always raises an alarm,
-    a norm that is far above its history as well. The culprit is named by running the forward pass
-    again under hooks, with the same fault. This is a test harness: it waits for the device at each
-    step.
+    A training step (a TrainerSpec) runs as it is, without a guard: what is seen is whether *it* gets over the
+    fault. Alarms are those of its attribute `alarms`, a list of `Alarm`, or of its `guard`; without either
+    it tells of none. An error that it raises once it is broken ends the run.
+
+    What a fault does to gradients, weights or optimizer state it does once at each of its steps, as a machine
+    that fails: computed again, such a step is sound. What it does to batch, forward pass or loss comes with
+    the batch, whenever that is computed.
 
     Args:
-        spec: the model.
+        subject: the model, or the training step.
         steps: length of the run.
         faults: what to break, and when.
-        batch_size: rows of a batch; each step has another batch. With very few rows the norms of sound
-            steps scatter by more than a fault's factor.
+        batch_size: rows of a batch; each step has another batch. None: 8, or a training step's own. With
+            very few rows the norms of sound steps scatter by more than a fault's factor.
         seq_len: positions; None: the spec's own.
-        device: where to run.
+        device: where to run; a training step is where it sets itself up.
         seed: of weights, batches and dropout.
-        detector: judges the norms.
+        policy: of the guard; None: `GuardPolicy()`, as a training has it that says nothing. A training step
+            has what it has.
 
     Raises:
         ValueError: a fault beyond the run, or too early to be judged, or with no target, or of something
-            that this run has not, such as workers and checkpoints; a length that the model does not take.
+            that this run has not, such as workers and checkpoints; a length that the model does not take;
+            a training step with a policy, or one that returns no loss.
+        TypeError: alarms of a training step that are none.
     """
-    detector = detector or SpikeDetector()
-    seq_len = spec.seq_len if seq_len is None else seq_len
-    check_sizes(steps=steps, batch_size=batch_size)
-    least = 2 if spec.inputs == "tokens" and spec.causal and spec.loss is None else 1
-    check_sizes(least, seq_len=seq_len)
-    device = torch.device(device)
-    faults = _resolved(faults, spec, steps, batch_size, seq_len, device, seed)
+    check_sizes(steps=steps)
+    faults = tuple(faults)
+    _require_place(faults, steps, isinstance(subject, TrainerSpec))
+    if isinstance(subject, TrainerSpec):
+        require(policy is None, "policy", policy, "None: a training step is not guarded by this run")
+        return _run_of_trainer(subject, steps, faults, batch_size, seq_len, device, seed)
+    rows = _ROWS if batch_size is None else batch_size
+    length = subject.seq_len if seq_len is None else seq_len
+    check_sizes(batch_size=rows)
+    check_sizes(shortest_length(subject), seq_len=length)
+    with random_states_kept():
+        return _run_of_model(
+            subject, steps, faults, rows, length, torch.device(device), seed, policy or GuardPolicy()
+        )
+
+
+def shortest_length(spec: ModelSpec) -> int:
+    """The fewest positions that have a loss."""
+    return 2 if spec.inputs == "tokens" and spec.causal and spec.loss is None else 1
+
+
+def _run_of_model(
+    spec: ModelSpec,
+    steps: int,
+    faults: Sequence[Fault],
+    batch_size: int,
+    seq_len: int,
+    device: torch.device,
+    seed: int,
+    policy: GuardPolicy,
+) -> StabilityRun:
+    faults = _resolved(faults, spec, batch_size, seq_len, device, seed)
     model = spec.create(device, seed).train()
     trainable = [p for p in model.parameters() if p.requires_grad]
     require(bool(trainable), "model", spec.name, "a model with a parameter that trains")
     optimizer = spec.optimizer(trainable)
-    records: list[StepRecord] = []
-    alarms: list[Alarm] = []
-    fired: list[int] = []
+    given: dict[int, tuple[int, Tensor]] = {}  # by identity: of batches that are given or computed again
+    acted: set[tuple[int, Fault]] = set()
 
-    with torch.enable_grad():
+    def batches() -> Iterator[Tensor]:
         for step in range(steps):
             inputs = spec.batch(batch_size, seq_len, device=device, seed=seed + 1 + step)
-            active = [fault.at(step) for fault in faults if step in fault.steps]
-            attempt = _Attempt(spec, model, inputs, active, seed + 1 + step)
-            buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-            kept = _state(model, optimizer) if any(fault.damages for fault in active) else {}
+            given[id(inputs)] = step, inputs
+            yield inputs
 
-            for fault in active:
-                if fault.told_by_history and detector.limit() is None:
-                    raise ValueError(
-                        f"{fault.name}: step: got {fault.step}; allowed: one that at least "
-                        f"{detector.minimum} sound steps come before, since a norm is judged by theirs"
-                    )
-                fault.before_step(model, optimizer, attempt.noting(fault))
-            optimizer.zero_grad()
-            loss = attempt.loss()
-            loss.backward()  # type: ignore[no-untyped-call]
-            for fault in active:
-                fault.on_gradients(model, attempt.noting(fault))
-                if fault not in attempt.acted:
-                    raise ValueError(f"{fault}: it did not act at step {step}: its target was not reached")
-            if active:
-                fired.append(step)
-
-            norm = float(global_norm(gradient_norms(trainable)))
-            alarm = _judge(step, loss.item(), norm, detector)
-            if alarm is None:
-                optimizer.step()
-                detector.accept(norm)
-            else:
-                alarms.append(replace(alarm, where=_locate(alarm, model, attempt)))
-                _restore(model, buffers)
-                _put_back(model, optimizer, kept)
-            lr = float(optimizer.param_groups[0]["lr"])
-            records.append(StepRecord(step, loss.item(), norm, lr, alarm is not None))
-
-    finite = all(bool(p.isfinite().all()) for p in model.parameters())
-    buffers_real = (torch.view_as_real(b) if b.is_complex() else b for b in model.buffers())
-    finite &= not any(bool((b.isnan() | b.isposinf()).any()) for b in buffers_real)
-    return StabilityRun(spec.name, seq_len, records, alarms, faults, fired, finite)
-
-
-@dataclass(frozen=True)
-class _Attempt:
-    """One forward pass under the faults of its step; the same each time it is asked for."""
-
-    spec: ModelSpec
-    model: nn.Module
-    inputs: Tensor
-    faults: Sequence[Fault]
-    seed: int
-    acted: set[Fault] = field(default_factory=set)
-
-    def noting(self, fault: Fault) -> Acted:
-        return lambda: self.acted.add(fault)
-
-    def loss(self) -> Tensor:
-        inputs = self.inputs.clone()
+    def loss_of(model: nn.Module, inputs: Tensor) -> Tensor:
+        step, _ = given[id(inputs)]
+        active = _active(faults, step)
+        inputs = inputs.clone()
         with ExitStack() as stack:
-            for fault in self.faults:
-                inputs = fault.on_batch(inputs, self.noting(fault))
-                stack.enter_context(fault.around_forward(self.model, self.noting(fault)))
-            stack.enter_context(seeded(self.seed, inputs.device))
-            loss = self.spec.loss_of(self.model, inputs)
-        for fault in self.faults:
-            loss = fault.on_loss(loss, self.noting(fault))
+            for fault in active:
+                inputs = fault.on_batch(inputs, partial(acted.add, (step, fault)))
+                stack.enter_context(fault.around_forward(model, partial(acted.add, (step, fault))))
+            stack.enter_context(seeded(seed + 1 + step, device))
+            loss = spec.loss_of(model, inputs)
+        for fault in active:
+            loss = fault.on_loss(loss, partial(acted.add, (step, fault)))
         return loss
+
+    guard = Guard(model, optimizer, policy=policy, loss_of=loss_of, lag=0)
+    records: list[StepRecord] = []
+    stopped, step = "", -1
+    begun: set[int] = set()
+    try:
+        with torch.enable_grad():
+            for inputs in guard.batches(batches()):
+                step, _ = given[id(inputs)]
+                active = _active(faults, step) if step not in begun else []
+                begun.add(step)
+                _require_history(active, records, policy.minimum)
+                for fault in active:
+                    fault.before_step(model, optimizer, partial(acted.add, (step, fault)))
+                loss = loss_of(model, inputs)
+                loss.backward()  # type: ignore[no-untyped-call]
+                for fault in active:
+                    fault.on_gradients(model, partial(acted.add, (step, fault)))
+                    if (step, fault) not in acted:
+                        raise TargetNotReachedError(
+                            f"{fault}: it did not act at step {step}: its target was not reached"
+                        )
+                lr, told = float(optimizer.param_groups[0]["lr"]), len(guard.alarms)
+                try:
+                    guard.step(loss)
+                finally:
+                    # A step that was only doubted is made again as it was.
+                    records += [
+                        StepRecord(step, seen.loss, seen.total_norm, lr, seen.skipped)
+                        for seen in guard.records()
+                        if seen.kind is None or len(guard.alarms) > told
+                    ]
+    except GuardError as error:
+        stopped = f"{type(error).__name__}: {error}"
+    return StabilityRun(
+        spec.name,
+        seq_len,
+        records,
+        guard.alarms,
+        faults,
+        sorted({at for at, _ in acted}),
+        _finite(model),
+        steps,
+        stopped=stopped,
+        stopped_at=step if stopped else None,
+    )
+
+
+def _active(faults: Sequence[Fault], step: int) -> list[Fault]:
+    return [fault.at(step) for fault in faults if step in fault.steps]
+
+
+def _run_of_trainer(
+    spec: TrainerSpec,
+    steps: int,
+    faults: Sequence[Fault],
+    batch_size: int | None,
+    seq_len: int | None,
+    device: torch.device | str,
+    seed: int,
+) -> StabilityRun:
+    run = spec.create(device, seed)
+    where = next((p.device for p in run.model.parameters()), torch.device("cpu"))
+    records: list[StepRecord] = []
+    starts: list[tuple[int, int]] = []
+    stopped = ""
+    injection: Injection | None = None
+    try:
+        with torch.enable_grad(), broken(run, faults) as injection:
+            for step in range(steps):
+                starts.append((injection.step, step))
+                batch = spec.batch(batch_size, seq_len, device=where, seed=seed + 1 + step)
+                damages = any(fault.damages and injection.step in fault.steps for fault in faults)
+                lr = _rate(run)
+                with UpdateWatch(run, damages) as watch, seeded(seed + 1 + step, where):
+                    loss = _number(spec.name, run.step(batch))
+                norm = getattr(run, "grad_norm", None)
+                norm = math.nan if norm is None else float(norm)
+                records.append(StepRecord(step, loss, norm, lr, not watch.updated))
+    except TargetNotReachedError:
+        raise
+    except Exception as error:
+        if injection is None or not injection.fired:
+            raise
+        stopped = f"{type(error).__name__}: {error}"
+    alarms = _alarms_of(run, spec.name)
+    fired = _steps_of(injection, starts)
+    return StabilityRun(
+        spec.name,
+        spec.seq_len if seq_len is None else seq_len,
+        records,
+        alarms or [],
+        faults,
+        fired,
+        _finite(run.model),
+        steps,
+        watched=alarms is not None,
+        stopped=stopped,
+        stopped_at=starts[-1][1] if stopped else None,
+    )
+
+
+def _require_place(faults: Sequence[Fault], steps: int, of_trainer: bool) -> None:
+    for fault in faults:
+        if fault.steps.stop > steps:
+            raise ValueError(
+                f"{fault.name}: its last step is {fault.steps.stop - 1}; the run has {steps} steps"
+            )
+        if fault.breaks or (fault.raises and not of_trainer):
+            what = f"no {fault.breaks} of its own" if fault.breaks else "nothing that catches its error"
+            raise ValueError(f"{fault.name}: stability_run has {what}; wanted stackwise.stability.broken")
+
+
+def _require_history(faults: Sequence[Fault], records: Sequence[StepRecord], minimum: int) -> None:
+    sound = sum(not record.skipped for record in records)
+    for fault in faults:
+        if fault.told_by_history and sound < minimum:
+            raise ValueError(
+                f"{fault.name}: step: got {fault.step}; allowed: one that at least "
+                f"{minimum} sound steps come before, since a norm is judged by theirs"
+            )
 
 
 def _resolved(
-    faults: Iterable[Fault],
+    faults: Sequence[Fault],
     spec: ModelSpec,
-    steps: int,
     batch_size: int,
     seq_len: int,
     device: torch.device,
     seed: int,
 ) -> tuple[Fault, ...]:
     """The faults with their targets spelled out, as a step of a throwaway model shows them."""
-    faults = tuple(faults)
-    for fault in faults:
-        if fault.steps.stop > steps:
-            raise ValueError(
-                f"{fault.name}: its last step is {fault.steps.stop - 1}; the run has {steps} steps"
-            )
-        if fault.breaks or fault.raises:
-            what = f"no {fault.breaks} of its own" if fault.breaks else "nothing that catches its error"
-            raise ValueError(f"{fault.name}: stability_run has {what}; wanted stackwise.stability.broken")
     if not faults:
         return ()
     twin = spec.create(device, seed).train()
@@ -252,45 +377,42 @@ def _resolved(
     return resolved
 
 
-def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Copies of what a fault may write into."""
-    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
-    return weights | {name: state.clone() for name, state in states_of(model, optimizer).items()}
+def _steps_of(injection: Injection | None, starts: Sequence[tuple[int, int]]) -> list[int]:
+    """Numbers of the batches' steps at which a fault did act, of which the injection counts every attempt."""
+    if injection is None:
+        return []
+    attempts = [attempt for attempt, _ in starts]
+    return sorted({starts[bisect_right(attempts, fired) - 1][1] for fired in injection.fired})
 
 
-@torch.no_grad()
-def _put_back(model: nn.Module, optimizer: torch.optim.Optimizer, kept: Mapping[str, Tensor]) -> None:
-    if kept:
-        for name, value in (dict(model.named_parameters()) | states_of(model, optimizer)).items():
-            value.copy_(kept[name])
+def _finite(model: nn.Module) -> bool:
+    finite = all(bool(p.isfinite().all()) for p in model.parameters())
+    buffers_real = (torch.view_as_real(b) if b.is_complex() else b for b in model.buffers())
+    return finite and not any(bool((b.isnan() | b.isposinf()).any()) for b in buffers_real)
 
 
-@torch.no_grad()
-def _restore(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
-    for name, buffer in model.named_buffers():
-        if name in buffers and buffer.shape == buffers[name].shape:
-            buffer.copy_(buffers[name])
+def _rate(run: TrainingRun) -> float:
+    groups = getattr(run.optimizer, "param_groups", None)
+    return float(groups[0]["lr"]) if groups else math.nan
 
 
-def _judge(step: int, loss: float, norm: float, detector: SpikeDetector) -> Alarm | None:
-    if not math.isfinite(loss):
-        return Alarm(step, "non-finite loss", loss)
-    if not math.isfinite(norm):
-        return Alarm(step, "non-finite gradient", norm)
-    limit = detector.limit()
-    if limit is not None and norm > limit:
-        return Alarm(step, "gradient spike", norm, limit)
+def _number(name: str, loss: Any) -> float:
+    if isinstance(loss, Tensor):
+        require(loss.numel() == 1, f"{name}: step(batch)", tuple(loss.shape), "the loss, one number")
+        return float(loss.detach())
+    sound = isinstance(loss, int | float) and not isinstance(loss, bool)
+    require(sound, f"{name}: step(batch) returned", loss, "the loss, a number or a scalar tensor")
+    return float(loss)
+
+
+def _alarms_of(run: TrainingRun, name: str) -> list[Alarm] | None:
+    """Of the run itself, or of its guard; None: it tells of none."""
+    for owner in (run, getattr(run, "guard", None)):
+        alarms = getattr(owner, "alarms", None)
+        if alarms is None or callable(alarms):
+            continue
+        wrong = next((type(alarm).__name__ for alarm in alarms if not isinstance(alarm, Alarm)), None)
+        if wrong is not None:
+            raise TypeError(f"{name}: alarms: got a {wrong}; wanted stackwise.stability.Alarm")
+        return list(alarms)
     return None
-
-
-def _locate(alarm: Alarm, model: nn.Module, attempt: _Attempt) -> str:
-    match alarm.kind:
-        case "non-finite loss":
-            with torch.no_grad():
-                return first_nonfinite_module(model, attempt.loss) or "the loss"
-        case "non-finite gradient":
-            names = nonfinite_gradients(model)
-            return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        case _:  # a spike: `_judge` gives no other
-            norms = {n: float(p.grad.norm()) for n, p in model.named_parameters() if p.grad is not None}
-            return max(norms, key=lambda name: norms[name])

@@ -4,7 +4,9 @@ import pytest
 
 FAULTS = ("nan_injection", "gradient_explosion", "gradient_scale", "loss_spike", "logit_growth")
 FAULTS += ("embedding_explosion", "bit_flip", "half_overflow")
-NAMES = ("gpu", "stability", *FAULTS, "seq_lengths", "throughput")
+FAULTS += ("label_corruption", "corrupt_sample", "unreadable_sample", "worker_death", "out_of_memory")
+FAULTS += ("slow_rank", "dead_rank", "process_signal", "disk_full", "short_write", "bit_rot")
+NAMES = ("gpu", "stability", "recovers", *FAULTS, "seq_lengths", "throughput")
 INT_FROM_0, INT_FROM_1 = "an integer >= 0", "an integer >= 1"
 TARGETS = "'loss', 'activation[:PATTERN]', 'gradient[:PATTERN]', 'weight[:PATTERN]'"
 
@@ -77,6 +79,15 @@ def test_markers_are_known_to_strict_runs(pytester, run):
         ("gradient_explosion(step=6, factor=float('inf'))", "stability_run", ["factor: got inf", "> 1"]),
         ("gradient_explosion(6, 10)", "stability_run", ["gradient_explosion", "keyword arguments only"]),
         ("gradient_explosion(step=6, scale=2)", "stability_run", ["gradient_explosion", "'scale'"]),
+        ("recovers", "stability_run", ["recovers", "missing", "'within'", "'loss_tolerance'"]),
+        ("recovers(within=0, loss_tolerance=1)", "stability_run", ["recovers: within: got 0", INT_FROM_1]),
+        ("recovers(within=2, loss_tolerance=0)", "stability_run", ["loss_tolerance: got 0", "> 0"]),
+        ("recovers(2, 0.1)", "stability_run", ["recovers", "keyword arguments only"]),
+        ("dead_rank(step=1, rank=-1)", "run_processes", ["dead_rank: rank: got -1", INT_FROM_0]),
+        ("process_signal(step=1, kind='INT')", "run_processes", ["kind: got 'INT'", "'SIGTERM', 'SIGKILL'"]),
+        ("process_signal(step=1, folder='a')", "run_processes", ["folder: got 'a'", 'moment "save"']),
+        ("disk_full(after=-1)", "broken_storage", ["disk_full: after: got -1", INT_FROM_0]),
+        ("short_write(folder=3)", "broken_storage", ["short_write: folder: got 3", "a path"]),
         ("seq_lengths()", "stability_run", ["seq_lengths()", INT_FROM_1.replace("an integer", "integers")]),
         ("seq_lengths(16, -1)", "stability_run", ["seq_lengths(16, -1)", "integers >= 1"]),
         ("seq_lengths(0)", "seq_len", ["seq_lengths(0)", "integers >= 1"]),
@@ -99,9 +110,13 @@ def test_bad_arguments_stop_the_run(pytester, folder, run, marker, fixture, text
 @pytest.mark.parametrize(
     ("marker", "fixture", "wanted"),
     [
-        ("nan_injection(step=1)", "tmp_path", "stability_run"),
-        ("gradient_explosion(step=6)", "throughput", "stability_run"),
-        ("seq_lengths(16)", "tmp_path", "stability_run or throughput or seq_len"),
+        ("nan_injection(step=1)", "tmp_path", "stability_run or inject_faults or run_processes"),
+        ("gradient_explosion(step=6)", "throughput", "stability_run or inject_faults or run_processes"),
+        ("recovers(within=1, loss_tolerance=1)", "inject_faults", "stability_run"),
+        ("worker_death(step=1)", "stability_run", "inject_faults or run_processes"),
+        ("dead_rank(step=1)", "inject_faults", "run_processes"),
+        ("disk_full()", "stability_run", "broken_storage or inject_faults or run_processes"),
+        ("seq_lengths(16)", "tmp_path", "stability_run or throughput or seq_len or length_sweep"),
         ("throughput(seq_len=4)", "stability_run", "throughput"),
     ],
 )

@@ -13,7 +13,7 @@ FAULTS = [
     ("gradient_explosion(step=6)", [6], "gradient spike"),
     ("gradient_explosion(step=6, factor=50, duration=2)", [6, 7], "gradient spike"),
     ("gradient_scale(step=6, factor=30)", [6], "gradient spike"),
-    ("loss_spike(step=6, factor=30)", [6], "gradient spike"),
+    ("loss_spike(step=6, factor=1000)", [6], "gradient spike"),
     ("half_overflow(step=6)", [6], "non-finite loss"),
 ]
 
@@ -37,7 +37,10 @@ def test_fault_is_injected_and_caught(pytester, run, report, model, marker, step
     assert record["test"].endswith("::test_fault")
     assert (record["model"], record["seq_len"], record["fired"]) == (model, 16, steps)
     assert [alarm["step"] for alarm in record["alarms"]] == steps
-    assert len(record["records"]) == 16
+    # A step whose gradient alone was broken is made again.
+    again = len(steps) if all(alarm["action"] == "retried" for alarm in record["alarms"]) else 0
+    assert len(record["records"]) == 16 + again
+    assert {each["step"] for each in record["records"]} == set(range(16))
 
 
 def test_named_module_of_a_rack_is_the_one_that_breaks(pytester, run):
@@ -47,7 +50,7 @@ def test_named_module_of_a_rack_is_the_one_that_breaks(pytester, run):
         @pytest.mark.nan_injection(step=5, target="activation:*blocks.1.attention")
         def test_fault(stability_run):
             (alarm,) = stability_run(models.rack).alarms
-            assert alarm.where == "stacks.0.blocks.1.attention"
+            assert alarm.where == "stacks.0.blocks.1.attention (forward)"
         """
     )
     run().assert_outcomes(passed=1)

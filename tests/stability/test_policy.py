@@ -22,6 +22,8 @@ def test_policy_is_data():
         ("clip", True),
         ("deviations", -1.0),
         ("factor", 1.0),
+        ("suspect_factor", 1.0),
+        ("proven_factor", 2.0),
         ("loss_factor", 0.5),
         ("logit_factor", float("nan")),
         ("logit_limit", -1.0),

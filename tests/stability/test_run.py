@@ -11,12 +11,13 @@ from stackwise.spec import ModelSpec
 from stackwise.stability import (
     Alarm,
     GradientExplosion,
+    GuardPolicy,
     NanInjection,
-    SpikeDetector,
     StabilityRun,
     StepRecord,
     stability_run,
 )
+from stackwise.stability.faults import GradientScale
 
 # Model: a module that forward() calls, and a parameter.
 MODELS = {
@@ -110,12 +111,13 @@ def test_what_is_not_finite(specs, name, target, kind):
     assert run.alarm_steps == run.fired == [0, 5]
     assert (run.missed, run.false_alarms, run.verdict) == ([], [], "caught")
     assert [r.step for r in run.records if r.skipped] == [0, 5]
-    where = {"activation": module, "gradient": parameter, "loss": "the loss"}[target]
+    where = {"activation": f"{module} (forward)", "gradient": parameter, "loss": "the loss"}[target]
     assert {a.where for a in run.alarms} == {where}
     expected = "non-finite gradient" if target == "gradient" else "non-finite loss"
     assert {a.kind for a in run.alarms} == {expected}
     assert not any(math.isfinite(a.value) for a in run.alarms)
-    assert {a.action for a in run.alarms} == {"skipped"}
+    # Gradients are sound when they are computed again; what is in the forward pass comes again.
+    assert {a.action for a in run.alarms} == {"retried" if target == "gradient" else "skipped"}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -135,34 +137,32 @@ def test_explosions(specs, name, duration):
     for alarm in run.alarms:
         assert alarm.kind == "gradient spike"
         assert alarm.value > alarm.limit > 0
-        assert alarm.value == run.records[alarm.step].grad_norm
+        assert alarm.value in [r.grad_norm for r in run.records if r.step == alarm.step and r.skipped]
 
 
-@pytest.mark.parametrize("largest", ["head.bias", "recurrence.bias_hh_l0"])
-def test_a_spike_names_the_largest_gradient(subjects, largest):
-    def loss(model, ids):
-        return model(ids).square().mean() + 5.0 * model.get_parameter(largest).sum()
-
-    spec = ModelSpec.of(subjects.gru, loss=loss)
-    model = spec.create()
-    spec.loss_of(model, spec.batch(8, 16)).backward()
-    sizes = {name: p.grad.norm().item() for name, p in model.named_parameters()}
-    assert all(sizes[largest] > 2 * size for name, size in sizes.items() if name != largest)
-    run = stability_run(spec, steps=STEPS, faults=[GradientExplosion(step=5)])
-    assert [(a.step, a.where) for a in run.alarms] == [(5, largest)]
+@pytest.mark.parametrize(
+    "target, where", [("*", "(the model itself)"), ("head.bias", "head.bias"), ("recurrence.*", "recurrence")]
+)
+def test_a_spike_names_what_rose(specs, target, where):
+    fault = GradientScale(step=5, factor=1e3, target=target)
+    run = stability_run(specs["gru"], steps=STEPS, faults=[fault])
+    assert [(a.step, a.kind, a.where) for a in run.alarms] == [(5, "gradient spike", where)]
 
 
-def test_many_gradients_are_counted(subjects):
+def test_a_loss_whose_gradient_is_not_finite_stops_training(subjects):
     def loss(model, ids):
         # Finite itself, with no gradient that is: d sqrt(x) / dx at 0.
         x = model(ids)
         return x.square().mean() + (x - x).sum().sqrt()
 
-    run = stability_run(ModelSpec.of(subjects.gru, loss=loss), steps=1)
-    [alarm] = run.alarms
-    assert alarm.kind == "non-finite gradient"
-    assert alarm.where == "embedding.weight, recurrence.weight_ih_l0, recurrence.weight_hh_l0 and 4 more"
+    run = stability_run(ModelSpec.of(subjects.gru, loss=loss), steps=STEPS)
+    assert {(a.kind, a.where) for a in run.alarms} == {("non-finite gradient", "the loss")}
+    # Each step is broken: the guard goes back once, and gives up.
+    assert [a.action for a in run.alarms if a.action != "skipped"] == ["rewound"]
     assert run.verdict == "unstable"
+    assert stability_run(ModelSpec.of(subjects.gru, loss=loss), steps=12).stopped.startswith(
+        "GuardError: step 10"
+    )
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -170,8 +170,7 @@ def test_many_gradients_are_counted(subjects):
     "fault",
     [
         NanInjection(step=2, target="loss"),
-        NanInjection(step=2, duration=2, target="gradient"),
-        GradientExplosion(step=5, factor=10.0),
+        NanInjection(step=2, duration=2, target="activation"),
     ],
     ids=str,
 )
@@ -185,6 +184,24 @@ def test_a_skipped_step_leaves_no_trace(specs, name, fault):
     assert sound == [loss for step, loss in enumerate(losses) if step not in fault.steps]
     # The steps that were skipped do matter: with them, training ends elsewhere.
     assert not same(bare_loop(specs[name], 7)[0], weights)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "fault",
+    [NanInjection(step=2, duration=2, target="gradient"), GradientExplosion(step=5, factor=10.0)],
+    ids=str,
+)
+def test_a_step_that_is_sound_when_it_is_made_again_is_not_lost(specs, name, fault):
+    kept = []
+    run = stability_run(keeping(specs[name], kept), steps=7, faults=[fault])
+    assert (run.verdict, run.alarm_steps) == ("caught", list(fault.steps))
+    weights, losses, _ = bare_loop(specs[name], 7)
+    assert same(kept, weights)
+    assert [r.loss for r in run.records if not r.skipped] == losses
+    # With the broken gradients training ends elsewhere.
+    if isinstance(fault, GradientExplosion):
+        assert not same(bare_loop(specs[name], 7, fault=fault)[0], weights)
 
 
 @pytest.mark.parametrize("step", [0, 6])
@@ -302,20 +319,19 @@ def test_a_small_explosion_is_missed_and_the_verdict_says_so(specs, name):
 
 def test_a_lasting_explosion_never_becomes_the_rule(specs):
     fault = GradientExplosion(step=5, duration=20)
-    run = stability_run(specs["gru"], steps=28, faults=[fault])
+    policy = GuardPolicy(patience=20, snapshot_interval=None)
+    run = stability_run(specs["gru"], steps=28, faults=[fault], policy=policy)
     assert run.alarm_steps == list(range(5, 25))
     assert run.verdict == "caught"
 
 
-def test_a_detector_of_ones_own(specs):
+def test_a_policy_of_ones_own(specs):
     fault = GradientExplosion(step=5, factor=2.0)
     assert stability_run(specs["gru"], steps=8, faults=[fault]).verdict == "missed"
-    strict = SpikeDetector(factor=1.3, deviations=3.0)
-    assert stability_run(specs["gru"], steps=8, faults=[fault], detector=strict).alarm_steps == [5]
+    strict = GuardPolicy(suspect_factor=1.3)
+    assert stability_run(specs["gru"], steps=8, faults=[fault], policy=strict).alarm_steps == [5]
     early = GradientExplosion(step=2)
-    assert stability_run(specs["gru"], steps=4, faults=[early], detector=SpikeDetector(minimum=2)).fired == [
-        2
-    ]
+    assert stability_run(specs["gru"], steps=4, faults=[early], policy=GuardPolicy(minimum=2)).fired == [2]
 
 
 @pytest.mark.parametrize("name", ["dropout_rack", "x_decoder", "encoder"])
@@ -457,7 +473,8 @@ def test_run_is_data(specs):
     assert (stored["model"], stored["seq_len"], stored["verdict"]) == ("gru", 16, "caught")
     assert stored["fired"] == [1, 5]
     assert [a["text"] for a in stored["alarms"]] == [str(a) for a in run.alarms]
-    assert len(stored["records"]) == 7
+    # Step 5 is made again.
+    assert [record["step"] for record in stored["records"]] == [0, 1, 2, 3, 4, 5, 5, 6]
     assert stored["records"][0] == run.records[0].to_dict()
 
 

@@ -13,7 +13,7 @@ from stackwise.stability.faults.data import (
 from stackwise.stability.faults.embedding import EmbeddingExplosion
 from stackwise.stability.faults.fault import Acted, Anatomy, Fault
 from stackwise.stability.faults.gradient import GradientExplosion, GradientScale
-from stackwise.stability.faults.injection import Injection, broken
+from stackwise.stability.faults.injection import Injection, TargetNotReachedError, broken
 from stackwise.stability.faults.labels import LabelCorruption
 from stackwise.stability.faults.loss import LossSpike
 from stackwise.stability.faults.memory import OutOfMemory
@@ -46,6 +46,7 @@ __all__ = [
     "ProcessSignal",
     "ShortWrite",
     "SlowRank",
+    "TargetNotReachedError",
     "UnreadableSample",
     "UnreadableSampleError",
     "WorkerDeath",

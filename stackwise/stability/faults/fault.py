@@ -190,8 +190,12 @@ class Fault:
         """The fault with its target spelled out; ValueError where the model has no such place."""
         return self
 
-    def before_step(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, acted: Acted) -> None:
+    def before_step(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, acted: Acted) -> None:  # noqa: ARG002
         """Break what is there before the forward pass; `optimizer` is None until it is known."""
+        self.on_start(acted)
+
+    def on_start(self, acted: Acted) -> None:
+        """Break what is beside model and optimizer as the step begins."""
 
     def on_batch(self, batch: Batch, acted: Acted) -> Batch:  # noqa: ARG002
         """Break a batch, which is not changed itself."""

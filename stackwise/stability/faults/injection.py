@@ -24,11 +24,16 @@ from stackwise.stability.faults.fault import Acted, Anatomy, Fault, states_of, w
 from stackwise.stability.faults.graph import reaches
 from stackwise.stability.faults.patch import patched
 from stackwise.stability.faults.subject import IN_PLACE, Subject, is_compiled
+from stackwise.stability.recomputation import is_recomputation
 
-__all__ = ["Injection", "broken"]
+__all__ = ["Injection", "TargetNotReachedError", "broken"]
 
 Batch = Any
 Wrap = Callable[[Any], Any]
+
+
+class TargetNotReachedError(ValueError):
+    """A fault did not act, since the training did not come by its target."""
 
 
 @contextmanager
@@ -284,14 +289,16 @@ class Injection:
         self._reset()
         self._arm()
         if whole and missed:
-            raise ValueError(f"{missed[0]}: it did not act at step {step}: its target was not reached{hint}")
+            raise TargetNotReachedError(
+                f"{missed[0]}: it did not act at step {step}: its target was not reached{hint}"
+            )
 
     def _check_all(self) -> None:
         """After a training without an error."""
         ever = {number for _, number in self._noted}
         for number, fault in enumerate(self.faults):
             if number not in ever and fault.here:
-                raise ValueError(
+                raise TargetNotReachedError(
                     f"{fault}: it did not act; the training had {self.step} steps{self._hint(fault)}"
                 )
 
@@ -438,21 +445,21 @@ class Injection:
                 return original(tensors, *args, **kwargs)
             self._begin()
             step = self.step
-            loss = tensors
-            alone = isinstance(tensors, Tensor) and tensors.numel() == 1
-            if alone and not self._names_losses and not self._loss_given:
-                loss = self._broken_loss(tensors)
+            given = roots[0] if len(roots) == 1 and isinstance(roots[0], Tensor) else None
+            loss = given
+            if given is not None and given.numel() == 1 and not self._names_losses and not self._loss_given:
+                loss = self._broken_loss(given)
             self._in_backward = True
             try:
                 with self._contribution():
-                    original(loss, *args, **kwargs)
-                    if self.step == step:
+                    original(tensors if loss is given else loss, *args, **kwargs)
+                    if self.step == step and not is_recomputation():
                         self._after_backward()
             finally:
                 self._in_backward = False
-            if loss is not tensors:
+            if given is not None and loss is not None and loss is not given:
                 # What the loop reports. Past autograd: what it has kept of the loss is used up by now.
-                tensors.data.copy_(loss.detach())
+                given.data.copy_(loss.detach())
             return None
 
         return backward

@@ -8,8 +8,7 @@ import time
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
-import torch
-from torch import distributed, nn
+from torch import distributed
 
 from stackwise.argument import check_choice, check_number, check_sizes
 from stackwise.stability.faults.fault import Acted, Anatomy, Fault
@@ -58,12 +57,7 @@ class SlowRank(_OfRank):
             f"{self.name}: seconds", self.seconds, "a finite number > 0", lambda seconds: seconds > 0
         )
 
-    def before_step(  # noqa: D102
-        self,
-        model: nn.Module,  # noqa: ARG002
-        optimizer: torch.optim.Optimizer | None,  # noqa: ARG002
-        acted: Acted,
-    ) -> None:
+    def on_start(self, acted: Acted) -> None:  # noqa: D102
         acted()
         time.sleep(self.seconds)
 
@@ -85,12 +79,7 @@ class DeadRank(_OfRank):
         super().__post_init__()
         check_choice(f"{self.name}: kind", self.kind, ("kill", "exit"))
 
-    def before_step(  # noqa: D102
-        self,
-        model: nn.Module,  # noqa: ARG002
-        optimizer: torch.optim.Optimizer | None,  # noqa: ARG002
-        acted: Acted,
-    ) -> None:
+    def on_start(self, acted: Acted) -> None:  # noqa: D102
         acted()
         if self.kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)

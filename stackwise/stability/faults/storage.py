@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import ClassVar, Self
 
 import torch
-from torch import nn
 
 from stackwise.argument import check_choice, check_sizes, require
 from stackwise.stability.faults.fault import Acted, Fault
@@ -176,11 +175,6 @@ class BitRot(_OfFolder):
                 file.write(bytes([byte ^ (1 << bit)]))
         return path, offset
 
-    def before_step(  # noqa: D102
-        self,
-        model: nn.Module,  # noqa: ARG002
-        optimizer: torch.optim.Optimizer | None,  # noqa: ARG002
-        acted: Acted,
-    ) -> None:
+    def on_start(self, acted: Acted) -> None:  # noqa: D102
         self.strike()
         acted()

@@ -317,7 +317,7 @@ def test_a_recomputed_module(subjects):
     assert not hooks_of(training.model)
 
 
-@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("in_place", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_compiled_model(subjects, in_place):
     torch.manual_seed(0)
     model = subjects.tiny()

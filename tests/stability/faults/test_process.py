@@ -77,7 +77,11 @@ def journal(tmp_path, rank=0):
 
 @pytest.mark.parametrize(
     "kind, moment, done",
-    [("SIGKILL", "forward", "1"), ("SIGKILL", "save", "1"), ("SIGTERM", "update", "1")],
+    [
+        pytest.param("SIGKILL", "forward", "1", marks=pytest.mark.slow),
+        ("SIGKILL", "save", "1"),
+        pytest.param("SIGTERM", "update", "1", marks=pytest.mark.slow),
+    ],
 )
 def test_a_process_that_ends_itself(tmp_path, kind, moment, done):
     folder = tmp_path if moment == "save" else None
@@ -137,7 +141,11 @@ def test_a_child_for_which_nothing_happens():
 
 
 @pytest.mark.parametrize(
-    "fault, codes", [(DeadRank(step=1, rank=1), (0, -9)), (DeadRank(step=1, rank=0, kind="exit"), (1, 0))]
+    "fault, codes",
+    [
+        (DeadRank(step=1, rank=1), (0, -9)),
+        pytest.param(DeadRank(step=1, rank=0, kind="exit"), (1, 0), marks=pytest.mark.slow),
+    ],
 )
 def test_a_rank_that_dies(tmp_path, fault, codes):
     children = [start(tmp_path, fault, rank, 2) for rank in range(2)]

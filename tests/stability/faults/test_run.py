@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from stackwise.spec import ModelSpec
-from stackwise.stability import stability_run
+from stackwise.stability import GuardPolicy, stability_run
 from stackwise.stability.faults import (
     BitFlip,
     CorruptSample,
@@ -24,14 +24,15 @@ from stackwise.stability.faults import (
 
 @pytest.fixture
 def trained(subjects):
-    def train(faults, skipped=(), steps=9):
+    def train(faults, steps=9, policy=None):
         kept = []
 
         def optimizer(parameters):
             kept[:] = parameters
             return torch.optim.AdamW(kept, lr=1e-3)
 
-        run = stability_run(ModelSpec.of(subjects.tiny, optimizer=optimizer), steps=steps, faults=faults)
+        spec = ModelSpec.of(subjects.tiny, optimizer=optimizer)
+        run = stability_run(spec, steps=steps, faults=faults, policy=policy)
         return run, [p.detach().clone() for p in kept]
 
     return train
@@ -45,7 +46,6 @@ def trained(subjects):
         NanInjection(step=6, target="activation", seed=4),
         BitFlip(step=6, target="weight:tokens.weight", bit=30, seed=2),
         HalfOverflow(step=6),
-        HalfOverflow(step=6, target="gradient"),
         LossSpike(step=6),
     ],
     ids=str,
@@ -53,13 +53,40 @@ def trained(subjects):
 def test_caught_at_its_step_and_undone(trained, fault):
     if isinstance(fault, BitFlip):  # of a token that every batch has
         fault = BitFlip(step=6, target="weight:norm.weight")
-    run, weights = trained([fault])
+    # A snapshot before each step, so that what is written into weights is undone at once.
+    policy = GuardPolicy(patience=1, rewinds=9, snapshot_interval=2) if fault.damages else None
+    run, weights = trained([fault], policy=policy)
     assert (run.alarm_steps, run.fired) == (list(fault.steps), list(fault.steps))
     assert run.verdict == "caught"
     # As if those steps had not been: the weights are those by another fault at them, that writes nothing.
     other, expected = trained([NanInjection(step=6, target="loss", duration=fault.duration)])
     assert other.alarm_steps == run.alarm_steps
     assert all(torch.equal(a, b) for a, b in zip(weights, expected, strict=True))
+
+
+def test_a_gradient_that_overflows_once_costs_nothing(trained):
+    run, weights = trained([HalfOverflow(step=6, target="gradient")])
+    assert [(a.step, a.action) for a in run.alarms] == [(6, "retried")]
+    assert run.verdict == "caught"
+    assert all(torch.equal(a, b) for a, b in zip(weights, trained([])[1], strict=True))
+
+
+def test_written_weights_are_undone_by_the_rewind_that_alarms_in_a_row_bring(trained):
+    run, _ = trained([NanInjection(step=6, target="weight")], steps=14)
+    assert run.fired == [6]
+    assert [(a.step, a.action) for a in run.alarms] == [
+        *((s, "skipped") for s in range(6, 10)),
+        (10, "rewound"),
+    ]
+    # Those in the row are what the first one left behind, and no false alarms.
+    assert (run.false_alarms, run.verdict) == ([], "caught")
+    # In order as they were made: 0 to 10, all but the five again, and the rest.
+    assert [r.step for r in run.records] == [*range(11), *range(6), 11, 12, 13]
+
+
+def test_a_run_that_ends_among_broken_steps_has_not_recovered(trained):
+    run, _ = trained([NanInjection(step=6, target="weight")], steps=9)
+    assert (run.alarm_steps, run.verdict, run.finite) == ([6, 7, 8], "not recovered", False)
 
 
 def test_optimizer_state_is_told_by_the_next_step_only(trained):

@@ -1,0 +1,222 @@
+"""Faults as fixtures: what markers declare, in a training, a process or a folder that the test has itself."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import pytest
+
+from pytest_stackwise import markers, records
+
+if TYPE_CHECKING:
+    from stackwise.stability.faults import Fault, Injection
+    from stackwise.stability.faults.children import Child
+
+__all__ = ["FaultFixtures", "StorageHits", "declared_faults"]
+
+
+@dataclass
+class StorageHits:
+    """What `broken_storage` did.
+
+    Attributes:
+        acted: the faults that did act, in order.
+        rotten: (path, byte) of each file that was changed as the block ended.
+    """
+
+    acted: list[Fault] = field(default_factory=list)
+    rotten: list[tuple[Any, int]] = field(default_factory=list)
+
+
+class FaultFixtures:
+    """Fixtures that put the faults of a test's markers where the test wants them."""
+
+    @pytest.fixture
+    def inject_faults(
+        self, request: pytest.FixtureRequest
+    ) -> Callable[..., AbstractContextManager[Injection]]:
+        """Break a training that the test runs itself, by the faults of its markers.
+
+            @pytest.mark.worker_death(step=2)
+            def test_loader(inject_faults):
+                with inject_faults((model, optimizer)) as injection:
+                    train(model, optimizer, injection.loader(loader))
+                assert injection.fired == [2]
+
+        Takes what `stackwise.stability.broken` takes; more faults by `faults=`. A SIGTERM that nothing
+        handles fails the test, and does not end pytest.
+        """
+        item = request.node
+        marked = declared_faults(request)
+
+        @contextmanager
+        def inject(subject: Any, *, faults: Any = (), **arguments: Any) -> Iterator[Injection]:
+            records.pay(item, "faults")
+            from stackwise.stability.faults import broken
+
+            chosen = [*marked, *faults]
+            _refuse_kills(chosen)
+            record = _record(item, chosen, _name(subject))
+            with ExitStack() as stack:
+                stack.enter_context(_sigterm_told(chosen))
+                injection = stack.enter_context(broken(subject, chosen, **arguments))
+                stack.callback(lambda: record.update(fired=injection.fired))
+                yield injection
+
+        return inject
+
+    @pytest.fixture
+    def run_processes(self, request: pytest.FixtureRequest) -> Callable[..., list[Child]]:
+        """Call a function in new processes, which the faults of the test's markers may end or slow down.
+
+            def train(inject, folder):
+                with inject((model, optimizer)):
+                    ...
+
+            @pytest.mark.process_signal(step=3, kind="SIGKILL", moment="save")
+            def test_killed(run_processes, tmp_path):
+                [child] = run_processes(train, tmp_path)
+                assert child.exit_code == -9 and child.fired == (3,)
+
+        Takes the function, its arguments behind `inject`, and the keyword arguments of
+        `stackwise.stability.faults.children.run_children`; returns a `Child` of each process.
+        """
+        item = request.node
+        marked = declared_faults(request)
+
+        def run(function: Callable[..., Any], *arguments: Any, **options: Any) -> list[Child]:
+            __tracebackhide__ = True
+            records.pay(item, "faults")
+            from stackwise.stability.faults import TargetNotReachedError
+            from stackwise.stability.faults.children import run_children
+
+            faults = [*marked, *options.pop("faults", ())]
+            record = _record(item, faults, getattr(function, "__name__", "a function"))
+            children = run_children(function, *arguments, faults=faults, **options)
+            record["fired"] = sorted({step for child in children for step in child.fired})
+            if faults and not record["fired"]:
+                told = next((f"; process {c.rank} raised: {c.error}" for c in children if c.error), "")
+                late = "; the processes did not end in time" if any(c.timed_out for c in children) else ""
+                raise TargetNotReachedError(f"{', '.join(map(str, faults))}: no fault acted{late}{told}")
+            return children
+
+        return run
+
+    @pytest.fixture
+    def broken_storage(
+        self, request: pytest.FixtureRequest
+    ) -> Callable[[], AbstractContextManager[StorageHits]]:
+        """Break what is written to disk inside, by the faults of the test's markers.
+
+            @pytest.mark.disk_full(after=1000)
+            def test_full_disk(broken_storage, tmp_path):
+                with pytest.raises(OSError), broken_storage():
+                    save(model, tmp_path)
+
+        `disk_full` and `short_write` act on what is written inside, `bit_rot` on what is there as the block
+        ends. Folders of the markers are relative to the test's `tmp_path`.
+        """
+        item = request.node
+        marked = declared_faults(request)
+
+        @contextmanager
+        def break_storage() -> Iterator[StorageHits]:
+            records.pay(item, "faults")
+            from stackwise.stability.faults import BitRot, TargetNotReachedError
+
+            chosen = [
+                fault for fault in marked if fault.breaks == "storage" and fault.name != "process_signal"
+            ]
+            record = _record(item, chosen, "storage")
+            hits = StorageHits()
+            with ExitStack() as stack:
+                stack.callback(lambda: record.update(fired=[0] if hits.acted else []))
+                for fault in chosen:
+                    stack.enter_context(fault.around_saves(_noting(hits, fault)))
+                yield hits
+            # Not where the block raises: then nothing was written that could rot.
+            for fault in chosen:
+                if isinstance(fault, BitRot):
+                    hits.rotten.append(fault.strike())
+                    hits.acted.append(fault)
+            missed = [str(fault) for fault in chosen if fault not in hits.acted]
+            if missed:
+                raise TargetNotReachedError(
+                    f"{', '.join(missed)}: did not act: nothing was written that it meets"
+                )
+
+        return break_storage
+
+
+def declared_faults(request: pytest.FixtureRequest) -> list[Fault]:
+    """The faults of the test's markers, which it now owes to a call of one of the fixtures that read them."""
+    item = request.node
+    folder = request.getfixturevalue("tmp_path") if markers.wants_folder(item) else None
+    faults = markers.faults_of(item, folder)
+    if faults:
+        readers = " or ".join(markers.fault_readers(item))
+        records.owe(item, "faults", f"the test declares faults but never called {readers}")
+    return faults
+
+
+def _noting(hits: StorageHits, fault: Fault) -> Callable[[], None]:
+    def acted() -> None:
+        if fault not in hits.acted:
+            hits.acted.append(fault)
+
+    return acted
+
+
+def _record(item: pytest.Item, faults: list[Fault], model: str) -> dict[str, Any]:
+    """What the report says of it; the verdict is that of the test, which knows what was to be noticed."""
+    record = {
+        "test": item.nodeid,
+        "model": model,
+        "seq_len": None,
+        "faults": [str(fault) for fault in faults],
+        "fired": [],
+        "verdict": None,
+        "alarms": [],
+        "records": [],
+    }
+    return records.add(item, "stability", record)
+
+
+def _name(subject: Any) -> str:
+    inner = subject[0] if isinstance(subject, tuple) else getattr(subject, "model", subject)
+    return type(inner).__name__
+
+
+def _refuse_kills(faults: list[Fault]) -> None:
+    """Refuse what would end the process that runs the tests.
+
+    Raises:
+        ValueError: naming the fault.
+    """
+    for fault in faults:
+        if fault.name == "dead_rank" or getattr(fault, "kind", "") == "SIGKILL":
+            raise ValueError(f"{fault}: it would end the process of the tests; wanted run_processes")
+
+
+@contextmanager
+def _sigterm_told(faults: list[Fault]) -> Iterator[None]:
+    """Inside, a SIGTERM that nothing handles fails the test in place of ending pytest."""
+    meant = any(fault.name == "process_signal" for fault in faults)
+    main = threading.current_thread() is threading.main_thread()
+    if not (meant and main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL):
+        yield
+        return
+
+    def tell(*_: Any) -> NoReturn:
+        pytest.fail("SIGTERM: nothing handles it, which ends a process that is not under test", pytrace=False)
+
+    signal.signal(signal.SIGTERM, tell)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -1,0 +1,178 @@
+"""AcceleratedGuard: the guard in a loop that was written for accelerate, accumulation and all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stackwise.argument import check_number, require
+from stackwise.stability.guard import Decision, Guard
+from stackwise.stability.policy import GuardPolicy
+from stackwise.stability.snapshot import Stateful
+
+try:
+    from accelerate import Accelerator  # type: ignore[import-untyped, unused-ignore]
+    from accelerate.optimizer import AcceleratedOptimizer  # type: ignore[import-untyped, unused-ignore]
+except ImportError as error:
+    raise ImportError(f"{__name__} needs accelerate: pip install accelerate") from error
+
+__all__ = ["AcceleratedGuard"]
+
+_ENGINES = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP")  # whose gradients are in the parameters
+
+
+class AcceleratedGuard:
+    """`Guard` with the calls of accelerate: one decision for all processes, once in each accumulated step.
+
+        guard = AcceleratedGuard(accelerator, model, optimizer, scheduler, max_grad_norm=1.0, loss_of=loss_of)
+        for batch in guard.batches(loader):
+            with accelerator.accumulate(model):
+                loss = loss_of(model, batch)
+                accelerator.backward(loss)
+                guard.step(loss)
+
+    `accelerator.register_for_checkpointing(guard)` puts its state into `save_state`.
+
+    Args:
+        accelerator: that has prepared what follows.
+        model: prepared.
+        optimizer: prepared.
+        scheduler: prepared; None: there is none.
+        max_grad_norm: as for `accelerator.clip_grad_norm_`, behind the decision; None: nothing is clipped.
+        policy: what counts as broken, and what is done. Without `clip`.
+        loss_of: the loss of (model, batch), as it is given to `step`; the model is without what accelerate
+            put around it for several processes. None: parameters are named by their norms.
+        batch_id: see `Guard`.
+        others: see `Guard`.
+        bundles: see `Guard`.
+        lag: see `Guard`.
+
+    Attributes:
+        guard: with alarms, records and all else.
+
+    Raises:
+        ValueError: something that was not prepared; a policy that clips; an engine that keeps gradients to
+            itself.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scheduler: Any = None,
+        *,
+        max_grad_norm: float | None = None,
+        policy: GuardPolicy | None = None,
+        loss_of: Callable[[nn.Module, Any], Tensor] | None = None,
+        batch_id: Callable[[Any], Hashable] | None = None,
+        others: Mapping[str, Stateful] | None = None,
+        bundles: Path | str | None = None,
+        lag: int | None = None,
+    ) -> None:
+        prepared = isinstance(optimizer, AcceleratedOptimizer)
+        require(prepared, "optimizer", type(optimizer).__name__, "what accelerator.prepare() returned")
+        policy = policy or GuardPolicy()
+        require(policy.clip is None, "clip", policy.clip, "None: max_grad_norm clips")
+        if max_grad_norm is not None:
+            check_number("max_grad_norm", max_grad_norm, "a number above 0, or None", lambda norm: norm > 0)
+        engine = accelerator.distributed_type.value
+        sharded = engine == "FSDP" and not accelerator.is_fsdp2
+        wanted = "one process, DDP or FSDP2, whose gradients are those of the parameters"
+        require(engine in _ENGINES and not sharded, "distributed_type", engine, wanted)
+        self._accelerator, self._model, self._optimizer = accelerator, model, optimizer
+        self._scheduler, self._max_grad_norm = scheduler, max_grad_norm
+        inner: Any = optimizer
+        while isinstance(inner, AcceleratedOptimizer):
+            inner = inner.optimizer
+        n_batches = accelerator.gradient_accumulation_steps
+        part_of = None if loss_of is None else lambda model, batch: loss_of(model, batch) / n_batches
+        self.guard = Guard(
+            accelerator.unwrap_model(model),
+            inner,
+            scheduler=scheduler,
+            policy=policy,
+            loss_of=part_of,
+            batch_id=batch_id,
+            others=others,
+            bundles=bundles,
+            scaler=accelerator.scaler,
+            lag=lag,
+        )
+        self._loss: Tensor | None = None
+        self._n_given = 0
+        self._sizes: dict[int, int] = {}  # of steps with fewer batches than others, by number
+
+    def batches(self, loader: Iterable[Any], *, fast_forward: bool = False) -> Iterator[Any]:
+        """See `Guard.batches`. What is given again is accumulated as it was."""
+        state: Any = self._accelerator.gradient_state
+        opened: Any = None
+        try:
+            for batch in self.guard.batches(loader, fast_forward=fast_forward):
+                self._n_given += 1
+                if self.guard.gives_again:
+                    if not state.in_dataloader and hasattr(loader, "begin"):
+                        opened = loader
+                        opened.begin()
+                    if state.in_dataloader:
+                        # As if the loader were where it was: with its last batch gradients are reduced.
+                        size = self._sizes.get(self.guard.steps)
+                        state.active_dataloader.end_of_dataloader = self._n_given == size
+                yield batch
+        finally:
+            if opened is not None:
+                opened.end()
+
+    def step(self, loss: Tensor, *, logit: Tensor | None = None) -> Decision | None:
+        """Behind `accelerator.backward`; clips, updates, advances the scheduler, and forgets gradients.
+
+        Args:
+            loss: of the batch, one element, as it was given to `accelerator.backward`.
+            logit: the largest attention logit of the step, one element; None: it is no signal.
+
+        Returns:
+            the decision; None: gradients are still accumulated.
+
+        Raises:
+            ValueError: as `Guard.step`.
+            GuardError: training is broken for good.
+        """
+        accelerator = self._accelerator
+        part = loss.detach() / accelerator.gradient_accumulation_steps
+        self._loss = part if self._loss is None else self._loss + part
+        if not accelerator.sync_gradients:
+            return None
+        total, self._loss = self._loss, None
+        scaler = accelerator.scaler
+        scale = None if scaler is None else scaler.scale(torch.ones((), device=loss.device))
+        if self._n_given != accelerator.gradient_accumulation_steps:
+            self._sizes[self.guard.steps] = self._n_given
+        self._n_given = 0
+        decision = self.guard.judge_step(total, logit=logit, scale=scale)
+        if self.guard.makes_update(decision):
+            if self._max_grad_norm is not None:
+                accelerator.clip_grad_norm_(self._model.parameters(), self._max_grad_norm)
+            self._optimizer.step()
+            if self._scheduler is not None:
+                self._scheduler.step()
+        try:
+            self.guard.close_step(decision)
+        finally:
+            self._optimizer.zero_grad()
+        return decision
+
+    def settle(self) -> None:
+        """See `Guard.settle`."""
+        self.guard.settle()
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Guard.state_dict`."""
+        return self.guard.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """See `Guard.load_state_dict`."""
+        self.guard.load_state_dict(state_dict)

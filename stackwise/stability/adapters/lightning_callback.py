@@ -1,0 +1,331 @@
+"""GuardCallback of Lightning: a `Trainer.fit` under the guard, as a loop of one's own is."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stackwise.argument import require
+from stackwise.stability.adapters.outer_loop import OuterLoop
+from stackwise.stability.guard import Guard
+from stackwise.stability.policy import GuardPolicy
+from stackwise.stability.snapshot import Stateful
+
+try:
+    from lightning.pytorch import Callback
+except ImportError:
+    try:
+        from pytorch_lightning import Callback  # type: ignore[assignment, unused-ignore]
+    except ImportError as error:
+        raise ImportError(f"{__name__} needs Lightning: pip install lightning") from error
+
+__all__ = ["GuardCallback"]
+
+_LOG = logging.getLogger(__name__)
+_HELD = "held"  # an interval of schedulers that never comes
+
+
+class GuardCallback(Callback):  # type: ignore[misc, unused-ignore]
+    """Each step of a Lightning trainer is judged before its gradients are clipped.
+
+        trainer = Trainer(max_epochs=3, callbacks=[GuardCallback(GuardPolicy())])
+        trainer.fit(module, loader)
+
+    A step that is left out leaves weights, optimizer and schedulers as they were; `trainer.global_step`
+    counts it, as it counts batches. A rewind makes steps again within `on_train_batch_end`, and no further
+    back than to the beginning of the epoch: they are neither counted nor logged. The host waits for each
+    step's verdict.
+
+    Args:
+        policy: what counts as broken, and what is done. Without `clip`: `gradient_clip_val` clips.
+        locate: compute a broken step again by `training_step`, to name its module and to know whether it
+            breaks again; else parameters are named by their norms.
+        others: objects whose state goes back with a rewind, by name.
+        bundles: folder for diagnostic bundles; None: none are written.
+
+    Attributes:
+        guard: of the training that runs, or of the last one; None: there was none.
+
+    Raises:
+        ValueError: a policy that clips.
+    """
+
+    def __init__(
+        self,
+        policy: GuardPolicy | None = None,
+        *,
+        locate: bool = True,
+        others: Mapping[str, Stateful] | None = None,
+        bundles: Path | str | None = None,
+    ) -> None:
+        self.policy = policy or GuardPolicy()
+        require(
+            self.policy.clip is None, "clip", self.policy.clip, "None: gradient_clip_val of the trainer clips"
+        )
+        self._locate, self._others, self._bundles = locate, others, bundles
+        self._trainer: Any = None
+        self._module: Any = None
+        self._loop: OuterLoop | None = None
+        self._restored: dict[str, Any] | None = None
+        self._held: list[tuple[Any, str]] = []
+        self._scaler_state: dict[str, Any] | None = None
+        self._logged = 0
+        self.guard: Guard | None = None
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Optimizer and schedulers are ready.
+
+        Raises:
+            ValueError: a training that cannot be guarded from a callback.
+        """
+        automatic = pl_module.automatic_optimization
+        require(automatic, "automatic_optimization", automatic, "True, or a Guard in training_step")
+        count = len(trainer.optimizers)
+        require(count == 1, "optimizers", count, "one")
+        optimizer = trainer.optimizers[0]
+        lbfgs = isinstance(optimizer, torch.optim.LBFGS)
+        require(not lbfgs, "optimizer", type(optimizer).__name__, "one that calls its closure once")
+        strategy = type(trainer.strategy).__name__
+        kept = strategy.startswith(("DeepSpeed", "FSDP"))
+        require(not kept, "strategy", strategy, "one device, DDP, or ModelParallelStrategy")
+        iterates = "dataloader_iter" in inspect.signature(pl_module.training_step).parameters
+        require(not iterates, "training_step", "dataloader_iter", "a batch")
+        for config in trainer.lr_scheduler_configs:
+            follows = config.reduce_on_plateau and config.interval == "step"
+            require(not follows, "interval of ReduceLROnPlateau", config.interval, "'epoch'")
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        unscales = scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False)
+        require(
+            not unscales,
+            "optimizer",
+            "a fused one",
+            "one that is not fused, or another precision than 16-mixed",
+        )
+        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+        self._trainer, self._module = trainer, pl_module
+        self.guard = Guard(
+            pl_module,
+            optimizer,
+            scheduler=_Schedulers(schedulers) if schedulers else None,
+            policy=self.policy,
+            loss_of=self._loss_of if self._locate else None,
+            others=self._others,
+            bundles=self._bundles,
+            scaler=scaler,
+            lag=0,
+        )
+        self._loop = OuterLoop(self.guard, self._make_again)
+        self._logged = 0
+        if self._restored is not None:
+            self.guard.load_state_dict(self._restored)
+            self._logged, self._restored = len(self.guard.alarms), None
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
+        """Schedulers by epochs have been advanced: a rewind does not go back behind that."""
+        assert self.guard is not None
+        self.guard.renew_snapshot()
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:  # noqa: ARG002
+        """A batch was drawn."""
+        assert self._loop is not None
+        self._loop.give({"batch": batch, "batch_idx": batch_idx}, (trainer.current_epoch, batch_idx))
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:  # noqa: ARG002
+        """The loss of a batch, divided by the batches of a step, and scaled where there is a scaler."""
+        assert self._loop is not None
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        scale = None if scaler is None else scaler.scale(torch.ones((), device=loss.device))
+        self._loop.add_loss(loss.detach() if scale is None else loss.detach() / scale)
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:  # noqa: ARG002
+        """Judge the step; where it is broken there is nothing to update from."""
+        loop = self._loop
+        assert loop is not None
+        if not loop.has_loss:  # training_step returned None
+            return
+        loop.judge()
+        if self._is_last():
+            # Behind what is made again.
+            self._hold("epoch")
+        if loop.makes_update:
+            return
+        self._hold("step")
+        if (scaler := getattr(trainer.precision_plugin, "scaler", None)) is not None:
+            self._scaler_state = scaler.state_dict()
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                p.grad = None
+
+    def on_train_batch_end(
+        self,
+        trainer: Any,
+        pl_module: Any,  # noqa: ARG002
+        outputs: Any,  # noqa: ARG002
+        batch: Any,  # noqa: ARG002
+        batch_idx: int,  # noqa: ARG002
+    ) -> None:
+        """Answer the alarm of the step.
+
+        Raises:
+            GuardError: training is broken for good.
+        """
+        loop = self._loop
+        assert loop is not None
+        if loop.decision is None:
+            return
+        self._release_scaler()
+        trainer.optimizers[0].zero_grad(set_to_none=True)
+        by_epochs = [config for config, interval in self._held if interval == "epoch"]
+        try:
+            loop.close()
+        finally:
+            self._release()
+            self._log()
+        for config in by_epochs:
+            if (trainer.current_epoch + 1) % config.frequency == 0:
+                self._module.lr_scheduler_step(config.scheduler, None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The guard's, for Lightning's checkpoints; empty: there was no training."""
+        return {} if self.guard is None else self.guard.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from what `state_dict` gave, as training starts."""
+        self._restored = state_dict or None
+
+    def _make_again(self, count: int) -> None:
+        """As `automatic_optimization` makes a step."""
+        assert self.guard is not None
+        guard, trainer, module = self.guard, self._trainer, self._module
+        strategy, optimizer = trainer.strategy, trainer.optimizers[0]
+        last = 0
+
+        def closure() -> Tensor:
+            nonlocal last
+            loss: Tensor | None = None
+            with torch.enable_grad():
+                for number in range(1, count + 1):
+                    given = guard.give_again()
+                    last = given["batch_idx"]
+                    blocks = number < count and hasattr(strategy, "block_backward_sync")
+                    with strategy.block_backward_sync() if blocks else nullcontext():
+                        output = strategy.training_step(*self._arguments(given))
+                        loss = _loss_in(output) / trainer.accumulate_grad_batches
+                        if number == 1:
+                            optimizer.zero_grad()
+                        strategy.backward(loss, optimizer)
+            assert loss is not None
+            return loss.detach()
+
+        self._release_scaler()
+        self._let_step()
+        with self._not_logged():
+            module.optimizer_step(trainer.current_epoch, last, module.optimizers(), closure)
+        self._release_scaler()
+        made = not any(interval == "step" for _, interval in self._held)
+        for config in trainer.lr_scheduler_configs:
+            if made and config.interval == "step" and (last + 1) % config.frequency == 0:
+                module.lr_scheduler_step(config.scheduler, None)
+        optimizer.zero_grad(set_to_none=True)
+
+    def _loss_of(self, model: nn.Module, given: Any) -> Tensor:  # noqa: ARG002
+        with self._not_logged(), self._trainer.precision_plugin.train_step_context():
+            output = self._module.training_step(*self._arguments(given))
+        return _loss_in(output) / int(self._trainer.accumulate_grad_batches)
+
+    def _arguments(self, given: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Of `training_step`, which may or may not take the number of the batch."""
+        parameters = inspect.signature(self._module.training_step).parameters.values()
+        kinds = [p.kind for p in parameters]
+        positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        takes_number = (
+            sum(kind in positional for kind in kinds) > 1 or inspect.Parameter.VAR_POSITIONAL in kinds
+        )
+        return (given["batch"], given["batch_idx"]) if takes_number else (given["batch"],)
+
+    def _is_last(self) -> bool:
+        """Whether the batch at hand is the last of its epoch."""
+        assert self._loop is not None
+        trainer = self._trainer
+        return not self._loop.again and bool(trainer.fit_loop.epoch_loop._num_ready_batches_reached())
+
+    def _hold(self, interval: str) -> None:
+        """Keep Lightning from advancing schedulers of an interval behind this step."""
+        for config in self._trainer.lr_scheduler_configs:
+            if config.interval == interval and not config.reduce_on_plateau:
+                self._held.append((config, interval))
+                config.interval = _HELD
+
+    def _let_step(self) -> None:
+        """Schedulers by steps advance again."""
+        for config, interval in self._held:
+            if interval == "step":
+                config.interval = interval
+        self._held = [(config, interval) for config, interval in self._held if interval != "step"]
+
+    def _release(self) -> None:
+        for config, interval in self._held:
+            config.interval = interval
+        self._held = []
+
+    def _release_scaler(self) -> None:
+        """What a scaler counted of a step that was left out is taken back."""
+        if self._scaler_state is not None:
+            self._trainer.precision_plugin.scaler.load_state_dict(self._scaler_state)
+            self._scaler_state = None
+
+    @contextmanager
+    def _not_logged(self) -> Iterator[None]:
+        """Inside, the module logs nothing: it has logged these batches."""
+        module = self._module
+        module.log = module.log_dict = lambda *_, **__: None
+        try:
+            yield
+        finally:
+            del module.log, module.log_dict
+
+    def _log(self) -> None:
+        """New alarms, to the loggers of the trainer."""
+        assert self.guard is not None
+        trainer = self._trainer
+        for number, alarm in enumerate(self.guard.alarms[self._logged :], start=self._logged + 1):
+            _LOG.warning("%s", alarm)
+            values = {
+                "guard_alarm_step": alarm.step,
+                "guard_alarms": number,
+                "guard_skipped": self.guard.skipped,
+            }
+            for logger in trainer.loggers:
+                logger.log_metrics(values, step=trainer.global_step)
+        self._logged = len(self.guard.alarms)
+
+
+class _Schedulers:
+    """Several schedulers as one state."""
+
+    def __init__(self, schedulers: Sequence[Any]) -> None:
+        self._schedulers = schedulers
+
+    def state_dict(self) -> dict[str, Any]:
+        return {str(number): each.state_dict() for number, each in enumerate(self._schedulers)}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        for number, each in enumerate(self._schedulers):
+            each.load_state_dict(state_dict[str(number)])
+
+
+def _loss_in(output: Any) -> Tensor:
+    """Of what `training_step` returned."""
+    loss = output["loss"] if isinstance(output, Mapping) else output
+    require(
+        isinstance(loss, Tensor), "training_step", type(loss).__name__, "a loss, also when it is made again"
+    )
+    tensor: Tensor = loss
+    return tensor

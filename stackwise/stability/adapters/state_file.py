@@ -1,0 +1,67 @@
+"""State file: what a guard goes on from, beside the checkpoint of another library; safetensors, no pickle."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from stackwise.checkpoint import tree
+
+__all__ = ["read_state", "write_state"]
+
+_FORMAT = "1"
+
+
+def write_state(state: Mapping[str, Any], folder: Path, rank: int) -> Path:
+    """Write the state of one process as a file in `folder`, which is there whole or not at all.
+
+    Raises:
+        ValueError: something in the state cannot be told without pickles.
+        OSError: the disk does not take it.
+    """
+    tensors: dict[str, Tensor] = {}
+    plain = tree.encode(dict(state), ("guard",), tensors)
+    kept = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    place = _place(folder, rank)
+    part = place.with_name(f".{place.name}.{os.getpid()}")
+    try:
+        save_file(kept, part, {"format": _FORMAT, "state": json.dumps(plain, allow_nan=False)})
+        part.replace(place)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+    return place
+
+
+def read_state(folder: Path, rank: int) -> dict[str, Any] | None:
+    """What `write_state` wrote; None: there is no such file.
+
+    Raises:
+        ValueError: it is damaged; the message names it.
+    """
+    place = _place(folder, rank)
+    if not place.exists():
+        return None
+    try:
+        with safe_open(place, framework="pt") as file:
+            told = file.metadata() or {}
+            if told.get("format") != _FORMAT:
+                raise ValueError(f"format: got {told.get('format')!r}; allowed: {_FORMAT!r}")
+            state: dict[str, Any] = tree.decode(
+                json.loads(told["state"]), lambda name, shape, _: file.get_tensor(name).reshape(shape).clone()
+            )
+            return state
+    except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{place}: no state of a guard, or a damaged one: {error!r}") from error
+
+
+def _place(folder: Path, rank: int) -> Path:
+    return folder / f"guard_{rank}.safetensors"

@@ -1,0 +1,336 @@
+"""GuardCallback of transformers: a `Trainer` under the guard, as a loop of one's own is."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from functools import wraps
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from stackwise.argument import require
+from stackwise.stability.adapters.outer_loop import OuterLoop
+from stackwise.stability.adapters.state_file import read_state, write_state
+from stackwise.stability.alarm import Alarm
+from stackwise.stability.guard import Guard
+from stackwise.stability.policy import GuardPolicy
+from stackwise.stability.snapshot import Stateful
+
+try:
+    from transformers import Trainer, TrainerCallback
+    from transformers.trainer_utils import get_last_checkpoint
+except ImportError as error:
+    raise ImportError(
+        f"{__name__} needs transformers and accelerate: pip install transformers accelerate"
+    ) from error
+
+__all__ = ["GuardCallback"]
+
+_LOG = logging.getLogger(__name__)
+_ENGINES = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP")  # of accelerate, whose gradients are in the parameters
+
+
+class GuardCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
+    """Each step of a `transformers.Trainer` is judged before its gradients are clipped.
+
+        trainer = Trainer(model, args, train_dataset=data, callbacks=[GuardCallback(GuardPolicy())])
+        trainer.train()
+
+    A step that is left out leaves weights, optimizer and scheduler as they were; `state.global_step` counts
+    it, as it counts batches. A rewind makes steps again within the `on_step_end` of the last one: other
+    callbacks are not called for them, nor are they counted. `max_grad_norm` of the arguments clips, as
+    without a guard.
+
+    Args:
+        policy: what counts as broken, and what is done. Without `clip`: the Trainer clips.
+        locate: compute a broken step again by `compute_loss`, to name its module and to know whether it
+            breaks again; else parameters are named by their norms.
+        others: objects whose state goes back with a rewind, by name.
+        bundles: folder for diagnostic bundles; None: none are written.
+        lag: see `Guard`.
+
+    Attributes:
+        guard: of the training that runs, or of the last one; None: there was none.
+
+    Raises:
+        ValueError: a policy that clips.
+    """
+
+    def __init__(
+        self,
+        policy: GuardPolicy | None = None,
+        *,
+        locate: bool = True,
+        others: Mapping[str, Stateful] | None = None,
+        bundles: Path | str | None = None,
+        lag: int | None = None,
+    ) -> None:
+        self.policy = policy or GuardPolicy()
+        require(
+            self.policy.clip is None, "clip", self.policy.clip, "None: TrainingArguments.max_grad_norm clips"
+        )
+        self._locate, self._others, self._bundles, self._lag = locate, others, bundles, lag
+        self._trainer: Any = None
+        self._loop: OuterLoop | None = None
+        self._optimizer: Any = None
+        self._own_step: Any = None  # where it is not that of its class
+        self._resume: Any = None
+        self._updates: int | None = None  # in an epoch
+        self._logged = 0
+        self.guard: Guard | None = None
+
+    def attach(self, trainer: Any) -> Self:
+        """Watch a trainer: for one that was made without this callback.
+
+        Raises:
+            ValueError: it watches another one already.
+        """
+        require(
+            self._trainer is None or self._trainer is trainer,
+            "trainer",
+            "another one",
+            "one for each callback",
+        )
+        if self._trainer is None:
+            self._trainer = trainer
+            if not any(each is self for each in trainer.callback_handler.callbacks):
+                trainer.add_callback(self)
+            self._training_step, self._train = trainer.training_step, trainer.train
+            trainer.training_step, trainer.train = self._watched_step, self._watched_train
+        return self
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        """The trainer is made: watch it."""
+        if self._trainer is None:
+            self.attach(_caller(self))
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        """Model, optimizer and scheduler are ready.
+
+        Raises:
+            ValueError: it was added to a trainer without `attach`, or an engine keeps gradients to itself.
+        """
+        trainer = self._trainer
+        allowed = (
+            "Trainer(callbacks=[GuardCallback(...)]), or GuardCallback(...).attach(trainer) before train()"
+        )
+        require(trainer is not None, "trainer", None, allowed)
+        self._release()
+        accelerator = trainer.accelerator
+        engine = accelerator.distributed_type.value
+        sharded = engine == "FSDP" and not getattr(accelerator, "is_fsdp2", False)
+        wanted = "one process, DDP or FSDP2, whose gradients are those of the parameters"
+        require(engine in _ENGINES and not sharded, "distributed_type", engine, wanted)
+        self._optimizer = trainer.optimizer
+        optimizer = self._optimizer
+        while not type(optimizer).__module__.startswith("torch.") and hasattr(optimizer, "optimizer"):
+            optimizer = optimizer.optimizer
+        self.guard = Guard(
+            trainer.model,
+            optimizer,
+            scheduler=trainer.lr_scheduler,
+            policy=self.policy,
+            loss_of=self._loss_of if self._locate else None,
+            others=self._others,
+            bundles=self._bundles,
+            scaler=getattr(accelerator, "scaler", None),
+            lag=self._lag,
+        )
+        self._loop = OuterLoop(self.guard, self._make_again)
+        self._watch_updates()
+        self._updates = _updates_per_epoch(kwargs.get("train_dataloader"), args.gradient_accumulation_steps)
+        self._logged = 0
+        self._restore(args)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        """Answer the alarms of the steps so far.
+
+        Raises:
+            GuardError: training is broken for good.
+        """
+        assert self._loop is not None
+        try:
+            # What is saved or evaluated must not wait for an answer.
+            self._loop.close(
+                settle=control.should_save or control.should_evaluate or control.should_training_stop
+            )
+        finally:
+            self._log()
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        """Answer every alarm.
+
+        Raises:
+            GuardError: training is broken for good.
+        """
+        assert self._loop is not None
+        try:
+            self._loop.settle()
+        finally:
+            self._log()
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        """A schedule may follow what was measured: a rewind does not go back behind it."""
+        if self.guard is not None and self._trainer.is_in_train:
+            self.guard.renew_snapshot()
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        """Put the guard's state into the checkpoint that was written."""
+        if self.guard is not None and not args.save_only_model:
+            folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+            write_state(self.guard.state_dict(), folder, args.process_index)
+
+    # What is called in place of the trainer's own.
+
+    def _watched_train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        self._resume = resume_from_checkpoint
+        try:
+            return self._train(resume_from_checkpoint, *args, **kwargs)
+        finally:
+            self._release()
+
+    def _watched_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+        loop, trainer = self._loop, self._trainer
+        if loop is None:
+            loss: Tensor = self._training_step(model, inputs, *args, **kwargs)
+            return loss
+        n_items = args[0] if args else kwargs.get("num_items_in_batch")
+        loop.give({"inputs": inputs, "num_items_in_batch": n_items}, self._identity(loop.n_given))
+        loss = self._training_step(model, inputs, *args, **kwargs)
+        loop.add_loss(loss)
+        if trainer.accelerator.sync_gradients:
+            scaler = getattr(trainer.accelerator, "scaler", None)
+            scale = None if scaler is None else scaler.scale(torch.ones((), device=loss.device))
+            loop.judge(scale)
+        return loss
+
+    def _watch_updates(self) -> None:
+        optimizer, loop = self._optimizer, self._loop
+        assert loop is not None
+        original = optimizer.step
+
+        @wraps(original)  # a scheduler looks for its mark on it
+        def step(*args: Any, **kwargs: Any) -> Any:
+            # As after an overflow: the trainer then leaves its scheduler alone.
+            optimizer._is_overflow = not loop.makes_update
+            if loop.makes_update:
+                return original(*args, **kwargs)
+            loop.guard.hold_scaler()
+            return None
+
+        self._own_step = vars(optimizer).get("step")
+        optimizer.step = step
+
+    def _make_again(self, count: int) -> None:
+        """As `_run_epoch` makes a step."""
+        assert self.guard is not None
+        trainer, model = self._trainer, self._trainer.model_wrapped
+        accelerator = trainer.accelerator
+        before = trainer.current_gradient_accumulation_steps
+        trainer.current_gradient_accumulation_steps = count
+        for number in range(1, count + 1):
+            given = self.guard.give_again()
+            accelerator.gradient_state._set_sync_gradients(number == count)
+            with nullcontext() if number == count else accelerator.no_sync(model):
+                trainer.training_step(model, given["inputs"], given["num_items_in_batch"])
+        trainer.current_gradient_accumulation_steps = before
+        max_norm = trainer.args.max_grad_norm
+        if max_norm and max_norm > 0:
+            if hasattr(trainer, "_clip_grad_norm"):
+                trainer._clip_grad_norm(model)
+            else:  # before transformers 5
+                accelerator.clip_grad_norm_(model.parameters(), max_norm)
+        trainer.optimizer.step()
+        scheduled = "metrics" not in inspect.signature(trainer.lr_scheduler.step).parameters
+        if scheduled and not accelerator.optimizer_step_was_skipped:
+            trainer.lr_scheduler.step()
+        model.zero_grad()
+
+    def _loss_of(self, model: nn.Module, given: Any) -> Tensor:
+        """The part of a micro-batch in the loss of its step."""
+        trainer, n_items = self._trainer, given["num_items_in_batch"]
+        inputs = trainer._prepare_inputs(given["inputs"])
+        with trainer.compute_loss_context_manager():
+            if n_items is None:
+                loss: Tensor = trainer.compute_loss(model, inputs).mean()
+                return loss / int(trainer.current_gradient_accumulation_steps)
+            loss = trainer.compute_loss(model, inputs, num_items_in_batch=n_items)
+        return loss.mean()
+
+    def _identity(self, number: int) -> tuple[int, int]:
+        """(epoch, place in it) of a micro-batch, from the number of updates alone."""
+        step, per_update = self._trainer.state.global_step, self._trainer.args.gradient_accumulation_steps
+        epoch, update = (0, step) if self._updates is None else divmod(step, self._updates)
+        return epoch, update * per_update + number
+
+    def _restore(self, args: Any) -> None:
+        """The guard's state from the checkpoint that training goes on from."""
+        assert self.guard is not None
+        if not self._resume:
+            return
+        latest: Callable[[str], Any] = get_last_checkpoint
+        folder = latest(args.output_dir) if self._resume is True else self._resume
+        state = read_state(Path(folder), args.process_index)
+        if state is None:
+            warnings.warn(
+                f"{folder}: no state of a guard: it starts without a history", RuntimeWarning, stacklevel=2
+            )
+        else:
+            self.guard.load_state_dict(state)
+            self._logged = len(self.guard.alarms)
+
+    def _log(self) -> None:
+        """New alarms, into the log history."""
+        assert self.guard is not None
+        trainer = self._trainer
+        should_log = trainer.control.should_log
+        for number, alarm in enumerate(self.guard.alarms[self._logged :], start=self._logged + 1):
+            _LOG.warning("%s", alarm)
+            trainer.log(_logs(alarm, number, self.guard.skipped))
+        self._logged = len(self.guard.alarms)
+        # What is due to be logged is not yet.
+        trainer.control.should_log = should_log
+
+    def _release(self) -> None:
+        """Leave the optimizer as it was."""
+        if self._optimizer is not None:
+            vars(self._optimizer).pop("step", None)
+            if self._own_step is not None:
+                self._optimizer.step = self._own_step
+            self._optimizer._is_overflow = False
+        self._optimizer = self._loop = None
+
+
+def _caller(callback: GuardCallback) -> Any:
+    """The trainer that calls `on_init_end`: callbacks are not told whose they are."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        found = frame.f_locals.get("self")
+        if isinstance(found, Trainer) and any(each is callback for each in found.callback_handler.callbacks):
+            return found
+        frame = frame.f_back
+    raise ValueError("trainer: got None; allowed: GuardCallback(...).attach(trainer)")
+
+
+def _updates_per_epoch(loader: Any, per_update: int) -> int | None:
+    """None: the loader does not say how many batches it has."""
+    try:
+        return max(1, math.ceil(len(loader) / per_update))
+    except TypeError:
+        return None
+
+
+def _logs(alarm: Alarm, number: int, skipped: int) -> dict[str, Any]:
+    return {
+        "guard_alarm": str(alarm),
+        "guard_alarm_step": alarm.step,
+        "guard_alarms": number,
+        "guard_skipped": skipped,
+    }

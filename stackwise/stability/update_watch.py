@@ -1,0 +1,54 @@
+"""UpdateWatch: whether a training step that somebody else makes did change the weights."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from stackwise.stability.faults.subject import Subject
+from stackwise.trainer_spec import TrainingRun
+
+__all__ = ["UpdateWatch"]
+
+
+class UpdateWatch:
+    """Around one step: `updated` says whether its update was made.
+
+    An update is made where a weight is another afterwards: an optimizer that leaves a step out on the device
+    is called all the same. Waits for the device.
+
+    Args:
+        run: whose weights are watched.
+        damages: whether something else writes into the weights in this step, so that only the call of the
+            optimizer tells.
+    """
+
+    def __init__(self, run: TrainingRun, damages: bool = False) -> None:
+        self.updated = False
+        self._run, self._damages = run, damages
+        self._calls = 0
+
+    def __enter__(self) -> Self:
+        self._before = [p.detach().clone() for p in self._run.model.parameters()]
+        subject = Subject.of(self._run)
+
+        def count(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            self._calls += subject.owns(optimizer)
+
+        self._handle = register_optimizer_step_post_hook(count)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._handle.remove()
+        parameters = zip(self._before, self._run.model.parameters(), strict=True)
+        changed = not all(_same(before, after.detach()) for before, after in parameters)
+        self.updated = changed and not (self._damages and not self._calls)
+        self._before = []
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    """Whether all are equal, a NaN to a NaN."""
+    return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())

@@ -1,0 +1,261 @@
+"""accelerate under the guard: one decision for all processes and for all batches of a step."""
+
+import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from stackwise.stability.faults import GradientExplosion, NanInjection, broken
+from stackwise.stability.guard import GuardError, GuardPolicy
+
+accelerate = pytest.importorskip("accelerate")
+
+from stackwise.stability.adapters.accelerate_guard import AcceleratedGuard  # noqa: E402
+
+POLICY = GuardPolicy(snapshot_interval=8, patience=3)
+N = 41
+SIZE = 32
+
+
+class Square(nn.Module):
+    def forward(self, x):
+        return x * x
+
+
+def loss_of(model, batch):
+    return (model(batch[0]) - batch[1]).square().mean()
+
+
+def rows(broken_at=(), leave_out=(), count=N):
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(count, SIZE, 4, generator=generator)
+    labels = x.square().sum(-1, keepdim=True)
+    for at in broken_at:
+        x[at, 3, 2] = 1e25  # whose square overflows
+    kept = [n for n in range(count) if n not in leave_out]
+    return [row for n in kept for row in zip(x[n], labels[n], strict=True)]
+
+
+class Run:
+    def __init__(self, data, per_update=1, kind="adamw"):
+        self.accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=per_update)
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.Linear(4, 8), Square(), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.0), nn.Linear(8, 1)
+        )
+        kinds = {
+            "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
+            "fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
+        }
+        optimizer = kinds[kind](model.parameters())
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step / 50))
+        loader = DataLoader(data, batch_size=SIZE)
+        self.model, self.optimizer, self.scheduler, self.loader = self.accelerator.prepare(
+            model, optimizer, scheduler, loader
+        )
+        self.seen = []
+
+    @property
+    def state(self):
+        return copy.deepcopy(
+            {
+                "model": self.model.state_dict(),
+                "optimizer": self.optimizer.state_dict()["state"],
+                "rate": self.scheduler.get_last_lr(),
+            }
+        )
+
+
+def guarded(data, *, per_update=1, kind="adamw", epochs=1, faults=None, locate=True, **arguments):
+    run = Run(data, per_update, kind)
+    run.error = None
+    run.guard = AcceleratedGuard(
+        run.accelerator,
+        run.model,
+        run.optimizer,
+        run.scheduler,
+        max_grad_norm=1.0,
+        policy=POLICY,
+        loss_of=loss_of if locate else None,
+        **arguments,
+    )
+
+    def train():
+        for _ in range(epochs):
+            for batch in run.guard.batches(run.loader):
+                run.seen.append(run.guard.guard.steps)
+                with run.accelerator.accumulate(run.model):
+                    loss = loss_of(run.model, batch)
+                    run.accelerator.backward(loss)
+                    run.guard.step(loss)
+
+    try:
+        if faults is None:
+            train()
+        else:
+            with broken((run.model, run.optimizer), faults) as injection:
+                train()
+            run.fired = injection.fired
+    except GuardError as error:
+        run.error = error
+    return run
+
+
+def plain(data, *, per_update=1, kind="adamw", epochs=1):
+    run = Run(data, per_update, kind)
+    for _ in range(epochs):
+        for batch in run.loader:
+            with run.accelerator.accumulate(run.model):
+                run.accelerator.backward(loss_of(run.model, batch))
+                if run.accelerator.sync_gradients:
+                    run.accelerator.clip_grad_norm_(run.model.parameters(), 1.0)
+                run.optimizer.step()
+                run.scheduler.step()
+                run.optimizer.zero_grad()
+    return run
+
+
+def same(a, b):
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    return a == b
+
+
+@pytest.mark.parametrize("per_update", [1, 2])
+@pytest.mark.parametrize("kind, lag", [("adamw", 0), ("fused", 0), ("fused", 2)])
+def test_a_sound_training_is_not_touched(kind, lag, per_update):
+    run = guarded(rows(), per_update=per_update, kind=kind, lag=lag, epochs=2)
+    run.guard.settle()
+    assert run.guard.guard.alarms == []
+    assert same(run.state, plain(rows(), per_update=per_update, kind=kind, epochs=2).state)
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+@pytest.mark.parametrize("at", [(0,), (20,), (23, 24, 25, 28), (38, 39, 40)], ids=str)
+def test_a_broken_batch_is_as_if_it_were_not_there(at, lag):
+    run = guarded(rows(at), kind="fused", lag=lag)
+    guard = run.guard.guard
+    assert [alarm.step for alarm in guard.alarms] == list(at)
+    assert {alarm.where for alarm in guard.alarms} == {"1 (forward)"}
+    assert guard.quarantined == [(0, step) for step in at]
+    assert run.scheduler.scheduler.last_epoch == N - len(at)
+    assert same(run.state, plain(rows(leave_out=at), kind="fused").state)
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+@pytest.mark.parametrize(
+    "at", [(0, 1), (20, 21), (2, 3, 4, 5, 6, 7), (34, 35, 36, 37, 38, 39), (40,)], ids=str
+)
+def test_accumulated_batches_go_together(at, lag):
+    # 41 batches: the last step of an epoch has one. The rewind of (2, ..., 7) in epoch 1 goes back over it.
+    run = guarded(rows(at), per_update=2, kind="fused", lag=lag, epochs=2)
+    steps = sorted({n // 2 for n in at})
+    assert [alarm.step for alarm in run.guard.guard.alarms] == [*steps, *(21 + step for step in steps)]
+    assert same(run.state, plain(rows(leave_out=at), per_update=2, kind="fused", epochs=2).state)
+
+
+@pytest.mark.parametrize("fault", [NanInjection(step=20), GradientExplosion(step=20, factor=100.0)], ids=str)
+def test_a_fault_is_noticed_at_its_step_and_left_out(fault):
+    run = guarded(rows(), faults=[fault], locate=False)
+    assert run.fired == [20]
+    [alarm] = run.guard.guard.alarms
+    assert (alarm.step, alarm.action, alarm.batch) == (20, "skipped", ((0, 20),))
+    assert same(run.state, plain(rows(leave_out=(20,))).state)
+
+
+def test_a_lasting_fault_rewinds_once_and_ends_training():
+    run = guarded(rows(), faults=[NanInjection(step=20, duration=30)], locate=False)
+    assert isinstance(run.error, GuardError)
+    actions = [alarm.action for alarm in run.error.alarms]
+    assert actions[:3] == ["skipped", "skipped", "rewound"]
+    assert actions.count("rewound") == 1
+    assert actions[-1] == "raised"
+
+
+def test_its_state_is_saved_with_that_of_accelerate(tmp_path):
+    first = guarded(rows((20,)))
+    first.accelerator.register_for_checkpointing(first.guard)
+    first.accelerator.save_state(str(tmp_path))
+    other = Run(rows())
+    guard = AcceleratedGuard(other.accelerator, other.model, other.optimizer, other.scheduler, policy=POLICY)
+    other.accelerator.register_for_checkpointing(guard)
+    other.accelerator.load_state(str(tmp_path))
+    assert repr(guard.guard.alarms) == repr(first.guard.guard.alarms)
+    assert guard.guard.quarantined == [(0, 20)]
+    assert guard.guard.steps == N
+
+
+def test_what_is_refused():
+    run = Run(rows())
+    with pytest.raises(
+        ValueError, match=r"optimizer: got 'AdamW'; allowed: what accelerator.prepare\(\) returned"
+    ):
+        AcceleratedGuard(run.accelerator, run.model, run.optimizer.optimizer)
+    with pytest.raises(ValueError, match=r"clip: got 1.0; allowed: None: max_grad_norm clips"):
+        AcceleratedGuard(run.accelerator, run.model, run.optimizer, policy=GuardPolicy(clip=1.0))
+    with pytest.raises(ValueError, match="max_grad_norm: got 0"):
+        AcceleratedGuard(run.accelerator, run.model, run.optimizer, max_grad_norm=0)
+
+
+RANKS = '''
+import sys
+import torch
+from torch import distributed
+import tests.stability.adapters.test_accelerate_guard as own
+
+def check(per_update, lag, bad):
+    """Batches of the second process are the odd ones: only they are broken."""
+    of_one = [own.rows(count=80)[n * own.SIZE:(n + 1) * own.SIZE] for n in range(80)]
+    marred = own.rows([2 * n + 1 for n in bad], count=80)
+    run = own.guarded(marred, per_update=per_update, kind="fused", lag=lag)
+    assert run.accelerator.num_processes == 2
+    alarms = [(a.step, a.kind, a.action, a.where) for a in run.guard.guard.alarms]
+    everyone = [None, None]
+    distributed.all_gather_object(everyone, (alarms, run.seen))
+    assert everyone[0] == everyone[1], everyone
+    assert [a[0] for a in alarms] == sorted({n // per_update for n in bad}), alarms
+    assert {a[1] for a in alarms} == {"non-finite loss"}, alarms
+    assert {a[3] for a in alarms} == {"1 (forward)"}, alarms
+    gone = {m for n in bad for k in range(per_update) for m in (2 * (n // per_update * per_update + k),
+                                                               2 * (n // per_update * per_update + k) + 1)}
+    kept = [row for n in range(80) if n not in gone for row in of_one[n]]
+    twin = own.plain(kept, per_update=per_update, kind="fused")
+    assert own.same(run.state, twin.state)
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for lag in (0, 2):
+        check(1, lag, [10])
+        check(1, lag, [20, 21, 22])
+        check(2, lag, [20, 22, 24])
+    distributed.destroy_process_group()
+    print("both agree")
+'''
+
+
+@pytest.mark.slow
+def test_two_processes_decide_as_one(tmp_path):
+    script = tmp_path / "ranks.py"
+    script.write_text(RANKS)
+    root = str(Path(__file__).parents[3])
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(script),
+    ]
+    environment = {**os.environ, "PYTHONPATH": root, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("both agree") == 2

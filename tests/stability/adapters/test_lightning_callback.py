@@ -1,0 +1,263 @@
+"""Lightning under the guard: noticed at its step, and then as if the batch had not been there."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from stackwise.stability.faults import GradientExplosion, LossSpike, NanInjection, broken
+from stackwise.stability.guard import GuardError, GuardPolicy
+
+lightning = pytest.importorskip("lightning.pytorch")
+
+from stackwise.stability.adapters.lightning_callback import GuardCallback  # noqa: E402
+
+POLICY = GuardPolicy(snapshot_interval=8, patience=3)
+N = 40
+pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's own, of many kinds
+
+
+class Square(nn.Module):
+    def forward(self, x):
+        return x * x
+
+
+class Regression(lightning.LightningModule):
+    """With statistics and random choices, both of which are to be put back."""
+
+    def __init__(self, dropout=0.0, interval="step", kind="adamw"):
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)
+        self.square, self.dropout = Square(), nn.Dropout(dropout)
+        self.interval, self.kind = interval, kind
+        self.seen = []
+
+    def training_step(self, batch, batch_idx):
+        self.seen.append(batch_idx)
+        x, labels = batch
+        output = self.down(self.dropout(torch.tanh(self.norm(self.square(self.up(x))))))
+        loss = (output - labels).square().mean()
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def configure_optimizers(self):
+        kinds = {
+            "adamw": lambda: torch.optim.AdamW(self.parameters(), lr=1e-2),
+            "fused": lambda: torch.optim.AdamW(self.parameters(), lr=1e-2, fused=True),
+            "sgd": lambda: torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9),
+        }
+        optimizer = kinds[self.kind]()
+        scheduler = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: min(1.0, (step + 1) / 5) / (1 + step / 50)
+        )
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": self.interval}}
+
+
+def batches(count=N, broken_at=(), leave_out=()):
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(count, 32, 4, generator=generator)
+    labels = x.square().sum(-1, keepdim=True)
+    for at in broken_at:
+        x[at, 3, 2] = 1e25  # whose square overflows
+    return [(x[n], labels[n]) for n in range(count) if n not in leave_out]
+
+
+def loader_of(data):
+    return DataLoader(data, batch_size=None, shuffle=False)
+
+
+def fit(
+    folder, data, callbacks=(), *, seed=0, ckpt_path=None, faults=None, epochs=1, module=None, **arguments
+):
+    own = {key: arguments.pop(key) for key in ("dropout", "interval", "kind") if key in arguments}
+    torch.manual_seed(seed)
+    module = Regression(**own)
+    trainer = lightning.Trainer(
+        **{
+            "max_epochs": epochs,
+            "accelerator": "cpu",
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "default_root_dir": folder,
+            "gradient_clip_val": 1.0,
+            **arguments,
+        },
+        callbacks=list(callbacks),
+    )
+    torch.manual_seed(100 + seed)
+    if faults is None:
+        trainer.fit(module, loader_of(data), ckpt_path=ckpt_path)
+    else:
+        with broken(module, faults) as injection:
+            trainer.fit(module, loader_of(data))
+        trainer.fired = injection.fired
+    return trainer
+
+
+def state_of(trainer):
+    scheduler = trainer.lr_scheduler_configs[0].scheduler
+    return copy.deepcopy(
+        {
+            "model": trainer.lightning_module.state_dict(),
+            "optimizer": trainer.optimizers[0].state_dict(),
+            "scheduler": {k: v for k, v in scheduler.state_dict().items() if k != "lr_lambdas"},
+        }
+    )
+
+
+def same(a, b):
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a == b
+
+
+@pytest.mark.parametrize("per_update", [1, 2])
+@pytest.mark.parametrize("kind", ["adamw", "fused", "sgd"])
+def test_a_sound_training_is_not_touched(tmp_path, kind, per_update):
+    arguments = {"kind": kind, "dropout": 0.2, "accumulate_grad_batches": per_update}
+    callback = GuardCallback(POLICY)
+    trainer = fit(tmp_path, batches(), [callback], **arguments)
+    twin = fit(tmp_path, batches(), **arguments)
+    assert callback.guard.alarms == []
+    assert callback.guard.steps == trainer.global_step == N // per_update
+    assert same(state_of(trainer), state_of(twin))
+    assert same(dict(trainer.callback_metrics), dict(twin.callback_metrics))
+
+
+@pytest.mark.parametrize("at", [(0,), (20,), (23, 24, 25, 28), (39,)], ids=str)
+def test_a_broken_batch_is_as_if_it_were_not_there(tmp_path, at):
+    callback = GuardCallback(POLICY)
+    trainer = fit(tmp_path, batches(broken_at=at), [callback])
+    guard = callback.guard
+    assert [alarm.step for alarm in guard.alarms] == list(at)
+    assert {alarm.kind for alarm in guard.alarms} == {"non-finite loss"}
+    assert {alarm.where for alarm in guard.alarms} == {"square (forward)"}
+    assert guard.quarantined == [(0, step) for step in at]
+    assert trainer.global_step == N
+    assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == N - len(at)
+    assert same(state_of(trainer), state_of(fit(tmp_path, batches(leave_out=at))))
+
+
+def test_a_rewind_makes_the_steps_again(tmp_path):
+    at = (23, 24, 25)
+    callback = GuardCallback(POLICY, locate=False)
+    trainer = fit(tmp_path, batches(broken_at=at), [callback])
+    assert [alarm.action for alarm in callback.guard.alarms] == ["skipped", "skipped", "rewound"]
+    seen = trainer.lightning_module.seen
+    [(last, first)] = [(a, b) for a, b in itertools.pairwise(seen) if b < a]
+    assert last == 25
+    assert 1 < last + 1 - first <= POLICY.snapshot_interval
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [NanInjection(step=20), GradientExplosion(step=20, factor=100.0), LossSpike(step=20, factor=100.0)],
+    ids=str,
+)
+@pytest.mark.parametrize("per_update", [1, 2])
+def test_a_fault_is_noticed_at_its_step_and_left_out(tmp_path, fault, per_update):
+    at = 20 // per_update
+    fault = type(fault)(**{**vars(fault), "step": at})
+    callback = GuardCallback(POLICY, locate=False)  # does not come again: it would be made again
+    arguments = {"accumulate_grad_batches": per_update}
+    trainer = fit(tmp_path, batches(), [callback], faults=[fault], **arguments)
+    assert trainer.fired == [at]
+    [alarm] = callback.guard.alarms
+    assert (alarm.step, alarm.action) == (at, "skipped")
+    left_out = tuple(range(at * per_update, (at + 1) * per_update))
+    assert alarm.batch == tuple((0, place) for place in left_out)
+    assert same(state_of(trainer), state_of(fit(tmp_path, batches(leave_out=left_out), **arguments)))
+
+
+def test_a_fault_that_does_not_come_again_costs_nothing(tmp_path):
+    callback = GuardCallback(POLICY)
+    trainer = fit(tmp_path, batches(), [callback], faults=[NanInjection(step=20)])
+    [alarm] = callback.guard.alarms
+    assert (alarm.step, alarm.action, alarm.reproduced) == (20, "retried", False)
+    assert same(state_of(trainer), state_of(fit(tmp_path, batches())))
+
+
+@pytest.mark.parametrize("per_update", [1, 2])
+def test_a_lasting_fault_rewinds_once_and_ends_training(tmp_path, per_update):
+    at = 20 // per_update
+    callback = GuardCallback(POLICY, locate=False)
+    with pytest.raises(GuardError):
+        fit(
+            tmp_path,
+            batches(),
+            [callback],
+            faults=[NanInjection(step=at, duration=30)],
+            accumulate_grad_batches=per_update,
+        )
+    actions = [alarm.action for alarm in callback.guard.alarms]
+    assert actions[:3] == ["skipped", "skipped", "rewound"]
+    assert actions.count("rewound") == 1
+    assert actions[-1] == "raised"
+
+
+@pytest.mark.parametrize("interval", ["step", "epoch"])
+def test_schedulers_go_on_over_the_end_of_an_epoch(tmp_path, interval):
+    at = (9, 10, 11)  # the last of an epoch of twelve: a rewind at its end
+    callback = GuardCallback(POLICY)
+    trainer = fit(tmp_path, batches(12, at), [callback], epochs=3, interval=interval)
+    assert [alarm.action for alarm in callback.guard.alarms][:3] == ["skipped", "skipped", "rewound"]
+    twin = fit(tmp_path, batches(12, leave_out=at), epochs=3, interval=interval)
+    assert same(state_of(trainer), state_of(twin))
+    assert {config.interval for config in trainer.lr_scheduler_configs} == {interval}
+
+
+def test_a_training_that_is_resumed_ends_the_same(tmp_path):
+    at = (9, 10, 11)
+    saving = lightning.callbacks.ModelCheckpoint(tmp_path, save_top_k=-1, filename="{epoch}")
+    arguments = {"epochs": 3, "enable_checkpointing": True}
+    first = GuardCallback(POLICY)
+    whole = fit(tmp_path, batches(12, at), [first, saving], **arguments)
+    again = GuardCallback(POLICY)
+    resumed = fit(
+        tmp_path, batches(12, at), [again], seed=5, epochs=3, ckpt_path=str(tmp_path / "epoch=0.ckpt")
+    )
+    assert [(a.step, a.action) for a in again.guard.alarms] == [
+        (a.step, a.action) for a in first.guard.alarms
+    ]
+    assert again.guard.quarantined == first.guard.quarantined
+    assert same(state_of(resumed), state_of(whole))
+
+
+def test_alarms_are_logged(tmp_path):
+    logger = lightning.loggers.CSVLogger(tmp_path)
+    fit(tmp_path, batches(broken_at=(20, 30)), [GuardCallback(POLICY)], logger=logger)
+    logger.save()
+    lines = (tmp_path / "lightning_logs" / "version_0" / "metrics.csv").read_text().splitlines()
+    column = lines[0].split(",").index("guard_alarm_step")
+    assert [line.split(",")[column] for line in lines[1:] if line.split(",")[column]] == ["20", "30"]
+
+
+def test_what_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"clip: got 1.0; allowed: None: gradient_clip_val"):
+        GuardCallback(GuardPolicy(clip=1.0))
+
+    class Manual(Regression):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = False
+
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        max_epochs=1,
+        callbacks=[GuardCallback(POLICY)],
+        default_root_dir=tmp_path,
+    )
+    with pytest.raises(ValueError, match="automatic_optimization: got False"):
+        trainer.fit(Manual(), loader_of(batches(2)))

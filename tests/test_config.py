@@ -23,6 +23,7 @@ from stackwise.config import (
     ConfigError,
     DataConfig,
     DistributedConfig,
+    GuardConfig,
     KernelConfig,
     LatentConfig,
     ModelConfig,
@@ -55,13 +56,15 @@ SECTIONS = {
     "training.distributed": DistributedConfig,
     "training.checkpoint": CheckpointConfig,
     "training.telemetry": TelemetryConfig,
+    "training.guard": GuardConfig,
     "data": DataConfig,
 }
-# Sections that only some models have: what the model then is.
+# Sections that need not be there: what the one around it then is.
 OPTIONAL_SECTIONS = {
     "model.latent": {"attention_type": "mla", "n_kv_heads": None, "latent": {}},
     "model.kernel": {"attention_type": "kernel", "kernel": {}},
     "model.rope_scaling": {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+    "training.guard": {"guard": {}},
 }
 # Keys that are read as integers, as the indices of Stacks.
 INDEXED = ["training.optimizer.per_stack"]
@@ -75,6 +78,8 @@ GOES_WITH = {
     "training.objective.mask_token_id": {"objective": {"kind": "masked_token"}},
     "training.eval_batches": {"eval_interval": 1},
     "training.resume": {"checkpoint_dir": "runs"},
+    "training.save_interval": {"checkpoint_dir": "runs"},
+    "training.checkpoint": {"checkpoint_dir": "runs", "eval_interval": 1},
     "training.optimizer.momentum": {"optimizer": {"kind": "muon"}},
     "training.schedule.decay_fraction": {"schedule": {"kind": "wsd"}},
     "training.recompute.every": {"recompute": {"kind": "every_nth"}},
@@ -124,6 +129,14 @@ INTEGERS = {
     "training.scope.polish_steps": 0,
     "training.scope.cache_bytes": 0,
     "training.recompute.every": 1,
+    "training.guard.recent": 1,
+    "training.guard.minimum": 1,
+    "training.guard.history": 1,
+    "training.guard.spikes_clipped": 0,
+    "training.guard.patience": 1,
+    "training.guard.rewinds": 0,
+    "training.guard.snapshot_interval": 1,
+    "training.guard.max_bundles": 0,
 }
 # Per number: a whole number that is allowed, and numbers just outside.
 FLOATS = {
@@ -150,6 +163,11 @@ FLOATS = {
     "training.objective.same_fraction": (1, [-1e-9, 1.1, 2]),
     "training.objective.z_loss": (0, [-1e-9, -1]),
     "training.recompute.budget": (1, [-1e-9, 1.1, 2]),
+    "training.guard.deviations": (0, [-1e-9, -1]),
+    "training.guard.factor": (2, [1.0, 1, 0, -1.0]),
+    "training.guard.suspect_factor": (2, [1.0, 1, 0, -1.0]),
+    "training.guard.proven_factor": (3, [1.0, 1, 0, -1.0]),
+    "training.guard.loss_factor": (2, [1.0, 1, 0, -1.0]),
     "data.validation_fraction": (0, [-0.1, 1.0, 1, 2]),
 }
 BOOLEANS = [
@@ -163,6 +181,8 @@ BOOLEANS = [
     "training.scope.growth",
     "training.distributed.reshard_after_forward",
     "training.telemetry.parameter_norms",
+    "training.guard.snapshot_on_host",
+    "training.guard.bundle_weights",
     "data.pack_documents",
     "data.shuffle",
 ]
@@ -194,6 +214,7 @@ NULLABLE_TEXTS = [
     "training.scope.offload_dir",
     "training.telemetry.jsonl",
     "training.telemetry.tensorboard",
+    "training.guard.bundle_dir",
     "data.dataset_path",
 ]
 TEXTS = [*NULLABLE_TEXTS, "data.tokenizer"]
@@ -215,6 +236,9 @@ MAY_BE_NULL = {
     "training.checkpoint.keep_every",
     "training.objective.mask_token_id",
     "training.objective.logits_chunk",
+    "training.guard.suspect_factor",
+    "training.guard.loss_factor",
+    "training.guard.snapshot_interval",
     "data.task",
     *NULLABLE_TEXTS,
 }
@@ -389,6 +413,17 @@ REFUSED_TRAININGS = [
     ),
     ({"resume": True}, "resume", ["True", "checkpoint_dir, which is null"]),
     ({"eval_batches": 3}, "eval_batches", ["3", "eval_interval, which is null"]),
+    ({"save_interval": 7}, "save_interval", ["7", "checkpoint_dir, which is null"]),
+    ({"checkpoint": {"keep_best": 1}}, "checkpoint.keep_best", ["1", "checkpoint_dir, which is null"]),
+    (
+        {"checkpoint_dir": "runs", "checkpoint": {"keep_best": 2}},
+        "checkpoint.keep_best",
+        ["2", "eval_interval, which is null"],
+    ),
+    ({"guard": {"recent": 9, "history": 8}}, "guard.history", ["8", "recent=9"]),
+    ({"guard": {"minimum": 9, "history": 8}}, "guard.history", ["8", "minimum=9"]),
+    ({"guard": {"suspect_factor": 31.0}}, "guard.proven_factor", ["30.0", "suspect_factor=31.0"]),
+    ({"guard": {"patience": 50}}, "guard.snapshot_interval", ["50", "patience=50"]),
     ({"recompute": {"kind": "budget"}}, "recompute.kind", ["'budget'", "compile=true"]),
     ({"recompute": {"kind": "by_name"}}, "recompute.names", ["[]", "at least one pattern"]),
     ({"recompute": {"names": [3]}}, "recompute.names.0", ["3", "string"]),
@@ -412,8 +447,13 @@ INAPPLICABLE = {
     "training.recompute.budget": (0.25, "kind", "none", "'budget'"),
     "training.recompute.names": (["*"], "kind", "selective", "'by_name'"),
     "training.distributed.reshard_after_forward": (False, "strategy", "ddp", "'fsdp'"),
+    "training.eval_batches": (3, "eval_interval", None, None),
+    "training.save_interval": (3, "checkpoint_dir", None, None),
+    "training.resume": (True, "checkpoint_dir", None, None),
+    "training.checkpoint": ({"asynchronous": True}, "checkpoint_dir", None, None),
     "data.tokenizer": ("t.json", "task", "copy", "null"),
 }
+NO_CHECKPOINTS = {"keep_last": 3, "keep_every": None, "keep_best": 0, "asynchronous": False}
 # Combinations of values that are each fine: the mapping, the path refused, what its line must contain.
 INCONSISTENT = [
     ({"model": {"d_model": 64, "n_heads": 7}}, "model.n_heads", ["7", "d_model=64"]),
@@ -591,7 +631,7 @@ def nested(path, value):
     mapping = written(path, value)
     for section, model in OPTIONAL_SECTIONS.items():
         if path.startswith(f"{section}."):
-            mapping = merged({"model": model}, mapping)
+            mapping = merged({section.split(".")[0]: model}, mapping)
     for place, beside in GOES_WITH.items():
         if value is not None and f"{path}.".startswith(f"{place}."):
             mapping = merged({place.split(".")[0]: beside}, mapping)
@@ -691,8 +731,27 @@ def assert_valid(mapping):
     assert all(type(name) is str for name in recompute["names"])
     assert recompute["names"] or recompute["kind"] != "by_name"
     assert 0 <= recompute["budget"] <= 1
+    assert_checkpoints_are_consistent(training)
+    assert_guard_is_consistent(training["guard"])
     assert 0 <= data["validation_fraction"] < 1
     assert data["task"] is None or data["dataset_path"] is None
+
+
+def assert_checkpoints_are_consistent(training):
+    if training["checkpoint_dir"] is None:
+        assert training["checkpoint"] == NO_CHECKPOINTS and training["save_interval"] == 100
+        assert not training["resume"]
+    if training["eval_interval"] is None:
+        assert training["eval_batches"] is None and training["checkpoint"]["keep_best"] == 0
+
+
+def assert_guard_is_consistent(guard):
+    if guard is not None:
+        assert guard["factor"] > 1 and (guard["loss_factor"] is None or guard["loss_factor"] > 1)
+        suspect, proven = guard["suspect_factor"], guard["proven_factor"]
+        assert proven > 1 and (suspect is None or proven >= suspect > 1)
+        assert guard["deviations"] >= 0 and guard["history"] >= max(guard["recent"], guard["minimum"])
+        assert guard["snapshot_interval"] is None or guard["snapshot_interval"] > guard["patience"]
 
 
 def assert_objective_is_consistent(objective):
@@ -910,6 +969,31 @@ own_settings = st.fixed_dictionaries({"lr": st.none() | positive, "weight_decay"
 
 
 @st.composite
+def valid_guards(draw):
+    above_one = st.floats(1, 1e6, exclude_min=True)
+    recent, minimum, patience = draw(counts), draw(counts), draw(st.integers(1, 99))
+    suspect = draw(st.none() | above_one)
+    return {
+        "deviations": draw(not_negative),
+        "factor": draw(above_one),
+        "suspect_factor": suspect,
+        "proven_factor": draw(above_one if suspect is None else st.floats(suspect, 1e6)),
+        "loss_factor": draw(st.none() | above_one),
+        "recent": recent,
+        "minimum": minimum,
+        "history": max(recent, minimum),
+        "spikes_clipped": draw(from_zero),
+        "patience": patience,
+        "rewinds": draw(from_zero),
+        "snapshot_interval": draw(st.none() | st.integers(patience + 1, 999)),
+        "snapshot_on_host": draw(st.booleans()),
+        "bundle_dir": draw(paths),
+        "bundle_weights": draw(st.booleans()),
+        "max_bundles": draw(from_zero),
+    }
+
+
+@st.composite
 def valid_trainings(draw):
     """Complete mappings of `training` that satisfy every rule, built without the code under test."""
     max_steps, lr, compiles = draw(counts), draw(positive), draw(st.booleans())
@@ -933,12 +1017,14 @@ def valid_trainings(draw):
         "eval_interval": eval_interval,
         "eval_batches": draw(st.none() | counts) if eval_interval else None,
         "checkpoint_dir": checkpoint_dir,
-        "save_interval": draw(counts),
+        "save_interval": 100 if checkpoint_dir is None else draw(counts),
         "resume": checkpoint_dir is not None and draw(st.booleans()),
-        "checkpoint": {
+        "checkpoint": NO_CHECKPOINTS
+        if checkpoint_dir is None
+        else {
             "keep_last": draw(counts),
             "keep_every": draw(st.none() | counts),
-            "keep_best": draw(from_zero),
+            "keep_best": draw(from_zero) if eval_interval else 0,
             "asynchronous": draw(st.booleans()),
         },
         "optimizer": {
@@ -968,6 +1054,7 @@ def valid_trainings(draw):
             "jsonl": draw(paths),
             "tensorboard": draw(paths),
         },
+        "guard": draw(st.none() | valid_guards()),
     }
 
 
@@ -1281,8 +1368,11 @@ class TestConsistency:
         section, key = path.rsplit(".", 1)
         base = nested(f"{section}.{other}", kind)
         (line,) = refusal(merged(base, written(path, value)))
-        assert line.startswith(f"{path}: got ") and f"is for {other}={allowed} ({other}={kind!r})" in line
+        named = ".".join([path, *value]) if isinstance(value, dict) else path
+        reason = f"{other}={allowed} ({other}={kind!r})" if allowed else f"{other}, which is null"
+        assert line.startswith(f"{named}: got ") and line.endswith(f"is for {reason}")
         default = SECTIONS[section].model_fields[key].get_default(call_default_factory=True)
+        default = default.to_dict() if isinstance(default, BaseModel) else default
         assert_valid(StackWiseConfig.from_dict(merged(base, written(path, default))).to_dict())
 
     def test_every_key_that_may_do_nothing_is_listed(self):
@@ -1456,7 +1546,7 @@ class TestAssignment:
     def test_refused_assignment_changes_nothing(self, path):
         section_path, _, name = path.rpartition(".")
         if section_path in OPTIONAL_SECTIONS:
-            mapping = {"model": OPTIONAL_SECTIONS[section_path]}
+            mapping = {section_path.split(".")[0]: OPTIONAL_SECTIONS[section_path]}
         elif "per_stack" in path:
             mapping = written(section_path, {})
         else:

@@ -13,7 +13,7 @@ import torch
 from pydantic import BaseModel, Field, create_model
 from torch import distributed, nn
 
-from stackwise.config import BlockConfig, ModelConfig, StackWiseConfig
+from stackwise.config import BlockConfig, GuardConfig, ModelConfig, StackWiseConfig
 from stackwise.config import model as model_config
 from stackwise.config.section import Section
 from stackwise.data import create_data
@@ -43,7 +43,6 @@ SMALL = {
         "device": "cpu",
         "precision": "fp32",
         "log_interval": 1,
-        "save_interval": 2,
         "optimizer": {"lr": 1e-2},
         "schedule": {"kind": "cosine", "warmup_steps": 1, "min_lr": 1e-3},
     },
@@ -137,6 +136,7 @@ OTHER_EFFECTS = {
     "training.telemetry.parameter_norms",
     "training.telemetry.jsonl",
     "training.telemetry.tensorboard",
+    *(f"training.guard.{key}" for key in GuardConfig.model_fields),  # tests/training/test_guard.py
     "data.tokenizer",
 }
 # Sections that are handed to `OptimizerConfig` whole, so that no field of theirs is read by its name. Each
@@ -155,6 +155,8 @@ TRAININGS = [
     {
         "checkpoint_dir": "runs",
         "eval_interval": 2,
+        "save_interval": 2,
+        "guard": {"bundle_dir": "bundles"},
         "telemetry": {"parameter_norms": True, "jsonl": "steps.jsonl", "tensorboard": "events"},
     },
     {
@@ -177,7 +179,7 @@ OBJECTIVES = [
     MASKED | {"random_fraction": 0.1, "same_fraction": 0.1, "z_loss": 1e-4, "logits_chunk": 5},
     DIFFUSION,
 ]
-PATHS = ("checkpoint_dir", "jsonl", "tensorboard", "cache_dir", "offload_dir")
+PATHS = ("checkpoint_dir", "jsonl", "tensorboard", "cache_dir", "offload_dir", "bundle_dir")
 
 
 def section_of(annotation):

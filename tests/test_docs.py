@@ -24,10 +24,14 @@ PAGES += [f"docs/{name}.md" for name in ("generation", "surgery", "interop", "tr
 PAGES += [
     f"docs/{name}.md" for name in ("objectives", "optimizer", "data", "recompute", "telemetry", "memory")
 ]
-PAGES += [f"docs/{name}.md" for name in ("checkpoints", "faults", "guard", "locating")]
+PAGES += [f"docs/{name}.md" for name in ("checkpoints", "faults", "guard", "guard-adapters", "locating")]
 FENCE = re.compile(r"```(\w+)\n(.*?)```", re.DOTALL)
 EXAMPLES = [
-    pytest.param(code, id=f"{page}-{number}")
+    pytest.param(
+        code,
+        id=f"{page}-{number}",
+        marks=pytest.mark.filterwarnings("ignore:.*(LeafSpec|many workers)"),  # Lightning's own
+    )
     for page in PAGES
     for number, (language, code) in enumerate(FENCE.findall((ROOT / page).read_text()))
     if language == "python"

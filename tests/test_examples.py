@@ -202,7 +202,7 @@ class TestEveryKey:
         for path in leaves(StackWiseConfig().to_dict()):
             section, _, name = path.rpartition(".")
             part = re.search(rf"^## {re.escape(section)}\n(.*?)(?=^## |\Z)", page, re.DOTALL | re.MULTILINE)
-            if path.endswith((".latent", ".kernel", ".rope_scaling", ".per_stack")):
+            if path.endswith((".latent", ".kernel", ".rope_scaling", ".per_stack", ".guard")):
                 assert f"## {path}" in page
             else:
                 assert part and f"| `{name}` |" in part[1], path

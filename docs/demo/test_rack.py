@@ -37,7 +37,7 @@ def test_right(spec, check):
 def test_nan_is_caught_at_its_step_and_place(stability_run):
     run = stability_run(SPEC, steps=16)
     assert run.alarm_steps == [8]
-    assert run.alarms[0].where == "stacks.1.blocks.0.attention"
+    assert run.alarms[0].where == "stacks.1.blocks.0.attention (forward)"
     assert run.recovered
 
 

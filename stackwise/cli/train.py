@@ -94,6 +94,8 @@ def _print_result(config: StackWiseConfig, result: TrainingResult, validation_lo
     if validation_loss is not None:
         line += f", validation {validation_loss:.4f} nats per {_predicted(config)}"
     print(line)
+    if alarms := result.get("alarms"):
+        print(f"{len(alarms)} alarms, {result['skipped_steps']} steps left out; first: {alarms[0]}")
     for noun, place in (
         ("saved in", settings.checkpoint_dir),
         ("steps in", settings.telemetry.jsonl),

@@ -5,6 +5,7 @@ allowed.
 """
 
 from stackwise.config.data import DataConfig, TaskKind
+from stackwise.config.guard import GuardConfig
 from stackwise.config.model import (
     ArchitectureConfig,
     AttentionMode,
@@ -48,6 +49,7 @@ __all__ = [
     "DataConfig",
     "DistributedConfig",
     "FeatureMapKind",
+    "GuardConfig",
     "InitializationKind",
     "KernelConfig",
     "LatentConfig",

@@ -22,11 +22,21 @@ from pydantic import (
     model_validator,
 )
 
-__all__ = ["Applies", "ConfigError", "Count", "KeysRefusedError", "Section", "Size"]
+__all__ = ["NOT_NULL", "Applies", "ConfigError", "Count", "KeysRefusedError", "Section", "Size"]
 
 Size = Annotated[int, Field(ge=1, lt=2**63)]
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Applies = dict[str, tuple[str, tuple[object, ...]]]
+
+
+class _NotNull(tuple[object, ...]):
+    """Every value but null; to be shown it has one."""
+
+    def __contains__(self, value: object) -> bool:
+        return value is not None
+
+
+NOT_NULL = _NotNull(("not null",))
 
 
 class ConfigError(ValueError):
@@ -58,8 +68,9 @@ class Section(BaseModel):
     """Keys with values that are checked, and nothing else.
 
     Attributes:
-        applies: keys that mean something only where a key before them has one of some values. Elsewhere
-            they are at their default, so that no run is thought to do what it does not.
+        applies: keys, and sections, that mean something only where a key before them has one of some
+            values, or is `NOT_NULL`. Elsewhere they are at their default, so that no run is thought to do
+            what it does not.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, validate_default=True)
@@ -79,7 +90,13 @@ class Section(BaseModel):
         default = cls.model_fields[info.field_name or ""].get_default(call_default_factory=True)
         if value != default:
             values = " or ".join("null" if each is None else repr(each) for each in allowed)
-            raise ValueError(f"is for {other}={values} ({other}={info.data[other]!r})")
+            reason = f"is for {other}={values} ({other}={info.data[other]!r})"
+            if allowed is NOT_NULL:
+                reason = f"is for {other}, which is null"
+            if not isinstance(value, Section):
+                raise ValueError(reason)
+            keys = [(key, each) for key, each in value if each != getattr(default, key)]
+            raise KeysRefusedError([(f"{info.field_name}.{key}", each, reason) for key, each in keys])
         return value
 
     @classmethod

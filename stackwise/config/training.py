@@ -6,7 +6,8 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from stackwise.config.section import Applies, Count, KeysRefusedError, Section, Size
+from stackwise.config.guard import GuardConfig
+from stackwise.config.section import NOT_NULL, Applies, Count, KeysRefusedError, Section, Size
 
 __all__ = [
     "CheckpointConfig",
@@ -278,8 +279,16 @@ class TrainingConfig(Section):
     Every `eval_interval` steps, of all units together, the validation loss of `eval_batches` batches is taken
     (`null`: not before the end; of all batches). `checkpoint_dir=null` saves nothing; otherwise every
     `save_interval` steps and at the end. `resume` goes on with the run whose newest whole checkpoint is
-    there, to the same bits that it would have ended with, or begins it where there is none.
+    there, to the same bits that it would have ended with, or begins it where there is none. Without a
+    `guard` a step that is not finite ends the run, and whatever is finite is trained on.
     """
+
+    applies: ClassVar[Applies] = {
+        "eval_batches": ("eval_interval", NOT_NULL),
+        "save_interval": ("checkpoint_dir", NOT_NULL),
+        "resume": ("checkpoint_dir", NOT_NULL),
+        "checkpoint": ("checkpoint_dir", NOT_NULL),
+    }
 
     training_architecture: Literal["rackwise", "stackwise", "blockwise"] = "rackwise"
     batch_size: Size = 4
@@ -305,20 +314,16 @@ class TrainingConfig(Section):
     distributed: DistributedConfig = Field(default_factory=DistributedConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     telemetry: TelemetryConfig = Field(default_factory=TelemetryConfig)
+    guard: GuardConfig | None = None
 
-    @field_validator("resume")
+    @field_validator("checkpoint")
     @classmethod
-    def _there_is_a_folder(cls, resume: bool, info: ValidationInfo) -> bool:
-        if resume and info.data.get("checkpoint_dir", "") is None:
-            raise ValueError("is for checkpoint_dir, which is null")
-        return resume
-
-    @field_validator("eval_batches")
-    @classmethod
-    def _batches_are_evaluated(cls, batches: int | None, info: ValidationInfo) -> int | None:
-        if batches is not None and info.data.get("eval_interval", 0) is None:
-            raise ValueError("is for eval_interval, which is null")
-        return batches
+    def _there_is_a_best(cls, checkpoint: CheckpointConfig, info: ValidationInfo) -> CheckpointConfig:
+        best = checkpoint.keep_best
+        # Without a folder all of the section is refused.
+        if best and info.data.get("eval_interval", 0) is None and info.data.get("checkpoint_dir") is not None:
+            raise KeysRefusedError([("checkpoint.keep_best", best, "is for eval_interval, which is null")])
+        return checkpoint
 
     @field_validator("schedule")
     @classmethod

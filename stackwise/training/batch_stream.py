@@ -30,6 +30,9 @@ class BatchStream:
         per_step: batches a step.
         first_step: how many steps are left out at first.
 
+    Attributes:
+        place: (pass, place in it) of the first batch of the last step, both counted from 0.
+
     Raises:
         ValueError: from `next`: a loader without batches, also in a later pass, or a batch of another kind.
     """
@@ -37,6 +40,7 @@ class BatchStream:
     def __init__(self, dataloader: Iterable[Batch], per_step: int = 1, first_step: int = 0) -> None:
         self._dataloader, self._per_step = dataloader, per_step
         self._epoch = self._index = 0
+        self.place = (0, 0)
         self._batches: Iterator[Batch] | None = None
         self._began: dict[str, Any] | None = None  # random states at the start of the pass
         for _ in range(first_step * per_step):
@@ -46,8 +50,10 @@ class BatchStream:
         return self
 
     def __next__(self) -> tuple[int, list[Mapping[str, Tensor]]]:
-        taken = [self._take() for _ in range(self._per_step)]
-        return taken[0][0], [as_mapping(batch) for _, batch in taken]
+        first = self._take()
+        self.place = (self._epoch, self._index - 1)
+        batches = [first, *(self._take() for _ in range(self._per_step - 1))]
+        return self.place[0], [as_mapping(batch) for batch in batches]
 
     def state_dict(self) -> dict[str, Any]:
         """The place of the batch that comes next."""
@@ -88,7 +94,7 @@ class BatchStream:
                 told(self._epoch)
                 return
 
-    def _take(self) -> tuple[int, Batch]:
+    def _take(self) -> Batch:
         while True:
             if self._batches is None:
                 self._start()
@@ -96,7 +102,7 @@ class BatchStream:
                 self._batches, self._index = iter(self._dataloader), 0
             for batch in self._batches:
                 self._index += 1
-                return self._epoch, batch
+                return batch
             if not self._index:
                 raise ValueError("dataloader: got no batch" + (" in a later epoch" if self._epoch else ""))
             self._epoch, self._batches = self._epoch + 1, None

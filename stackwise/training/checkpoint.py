@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from types import TracebackType
@@ -11,12 +10,13 @@ from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import distributed, nn
+from safetensors.torch import load_file
+from torch import Tensor, distributed, nn
 
-from stackwise.checkpoint import CheckpointManager
-from stackwise.checkpoint.folder import MANIFEST, Manifest, verify_files
+from stackwise.checkpoint import CheckpointManager, Restored
+from stackwise.checkpoint.folder import MANIFEST, Manifest, newest_in, verify_files
 from stackwise.config import StackWiseConfig
+from stackwise.model.block import Block
 from stackwise.model.build import create_rack_from_config
 from stackwise.model.rack import Rack
 from stackwise.random_states import random_states_kept
@@ -38,12 +38,21 @@ class RackCheckpoints:
     Args:
         directory: created at the first save.
         config: describes the Rack that is saved. How many are kept is `training.checkpoint`.
-        group: of torch.distributed, that takes CPU tensors; None: all processes.
+        group: of torch.distributed; None: all processes.
+        upload: as of `CheckpointManager`.
     """
 
-    def __init__(self, directory: str | Path, config: StackWiseConfig, group: Any = None) -> None:
+    def __init__(
+        self,
+        directory: str | Path,
+        config: StackWiseConfig,
+        group: Any = None,
+        *,
+        upload: Callable[[Path], None] | None = None,
+    ) -> None:
         self.directory, self.config = Path(directory), config
         self._checked: Rack | None = None
+        self._resumed: Restored | None = None
         kept = config.training.checkpoint
         self._manager = CheckpointManager(
             directory,
@@ -51,6 +60,7 @@ class RackCheckpoints:
             keep_every=kept.keep_every,
             keep_best=kept.keep_best,
             asynchronous=kept.asynchronous,
+            upload=upload,
             group=group,
         )
 
@@ -100,14 +110,13 @@ class RackCheckpoints:
         Returns:
             The checkpoint's folder; None if it could not be written.
 
-
         Raises:
             ValueError: as `check`.
         """
         if self._checked is not rack:
             self.check(rack)
-        files: dict[str, Callable[[Path], None]] = {
-            _WEIGHTS: partial(_write_weights, rack),
+        files: dict[str, Callable[[Path], None] | Mapping[str, Tensor]] = {
+            _WEIGHTS: _weights(rack),
             _CONFIG: self.config.to_yaml,
         }
         notes = {"config": self.config.to_dict()}
@@ -115,6 +124,8 @@ class RackCheckpoints:
 
     def resume(self, rack: Rack) -> int | None:
         """Give a Rack the weights of the newest checkpoint that is whole. Random states are left alone.
+
+        With `training.scope.offload: disk` its Blocks take no memory for that: they are what is on the disk.
 
         Returns:
             its step; None: there is no checkpoint.
@@ -128,12 +139,17 @@ class RackCheckpoints:
             return None
         ours = distributed.get_world_size() if distributed.is_initialized() else 1
         check_same_run(self.config, restored.notes["config"], restored.path, (ours, restored.world_size))
-        _load_weights(rack, restored.path)
+        _load_weights(rack, restored.path, mapped=self.config.training.scope.offload == "disk")
+        self._resumed = restored
         return restored.step
 
     def restore(self, objects: Mapping[str, Any], step: int) -> None:
-        """Give objects, and the random states of this process, what the checkpoint of `step` has for them."""
-        self._manager.restore(objects, step)
+        """Give objects, and the random states of this process, what the checkpoint of `step` has for them.
+
+        That which `resume` has found whole is not read through again.
+        """
+        known = self._resumed is not None and self._resumed.step == step
+        self._manager.restore(objects, self._resumed if known else step)
 
     def refuse_old_run(self) -> None:
         """Refuse a folder that has checkpoints, so that no two runs mix.
@@ -199,7 +215,7 @@ class ParameterNames(nn.Module):
 
 def latest_checkpoint(directory: str | Path) -> Path | None:
     """The checkpoint with the highest step number in a directory that is whole, or None."""
-    return CheckpointManager(directory).latest()
+    return newest_in(Path(directory))
 
 
 def load_rack(path: str | Path) -> Rack:
@@ -223,25 +239,42 @@ def load_rack(path: str | Path) -> Rack:
     return rack
 
 
-def _load_weights(rack: Rack, path: Path) -> None:
+def _load_weights(rack: Rack, path: Path, *, mapped: bool = False) -> None:
+    """Give a Rack the weights of a folder. The file is mapped: what is copied of it takes no second memory.
+
+    Args:
+        rack: of the configuration that is in the folder.
+        path: of the folder.
+        mapped: let the Blocks have the tensors of the file, which take memory once they are read.
+    """
     try:
         weights = load_file(path / _WEIGHTS)
     except SafetensorError as error:
         raise ValueError(f"{path}: {_WEIGHTS} is damaged: {error}") from None
     if rack.tie_embeddings and "embedding.weight" in weights:
         weights[_TIED_COPY] = weights["embedding.weight"]
-    try:
-        rack.load_state_dict(weights)
-    except RuntimeError as error:
-        raise ValueError(f"{path}: weights and configuration disagree: {error}") from None
+    wanted = {name: tuple(w.shape) for name, w in rack.state_dict().items()}
+    given = {name: tuple(w.shape) for name, w in weights.items()}
+    for name in sorted(wanted.keys() | given.keys()):
+        if wanted.get(name) != given.get(name):
+            raise ValueError(
+                f"{path}: weights and configuration disagree: {name} is {given.get(name, 'missing')}, "
+                f"configured {wanted.get(name, 'missing')}"
+            )
+    blocks = {name: each for name, each in rack.named_modules() if mapped and isinstance(each, Block)}
+    for name, block in blocks.items():
+        own = {key: weights.pop(f"{name}.{key}") for key in block.state_dict()}
+        block.load_state_dict(own, assign=True)
+    rack.load_state_dict(weights, strict=not blocks)
 
 
 def _description(rack: Rack) -> list[str]:
     return [f"tie_embeddings={rack.tie_embeddings}", *(line.strip() for line in str(rack).splitlines())]
 
 
-def _write_weights(rack: Rack, path: Path) -> None:
-    weights = {name: w.detach().cpu().contiguous() for name, w in rack.state_dict().items()}
+def _weights(rack: Rack) -> dict[str, Tensor]:
+    """What is written of a Rack, by name; the tensors are its own."""
+    weights = {name: w.detach() for name, w in rack.state_dict().items()}
     if rack.tie_embeddings:
         del weights[_TIED_COPY]
-    save_file(weights, path)
+    return weights

@@ -2,7 +2,8 @@
 
 Nothing in a step makes the host wait for the device: loss, gradient norm and whether they are
 finite stay there; a non-finite step is left out by the fused optimizer itself, and is noticed when
-the records are read, every `log_interval` steps.
+the records are read, every `log_interval` steps. With a guard it is left out with its batches, and so is a
+spike: see `PhaseGuard`.
 """
 
 from __future__ import annotations
@@ -23,12 +24,15 @@ from stackwise.device import release_freed_memory
 from stackwise.model.mode import evaluating
 from stackwise.model.rack import Rack
 from stackwise.model.surgery import set_identity
+from stackwise.stability.alarm import Alarm
+from stackwise.stability.guard import GuardError
 from stackwise.stability.telemetry import StepBuffer, StepRecord
 from stackwise.training.batch_stream import Batch, BatchStream
 from stackwise.training.block_store import BlockStore
 from stackwise.training.checkpoint import ParameterNames, RackCheckpoints
 from stackwise.training.distributed import SharedRack, is_sharded, reshard
 from stackwise.training.evaluation import Evaluation, ValidationRecord
+from stackwise.training.guard import PhaseGuard, RackPart, StepBatches
 from stackwise.training.master import MasterAdamW
 from stackwise.training.objective import Objective
 from stackwise.training.phase_model import PhaseModel, blocks_of, only_training
@@ -94,7 +98,10 @@ class TrainingLoop:
         epochs: the pass over the data of each step since the last phase began that does not continue one.
         tokens: that were trained on, by all processes.
         units: what each phase that is over did.
+        alarms: of the guard. Their `step` is the number of the update that was to be made.
+        bundles: folder for diagnostic bundles of the guard; None: none are written.
         terminates: whether the run is to be saved and left, behind so many steps; None: never.
+        guard_lag: steps after which the host learns of an alarm; None: as `Guard` has it.
     """
 
     shared: SharedRack
@@ -113,12 +120,17 @@ class TrainingLoop:
     epochs: list[int] = field(default_factory=list)
     tokens: int = 0
     units: list[UnitResult] = field(default_factory=list)
+    alarms: list[Alarm] = field(default_factory=list)
+    bundles: Path | None = None
     terminates: Callable[[int], bool] | None = None
+    guard_lag: int | None = None
 
     def __post_init__(self) -> None:
         self.rack, self.processes = self.shared.rack, self.shared.processes
         self.device = self.store.device
         self._train_step: TrainStep | None = None
+        self._guard: PhaseGuard | None = None
+        self._given: int | None = None  # steps of the data that the last phase under a guard took
         self._left_out = 0  # steps in a row
         self._done = 0  # steps of the phase
         self._resumed: Mapping[str, Any] | None = None  # until the phase that was left has begun again
@@ -131,7 +143,8 @@ class TrainingLoop:
 
         Raises:
             ValueError: nothing to train, or no data.
-            NonFiniteStepError: the loss or the gradient stopped being finite.
+            NonFiniteStepError: the loss or the gradient stopped being finite, and there is no guard.
+            GuardError: training is broken for good.
         """
         # What a phase gives up lies between what the next one asks for.
         gives_back = self.settings.scope.offload != "none"
@@ -186,6 +199,9 @@ class TrainingLoop:
             "fresh_head": dict(self._fresh_head),
             "loss_scale": None if scale is None else scale.state_dict(),
             "stream": self._batches.state_dict(),
+            "meter": self.meter.state_dict(),
+            "alarms": [alarm.to_dict() for alarm in self.alarms],
+            "guard": None if self._guard is None else self._guard.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -197,6 +213,8 @@ class TrainingLoop:
         self.tokens, self._left_out = state["tokens"], state["left_out"]
         self.validation_records[:] = [ValidationRecord(**each) for each in state["validation"]]
         self._fresh_head = dict(state["fresh_head"])
+        self.meter.load_state_dict(state["meter"])
+        self.alarms[:] = map(Alarm.from_dict, state["alarms"])
         self._resumed = state
 
     def _train(self, phase: Phase) -> None:
@@ -205,10 +223,13 @@ class TrainingLoop:
         try:
             step = self._begin(phase, model)
             with recomputing(self.rack, self.settings.recompute, layers=list(model.blocks)):
+                if self._guard is not None:
+                    self._train_guarded(phase, step, self._guard)
                 for number in range(self._done, phase.steps):
                     self._step(phase, number, step)
             done = True
         finally:
+            self._guard = None
             if not (done and phase.is_continued):
                 used, self._train_step = self._train_step, None
                 if used is not None and isinstance(used.optimizer, MasterAdamW):
@@ -234,9 +255,12 @@ class TrainingLoop:
         self._buffer = StepBuffer(rows, self.device, n_norms)
         if phase.continues and self._train_step is not None:
             self._train_step.take(self.shared.wrap(model))
+            self._guard = self._new_guard(phase, model, self._train_step)
             return self._train_step
         resumed, self._resumed = self._resumed, None
         first_step = phase.first_step if resumed is None else 0
+        if first_step and self._given is not None:
+            first_step = self._given  # the batches of the phase before, those left out as well
         self._batches = BatchStream(self.dataloader, settings.accumulation_steps, first_step)
         self._stream = self.meter.waiting(self._batches)
         # What joins later is in the optimizer from the start, and has no gradient until then.
@@ -247,7 +271,42 @@ class TrainingLoop:
         else:
             self._go_on(resumed, self._train_step, reads=self._done < phase.steps or phase.is_continued)
         self._train_step.take(self.shared.wrap(model))
+        self._guard = self._new_guard(phase, model, self._train_step)
+        if self._guard is not None and resumed is not None:
+            self._guard.load_state_dict(resumed["guard"])
         return self._train_step
+
+    def _new_guard(self, phase: Phase, model: PhaseModel, step: TrainStep) -> PhaseGuard | None:
+        """One without a history: other Blocks have other losses and other norms."""
+        if self.settings.guard is None:
+            return None
+        optimized = (p for group in step.optimizer.param_groups for p in group["params"])
+        first = self._first_record
+        passes = len(self.epochs) - self._done  # of steps before the phase
+
+        def computed(number: int, batches: Sequence[Mapping[str, Tensor]]) -> list[MicroBatch]:
+            return self._micro_batches(phase, phase.first_step + number, batches)
+
+        def went_back(done: int) -> None:
+            self.tokens -= sum(record.tokens or 0 for record in self.records[first + done :])
+            del self.records[first + done :], self.epochs[passes + done :]
+            self.validation_records[:] = [
+                each for each in self.validation_records if each.steps <= first + done
+            ]
+
+        several = self.settings.training_architecture != "rackwise" or self.settings.scope.growth
+        folder = phase.unit.name.replace(" ", "-") if several else ""
+        return PhaseGuard(
+            RackPart(self.rack, model.modules(), optimized),
+            step,
+            self.settings,
+            computed=computed,
+            went_back=went_back,
+            unit=phase.unit.name,
+            first=first,
+            bundles=None if self.bundles is None else self.bundles / folder,
+            lag=self.guard_lag,
+        )
 
     def _go_on(self, state: Mapping[str, Any], step: TrainStep, *, reads: bool) -> None:
         """Put everything where it was behind the step that `state` is of; random states last."""
@@ -291,22 +350,74 @@ class TrainingLoop:
         )
         self.epochs.append(epoch)
         self._done = number + 1
-        saving = self.checkpoints is not None and (done + 1) % settings.save_interval == 0
-        last = number == phase.steps - 1
+        self._attend(phase, step)
+
+    def _train_guarded(self, phase: Phase, step: TrainStep, guard: PhaseGuard) -> None:
+        """All steps, of which some are made again, and some are none."""
+        passes = len(self.epochs) - self._done
+        batches = guard.steps_of(self._stream, self._batches)
+        try:
+            while self._done < phase.steps:
+                batch: StepBatches = next(batches)
+                number = guard.count.done
+                lr = self.learning_rate(phase.schedule_start + number, phase.schedule_steps)
+                if guard.train(batch, lr):
+                    # Where the host learns late, those of steps that were undone are still there.
+                    self.epochs[passes + number :] = [batch["epoch"]]
+                    self._done = number + 1
+                    self._attend(phase, step)
+                else:
+                    self._done = guard.count.done
+                    self._read(guard.arrived())
+                    # A row of alarms may be long, and a request to end is not kept waiting.
+                    if self.records:
+                        self._leave(phase, step)
+            self._given = guard.steps
+        except GuardError as error:
+            self._read(guard.arrived())
+            raise GuardError(self.alarms[-1], self.alarms) from error
+
+    def _arrived(self, *, wait: bool) -> list[StepRecord] | None:
+        """Records to be read; None: of those waited for one was broken, and the run is not where it was."""
+        guard = self._guard
+        if guard is None:
+            return self._buffer.drain() if wait else self._buffer.poll()
+        if wait:
+            guard.settle()
+            if guard.count.done != self._done:
+                self._done = guard.count.done
+                self._read(guard.arrived())
+                return None
+        return guard.arrived()
+
+    def _attend(self, phase: Phase, step: TrainStep) -> None:
+        """Behind an update: read, evaluate, save and leave where it is time to."""
+        settings, done = self.settings, self._first_record + self._done
+        saving = self.checkpoints is not None and done % settings.save_interval == 0
+        last = self._done == phase.steps
         interval = settings.eval_interval
-        evaluates = self.validation is not None and interval is not None and (done + 1) % interval == 0
-        if evaluates:
-            arrived = self._buffer.drain()
-            broken = any(record.skipped for record in arrived)
-            self._read(arrived, {} if broken else {"validation_loss": self._evaluate(phase, step, done + 1)})
-        elif self._buffer.full or saving or last:
-            self._read(self._buffer.drain())
-        elif (number + 1) % settings.log_interval == 0:
-            self._read(self._buffer.poll())
-        ends = last and phase.is_last
-        leaves = self.terminates is not None and self.terminates(done + 1) and not ends
-        if self.checkpoints and (saving or leaves or ends):
-            self._read(self._buffer.drain())
+        evaluates = self.validation is not None and interval is not None and done % interval == 0
+        waits = evaluates or saving or last or (self._guard is None and self._buffer.full)
+        if waits or self._done % settings.log_interval == 0:
+            arrived = self._arrived(wait=waits)
+            if arrived is None:
+                return
+            evaluated = {}
+            if evaluates and not any(record.skipped and self._guard is None for record in arrived):
+                evaluated = {"validation_loss": self._evaluate(phase, step, done)}
+            self._read(arrived, evaluated)
+        self._leave(phase, step, saves=saving)
+
+    def _leave(self, phase: Phase, step: TrainStep, *, saves: bool = False) -> None:
+        """Save if it `saves`, or where the run ends, and end it where that is asked for."""
+        done = self._first_record + self._done
+        ends = self._done == phase.steps and phase.is_last
+        leaves = self.terminates is not None and self.terminates(done) and not ends
+        if self.checkpoints and (saves or leaves or ends):
+            arrived = self._arrived(wait=True)
+            if arrived is None:
+                return
+            self._read(arrived)
             self._save(step)
         if self.checkpoints and leaves:
             raise TrainingTerminated(len(self.records), self.checkpoints.directory)
@@ -349,17 +460,20 @@ class TrainingLoop:
 
     def _read(self, arrived: Sequence[StepRecord], evaluated: Mapping[str, float] | None = None) -> None:
         """Show records to whoever looks, also one that ends the run, and take them in."""
+        alarms = [] if self._guard is None else self._guard.raised()
+        self.alarms += alarms
         for record in arrived:
             self.meter.count(record.tokens or 0)
-        if arrived and self.logs:
+        if (arrived or alarms) and self.logs:
             figures = {**self.meter.read().to_dict(), **(evaluated or {})}
             for log in self.logs:
-                log.write(arrived, figures)
+                log.write(arrived, figures, alarms)
         for record in arrived:
             self._left_out = self._left_out + 1 if record.skipped else 0
             # A loss scale is found by steps that are left out; one that small is of no use to any gradient.
             searching = self.settings.precision == "fp16" and math.isfinite(record.loss)
-            if record.skipped and not (searching and self._left_out <= _SEARCH):
+            guarded = self._guard is not None  # which raises by itself
+            if record.skipped and not guarded and not (searching and self._left_out <= _SEARCH):
                 raise NonFiniteStepError(record)
             self.records.append(record)
             self.tokens += record.tokens or 0

@@ -10,6 +10,8 @@ from stackwise.training.precision import compute_dtype
 
 __all__ = ["LossScale", "create_loss_scale"]
 
+_SMALLEST = 2.0**-16  # 32 halvings of the first: below it all that float16 can hold is lost
+
 
 class LossScale:
     """A dynamic loss scale (Micikevicius et al. 2018, arXiv:1710.03740), as `torch.amp.GradScaler` has it.
@@ -65,12 +67,14 @@ class LossScale:
         return self._scale
 
     @torch.no_grad()
-    def update(self, found_inf: Tensor) -> None:
+    def update(self, found_inf: Tensor, counts: Tensor | None = None) -> None:
         """Shrink the scale after a step that was left out; grow it after many that were not.
 
         Args:
             found_inf: scalar, not zero where the step was left out; the same in every process.
+            counts: boolean scalar, false where the step is as if it had not been; None: it counts.
         """
+        before = self._scale, self._sound_steps
         # New tensors: who holds the divisor of this step keeps it.
         left_out = found_inf != 0
         sound_steps = self._sound_steps + 1
@@ -80,6 +84,13 @@ class LossScale:
         self._scale = torch.where(left_out, self._scale * self._backoff_factor, kept)
         starts_anew = left_out | (sound_steps == self._growth_interval)
         self._sound_steps = torch.where(starts_anew, torch.zeros_like(sound_steps), sound_steps)
+        if counts is not None:
+            self._scale = torch.where(counts, self._scale, before[0])
+            self._sound_steps = torch.where(counts, self._sound_steps, before[1])
+
+    def exhausted(self) -> Tensor:
+        """Whether a smaller scale is of no use to any gradient: a boolean scalar on the device."""
+        return self._scale < _SMALLEST
 
     def state_dict(self) -> dict[str, float]:
         """The scale, and the sound steps since it last changed. The host waits for both."""

@@ -10,6 +10,7 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from stackwise.stability.alarm import Alarm
 from stackwise.stability.telemetry import StepRecord
 
 __all__ = ["TrainingProgress"]
@@ -31,6 +32,7 @@ class TrainingProgress:
         self._total, self._quiet_seconds = total_steps, quiet_seconds
         self._bar: Progress | None = None
         self._validation = ""
+        self._alarms = 0
         if self._console.is_terminal:
             columns = (
                 TextColumn("training"),
@@ -54,18 +56,26 @@ class TrainingProgress:
         if self._bar:
             self._bar.stop()
 
-    def write(self, records: Sequence[StepRecord], figures: Mapping[str, float] | None = None) -> None:
+    def write(
+        self,
+        records: Sequence[StepRecord],
+        figures: Mapping[str, float] | None = None,
+        alarms: Sequence[Alarm] = (),
+    ) -> None:
         """Show the last of `records` as the newest step, with its rate where `figures` has one.
 
         `figures` are those of `Throughput.to_dict`; of them tokens per second, utilisation and the share
-        of waiting for data are shown, and the last validation loss.
+        of waiting for data are shown, and the last validation loss. Of `alarms` it shows how many there were.
         """
+        self._alarms += len(alarms)
         if records:
             figures = figures or {}
             if "validation_loss" in figures:
                 self._validation = f"validation {figures['validation_loss']:.3f}  "
             rate = figures.get("tokens_per_second")
             parts = [] if rate is None else [f"{rate:,.0f} tokens/s"]
+            if self._alarms:
+                parts.append(f"{self._alarms} alarm" + "s" * (self._alarms > 1))
             for key, name in (("mfu", "MFU"), ("data_wait_share", "data wait")):
                 if key in figures:
                     parts.append(f"{name} {figures[key]:.0%}")

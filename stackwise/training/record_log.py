@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol, Self
 
+from stackwise.stability.alarm import Alarm
 from stackwise.stability.telemetry import StepRecord
 
 __all__ = ["JsonLinesLog", "LoggedLines", "RecordLog", "TensorBoardLog", "read_json_lines"]
@@ -22,10 +23,15 @@ _NAMES = ("NaN", "Infinity", "-Infinity")
 class RecordLog(Protocol):
     """A reader of records. It gets numbers of the host, so nothing it does waits for the device."""
 
-    def write(self, records: Sequence[StepRecord], figures: Mapping[str, float] | None = None) -> None:
-        """Write `records` down, and `figures` as those of the last of them.
+    def write(
+        self,
+        records: Sequence[StepRecord],
+        figures: Mapping[str, float] | None = None,
+        alarms: Sequence[Alarm] = (),
+    ) -> None:
+        """Write `records` down, `figures` as those of the last of them, and what the guard had to say.
 
-        They are those of `Throughput.to_dict`, and after an evaluation `validation_loss`.
+        Figures are those of `Throughput.to_dict`, and after an evaluation `validation_loss`.
         """
 
     def close(self) -> None:
@@ -49,26 +55,39 @@ class _Log(ABC):
 
 
 class JsonLinesLog(_Log):
-    """One JSON object a line and a step, appended and flushed at each `write`.
+    """One JSON object a line, for each step and each alarm, appended and flushed at each `write`.
 
-    Numbers that are not finite are written as "NaN", "Infinity" and "-Infinity". What a killed run
-    left of a last line is cut off when the file is opened again.
+    The line of an alarm has `alarm`, its kind, and no `loss`. Numbers that are not finite are written as
+    "NaN", "Infinity" and "-Infinity". What a killed run left of a last line is cut off when the file is
+    opened again.
 
     Args:
         path: made with its folder; an older file is continued.
+        first_step: what the older file has of this step and later ones is taken out; None: nothing is.
+
+    Raises:
+        ValueError: the older file has something else to be taken out of.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], first_step: int | None = None) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         _cut_partial_line(self.path)
+        if first_step is not None and self.path.exists():
+            _cut_steps(self.path, first_step)
         self._file = self.path.open("ab", buffering=0)
 
-    def write(self, records: Sequence[StepRecord], figures: Mapping[str, float] | None = None) -> None:
-        """Append a line for each of `records`; `figures` go into the last one."""
+    def write(
+        self,
+        records: Sequence[StepRecord],
+        figures: Mapping[str, float] | None = None,
+        alarms: Sequence[Alarm] = (),
+    ) -> None:
+        """Append a line for each of `records`, `figures` in the last one, and for each of `alarms`."""
         rows = [record.to_dict() for record in records]
         if rows and figures:
             rows[-1] |= figures
+        rows += [{"step": alarm.step, "alarm": alarm.kind, **_told(alarm)} for alarm in alarms]
         # One call of the system for all of them: none is torn but by a full disk or a kill within it.
         lines = "".join(json.dumps(_named(row), allow_nan=False) + "\n" for row in rows).encode()
         while lines:
@@ -94,7 +113,7 @@ class LoggedLines(NamedTuple):
 def read_json_lines(path: str | os.PathLike[str]) -> LoggedLines:
     """What `JsonLinesLog` wrote, with numbers that are not finite as such.
 
-    A resumed run repeats steps that came after its checkpoint: of two lines of one step the later one holds.
+    A guard that goes back repeats steps: of two lines of one step, alarms apart, the later one holds.
 
     Raises:
         ValueError: a line that is no JSON object, unless it is the last and was never ended.
@@ -115,16 +134,17 @@ def read_json_lines(path: str | os.PathLike[str]) -> LoggedLines:
 
 
 class TensorBoardLog(_Log):
-    """Scalars for TensorBoard: `train/...` of records, norms, `throughput/...`, `validation/loss`.
+    """Scalars for TensorBoard: `train/...`, norms, `throughput/...`, `validation/loss`, `alarm/...`.
 
     Args:
         folder: of the event files.
+        first_step: what older files have of this step and later ones is not shown; None: all is.
 
     Raises:
         ImportError: TensorBoard is not installed.
     """
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
+    def __init__(self, folder: str | os.PathLike[str], first_step: int | None = None) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
@@ -132,9 +152,14 @@ class TensorBoardLog(_Log):
                 "training.telemetry.tensorboard needs tensorboard >= 2.18: "
                 f"pip install 'stackwise[train]' ({error})"
             ) from error
-        self._writer = SummaryWriter(str(folder))
+        self._writer = SummaryWriter(str(folder), purge_step=first_step)
 
-    def write(self, records: Sequence[StepRecord], figures: Mapping[str, float] | None = None) -> None:
+    def write(
+        self,
+        records: Sequence[StepRecord],
+        figures: Mapping[str, float] | None = None,
+        alarms: Sequence[Alarm] = (),
+    ) -> None:
         """Queue scalars at the steps of `records`; a thread of the writer's own puts them on disk."""
         for record in records:
             scalars = record.to_dict()
@@ -147,10 +172,17 @@ class TensorBoardLog(_Log):
             for name, value in (figures or {}).items():
                 tag = "validation/loss" if name == "validation_loss" else f"throughput/{name}"
                 self._writer.add_scalar(tag, value, records[-1].step)
+        for alarm in alarms:
+            self._writer.add_scalar(f"alarm/{alarm.kind.replace(' ', '_')}", alarm.value, alarm.step)
 
     def close(self) -> None:
         """Wait for the writer's thread, and close the file."""
         self._writer.close()
+
+
+def _told(alarm: Alarm) -> dict[str, Any]:
+    told = alarm.to_dict()
+    return {key: value for key, value in told.items() if key not in ("step", "kind") and value is not None}
 
 
 def _named(value: Any) -> Any:
@@ -164,7 +196,29 @@ def _named(value: Any) -> Any:
 def _numbered(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _numbered(each) for key, each in value.items()}
-    return float(value) if value in _NAMES else value
+    return float(value) if isinstance(value, str) and value in _NAMES else value
+
+
+def _cut_steps(path: Path, first_step: int) -> None:
+    """Leave the lines of steps before `first_step`. The file is whole at any time."""
+    lines, _ = read_json_lines(path)
+    whole = path.read_bytes().splitlines(keepends=True)
+    kept = [
+        text
+        for text, row in zip(whole, lines, strict=True)
+        if not isinstance(row.get("step"), int) or row["step"] < first_step
+    ]
+    if len(kept) == len(whole):
+        return
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with partial.open("wb") as file:
+            file.writelines(kept)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def _cut_partial_line(path: Path) -> None:

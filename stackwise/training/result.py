@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NotRequired, TypedDict
 
 from stackwise.model.rack import Rack
+from stackwise.stability.alarm import Alarm
 from stackwise.stability.telemetry import StepRecord, mean_loss
 from stackwise.training.evaluation import ValidationRecord
 from stackwise.training.phase_model import blocks_of
@@ -55,6 +56,8 @@ class TrainingResult(TypedDict):
         polish: of the steps that all units trained together in the end.
         total_stacks, total_blocks: how many units there are, of `stackwise` and `blockwise` training.
         validation: of every `eval_interval` steps, where that is asked for.
+        alarms: of the guard, where there is one; `step` is the number of the update that was to be made.
+        skipped_steps: how many were left out because of them.
         training_history: by pass over the data; of local scopes that of the last unit.
     """
 
@@ -72,6 +75,8 @@ class TrainingResult(TypedDict):
     avg_loss: float
     final_loss: float
     validation: NotRequired[list[ValidationRecord]]
+    alarms: NotRequired[list[Alarm]]
+    skipped_steps: NotRequired[int]
     training_history: list[EpochLoss]
     seconds: float
     tokens_per_second: float

@@ -33,6 +33,10 @@ _FREE = (
     "training.recompute",
     "training.distributed",
     "training.telemetry",
+    "training.guard.bundle_dir",
+    "training.guard.bundle_weights",
+    "training.guard.max_bundles",
+    "training.guard.snapshot_on_host",
 )
 
 _ROWS = "training.batch_size of all processes together"

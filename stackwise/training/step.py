@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from stackwise.config import TrainingConfig
 from stackwise.model.compilation import compiled
@@ -107,32 +108,13 @@ class TrainStep:
 
     def __call__(self, batches: Sequence[MicroBatch], lr: float) -> StepOutcome:
         """Train on the mean over everything that `batches` of all processes predict, at rate `lr`."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr * group["lr_multiplier"]
-        counts = torch.stack([batch.targets.count for batch in batches])
-        count = self.processes.sum(counts.sum()).clamp(min=1)
-        # What is sharded has its dtype from FSDP.
-        precision = "fp32" if is_sharded(self.model) else self.settings.precision
-        loss = torch.zeros((), device=self.device)
-        for place, batch in enumerate(batches, start=1):
-            with gradient_sync(self.model, place == len(batches)):
-                with autocast(precision, self.device):
-                    total = self._total(self.model, batch.targets, batch.hidden_BTC)
-                share = total / count
-                # Gradients are averaged over the processes, and are to be summed.
-                summed = share * self.processes.world_size
-                (self.loss_scale.scale(summed) if self.loss_scale else summed).backward()
-            loss = loss + share.detach()
-        loss = self.processes.sum(loss)
-        # Asked anew each time: Stacks may have come and gone.
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        parameters = [p for p in parameters if p.grad is not None]
-        norms_P = self._gradient_norms(parameters)
-        divisor = self.loss_scale.divisor() if self.loss_scale else None
-        if divisor is not None:
-            norms_P = norms_P / divisor
+        self.set_rate(lr)
+        loss = self.backward(batches)
+        parameters = self._with_gradient()
+        norms_P = self.gradient_norms()
         norm = global_norm(norms_P)
         skipped = ~(loss.isfinite() & norm.isfinite())
+        divisor = self.loss_scale.divisor() if self.loss_scale else None
         # Both attributes are read by the fused optimizers; the gradients are scaled in their pass.
         if self.settings.grad_clip is not None:
             clip = clip_divisor(norm, self.settings.grad_clip)
@@ -143,6 +125,64 @@ class TrainStep:
             self.loss_scale.update(self.optimizer.found_inf)
         self.optimizer.zero_grad()
         return StepOutcome(loss, norm, skipped, norms_P, tuple(self._names[id(p)] for p in parameters))
+
+    def set_rate(self, lr: float) -> None:
+        """Give every group its part of the learning rate `lr`."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr * group["lr_multiplier"]
+
+    def backward(self, batches: Sequence[MicroBatch]) -> Tensor:
+        """Gradients of a step, times the loss scale where there is one; its loss in nats, a scalar."""
+        loss = torch.zeros((), device=self.device)
+        for share, summed in self._shares(self.model, batches, self._total):
+            scaled = self.loss_scale.scale(summed) if self.loss_scale else summed
+            scaled.backward()  # type: ignore[no-untyped-call]
+            loss = loss + share.detach()
+        return self.processes.sum(loss)
+
+    def again(self, batches: Sequence[MicroBatch]) -> Tensor:
+        """A step of which the last backward pass is the caller's, as it is written: not compiled, not scaled.
+
+        Every process has to call, and to call `backward()` on what it gets. With DDP each has the gradient of
+        its own batches, so that the one whose batches broke is known.
+
+        Returns:
+            the loss of the step, as if all processes had these batches; its gradient is that of the last of
+            `batches`.
+        """
+        model = self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
+        loss = last = torch.zeros((), device=self.device)
+        for place, (share, last) in enumerate(self._shares(model, batches, _total), start=1):
+            if place < len(batches):
+                last.backward()  # type: ignore[no-untyped-call]
+            loss = loss + share.detach()
+        # Not what the last of them is, but what all are together.
+        return last + (loss * self.processes.world_size - last).detach()
+
+    def gradient_norms(self) -> Tensor:
+        """L2 norm of each gradient as it is without a loss scale: float32, in the order of the optimizer."""
+        norms_P = self._gradient_norms(self._with_gradient())
+        return norms_P / self.loss_scale.divisor() if self.loss_scale else norms_P
+
+    def _with_gradient(self) -> list[nn.Parameter]:
+        # Asked anew each time: Stacks may have come and gone.
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        return [p for p in parameters if p.grad is not None]
+
+    def _shares(
+        self, model: nn.Module, batches: Sequence[MicroBatch], total: Callable[..., Tensor]
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Of each batch its share of the loss of the step, and what its backward pass is to begin from."""
+        counts = torch.stack([batch.targets.count for batch in batches])
+        count = self.processes.sum(counts.sum()).clamp(min=1)
+        # What is sharded has its dtype from FSDP.
+        precision = "fp32" if is_sharded(model) else self.settings.precision
+        for place, batch in enumerate(batches, start=1):
+            with gradient_sync(model, place == len(batches)):
+                with autocast(precision, self.device):
+                    share = total(model, batch.targets, batch.hidden_BTC) / count
+                # Gradients are averaged over the processes, and are to be summed.
+                yield share, share * self.processes.world_size
 
     def _gradient_norms(self, parameters: list[nn.Parameter]) -> Tensor:
         gradients = [p.grad for p in parameters]

@@ -6,7 +6,7 @@ import resource
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import TypeVar
@@ -88,6 +88,18 @@ class ThroughputMeter:
         self._tokens, self._waited = 0, 0.0
         self._recent.clear()
         self._recent.append((self._start, 0))
+
+    def state_dict(self) -> dict[str, float]:
+        """Tokens, seconds, and those of them spent waiting for data, since the start."""
+        return {"tokens": self._tokens, "seconds": self._clock() - self._start, "waited": self._waited}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Go on from what `state_dict` gave. The recent rate begins anew."""
+        self.start()
+        self._tokens, self._waited = int(state["tokens"]), state["waited"]
+        self._recent.clear()
+        self._recent.append((self._start, self._tokens))
+        self._start -= state["seconds"]
 
     def count(self, tokens: int) -> None:
         """`tokens` more were trained on."""

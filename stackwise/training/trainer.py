@@ -21,6 +21,7 @@ from stackwise.config import StackWiseConfig
 from stackwise.model.mode import evaluating
 from stackwise.model.rack import Rack
 from stackwise.seed import seeded
+from stackwise.stability.guard import GuardError
 from stackwise.stability.telemetry import mean_loss
 from stackwise.trainer_spec import TrainerSpec
 from stackwise.training.batch_stream import Batch, check_restarts
@@ -28,6 +29,7 @@ from stackwise.training.block_store import BlockStore, hidden_states
 from stackwise.training.checkpoint import RackCheckpoints
 from stackwise.training.distributed import SharedRack, check_rows
 from stackwise.training.evaluation import Evaluation
+from stackwise.training.guard import new_bundle_folder
 from stackwise.training.loop import NonFiniteStepError, TrainingLoop
 from stackwise.training.objective import Objective
 from stackwise.training.phase_model import blocks_of
@@ -89,7 +91,8 @@ class ArchitectureTrainer:
                 no data or data that cannot be gone through again, `eval_interval` without validation data,
                 a `checkpoint_dir` for a Rack that the configuration does not describe, or processes that
                 do not have the same Rack or the same rows of the data.
-            NonFiniteStepError: the loss or the gradient stopped being finite.
+            NonFiniteStepError: the loss or the gradient stopped being finite, and there is no guard.
+            GuardError: the guard could not help; weights are those before the step that broke.
             TrainingTerminated: SIGTERM came, and the run is saved in `checkpoint_dir`.
             OSError: the last checkpoint could not be written.
         """
@@ -114,9 +117,9 @@ class ArchitectureTrainer:
             seeded(self.processes.seed(settings.seed), self.device),
             closing(BlockStore(shared.rack, self.device, scope.offload, self.offload_dir)) as store,
             closing(PrefixOutputs(shared.rack, store, scope.cache_bytes, scope.cache_dir)) as prefix,
-            self._logs(phases, continued=settings.resume) as logs,
-            checkpoints or nullcontext(),
+            self._logs(phases, resumed) as logs,
             self._termination() as terminates,
+            checkpoints or nullcontext(),
         ):
             loop = TrainingLoop(
                 shared,
@@ -131,12 +134,13 @@ class ArchitectureTrainer:
                 logs=logs,
                 validation=validation if settings.eval_interval else None,
                 terminates=terminates,
+                bundles=self._bundles(),
             )
             if checkpoints is not None and resumed is not None:
                 checkpoints.restore({"run": loop}, resumed)
             try:
                 loop.run(phases)
-            except NonFiniteStepError:  # in every process at the same step
+            except (NonFiniteStepError, GuardError):  # in every process at the same step
                 shared.gather()
                 raise
             finally:
@@ -275,21 +279,34 @@ class ArchitectureTrainer:
             part.to(self.device)
 
     @contextmanager
-    def _logs(self, phases: list[Phase], *, continued: bool) -> Iterator[list[RecordLog]]:
-        """What the records are shown and written to, by one of the processes."""
+    def _logs(self, phases: list[Phase], resumed: int | None) -> Iterator[list[RecordLog]]:
+        """What the records are shown and written to, by one of the processes.
+
+        Args:
+            phases: of the run.
+            resumed: steps that were done when it was left: what is written of later ones is repeated. None:
+                it begins.
+        """
         telemetry, opened = self.config.training.telemetry, list[RecordLog]()
         with ExitStack() as logs:
             if telemetry.jsonl is not None and self.processes.is_main:
                 size = Path(telemetry.jsonl).stat().st_size if Path(telemetry.jsonl).exists() else 0
                 allowed = "a file that has no lines yet, so that no two runs mix"
-                require(size == 0 or continued, "training.telemetry.jsonl", telemetry.jsonl, allowed)
-                opened.append(logs.enter_context(JsonLinesLog(telemetry.jsonl)))
+                going_on = self.config.training.resume
+                require(size == 0 or going_on, "training.telemetry.jsonl", telemetry.jsonl, allowed)
+                opened.append(logs.enter_context(JsonLinesLog(telemetry.jsonl, resumed)))
             if telemetry.tensorboard is not None and self.processes.is_main:
-                opened.append(logs.enter_context(TensorBoardLog(telemetry.tensorboard)))
+                opened.append(logs.enter_context(TensorBoardLog(telemetry.tensorboard, resumed)))
             if self.progress:
                 total_steps = sum(phase.steps for phase in phases)
                 opened.append(logs.enter_context(TrainingProgress(total_steps)))
             yield opened
+
+    def _bundles(self) -> Path | None:
+        guard = self.config.training.guard
+        if guard is None or guard.bundle_dir is None:
+            return None
+        return new_bundle_folder(guard.bundle_dir, self.processes)
 
     def _meter(self, rack: Rack) -> ThroughputMeter:
         """Counts tokens; utilisation only where all of the Rack trains, as it is defined for that."""
@@ -322,6 +339,9 @@ class ArchitectureTrainer:
         )
         if settings.eval_interval is not None:
             result["validation"] = loop.validation_records
+        if settings.guard is not None:
+            result["alarms"] = loop.alarms
+            result["skipped_steps"] = sum(alarm.action != "clipped" for alarm in loop.alarms)
         if settings.training_architecture == "rackwise":
             return result
         if settings.scope.polish_steps:

@@ -1,13 +1,16 @@
 """Checkpoints: bit for bit, whole or absent, the newest by number, refused where they do not fit."""
 
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from stackwise.checkpoint import CheckpointWarning, DamagedCheckpointError
+from stackwise.checkpoint import CheckpointWarning, DamagedCheckpointError, DirectoryUpload
+from stackwise.checkpoint import manager as manager_module
+from stackwise.checkpoint.folder import Manifest
 from stackwise.config import ConfigError, StackWiseConfig
 from stackwise.model import create_rack_from_config
 from stackwise.training import RackCheckpoints, latest_checkpoint, load_rack
@@ -78,6 +81,16 @@ def copied(path, folder):
     for name in ("config.yaml", "model.safetensors"):
         shutil.copy(path / name, folder / name)
     return folder
+
+
+def mapped_from(tensor):
+    """The safetensors file behind a tensor, as proc(5) has it; None: memory of its own."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, *_, path = line.split(maxsplit=5)
+        start, end = (int(bound, 16) for bound in span.split("-"))
+        if start <= tensor.data_ptr() < end:
+            return path if path.endswith(".safetensors") else None
+    raise AssertionError("a tensor lies in no mapping")
 
 
 def content_of(directory):
@@ -172,6 +185,57 @@ class TestRoundTrip:
         assert isinstance(path, Path) and isinstance(load_rack(str(path)), torch.nn.Module)
 
 
+class TestResume:
+    def test_what_was_found_whole_is_read_once(self, manager, config, make_rack, monkeypatch):
+        rack, counts = make_rack(config), {"tokens": 3}
+        path = manager.save(4, rack, {"counts": counts})
+        read = Counter()
+
+        def reading(folder, files, *, contents=True):
+            read.update(list(files) if contents else [])
+
+        monkeypatch.setattr(manager_module, "verify_files", reading)
+        fresh, again = RackCheckpoints(manager.directory, config), {}
+        assert fresh.resume(make_rack(config)) == 4
+        fresh.restore({"counts": again}, 4)
+        assert again == counts
+        assert set(read) == set(Manifest.read(path).files) and set(read.values()) == {1}
+
+    @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs proc(5)")
+    @pytest.mark.parametrize("offload", ["none", "disk"])
+    def test_blocks_on_disk_stay_there(self, tmp_path, make_config, make_rack, offload):
+        """A Rack that is larger than the memory is resumed in it."""
+        scope = {"offload": offload, "offload_dir": str(tmp_path / "blocks") if offload == "disk" else None}
+        architecture = {"training_architecture": "blockwise", "scope": scope}
+        config = make_config(training=architecture)
+        rack = make_rack(config)
+        with torch.no_grad():
+            for weight in rack.parameters():
+                weight.add_(torch.randn_like(weight))
+        rack.get_stack(0).freeze()
+        path = RackCheckpoints(tmp_path / "run", config).save(4, rack)
+        fresh = create_rack_from_config(config)
+        fresh.get_stack(0).freeze()
+        RackCheckpoints(tmp_path / "run", config).resume(fresh)
+        for name, weight in fresh.named_parameters():
+            in_block = "blocks" in name
+            held = str(path / "model.safetensors") if in_block and offload == "disk" else None
+            assert mapped_from(weight) == held, name
+            assert weight.requires_grad == (not name.startswith("stacks.0"))
+        theirs = fresh.state_dict()
+        assert all(theirs[name].equal(weight) for name, weight in rack.state_dict().items())
+        assert fresh.get_lm_head().weight is fresh.get_embedding_layer().weight
+
+    def test_an_upload_is_gone_on_from(self, tmp_path, config, make_rack):
+        rack, upload = make_rack(config), DirectoryUpload(tmp_path / "storage")
+        with RackCheckpoints(tmp_path / "here", config, upload=upload) as manager:
+            manager.save(4, rack)
+        fresh = create_rack_from_config(config)
+        assert RackCheckpoints(tmp_path / "there", config, upload=upload).resume(fresh) == 4
+        theirs = fresh.state_dict()
+        assert all(theirs[name].equal(weight) for name, weight in rack.state_dict().items())
+
+
 class TestOrder:
     def test_nothing_yet(self, manager):
         assert manager.steps() == [] and manager.latest() is None
@@ -204,7 +268,8 @@ class TestRetention:
         ],
     )
     def test_as_configured(self, tmp_path, make_config, make_rack, kept, left):
-        config = make_config(training={"checkpoint": kept})
+        saving = {"checkpoint_dir": str(tmp_path), "eval_interval": 1}
+        config = make_config(training={"checkpoint": kept, **saving})
         manager, rack = RackCheckpoints(tmp_path, config), make_rack(config)
         for step, loss in ((8, 3.0), (9, 1.0), (10, 2.0), (11, 2.5)):
             manager.save(step, rack, metric=loss)

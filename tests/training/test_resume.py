@@ -394,3 +394,22 @@ def test_a_process_that_is_asked_to_end_saves_and_goes_on(tmp_path):
         assert process.returncode == 0, error
     one, other = (load_rack(folder / "run/step-300").state_dict() for folder in (ended, whole))
     assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_what_is_written_down_goes_on(make, tmp_path):
+    """No step twice, and tokens and seconds since the run began."""
+    log = tmp_path / "steps.jsonl"
+    telemetry = {"jsonl": str(log), "tensorboard": str(tmp_path / "events")}
+    config, rack, batches = make({"telemetry": telemetry})
+    train(config, rack, batches)
+    whole = read_json_lines(log).lines
+    forget(config.training.checkpoint_dir, 2)
+    config, fresh, batches = make({"telemetry": telemetry}, resume=True)
+    train(config, fresh, batches)
+    lines = read_json_lines(log).lines
+    assert [line["step"] for line in lines] == [line["step"] for line in whole] == list(range(STEPS))
+    assert lines[:2] == whole[:2]
+    assert [line["loss"] for line in lines] == [line["loss"] for line in whole]
+    assert [line["total_tokens"] for line in lines] == [line["total_tokens"] for line in whole]
+    seconds = [line["seconds"] for line in lines]
+    assert seconds == sorted(seconds)

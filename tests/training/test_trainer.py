@@ -37,7 +37,7 @@ RESULT_KEYS = {
     "tokens_per_second",
     "records",
 }
-ASKED_FOR = {"results", "polish", "total_stacks", "total_blocks", "validation"}
+ASKED_FOR = {"alarms", "skipped_steps", "results", "polish", "total_stacks", "total_blocks", "validation"}
 # Hand-written steps: settings, and the learning rate of each of the four steps.
 BY_HAND = {
     "plain": ({}, [1e-2] * 4),
@@ -495,7 +495,7 @@ class TestCheckpoints:
 
     def test_none(self, run, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
-        run({"save_interval": 1})
+        run({})
         assert list(tmp_path.iterdir()) == []
 
     def test_undescribed_rack_is_refused_before_training(

@@ -6,6 +6,12 @@ tells by a pipe when one begins and when it has ended, and how far into the save
 the end weights, optimizer, random states and losses have to be those of the run that was not killed, to the
 bit. The same with two processes that have the model in parts (FSDP2), of which one or both are killed.
 
+Saves are of five kinds: synchronous, asynchronous, overlapped; uploaded, also asynchronous, where the copies
+are held to the same; and replaced, where every step is saved twice, so that one checkpoint takes the name of
+another. Steps are lost since the last checkpoint that is published. Where it is written while the run goes
+on, one may be on its way when the next is due: so up to two intervals while a checkpoint that was asked for
+is not published, and one interval otherwise.
+
 Then one bit of one file of a checkpoint is flipped, or one file is cut short, at a random place: it has to be
 noticed each time, and the checkpoint before it taken.
 
@@ -46,13 +52,21 @@ from torch.distributed.fsdp import fully_shard
 
 from bench.claim import Bar, Claim
 from bench.isolated import all_isolated
-from stackwise.checkpoint import CheckpointManager, CheckpointWarning, DamagedCheckpointError
+from stackwise.checkpoint import (
+    CheckpointManager,
+    CheckpointWarning,
+    DamagedCheckpointError,
+    DirectoryUpload,
+)
+from stackwise.checkpoint.folder import recover
 
 STEPS, SAVE_EVERY, WIDTH = 60, 3, 128
 SECONDS = 300.0  # of one start
 PART, PART_SECONDS = 25, 3600.0  # kills that are counted together, and how long that may take
 # What is saved while the run goes on, and what while it waits.
-MODES = ("synchronous", "asynchronous")
+MODES = ("synchronous", "asynchronous", "overlapped", "uploaded", "replaced")
+AT_ONCE = ("synchronous", "replaced")
+LATER = tuple(mode for mode in MODES if mode not in AT_ONCE)
 
 
 @dataclass(frozen=True)
@@ -62,6 +76,7 @@ class Death:
     Attributes:
         killed: it was, before it was through.
         saving: a save was under way then.
+        pending: a checkpoint that was asked for was not published then.
         resumed: the step that it had gone on from.
         last: the step that it got to.
         saved: the last step of which it had said that it is saved; -1: none.
@@ -70,6 +85,7 @@ class Death:
 
     killed: bool
     saving: bool
+    pending: bool
     resumed: int
     last: int
     saved: int
@@ -77,7 +93,7 @@ class Death:
 
 
 def child(directory: Path, rank: int, world_size: int, mode: str, meeting: str, pipe: int) -> None:
-    """One process of a run. It says to the pipe: from STEP, at STEP, begin STEP, end STEP, done DIGEST."""
+    """One process of a run. It says to the pipe: from, at, asked, begin, end STEP, done DIGEST."""
     torch.set_num_threads(1)
 
     def tell(*words: object) -> None:
@@ -107,7 +123,11 @@ def child(directory: Path, rank: int, world_size: int, mode: str, meeting: str, 
     objects = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "history": history}
 
     class Telling(CheckpointManager):
-        """Says when a save begins and when it has ended, in whatever thread."""
+        """Says when a save is asked for, begins and has ended, in whatever thread."""
+
+        def save(self, step: int, *given: Any, **options: Any) -> Path | None:
+            tell("asked", step)
+            return super().save(step, *given, **options)
 
         def _begin(self, step: int) -> Path:
             tell("begin", step)
@@ -117,7 +137,9 @@ def child(directory: Path, rank: int, world_size: int, mode: str, meeting: str, 
             super()._finish(content, manifest, called)
             tell("end", manifest.step)
 
-    manager = Telling(directory, keep_last=2, asynchronous=mode == "asynchronous")
+    asynchronous: Any = "overlapped" if mode == "overlapped" else mode not in AT_ONCE
+    upload = DirectoryUpload(copies_of(directory), keep_last=2) if mode == "uploaded" else None
+    manager = Telling(directory, keep_last=2, asynchronous=asynchronous, upload=upload)
     found = manager.restore(objects)
     first = 0 if found is None else found.step
     tell("from", first)
@@ -130,7 +152,8 @@ def child(directory: Path, rank: int, world_size: int, mode: str, meeting: str, 
         history["losses"].append(loss.item())
         tell("at", step)
         if step % SAVE_EVERY == 0:
-            manager.save(step, objects)
+            for _ in range(2 if mode == "replaced" else 1):
+                manager.save(step, objects)
     manager.close()
     digest = hashlib.sha256(repr((history["losses"], random.getstate())).encode())
     digest.update(torch.get_rng_state().numpy().tobytes())
@@ -141,6 +164,11 @@ def child(directory: Path, rank: int, world_size: int, mode: str, meeting: str, 
     tell("done", digest.hexdigest())
     if world_size > 1:
         distributed.destroy_process_group()
+
+
+def copies_of(directory: Path) -> Path:
+    """Where the checkpoints of a run are uploaded to."""
+    return directory.with_name(f"{directory.name}-copies")
 
 
 class Start:
@@ -218,6 +246,7 @@ class Seen:
     saved: int = -1
     begins: int = 0
     saving: bool = False
+    missing: int = 0  # saves that were asked for and have not ended
 
     def note(self, rank: int, word: str, value: str) -> None:
         if word == "done":
@@ -226,10 +255,12 @@ class Seen:
             self.last = max(self.last, int(value))
         elif rank == 0 and word == "from":
             self.resumed = self.last = int(value)
+        elif rank == 0 and word == "asked":
+            self.missing += 1
         elif rank == 0 and word == "begin":
             self.saving, self.begins = True, self.begins + 1
         elif rank == 0 and word == "end":
-            self.saving, self.saved = False, int(value)
+            self.saving, self.saved, self.missing = False, int(value), self.missing - 1
 
 
 def undisturbed(directory: Path, world_size: int, mode: str) -> tuple[list[str], float, float]:
@@ -261,8 +292,12 @@ def disturbed(
     *,
     run_seconds: float,
     save_seconds: float | None,
+    spared: bool = False,
 ) -> tuple[Death, list[str]]:
-    """One start that is killed at a random moment: of a save that takes `save_seconds`, or of the run."""
+    """One start that is killed at a random moment: of a save that takes `save_seconds`, or of the run.
+
+    One that is `spared` is killed only if it hangs.
+    """
     start, seen = Start(directory, world_size, mode), Seen([""] * world_size)
     both = world_size == 1 or choose.random() < 0.5
     ranks = list(range(world_size)) if both else [choose.randrange(world_size)]
@@ -274,7 +309,7 @@ def disturbed(
         for rank, word, value in said:
             seen.note(rank, word, value)
             begun = word == "from" if save_seconds is None else word == "begin" and seen.begins == wanted
-            if rank == 0 and begun and not waits:
+            if rank == 0 and begun and not waits and not spared:
                 deadline, waits = time.monotonic() + moment, True
         if time.monotonic() >= deadline:
             if killed:
@@ -291,11 +326,13 @@ def disturbed(
     if not died and any(codes):
         raise RuntimeError(f"a run ended with {codes}: {start.errors}")
     torn = sum(path.name.startswith(".step-") for path in directory.iterdir()) if directory.exists() else 0
-    return Death(died, died and seen.saving, seen.resumed, seen.last, seen.saved, torn), seen.digests
+    pending = died and seen.missing > 0
+    return Death(died, died and seen.saving, pending, seen.resumed, seen.last, seen.saved, torn), seen.digests
 
 
 def whole_checkpoints(directory: Path) -> tuple[int, int]:
     """The newest step, 0 if there is none, and how many that have the name of a checkpoint are not whole."""
+    recover(directory, clear=False)  # what was being replaced has its name back, as a restore has it
     manager = CheckpointManager(directory)
     steps, half = manager.steps(), 0
     for step in steps:
@@ -311,7 +348,8 @@ def kills(world_size: int, mode: str, count: int, in_save: int, seed: int) -> di
     choose = random.Random(seed)
     root = Path(tempfile.mkdtemp(prefix="kill-"))
     deaths: list[Death] = []
-    different = unusable = half = lost = runs = 0
+    different = unusable = half = runs = 0
+    lost = {True: 0, False: 0}  # by whether a checkpoint was pending
     try:
         digests, run_seconds, save_seconds = undisturbed(root / "whole", world_size, mode)
         while len(deaths) < count or sum(death.saving for death in deaths) < in_save:
@@ -319,13 +357,20 @@ def kills(world_size: int, mode: str, count: int, in_save: int, seed: int) -> di
             newest = 0
             while True:
                 missing = in_save - sum(death.saving for death in deaths)
+                enough = len(deaths) >= count and missing <= 0
                 within = len(deaths) % 2 == 0 or missing > count - len(deaths)
                 seconds = save_seconds if within else None
                 death, ended = disturbed(
-                    directory, world_size, mode, choose, run_seconds=run_seconds, save_seconds=seconds
+                    directory,
+                    world_size,
+                    mode,
+                    choose,
+                    run_seconds=run_seconds,
+                    save_seconds=seconds,
+                    spared=enough,
                 )
                 found, broken = whole_checkpoints(directory)
-                half += broken
+                half += broken + whole_checkpoints(copies_of(directory))[1]
                 # It went on from the newest there was, and what it has said is saved is there.
                 unusable += death.resumed != newest and death.last > 0
                 unusable += death.saved > found
@@ -334,10 +379,11 @@ def kills(world_size: int, mode: str, count: int, in_save: int, seed: int) -> di
                     different += ended != digests
                     break
                 deaths.append(death)
-                lost = max(lost, death.last - newest)
+                lost[death.pending] = max(lost[death.pending], death.last - newest)
                 if len(deaths) >= 3 * count + 10:
                     raise RuntimeError(f"{len(deaths)} kills, and too few of them within a save")
             shutil.rmtree(directory)
+            shutil.rmtree(copies_of(directory), ignore_errors=True)
     finally:
         shutil.rmtree(root, ignore_errors=True)
     return {
@@ -350,7 +396,8 @@ def kills(world_size: int, mode: str, count: int, in_save: int, seed: int) -> di
         "ended otherwise": different,
         "unusable": unusable,
         "half checkpoints": half,
-        "steps lost": lost,
+        "steps lost": lost[False],
+        "steps lost, one pending": lost[True],
         "run_seconds": run_seconds,
         "save_seconds": save_seconds,
         "deaths": [asdict(death) for death in deaths],
@@ -396,6 +443,9 @@ def rot(count: int, seed: int) -> dict[str, Any]:
                 w for w in caught if issubclass(w.category, CheckpointWarning) and path.name in str(w.message)
             ]
             noticed += bool(told)
+            aside = directory / "step-2.damaged"
+            if aside.exists():
+                aside.rename(directory / "step-2")
             taken += found is not None and found.step == 1 and torch.equal(model.weight, weights[1])
             harms.append({"file": path.name, "place": place, "kind": "truncation" if i % 2 else "bit flip"})
             path.write_bytes(content)
@@ -408,6 +458,7 @@ def bars(found: list[dict[str, Any]], harm: dict[str, Any] | None, wanted: int) 
     def total(key: str) -> int:
         return sum(row[key] for row in found)
 
+    both = ("steps lost", "steps lost, one pending")
     result = []
     for processes in (1, 2):
         rows = [row for row in found if row["processes"] == processes]
@@ -419,23 +470,28 @@ def bars(found: list[dict[str, Any]], harm: dict[str, Any] | None, wanted: int) 
         Bar("runs that ended otherwise", total("ended otherwise"), 0, at_most=True),
         Bar("unusable states", total("unusable"), 0, at_most=True),
         Bar("half checkpoints", total("half checkpoints"), 0, at_most=True),
-        Bar("steps lost, synchronous", _most(found, "synchronous"), SAVE_EVERY, at_most=True),
-        # One may be on its way to the disk while the next steps are computed.
-        Bar("steps lost, asynchronous", _most(found, "asynchronous"), 2 * SAVE_EVERY, at_most=True),
+        Bar("steps lost, at once", _most(found, AT_ONCE, both), SAVE_EVERY, at_most=True),
+        Bar("steps lost, later, none pending", _most(found, LATER, both[:1]), SAVE_EVERY, at_most=True),
+        Bar(
+            f"steps lost, later, 2 x {SAVE_EVERY}",
+            _most(found, LATER, both[1:]),
+            2 * SAVE_EVERY,
+            at_most=True,
+        ),
         Bar("damage noticed", None if harm is None else harm["noticed"] / harm["harms"], 1.0),
         Bar("previous one used", None if harm is None else harm["previous one used"] / harm["harms"], 1.0),
     ]
     return result
 
 
-def _most(found: list[dict[str, Any]], mode: str) -> int | None:
-    lost = [row["steps lost"] for row in found if row["mode"] == mode]
+def _most(found: list[dict[str, Any]], modes: Sequence[str], keys: Sequence[str]) -> int | None:
+    lost = [row[key] for row in found if row["mode"] in modes for key in keys]
     return max(lost) if lost else None
 
 
 def table(found: list[dict[str, Any]]) -> Table:
     columns = ["processes", "mode", "kills", "within a save", "left a temporary folder", "runs"]
-    columns += ["ended otherwise", "unusable", "half checkpoints", "steps lost"]
+    columns += ["ended otherwise", "unusable", "half checkpoints", "steps lost", "steps lost, one pending"]
     shown = Table(*columns)
     for row in found:
         shown.add_row(*(str(row[column]) for column in columns))
@@ -453,7 +509,8 @@ def parts(count: int, harms: int, seed: int) -> dict[str, Callable[[], Iterator[
     asked: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {}
     for world_size in (1, 2):
         for i, mode in enumerate(MODES):
-            kills_left, saves_left = count // 2, count // 4 + i * (count // 2 % 2)
+            kills_left = count // len(MODES) + (i < count % len(MODES))
+            saves_left = -(-kills_left // 2)
             while kills_left:
                 n_kills = min(PART, kills_left)
                 n_saves = min(n_kills, -(-saves_left * n_kills // kills_left))
@@ -480,7 +537,8 @@ def _summed(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 adds += ["ended otherwise", "unusable", "half checkpoints"]
                 row: dict[str, Any] = {"processes": world_size, "mode": mode}
                 row |= {key: sum(each[key] for each in chosen) for key in adds}
-                summed.append(row | {"steps lost": max(each["steps lost"] for each in chosen)})
+                most = ("steps lost", "steps lost, one pending")
+                summed.append(row | {key: max(each[key] for each in chosen) for key in most})
     return summed
 
 
@@ -500,9 +558,13 @@ def main(arguments: list[str] | None = None) -> int:
     claim = Claim("kill", options.quick)
     if options.resume:
         claim.resume()
-    found: dict[str, Any] = claim.figures.setdefault("parts", {})
+    asked = parts(count, harms, options.seed)
+    found: dict[str, Any] = {
+        name: each for name, each in claim.figures.get("parts", {}).items() if name in asked
+    }
+    claim.figures["parts"] = found
     errors: dict[str, str] = {}
-    asked = {name: call for name, call in parts(count, harms, options.seed).items() if name not in found}
+    asked = {name: call for name, call in asked.items() if name not in found}
     for name, ended in all_isolated(asked, jobs=options.jobs, seconds=PART_SECONDS):
         if ended.error is not None:
             errors[name] = ended.error

@@ -35,7 +35,7 @@ from stackwise.checkpoint.tensor_file import (
 )
 from stackwise.random_states import random_states, random_states_kept, set_random_states
 
-__all__ = ["Content", "Loaded", "no_tensor"]
+__all__ = ["Content", "Loaded", "no_tensor", "tensors_of"]
 
 _STATE_BYTES = 2**28
 _SHARED, _OWN, _RANDOM = "shared", "own", "random"
@@ -149,6 +149,30 @@ class Content:
         return entries
 
 
+def tensors_of(
+    folder: Path, manifest: Manifest, name: str
+) -> tuple[TensorIndex, dict[str, Tensor], dict[str, str]]:
+    """What a checkpoint has of a module: all of its state is tensors by name.
+
+    Args:
+        folder: whose files were verified.
+        manifest: of the folder.
+        name: of the module among the objects.
+
+    Returns:
+        Where its tensors are; a meta tensor of each key; and what each is called in the files.
+
+    Raises:
+        DamagedCheckpointError: a file that was not written here.
+        ValueError: there is no such module.
+    """
+    reader = _Reader(folder, manifest, Ranks())
+    try:
+        return reader.module(name)
+    except tree.MalformedTreeError as error:
+        raise DamagedCheckpointError(folder, reader.file, str(error)) from error
+
+
 @dataclass(frozen=True)
 class Loaded:
     """What a process takes out of a checkpoint.
@@ -249,6 +273,25 @@ class _Reader:
             raise tree.MalformedTreeError(f"no random states: {error}") from None
         return dict(states)
 
+    def module(self, name: str) -> tuple[TensorIndex, dict[str, Tensor], dict[str, str]]:
+        shared = self._state_of(0)[_SHARED]
+        require(name in shared, "name", name, f"what {self.folder} has together: {', '.join(sorted(shared))}")
+        index, names = self._shared_index(), dict[int, str]()
+
+        def fetch(tensor: str, shape: tuple[int, ...], path: tree.Path) -> Tensor:
+            del path
+            with self._naming(TENSORS):
+                like = torch.empty(shape, dtype=index.dtype(tensor), device="meta")
+            names[id(like)] = tensor
+            return like
+
+        state = tree.decode(shared[name], fetch)
+        plain = isinstance(state, dict) and all(
+            isinstance(key, str) and id(each) in names for key, each in state.items()
+        )
+        require(plain, "name", name, "a module whose state is tensors by name, and nothing else")
+        return index, dict(state), {key: names[id(like)] for key, like in state.items()}
+
     def remarks(self) -> tuple[str, ...]:
         saved, here = self.manifest.world_size, self.ranks.size
         if here == saved:
@@ -261,9 +304,7 @@ class _Reader:
         )
 
     def _shared_state(self, plain: Any, name: str, objects: Objects) -> Any:
-        if self._shared is None:
-            self._shared = self._index(file for file in self.manifest.files if file.startswith(f"{TENSORS}/"))
-        index, likes = self._shared, objects.sharded(name)
+        index, likes = self._shared_index(), objects.sharded(name)
         seen: dict[str, Tensor] = {}
 
         def fetch(tensor: str, shape: tuple[int, ...], path: tree.Path) -> Tensor:
@@ -277,6 +318,11 @@ class _Reader:
             return seen[tensor]
 
         return tree.decode(plain, fetch)
+
+    def _shared_index(self) -> TensorIndex:
+        if self._shared is None:
+            self._shared = self._index(file for file in self.manifest.files if file.startswith(f"{TENSORS}/"))
+        return self._shared
 
     def _own_state(self, name: str, rank: int) -> tuple[Any, list[Tensor]]:
         held = self._state_of(rank)[_OWN]

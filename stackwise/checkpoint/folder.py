@@ -1,8 +1,10 @@
 """CheckpointFolder: one checkpoint on disk, which is there whole and unchanged, or is known not to be.
 
 A folder `step-N` has a list of its files, `manifest.json`, with the size and the SHA-256 of each and of the
-list itself. It is written as `.step-N.PID` and renamed when all of it is on the disk. `.step-N.PID.old`
-is what a new folder of that step replaces, `.step-N.PID.removed` what is being removed.
+list itself. It is written as `.step-N.PROCESS` and renamed when all of it is on the disk.
+`.step-N.PROCESS.old` is what a new folder of that step replaces, `.step-N.PROCESS.removed` what is being
+removed, `step-N.damaged` what a restore has passed over. PROCESS is a number, and a mark of which of all
+processes that had the number it is.
 """
 
 from __future__ import annotations
@@ -20,21 +22,24 @@ from pathlib import Path
 from typing import Any
 
 from stackwise.argument import require
-from stackwise.checkpoint.tensor_file import FileEntry, write_bytes
+from stackwise.checkpoint.tensor_file import FileEntry, is_damage, write_bytes
 
 __all__ = [
     "DamagedCheckpointError",
     "Manifest",
     "check_extra_name",
+    "clear_damaged",
     "entries_of",
     "flush",
     "folder_of",
+    "nameless_in",
     "newest_in",
     "publish",
     "read_regular",
     "recover",
     "remove",
     "scratch_of",
+    "set_aside",
     "steps_in",
     "verify_files",
 ]
@@ -44,7 +49,10 @@ TENSORS = "tensors"
 _FORMAT = 1
 _MANIFEST_BYTES = 2**24
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
-_LEFT_OVER = re.compile(r"\.(step-(?:0|[1-9][0-9]*))\.([1-9][0-9]*)(?:\.(old|removed))?")
+_LEFT_OVER = re.compile(
+    r"\.(step-(?:0|[1-9][0-9]*))\.([1-9][0-9]*(?:-[0-9a-f]{12})?)(?:\.(old|removed))?", re.ASCII
+)
+_DAMAGED = re.compile(r"step-(0|[1-9][0-9]*)\.damaged")
 _NAME = re.compile(rf"(?:{TENSORS}/)?[A-Za-z0-9][A-Za-z0-9._-]{{0,199}}")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib")
 _OURS = re.compile(r"manifest\.json|state-[0-9]+\.(?:json|safetensors)", re.IGNORECASE)
@@ -158,7 +166,7 @@ def folder_of(directory: Path, step: int) -> Path:
 
 def scratch_of(directory: Path, step: int) -> Path:
     """Where this process writes the checkpoint of a step."""
-    return directory / f".step-{step}.{os.getpid()}"
+    return directory / f".step-{step}.{_process()}"
 
 
 def steps_in(directory: Path) -> list[int]:
@@ -174,6 +182,9 @@ def newest_in(directory: Path) -> Path | None:
     """The newest checkpoint of which no file is missing, too short or too long; None: there is none.
 
     What is in the files is not read.
+
+    Raises:
+        OSError: one cannot be looked at, which does not say that it is not whole.
     """
     for step in reversed(steps_in(directory)):
         folder = folder_of(directory, step)
@@ -193,6 +204,7 @@ def verify_files(folder: Path, files: Mapping[str, FileEntry], *, contents: bool
 
     Raises:
         DamagedCheckpointError: naming the first file that is missing or was changed.
+        OSError: one cannot be read now, which does not say that it is damaged.
     """
     for name, entry in files.items():
         size = _regular(folder, name).st_size
@@ -210,6 +222,8 @@ def verify_files(folder: Path, files: Mapping[str, FileEntry], *, contents: bool
                 while piece := file.read(_PIECE):
                     digest.update(piece)
         except OSError as error:
+            if not is_damage(error):
+                raise
             raise _unreadable(folder, name, error) from error
         if digest.hexdigest() != entry.sha256:
             raise DamagedCheckpointError(
@@ -224,7 +238,8 @@ def read_regular(folder: Path, name: str, most: int) -> bytes:
     """The bytes of a file, of which there are at most so many.
 
     Raises:
-        DamagedCheckpointError: it is missing, no file, larger, or cannot be read.
+        DamagedCheckpointError: it is missing, no file, larger, or its place on the disk is broken.
+        OSError: it cannot be read now.
     """
     size = _regular(folder, name).st_size
     if size > most:
@@ -232,6 +247,8 @@ def read_regular(folder: Path, name: str, most: int) -> bytes:
     try:
         return (folder / name).read_bytes()
     except OSError as error:
+        if not is_damage(error):
+            raise
         raise _unreadable(folder, name, error) from error
 
 
@@ -263,7 +280,7 @@ def remove(folder: Path) -> None:
     Raises:
         OSError: the disk refused; it is still there.
     """
-    removed = folder.with_name(f".{folder.name}.{os.getpid()}.removed")
+    removed = folder.with_name(f".{folder.name}.{_process()}.removed")
     folder.rename(removed)
     flush(folder.parent)
     shutil.rmtree(removed, ignore_errors=True)
@@ -293,6 +310,44 @@ def recover(directory: Path, *, clear: bool) -> None:
             path.rename(target)
         elif clear:
             shutil.rmtree(path, ignore_errors=True)
+
+
+def nameless_in(directory: Path) -> list[int]:
+    """Steps whose only folder is one that a new one was to replace, ascending as numbers.
+
+    For the time between two renames that is how it is; for longer where it cannot get its name back.
+    """
+    if not directory.is_dir():
+        return []
+    left = [match for path in directory.iterdir() if (match := _LEFT_OVER.fullmatch(path.name))]
+    names = {match[1] for match in left if match[3] == "old" and not (directory / match[1]).exists()}
+    return sorted(int(name.removeprefix("step-")) for name in names if len(name) < 25)
+
+
+def set_aside(folder: Path) -> Path:
+    """Take the name of a checkpoint from a folder that is none; where it is then.
+
+    Raises:
+        OSError: the disk refused; it is where it was.
+    """
+    aside = folder.with_name(f"{folder.name}.damaged")
+    if aside.exists():
+        shutil.rmtree(aside)
+    folder.rename(aside)
+    flush(folder.parent)
+    return aside
+
+
+def clear_damaged(directory: Path, before: int) -> None:
+    """Remove what was set aside of steps before this one.
+
+    Raises:
+        OSError: the disk refused.
+    """
+    for path in directory.iterdir():
+        match = _DAMAGED.fullmatch(path.name)
+        if match is not None and int(match[1][:20]) < before:
+            shutil.rmtree(path)
 
 
 def check_extra_name(name: str) -> None:
@@ -356,6 +411,8 @@ def _regular(folder: Path, name: str) -> os.stat_result:
     except FileNotFoundError:
         raise DamagedCheckpointError(folder, name, "missing") from None
     except OSError as error:
+        if not is_damage(error):
+            raise
         raise _unreadable(folder, name, error) from error
     if not stat.S_ISREG(found.st_mode):
         raise DamagedCheckpointError(folder, name, "no regular file")
@@ -366,9 +423,16 @@ def _unreadable(folder: Path, name: str, error: OSError) -> DamagedCheckpointErr
     return DamagedCheckpointError(folder, name, f"cannot be read: {error}")
 
 
+def _process() -> str:
+    """What stands for this process in the name of a folder."""
+    mark = _mark(os.getpid())
+    return f"{os.getpid()}" if mark is None else f"{os.getpid()}-{mark}"
+
+
 def _lives(process: str) -> bool:
-    """Whether another process of that number is there; what this one left is left over."""
-    number = int(process[:12])
+    """Whether that other process is there; what this one left is left over."""
+    text, _, mark = process.partition("-")
+    number = int(text[:12])
     if number == os.getpid():
         return False
     try:
@@ -376,5 +440,26 @@ def _lives(process: str) -> bool:
     except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
-        return True
-    return True
+        pass
+    found = _mark(number)
+    # The number alone tells where the system has no marks, or hides those of other people.
+    return found is None or (found != _ENDED and found == mark)
+
+
+_ENDED = ""
+
+
+def _mark(number: int) -> str | None:
+    """Which process of that number it is: numbers come again, in containers soon.
+
+    Returns:
+        Of when it began, and in which run of the machine; empty for one that has ended and was not asked
+        about by its parent yet; None: the system does not say.
+    """
+    try:
+        fields = Path(f"/proc/{number}/stat").read_bytes().rpartition(b")")[2].split()
+        machine = Path("/proc/sys/kernel/random/boot_id").read_bytes()
+    except OSError:
+        return None
+    state, began = fields[0], fields[19]  # the 3rd and the 22nd; the 2nd, a name, may hold anything
+    return _ENDED if state in (b"Z", b"X") else hashlib.sha256(machine + began).hexdigest()[:12]

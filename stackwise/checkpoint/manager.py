@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import platform
 import shutil
+import time
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -28,13 +29,16 @@ from stackwise.checkpoint.folder import (
     DamagedCheckpointError,
     Manifest,
     check_extra_name,
+    clear_damaged,
     entries_of,
     folder_of,
+    nameless_in,
     newest_in,
     publish,
     recover,
     remove,
     scratch_of,
+    set_aside,
     steps_in,
     verify_files,
 )
@@ -46,6 +50,8 @@ from stackwise.checkpoint.upload import DirectoryUpload, Uploader
 from stackwise.checkpoint.writer import Staging, Writer
 
 __all__ = ["CheckpointManager", "CheckpointWarning", "Restored"]
+
+_PAUSES = (0.01, 0.1, 1.0)  # s: another process needs less between two renames
 
 
 class CheckpointWarning(UserWarning):
@@ -64,7 +70,7 @@ class Restored:
         world_size: of the processes that wrote it.
         versions: of what it was written with.
         remarks: what is not just as it was.
-        damaged: checkpoints that were passed over.
+        damaged: checkpoints that were passed over, as they were named: they have become `step-N.damaged`.
         manifest: the list of its files, which were read through.
     """
 
@@ -132,6 +138,10 @@ class CheckpointManager:
         require(upload is None or callable(upload), "upload", upload, "a function of a path, or None")
         self.retention = Retention(keep_last, keep_every, keep_best, lower_is_better)
         self.asynchronous = asynchronous
+        apart = not isinstance(upload, DirectoryUpload) or (
+            upload.directory.resolve() != self.directory.resolve()
+        )
+        require(apart, "upload", str(directory), "another directory than that of the checkpoints")
         self._ranks = Ranks(group, in_thread=bool(asynchronous))
         self._staging, self._writer = Staging[tuple[str, str]](), Writer()
         self._uploader = None if upload is None else Uploader(upload)
@@ -172,25 +182,15 @@ class CheckpointManager:
         Raises:
             ValueError: what cannot be kept, naming its place in the state.
         """
-        check_sizes(0, step=step)
-        require(step < 10**19, "step", step, "below 10**19")
-        manifest = _manifest(step, self._ranks.size, metric, notes or {})
         self.wait()
+        manifest = self._ranks.agree(partial(_manifest, step, self._ranks.size, metric, notes or {}))
         self._failure = None
         try:
             content = self._ranks.agree(partial(self._content, step, objects, files or {}))
             content = content.without(self._ranks.gather(content.places())[: self._ranks.rank])
             called = [name for name, file in (files or {}).items() if callable(file)]
             if self.asynchronous:
-                overlaps = self.asynchronous == "overlapped"
-                late = content.updated_by_optimizers(objects) if overlaps else ()
-                copies, arrived = self._staging.copy(content.parts(), late)
-                copied = content.with_parts(copies)
-                try:
-                    self._writer.start(partial(self._finish_later, copied, manifest, called, arrived))
-                except BaseException:
-                    self._staging.release()
-                    raise
+                self._start(content, objects, manifest, called)
                 return self._path(step)
             self._finish(content, manifest, called)
         except REFUSALS as error:
@@ -207,8 +207,10 @@ class CheckpointManager:
         """Give `objects` and the random states the state of the newest checkpoint that is whole.
 
         Every byte is checked before anything is loaded. Damaged checkpoints are named in a
-        `CheckpointWarning` and passed over. Where a `DirectoryUpload` copies to is looked into too: of one
-        step the checkpoint of `directory` is taken first.
+        `CheckpointWarning` and passed over; they become `step-N.damaged`, so that no later restore takes
+        one that the run has gone back behind. What cannot be read is no damage, but an error. Where a
+        `DirectoryUpload` copies to is looked into too: of one step the checkpoint of `directory` is taken
+        first.
 
         Args:
             objects: all that were saved, or some of them.
@@ -221,31 +223,31 @@ class CheckpointManager:
         Raises:
             DamagedCheckpointError: that of `step` is not what was written, or none is.
             ValueError: there is none of `step`, or it does not fit the objects.
+            OSError: a file cannot be read now, or the newest checkpoint cannot get its name back.
         """
         self.wait()
-        ours = Objects(objects)
+        ours = self._ranks.agree(partial(Objects, objects))
         if isinstance(step, Restored):
             load = partial(Loaded.of, ours, step.path, step.manifest, self._ranks)
-            self._ranks.agree(load).into(ours)
+            loaded = self._ranks.agree(load)
+            self._ranks.agree(partial(loaded.into, ours))
             return step
-        places = self._ranks.gather(self._found(step) if self._ranks.is_main else [])[0]
+        places = self._ranks.gather(self._ranks.agree(partial(self._found, step)))[0]
         damaged: list[DamagedCheckpointError] = []
         for path in places:
             try:
                 manifest = self._ranks.agree(partial(self._verified, path))
                 loaded = self._ranks.agree(partial(Loaded.of, ours, path, manifest, self._ranks))
             except DamagedCheckpointError as error:
-                if path.parent == self.directory:
-                    self._damaged.add(int(path.name.removeprefix("step-")))
                 damaged.append(error)
-                self._warnings.append(f"a damaged checkpoint is passed over: {error}")
                 continue
             break
         else:
-            self._warnings.clear()
-            self._raise_damaged(damaged, step)
+            self._ranks.agree(partial(self._raise_damaged, damaged, step))
             return None
-        loaded.into(ours)
+        self._ranks.agree(partial(loaded.into, ours))
+        if self._ranks.is_main:
+            self._set_aside(damaged)
         self._warn()
         return Restored(
             step=manifest.step,
@@ -307,10 +309,12 @@ class CheckpointManager:
         Raises:
             OSError: the last `save` failed.
         """
-        self.wait()
-        self._wait_for_uploads()
-        self._ranks.close()
-        self._staging.close()
+        try:
+            self.wait()
+            self._wait_for_uploads()
+        finally:
+            self._ranks.close()
+            self._staging.close()
         failure, self._failure = self._failure, None
         if failure is not None:
             step, error = failure
@@ -325,9 +329,13 @@ class CheckpointManager:
     ) -> None:
         if kind is None:
             self.close()
-        else:
+            return
+        try:
             self.wait()
             self._wait_for_uploads()
+        finally:
+            self._ranks.close()
+            self._staging.close()
 
     def _path(self, step: int) -> Path:
         return folder_of(self.directory, step)
@@ -350,6 +358,27 @@ class CheckpointManager:
                 allowed = "what writes the path that it is given"
                 require((scratch / name).is_file(), f"files[{name!r}]", "no file", allowed)
         return content
+
+    def _start(
+        self, content: Content, objects: Mapping[str, Any], manifest: Manifest, called: list[str]
+    ) -> None:
+        """Copy, and have the thread write; in no process if one of them cannot."""
+
+        def prepared() -> None:
+            overlaps = self.asynchronous == "overlapped"
+            late = content.updated_by_optimizers(objects) if overlaps else ()
+            copies, arrived = self._staging.copy(content.parts(), late)
+            copied = content.with_parts(copies)
+            self._writer.prepare(partial(self._finish_later, copied, manifest, called, arrived))
+
+        try:
+            # The threads talk by the same group: none begins before this is over.
+            self._ranks.agree(prepared)
+        except BaseException:
+            self._staging.release()
+            self._writer.drop()
+            raise
+        self._writer.begin()
 
     def _begin(self, step: int) -> Path:
         """Make the folder to write in, which is that of the first process, whose number is in its name."""
@@ -425,6 +454,7 @@ class CheckpointManager:
             for path in leaving:
                 if path not in held:
                     remove(path)
+            clear_damaged(self.directory, min(sorted(metrics)[-self.retention.keep_last :], default=0))
         except OSError as error:
             self._warnings.append(f"an older checkpoint could not be removed: {error}")
 
@@ -447,10 +477,11 @@ class CheckpointManager:
         return metrics
 
     def _found(self, step: int | None) -> list[Path]:
-        """Where the checkpoints are that may be restored, the newest first."""
+        """Where the checkpoints are that may be restored, the newest first; of the first process."""
+        if not self._ranks.is_main:
+            return []
         for directory in self._places:
-            with suppress(OSError):
-                recover(directory, clear=False)
+            _recover_names(directory, step)
         found = [
             (-each, place) for place in range(len(self._places)) for each in steps_in(self._places[place])
         ]
@@ -469,6 +500,17 @@ class CheckpointManager:
             raise first
         reason = f"{first.reason}; and none of the {len(damaged)} checkpoints is whole"
         raise DamagedCheckpointError(first.folder, first.file, reason)
+
+    def _set_aside(self, damaged: list[DamagedCheckpointError]) -> None:
+        """Take their names from checkpoints that were passed over."""
+        for error in damaged:
+            try:
+                place = f"it is now {set_aside(error.folder).name}"
+            except OSError as refused:
+                place = f"it keeps its name: {refused}"
+                if error.folder.parent == self.directory:
+                    self._damaged.add(int(error.folder.name.removeprefix("step-")))
+            self._warnings.append(f"a damaged checkpoint is passed over: {error}; {place}")
 
     def _verified(self, path: Path) -> Manifest:
         """The manifest; each process reads every so many-th file through."""
@@ -499,12 +541,38 @@ class CheckpointManager:
                 warnings.warn(message, CheckpointWarning, stacklevel=3)
 
 
+def _recover_names(directory: Path, step: int | None) -> None:
+    """Have every checkpoint have its name.
+
+    Raises:
+        OSError: that which is wanted has none, as long as one may wait for another process to give it back.
+    """
+    refused: OSError | None = None
+    for pause in (0.0, *_PAUSES):
+        time.sleep(pause)
+        try:
+            recover(directory, clear=False)
+        except OSError as error:  # where only reading is allowed
+            refused = error
+        newest = max(steps_in(directory), default=-1)
+        found = nameless_in(directory)
+        wanted = [each for each in found if each == step or (step is None and each > newest)]
+        if not wanted:
+            return
+    told = (
+        f"the checkpoint of step {wanted[-1]} has no name: it is being replaced, or was and cannot be renamed"
+    )
+    raise OSError(refused.errno if refused else errno.EBUSY, told, str(directory)) from refused
+
+
 def _manifest(step: int, world_size: int, metric: float | None, notes: Mapping[str, Any]) -> Manifest:
     """Without its files.
 
     Raises:
-        ValueError: a metric or a note that is no plain value.
+        ValueError: a step that is none, a metric or a note that is no plain value.
     """
+    check_sizes(0, step=step)
+    require(step < 10**19, "step", step, "below 10**19")
     number = metric is None or (isinstance(metric, int | float) and not isinstance(metric, bool))
     require(number, "metric", metric, "a number, or None")
     held: dict[str, Tensor] = {}
@@ -512,9 +580,9 @@ def _manifest(step: int, world_size: int, metric: float | None, notes: Mapping[s
     require(not held, "notes", ", ".join(held), "plain values; tensors and arrays belong to objects")
     versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
     versions["stackwise"] = _own_version()
-    time = datetime.now(UTC).isoformat(timespec="seconds")
+    written = datetime.now(UTC).isoformat(timespec="seconds")
     value = None if metric is None else tree.encode(float(metric), ("metric",), held)
-    return Manifest(step, time, world_size, versions, value, plain)
+    return Manifest(step, written, world_size, versions, value, plain)
 
 
 @cache

@@ -12,7 +12,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,16 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-__all__ = ["FileEntry", "MalformedFileError", "Part", "TensorIndex", "write_bytes", "write_tensors"]
+__all__ = [
+    "FileEntry",
+    "MalformedFileError",
+    "Part",
+    "TensorIndex",
+    "is_damage",
+    "write_bytes",
+    "write_read",
+    "write_tensors",
+]
 
 _CODES = {
     torch.float64: "F64",
@@ -45,7 +54,17 @@ _CODES = {
 }
 _DTYPES = {code: dtype for dtype, code in _CODES.items()}
 _OFFSETS = "DCP_SHARDING_INFO"
+# What a file is not there by, or broken on the disk. By all else it may be read another time.
+_DAMAGE = {"ENOENT", "ENOTDIR", "EISDIR", "ELOOP", "EIO", "EBADMSG", "EUCLEAN"}
 _PIECE = 2**22  # bytes that are hashed and then written, while they are in the cache
+
+
+def is_damage(error: OSError) -> bool:
+    """Whether a file that was refused is not what was written; else it cannot be read for now.
+
+    A permission, a stale handle of a network or too many open files say nothing of what the file holds.
+    """
+    return errno.errorcode.get(error.errno or 0) in _DAMAGE
 
 
 class MalformedFileError(ValueError):
@@ -115,15 +134,44 @@ def write_tensors(path: Path, parts: Mapping[str, Part], *, in_parts: bool = Tru
         ValueError: a dtype that safetensors does not have.
         OSError: the disk refused.
     """
-    # As the library orders them: wide numbers first, so that all are aligned.
-    names = sorted(parts, key=lambda name: (-parts[name].tensor.element_size(), name))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    tensors = {name: part.tensor for name, part in parts.items()}
+    names = _in_order(tensors)
+    metadata = {"format": "pt"}
     if in_parts:
-        offsets = {name: {"saved_offsets": list(parts[name].offsets)} for name in names}
-        header["__metadata__"][_OFFSETS] = json.dumps(offsets)
+        metadata[_OFFSETS] = json.dumps(
+            {name: {"saved_offsets": list(parts[name].offsets)} for name in names}
+        )
+    content = (_bytes_of(tensors[name]) for name in names)
+    return write_bytes(path, _after(_header(tensors, names, metadata), content))
+
+
+def write_read(path: Path, likes: Mapping[str, Tensor], read: Callable[[str], Tensor]) -> FileEntry:
+    """Write a safetensors file of tensors that are read one at a time.
+
+    Args:
+        path: of the new file.
+        likes: of the shape and the dtype of each, on any device, as meta.
+        read: gives the tensor of a name.
+
+    Raises:
+        ValueError: a dtype that safetensors does not have.
+        OSError: the disk refused.
+    """
+    names = _in_order(likes)
+    content = (_bytes_of(read(name)) for name in names)
+    return write_bytes(path, _after(_header(likes, names, {"format": "pt"}), content))
+
+
+def _in_order(tensors: Mapping[str, Tensor]) -> list[str]:
+    """As the library orders them: wide numbers first, so that all are aligned."""
+    return sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+
+
+def _header(tensors: Mapping[str, Tensor], names: Iterable[str], metadata: dict[str, str]) -> list[bytes]:
+    header: dict[str, Any] = {"__metadata__": metadata}
     place = 0
     for name in names:
-        tensor = parts[name].tensor
+        tensor = tensors[name]
         code = _CODES.get(tensor.dtype)
         if code is None:
             raise ValueError(
@@ -134,8 +182,7 @@ def write_tensors(path: Path, parts: Mapping[str, Part], *, in_parts: bool = Tru
         place = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    content = (_bytes_of(parts[name].tensor) for name in names)
-    return write_bytes(path, _after([len(text).to_bytes(8, "little"), text], content))
+    return [len(text).to_bytes(8, "little"), text]
 
 
 def _after(
@@ -158,6 +205,7 @@ class TensorIndex:
 
     Raises:
         MalformedFileError: a file that is none, naming it.
+        OSError: one cannot be read now.
     """
 
     def __init__(self, paths: Iterable[Path]) -> None:
@@ -175,6 +223,8 @@ class TensorIndex:
                 AttributeError,
                 RecursionError,
             ) as error:
+                if isinstance(error, OSError) and not is_damage(error):
+                    raise
                 raise MalformedFileError(
                     f"{path.name}: no tensors as they are written here: {error}"
                 ) from None
@@ -226,6 +276,7 @@ class TensorIndex:
         return result
 
     def _add(self, path: Path) -> None:
+        path.open("rb").close()  # what safe_open cannot open it calls missing, whatever the reason was
         file: Any = safe_open(path, framework="pt", device="cpu")
         offsets = json.loads((file.metadata() or {}).get(_OFFSETS, "{}"))
         for name in file.keys():  # noqa: SIM118  no mapping

@@ -14,6 +14,7 @@ from stackwise.checkpoint.folder import (
     TENSORS,
     DamagedCheckpointError,
     Manifest,
+    clear_damaged,
     folder_of,
     publish,
     recover,
@@ -83,6 +84,7 @@ class DirectoryUpload:
             for step in steps_in(self.directory)[: -self.keep_last]:
                 if step != manifest.step:
                     remove(folder_of(self.directory, step))
+            clear_damaged(self.directory, steps_in(self.directory)[0])
 
 
 def _pieces(path: Path) -> Iterator[bytes]:

@@ -31,6 +31,29 @@ _ALIGNMENT = 64  # bytes: a line of the cache, and more than any number is wide
 _PINNED_PIECE = 2**26
 
 
+class _Unchanged(Generic[K]):
+    """Whether tensors are as they were when this was made, by torch's count of their changes.
+
+    It is told once: by the thread when the copies are there, or by the host before a step of an optimizer
+    that only the device keeps waiting. What is changed after that does not matter.
+    """
+
+    def __init__(self, tensors: Mapping[K, Tensor]) -> None:
+        # A detached tensor shares the counter of the one that it is of.
+        self._versions = {name: (tensor, tensor._version) for name, tensor in tensors.items()}
+        self._lock = threading.Lock()
+        self._changed: list[K] | None = None
+
+    def changed(self) -> list[K]:
+        """Those that were changed before this was asked for the first time."""
+        with self._lock:
+            if self._changed is None:
+                held = self._versions.items()
+                self._changed = [name for name, (tensor, count) in held if tensor._version != count]
+                self._versions = {}
+            return self._changed
+
+
 class Staging(Generic[K]):
     """Copies of tensors as they are now, in memory that is kept for the copies after."""
 
@@ -39,6 +62,7 @@ class Staging(Generic[K]):
         self._host: Tensor | None = None
         self._late = threading.Event()  # set: nothing is left that an optimizer has to wait for
         self._late.set()
+        self._unchanged = _Unchanged[K]({})
         self._beside: list[tuple[torch.device, torch.cuda.Event]] = []
         self._hook: RemovableHandle | None = None
 
@@ -58,38 +82,38 @@ class Staging(Generic[K]):
         sources = {name: part.tensor.detach() for name, part in parts.items()}
         if not self._fits(sources):
             self._place(sources)
-        # A detached tensor shares the counter of the one that it is of.
-        versions = {name: sources[name]._version for name in late if not sources[name].is_inference()}
+        updated = {name: sources[name] for name in late if not sources[name].is_inference()}
         devices = {source.device for source in sources.values() if source.is_cuda}
-        beside = {device: torch.cuda.Stream(device) for device in devices if versions}  # type: ignore[no-untyped-call]
+        beside = {device: torch.cuda.Stream(device) for device in devices if updated}  # type: ignore[no-untyped-call]
         for device, stream in beside.items():
             stream.wait_stream(torch.cuda.current_stream(device))
         for name, source in sources.items():
             if not source.is_cuda:
-                if name not in versions:
+                if name not in updated:
                     self._buffers[name].copy_(source)
                 continue
-            stream = beside[source.device] if name in versions else torch.cuda.current_stream(source.device)
+            own = beside[source.device] if name in updated else None
+            stream = torch.cuda.current_stream(source.device) if own is None else own
             with torch.cuda.stream(stream):
                 self._buffers[name].copy_(source, non_blocking=True)
         arrived = [torch.cuda.current_stream(device).record_event() for device in devices]
         self._beside = [(device, stream.record_event()) for device, stream in beside.items()]
-        if versions:
-            if not all(sources[name].is_cuda for name in versions):
+        unchanged = self._unchanged = _Unchanged(updated)
+        if updated:
+            if not all(source.is_cuda for source in updated.values()):
                 self._late.clear()
             self._hold_optimizers()
 
         def wait() -> None:
             try:
-                for name in versions:
-                    if not sources[name].is_cuda:
-                        self._buffers[name].copy_(sources[name])
+                for name, source in updated.items():
+                    if not source.is_cuda:
+                        self._buffers[name].copy_(source)
                 for event in (*arrived, *(event for _, event in self._beside)):
                     event.synchronize()
-                for name, version in versions.items():
-                    if sources[name]._version != version:
-                        told = f"{name} was changed while it was copied, by another than an optimizer's step"
-                        raise OSError(errno.EBUSY, told)
+                for name in unchanged.changed():
+                    told = f"{name} was changed while it was copied, by another than an optimizer's step"
+                    raise OSError(errno.EBUSY, told)
             finally:
                 self._late.set()
 
@@ -117,6 +141,8 @@ class Staging(Generic[K]):
                 for device, event in staging._beside:
                     torch.cuda.current_stream(device).wait_event(event)
                 staging._late.wait()
+                # A device does not keep the host waiting, which counts the step before the copies are there.
+                staging._unchanged.changed()
 
         self._hook = register_optimizer_step_pre_hook(hold)
 
@@ -179,6 +205,7 @@ class Writer:
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
+        self._begins: Callable[[bool], None] = _nobody
         self._error: BaseException | None = None
 
     @property
@@ -186,18 +213,42 @@ class Writer:
         """Whether the call has not ended yet."""
         return self._thread is not None and self._thread.is_alive()
 
-    def start(self, call: Callable[[], None]) -> None:
-        """Begin a call; `wait` has to have been called since the one before."""
+    def prepare(self, call: Callable[[], None]) -> None:
+        """Have a thread for a call, which `begin` or `drop` decides on.
+
+        `wait` has to have been called since the one before.
+
+        Raises:
+            RuntimeError: the system has no thread.
+        """
         assert self._thread is None
+        decided, wanted = threading.Event(), [False]
 
         def run() -> None:
+            decided.wait()
+            if not wanted[0]:
+                return
             try:
                 call()
             except BaseException as error:  # of the thread: it is the waiting one's to handle
                 self._error = error
 
-        self._thread = threading.Thread(target=run, name="stackwise-checkpoint", daemon=False)
-        self._thread.start()
+        def begins(is_wanted: bool) -> None:
+            wanted[0] = is_wanted
+            decided.set()
+
+        thread = threading.Thread(target=run, name="stackwise-checkpoint", daemon=False)
+        thread.start()
+        self._thread, self._begins = thread, begins
+
+    def begin(self) -> None:
+        """Make the call that there is a thread for."""
+        self._begins(True)
+
+    def drop(self) -> None:
+        """Do not make the call, if there is a thread for one."""
+        self._begins(False)
+        self.wait()
 
     def wait(self) -> None:
         """Go on when the call has ended.
@@ -207,7 +258,11 @@ class Writer:
         """
         if self._thread is not None:
             self._thread.join()
-            self._thread = None
+            self._thread, self._begins = None, _nobody
         error, self._error = self._error, None
         if error is not None:
             raise error
+
+
+def _nobody(_: bool) -> None:
+    """No call waits."""

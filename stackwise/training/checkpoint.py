@@ -13,8 +13,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, distributed, nn
 
-from stackwise.checkpoint import CheckpointManager, Restored
-from stackwise.checkpoint.folder import MANIFEST, Manifest, newest_in, verify_files
+from stackwise.checkpoint import CheckpointManager, DirectoryUpload, Restored
+from stackwise.checkpoint.folder import MANIFEST, Manifest, nameless_in, newest_in, steps_in, verify_files
 from stackwise.config import StackWiseConfig
 from stackwise.model.block import Block
 from stackwise.model.build import create_rack_from_config
@@ -39,7 +39,7 @@ class RackCheckpoints:
         directory: created at the first save.
         config: describes the Rack that is saved. How many are kept is `training.checkpoint`.
         group: of torch.distributed; None: all processes.
-        upload: as of `CheckpointManager`.
+        upload: as of `CheckpointManager`; None: as `training.checkpoint` says.
     """
 
     def __init__(
@@ -54,6 +54,10 @@ class RackCheckpoints:
         self._checked: Rack | None = None
         self._resumed: Restored | None = None
         kept = config.training.checkpoint
+        if upload is None and kept.upload is not None:
+            upload = DirectoryUpload(kept.upload, keep_last=kept.upload_keep_last)
+        copies = [upload.directory] if isinstance(upload, DirectoryUpload) else []
+        self._places = [self.directory, *copies]
         self._manager = CheckpointManager(
             directory,
             keep_last=kept.keep_last,
@@ -152,15 +156,17 @@ class RackCheckpoints:
         self._manager.restore(objects, self._resumed if known else step)
 
     def refuse_old_run(self) -> None:
-        """Refuse a folder that has checkpoints, so that no two runs mix.
+        """Refuse a folder that has checkpoints, or copies of them, so that no two runs mix.
 
         Raises:
             ValueError: naming their steps.
         """
-        steps = self.steps()
-        if steps:
+        for key, place in zip(("checkpoint_dir", "checkpoint.upload"), self._places, strict=False):
+            steps = sorted({*steps_in(place), *nameless_in(place)})
+            if not steps:
+                continue
             raise ValueError(
-                f"training.checkpoint_dir: {self.directory} already holds checkpoints of steps "
+                f"training.{key}: {place} already holds checkpoints of steps "
                 f"{steps}; allowed: a folder without any, so that no two runs mix, or training.resume=true, "
                 "which goes on with that run"
             )
@@ -180,6 +186,11 @@ class RackCheckpoints:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._manager.__exit__(kind, error, trace)
+
+    def release(self) -> None:
+        """Go on when weights may be changed by others than optimizers: "overlapped" copies them meanwhile."""
+        if self.config.training.checkpoint.asynchronous == "overlapped":
+            self._manager.wait()
 
     def close(self) -> None:
         """Wait for what is being written.

@@ -12,10 +12,11 @@ from stackwise.checkpoint import CheckpointManager
 from stackwise.checkpoint import manager as manager_module
 
 ROW = {"kills": 100, "within a save": 50, "ended otherwise": 0, "unusable": 0, "half checkpoints": 0}
+LOST = {"steps lost": 3, "steps lost, one pending": 6}
 ROWS = [
-    ROW | {"processes": processes, "mode": mode, "steps lost": 3}
+    ROW | {"processes": processes, "mode": mode, "steps lost": 3, "steps lost, one pending": pending}
     for processes in (1, 2)
-    for mode in ("synchronous", "asynchronous")
+    for mode, pending in (("synchronous", 3), ("overlapped", 6))
 ]
 HARM = {"harms": 8, "noticed": 8, "previous one used": 8}
 
@@ -36,7 +37,12 @@ def test_bars_are_met_and_missed():
     assert (
         verdicts([*ROWS[:3], ROWS[3] | {"within a save": 49}])["kills within a save, 2 processes"] == "SHORT"
     )
-    assert verdicts([ROWS[0] | {"steps lost": 4}, *ROWS[1:]])["steps lost, synchronous"] == "SHORT"
+    assert verdicts([ROWS[0] | {"steps lost": 4}, *ROWS[1:]])["steps lost, at once"] == "SHORT"
+    assert verdicts([ROWS[0] | {"steps lost, one pending": 4}, *ROWS[1:]])["steps lost, at once"] == "SHORT"
+    later = verdicts([ROWS[0], ROWS[1] | {"steps lost": 4}, *ROWS[2:]])
+    assert later["steps lost, later, none pending"] == "SHORT"
+    later = verdicts([ROWS[0], ROWS[1] | {"steps lost, one pending": 7}, *ROWS[2:]])
+    assert later["steps lost, later, 2 x 3"] == "SHORT"
     assert verdicts(harm=HARM | {"noticed": 7})["damage noticed"] == "SHORT"
     assert verdicts(harm=HARM | {"previous one used": 7})["previous one used"] == "SHORT"
     assert verdicts(harm=None)["damage noticed"] == "NOT MEASURED"
@@ -62,6 +68,9 @@ def test_half_checkpoints_are_counted(tmp_path):
     manager.save(3, {})
     manager.save(4, {})
     assert whole_checkpoints(tmp_path) == (4, 0)
+    # One that was being replaced has its name back, as a restore gives it.
+    (tmp_path / "step-4").rename(tmp_path / ".step-4.999999999.old")
+    assert whole_checkpoints(tmp_path) == (4, 0)
     (tmp_path / "step-4/state-00000.json").unlink()
     assert whole_checkpoints(tmp_path) == (4, 1)
 
@@ -74,7 +83,7 @@ def test_parts_add_up_to_what_is_asked():
         assert len(set(asked)) == len({seed for *_, seed in given}) == len(given)
         for world_size in (1, 2):
             chosen = [each for each in given if each[0] == world_size]
-            assert {mode for _, mode, *_ in chosen} == {"synchronous", "asynchronous"}
+            assert {mode for _, mode, *_ in chosen} == set(kill.MODES)
             assert sum(n_kills for _, _, n_kills, _, _ in chosen) == count
             assert sum(n_saves for _, _, _, n_saves, _ in chosen) >= count // 2
             assert all(n_saves <= n_kills for _, _, n_kills, n_saves, _ in chosen)
@@ -84,7 +93,7 @@ def test_parts_are_rows_of_one_table():
     part = ROW | {
         "processes": 2,
         "mode": "synchronous",
-        "steps lost": 3,
+        **LOST,
         "left a temporary folder": 1,
         "runs": 2,
     }
@@ -106,7 +115,7 @@ def test_parts_that_are_there_are_not_asked_again(monkeypatch, tmp_path):
     def answered(calls, *, jobs, seconds):
         for name, call in calls.items():
             asked.append(name)
-            if name == "1 synchronous 3" and len(asked) == 1:
+            if name == "1 synchronous 2" and len(asked) == 1:
                 yield name, Ended([], "its process ended with -9", 1.0)
             elif name == "rot":
                 yield name, Ended([HARM | {"places": []}], None, 1.0)
@@ -115,15 +124,41 @@ def test_parts_that_are_there_are_not_asked_again(monkeypatch, tmp_path):
                 row = {"kills": n_kills, "within a save": n_saves, "left a temporary folder": 0, "runs": 1}
                 yield (
                     name,
-                    Ended([ROW | {"processes": world_size, "mode": mode, "steps lost": 3} | row], None, 1.0),
+                    Ended(
+                        [
+                            ROW
+                            | {"processes": world_size, "mode": mode, **LOST, "steps lost, one pending": 3}
+                            | row
+                        ],
+                        None,
+                        1.0,
+                    ),
                 )
 
     monkeypatch.setattr(kill, "all_isolated", answered)
     monkeypatch.setattr(kill.torch, "set_num_threads", lambda count: None)
     assert kill.main(["--quick"]) == 1  # one part did not finish
-    assert len(asked) == 5
+    assert len(asked) == 11
     assert kill.main(["--quick", "--resume"]) == 0
-    assert asked[5:] == ["1 synchronous 3"]
+    assert asked[11:] == ["1 synchronous 2"]
+
+
+def test_what_is_pending_is_counted_by_what_was_asked():
+    seen = kill.Seen([""])
+    for word, pending in (("asked", 1), ("begin", 1), ("end", 0), ("asked", 1), ("asked", 2), ("end", 1)):
+        seen.note(0, word, "3")
+        assert seen.missing == pending
+        seen.note(1, word, "3")  # what others say of it is the same
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")  # of Python 3.12, at a fork
+@pytest.mark.parametrize("mode", ["overlapped", "uploaded", "replaced"])
+def test_every_mode_ends_as_one_that_nobody_disturbs(tmp_path, mode):
+    digests, _, _ = kill.undisturbed(tmp_path / "synchronous", 1, "synchronous")
+    assert kill.undisturbed(tmp_path / "run", 1, mode)[0] == digests
+    assert whole_checkpoints(tmp_path / "run") == (kill.STEPS, 0)
+    assert kill.copies_of(tmp_path / "run").exists() == (mode == "uploaded")
 
 
 @pytest.mark.slow
@@ -136,6 +171,6 @@ def test_a_run_is_killed_and_goes_on(tmp_path):
     )
     assert death.killed and death.saving
     death, ended = kill.disturbed(
-        tmp_path / "run", 1, "synchronous", choose, run_seconds=1e6, save_seconds=None
+        tmp_path / "run", 1, "synchronous", choose, run_seconds=0.0, save_seconds=None, spared=True
     )
     assert not death.killed and ended == digests

@@ -14,7 +14,16 @@ import torch
 
 from stackwise.checkpoint import CheckpointManager, DamagedCheckpointError
 from stackwise.checkpoint import folder as module
-from stackwise.checkpoint.folder import MANIFEST, Manifest, publish, recover, steps_in, verify_files
+from stackwise.checkpoint.folder import (
+    MANIFEST,
+    Manifest,
+    nameless_in,
+    publish,
+    recover,
+    scratch_of,
+    steps_in,
+    verify_files,
+)
 from stackwise.checkpoint.tensor_file import FileEntry, write_bytes
 
 OPERATIONS = ("open", "write", "fsync", "mkdir", "rename", "rmdir", "unlink", "chmod")
@@ -99,30 +108,69 @@ def test_killed_before_any_operation(tmp_path, step):
 
 
 def test_what_living_processes_write_is_left_alone(tmp_path):
-    gone, living = gone_process(), os.getppid()
-    for number in (gone, living, os.getpid()):
+    living = f"{os.getppid()}-{module._mark(os.getppid())}"
+    for number in (gone_process(), os.getppid(), living, os.getpid()):
         made(tmp_path / f".step-3.{number}")
         made(tmp_path / f".step-4.{number}.removed")
     others = [".step-5", ".step-x.1", ".step-5.0", "step-6.old", ".other.1", ".step-7.1.other"]
     for name in others:
         (tmp_path / name).mkdir()
     recover(tmp_path, clear=False)
-    assert len(names_in(tmp_path)) == 6 + len(others)
+    assert len(names_in(tmp_path)) == 8 + len(others)
     recover(tmp_path, clear=True)
     assert sorted(names_in(tmp_path)) == sorted([*others, f".step-3.{living}", f".step-4.{living}.removed"])
     recover(tmp_path / "none", clear=True)
 
 
+def test_a_number_that_is_another_process_by_now(tmp_path):
+    """In containers numbers come again: what is left by the one before is left over."""
+    living = os.getppid()
+    mark = module._mark(living)
+    for name in (
+        f".step-3.{living}-{mark}",
+        f".step-4.{living}-{'0' * 12}",
+        f".step-5.{living}-{'0' * 12}.old",
+    ):
+        made(tmp_path / name)
+    made(tmp_path / f".step-6.{living}-{mark}.old")
+    assert nameless_in(tmp_path) == [5, 6]
+    recover(tmp_path, clear=True)
+    assert names_in(tmp_path) == [f".step-3.{living}-{mark}", f".step-6.{living}-{mark}.old", "step-5"]
+    assert nameless_in(tmp_path) == [6]
+
+
+def test_a_process_that_nobody_has_asked_about_has_ended(tmp_path):
+    process = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+    made(tmp_path / f".step-3.{process.pid}-{module._mark(process.pid)}.old")
+    recover(tmp_path, clear=True)
+    assert steps_in(tmp_path) == []
+    process.stdin.close()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    recover(tmp_path, clear=True)
+    assert steps_in(tmp_path) == [3]
+    process.wait()
+
+
+def test_where_the_system_has_no_marks_the_number_tells(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_mark", lambda number: None)
+    assert scratch_of(tmp_path, 3).name == f".step-3.{os.getpid()}"
+    made(tmp_path / f".step-3.{os.getppid()}-{'0' * 12}.old")
+    made(tmp_path / f".step-4.{gone_process()}-{'0' * 12}.old")
+    recover(tmp_path, clear=True)
+    assert steps_in(tmp_path) == [4]
+
+
 def test_what_was_being_replaced_gets_its_name_back(tmp_path):
+    living = f".step-4.{os.getppid()}-{module._mark(os.getppid())}.old"
     made(tmp_path / f".step-3.{gone_process()}.old", b"old")
-    made(tmp_path / f".step-4.{os.getppid()}.old", b"old")
+    made(tmp_path / living, b"old")
     recover(tmp_path, clear=False)
     assert steps_in(tmp_path) == [3]
     made(tmp_path / f".step-3.{gone_process()}.old", b"older")
     recover(tmp_path, clear=True)
     assert steps_in(tmp_path) == [3]
     assert (tmp_path / "step-3/x").read_bytes() == b"old"
-    assert sorted(names_in(tmp_path)) == [f".step-4.{os.getppid()}.old", "step-3"]
+    assert sorted(names_in(tmp_path)) == [living, "step-3"]
 
 
 @pytest.mark.parametrize("number", ["0", "-1", "9" * 30, "1x"])
@@ -171,8 +219,9 @@ def test_everything_is_flushed_before_it_is_named(tmp_path, monkeypatch):
     )
     renamed = events.index("rename")
     files = {"a.txt", "state-00000.json", "state-00000.safetensors", "rank-00000.safetensors", MANIFEST}
-    assert set(events[:renamed]) == {*files, "tensors", f".step-1.{os.getpid()}"}
-    assert events[renamed - 1] == f".step-1.{os.getpid()}"
+    scratch = scratch_of(tmp_path, 1).name
+    assert set(events[:renamed]) == {*files, "tensors", scratch}
+    assert events[renamed - 1] == scratch
     assert events.index(MANIFEST) > max(events.index(name) for name in files - {MANIFEST})
     assert events[renamed + 1 :] == ["run"]
 

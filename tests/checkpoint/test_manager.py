@@ -8,6 +8,7 @@ import shutil
 import stat
 import threading
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +17,13 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from stackwise.checkpoint import CheckpointManager, CheckpointWarning, DamagedCheckpointError
-from stackwise.checkpoint.folder import MANIFEST
+from stackwise.checkpoint import manager as manager_module
+from stackwise.checkpoint import writer as writer_module
+from stackwise.checkpoint.folder import MANIFEST, _mark
+from stackwise.checkpoint.tensor_file import Part
 from stackwise.checkpoint.writer import Staging
 from stackwise.data import TokenWindows
 
@@ -238,6 +243,70 @@ def test_what_is_changed_by_hand_meanwhile_is_not_written(tmp_path, held):
     manager.save(2, run.objects)
     manager.close()
     assert manager.steps() == [2]
+
+
+class OnDevice(torch.Tensor):
+    """Says that it is on a CUDA device."""
+
+    is_cuda = property(lambda self: True)
+
+
+class Stream:
+    """Of a device that has done nothing yet, until it is `through`."""
+
+    through = threading.Event()
+
+    def __init__(self, device=None):
+        pass
+
+    def wait_stream(self, stream):
+        pass
+
+    wait_event = wait_stream
+
+    def record_event(self):
+        return self
+
+    def synchronize(self):
+        assert self.through.wait(30)
+
+
+@pytest.mark.parametrize("by_hand", [False, True], ids=["step", "by hand"])
+@pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}], ids=["foreach", "fused"])
+def test_a_step_that_only_the_device_keeps_waiting(monkeypatch, options, by_hand):
+    """The host has made it before the copies are there: that is no change by another."""
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(writer_module, "_pinned_memory", lambda size: torch.empty(size, dtype=torch.uint8))
+    parameter = nn.Parameter(torch.ones(4096))
+    optimizer, staging = torch.optim.AdamW([parameter], **options), Staging()
+    for _ in range(2):
+        Stream.through.clear()
+        part = Part.whole(parameter.detach().as_subclass(OnDevice))
+        copies, wait = staging.copy({"w": part}, {"w"})
+        before = parameter.detach().clone()
+        failed = []
+        thread = threading.Thread(target=lambda wait=wait, failed=failed: failed.append(raised_by(wait)))
+        thread.start()
+        with torch.no_grad():
+            _ = parameter.add_(1.0) if by_hand else None
+        parameter.grad = torch.ones(4096)
+        optimizer.step()
+        with torch.no_grad():
+            parameter.mul_(2.0)  # behind the step, and so behind the copies
+        Stream.through.set()
+        thread.join()
+        assert [type(error) for error in failed] == [OSError if by_hand else type(None)]
+        assert copies["w"].tensor.equal(before)
+    staging.close()
+
+
+def raised_by(call):
+    try:
+        call()
+    except Exception as error:
+        return error
 
 
 def test_data_goes_on_where_it_was(tmp_path):
@@ -536,8 +605,9 @@ def test_damage_is_named_and_the_one_before_taken(tmp_path, name, harm):
         found = fresh.restore(other.objects)
     assert other.bits() == before
     assert (found.step, found.damaged) == (2, (tmp_path / "run/step-4",))
-    sized = harm in ("flip", "zeros") and name != MANIFEST
-    assert fresh.latest() == tmp_path / "run" / ("step-4" if sized else "step-2")
+    # No later restore takes what this run has gone back behind.
+    assert fresh.latest() == tmp_path / "run/step-2"
+    assert names_in(tmp_path / "run") == ["step-2", "step-4.damaged"]
     # The run comes to the same step again and writes it anew.
     fresh.save(4, other.objects)
     fresh.verify(4)
@@ -561,11 +631,145 @@ def test_damaged_ones_do_not_push_out_good_ones(tmp_path):
         assert manager.restore({}).step == 1
     for step in (2, 3):
         manager.save(step, {})
+    assert names_in(tmp_path) == ["step-2", "step-3", "step-8.damaged"]
+    manager.save(9, {})
+    assert names_in(tmp_path) == ["step-3", "step-8.damaged", "step-9"]
+    manager.save(10, {})
+    assert names_in(tmp_path) == ["step-10", "step-9"]
+
+
+def test_damaged_ones_that_keep_their_names(tmp_path, monkeypatch):
+    """A folder that cannot be renamed: as good as not there, and in nobody's way."""
+    manager = CheckpointManager(tmp_path, keep_last=2)
+    manager.save(1, {})
+    manager.save(8, {})
+    flip(tmp_path / "step-8/state-00000.json")
+    monkeypatch.setattr("stackwise.checkpoint.manager.set_aside", raised_os_error(errno.EROFS))
+    with pytest.warns(CheckpointWarning, match="passed over: .*step-8.*it keeps its name: .*Read-only"):
+        assert manager.restore({}).step == 1
+    monkeypatch.undo()
+    for step in (2, 3):
+        manager.save(step, {})
     assert manager.steps() == [2, 3, 8]
     manager.save(9, {})
-    assert manager.steps() == [3, 8, 9]
     manager.save(10, {})
     assert manager.steps() == [9, 10]
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.ESTALE, errno.EMFILE])
+@pytest.mark.parametrize("name", [MANIFEST, "state-00000.json", "tensors/rank-00000.safetensors"])
+def test_what_cannot_be_read_now_is_not_passed_over(tmp_path, monkeypatch, number, name):
+    """Else the run goes back, and the restart after takes what it has gone back behind."""
+    run, manager = Run().train(1), CheckpointManager(tmp_path)
+    manager.save(1, run.objects)
+    manager.save(2, run.train(1).objects)
+    opened = Path.open
+
+    def refusing(self, *given, **options):
+        if self == tmp_path / "step-2" / name:
+            raise OSError(number, os.strerror(number), str(self))
+        return opened(self, *given, **options)
+
+    monkeypatch.setattr(Path, "open", refusing)
+    before = run.train(1).bits()
+    with pytest.raises(OSError, match=r"step-2") as raised:
+        manager.restore(run.objects)
+    assert raised.value.errno == number
+    assert run.bits() == before
+    assert manager.steps() == [1, 2]
+    monkeypatch.undo()
+    assert manager.restore(run.objects).step == 2
+
+
+def test_a_bad_sector_is_damage(tmp_path, monkeypatch):
+    manager = CheckpointManager(tmp_path)
+    for step in (1, 2):
+        manager.save(step, {})
+    opened = Path.open
+
+    def broken(self, *given, **options):
+        if self.parent.name == "step-2":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return opened(self, *given, **options)
+
+    monkeypatch.setattr(Path, "open", broken)
+    with pytest.warns(CheckpointWarning, match="passed over"):
+        assert manager.restore({}).step == 1
+
+
+def test_a_checkpoint_that_was_being_replaced_is_not_forgotten(tmp_path, monkeypatch):
+    """By a process whose number another has by now; by one that is there; where nothing can be renamed."""
+    manager = CheckpointManager(tmp_path)
+    manager.save(4, {"counts": {"a": 4}})
+    manager.save(5, {"counts": {"a": 5}})
+    old = tmp_path / f".step-5.{os.getppid()}-{'0' * 12}.old"
+    (tmp_path / "step-5").rename(old)
+    counts = {}
+    assert manager.restore({"counts": counts}).step == 5
+    assert (counts, names_in(tmp_path)) == ({"a": 5}, ["step-4", "step-5"])
+    living = tmp_path / f".step-5.{os.getppid()}-{_mark(os.getppid())}.old"
+    (tmp_path / "step-5").rename(living)
+    monkeypatch.setattr(manager_module, "_PAUSES", (0.0,))
+    for step in (None, 5):
+        with pytest.raises(OSError, match="the checkpoint of step 5 has no name") as raised:
+            manager.restore({}, step)
+        assert raised.value.errno == errno.EBUSY
+    assert manager.restore({"counts": counts}, 4).step == 4
+    # That process gives the name back meanwhile.
+    monkeypatch.setattr(
+        manager_module.time, "sleep", lambda _: living.exists() and living.rename(tmp_path / "step-5")
+    )
+    assert manager.restore({"counts": counts}).step == 5
+    (tmp_path / "step-5").rename(old)
+    monkeypatch.setattr(os, "rename", raised_os_error(errno.EROFS))
+    with pytest.raises(OSError, match="step 5 has no name") as raised:
+        manager.restore({})
+    assert raised.value.errno == errno.EROFS
+
+
+@pytest.mark.parametrize("closes", [True, False], ids=["closed", "left by an error"])
+def test_what_fails_in_the_thread_leaves_nothing_behind(tmp_path, monkeypatch, closes):
+    """No hook of the optimizers."""
+    hooks, run = len(_global_optimizer_pre_hooks), Wide()
+    manager = CheckpointManager(tmp_path, asynchronous="overlapped")
+    monkeypatch.setattr(CheckpointManager, "_finish", lambda *_: 1 / 0)
+    manager.save(1, run.objects)
+    assert len(_global_optimizer_pre_hooks) == hooks + 1
+    with pytest.raises(ZeroDivisionError):
+        _ = manager.close() if closes else manager.__exit__(KeyError, KeyError(), None)
+    assert len(_global_optimizer_pre_hooks) == hooks
+
+
+def test_an_error_of_the_run_leaves_nothing_behind(tmp_path):
+    hooks, run = len(_global_optimizer_pre_hooks), Wide()
+
+    def fails():
+        with CheckpointManager(tmp_path, asynchronous="overlapped") as manager:
+            manager.save(1, run.objects)
+            raise KeyError("of the run")
+
+    with pytest.raises(KeyError, match="of the run"):
+        fails()
+    assert len(_global_optimizer_pre_hooks) == hooks
+    assert CheckpointManager(tmp_path).steps() == [1]
+
+
+def test_no_thread_for_it(tmp_path, monkeypatch):
+    """No optimizer waits for copies that nobody makes."""
+    run, manager = Wide(), CheckpointManager(tmp_path, asynchronous="overlapped")
+
+    def none(self):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", none)
+    with pytest.raises(RuntimeError, match="new thread"):
+        manager.save(1, run.objects)
+    monkeypatch.undo()
+    run.backward()
+    run.optimizer.step()
+    manager.save(2, run.objects)
+    manager.close()
+    assert manager.steps() == [2]
 
 
 NUMBERS = pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES])
@@ -778,6 +982,27 @@ def test_plain_json_is_readable(tmp_path):
     CheckpointManager(tmp_path).save(1, {"counts": {"steps": 3, "name": "x"}})
     plain = json.loads((tmp_path / "step-1/state-00000.json").read_text())
     assert plain["own"]["counts"] == {"steps": 3, "name": "x"}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}], ids=["foreach", "fused"])
+def test_cuda_counts_a_step_before_the_copies_are_there(tmp_path, options):
+    """The device keeps the step waiting and not the host, which has made it long before."""
+    torch.manual_seed(0)
+    model = nn.Linear(4096, 4096, device="cuda")
+    optimizer = torch.optim.AdamW(model.parameters(), **options)
+    objects = {"model": model, "optimizer": optimizer}
+    with CheckpointManager(tmp_path, asynchronous="overlapped") as manager:
+        for step in (1, 2):
+            model(torch.randn(8, 4096, device="cuda")).square().mean().backward()
+            torch.cuda._sleep(10**9)  # so that nothing below has happened when the host is through
+            optimizer.step()
+            manager.save(step, objects)
+            before = [parameter.detach().clone() for parameter in model.parameters()]
+            optimizer.step()
+    assert manager.steps() == [1, 2]
+    CheckpointManager(tmp_path).restore({"model": model})
+    assert all(map(torch.equal, model.parameters(), before))
 
 
 @pytest.mark.gpu

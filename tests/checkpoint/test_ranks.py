@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import distributed, nn
 
 from stackwise.checkpoint import (
@@ -27,6 +28,7 @@ from stackwise.checkpoint import (
     DamagedCheckpointError,
     DirectoryUpload,
     Termination,
+    export,
 )
 from stackwise.checkpoint import content as content_module
 from stackwise.checkpoint import manager as manager_module
@@ -144,7 +146,6 @@ def in_parts_later(rank, folder):
     # What one process has changed by hand is written by none.
     objects = trained(plain_model)
     with CheckpointManager(directory, asynchronous="overlapped") as manager:
-        manager._writer.start, start = (lambda call: call()), manager._writer.start
         copy = manager._staging.copy
 
         def changed(parts, late):
@@ -159,7 +160,7 @@ def in_parts_later(rank, folder):
             warnings.simplefilter("always")
             manager.save(6, objects)
             manager.wait()
-        manager._staging.copy, manager._writer.start = copy, start
+        manager._staging.copy = copy
         assert manager.steps() == [3, 4, 5]
         assert any("step 6 is not written" in str(each.message) for each in caught) == (rank == 0)
         manager.save(7, objects)
@@ -297,14 +298,16 @@ def damaged(rank, folder):
             path.write_bytes(content)
         meet()
         fresh = trained(steps=0)
+        with pytest.raises(DamagedCheckpointError, match=f"rank-{part:05d}"):
+            CheckpointManager(directory).restore(fresh, 2)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             found = CheckpointManager(directory).restore(fresh)
         assert (found.step, found.damaged) == (1, (directory / "step-2",))
         assert len(caught) == (rank == 0)
         equal(values(**fresh), before)
-        with pytest.raises(DamagedCheckpointError, match=f"rank-{part:05d}"):
-            CheckpointManager(directory).restore(fresh, 2)
+        meet()
+        assert names_in(directory) == ["step-1", "step-2.damaged"]
 
 
 def mistaken(rank, folder):
@@ -321,6 +324,64 @@ def mistaken(rank, folder):
     assert manager.save(2, {"state": {"x": 1}}) is not None
     with pytest.raises(ValueError, match="guard"):
         manager.restore({"guard": {}} if rank == 1 else {})
+
+
+def failing_copies(rank, folder):
+    """Memory or a thread that one process has not: none writes, and none waits for one that does not."""
+    objects = trained(plain_model)
+    with CheckpointManager(folder / "copies that fail", asynchronous="overlapped") as manager:
+        copy, prepare = manager._staging.copy, manager._writer.prepare
+
+        def no_memory(*_):
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+        def no_thread(*_):
+            raise RuntimeError("can't start new thread")
+
+        for failing in (0, 1):
+            if rank == failing:
+                manager._staging.copy = no_memory
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                assert manager.save(1, objects) is None
+            assert len(caught) == (rank == 0)
+            manager._staging.copy = copy
+            if rank == failing:
+                manager._writer.prepare = no_thread
+            with pytest.raises(RuntimeError, match="new thread"):
+                manager.save(2, objects)
+            manager._writer.prepare = prepare
+            train(objects["model"], objects["optimizer"], 1)  # no optimizer waits
+            manager.save(3 + failing, objects)
+    meet()
+    assert manager.steps() == [3, 4]
+
+
+def mistakes_of_one(rank, folder):
+    """What only one process is told, or gives: all hear of it."""
+    manager = CheckpointManager(folder / "mistakes")
+    for step, metric in ((1, torch.tensor(1.0)), (-1, None)):
+        for mistaken in (0, 1):
+            given = {"metric": metric} if rank == mistaken else {}
+            number = step if rank == mistaken or step > 0 else 1
+            with pytest.raises(ValueError, match=("metric" if step > 0 else "step") + ": got"):
+                manager.save(number, {}, **given)
+    manager.save(1, {"state": {"x": 1}})
+    with pytest.raises(ValueError, match="objects"):
+        manager.restore({"state": {}} if rank == 0 else {"state": 3})
+    steps_in = manager_module.steps_in
+
+    def hidden(_):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    if rank == 0:
+        manager_module.steps_in = hidden
+    try:
+        with pytest.raises(OSError, match="Permission denied"):
+            manager.restore({"state": {}})
+    finally:
+        manager_module.steps_in = steps_in
+    assert manager.restore({"state": {}}).step == 1
 
 
 def together(rank, folder):
@@ -412,7 +473,7 @@ def of_other_shapes(rank, folder):
 
 
 SCENARIOS = [in_parts, in_parts_later, from_one, copies, replicas, read_by_torch, refused, damaged, mistaken]
-SCENARIOS += [together, groups, uploaded, verified_once, of_other_shapes]
+SCENARIOS += [failing_copies, mistakes_of_one, together, groups, uploaded, verified_once, of_other_shapes]
 
 
 def saved_by_one(folder):
@@ -476,6 +537,14 @@ def test_one_process_goes_on_from_copies_of_two(ranks):
     assert same == {"epoch": 3}
     with pytest.raises(ValueError, match=r"objects\['own'\]: got 'a state of 2 processes that differs"):
         manager.restore({"own": {}})
+
+
+def test_parts_of_two_are_one_file(ranks, tmp_path):
+    folder, _, _ = ranks
+    export(folder / "parts/step-3", "model", tmp_path / "model.safetensors")
+    whole_state, found = torch.load(folder / "before.pt"), load_file(tmp_path / "model.safetensors")
+    assert found.keys() == plain_model().state_dict().keys()
+    assert all(torch.equal(tensor, whole_state[name]) for name, tensor in found.items())
 
 
 def test_a_part_that_is_missing_is_noticed(ranks, tmp_path):

@@ -198,6 +198,7 @@ def test_the_storage_is_read_where_this_machine_has_nothing(tmp_path):
         with pytest.warns(CheckpointWarning, match="passed over: .*here/step-2"):
             found = again.restore({"counts": counts}, step)
         assert (found.path, found.damaged) == (there / "step-2", (here / "step-2",))
+        (here / "step-2.damaged").rename(here / "step-2")
     assert again.restore({"counts": counts}, 1).path == there / "step-1"
     flip(there / "step-1/state-00000.safetensors")
     with pytest.raises(DamagedCheckpointError, match=r"there/step-1"):

@@ -99,10 +99,11 @@ class FaultFixtures:
             record = _record(item, faults, getattr(function, "__name__", "a function"))
             children = run_children(function, *arguments, faults=faults, **options)
             record["fired"] = sorted({step for child in children for step in child.fired})
-            if faults and not record["fired"]:
+            acted = {number for child in children for number in child.acted}
+            if missed := [str(fault) for number, fault in enumerate(faults) if number not in acted]:
                 told = next((f"; process {c.rank} raised: {c.error}" for c in children if c.error), "")
                 late = "; the processes did not end in time" if any(c.timed_out for c in children) else ""
-                raise TargetNotReachedError(f"{', '.join(map(str, faults))}: no fault acted{late}{told}")
+                raise TargetNotReachedError(f"{', '.join(missed)}: did not act{late}{told}")
             return children
 
         return run

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -17,15 +15,17 @@ from stackwise.argument import check_sizes, require
 from stackwise.random_states import random_states_kept
 from stackwise.seed import seeded
 from stackwise.spec import ModelSpec
-from stackwise.stability.faults import Anatomy, Fault, Injection, TargetNotReachedError, broken
+from stackwise.stability.broken_steps import BrokenSteps
+from stackwise.stability.faults import Fault, Injection, TargetNotReachedError, broken
 from stackwise.stability.guard import Alarm, Guard, GuardError, GuardPolicy
 from stackwise.stability.telemetry import StepRecord
 from stackwise.stability.update_watch import UpdateWatch
+from stackwise.stability.weight_path import WeightPath
 from stackwise.trainer_spec import TrainerSpec, TrainingRun
 
 __all__ = ["StabilityRun", "Verdict", "stability_run"]
 
-Verdict = Literal["stable", "unstable", "caught", "missed", "false alarm", "not recovered"]
+Verdict = Literal["stable", "unstable", "caught", "recovered", "missed", "false alarm", "not recovered"]
 
 _ROWS = 8
 
@@ -74,7 +74,7 @@ class StabilityRun:
     @property
     def false_alarms(self) -> list[Alarm]:
         """Alarms at steps that no fault broke, nor what a fault has left in weights or optimizer state."""
-        damaged = self._damaged
+        damaged = self.damaged
         return [alarm for alarm in self.alarms if alarm.step not in self.fired and alarm.step not in damaged]
 
     @property
@@ -87,11 +87,15 @@ class StabilityRun:
 
     @property
     def verdict(self) -> Verdict:
-        """The run in a word. Good are "stable", without faults, and "caught", with them."""
+        """The run in a word.
+
+        Good are "stable", without faults, and with them "caught", or "recovered" of a run that tells of no
+        alarms.
+        """
         if not self.fired:
             return "stable" if self.recovered and not self.alarms else "unstable"
         if not self.watched:
-            return "missed" if self.recovered else "not recovered"
+            return "recovered" if self.recovered else "not recovered"
         if self.missed:
             return "missed"
         if self.false_alarms:
@@ -99,8 +103,8 @@ class StabilityRun:
         return "caught" if self.recovered else "not recovered"
 
     @property
-    def _damaged(self) -> set[int]:
-        """The steps that a written weight kept broken: those in a row behind it whose update was left out."""
+    def damaged(self) -> set[int]:
+        """The steps that a written weight kept broken: its own, and those in a row behind it left out."""
         starts = {step for fault in self.faults if fault.damages for step in fault.steps}
         damaged: set[int] = set()
         holds = False
@@ -168,12 +172,20 @@ def stability_run(
             a training step with a policy, or one that returns no loss.
         TypeError: alarms of a training step that are none.
     """
+    if isinstance(subject, TrainerSpec):
+        return run_of_trainer(
+            subject,
+            steps=steps,
+            faults=faults,
+            batch_size=batch_size,
+            seq_len=seq_len,
+            device=device,
+            seed=seed,
+            policy=policy,
+        )[0]
     check_sizes(steps=steps)
     faults = tuple(faults)
-    _require_place(faults, steps, isinstance(subject, TrainerSpec))
-    if isinstance(subject, TrainerSpec):
-        require(policy is None, "policy", policy, "None: a training step is not guarded by this run")
-        return _run_of_trainer(subject, steps, faults, batch_size, seq_len, device, seed)
+    _require_place(faults, steps, of_trainer=False)
     rows = _ROWS if batch_size is None else batch_size
     length = subject.seq_len if seq_len is None else seq_len
     check_sizes(batch_size=rows)
@@ -199,55 +211,24 @@ def _run_of_model(
     seed: int,
     policy: GuardPolicy,
 ) -> StabilityRun:
-    faults = _resolved(faults, spec, batch_size, seq_len, device, seed)
+    broken_steps = BrokenSteps(spec, faults, batch_size=batch_size, seq_len=seq_len, device=device, seed=seed)
     model = spec.create(device, seed).train()
     trainable = [p for p in model.parameters() if p.requires_grad]
     require(bool(trainable), "model", spec.name, "a model with a parameter that trains")
     optimizer = spec.optimizer(trainable)
-    given: dict[int, tuple[int, Tensor]] = {}  # by identity: of batches that are given or computed again
-    acted: set[tuple[int, Fault]] = set()
-
-    def batches() -> Iterator[Tensor]:
-        for step in range(steps):
-            inputs = spec.batch(batch_size, seq_len, device=device, seed=seed + 1 + step)
-            given[id(inputs)] = step, inputs
-            yield inputs
-
-    def loss_of(model: nn.Module, inputs: Tensor) -> Tensor:
-        step, _ = given[id(inputs)]
-        active = _active(faults, step)
-        inputs = inputs.clone()
-        with ExitStack() as stack:
-            for fault in active:
-                inputs = fault.on_batch(inputs, partial(acted.add, (step, fault)))
-                stack.enter_context(fault.around_forward(model, partial(acted.add, (step, fault))))
-            stack.enter_context(seeded(seed + 1 + step, device))
-            loss = spec.loss_of(model, inputs)
-        for fault in active:
-            loss = fault.on_loss(loss, partial(acted.add, (step, fault)))
-        return loss
-
-    guard = Guard(model, optimizer, policy=policy, loss_of=loss_of, lag=0)
+    guard = Guard(model, optimizer, policy=policy, loss_of=broken_steps.loss_of, lag=0)
     records: list[StepRecord] = []
     stopped, step = "", -1
-    begun: set[int] = set()
     try:
         with torch.enable_grad():
-            for inputs in guard.batches(batches()):
-                step, _ = given[id(inputs)]
-                active = _active(faults, step) if step not in begun else []
-                begun.add(step)
+            for inputs in guard.batches(broken_steps.batches(steps)):
+                step = broken_steps.step_of(inputs)
+                active = broken_steps.begin(step)
                 _require_history(active, records, policy.minimum)
-                for fault in active:
-                    fault.before_step(model, optimizer, partial(acted.add, (step, fault)))
-                loss = loss_of(model, inputs)
+                broken_steps.before_step(step, active, model, optimizer)
+                loss = broken_steps.loss_of(model, inputs)
                 loss.backward()  # type: ignore[no-untyped-call]
-                for fault in active:
-                    fault.on_gradients(model, partial(acted.add, (step, fault)))
-                    if (step, fault) not in acted:
-                        raise TargetNotReachedError(
-                            f"{fault}: it did not act at step {step}: its target was not reached"
-                        )
+                broken_steps.after_backward(step, active, model)
                 lr, told = float(optimizer.param_groups[0]["lr"]), len(guard.alarms)
                 try:
                     guard.step(loss)
@@ -265,8 +246,8 @@ def _run_of_model(
         seq_len,
         records,
         guard.alarms,
-        faults,
-        sorted({at for at, _ in acted}),
+        broken_steps.faults,
+        broken_steps.fired,
         _finite(model),
         steps,
         stopped=stopped,
@@ -274,21 +255,26 @@ def _run_of_model(
     )
 
 
-def _active(faults: Sequence[Fault], step: int) -> list[Fault]:
-    return [fault.at(step) for fault in faults if step in fault.steps]
-
-
-def _run_of_trainer(
+def run_of_trainer(
     spec: TrainerSpec,
-    steps: int,
-    faults: Sequence[Fault],
-    batch_size: int | None,
-    seq_len: int | None,
-    device: torch.device | str,
-    seed: int,
-) -> StabilityRun:
+    *,
+    steps: int = 16,
+    faults: Iterable[Fault] = (),
+    batch_size: int | None = None,
+    seq_len: int | None = None,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+    policy: GuardPolicy | None = None,
+    marks: Sequence[int] = (),
+) -> tuple[StabilityRun, WeightPath]:
+    """`stability_run` of a training step, and the way of its weights, measured from steps `marks` on."""
+    check_sizes(steps=steps)
+    faults = tuple(faults)
+    _require_place(faults, steps, of_trainer=True)
+    require(policy is None, "policy", policy, "None: a training step is not guarded by this run")
     run = spec.create(device, seed)
     where = next((p.device for p in run.model.parameters()), torch.device("cpu"))
+    path = WeightPath(run.model, marks)
     records: list[StepRecord] = []
     starts: list[tuple[int, int]] = []
     stopped = ""
@@ -300,6 +286,7 @@ def _run_of_trainer(
                 batch = spec.batch(batch_size, seq_len, device=where, seed=seed + 1 + step)
                 damages = any(fault.damages and injection.step in fault.steps for fault in faults)
                 lr = _rate(run)
+                path.before_step()
                 with UpdateWatch(run, damages) as watch, seeded(seed + 1 + step, where):
                     loss = _number(spec.name, run.step(batch))
                 norm = getattr(run, "grad_norm", None)
@@ -311,9 +298,10 @@ def _run_of_trainer(
         if injection is None or not injection.fired:
             raise
         stopped = f"{type(error).__name__}: {error}"
+    path.finish()
     alarms = _alarms_of(run, spec.name)
     fired = _steps_of(injection, starts)
-    return StabilityRun(
+    result = StabilityRun(
         spec.name,
         spec.seq_len if seq_len is None else seq_len,
         records,
@@ -326,6 +314,7 @@ def _run_of_trainer(
         stopped=stopped,
         stopped_at=starts[-1][1] if stopped else None,
     )
+    return result, path
 
 
 def _require_place(faults: Sequence[Fault], steps: int, of_trainer: bool) -> None:
@@ -347,34 +336,6 @@ def _require_history(faults: Sequence[Fault], records: Sequence[StepRecord], min
                 f"{fault.name}: step: got {fault.step}; allowed: one that at least "
                 f"{minimum} sound steps come before, since a norm is judged by theirs"
             )
-
-
-def _resolved(
-    faults: Sequence[Fault],
-    spec: ModelSpec,
-    batch_size: int,
-    seq_len: int,
-    device: torch.device,
-    seed: int,
-) -> tuple[Fault, ...]:
-    """The faults with their targets spelled out, as a step of a throwaway model shows them."""
-    if not faults:
-        return ()
-    twin = spec.create(device, seed).train()
-    inputs = spec.batch(batch_size, seq_len, device=device, seed=seed)
-    optimizer = None
-    if any(fault.damages for fault in faults):  # what it keeps is seen after an update
-        optimizer = spec.optimizer([p for p in twin.parameters() if p.requires_grad])
-    with torch.enable_grad(), seeded(seed, device):
-        anatomy = Anatomy.of(
-            twin,
-            lambda: spec.loss_of(twin, inputs).backward(),  # type: ignore[no-untyped-call]
-            optimizer,
-        )
-    resolved = tuple(fault.resolve(anatomy) for fault in faults)
-    for fault in resolved:
-        fault.on_batch(inputs, lambda: None)
-    return resolved
 
 
 def _steps_of(injection: Injection | None, starts: Sequence[tuple[int, int]]) -> list[int]:

@@ -139,6 +139,26 @@ def test_it(run_processes, tmp_path):
     assert [(r["verdict"], r["fired"]) for r in report()["stability"]] == [("caught", [3])]
 
 
+def test_each_fault_has_to_act(written):
+    result = written(
+        """
+@pytest.mark.nan_injection(step=1)
+@pytest.mark.nan_injection(step=99, target="loss")
+def test_it(run_processes, tmp_path): run_processes(loop.in_process, tmp_path)
+
+@pytest.mark.nan_injection(step=1)
+@pytest.mark.process_signal(step=3, kind="SIGKILL", moment="save")
+def test_both(run_processes, tmp_path):
+    [child] = run_processes(loop.in_process, tmp_path)
+    assert (child.fired, child.acted) == ((1, 3), (0, 1))
+"""
+    )
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(
+        ["E *TargetNotReachedError: nan_injection(step=99, target='loss'): did not act; process 0 raised: *"]
+    )
+
+
 @pytest.mark.slow
 def test_ranks(written, report):
     result = written(
@@ -165,7 +185,7 @@ def test_not_reached(run_processes): run_processes(loop.raises, n=2)
     )
     result.assert_outcomes(passed=3, failed=1)
     result.stdout.fnmatch_lines(
-        ["E *TargetNotReachedError: dead_rank(step=9): no fault acted; process 0 raised: KeyError: 'nobody*"]
+        ["E *TargetNotReachedError: dead_rank(step=9): did not act; process 0 raised: KeyError: 'nobody*"]
     )
     verdicts = {r["test"].rpartition("::")[2]: (r["verdict"], r["fired"]) for r in report()["stability"]}
     assert verdicts["test_dead"] == ("caught", [1])

@@ -1,5 +1,6 @@
 """A broken run beside its clean twin: by runs that are made up, and by trainings with known ends."""
 
+import copy
 import json
 import math
 
@@ -87,7 +88,49 @@ def test_what_a_written_weight_leaves_behind_is_no_false_alarm():
 
 def test_a_run_that_tells_of_no_alarms_is_asked_for_none():
     run = made_up([3.0] * STEPS, fired=[2], watched=False)
-    assert (held(run).problems, held(run).verdict, run.verdict) == ([], "recovered", "missed")
+    assert (held(run).problems, held(run).verdict, run.verdict) == ([], "recovered", "recovered")
+
+
+@pytest.mark.parametrize("watched", [True, False])
+def test_sound_steps_that_are_left_out(watched):
+    run = made_up([3.0] * STEPS, **(CAUGHT | {"skipped": [2, 4, 5]}), watched=watched)
+    recovery = held(run)
+    assert recovery.verdict == "not recovered"
+    problem = "step 4 is not broken: its update was left out, and of 1 more steps; the clean twin made it"
+    assert recovery.problems == [problem]
+    # The twin left one of them out as well, and the other was made in the end.
+    again = made_up([3.0] * STEPS, **(CAUGHT | {"skipped": [2, 4, 5]}), watched=watched)
+    again.records.append(StepRecord(5, 3.0, 1.0, 1e-3, False))
+    assert held(again, twin=made_up([3.0] * STEPS, skipped=[4])).ok
+
+
+def test_what_a_written_weight_keeps_broken_has_to_end_in_time():
+    fault = NanInjection(step=2, target="weight")
+    more = {"fired": [2], "faults": [fault], "watched": False}
+    assert held(made_up([3.0] * STEPS, skipped=[2, 3, 4, 5], **more)).ok
+    [problem] = held(made_up([3.0] * STEPS, skipped=[2, 3, 4, 5, 6], **more)).problems
+    assert problem.startswith("step 6 is not broken")
+
+
+@pytest.mark.parametrize(
+    "drift, late, ok",
+    [
+        (None, None, True),
+        (0.0, 0.0, True),
+        (1.0, 0.5, True),
+        (1.01, 0.5, False),
+        (1.0, 0.51, False),
+        (math.inf, 0.0, False),
+    ],
+)
+def test_how_far_weights_may_go_from_the_twins(drift, late, ok):
+    run = made_up([3.0] * STEPS, fired=[2], watched=False)
+    recovery = Recovery(run, TWIN, 3, 0.1, drift, late)
+    assert (recovery.ok, recovery.verdict) == (ok, "recovered" if ok else "not recovered")
+    written = recovery.to_dict()["recovery"]
+    assert (written["drift"], written["late_drift"]) == (drift, late)
+    if not ok:
+        assert recovery.problems[0].startswith("a broken step has moved the training")
 
 
 class Loop:
@@ -128,6 +171,128 @@ def test_a_training_step_is_held_against_its_own_clean_run():
     broken = recovery_run(TrainerSpec.of(Loop), within=2, loss_tolerance=1.0, steps=STEPS, faults=[fault])
     assert not broken.ok
     assert not any(r.skipped for r in broken.run.records)
+
+
+class AdamLoop:
+    """AdamW in a loop of random tokens: the loss stays where it is, whatever becomes of the weights."""
+
+    def __init__(self):
+        self.model = nn.Sequential(nn.Embedding(32, 16), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 32))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+
+    def step(self, batch):
+        logits = self.model(batch["input_ids"][:, :-1])
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten())
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.norm = float(nn.utils.clip_grad_norm_(self.model.parameters(), 1e9))
+        self.update()
+        return loss.detach()
+
+    def update(self):
+        self.optimizer.step()
+
+
+class Dead(AdamLoop):
+    """Never makes an update again after one NaN."""
+
+    dead = False
+
+    def update(self):
+        self.dead |= not math.isfinite(self.norm)
+        if not self.dead:
+            super().update()
+
+
+class Forgets(AdamLoop):
+    """Begins with new weights after a NaN."""
+
+    def update(self):
+        if math.isfinite(self.norm):
+            super().update()
+        else:
+            self.model.load_state_dict(AdamLoop().model.state_dict())
+
+
+class LeavesNaNOut(AdamLoop):
+    def update(self):
+        if math.isfinite(self.norm):
+            super().update()
+
+
+class Clips(AdamLoop):
+    def update(self):
+        nn.utils.clip_grad_norm_(self.model.parameters(), 0.15)
+        super().update()
+
+
+class GoesBack(AdamLoop):
+    """Has a copy of four steps before, and takes it where weights are not finite."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept = []
+
+    def update(self):
+        self.kept = [*self.kept, (copies(self.model), copies(self.optimizer))][-4:]
+        super().update()
+        if not all(p.isfinite().all() for p in self.model.parameters()):
+            weights, state = self.kept[0]
+            self.model.load_state_dict(weights)
+            self.optimizer.load_state_dict(state)
+
+
+def copies(holder):
+    return copy.deepcopy(holder.state_dict())
+
+
+NAN = NanInjection(step=5, target="activation:1")
+EXPLOSION = GradientExplosion(step=8, factor=1000)
+EXPLOSIONS = GradientExplosion(step=3, factor=1000, duration=5)
+DRIFT = "a broken step has moved the training"
+
+
+@pytest.mark.parametrize(
+    "loop, fault, problem",
+    [
+        (Dead, NAN, "step 6 is not broken: its update was left out, and of 9 more steps"),
+        (Forgets, NAN, DRIFT),
+        (AdamLoop, EXPLOSION, DRIFT),
+        (AdamLoop, EXPLOSIONS, DRIFT),
+        (LeavesNaNOut, EXPLOSION, DRIFT),
+        (LeavesNaNOut, NAN, None),
+        (Clips, EXPLOSION, None),
+        (Clips, EXPLOSIONS, None),
+        (GoesBack, NanInjection(step=6, target="gradient"), None),
+    ],
+    ids=lambda value: getattr(value, "__name__", None) or (str(value) if value else "sound"),
+)
+def test_a_loop_whose_losses_tell_nothing(loop, fault, problem):
+    recovery = recovery_run(TrainerSpec.of(loop), within=4, loss_tolerance=0.5, faults=[fault])
+    assert recovery.verdict == ("not recovered" if problem else "recovered"), str(recovery)
+    assert bool(recovery.problems) == bool(problem)
+    assert all(each.startswith(problem) for each in recovery.problems)
+    assert (recovery.drift is None) == (loop in (Dead, GoesBack) or (loop, fault) == (LeavesNaNOut, NAN))
+
+
+def test_drift_is_how_far_the_ways_are_apart_over_the_way_of_the_twin():
+    fault = GradientExplosion(step=3, factor=4.0)
+    spec = TrainerSpec.of(Loop)
+    recovery = recovery_run(spec, within=2, loss_tolerance=9.0, steps=STEPS, faults=[fault])
+    weights = {1.0: [], 4.0: []}
+    for factor, seen in weights.items():
+        run = spec.create(seed=0)
+        for step in range(STEPS + 1):
+            seen.append(nn.utils.parameters_to_vector(run.model.parameters()).detach().clone())
+            hooks = [p.register_hook(lambda g, f=factor: g * f) for p in run.model.parameters() if step == 3]
+            run.step(spec.batch(seed=1 + step))
+            for hook in hooks:
+                hook.remove()
+    clean, moved = weights.values()
+    for since, drift in ((3, recovery.drift), (5, recovery.late_drift)):
+        way = clean[-1] - clean[since]
+        expected = ((moved[-1] - moved[since]) - way).norm() / way.norm()
+        assert drift == pytest.approx(expected.item(), rel=1e-4)
 
 
 def test_an_update_that_changes_nothing_is_none():

@@ -326,7 +326,8 @@ def test_a_lasting_explosion_never_becomes_the_rule(specs):
 
 
 def test_a_policy_of_ones_own(specs):
-    fault = GradientExplosion(step=5, factor=2.0)
+    # By more than twice, so that the step is another when it is made again.
+    fault = GradientExplosion(step=5, factor=2.2)
     assert stability_run(specs["gru"], steps=8, faults=[fault]).verdict == "missed"
     strict = GuardPolicy(suspect_factor=1.3)
     assert stability_run(specs["gru"], steps=8, faults=[fault], policy=strict).alarm_steps == [5]
@@ -463,6 +464,12 @@ def test_verdict(alarms, fired, last, finite, verdict):
     assert run.verdict == verdict
     assert run.missed == [step for step in fired if step not in [a.step for a in alarms]]
     assert [a.step for a in run.false_alarms] == [a.step for a in alarms if a.step not in fired]
+
+
+@pytest.mark.parametrize("finite, verdict", [(True, "recovered"), (False, "not recovered")])
+def test_verdict_of_a_run_that_tells_of_no_alarms(finite, verdict):
+    run = StabilityRun("m", 16, [*map(record, range(4))], [], [], [2], finite, watched=False)
+    assert run.verdict == verdict
 
 
 def test_run_is_data(specs):

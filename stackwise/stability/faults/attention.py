@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from stackwise.argument import check_number, require
 from stackwise.stability.faults.fault import Acted, Anatomy, Fault, matching
 from stackwise.stability.faults.output import first_tensor, with_first
+from stackwise.stability.faults.place import breaks
 
 __all__ = ["LogitGrowth"]
 
@@ -95,10 +96,13 @@ class LogitGrowth(Fault):
 
     def _argument(self, acted: Acted) -> Any:
         def scale(_: nn.Module, args: Any, kwargs: Any) -> Any:
-            acted()
+            query = args[0] if args else kwargs["query"]
+            scaled = query * self.factor
+            if breaks(query, scaled):
+                acted()
             if args:
-                return (args[0] * self.factor, *args[1:]), kwargs
-            return args, {**kwargs, "query": kwargs["query"] * self.factor}
+                return (scaled, *args[1:]), kwargs
+            return args, {**kwargs, "query": scaled}
 
         return scale
 
@@ -114,10 +118,12 @@ class LogitGrowth(Fault):
             return y_F * factors_F
 
         def scale(_module: nn.Module, _args: Any, output: Any) -> Any:
-            if first_tensor(output) is None:
+            if (before := first_tensor(output)) is None:
                 return output
-            acted()
-            return with_first(output, scaled)
+            after = scaled(before)
+            if breaks(before, after):
+                acted()
+            return with_first(output, lambda _: after)
 
         return scale
 

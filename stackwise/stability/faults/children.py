@@ -37,6 +37,7 @@ class Child:
         value: that the function returned; None where it did not.
         error: what it raised; "": nothing.
         fired: the steps at which a fault did act in it.
+        acted: the numbers of the faults that did, in the order in which they were given.
         timed_out: whether it was ended since it took too long.
     """
 
@@ -45,6 +46,7 @@ class Child:
     value: Any = None
     error: str = ""
     fired: tuple[int, ...] = ()
+    acted: tuple[int, ...] = ()
     timed_out: bool = False
 
 
@@ -125,15 +127,14 @@ def _child(folder: Path, rank: int, process: BaseProcess, timed_out: bool) -> Ch
     exit_code = process.exitcode
     process.close()
     assert exit_code is not None
-    fired: set[int] = set()
     journal = folder / f"journal-{rank}"
-    if journal.exists():
-        fired = {json.loads(line)["step"] for line in journal.read_text().splitlines()}
+    actions = [json.loads(line) for line in journal.read_text().splitlines()] if journal.exists() else []
+    fired, acted = (tuple(sorted({action[key] for action in actions})) for key in ("step", "number"))
     value, error = None, ""
     answer = folder / f"answer-{rank}"
     if answer.exists():
         value, error = pickle.loads(answer.read_bytes())  # noqa: S301  our own bytes
-    return Child(rank, exit_code, value, error, tuple(sorted(fired)), timed_out)
+    return Child(rank, exit_code, value, error, fired, acted, timed_out)
 
 
 def _told(raised: BaseException) -> str:

@@ -10,7 +10,7 @@ from torch import nn
 
 from stackwise.argument import check_number, require
 from stackwise.stability.faults.fault import Acted, Anatomy, Fault, matching
-from stackwise.stability.faults.place import local
+from stackwise.stability.faults.place import breaks, local
 
 __all__ = ["EmbeddingExplosion"]
 
@@ -51,5 +51,9 @@ class EmbeddingExplosion(Fault):
         optimizer: torch.optim.Optimizer | None,  # noqa: ARG002
         acted: Acted,
     ) -> None:
-        acted()
-        local(model.get_parameter(f"{self.target}.weight")).mul_(self.factor)
+        table = model.get_parameter(f"{self.target}.weight")
+        mine = local(table)
+        scaled = mine * self.factor
+        if mine is not table or breaks(mine, scaled):  # of other rows it is another rank's to say
+            acted()
+        mine.copy_(scaled)

@@ -11,7 +11,7 @@ from torch import nn
 
 from stackwise.argument import check_number, require
 from stackwise.stability.faults.fault import Acted, Anatomy, Fault, matching
-from stackwise.stability.faults.place import local
+from stackwise.stability.faults.place import breaks, local
 
 __all__ = ["GradientExplosion", "GradientScale"]
 
@@ -47,14 +47,16 @@ class GradientScale(Fault):
 
     @torch.no_grad()
     def on_gradients(self, model: nn.Module, acted: Acted) -> None:  # noqa: D102
-        gradients = [
-            local(p.grad)
-            for name, p in model.named_parameters()
-            if p.grad is not None and fnmatch.fnmatch(name, self.target)
-        ]
-        if gradients:
+        broken = False
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None and fnmatch.fnmatch(name, self.target):
+                mine = local(parameter.grad)
+                scaled = mine * float(self.factor)
+                # Of a gradient that is spread over ranks, zeros are here and the rest is elsewhere.
+                broken |= mine is not parameter.grad or breaks(mine, scaled)
+                mine.copy_(scaled)
+        if broken:
             acted()
-            torch._foreach_mul_(gradients, float(self.factor))
 
 
 @dataclass(frozen=True)

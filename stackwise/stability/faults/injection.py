@@ -290,7 +290,8 @@ class Injection:
         self._arm()
         if whole and missed:
             raise TargetNotReachedError(
-                f"{missed[0]}: it did not act at step {step}: its target was not reached{hint}"
+                f"{missed[0]}: it did not act at step {step}: its target was not reached, or cannot be "
+                f"changed by it{hint}"
             )
 
     def _check_all(self) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from stackwise.argument import check_number
 from stackwise.stability.faults.fault import Acted, Fault
+from stackwise.stability.faults.place import breaks
 
 __all__ = ["LossSpike"]
 
@@ -31,5 +32,7 @@ class LossSpike(Fault):
         check_number(f"{self.name}: factor", self.factor, "a finite number > 1", lambda factor: factor > 1)
 
     def on_loss(self, loss: Tensor, acted: Acted) -> Tensor:  # noqa: D102
-        acted()
-        return loss * float(self.factor)
+        spike = loss * float(self.factor)
+        if breaks(loss, spike):
+            acted()
+        return spike

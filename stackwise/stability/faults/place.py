@@ -18,7 +18,7 @@ from stackwise.stability.faults.batch import described, parts_of, with_part
 from stackwise.stability.faults.fault import Acted, Anatomy, Fault, matching, states_of
 from stackwise.stability.faults.output import first_tensor, with_first
 
-__all__ = ["PlaceFault", "local", "place_of"]
+__all__ = ["PlaceFault", "breaks", "local", "place_of"]
 
 Batch = Any
 
@@ -36,6 +36,19 @@ def local(tensor: Tensor) -> Tensor:
     """What this rank has of a tensor that is spread over many; else the tensor itself."""
     shard = getattr(tensor, "_local_tensor", None)
     return shard if isinstance(shard, Tensor) else tensor
+
+
+def breaks(before: Tensor, after: Tensor) -> bool:
+    """Whether a tensor is a broken one now: a bit of it is another, or it is not finite any more.
+
+    What an earlier fault has left without a finite number cannot be changed further, and is broken.
+    """
+    if after.is_sparse:
+        before, after = before.coalesce().values(), after.coalesce().values()
+    if not bool(after.isfinite().all()):
+        return True
+    ours, theirs = (t.detach().resolve_conj().contiguous().flatten() for t in (before, after))
+    return not torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
 
 
 def place_of(shape: torch.Size, seed: int | None) -> tuple[int, ...]:
@@ -142,8 +155,10 @@ class PlaceFault(Fault):
                 f"{self.name}: target: got {self.target!r}, which matches no floating-point tensor of the "
                 f"batch; it has {described(batch)}"
             )
-        acted()
-        return with_part(batch, found[0], self.changed(parts[found[0]]))
+        changed = self.changed(parts[found[0]])
+        if breaks(parts[found[0]], changed):
+            acted()
+        return with_part(batch, found[0], changed)
 
     @contextmanager
     def around_forward(self, model: nn.Module, acted: Acted) -> Iterator[None]:  # noqa: D102
@@ -152,10 +167,12 @@ class PlaceFault(Fault):
             return
 
         def change(_module: nn.Module, _args: Any, output: Any) -> Any:
-            if first_tensor(output) is None:
+            if (before := first_tensor(output)) is None:
                 return output
-            acted()
-            return with_first(output, self.changed)
+            changed = self.changed(before)
+            if breaks(before, changed):
+                acted()
+            return with_first(output, lambda _: changed)
 
         # First among the module's hooks, so that whatever watches the module sees the broken output.
         handle = model.get_submodule(self._name).register_forward_hook(change, prepend=True)
@@ -172,7 +189,9 @@ class PlaceFault(Fault):
                 self._overwrite(gradient, acted)
 
     def _overwrite(self, tensor: Tensor, acted: Acted) -> None:
-        """In place. A rank with an empty shard has nothing to break, which is another rank's to do."""
-        acted()
-        if (mine := local(tensor)).numel():
-            mine.copy_(self.changed(mine))
+        """In place. What a rank has of a tensor may be nothing, or not change: another one's does."""
+        mine = local(tensor)
+        changed = self.changed(mine) if mine.numel() else mine
+        if mine is not tensor or breaks(mine, changed):
+            acted()
+        mine.copy_(changed)

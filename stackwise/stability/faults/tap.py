@@ -15,11 +15,16 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from stackwise.stability.faults.patch import patched
 
 __all__ = ["Operation", "tapped"]
 
 _WRITING = frozenset("wax+")
+# What the writer of `torch.save` says where a small file does not fit; of a larger one it says itself that
+# its position is unexpected.
+_STREAM_ERROR = "basic_ios::clear: iostream error"
 
 
 @dataclass(frozen=True)
@@ -47,8 +52,8 @@ def tapped(
 ) -> Iterator[None]:
     """Inside, ask `decide` before each operation on files below `folder`.
 
-    Seen is what Python code writes, by `open` or `os.write`, in every thread, and safetensors' `save_file`;
-    other libraries that write by themselves are not, nor are other processes.
+    Seen is what Python code writes, by `open` or `os.write`, in every thread, `torch.save`, and safetensors'
+    `save_file`; other libraries that write by themselves are not, nor are other processes.
 
     Args:
         folder: of the files; it need not be there yet.
@@ -63,6 +68,11 @@ def tapped(
         opened = tap.around_file(io.open)
         stack.enter_context(patched(builtins, "open", lambda _: opened))
         stack.enter_context(patched(io, "open", lambda _: opened))
+        for name, around in (
+            ("_open_zipfile_writer_file", tap.around_archive),
+            ("_should_read_directly", tap.around_descriptor),
+        ):
+            stack.enter_context(patched(torch.serialization, name, around))
         module = sys.modules.get("safetensors.torch")
         if module is not None:
             stack.enter_context(patched(module, "serialize_file", tap.around_serialize))
@@ -161,6 +171,27 @@ class _Tap:
 
         return opens
 
+    def around_archive(self, original: Any) -> Any:
+        """Of `torch.save`, which gives a path to its own writer: that writes to a file of Python here."""
+
+        @wraps(original)
+        def opens(name: str) -> Any:
+            meant = self._meant(name)
+            if meant is None:
+                return original(name)
+            return _Archive(name)
+
+        return opens
+
+    def around_descriptor(self, original: Any) -> Any:
+        """Of `torch.save` in its old format, which writes past a file to what is below it."""
+
+        @wraps(original)
+        def has_descriptor(file: Any) -> bool:
+            return not isinstance(file, _File) and original(file)
+
+        return has_descriptor
+
     def around_serialize(self, original: Any) -> Any:
         """Of safetensors, which writes by itself: cut afterwards, and the error that it raises."""
 
@@ -207,6 +238,9 @@ class _File:
     def write(self, data: Any) -> int:
         return self._tap.write_of(self._file, self._path, data)
 
+    def unasked(self, data: Any) -> int:
+        return int(self._file.write(data))
+
     def writelines(self, lines: Any) -> None:
         for line in lines:
             self.write(line)
@@ -223,3 +257,44 @@ class _File:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)
+
+
+class _Archive:
+    """What `torch.save` writes to a path: the context in which it does, and the file of its writer."""
+
+    def __init__(self, name: str) -> None:
+        self._file: Any = io.open(name, "wb")  # noqa: SIM115, UP020  the one that asks
+        self._raised: BaseException | None = None
+        try:
+            self._inner: Any = torch.serialization._open_zipfile_writer_buffer(self)  # type: ignore[arg-type]
+        except OSError as error:
+            self._file.close()
+            raise RuntimeError(_STREAM_ERROR) from error
+
+    def write(self, data: Any) -> int:
+        try:
+            return int(self._file.write(data))
+        except OSError:
+            raise
+        except BaseException as raised:  # by the handler of a signal: the writer would make another of it
+            self._raised = self._raised or raised
+            return int(self._file.unasked(data))
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        return int(self._file.seek(offset, whence))
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def __enter__(self) -> Any:
+        return self._inner.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        try:
+            self._inner.__exit__(*error)
+        except OSError as failed:
+            raise RuntimeError(_STREAM_ERROR) from failed
+        finally:
+            self._file.close()
+            if self._raised is not None:
+                raise self._raised

@@ -2,6 +2,7 @@
 
 import json
 import types
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from stackwise.stability.faults import (
     LossSpike,
     NanInjection,
     OutOfMemory,
+    TargetNotReachedError,
     broken,
 )
 from tests.stability.faults.conftest import Training, differing, hooks_of, same
@@ -432,6 +434,100 @@ def test_a_target_that_is_not_reached(subjects):
         training.run(3)
     assert not hooks_of(training.model)
     assert len(training.seen) == 1
+
+
+class Zeros(nn.Module):
+    """All of `first` is multiplied by 0, and so are its gradients; the table is one of zeros."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(7, 4)
+        nn.init.zeros_(self.table.weight)
+        self.first, self.q_proj, self.last = nn.Linear(4, 4), nn.Linear(4, 4, bias=False), nn.Linear(4, 1)
+
+    def forward(self, ids):
+        x = self.table(ids)
+        return self.last(self.first(x) * 0 + self.q_proj(x)).square().mean()
+
+
+def of_zeros(fault, *, loss_factor=1.0, steps=3):
+    """A training of Zeros: (weights at the end, steps at which the fault acted)."""
+    torch.manual_seed(0)
+    model = Zeros()
+    model.table.weight.requires_grad_(fault.name == "bit_flip")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with broken((model, optimizer), [fault] if fault else []) as injection:
+        for _ in range(steps):
+            (model(torch.arange(6)) * loss_factor).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [p.detach() for p in model.parameters()], injection.fired
+
+
+@pytest.mark.parametrize(
+    "fault, loss_factor",
+    [
+        (GradientExplosion(step=1, target="first.*", factor=1000.0), 1.0),
+        (GradientScale(step=1, target="first.*", factor=0.5), 1.0),
+        (HalfOverflow(step=1, target="gradient:first.weight"), 1.0),
+        (HalfOverflow(step=1, target="activation:q_proj"), 1.0),
+        (EmbeddingExplosion(step=1), 1.0),
+        (LogitGrowth(step=1), 1.0),
+        (LossSpike(step=1), 0.0),
+    ],
+    ids=str,
+)
+def test_what_changes_nothing_has_not_acted(fault, loss_factor):
+    with pytest.raises(TargetNotReachedError, match=r"did not act at step 1: .* or cannot be changed by it"):
+        of_zeros(fault, loss_factor=loss_factor)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        GradientExplosion(step=1, target="last.*"),
+        GradientExplosion(step=1),  # of which some are zeros
+        BitFlip(step=1, target="gradient:first.weight", bit=31),  # of a zero, to -0
+        HalfOverflow(step=1, target="gradient:last.bias"),
+        NanInjection(step=1, duration=2, target="weight:last.weight"),  # at its second step it is there
+        GradientExplosion(step=1, duration=2, target="last.*", factor=1e38),  # infinite at the second
+        LossSpike(step=1),
+    ],
+    ids=str,
+)
+def test_what_changes_a_bit_or_is_no_number_has_acted(fault):
+    assert of_zeros(fault)[1] == list(fault.steps)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.0])
+def test_the_query_of_attention(scale):
+    class Attends(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+
+        def forward(self, x):
+            return self.attention(x * scale, x, value=x)[0].sum()
+
+    model = Attends()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    refused = pytest.raises(TargetNotReachedError) if scale == 0 else nullcontext()
+    with refused, broken((model, optimizer), [LogitGrowth(step=0)]) as injection:
+        model(torch.ones(1, 2, 4)).backward()
+        optimizer.step()
+    assert injection.fired == ([] if scale == 0 else [0])
+
+
+def test_sparse_gradients():
+    table = nn.Embedding(5, 2, sparse=True)
+    optimizer = torch.optim.SGD(table.parameters(), lr=1.0)
+    before = table.weight.detach().clone()
+    with broken((table, optimizer), [GradientExplosion(step=0, factor=8.0)]) as injection:
+        table(torch.tensor([1, 1, 3])).sum().backward()
+        optimizer.step()
+    assert injection.fired == [0]
+    moved = (before - table.weight.detach())[:, 0]
+    assert moved.tolist() == pytest.approx([0, 16, 0, 8, 0])
 
 
 @pytest.mark.parametrize("fault", [NanInjection(step=4), LabelCorruption(step=9)], ids=str)

@@ -6,6 +6,8 @@ import io
 import json
 import os
 import threading
+from pathlib import Path
+from pickle import UnpicklingError
 
 import numpy as np
 import pytest
@@ -127,6 +129,89 @@ def test_safetensors_on_a_full_disk(tmp_path):
     assert (tmp_path / "model.safetensors").stat().st_size == 100
     save_file(tensors, tmp_path / "model.safetensors")
     assert torch.equal(load_file(tmp_path / "model.safetensors")["a"], tensors["a"])
+
+
+@pytest.mark.parametrize("after", [0, 100, 5000, 399_000])
+def test_torch_save_on_a_full_disk(tmp_path, after):
+    tensors, path, acted = {"a": torch.arange(100_000.0)}, tmp_path / "weights.pt", []
+    before = torch.serialization._open_zipfile_writer_file
+    full = DiskFull(step=0, folder=tmp_path, after=after).around_saves(lambda: acted.append(1))
+    # What it raises where the device is really full, seen on a file system of 64 KiB and on /dev/full.
+    real = r"^\[enforce fail at inline_container\.cc:\d+\] \. unexpected pos \d+ vs \d+$|iostream error$"
+    with full, pytest.raises(RuntimeError, match=real):
+        torch.save(tensors, path)
+    assert acted
+    assert path.stat().st_size == after
+    assert torch.serialization._open_zipfile_writer_file is before
+    torch.save(tensors, path)
+    assert torch.equal(torch.load(path)["a"], tensors["a"])
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_torch_save_says_the_same_of_a_device_that_is_full(tmp_path):
+    said = []
+    with DiskFull(step=0, folder=tmp_path, after=0).around_saves(lambda: None):
+        for path in ("/dev/full", tmp_path / "a"):
+            with pytest.raises(RuntimeError) as raised:
+                torch.save(torch.zeros(3), path)
+            said.append(str(raised.value))
+    assert said[0] == said[1]
+
+
+@pytest.mark.parametrize("new", [True, False])
+@pytest.mark.parametrize("after", [0, 5, 700, 3000])
+def test_a_short_write_of_torch_save(tmp_path, after, new):
+    acted = []
+    with ShortWrite(step=0, folder=tmp_path, after=after).around_saves(lambda: acted.append(1)):
+        torch.save(torch.zeros(1000), tmp_path / "a.pt", _use_new_zipfile_serialization=new)
+        torch.save(torch.ones(1000), tmp_path.parent / "beside.pt", _use_new_zipfile_serialization=new)
+    assert acted
+    assert (tmp_path / "a.pt").stat().st_size == after
+    with pytest.raises((RuntimeError, EOFError, UnpicklingError)):
+        torch.load(tmp_path / "a.pt")
+    assert torch.load(tmp_path.parent / "beside.pt").sum() == 1000
+
+
+def test_what_torch_save_writes_is_whole_where_nothing_is_lost(tmp_path):
+    state = {"a": torch.randn(7, 3), "b": [1, "x"], "c": torch.zeros(2, dtype=torch.bfloat16)}
+    with ShortWrite(step=0, folder=tmp_path, after=10**6).around_saves(lambda: None):
+        for path in (tmp_path / "a.pt", str(tmp_path / "ä.pt")):
+            torch.save(state, path)
+        with (tmp_path / "c.pt").open("wb") as file:
+            torch.save(state, file)
+    for path in sorted(tmp_path.iterdir()):
+        loaded = torch.load(path)
+        assert torch.equal(loaded["a"], state["a"])
+        assert (loaded["b"], loaded["c"].dtype) == (state["b"], torch.bfloat16)
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_an_error_of_a_handler_leaves_torch_save_as_it_is(tmp_path):
+    def decide(operation):
+        if operation.kind == "write":
+            raise KeyboardInterrupt
+        return operation.size
+
+    with pytest.raises(KeyboardInterrupt), tapped(tmp_path, "*", decide, None):
+        torch.save(torch.ones(3), tmp_path / "a.pt")
+    assert torch.load(tmp_path / "a.pt").sum() == 3
+
+
+def test_the_weights_of_a_training_that_are_saved_beside_a_small_file(subjects, tmp_path):
+    training = Training(subjects.tiny())
+
+    def save(step):
+        (tmp_path / f"{step}.json").write_text("12345")
+        torch.save(training.model.state_dict(), tmp_path / f"{step}.pt")
+
+    training.before = save
+    with broken(training.model, [ShortWrite(step=1, folder=tmp_path, target="*.pt", after=50)]) as injection:
+        training.run(4)
+    assert injection.fired == [1]
+    sizes = [(tmp_path / f"{step}.pt").stat().st_size for step in range(4)]
+    assert sizes[2] == 50
+    assert min(sizes[0], sizes[1], sizes[3]) > 10_000
+    assert {(tmp_path / f"{step}.json").stat().st_size for step in range(4)} == {5}
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)

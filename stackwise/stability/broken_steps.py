@@ -1,0 +1,137 @@
+"""BrokenSteps: the batches and losses of a model that is trained here, broken at the steps of faults."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from stackwise.seed import seeded
+from stackwise.spec import ModelSpec
+from stackwise.stability.faults import Acted, Anatomy, Fault, TargetNotReachedError
+
+__all__ = ["BrokenSteps"]
+
+
+class BrokenSteps:
+    """What a training under a guard is given, which may ask for the loss of a batch more than once.
+
+    Args:
+        spec: of the model.
+        faults: what is broken, when.
+        batch_size: rows.
+        seq_len: positions.
+        device: of the batches.
+        seed: of batches and dropout.
+
+    Raises:
+        ValueError: a fault without a target.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        faults: Sequence[Fault],
+        *,
+        batch_size: int,
+        seq_len: int,
+        device: torch.device,
+        seed: int,
+    ) -> None:
+        self._spec, self._device, self._seed = spec, device, seed
+        self._shape = batch_size, seq_len
+        self.faults = self._resolved(faults)
+        self._given: dict[int, tuple[int, Tensor]] = {}  # by identity: a batch is given and computed again
+        self._begun: set[int] = set()
+        self._acted: set[tuple[int, Fault]] = set()
+
+    @property
+    def fired(self) -> list[int]:
+        """The steps at which a fault did act."""
+        return sorted({step for step, _ in self._acted})
+
+    def batches(self, steps: int) -> Iterator[Tensor]:
+        """One a step, each another."""
+        for step in range(steps):
+            inputs = self._batch(self._seed + 1 + step)
+            self._given[id(inputs)] = step, inputs
+            yield inputs
+
+    def step_of(self, inputs: Tensor) -> int:
+        """The number of the step whose batch it is."""
+        return self._given[id(inputs)][0]
+
+    def begin(self, step: int) -> list[Fault]:
+        """The faults that break weights and gradients at this attempt: none where the step is made again."""
+        again = step in self._begun
+        self._begun.add(step)
+        return [] if again else self._active(step)
+
+    def before_step(
+        self, step: int, active: Sequence[Fault], model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> None:
+        """Break what is there before the forward pass."""
+        for fault in active:
+            fault.before_step(model, optimizer, self._noting(step, fault))
+
+    def loss_of(self, model: nn.Module, inputs: Tensor) -> Tensor:
+        """The loss of a batch, broken whenever it is asked for."""
+        step = self.step_of(inputs)
+        active = self._active(step)
+        inputs = inputs.clone()
+        with ExitStack() as stack:
+            for fault in active:
+                inputs = fault.on_batch(inputs, self._noting(step, fault))
+                stack.enter_context(fault.around_forward(model, self._noting(step, fault)))
+            stack.enter_context(seeded(self._seed + 1 + step, self._device))
+            loss = self._spec.loss_of(model, inputs)
+        for fault in active:
+            loss = fault.on_loss(loss, self._noting(step, fault))
+        return loss
+
+    def after_backward(self, step: int, active: Sequence[Fault], model: nn.Module) -> None:
+        """Break the gradients.
+
+        Raises:
+            TargetNotReachedError: a fault has not acted in this step.
+        """
+        for fault in active:
+            fault.on_gradients(model, self._noting(step, fault))
+            if (step, fault) not in self._acted:
+                raise TargetNotReachedError(
+                    f"{fault}: it did not act at step {step}: its target was not reached, or cannot be "
+                    "changed by it"
+                )
+
+    def _active(self, step: int) -> list[Fault]:
+        return [fault.at(step) for fault in self.faults if step in fault.steps]
+
+    def _noting(self, step: int, fault: Fault) -> Acted:
+        return partial(self._acted.add, (step, fault))
+
+    def _batch(self, seed: int) -> Tensor:
+        return self._spec.batch(*self._shape, device=self._device, seed=seed)
+
+    def _resolved(self, faults: Sequence[Fault]) -> tuple[Fault, ...]:
+        """The faults with their targets spelled out, as a step of a throwaway model shows them."""
+        if not faults:
+            return ()
+        spec, device, seed = self._spec, self._device, self._seed
+        twin = spec.create(device, seed).train()
+        inputs = self._batch(seed)
+        optimizer = None
+        if any(fault.damages for fault in faults):  # what it keeps is seen after an update
+            optimizer = spec.optimizer([p for p in twin.parameters() if p.requires_grad])
+        with torch.enable_grad(), seeded(seed, device):
+            anatomy = Anatomy.of(
+                twin,
+                lambda: spec.loss_of(twin, inputs).backward(),  # type: ignore[no-untyped-call]
+                optimizer,
+            )
+        resolved = tuple(fault.resolve(anatomy) for fault in faults)
+        for fault in resolved:
+            fault.on_batch(inputs, lambda: None)
+        return resolved

@@ -139,6 +139,8 @@ def _allowed(schema: dict[str, Any]) -> str:
         return " | ".join(_allowed(option) for option in schema["anyOf"])
     if "enum" in schema:
         return " | ".join(schema["enum"])
+    if "const" in schema:
+        return str(schema["const"])
     if "pattern" in schema:
         return f"text like {schema['pattern']}"
     match schema["type"]:
@@ -234,7 +236,9 @@ MEANINGS = {
     "training.checkpoint.keep_last": "how many of the newest are kept",
     "training.checkpoint.keep_every": "those of every so many steps are kept as well; null: none",
     "training.checkpoint.keep_best": "so many with the lowest validation loss are kept as well",
-    "training.checkpoint.asynchronous": "write the optimizer's state while training goes on",
+    "training.checkpoint.asynchronous": "write while training goes on; overlapped: copy meanwhile as well",
+    "training.checkpoint.upload": "folder, such as mounted storage, that each checkpoint is copied to",
+    "training.checkpoint.upload_keep_last": "how many of the newest copies are kept; null: all",
     "training.optimizer.kind": "AdamW for all, or Muon for the matrices of the Blocks",
     "training.optimizer.lr": "learning rate at the peak of the schedule",
     "training.optimizer.weight_decay": "of matrices; norms, biases and embeddings are spared",

@@ -245,13 +245,30 @@ class CheckpointConfig(Section):
     """Which checkpoints are kept, and how they are written.
 
     Kept are the newest `keep_last`, those of steps that `keep_every` divides, and the `keep_best` with the
-    lowest validation loss. `asynchronous` copies the optimizer's state and writes it while training goes on.
+    lowest validation loss. `asynchronous` copies weights and the optimizer's state and writes them while
+    training goes on; with `overlapped` most is copied beside the next batch as well. A run that is killed
+    then loses up to two `save_interval`. `upload` has a copy of each checkpoint, of which the newest
+    `upload_keep_last` stay (`null`: all), and from which a run goes on where `checkpoint_dir` is gone.
     """
+
+    applies: ClassVar[Applies] = {"upload_keep_last": ("upload", NOT_NULL)}
 
     keep_last: Size = 3
     keep_every: Size | None = None
     keep_best: Count = 0
-    asynchronous: bool = False
+    asynchronous: bool | Literal["overlapped"] = False
+    upload: str | None = None
+    upload_keep_last: Size | None = None
+
+    @field_validator("asynchronous", mode="plain")
+    @classmethod
+    def _some_way(cls, value: object) -> bool | Literal["overlapped"]:
+        # Of a union, pydantic would report what each of its members expected.
+        if isinstance(value, bool):
+            return value
+        if isinstance(value, str) and value == "overlapped":
+            return "overlapped"
+        raise ValueError("allowed: true, false or 'overlapped'")
 
 
 class TelemetryConfig(Section):

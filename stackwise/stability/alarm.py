@@ -47,7 +47,7 @@ class Alarm:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
-        return asdict(self)
+        return {**asdict(self), "batch": None if self.batch is None else _listed(self.batch)}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Alarm:
@@ -60,6 +60,11 @@ class Alarm:
         place = f" in {self.where}" if self.where else ""
         again = "; not so when computed again" if self.reproduced is False else ""
         return f"step {self.step}: {self.kind} {self.value:.3g}{limit}{place}; {_SAID[self.action]}{again}"
+
+
+def _listed(identity: Any) -> Any:
+    """The id of a batch as JSON has it."""
+    return list(map(_listed, identity)) if isinstance(identity, list | tuple) else identity
 
 
 def hashable(identity: Any) -> Hashable:

@@ -50,6 +50,7 @@ class BatchFeed:
         self._frontier: dict[str, Any] | None = None  # random states of the next batch that is new
         self._epoch, self._index = 0, 0  # of the next batch that is new
         self._next_step = 0
+        self._drawn_outside = False
 
     @property
     def step(self) -> int:
@@ -91,6 +92,7 @@ class BatchFeed:
                         continue
                     break
                 given = new
+            self._drawn_outside = False
             self.hand.append(given)
             self._kept.append(given)
             yield given.batch
@@ -99,6 +101,7 @@ class BatchFeed:
     def give(self, batch: Any, identity: Hashable) -> None:
         """A batch that somebody else has drawn is in hand."""
         require(not self._again, "give", identity, "first those that are to be given again")
+        self._drawn_outside = True
         self._give(GivenBatch(self._next_step, identity, batch, random_states()))
 
     @property
@@ -148,6 +151,11 @@ class BatchFeed:
         """What was given until now need not be given again after a rewind."""
         self._kept = list(self.hand)
 
+    def keep_last(self, steps: int) -> None:
+        """Of what was given before the step in hand only the batches of so many steps are needed."""
+        least = self.step - steps
+        self._kept = [given for given in self._kept if given.step >= least]
+
     def quarantine(self, given: Sequence[GivenBatch]) -> None:
         """Give these never again."""
         self.quarantined += [each.id for each in given if each.id not in self.quarantined]
@@ -178,8 +186,11 @@ class BatchFeed:
         self._again.extendleft(reversed(wanted))
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it is, with the batches that are to be given again."""
-        assert not self.hand, "a step is not finished"
+        """Where it is, with the batches that are to be given again.
+
+        A step in hand was not begun: its batches are to be given again, unless somebody else has drawn them.
+        """
+        hand = [] if self._drawn_outside and not self.gives_again else self.hand
         return {
             "epoch": self._epoch,
             "index": self._index,
@@ -187,7 +198,8 @@ class BatchFeed:
             "quarantined": list(self.quarantined),
             "frontier": self._frontier,
             "again": [
-                {"step": g.step, "id": g.id, "batch": g.batch, "random": g.random} for g in self._again
+                {"step": g.step, "id": g.id, "batch": g.batch, "random": g.random}
+                for g in (*hand, *self._again)
             ],
         }
 

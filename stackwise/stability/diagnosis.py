@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from stackwise.argument import require
 from stackwise.checkpoint import tree
@@ -40,7 +40,7 @@ class Replay(NamedTuple):
     """A broken step computed again.
 
     Attributes:
-        loss: mean over its batches.
+        loss: sum over its batches.
         grad_norm: global L2 norm of the sum of their gradients.
         parameter_norms: of each parameter's gradient, by name.
         where: the place that broke first; "": nothing did.
@@ -205,14 +205,16 @@ def rerun(
     batches: Sequence[GivenBatch],
     loss_of: Callable[[nn.Module, Any], Tensor],
     scales: Any = None,
+    group: distributed.ProcessGroup | None = None,
 ) -> Replay:
     """Forward and backward over `batches` under hooks. Random states and buffers are put back, gradients go.
 
     Args:
         model: with the weights of the step.
         batches: of the step.
-        loss_of: the loss of one.
+        loss_of: the loss of one, as it is given to `backward`.
         scales: `ModuleScales` of sound steps; None: only what is not finite is found.
+        group: of processes that all compute the step again, and that average their gradients.
     """
     losses: list[float] = []
     where = ""
@@ -232,6 +234,8 @@ def rerun(
             if location is not None and not where:
                 of_loss = location.direction == "loss"
                 where = location.module if of_loss else f"{location.module} ({location.direction})"
+    if group is not None:
+        _average_gradients(model, group)
     named = [(name, p) for name, p in model.named_parameters() if p.grad is not None]
     norms_P = gradient_norms(p for _, p in named)
     total = float(global_norm(norms_P))
@@ -241,7 +245,18 @@ def rerun(
         for name, buffer in model.named_buffers():
             if name in buffers and buffer.shape == buffers[name].shape:
                 buffer.copy_(buffers[name])
-    return Replay(sum(losses) / max(1, len(losses)), total, norms, where)
+    return Replay(sum(losses), total, norms, where)
+
+
+def _average_gradients(model: nn.Module, group: distributed.ProcessGroup) -> None:
+    """Over the processes; where they are averaged already, as by DDP, that changes nothing."""
+    processes = distributed.get_world_size(group)
+    for p in model.parameters():
+        if p.requires_grad and not hasattr(p, "full_tensor"):
+            # Every process has to ask for the same ones, also where one has no gradient of it.
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            distributed.all_reduce(p.grad, group=group)
+            p.grad /= processes
 
 
 def _forget_gradients(model: nn.Module) -> None:

@@ -9,6 +9,7 @@ given again.
 from __future__ import annotations
 
 import math
+import warnings
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -113,8 +114,9 @@ class Guard:
             Adam or SGD of torch with `fused=True`, or one that has the attribute.
         scheduler: advanced with each update that is made, and not with those left out.
         policy: what counts as broken, and what is done.
-        loss_of: the loss of (model, batch), with which a broken step is computed again to name the module;
-            None: parameters are named by their norms.
+        loss_of: the loss of (model, batch) as it is given to `backward()`: of a step of n batches each one's
+            part. With it a broken step is computed again, to know whether its batches broke it, and to name
+            the module; None: parameters are named by their norms.
         batch_id: by which a batch is known; None: (epoch, place in it). With one of its own a batch is left
             out in later epochs as well.
         others: objects whose state goes back with a rewind, by name.
@@ -175,6 +177,9 @@ class Guard:
         if self._lag:
             _check_leaves_out(optimizer, self._reads_found_inf)
         self._group = group or _everyone()
+        # Ids are of one process: another would leave out other batches, and wait for this one.
+        allowed = "None in several processes: all leave out the same place of an epoch"
+        require(batch_id is None or self._group is None, "batch_id", batch_id, allowed)
         self._judge = Judge(self.policy, self._device, self._group)
         self._feed = BatchFeed(batch_id)
         self._buffers = Buffers(model)
@@ -235,6 +240,8 @@ class Guard:
         """
         require(self._lag == 0 or not self._under_way, "batches", "steps under way", "no other loop before")
         self._feeds = True
+        # What a loop does between epochs, to learning rates for one, is not undone by a rewind.
+        self.renew_snapshot()
         given = self._feed.batches(loader, fast_forward=fast_forward, ending=lambda: self._settle(0))
         for batch in given:
             if len(self._feed.hand) == 1:
@@ -284,7 +291,7 @@ class Guard:
             ValueError: as `step`.
         """
         with torch.no_grad():
-            norms_P = gradient_norms(p for _, p in self._named)
+            norms_P = self._norms()
             if scale is not None:
                 norms_P = norms_P / scale.to(norms_P.device, torch.float32)
         require(len(norms_P) > 0, "gradients", "none", "backward() before step()")
@@ -336,6 +343,10 @@ class Guard:
             GuardError: training is broken for good.
         """
         assert self._open is not None, "judge_step() first"
+        if self._reads_found_inf and self._scaler is None:
+            # Steps that nobody guards would be divided, or left out, as this one.
+            optimizer: Any = self.optimizer
+            optimizer.found_inf = optimizer.grad_scale = None
         names, before = self._open
         self._open = None
         self._conclude(decision, names, before)
@@ -410,19 +421,25 @@ class Guard:
         self._records.clear()
         return records
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, closed: bool = False) -> dict[str, Any]:
         """What a run that is continued needs beside model, optimizer and scheduler: waits for the device.
 
         Histories, counts, quarantine, alarms, the place in the data, and batches still to be given again. The
         snapshot is not in it: a new one is taken where the run goes on.
 
+        Args:
+            closed: batches may be in hand; it is the state of the last closed step. Those that `batches` gave
+                are then among the ones to be given again, and those of `give` are its loop's.
+
         Raises:
-            ValueError: between a batch and its step.
+            ValueError: between a batch and its step, unless `closed`; then, with steps under way.
             GuardError: training is broken for good.
         """
-        require(
-            not self._feed.hand, "state_dict", "a batch in hand", "a moment between step() and the next batch"
-        )
+        in_hand = bool(self._feed.hand)
+        allowed = "a moment between step() and the next batch"
+        require(closed or not in_hand, "state_dict", "a batch in hand", allowed)
+        # An alarm of theirs could not be answered before the step at hand is made.
+        require(not (in_hand and self._under_way), "state_dict", "steps under way", f"{allowed}, or lag=0")
         self._settle(0)
         return {
             "judge": self._judge.state_dict(),
@@ -464,8 +481,11 @@ class Guard:
     def _before_step(self) -> None:
         self._buffers.keep()
         interval = self.policy.snapshot_interval
+        if interval is None:
+            self._feed.keep_last(_REFERENCES + self._lag)
+            return
         # Not among alarms; but where there is none, as in a run that is continued, they have changed nothing.
-        if interval is None or (self._in_row and self._moment is not None):
+        if self._in_row and self._moment is not None:
             return
         # So early that one which alarms put off is no more than the interval behind.
         due = max(1, interval - self.policy.patience - self._lag)
@@ -590,6 +610,7 @@ class Guard:
             alarm = self._written_down(made, alarm, norms)
         self.alarms.append(alarm)
         if action == "raised":
+            self._feed.give_again(later)
             raise GuardError(alarm, self.alarms)
         if action == "rewound":
             self._rewind(later)
@@ -642,16 +663,17 @@ class Guard:
         where, reproduced, placed = alarm.where, None, False
         if self._loss_of is not None and made.batches:
             finite = alarm.kind not in ("non-finite loss", "non-finite gradient")
-            found = rerun(self.model, made.batches, self._loss_of)
+            found = rerun(self.model, made.batches, self._loss_of, group=self._group)
             reproduced = found.broken
             if finite and not reproduced:
                 # The logit is not computed again: nothing is known of it.
-                again = {"gradient spike": found.grad_norm, "loss spike": found.loss}.get(alarm.kind)
+                norm = self._norm_of(found.parameter_norms) or found.grad_norm
+                again = {"gradient spike": norm, "loss spike": found.loss}.get(alarm.kind)
                 reproduced = None if again is None else 2 * again > alarm.value
             sound = reproduced and alarm.kind == "gradient spike" and alarm.value <= proven_limit
             # In all processes or in none: sharded weights are gathered by all of them.
             if self._anywhere(finite and reproduced is not False and not sound):
-                found = rerun(self.model, made.batches, self._loss_of, self._scales(made))
+                found = rerun(self.model, made.batches, self._loss_of, self._scales(made), self._group)
             where, placed = found.where or where, bool(found.where)
             self._buffers.keep()
         if self._group is not None:
@@ -669,6 +691,10 @@ class Guard:
         everyone: list[Any] = [None] * distributed.get_world_size(self._group)
         distributed.all_gather_object(everyone, mine, self._group)
         return any(everyone)
+
+    def _norm_of(self, norms: Mapping[str, float]) -> float:
+        """Of the parameters that are optimized."""
+        return math.hypot(*(norms[name] for name, _ in self._named if name in norms))
 
     def _scales(self, made: _Made) -> ModuleScales | None:
         """Of the last sound batches that are still kept."""
@@ -694,23 +720,37 @@ class Guard:
         if self._bundles is None or self._written >= self.policy.max_bundles:
             return alarm
         self._written += 1
-        folder = self._bundles / f"step-{made.step:08d}-{self._written}"
-        alarm = replace(alarm, bundle=str(folder))
-        weights = None
-        if self.policy.bundle_weights:
-            # In every process: weights in shards are gathered.
-            weights = {name: _whole(t) for name, t in self.model.named_parameters()}
-            weights |= {name: _whole(t) for name, t in self.model.named_buffers()}
-        if self._group is None or distributed.get_rank(self._group) == 0:
-            Bundle(
-                alarm.to_dict(),
-                made.batches,
-                dict(norms),
-                self.model.training,
-                weights,
-                {"policy": self.policy.to_dict()},
-            ).write(folder)
-        return alarm
+        first = self._group is None or distributed.get_rank(self._group) == 0
+        weights: dict[str, Tensor] | None = {} if self.policy.bundle_weights else None
+        if weights is not None:
+            # In every process, one after the other: weights in shards are gathered.
+            for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
+                whole = _whole(tensor.detach())
+                if first:
+                    weights[name] = whole.to("cpu", copy=True)
+        place = [""]
+        if first:
+            folder = self._bundles / f"step-{made.step:08d}-{self._written}"
+            number = self._written
+            while folder.exists():  # of a run before this one
+                number += 1
+                folder = folder.with_name(f"step-{made.step:08d}-{number}")
+            alarm = replace(alarm, bundle=str(folder))
+            notes = {"policy": self.policy.to_dict()}
+            bundle = Bundle(alarm.to_dict(), made.batches, dict(norms), self.model.training, weights, notes)
+            try:
+                place = [str(bundle.write(folder))]
+            except (OSError, ValueError, TypeError) as error:
+                # Training can do without it.
+                warnings.warn(f"no diagnostic bundle of step {made.step}: {error}", stacklevel=2)
+        if self._group is not None:
+            source = distributed.get_global_rank(self._group, 0)
+            distributed.broadcast_object_list(place, src=source, group=self._group)
+        return replace(alarm, bundle=place[0])
+
+    def _norms(self) -> Tensor:
+        """Of each gradient, in the order of `_names`."""
+        return gradient_norms(p for _, p in self._named)
 
     def _names(self) -> tuple[str, ...]:
         """Of the parameters that have a gradient: most often the same as a step before, and kept then."""

@@ -149,7 +149,10 @@ class Judge:
         left_out = code > 0
         if self._policy.spikes_clipped:
             clips = (code == _SPIKE) & (self._clipped < self._policy.spikes_clipped)
-            self._clipped = torch.where(code > 0, self._clipped + clips, 0.0)
+            counted = torch.where(code > 0, self._clipped + clips, 0.0)
+            # A step that is left out for one before it is judged again.
+            latched = self._latched if self._latched is not None else torch.zeros_like(clips)
+            self._clipped = torch.where(latched, self._clipped, counted)
             left_out = left_out & ~clips
             to_level = torch.where(clips, (norm / self._norms.level()).float(), 1.0)
             divisor = to_level if divisor is None else torch.maximum(divisor, to_level)

@@ -14,12 +14,13 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 
 from stackwise.config import TrainingConfig
 from stackwise.model.rack import Rack
 from stackwise.random_states import random_states, set_random_states
 from stackwise.stability.alarm import Alarm
+from stackwise.stability.batch_feed import BatchFeed
 from stackwise.stability.guard import Decision, Guard, GuardPolicy
 from stackwise.stability.telemetry import StepRecord, global_norm
 from stackwise.training.batch_stream import BatchStream
@@ -65,10 +66,7 @@ def new_bundle_folder(directory: str | Path, processes: Processes) -> Path:
     folder, number = Path(directory), 1
     while (folder / f"run-{number}").exists():
         number += 1
-    numbers = [number]
-    if processes.mesh is not None:
-        distributed.broadcast_object_list(numbers, src=0)  # the others may look later
-    return folder / f"run-{numbers[0]}"
+    return folder / f"run-{processes.as_in_main(number)}"  # the others may look later
 
 
 @dataclass(frozen=True)
@@ -223,11 +221,12 @@ class PhaseGuard(Guard):
             scheduler=self.count,
             policy=guard_policy(settings),
             loss_of=lambda _, batch: step.again(computed(self.count.done, batch["batches"])),
-            batch_id=lambda batch: (batch["epoch"], batch["place"]),
             others=others,
             bundles=bundles,
             lag=lag,
         )
+        # Places of the data, which are the same in every process.
+        self._feed = BatchFeed(lambda batch: (batch["epoch"], batch["place"]))
 
     def steps_of(self, stream: Iterator[Any], places: BatchStream) -> Iterator[StepBatches]:
         """The batches of step after step, without end: some again, none that is in quarantine.
@@ -270,7 +269,7 @@ class PhaseGuard(Guard):
 
     def decide(self, loss: Tensor, norms_P: Tensor, logit: Tensor | None = None) -> Decision:
         """As of `Guard`; an overflow that the loss scale answers is left out, and is no alarm."""
-        norms_P, scale = self._step.gradient_norms(), self._step.loss_scale
+        scale = self._step.loss_scale
         if scale is None:
             return super().decide(loss, norms_P, logit)
         norm, factor = global_norm(norms_P), scale.divisor()
@@ -281,6 +280,9 @@ class PhaseGuard(Guard):
         scale.update(answered, counts=decision.found_inf == 0)
         left_out = torch.maximum(decision.found_inf, answered.float())
         return decision._replace(found_inf=left_out, divisor=divisor, norm=norm, norms_P=norms_P)
+
+    def _norms(self) -> Tensor:
+        return self._step.gradient_norms()
 
     def settle(self) -> None:
         """As of `Guard`."""
@@ -299,9 +301,17 @@ class PhaseGuard(Guard):
         alarms, self._told = self._told, []
         return alarms
 
-    def state_dict(self) -> dict[str, Any]:
-        """As of `Guard`."""
-        return {**super().state_dict(), "count": deepcopy(self.count.state_dict())}
+    def state_dict(self, *, closed: bool = False) -> dict[str, Any]:
+        """As of `Guard`, and where the count is.
+
+        It is the same in every process, but for batches to be given again, and where something has made
+        random choices since the last update.
+        """
+        state, count = super().state_dict(closed=closed), deepcopy(self.count.state_dict())
+        begins = count["begins"]
+        if begins is not None and _equal(begins, random_states()):
+            count["begins"] = None  # those of the process, which are kept beside this
+        return {**state, "count": count}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """As of `Guard`."""
@@ -341,7 +351,13 @@ class PhaseGuard(Guard):
 
 
 def _equal(states: Mapping[str, Any], others: Mapping[str, Any]) -> bool:
-    """Whether these are the same random states of Python, numpy, and torch on the host."""
+    """Whether these are the same random states of Python, numpy, and torch."""
     same = torch.equal(states["torch"], others["torch"]) and states["python"] == others["python"]
     mine, theirs = states["numpy"], others["numpy"]
-    return same and all(np.array_equal(a, b) for a, b in zip(mine, theirs, strict=True))
+    same = same and all(np.array_equal(a, b) for a, b in zip(mine, theirs, strict=True))
+    devices, of_others = states.get("cuda", {}), others.get("cuda", {})
+    return (
+        same
+        and devices.keys() == of_others.keys()
+        and all(torch.equal(state, of_others[device]) for device, state in devices.items())
+    )

@@ -133,6 +133,7 @@ class TrainingLoop:
         self._given: int | None = None  # steps of the data that the last phase under a guard took
         self._left_out = 0  # steps in a row
         self._done = 0  # steps of the phase
+        self._told: Mapping[str, Any] = {}  # of what is saved, by rank 0
         self._resumed: Mapping[str, Any] | None = None  # until the phase that was left has begun again
         self._head = nn.ModuleList([self.rack.final_norm, self.rack.lm_head])
         fresh = self._head.state_dict() if self.settings.scope.head == "per_unit" else {}
@@ -145,6 +146,8 @@ class TrainingLoop:
             ValueError: nothing to train, or no data.
             NonFiniteStepError: the loss or the gradient stopped being finite, and there is no guard.
             GuardError: training is broken for good.
+            TrainingTerminated: the run was asked to end, and is saved.
+            OSError: it was asked to end, and could not be saved.
         """
         # What a phase gives up lies between what the next one asks for.
         gives_back = self.settings.scope.offload != "none"
@@ -169,6 +172,9 @@ class TrainingLoop:
             if following is not None:
                 self.store.expect(following.path[following.n_prefix :])
             self._train(phase)
+        blocks, seconds = self.processes.as_in_main(
+            (self.prefix.statistics.computed - self._computed, time.perf_counter() - began)
+        )
         self.units.append(
             unit_result(
                 self.rack,
@@ -177,20 +183,20 @@ class TrainingLoop:
                 last=settings.log_interval,
                 first_record=self._first_record,
                 num_batches=phase.steps * settings.accumulation_steps,
-                prefix_blocks=self.prefix.statistics.computed - self._computed,
-                seconds=time.perf_counter() - began,
+                prefix_blocks=blocks,
+                seconds=seconds,
             )
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """All but weights, optimizer and random states, between two steps."""
+        """All but weights, optimizer and random states, of what is saved: the same in all processes."""
         assert self._train_step is not None, "a step was made"
         scale = self._train_step.loss_scale
         return {
             "units": [dict(unit) for unit in self.units],
             "done": self._done,
             "first_record": self._first_record,
-            "prefix_blocks": self.prefix.statistics.computed - self._computed,
+            "prefix_blocks": self._told["prefix_blocks"],
             "records": state_of_records(self.records),
             "epochs": list(self.epochs),
             "tokens": self.tokens,
@@ -199,7 +205,7 @@ class TrainingLoop:
             "fresh_head": dict(self._fresh_head),
             "loss_scale": None if scale is None else scale.state_dict(),
             "stream": self._batches.state_dict(),
-            "meter": self.meter.state_dict(),
+            "meter": self._told["meter"],
             "alarms": [alarm.to_dict() for alarm in self.alarms],
             "guard": None if self._guard is None else self._guard.state_dict(),
         }
@@ -227,6 +233,8 @@ class TrainingLoop:
                     self._train_guarded(phase, step, self._guard)
                 for number in range(self._done, phase.steps):
                     self._step(phase, number, step)
+            if self.checkpoints is not None:
+                self.checkpoints.release()  # the next phase may set Blocks and heads to something else
             done = True
         finally:
             self._guard = None
@@ -325,6 +333,9 @@ class TrainingLoop:
         assert self.checkpoints is not None
         now = [each.loss for each in self.validation_records[-1:] if each.steps == len(self.records)]
         objects = {"run": self, **self._shared_objects(step)}
+        # What is not the same in all processes is as in one, so that any number of them can go on.
+        computed = self.prefix.statistics.computed - self._computed
+        self._told = self.processes.as_in_main({"prefix_blocks": computed, "meter": self.meter.state_dict()})
         with _full_precision(step, self.rack):
             whole = self.shared.gather()
             self.checkpoints.save(len(self.records), whole, objects, metric=now[0] if now else None)
@@ -420,6 +431,7 @@ class TrainingLoop:
             self._read(arrived)
             self._save(step)
         if self.checkpoints and leaves:
+            self.checkpoints.close()  # or say that nothing is saved: who asked is told that it can go on
             raise TrainingTerminated(len(self.records), self.checkpoints.directory)
 
     def _micro_batches(

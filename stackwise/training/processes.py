@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 from torch import Tensor, distributed
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["Processes"]
+
+T = TypeVar("T")
 
 _DEVICE, _STRATEGY = "training.device", "training.distributed.strategy"
 _VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -139,6 +141,14 @@ class Processes:
         total = values.detach().clone()
         distributed.all_reduce(total)
         return total
+
+    def as_in_main(self, value: T) -> T:
+        """What rank 0 has of a value of the host, in each process; every process has to call."""
+        if self.mesh is None:
+            return value
+        values = [value]
+        distributed.broadcast_object_list(values, src=0)
+        return values[0]
 
     def wait(self) -> None:
         """Go on when all have come here."""

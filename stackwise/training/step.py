@@ -180,7 +180,8 @@ class TrainStep:
         for place, batch in enumerate(batches, start=1):
             with gradient_sync(model, place == len(batches)):
                 with autocast(precision, self.device):
-                    share = total(model, batch.targets, batch.hidden_BTC) / count
+                    whole = total(model, batch.targets, batch.hidden_BTC)
+                share = whole / count  # where autocast has given up its copies of weights
                 # Gradients are averaged over the processes, and are to be summed.
                 yield share, share * self.processes.world_size
 

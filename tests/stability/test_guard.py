@@ -6,6 +6,7 @@ import math
 import subprocess
 import sys
 import textwrap
+import weakref
 from dataclasses import dataclass, field
 
 import pytest
@@ -575,6 +576,23 @@ def test_late_alarms_around_a_snapshot():
         assert same(late.state, guarded("fused sgd", fault, dropout=0.1).state), step
 
 
+@pytest.mark.parametrize("lag", [0, 2])
+def test_without_snapshots_batches_are_not_kept(lag):
+    data = make_data()
+    watched = [weakref.ref(batch[0]) for batch in data]
+    run = guarded(
+        "fused sgd",
+        element(math.nan, 30),
+        data=(data.pop(0) for _ in range(N)),
+        policy=GuardPolicy(snapshot_interval=None),
+        lag=lag,
+        watch=lambda run, step: run.kept.update({step: sum(each() is not None for each in watched)}),
+    )
+    assert run.guard.quarantined == [(0, 30)]
+    # Those to come, and few of those that were.
+    assert all(alive <= N - step + 3 + 2 * lag for step, alive in run.kept.items())
+
+
 @pytest.mark.parametrize("lag", [0, 3])
 def test_without_batches_steps_are_left_out_all_the_same(lag):
     torch.manual_seed(0)
@@ -711,6 +729,106 @@ def test_a_step_of_several_batches():
     assert guard.quarantined == [(0, 50), (0, 51)]
     assert guard.alarms[0].step == 25
     assert same(model.state_dict(), twin.state_dict())
+
+
+@pytest.mark.parametrize("factor", [4, 10])
+def test_a_step_of_several_batches_is_computed_again_whole(factor):
+    torch.manual_seed(0)
+    model = Small()
+    part = lambda model, batch: loss_of(model, batch) / 4  # noqa: E731
+    guard = Guard(model, OPTIMIZERS["adamw"](model.parameters()), policy=POLICY, loss_of=part)
+    total = 0.0
+    for place, batch in enumerate(guard.batches(make_data())):
+        loss = part(model, batch)
+        loss.backward()
+        total += loss.detach()
+        if place % 4 == 3:
+            if guard.steps == 15 and not guard.skipped:
+                times(factor, 15)(Outcome(model, guard.optimizer, None), 15)
+            guard.step(total)
+            total = 0.0
+    assert [(a.step, a.kind, a.action) for a in guard.alarms] == [(15, "gradient spike", "retried")]
+    assert guard.quarantined == []
+
+
+def test_a_loss_that_several_batches_have_is_theirs():
+    torch.manual_seed(0)
+    model, data = Small(), make_data()
+    wrong = {id(batch) for batch in data[60:64]}
+    part = lambda model, batch: loss_of(model, batch) * (5 if id(batch) in wrong else 1) / 4  # noqa: E731
+    guard = Guard(model, OPTIMIZERS["adamw"](model.parameters()), policy=POLICY, loss_of=part)
+    total = 0.0
+    for place, batch in enumerate(guard.batches(data)):
+        loss = part(model, batch)
+        loss.backward()
+        total += loss.detach()
+        if place % 4 == 3:
+            guard.step(total)
+            total = 0.0
+    assert [(a.step, a.kind, a.action) for a in guard.alarms] == [(15, "loss spike", "skipped")]
+    assert guard.quarantined == [(0, place) for place in range(60, 64)]
+
+
+@pytest.mark.parametrize("lag", [0, 3])
+def test_the_optimizer_is_left_as_it_was(lag):
+    run = guarded("fused adamw", policy=GuardPolicy(clip=1e-3), lag=lag)
+    assert (run.optimizer.found_inf, run.optimizer.grad_scale) == (None, None)
+    run = guarded("fused adamw", times(10, *range(60, N)), lag=lag)
+    assert run.error is not None
+    assert (run.optimizer.found_inf, run.optimizer.grad_scale) == (None, None)
+
+
+def test_rates_that_change_between_epochs_are_not_undone_by_a_rewind():
+    torch.manual_seed(0)
+    model, data = Small(), make_data(count=20)
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.1)
+    guard, rates = Guard(model, optimizer, policy=POLICY), {}
+    for epoch in range(3):
+        for batch in guard.batches(data):
+            rates.setdefault(epoch, set()).add(optimizer.param_groups[0]["lr"])
+            loss = loss_of(model, batch)
+            loss.backward()
+            if epoch == 1 and guard.steps in range(22, 27):
+                model.head.bias.grad[0] = math.nan
+            guard.step(loss)
+        scheduler.step()
+    assert [alarm.action for alarm in guard.alarms][-1] == "rewound"
+    assert [max(rates[epoch]) for epoch in range(3)] == pytest.approx([0.3, 0.03, 0.003])
+    assert all(len(seen) == 1 for seen in rates.values())
+
+
+@pytest.mark.parametrize("lag", [1, 4])
+def test_clipped_spikes_are_counted_once(lag):
+    policy = GuardPolicy(spikes_clipped=1)
+    at_once, late = (
+        guarded("fused sgd", times(10, 60, 61, 64, 65), policy=policy, lag=each) for each in (0, lag)
+    )
+    assert repr(late.guard.alarms) == repr(at_once.guard.alarms)
+    assert same(late.state, at_once.state)
+
+
+@pytest.mark.parametrize("lag", [0, 4])
+def test_nothing_is_lost_where_it_ends(lag):
+    data = make_data()
+    run = guarded("fused adamw", times(10, *range(60, N)), data=data, lag=lag)
+    assert run.error is not None
+    again = made("fused adamw", 0)
+    guard = Guard(again.model, again.optimizer, policy=POLICY)
+    guard.load_state_dict(run.guard.state_dict())
+    given = []
+    for batch in guard.batches(data, fast_forward=True):
+        given.append(guard.steps)
+        loss = loss_of(again.model, batch)
+        loss.backward()
+        guard.step(loss)
+    assert given == list(range(run.error.alarm.step + 1, N))
+
+
+def test_ids_of_batches_are_of_one_process():
+    model = Small()
+    with pytest.raises(ValueError, match=r"batch_id: .* allowed: None in several processes"):
+        Guard(model, OPTIMIZERS["sgd"](model.parameters()), batch_id=id, group=object())
 
 
 def test_a_batch_with_an_id_of_its_own_stays_away():
@@ -909,6 +1027,19 @@ def test_the_snapshot_is_one_state():
     assert run.guard.snapshot_bytes <= sum(t.numel() * t.element_size() for t in tensors)
 
 
+def test_a_bundle_that_cannot_be_written_stops_nothing(tmp_path):
+    data = make_data()
+    data[30] = (data[30][0], torch.full_like(data[30][1], -100))
+    for number in (1, 2):  # the folder of the run before is there
+        [alarm] = guarded("sgd", data=data, loss_of=loss_of, bundles=tmp_path).guard.alarms
+        assert alarm.bundle == str(tmp_path / f"step-00000030-{number}")
+    (tmp_path / "file").write_text("")
+    with pytest.warns(UserWarning, match="no diagnostic bundle of step 30: .*Not a directory"):
+        run = guarded("sgd", data=data, loss_of=loss_of, bundles=tmp_path / "file")
+    assert [alarm.bundle for alarm in run.guard.alarms] == [""]
+    assert run.guard.quarantined == [(0, 30)]
+
+
 def test_bundles_are_written(tmp_path):
     from stackwise.stability.diagnosis import Bundle, replay
 
@@ -961,19 +1092,23 @@ def main(rank, place, lag):
     guard = Guard(model, optimizer, policy=policy, lag=lag, loss_of=loss_of)
     generator = torch.Generator().manual_seed(rank)
     data = [torch.randn(32, 4, generator=generator) for _ in range(40)]
-    given = []
+    # Only one process has it: a batch that is not finite, later three that are far too large.
+    if rank == 1:
+        data[20][3, 3] = math.nan
+    if rank == 0:
+        for step in (25, 26, 27):
+            data[step] *= 100
+    given, fired = [], []
     for batch in guard.batches(data):
         step = guard.steps
         loss = loss_of(model, batch)
         loss.backward()
         given.append(step)
-        # Only one process sees it: a loss that is not finite, later three spikes of it.
-        shown = loss.detach().clone()
-        if rank == 1 and step == 20:
-            shown.fill_(math.nan)
-        if rank == 0 and step in (25, 26, 27):
-            shown.mul_(100)
-        guard.step(shown)
+        if step == 35 and not fired:  # behind the backward pass, and so small that it would pass
+            for p in model.parameters():
+                p.grad.mul_(4)
+            fired.append(step)
+        guard.step(loss)
     weights = torch.cat([p.detach().flatten() for p in model.parameters()])
     both = [torch.empty_like(weights) for _ in range(2)]
     distributed.all_gather(both, weights)
@@ -983,7 +1118,8 @@ def main(rank, place, lag):
     distributed.all_gather_object(everyone, (found, given))
     assert everyone[0] == everyone[1], everyone
     assert found == [(20, "non-finite loss", "skipped"), (25, "loss spike", "skipped"),
-                     (26, "loss spike", "skipped"), (27, "loss spike", "rewound")], found
+                     (26, "loss spike", "skipped"), (27, "loss spike", "rewound"),
+                     (35, "gradient spike", "retried")], found
     # The same with the batches left out, in this process alone.
     torch.manual_seed(0)
     alone = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
@@ -999,6 +1135,18 @@ def main(rank, place, lag):
             other.zero_grad()
     for a, b in zip(alone.parameters(), inner.parameters()):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+    # Without averages of its own a step computed again would be that of one process.
+    raw = Guard(inner, optimizer, policy=policy, loss_of=loss_of)
+    for step, batch in enumerate(raw.batches(data[28:])):
+        loss_of(inner, batch).backward()
+        for p in inner.parameters():
+            distributed.all_reduce(p.grad)
+            p.grad.div_(2)
+            if raw.steps == 8 and raw.skipped == 0:
+                p.grad.mul_(4)
+        raw.step(loss_of(inner.eval(), batch))
+        inner.train()
+    assert [(a.step, a.action) for a in raw.alarms] == [(8, "retried")], raw.alarms
     distributed.destroy_process_group()
 
 if __name__ == "__main__":

@@ -519,3 +519,83 @@ def test_what_breaks_in_one_process_is_left_out_in_all(tmp_path, strategy):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("same") == 2
+
+
+RISES = """
+import sys
+import torch
+from stackwise.config import StackWiseConfig
+from stackwise.model import create_rack_from_config
+from stackwise.training import ArchitectureTrainer
+from stackwise.training.objective import Objective
+from stackwise.training.processes import Processes
+from stackwise.training.step import TrainStep
+
+BAD, AT, STRATEGY = 22, 12, sys.argv[1]
+loss_of, backward, again = Objective.total, TrainStep.backward, TrainStep.again
+settings = {"rise": 1.0, "made": 0, "again": 0, "fault": None}
+
+def total(objective, norm, head, hidden_BTC, targets):
+    value = loss_of(objective, norm, head, hidden_BTC, targets)
+    rise = settings["rise"] if targets.input_ids[0, 0] == BAD else 1.0
+    # Of one process alone the gradient is far from that of both, in which this is nothing.
+    pull = (1000.0 if processes.rank else -1000.0) * norm.weight.sum()
+    return value + (rise - 1.0) * (value - value.detach()) + pull - pull.detach()
+
+def backward_with_fault(step, batches):
+    loss = backward(step, batches)
+    settings["made"] += 1
+    if settings["made"] == settings["fault"]:
+        for p in step.model.parameters():
+            p.grad.mul_(3.5)
+    return loss
+
+def counted(step, batches):
+    settings["again"] += 1
+    return again(step, batches)
+
+Objective.total, TrainStep.backward, TrainStep.again = total, backward_with_fault, counted
+
+def run(guard, accumulated, *, fault=None, rise=1.0):
+    settings.update(rise=rise, made=0, again=0, fault=fault)
+    model = {"vocab_size": 23, "d_model": 16, "n_heads": 2, "n_kv_heads": 1, "d_ff": 32}
+    training = {"batch_size": 8, "seq_len": 16, "max_steps": 16, "device": "cpu", "precision": "fp32"}
+    training |= {"guard": guard, "distributed": {"strategy": STRATEGY}, "accumulation_steps": accumulated}
+    config = StackWiseConfig.from_dict({"model": model, "training": training})
+    torch.manual_seed(0)
+    rack = create_rack_from_config(config)
+    generator = torch.Generator().manual_seed(3 + processes.rank)
+    batches = list(torch.randint(BAD, (16 * accumulated, 8, 17), generator=generator))
+    for batch in batches[AT * accumulated : (AT + 1) * accumulated]:
+        batch[0, 0] = BAD
+    trainer = ArchitectureTrainer(config, progress=False, processes=processes)
+    result = trainer.train_architecture(rack, batches)
+    alarms = [(a.step, a.kind, a.action, a.reproduced) for a in result.get("alarms", [])]
+    return torch.cat([p.detach().flatten() for p in rack.parameters()]), alarms, settings["again"]
+
+chosen = StackWiseConfig.from_dict({"training": {"device": "cpu", "distributed": {"strategy": STRATEGY}}})
+with Processes.from_environment(chosen.training) as processes:
+    for accumulated in (1, 2):
+        sound, _, _ = run(None, accumulated)
+        weights, alarms, _ = run({}, accumulated, fault=AT + 1)
+        assert alarms == [(AT, "gradient spike", "retried", False)], alarms
+        assert torch.equal(weights, sound)
+        risen, _, _ = run(None, accumulated, rise=3.5)
+        weights, alarms, asked = run({}, accumulated, rise=3.5)
+        assert alarms == [] and asked == 1, (alarms, asked)
+        assert torch.equal(weights, risen)
+    print("same", processes.rank)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_rise_of_all_processes_is_computed_again_by_all(tmp_path, strategy):
+    """By the machine it is an alarm, by the batch it is none."""
+    (tmp_path / "train.py").write_text(RISES)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    done = subprocess.run(
+        [*command, str(tmp_path / "train.py"), strategy], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("same") == 2

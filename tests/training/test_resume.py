@@ -1,5 +1,7 @@
 """A run that goes on: the bits that it would have ended with, wherever it was left."""
 
+import errno
+import itertools
 import os
 import shutil
 import signal
@@ -17,6 +19,7 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from stackwise.checkpoint import EXIT_CODE, CheckpointWarning
+from stackwise.checkpoint.writer import Staging
 from stackwise.config import ConfigError
 from stackwise.data import Prefetched, create_data
 from stackwise.stability.telemetry import StepRecord
@@ -242,8 +245,13 @@ def test_lines_go_on(make, tmp_path):
     config, fresh, batches = make(telemetry, resume=True)
     train(config, fresh, batches)
     lines, _ = read_json_lines(tmp_path / "run.jsonl")
-    assert [line["step"] for line in lines] == [0, 1, 2, 3, 2, 3]
-    assert [line["loss"] for line in lines[-2:]] == [record.loss for record in expected["records"][2:]]
+    # Those of the steps that are made once more are there once.
+    assert [line["step"] for line in lines] == [0, 1, 2, 3]
+    assert [line["loss"] for line in lines] == [record.loss for record in expected["records"]]
+    tokens = list(itertools.accumulate(record.tokens for record in expected["records"]))
+    assert [line["total_tokens"] for line in lines] == tokens
+    seconds = [line["seconds"] for line in lines]
+    assert seconds == sorted(seconds)
 
 
 def test_a_full_disk_does_not_end_the_training(make, monkeypatch):
@@ -413,3 +421,76 @@ def test_what_is_written_down_goes_on(make, tmp_path):
     assert [line["total_tokens"] for line in lines] == [line["total_tokens"] for line in whole]
     seconds = [line["seconds"] for line in lines]
     assert seconds == sorted(seconds)
+
+
+def test_a_request_to_end_on_a_full_disk_is_no_promise(make, monkeypatch):
+    """Who asked is not told that the run is saved where it is not."""
+    config, rack, batches = make({"save_interval": 99})
+
+    @contextmanager
+    def termination(self):
+        yield lambda steps: steps == 2
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(ArchitectureTrainer, "_termination", termination)
+    monkeypatch.setattr(os, "fsync", full)
+    with (
+        pytest.raises(OSError, match=r"last checkpoint, of step 2, is not written.*No space left"),
+        pytest.warns(CheckpointWarning, match="step 2 is not written"),
+    ):
+        train(config, rack, batches)
+
+
+@pytest.mark.parametrize("settings", [RUNS["growing blocks"], RUNS["own heads"], RUNS["narrow weights"]])
+def test_copies_beside_the_training_are_of_their_moment(make, monkeypatch, settings):
+    """Also where the next phase begins with other Blocks or another head than the last one ended with."""
+    config, rack, batches = make(settings)
+    expected = train(config, rack, batches)
+    shutil.rmtree(config.training.checkpoint_dir)
+    copy = Staging.copy
+
+    def slow(self, *given):
+        copies, arrived = copy(self, *given)
+        return copies, lambda: (time.sleep(0.05), arrived())
+
+    monkeypatch.setattr(Staging, "copy", slow)
+    monkeypatch.setattr("stackwise.checkpoint.content._LARGE", 1)
+    overlapped = settings | {"checkpoint": {"keep_last": 99, "asynchronous": "overlapped"}}
+    config, fresh, batches = make(overlapped)
+    train(config, fresh, batches)
+    assert torch.equal(weights(fresh), weights(rack))
+    total = len(expected["records"])
+    assert len(list(Path(config.training.checkpoint_dir).iterdir())) == total
+    for step in (total - 1, STEPS):
+        forget(config.training.checkpoint_dir, step)
+        config, fresh, batches = make(overlapped, resume=True)
+        train(config, fresh, batches)
+        assert torch.equal(weights(fresh), weights(rack)), step
+
+
+def test_on_another_machine_from_the_copies(make, tmp_path):
+    """As the configuration says; and a run of the beginning is not mixed with them."""
+    copies = {"checkpoint": {"upload": str(tmp_path / "copies"), "upload_keep_last": 2}}
+    config, rack, batches = make(copies)
+    train(config, rack, batches)
+    assert sorted(path.name for path in (tmp_path / "copies").iterdir()) == ["step-3", "step-4"]
+    shutil.rmtree(config.training.checkpoint_dir)
+    config, fresh, batches = make(copies)
+    with pytest.raises(ValueError, match=r"training\.checkpoint\.upload: .*copies already holds.*\[3, 4\]"):
+        train(config, fresh, batches)
+    shutil.rmtree(tmp_path / "copies/step-4")
+    config, fresh, batches = make(copies, resume=True)
+    train(config, fresh, batches)
+    assert torch.equal(weights(fresh), weights(rack))
+
+
+def test_a_folder_whose_checkpoint_was_being_replaced_is_that_of_an_old_run(make):
+    config, rack, batches = make({"save_interval": 99})
+    train(config, rack, batches)
+    folder = Path(config.training.checkpoint_dir)
+    (folder / "step-4").rename(folder / ".step-4.999999999.old")
+    config, fresh, batches = make({})
+    with pytest.raises(ValueError, match=r"already holds checkpoints of steps \[4\]"):
+        train(config, fresh, batches)

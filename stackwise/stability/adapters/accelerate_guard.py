@@ -44,8 +44,9 @@ class AcceleratedGuard:
         scheduler: prepared; None: there is none.
         max_grad_norm: as for `accelerator.clip_grad_norm_`, behind the decision; None: nothing is clipped.
         policy: what counts as broken, and what is done. Without `clip`.
-        loss_of: the loss of (model, batch), as it is given to `step`; the model is without what accelerate
-            put around it for several processes. None: parameters are named by their norms.
+        loss_of: the loss of (model, batch), as it is given to `accelerator.backward`; the model is
+            without what accelerate put around it for several processes. None: parameters are named by their
+            norms.
         batch_id: see `Guard`.
         others: see `Guard`.
         bundles: see `Guard`.
@@ -170,9 +171,19 @@ class AcceleratedGuard:
         self.guard.settle()
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Guard.state_dict`."""
-        return self.guard.state_dict()
+        """See `Guard.state_dict`. Within an accumulation it is that of the step before, as weights are.
+
+        Where training goes on, `batches` gives the batches of such a step again. Running statistics, which
+        are saved with the weights, have then seen them twice.
+
+        Raises:
+            ValueError: within an accumulation with a lag, where the host does not know yet of that step.
+        """
+        return self.guard.state_dict(closed=True)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """See `Guard.load_state_dict`."""
         self.guard.load_state_dict(state_dict)
+        self._loss, self._n_given = None, 0
+        accelerator = self._accelerator
+        accelerator.step -= accelerator.step % accelerator.gradient_accumulation_steps

@@ -193,8 +193,11 @@ class GuardCallback(Callback):  # type: ignore[misc, unused-ignore]
                 self._module.lr_scheduler_step(config.scheduler, None)
 
     def state_dict(self) -> dict[str, Any]:
-        """The guard's, for Lightning's checkpoints; empty: there was no training."""
-        return {} if self.guard is None else self.guard.state_dict()
+        """The guard's, for Lightning's checkpoints; empty: there was no training.
+
+        Within an accumulation it is that of the step before: Lightning goes on without the batches since.
+        """
+        return {} if self.guard is None else self.guard.state_dict(closed=True)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from what `state_dict` gave, as training starts."""

@@ -202,7 +202,14 @@ class GuardCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
             loss: Tensor = self._training_step(model, inputs, *args, **kwargs)
             return loss
         n_items = args[0] if args else kwargs.get("num_items_in_batch")
-        loop.give({"inputs": inputs, "num_items_in_batch": n_items}, self._identity(loop.n_given))
+        loop.give(
+            {
+                "inputs": inputs,
+                "num_items_in_batch": n_items,
+                "n_batches": int(trainer.current_gradient_accumulation_steps),
+            },
+            self._identity(loop.n_given),
+        )
         loss = self._training_step(model, inputs, *args, **kwargs)
         loop.add_loss(loss)
         if trainer.accelerator.sync_gradients:
@@ -254,15 +261,16 @@ class GuardCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         model.zero_grad()
 
     def _loss_of(self, model: nn.Module, given: Any) -> Tensor:
-        """The part of a micro-batch in the loss of its step."""
+        """The part of a micro-batch in the loss of its step, as `training_step` has it."""
         trainer, n_items = self._trainer, given["num_items_in_batch"]
         inputs = trainer._prepare_inputs(given["inputs"])
         with trainer.compute_loss_context_manager():
-            if n_items is None:
-                loss: Tensor = trainer.compute_loss(model, inputs).mean()
-                return loss / int(trainer.current_gradient_accumulation_steps)
-            loss = trainer.compute_loss(model, inputs, num_items_in_batch=n_items)
-        return loss.mean()
+            loss: Tensor = trainer.compute_loss(model, inputs, num_items_in_batch=n_items).mean()
+        is_part = getattr(trainer, "loss_is_scaled_for_ga", None)
+        if is_part is None:
+            of_model = trainer.model_accepts_loss_kwargs and n_items is not None
+            is_part = of_model or trainer.compute_loss_func is not None
+        return loss if is_part else loss / given["n_batches"]
 
     def _identity(self, number: int) -> tuple[int, int]:
         """(epoch, place in it) of a micro-batch, from the number of updates alone."""

@@ -180,6 +180,69 @@ def test_a_lasting_fault_rewinds_once_and_ends_training():
     assert actions[-1] == "raised"
 
 
+def test_a_spike_of_the_loss_in_an_accumulated_step_comes_again(monkeypatch):
+    def spiking(model, batch):
+        return plain_loss(model, batch) + 1000.0 * batch[0][0].eq(0).all()
+
+    plain_loss = loss_of
+    monkeypatch.setattr(sys.modules[__name__], "loss_of", spiking)
+    data = rows()
+    data[21 * SIZE] = (torch.zeros(4), torch.zeros(1))
+    run = guarded(data, per_update=4)
+    alarms = [(a.step, a.kind, a.action, a.reproduced) for a in run.guard.guard.alarms]
+    assert alarms == [(5, "loss spike", "skipped", True)]
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_the_optimizer_is_as_before(lag):
+    optimizer = guarded(rows((40,)), kind="fused", lag=lag).optimizer.optimizer
+    assert getattr(optimizer, "found_inf", None) is None
+    assert getattr(optimizer, "grad_scale", None) is None
+
+
+def test_what_is_saved_within_an_accumulation_goes_on_with_its_batches(tmp_path):
+    def train(run, *, saves_at=None, **arguments):
+        guard = AcceleratedGuard(
+            run.accelerator, run.model, run.optimizer, run.scheduler, max_grad_norm=1.0, policy=POLICY
+        )
+        run.accelerator.register_for_checkpointing(guard)
+        if "fast_forward" in arguments:
+            run.accelerator.load_state(str(tmp_path))
+        for number, batch in enumerate(guard.batches(run.loader, **arguments), start=1):
+            with run.accelerator.accumulate(run.model):
+                loss = loss_of(run.model, batch)
+                run.accelerator.backward(loss)
+                guard.step(loss)
+            if number == saves_at:
+                run.accelerator.save_state(str(tmp_path))
+        return guard.guard
+
+    whole = Run(rows((9,)), per_update=4)
+    first = train(whole, saves_at=22)  # two of a step
+    resumed = Run(rows((9,)), per_update=4)
+    again = train(resumed, fast_forward=True)
+    assert again.steps == first.steps == 11
+    assert again.quarantined == first.quarantined == [(0, place) for place in range(8, 12)]
+    states = resumed.state, whole.state
+    for state in states:  # statistics are saved as they are, with the two
+        state["model"] = {name: t for name, t in state["model"].items() if name.endswith(("weight", "bias"))}
+    assert same(*states)
+
+
+def test_with_a_lag_nothing_is_saved_within_an_accumulation():
+    run = Run(rows(), per_update=4, kind="fused")
+    guard = AcceleratedGuard(run.accelerator, run.model, run.optimizer, policy=POLICY, lag=2)
+    for number, batch in enumerate(guard.batches(run.loader)):
+        if number == 13:
+            with pytest.raises(ValueError, match=r"state_dict: got 'steps under way'; allowed: .* or lag=0"):
+                guard.state_dict()
+        with run.accelerator.accumulate(run.model):
+            loss = loss_of(run.model, batch)
+            run.accelerator.backward(loss)
+            guard.step(loss)
+    assert guard.guard.steps == 11
+
+
 def test_its_state_is_saved_with_that_of_accelerate(tmp_path):
     first = guarded(rows((20,)))
     first.accelerator.register_for_checkpointing(first.guard)

@@ -232,6 +232,73 @@ def test_a_training_that_is_resumed_ends_the_same(tmp_path):
     assert same(state_of(resumed), state_of(whole))
 
 
+def test_what_is_saved_within_an_accumulation_is_the_state_of_the_step_before(tmp_path):
+    class Validated(Regression):
+        def validation_step(self, batch, batch_idx):
+            pass
+
+    def run(callback, data, ckpt_path=None):
+        trainer = lightning.Trainer(
+            max_epochs=1,
+            accelerator="cpu",
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=tmp_path,
+            accumulate_grad_batches=4,
+            val_check_interval=10,
+            callbacks=[
+                callback,
+                lightning.callbacks.ModelCheckpoint(tmp_path, save_top_k=-1, filename="{step}"),
+            ],
+        )
+        trainer.fit(Validated(), loader_of(data), loader_of(data[:2]), ckpt_path=ckpt_path)
+
+    first = GuardCallback(POLICY)
+    run(first, batches(broken_at=(5,)))
+    [alarm] = first.guard.alarms
+    assert first.guard.quarantined == [(0, place) for place in range(4, 8)]
+    saved = torch.load(tmp_path / "step=7.ckpt", weights_only=False)["callbacks"]["GuardCallback"]
+    assert saved["feed"]["next_step"] == 7  # behind 30 batches, two of them in hand
+    assert saved["feed"]["again"] == []
+    again = GuardCallback(POLICY)
+    run(again, batches(), str(tmp_path / "step=7.ckpt"))
+    assert repr(again.guard.alarms) == repr([alarm])
+    assert again.guard.quarantined == first.guard.quarantined
+    assert again.guard.steps == first.guard.steps == N // 4
+
+
+def test_a_spike_of_the_loss_in_an_accumulated_step_comes_again(tmp_path):
+    class Spiking(Regression):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx) + 1000.0 * batch[0][0].eq(0).all()
+
+    data = batches()
+    data[21] = tuple(torch.cat([torch.zeros_like(part[:1]), part[1:]]) for part in data[21])
+    callback = GuardCallback(POLICY)
+    trainer = lightning.Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        default_root_dir=tmp_path,
+        accumulate_grad_batches=4,
+        callbacks=[callback],
+    )
+    torch.manual_seed(0)
+    trainer.fit(Spiking(), loader_of(data))
+    alarms = [(a.step, a.kind, a.action, a.reproduced) for a in callback.guard.alarms]
+    assert alarms == [(5, "loss spike", "skipped", True)]
+
+
+def test_the_optimizer_is_as_before(tmp_path):
+    arguments = {"kind": "fused", "gradient_clip_val": None}
+    [optimizer] = fit(tmp_path, batches(broken_at=(39,)), [GuardCallback(POLICY)], **arguments).optimizers
+    assert getattr(optimizer, "found_inf", None) is None
+    assert getattr(optimizer, "grad_scale", None) is None
+
+
 def test_alarms_are_logged(tmp_path):
     logger = lightning.loggers.CSVLogger(tmp_path)
     fit(tmp_path, batches(broken_at=(20, 30)), [GuardCallback(POLICY)], logger=logger)

@@ -197,6 +197,44 @@ def test_a_fault_is_noticed_at_its_step_and_left_out(tmp_path, fault, per_update
     json.dumps(trainer.state.log_history)
 
 
+@pytest.mark.parametrize("whole", [False, True], ids=["mean", "own loss"])
+def test_a_spike_of_the_loss_in_an_accumulated_step_comes_again(tmp_path, whole):
+    """Also where a function of one's own gives the part that a batch has in its step."""
+
+    def spiking(outputs, labels, num_items_in_batch=None):
+        loss = (outputs["output"] - labels).square().mean() / 4
+        return loss + 250.0 * labels[0].eq(0).all()
+
+    data = rows()
+    data[21][0] = {"x": torch.zeros(4), "labels": torch.zeros(1)}
+    callback = GuardCallback(POLICY)
+    trainer = trainer_of(tmp_path, flat(data), [callback], gradient_accumulation_steps=4)
+    forward = trainer.model.forward
+    if whole:
+        trainer.compute_loss_func = spiking
+        trainer.model.forward = lambda x: forward(x, 0.0)
+    else:
+
+        def spikes(x, labels):
+            outputs = forward(x, labels)
+            return {**outputs, "loss": outputs["loss"] + 1000.0 * labels[0].eq(0).all()}
+
+        trainer.model.forward = spikes
+    trainer.train()
+    alarms = [(a.step, a.kind, a.action, a.reproduced) for a in callback.guard.alarms]
+    assert alarms == [(5, "loss spike", "skipped", True)]
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_the_optimizer_is_as_before(tmp_path, lag):
+    callback = GuardCallback(POLICY, lag=lag)
+    trainer = trainer_of(tmp_path, flat(rows(broken_at=(39,))), [callback], optimizer="fused")
+    trainer.train()
+    optimizer = trainer.optimizer.optimizer
+    assert getattr(optimizer, "found_inf", None) is None
+    assert getattr(optimizer, "grad_scale", None) is None
+
+
 def test_its_own_optimizer_and_schedule(tmp_path):
     arguments = {"optimizer": None, "lr_scheduler_type": "constant_with_warmup", "warmup_steps": 30}
     callback = GuardCallback(POLICY)

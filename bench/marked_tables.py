@@ -44,5 +44,7 @@ def bar_rows(record: Record) -> str:
         sign = "at most" if bar["at_most"] else "at least"
         aim = f"{sign} {bar['limit']:g}" + ("" if bar["verdict"] == "PASS" else f", {bar['verdict'].lower()}")
         value = "-" if bar["value"] is None else f"{bar['value']:.3g}"
+        if bar["verdict"] == "SHORT" and float(value) == bar["limit"]:
+            value = f"{bar['value']:.6g}"  # short of it by less than is shown
         rows.append(f"| {bar['name']} | {value} | {aim} |")
     return "\n".join(rows)

@@ -80,6 +80,11 @@ GOES_WITH = {
     "training.resume": {"checkpoint_dir": "runs"},
     "training.save_interval": {"checkpoint_dir": "runs"},
     "training.checkpoint": {"checkpoint_dir": "runs", "eval_interval": 1},
+    "training.checkpoint.upload_keep_last": {
+        "checkpoint_dir": "runs",
+        "eval_interval": 1,
+        "checkpoint": {"upload": "copies"},
+    },
     "training.optimizer.momentum": {"optimizer": {"kind": "muon"}},
     "training.schedule.decay_fraction": {"schedule": {"kind": "wsd"}},
     "training.recompute.every": {"recompute": {"kind": "every_nth"}},
@@ -121,6 +126,7 @@ INTEGERS = {
     "training.checkpoint.keep_last": 1,
     "training.checkpoint.keep_every": 1,
     "training.checkpoint.keep_best": 0,
+    "training.checkpoint.upload_keep_last": 1,
     "training.schedule.warmup_steps": 0,
     "training.objective.mask_token_id": 0,
     "training.objective.logits_chunk": 1,
@@ -177,7 +183,6 @@ BOOLEANS = [
     "model.qkv_bias",
     "training.compile",
     "training.resume",
-    "training.checkpoint.asynchronous",
     "training.scope.growth",
     "training.distributed.reshard_after_forward",
     "training.telemetry.parameter_norms",
@@ -210,6 +215,7 @@ CHOICES = {
 }
 NULLABLE_TEXTS = [
     "training.checkpoint_dir",
+    "training.checkpoint.upload",
     "training.scope.cache_dir",
     "training.scope.offload_dir",
     "training.telemetry.jsonl",
@@ -234,6 +240,7 @@ MAY_BE_NULL = {
     "training.eval_interval",
     "training.eval_batches",
     "training.checkpoint.keep_every",
+    "training.checkpoint.upload_keep_last",
     "training.objective.mask_token_id",
     "training.objective.logits_chunk",
     "training.guard.suspect_factor",
@@ -420,6 +427,14 @@ REFUSED_TRAININGS = [
         "checkpoint.keep_best",
         ["2", "eval_interval, which is null"],
     ),
+    *(
+        ({"checkpoint_dir": "runs", "checkpoint": {"asynchronous": wrong}}, "checkpoint.asynchronous", parts)
+        for wrong, parts in [
+            ("true", ["'true'", "allowed: true, false or 'overlapped'"]),
+            (1, ["1 (int)", "allowed: true"]),
+            (None, ["None", "allowed: true"]),
+        ]
+    ),
     ({"guard": {"recent": 9, "history": 8}}, "guard.history", ["8", "recent=9"]),
     ({"guard": {"minimum": 9, "history": 8}}, "guard.history", ["8", "minimum=9"]),
     ({"guard": {"suspect_factor": 31.0}}, "guard.proven_factor", ["30.0", "suspect_factor=31.0"]),
@@ -451,9 +466,11 @@ INAPPLICABLE = {
     "training.save_interval": (3, "checkpoint_dir", None, None),
     "training.resume": (True, "checkpoint_dir", None, None),
     "training.checkpoint": ({"asynchronous": True}, "checkpoint_dir", None, None),
+    "training.checkpoint.upload_keep_last": (2, "upload", None, None),
     "data.tokenizer": ("t.json", "task", "copy", "null"),
 }
 NO_CHECKPOINTS = {"keep_last": 3, "keep_every": None, "keep_best": 0, "asynchronous": False}
+NO_CHECKPOINTS |= {"upload": None, "upload_keep_last": None}
 # Combinations of values that are each fine: the mapping, the path refused, what its line must contain.
 INCONSISTENT = [
     ({"model": {"d_model": 64, "n_heads": 7}}, "model.n_heads", ["7", "d_model=64"]),
@@ -998,7 +1015,7 @@ def valid_trainings(draw):
     """Complete mappings of `training` that satisfy every rule, built without the code under test."""
     max_steps, lr, compiles = draw(counts), draw(positive), draw(st.booleans())
     architecture = draw(st.sampled_from(["rackwise", "stackwise", "blockwise"]))
-    eval_interval, checkpoint_dir = draw(st.none() | counts), draw(paths)
+    eval_interval, checkpoint_dir, upload = draw(st.none() | counts), draw(paths), draw(paths)
     optimizer = draw(st.sampled_from(["adamw", "muon"]))
     schedule = draw(st.sampled_from(["cosine", "linear", "constant", "wsd", "inverse_sqrt"]))
     strategy = draw(st.sampled_from(["none", "ddp", "fsdp"]))
@@ -1025,7 +1042,9 @@ def valid_trainings(draw):
             "keep_last": draw(counts),
             "keep_every": draw(st.none() | counts),
             "keep_best": draw(from_zero) if eval_interval else 0,
-            "asynchronous": draw(st.booleans()),
+            "asynchronous": draw(st.sampled_from([False, True, "overlapped"])),
+            "upload": upload,
+            "upload_keep_last": None if upload is None else draw(st.none() | counts),
         },
         "optimizer": {
             "kind": optimizer,

@@ -122,6 +122,8 @@ OTHER_EFFECTS = {
     "training.checkpoint.keep_every",
     "training.checkpoint.keep_best",
     "training.checkpoint.asynchronous",
+    "training.checkpoint.upload",
+    "training.checkpoint.upload_keep_last",
     "training.objective.logits_chunk",
     "training.scope.cache_bytes",
     "training.scope.cache_dir",
@@ -156,6 +158,7 @@ TRAININGS = [
         "checkpoint_dir": "runs",
         "eval_interval": 2,
         "save_interval": 2,
+        "checkpoint": {"upload": "copies", "upload_keep_last": 1},
         "guard": {"bundle_dir": "bundles"},
         "telemetry": {"parameter_norms": True, "jsonl": "steps.jsonl", "tensorboard": "events"},
     },
@@ -179,7 +182,7 @@ OBJECTIVES = [
     MASKED | {"random_fraction": 0.1, "same_fraction": 0.1, "z_loss": 1e-4, "logits_chunk": 5},
     DIFFUSION,
 ]
-PATHS = ("checkpoint_dir", "jsonl", "tensorboard", "cache_dir", "offload_dir", "bundle_dir")
+PATHS = ("checkpoint_dir", "upload", "jsonl", "tensorboard", "cache_dir", "offload_dir", "bundle_dir")
 
 
 def section_of(annotation):

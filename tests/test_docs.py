@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 import stackwise.checks.check as check_module
-from bench import detection_table, training_table
+from bench import detection_table, stability_table, training_table
 from stackwise import ModelSpec, StackWiseConfig, check_model, measure, stability_run
 from stackwise.benchmark import model_workload
 from stackwise.checks import known_checks
@@ -160,7 +160,12 @@ def test_table_of_speed_is_what_was_measured():
 
 
 @pytest.mark.parametrize(
-    "tables, page", [(tables, page) for tables in (detection_table, training_table) for page in tables.MARKS]
+    "tables, page",
+    [
+        (tables, page)
+        for tables in (detection_table, training_table, stability_table)
+        for page in tables.MARKS
+    ],
 )
 def test_tables_are_what_was_measured(tables, page):
     assert tables.written(page) == (ROOT / page).read_text()

@@ -204,7 +204,8 @@ def test_gradient_norm_is_no_sum_of_norms():
 
 
 def test_checkpoint_10_is_newer_than_checkpoint_9(tmp_path):
-    config = StackWiseConfig.from_dict(TINY | {"training": {"checkpoint": {"keep_last": 5}}})
+    training = {"checkpoint_dir": str(tmp_path), "checkpoint": {"keep_last": 5}}
+    config = StackWiseConfig.from_dict(TINY | {"training": training})
     manager = RackCheckpoints(tmp_path, config)
     rack = create_rack_from_config(config)
     steps = [9, 10, 100, 99]

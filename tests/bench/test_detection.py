@@ -197,6 +197,8 @@ def test_bars_count_failures_errors_and_what_did_not_end():
     shown = marked_tables.bar_rows({"bars": [{**vars(bar), "verdict": bar.verdict} for bar in claim.bars]})
     assert "| fast suite, llama, s | 4 | at most 5 |" in shown
     assert "| mutants | 2 | at least 75, short |" in shown
+    nearly = {"name": "exact", "value": 0.9998, "limit": 1.0, "at_most": False, "verdict": "SHORT"}
+    assert "| exact | 0.9998 | at least 1, short |" in marked_tables.bar_rows({"bars": [nearly]})
 
 
 def test_processes_at_a_time():

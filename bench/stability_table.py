@@ -1,0 +1,75 @@
+"""`python -m bench.stability_table`: what the benches of guard and checkpoints wrote, put into the pages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from statistics import mean
+
+from bench.marked_tables import ROOT, Record, bar_rows, recorded, replaced
+from bench.recovery import ARMS, CONTROLS, FAULTS, OPTIMIZERS, OURS, Found
+
+__all__ = ["MARKS", "written"]
+
+_LOST = 1.0  # nat from its twin: a run that is of no use
+
+
+def recovery(record: Record) -> str:
+    """One row a fault and optimizer: the largest distance from the twin, by what was done about it."""
+    found = _found(record)
+    rows = [f"| | {' | '.join(ARMS)} |", "| --- " + "| ---: " * len(ARMS) + "|"]
+    for fault in (*FAULTS, *CONTROLS):
+        for optimizer in OPTIMIZERS:
+            runs = [found.of(arm=arm, optimizer=optimizer, fault=fault) for arm in ARMS]
+            cells = [_distance(found, several) for several in runs]
+            rows.append(f"| {fault}, {optimizer} | {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def recovery_in_short(record: Record) -> str:
+    """One row a way: faults that it notices at their step, false alarms, and runs that are lost."""
+    found = _found(record)
+    rows = [
+        "| | noticed at the step | false alarms per 1000 sound steps | runs lost or stopped for good |",
+        "| --- | ---: | ---: | ---: |",
+    ]
+    for arm in ARMS:
+        broken = [r for r in found.of(arm=arm) if r["fault"] in FAULTS]
+        passing = [r for r in broken if r["fault"] != "x10 all steps"]
+        sound = [r for r in found.of(arm=arm) if r["fault"] in CONTROLS]
+        noticed = mean(r["at"] in r["alarms"] for r in broken)
+        false = 1000 * sum(len(r["alarms"]) for r in sound) / (found.steps * len(sound))
+        lost = sum(bool(r.get("stopped")) or (found.distance(r) or 0.0) > _LOST for r in passing)
+        name = f"**stackwise, {arm}**" if arm == OURS else arm
+        rows.append(f"| {name} | {noticed:.0%} | {false:.1f} | {lost} of {len(passing)} |")
+    return "\n".join(rows)
+
+
+def _found(record: Record) -> Found:
+    return Found(record["figures"]["runs"], record["figures"]["steps"])
+
+
+def _distance(found: Found, runs: list[dict[str, object]]) -> str:
+    if all(run.get("stopped") for run in runs):
+        return "stopped"
+    gaps = [gap for run in runs if (gap := found.distance(run)) is not None]
+    return f"{max(gaps):.3f}" if gaps else "-"
+
+
+# Of each page the tables by their marks, and what each is made of.
+MARKS: dict[str, dict[str, tuple[Callable[[Record], str], str]]] = {
+    "docs/checkpoints.md": {"kill": (bar_rows, "kill")},
+    "docs/locating.md": {"locate": (bar_rows, "locate")},
+}
+
+
+def written(page: str) -> str:
+    """A page's text with its tables anew."""
+    return replaced(
+        page, {mark: partial(table, recorded(name)) for mark, (table, name) in MARKS[page].items()}
+    )
+
+
+if __name__ == "__main__":
+    for page_name in MARKS:
+        (ROOT / page_name).write_text(written(page_name))

@@ -104,6 +104,7 @@ class DeviceDetector:
         wide = torch.float32 if device.type == "mps" else torch.float64
         # Oldest first, the newest last; NaN where there are not so many yet.
         self._logs_H = torch.full((history,), math.nan, dtype=wide, device=device)
+        self._statistics: tuple[Tensor, Tensor, Tensor] | None = None
 
     @torch.no_grad()
     def limit(self, factor: float | None = None, deviations: float | None = None) -> Tensor:
@@ -115,19 +116,14 @@ class DeviceDetector:
         """
         factor = self.factor if factor is None else factor
         deviations = self.deviations if deviations is None else deviations
-        level = self._level()
-        changes_H = self._logs_H.diff()
-        deviations_H = (changes_H - _median(changes_H)).abs()
-        # Of one number there is no change, and no scatter.
-        scatter = _median(deviations_H).nan_to_num(0.0)
+        level, scatter, enough = self._known()
         margin = (deviations * scatter).clamp(min=math.log(factor))
-        enough = (~self._logs_H.isnan()).sum() >= self.minimum
         return torch.where(enough, (level + margin).exp(), math.inf)
 
     @torch.no_grad()
     def level(self) -> Tensor:
         """The median of the last `recent` numbers, a scalar; NaN where there are none."""
-        return self._level().exp()
+        return self._known()[0].exp()
 
     @torch.no_grad()
     def accept(self, value: Tensor, sound: Tensor) -> None:
@@ -141,6 +137,7 @@ class DeviceDetector:
         taken = sound & (value > 0) & value.isfinite()
         moved_H = torch.cat([self._logs_H[1:], value.log().reshape(1)])
         self._logs_H = torch.where(taken, moved_H, self._logs_H)
+        self._statistics = None
 
     def state_dict(self) -> dict[str, Any]:
         """The history. A tensor of its own."""
@@ -159,9 +156,18 @@ class DeviceDetector:
         size = len(self._logs_H)
         logs_H = logs_H.to(self._logs_H)[-size:]
         self._logs_H = torch.cat([self._logs_H.new_full((size - len(logs_H),), math.nan), logs_H])
+        self._statistics = None
 
-    def _level(self) -> Tensor:
-        return _median(self._logs_H[-self.recent :])
+    def _known(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Level and scatter of the logarithms, and whether there are enough; once for each history."""
+        if self._statistics is None:
+            changes_H = self._logs_H.diff()
+            deviations_H = (changes_H - _median(changes_H)).abs()
+            # Of one number there is no change, and no scatter.
+            scatter = _median(deviations_H).nan_to_num(0.0)
+            enough = (~self._logs_H.isnan()).sum() >= self.minimum
+            self._statistics = _median(self._logs_H[-self.recent :]), scatter, enough
+        return self._statistics
 
 
 def _median(values_H: Tensor) -> Tensor:

@@ -164,7 +164,9 @@ def test_every_module_of_the_rack(subjects, kind):
     assert found == right
 
 
-@pytest.mark.parametrize("name", ["llama", "x_decoder", "gru", "conv", "encoder"])
+@pytest.mark.parametrize(
+    "name", ["llama", pytest.param("x_decoder", marks=pytest.mark.slow), "gru", "conv", "encoder"]
+)
 def test_every_module_of_others(subjects, name):
     torch.manual_seed(0)
     model = getattr(subjects, name)()

@@ -287,7 +287,8 @@ def _fault_text(run: dict[str, Any]) -> str:
     faults = ", ".join(run["faults"]) or "no fault"
     if run["seq_len"] is None:
         return faults
-    return f"T={run['seq_len']}, {len(run['records'])} steps, {faults}"
+    steps = {record["step"] for record in run["records"]}  # one that was made again has several
+    return f"T={run['seq_len']}, {len(steps)} steps, {faults}"
 
 
 def _shape_text(row: dict[str, Any]) -> str:

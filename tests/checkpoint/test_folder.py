@@ -3,10 +3,8 @@
 import hashlib
 import json
 import os
-import signal
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 import pytest
@@ -25,8 +23,6 @@ from stackwise.checkpoint.folder import (
     verify_files,
 )
 from stackwise.checkpoint.tensor_file import FileEntry, write_bytes
-
-OPERATIONS = ("open", "write", "fsync", "mkdir", "rename", "rmdir", "unlink", "chmod")
 
 
 def names_in(folder):
@@ -47,36 +43,8 @@ def gone_process():
     return process.pid
 
 
-def killed_at(count, call):
-    """Whether a child that does `call` was killed before its operation of that number."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        child = os.fork()
-    if child == 0:
-        seen = 0
-
-        def deadly(function):
-            def operation(*given, **options):
-                nonlocal seen
-                seen += 1
-                if seen == count:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return function(*given, **options)
-
-            return operation
-
-        for name in OPERATIONS:
-            setattr(os, name, deadly(getattr(os, name)))
-        try:
-            call()
-        finally:
-            os._exit(0)
-    _, status = os.waitpid(child, 0)
-    return os.WIFSIGNALED(status)
-
-
 @pytest.mark.parametrize("step", [2, 1], ids=["a new step", "the same step"])
-def test_killed_before_any_operation(tmp_path, step):
+def test_killed_before_any_operation(tmp_path, step, killed_at):
     """At each of them: what is there is the state before, or the one after, and nothing is in the way."""
     killed, outcomes = True, []
     count = 0

@@ -13,7 +13,6 @@ import torch
 from stackwise.checkpoint import CheckpointManager, CheckpointWarning, DamagedCheckpointError, DirectoryUpload
 
 BOTH = pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
-OPERATIONS = ("open", "write", "fsync", "mkdir", "rename", "rmdir", "unlink")
 
 
 def state(value):
@@ -209,35 +208,7 @@ def test_the_storage_is_read_where_this_machine_has_nothing(tmp_path):
         again.restore({"counts": counts}, 7)
 
 
-def killed_at(count, call):
-    """Whether a child that does `call` was killed before its operation of that number."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        child = os.fork()
-    if child == 0:
-        seen = 0
-
-        def deadly(function):
-            def operation(*given, **options):
-                nonlocal seen
-                seen += 1
-                if seen == count:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return function(*given, **options)
-
-            return operation
-
-        for name in OPERATIONS:
-            setattr(os, name, deadly(getattr(os, name)))
-        try:
-            call()
-        finally:
-            os._exit(0)
-    _, status = os.waitpid(child, 0)
-    return os.WIFSIGNALED(status)
-
-
-def test_killed_before_any_operation(tmp_path):
+def test_killed_before_any_operation(tmp_path, killed_at):
     """The storage has the checkpoint before or the new one, whole; the next upload clears what is left."""
     CheckpointManager(tmp_path / "first").save(5, state(1))
     CheckpointManager(tmp_path / "second").save(5, state(2))
@@ -255,7 +226,7 @@ def test_killed_before_any_operation(tmp_path):
     assert outcomes == sorted(outcomes) and {value for _, value in outcomes} == {1, 2}
 
 
-def test_a_run_that_is_killed_while_it_uploads_goes_on(tmp_path):
+def test_a_run_that_is_killed_while_it_uploads_goes_on(tmp_path, killed_at):
     """From the first copy, which was published before."""
     here, there = tmp_path / "here", tmp_path / "there"
     with CheckpointManager(here, upload=DirectoryUpload(there)) as manager:

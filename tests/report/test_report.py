@@ -51,7 +51,7 @@ STABILITY = {
     "fired": [8],
     "verdict": "caught",
     "alarms": [{"text": "step 8: gradient spike 12.3 (limit 3); update skipped"}],
-    "records": [{}] * 12,
+    "records": [{"step": step} for step in (*range(9), 8, 9, 10, 11)],
 }
 STATUSES = {
     "passed": "PASS",

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-__all__ = ["Action", "Alarm", "AlarmKind", "hashable"]
+__all__ = ["Action", "Alarm", "AlarmKind", "GuardError", "hashable"]
 
 AlarmKind = Literal["non-finite loss", "non-finite gradient", "gradient spike", "loss spike", "logit growth"]
 Action = Literal["skipped", "clipped", "retried", "rewound", "raised"]
@@ -60,6 +60,20 @@ class Alarm:
         place = f" in {self.where}" if self.where else ""
         again = "; not so when computed again" if self.reproduced is False else ""
         return f"step {self.step}: {self.kind} {self.value:.3g}{limit}{place}; {_SAID[self.action]}{again}"
+
+
+class GuardError(ArithmeticError):
+    """Training is broken for good. Weights, optimizer and scheduler are as before the broken step.
+
+    Attributes:
+        alarm: the last one.
+        alarms: all of the run.
+    """
+
+    def __init__(self, alarm: Alarm, alarms: Sequence[Alarm]) -> None:
+        self.alarm, self.alarms = alarm, list(alarms)
+        bundle = f". Diagnosis: {alarm.bundle}" if alarm.bundle else ""
+        super().__init__(f"{alarm}. {len(self.alarms)} alarms, first: {self.alarms[0]}{bundle}")
 
 
 def _listed(identity: Any) -> Any:

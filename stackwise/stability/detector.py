@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from stackwise.argument import check_number, check_sizes, require
+from stackwise.stability.log_history import LogHistory
 
 __all__ = ["DeviceDetector", "SpikeDetector"]
 
@@ -100,30 +101,20 @@ class DeviceDetector:
         check_sizes(recent=recent)
         check_number("minimum", minimum, "an integer >= 1", lambda m: m >= 1 and m == int(m))
         check_sizes(max(recent, minimum), history=history)
-        self.deviations, self.factor, self.recent, self.minimum = deviations, factor, recent, minimum
-        wide = torch.float32 if device.type == "mps" else torch.float64
-        # Oldest first, the newest last; NaN where there are not so many yet.
-        self._logs_H = torch.full((history,), math.nan, dtype=wide, device=device)
-        self._statistics: tuple[Tensor, Tensor, Tensor] | None = None
+        self.deviations, self.factor = deviations, factor
+        self._history = LogHistory(device, signals=1, recent=recent, history=history, minimum=minimum)
 
     @torch.no_grad()
-    def limit(self, factor: float | None = None, deviations: float | None = None) -> Tensor:
-        """The largest number that passes now, a scalar; infinite while the history is too short to say.
-
-        Args:
-            factor: another than its own.
-            deviations: the same.
-        """
-        factor = self.factor if factor is None else factor
-        deviations = self.deviations if deviations is None else deviations
-        level, scatter, enough = self._known()
-        margin = (deviations * scatter).clamp(min=math.log(factor))
-        return torch.where(enough, (level + margin).exp(), math.inf)
+    def limit(self) -> Tensor:
+        """The largest number that passes now, a scalar; infinite while the history is too short to say."""
+        known = self._history.statistics()
+        margin_S = (self.deviations * known.scatter_S).clamp(min=math.log(self.factor))
+        return torch.where(known.enough_S, (known.level_S + margin_S).exp(), math.inf)[0]
 
     @torch.no_grad()
     def level(self) -> Tensor:
         """The median of the last `recent` numbers, a scalar; NaN where there are none."""
-        return self._known()[0].exp()
+        return self._history.statistics().level_S.exp()[0]
 
     @torch.no_grad()
     def accept(self, value: Tensor, sound: Tensor) -> None:
@@ -133,15 +124,11 @@ class DeviceDetector:
             value: a scalar on the device.
             sound: a boolean scalar on the device.
         """
-        value = value.to(self._logs_H.dtype)
-        taken = sound & (value > 0) & value.isfinite()
-        moved_H = torch.cat([self._logs_H[1:], value.log().reshape(1)])
-        self._logs_H = torch.where(taken, moved_H, self._logs_H)
-        self._statistics = None
+        self._history.accept(value.reshape(1), sound)
 
     def state_dict(self) -> dict[str, Any]:
         """The history. A tensor of its own."""
-        return {"logs": self._logs_H.clone()}
+        return {"logs": self._history.logs_SH[0].clone()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` gave; of a longer history the end is taken.
@@ -153,32 +140,4 @@ class DeviceDetector:
         fits = isinstance(logs_H, Tensor) and logs_H.ndim == 1 and logs_H.is_floating_point()
         require(fits, "state['logs']", type(logs_H).__name__, "a row of numbers, as state_dict() gave it")
         assert isinstance(logs_H, Tensor)
-        size = len(self._logs_H)
-        logs_H = logs_H.to(self._logs_H)[-size:]
-        self._logs_H = torch.cat([self._logs_H.new_full((size - len(logs_H),), math.nan), logs_H])
-        self._statistics = None
-
-    def _known(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Level and scatter of the logarithms, and whether there are enough; once for each history."""
-        if self._statistics is None:
-            changes_H = self._logs_H.diff()
-            deviations_H = (changes_H - _median(changes_H)).abs()
-            # Of one number there is no change, and no scatter.
-            scatter = _median(deviations_H).nan_to_num(0.0)
-            enough = (~self._logs_H.isnan()).sum() >= self.minimum
-            self._statistics = _median(self._logs_H[-self.recent :]), scatter, enough
-        return self._statistics
-
-
-def _median(values_H: Tensor) -> Tensor:
-    """Of those that are numbers, the mean of the two in the middle where their count is even; NaN: none.
-
-    `torch.nanmedian` takes the lower of the two.
-    """
-    ordered_H = values_H.sort().values  # NaN comes last
-    if not len(ordered_H):
-        return values_H.new_full((), math.nan)
-    count = (~values_H.isnan()).sum()
-    middle_2 = torch.stack([(count - 1).clamp(min=0) // 2, count // 2]).clamp(max=len(ordered_H) - 1)
-    # Not by ordered_H[...], which asks the device for the number.
-    return ordered_H.gather(0, middle_2).mean()
+        self._history.load(logs_H[None])

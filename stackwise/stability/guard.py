@@ -9,10 +9,9 @@ given again.
 from __future__ import annotations
 
 import math
-import warnings
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +19,21 @@ import torch
 from torch import Tensor, distributed, nn
 
 from stackwise.argument import check_sizes, require
-from stackwise.random_states import random_states_kept, set_random_states
-from stackwise.stability.alarm import Action, Alarm, hashable
+from stackwise.stability.alarm import Alarm, GuardError
 from stackwise.stability.batch_feed import BatchFeed, GivenBatch
 from stackwise.stability.blame import blamed
 from stackwise.stability.buffers import Buffers
+from stackwise.stability.bundle_folder import BundleFolder
 from stackwise.stability.detector import DeviceDetector, SpikeDetector
-from stackwise.stability.diagnosis import Bundle, rerun
+from stackwise.stability.escalation import Escalation
+from stackwise.stability.examination import REFERENCES, Examination
 from stackwise.stability.gradient_norm import gradient_norms
+from stackwise.stability.guard_record import GuardRecord
 from stackwise.stability.judge import KINDS, Decision, Judge
-from stackwise.stability.locate import ModuleScales
 from stackwise.stability.policy import GuardPolicy
 from stackwise.stability.ring_buffer import RingBuffer
 from stackwise.stability.snapshot import Moment, Snapshot, Stateful
+from stackwise.stability.update_hold import UpdateHold
 
 __all__ = [
     "Alarm",
@@ -48,50 +49,6 @@ __all__ = [
 _SCALARS = 10  # of a row, before the norms
 _LAG = 4  # steps after which the host asks for a row of another device
 _KEPT_RECORDS = 1024
-_REFERENCES = 2  # sound batches that a spike is compared with
-
-
-class GuardError(ArithmeticError):
-    """Training is broken for good. Weights, optimizer and scheduler are as before the broken step.
-
-    Attributes:
-        alarm: the last one.
-        alarms: all of the run.
-    """
-
-    def __init__(self, alarm: Alarm, alarms: Sequence[Alarm]) -> None:
-        self.alarm, self.alarms = alarm, list(alarms)
-        bundle = f". Diagnosis: {alarm.bundle}" if alarm.bundle else ""
-        super().__init__(f"{alarm}. {len(self.alarms)} alarms, first: {self.alarms[0]}{bundle}")
-
-
-@dataclass(frozen=True)
-class GuardRecord:
-    """What the guard saw of a step, on the host.
-
-    Attributes:
-        step: counted from 0.
-        loss: as it was given.
-        total_norm: global L2 norm of the gradient, before clipping.
-        parameter_norms: the same of each parameter, by name.
-        limit: the largest norm that passed; infinite: any finite one.
-        divisor: what the gradients were divided by.
-        kind: what was wrong; None: nothing.
-        skipped: whether the update was left out.
-    """
-
-    step: int
-    loss: float
-    total_norm: float
-    parameter_norms: dict[str, float]
-    limit: float
-    divisor: float
-    kind: str | None
-    skipped: bool
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return asdict(self)
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,8 +111,7 @@ class Guard:
     ) -> None:
         self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
         self.policy = policy or GuardPolicy()
-        self._loss_of, self._others = loss_of, dict(others or {})
-        self._bundles = None if bundles is None else Path(bundles)
+        self._others = dict(others or {})
         names = {id(p): name for name, p in model.named_parameters()}
         optimized = [p for group_ in optimizer.param_groups for p in group_["params"]]
         require(bool(optimized), "optimizer", "no parameters", "at least one")
@@ -173,9 +129,7 @@ class Guard:
         check_sizes(0, lag=self._lag)
         # Whether the scheduler advances depends on whether the scaler leaves the step out.
         require(self._scaler is None or self._lag == 0, "lag", self._lag, "0 with a scaler")
-        self._reads_found_inf = _reads_found_inf(optimizer)
-        if self._lag:
-            _check_leaves_out(optimizer, self._reads_found_inf)
+        self._hold = UpdateHold(optimizer, by_itself=self._lag > 0)
         self._group = group or _everyone()
         # Ids are of one process: another would leave out other batches, and wait for this one.
         allowed = "None in several processes: all leave out the same place of an epoch"
@@ -202,9 +156,15 @@ class Guard:
         self._reference: dict[str, float] = {}
         self.alarms: list[Alarm] = []
         self.skipped = self.cleared = 0
-        self._in_row = self._sound = self._rewinds = self._written = 0
-        # Batches that were rewound from, and may be innocent.
-        self._doubtful: tuple[Hashable, ...] | None = None
+        self._escalation = Escalation(self.policy)
+        self._bundles = BundleFolder(bundles, self.policy, self._group)
+        # A rise that may be sound is computed again before it is an alarm, where that can be done.
+        self._recomputes = loss_of is not None and self.policy.suspect_factor is not None
+        self._recomputes &= not self.policy.spikes_clipped
+        optimized_names = [name for name, _ in self._named]
+        self._examination = Examination(
+            model, optimized_names, loss_of, self._feed, self._buffers, self._group
+        )
         self._answering: int | None = None
 
     @property
@@ -312,20 +272,13 @@ class Guard:
         With a lag always: the optimizer has been told to leave the step out by itself. Also where a scaler
         answers an overflow. Else buffers are as before the step, and gradients divided as was decided.
         """
-        optimizer: Any = self.optimizer
-        if self._lag == 0:
-            if self._overflowed:
-                return True
-            if decision.found_inf.item():
-                self._buffers.restore()
-                return False
-            if self._reads_found_inf:
-                optimizer.found_inf, optimizer.grad_scale = None, decision.divisor
-            elif decision.divisor is not None and decision.divisor.item() != 1.0:
-                torch._foreach_div_([p.grad for _, p in self._named if p.grad is not None], decision.divisor)
-        else:
-            _start_momentum(optimizer)
-            optimizer.found_inf, optimizer.grad_scale = decision.found_inf, decision.divisor
+        if self._overflowed:
+            return True
+        if self._lag == 0 and decision.found_inf.item():
+            self._buffers.restore()
+            return False
+        self._hold.take(decision)
+        if self._lag:
             self._buffers.restore(decision.found_inf.bool())
         return True
 
@@ -343,10 +296,8 @@ class Guard:
             GuardError: training is broken for good.
         """
         assert self._open is not None, "judge_step() first"
-        if self._reads_found_inf and self._scaler is None:
-            # Steps that nobody guards would be divided, or left out, as this one.
-            optimizer: Any = self.optimizer
-            optimizer.found_inf = optimizer.grad_scale = None
+        if self._scaler is None:
+            self._hold.release()
         names, before = self._open
         self._open = None
         self._conclude(decision, names, before)
@@ -405,7 +356,7 @@ class Guard:
             require(self.scheduler is None, "scheduler", type(self.scheduler).__name__, allowed)
         # Without batches to be given again, those behind a broken one would be lost.
         latch = self._lag > 0 and self._feeds
-        return self._judge.decide(loss, norms_P, logit, latch=latch, suspect=self._recomputes())
+        return self._judge.decide(loss, norms_P, logit, latch=latch, suspect=self._feeds and self._recomputes)
 
     def settle(self) -> None:
         """Wait for the device, and answer every alarm of the steps so far.
@@ -448,11 +399,8 @@ class Guard:
             "reference": dict(self._reference),
             "skipped": self.skipped,
             "cleared": self.cleared,
-            "in_row": self._in_row,
-            "doubtful": self._doubtful,
-            "sound": self._sound,
-            "rewinds": self._rewinds,
-            "written": self._written,
+            "escalation": self._escalation.state_dict(),
+            "written": self._bundles.written,
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
         }
 
@@ -462,17 +410,16 @@ class Guard:
         Raises:
             ValueError: anything else.
         """
-        known = ("judge", "feed", "alarms", "reference", "skipped", "in_row", "doubtful", "sound", "rewinds")
-        missing = [key for key in (*known, "written", "cleared") if key not in state]
+        known = ("judge", "feed", "alarms", "reference", "skipped", "cleared", "escalation", "written")
+        missing = [key for key in known if key not in state]
         require(not missing, "state", missing, "what state_dict() gave")
         self._judge.load_state_dict(state["judge"])
         self._feed.load_state_dict(state["feed"])
         self.alarms = [Alarm.from_dict(alarm) for alarm in state["alarms"]]
         self._reference = dict(state["reference"])
-        self.skipped, self._in_row, self._sound = state["skipped"], state["in_row"], state["sound"]
-        self._rewinds, self._written, self.cleared = state["rewinds"], state["written"], state["cleared"]
-        doubtful = state["doubtful"]
-        self._doubtful = None if doubtful is None else tuple(map(hashable, doubtful))
+        self.skipped, self.cleared = state["skipped"], state["cleared"]
+        self._escalation.load_state_dict(state["escalation"])
+        self._bundles.written = state["written"]
         if self._scaler is not None and state.get("scaler"):
             self._scaler.load_state_dict(state["scaler"])
         self._moment = None
@@ -482,10 +429,10 @@ class Guard:
         self._buffers.keep()
         interval = self.policy.snapshot_interval
         if interval is None:
-            self._feed.keep_last(_REFERENCES + self._lag)
+            self._feed.keep_last(REFERENCES + self._lag)
             return
         # Not among alarms; but where there is none, as in a run that is continued, they have changed nothing.
-        if self._in_row and self._moment is not None:
+        if self._escalation.in_row and self._moment is not None:
             return
         # So early that one which alarms put off is no more than the interval behind.
         due = max(1, interval - self.policy.patience - self._lag)
@@ -553,12 +500,7 @@ class Guard:
             return
         if kind is None:
             self._reference = norms
-            if self._doubtful == tuple(given.id for given in made.batches):
-                self._doubtful = None
-            self._in_row = 0
-            self._sound += 1
-            if self._sound >= (self.policy.snapshot_interval or self.policy.history):
-                self._rewinds = 0
+            self._escalation.sound(tuple(given.id for given in made.batches))
             return
         value, limit = {
             "logit growth": (logit, logit_limit),
@@ -577,11 +519,10 @@ class Guard:
 
     def _answer(self, made: _Made, alarm: Alarm, norms: Mapping[str, float], proven_limit: float) -> None:
         """The update was left out, and with a lag all that came after it. Say where, and go on somewhere."""
-        policy = self.policy
         later = self._unwind(made)
         self._answering = made.step
         try:
-            alarm = self._located(made, alarm, proven_limit)
+            alarm = self._examination.located(made.batches, alarm, proven_limit)
         finally:
             self._answering = None
         if alarm.kind == "gradient spike" and alarm.reproduced and alarm.value <= proven_limit:
@@ -590,45 +531,21 @@ class Guard:
             self._feed.give_again([*made.batches, *later])
             return
         self.skipped += 1
-        self._in_row += 1
-        worn = self._in_row >= policy.patience
-        rewinds = worn and self._rewinds < policy.rewinds and self._moment is not None
-        innocent = self._may_be_innocent(alarm, rewinds)
-        self._sound = 0
-        action: Action = "retried" if innocent else "skipped"
-        if innocent:
+        answer = self._escalation.answer(alarm, can_rewind=self._moment is not None)
+        if answer.innocent:
             later = [*made.batches, *later]
         else:
             self._feed.quarantine(made.batches)
-        if rewinds:
-            action = "rewound"
-            self._doubtful = alarm.batch if innocent else None
-        elif self._in_row > policy.patience:
-            action = "raised"
-        alarm = replace(alarm, action=action)
-        if self._in_row == 1 or action == "raised":
-            alarm = self._written_down(made, alarm, norms)
+        alarm = replace(alarm, action=answer.action)
+        if answer.first or answer.action == "raised":
+            alarm = self._bundles.write(self.model, made.batches, alarm, norms)
         self.alarms.append(alarm)
-        if action == "raised":
-            self._feed.give_again(later)
-            raise GuardError(alarm, self.alarms)
-        if action == "rewound":
+        if answer.action == "rewound":
             self._rewind(later)
-        else:
-            self._feed.give_again(later)
-
-    def _may_be_innocent(self, alarm: Alarm, rewinds: bool) -> bool:
-        """Whether a step is to be made again with the batches that it had: it broke in the loop alone.
-
-        Where it breaks there time after time it is the batches all the same, unless other steps, with no
-        sound one between, broke in the same way. A rewind is how to know.
-        """
-        if alarm.reproduced is not False or alarm.batch is None:
-            return False
-        early = self._in_row < self.policy.patience
-        if alarm.batch == self._doubtful:
-            return early and not self._sound
-        return early or rewinds or (self._doubtful is not None and not self._sound)
+            return
+        self._feed.give_again(later)
+        if answer.action == "raised":
+            raise GuardError(alarm, self.alarms)
 
     def _unwind(self, made: _Made) -> list[GivenBatch]:
         """Undo what the host did for steps behind `made`, which the device has left out; their batches."""
@@ -650,103 +567,6 @@ class Guard:
         self._moment.restore(self.optimizer, self.scheduler, self._others)
         self._judge.load_state_dict(self._judged)
         self._feed.give_all_again(later)
-        self._rewinds += 1
-        self._in_row = 0
-
-    def _recomputes(self) -> bool:
-        """Whether a rise that may be sound is computed again before it is an alarm."""
-        known = self._feeds and self._loss_of is not None
-        return known and self.policy.suspect_factor is not None and not self.policy.spikes_clipped
-
-    def _located(self, made: _Made, alarm: Alarm, proven_limit: float) -> Alarm:
-        """The alarm with the place where the step breaks when it is computed again."""
-        where, reproduced, placed = alarm.where, None, False
-        if self._loss_of is not None and made.batches:
-            finite = alarm.kind not in ("non-finite loss", "non-finite gradient")
-            found = rerun(self.model, made.batches, self._loss_of, group=self._group)
-            reproduced = found.broken
-            if finite and not reproduced:
-                # The logit is not computed again: nothing is known of it.
-                norm = self._norm_of(found.parameter_norms) or found.grad_norm
-                again = {"gradient spike": norm, "loss spike": found.loss}.get(alarm.kind)
-                reproduced = None if again is None else 2 * again > alarm.value
-            sound = reproduced and alarm.kind == "gradient spike" and alarm.value <= proven_limit
-            # In all processes or in none: sharded weights are gathered by all of them.
-            if self._anywhere(finite and reproduced is not False and not sound):
-                found = rerun(self.model, made.batches, self._loss_of, self._scales(made), self._group)
-            where, placed = found.where or where, bool(found.where)
-            self._buffers.keep()
-        if self._group is not None:
-            everyone: list[Any] = [None] * distributed.get_world_size(self._group)
-            mine = (where, reproduced, placed)
-            distributed.all_gather_object(everyone, mine, self._group)
-            # Of those for whom it broke again the first that knows where; to others gradients came broken.
-            where, reproduced, _ = max(everyone, key=lambda each: (bool(each[1]), each[2], bool(each[0])))
-        return replace(alarm, where=where, reproduced=reproduced)
-
-    def _anywhere(self, mine: bool) -> bool:
-        """Whether it is so in any process."""
-        if self._group is None:
-            return mine
-        everyone: list[Any] = [None] * distributed.get_world_size(self._group)
-        distributed.all_gather_object(everyone, mine, self._group)
-        return any(everyone)
-
-    def _norm_of(self, norms: Mapping[str, float]) -> float:
-        """Of the parameters that are optimized."""
-        return math.hypot(*(norms[name] for name, _ in self._named if name in norms))
-
-    def _scales(self, made: _Made) -> ModuleScales | None:
-        """Of the last sound batches that are still kept."""
-        assert self._loss_of is not None
-        loss_of = self._loss_of
-        sound = self._feed.sound_before(made.batches, _REFERENCES)
-        if not sound:
-            return None
-
-        def run(given: GivenBatch) -> None:
-            set_random_states(given.random)
-            loss_of(self.model, given.batch).backward()  # type: ignore[no-untyped-call]
-
-        with random_states_kept(), torch.enable_grad():
-            scales = ModuleScales.observe(self.model, *(lambda given=given: run(given) for given in sound))
-        for p in self.model.parameters():
-            p.grad = None
-        self._buffers.restore()
-        return scales
-
-    def _written_down(self, made: _Made, alarm: Alarm, norms: Mapping[str, float]) -> Alarm:
-        """The alarm with its bundle. Rank 0 writes it, of its own batches."""
-        if self._bundles is None or self._written >= self.policy.max_bundles:
-            return alarm
-        self._written += 1
-        first = self._group is None or distributed.get_rank(self._group) == 0
-        weights: dict[str, Tensor] | None = {} if self.policy.bundle_weights else None
-        if weights is not None:
-            # In every process, one after the other: weights in shards are gathered.
-            for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
-                whole = _whole(tensor.detach())
-                if first:
-                    weights[name] = whole.to("cpu", copy=True)
-        place = [""]
-        if first:
-            folder = self._bundles / f"step-{made.step:08d}-{self._written}"
-            number = self._written
-            while folder.exists():  # of a run before this one
-                number += 1
-                folder = folder.with_name(f"step-{made.step:08d}-{number}")
-            alarm = replace(alarm, bundle=str(folder))
-            notes = {"policy": self.policy.to_dict()}
-            bundle = Bundle(alarm.to_dict(), made.batches, dict(norms), self.model.training, weights, notes)
-            try:
-                place = [str(bundle.write(folder))]
-            except (OSError, ValueError, TypeError) as error:
-                # Training can do without it.
-                warnings.warn(f"no diagnostic bundle of step {made.step}: {error}", stacklevel=2)
-        if self._group is not None:
-            source = distributed.get_global_rank(self._group, 0)
-            distributed.broadcast_object_list(place, src=source, group=self._group)
-        return replace(alarm, bundle=place[0])
 
     def _norms(self) -> Tensor:
         """Of each gradient, in the order of `_names`."""
@@ -766,39 +586,3 @@ def _everyone() -> distributed.ProcessGroup | None:
     if not (distributed.is_available() and distributed.is_initialized()):
         return None
     return distributed.group.WORLD if distributed.get_world_size() > 1 else None
-
-
-def _reads_found_inf(optimizer: torch.optim.Optimizer) -> bool:
-    if isinstance(optimizer, torch.optim.Adam | torch.optim.SGD):  # AdamW is an Adam
-        return all(group.get("fused") for group in optimizer.param_groups)
-    return hasattr(optimizer, "found_inf")
-
-
-def _check_leaves_out(optimizer: torch.optim.Optimizer, reads: bool) -> None:
-    """Refuse an optimizer that would make the update before the host knows better."""
-    kind = type(optimizer).__name__
-    allowed = (
-        "AdamW, Adam or SGD of torch with fused=True, one that has `found_inf`, or lag=0, which makes the "
-        "host wait at each step"
-    )
-    require(reads, "optimizer", kind, allowed)
-    for index, group in enumerate(optimizer.param_groups):
-        dampened = isinstance(optimizer, torch.optim.SGD) and group["momentum"] and group["dampening"]
-        key = f"param_groups[{index}]['dampening']"
-        require(not dampened, key, group.get("dampening"), "0, or lag=0: see Guard")
-
-
-def _start_momentum(optimizer: torch.optim.Optimizer) -> None:
-    """Zeros where there is no momentum yet: that of a first step left out would be whatever memory held."""
-    if not isinstance(optimizer, torch.optim.SGD):
-        return
-    for group in optimizer.param_groups:
-        if group["momentum"]:
-            for p in group["params"]:
-                if p.grad is not None and optimizer.state[p].get("momentum_buffer") is None:
-                    optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return whole

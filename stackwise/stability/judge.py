@@ -1,6 +1,7 @@
 """Judge: the verdict over a training step, on the device, before its update is made.
 
-Shapes: P parameters with a gradient.
+Shapes: P parameters with a gradient; S signals: norm, loss, attention logit; L limits: of the three, and of
+the norm where a step was computed again, and where it is to be.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from torch import Tensor, distributed
 
 from stackwise.argument import require
 from stackwise.stability.alarm import AlarmKind
-from stackwise.stability.detector import DeviceDetector
 from stackwise.stability.gradient_norm import global_norm
+from stackwise.stability.log_history import LogHistory
 from stackwise.stability.policy import GuardPolicy
 
 __all__ = ["KINDS", "Decision", "Judge"]
@@ -30,6 +31,7 @@ KINDS: tuple[AlarmKind | None, ...] = (
     "non-finite loss",
 )
 _LOGIT, _LOSS, _SPIKE, _GRADIENT, _NO_LOSS = range(1, 6)
+_SIGNALS_OF_LIMITS = (0, 1, 2, 0, 0)
 
 
 class Decision(NamedTuple):
@@ -78,25 +80,23 @@ class Judge:
         group: distributed.ProcessGroup | None = None,
     ) -> None:
         self._policy, self._device, self._group = policy, device, group
-        self._norms = self._detector(policy.factor)
-        self._losses = None if policy.loss_factor is None else self._detector(policy.loss_factor)
-        self._logits = None if policy.logit_factor is None else self._detector(policy.logit_factor)
-        self._any = torch.full((), math.inf, device=device)
+        self._history = LogHistory(
+            device, signals=3, recent=policy.recent, history=policy.history, minimum=policy.minimum
+        )
+        no_limit = (policy.loss_factor or math.inf, policy.logit_factor or math.inf)
+        suspect = policy.suspect_factor or policy.factor
+        factors = (policy.factor, *no_limit, policy.proven_factor, suspect)
+        wide = self._history.logs_SH.dtype
+        self._rises_L = torch.tensor(factors, dtype=wide, device=device).log()
+        # Nothing of the scatter in the last: to compute a step again costs little, and tells for sure.
+        self._deviations_L = torch.tensor([policy.deviations] * 4 + [0.0], dtype=wide, device=device)
+        self._signals_L = torch.tensor(_SIGNALS_OF_LIMITS, device=device)
+        self._spikes_S = torch.tensor([_SPIKE, _LOSS, _LOGIT], device=device)
+        self._not_finite_2 = torch.tensor([_GRADIENT, _NO_LOSS], device=device)
         self._no_logit = torch.full((), math.nan, device=device)
         self._clipped = torch.zeros((), device=device)  # spikes in a row
         self._latched: Tensor | None = None
         self._trusted = False
-
-    def _detector(self, factor: float) -> DeviceDetector:
-        policy = self._policy
-        return DeviceDetector(
-            self._device,
-            deviations=policy.deviations,
-            factor=factor,
-            recent=policy.recent,
-            history=policy.history,
-            minimum=policy.minimum,
-        )
 
     @torch.no_grad()
     def decide(
@@ -122,25 +122,20 @@ class Judge:
         """
         loss, norm = self._scalar("loss", loss), global_norm(norms_P)
         logit = self._no_logit if logit is None else self._scalar("logit", logit)
-        norm_limit = proven_limit = self._norms.limit()
+        values_S = torch.stack([norm, loss, logit])
+        limits_L = self._limits()
+        norm_limit, loss_limit, logit_limit, proven_limit, doubted_limit = limits_L.unbind()
         if suspect:
-            proven_limit = self._norms.limit(self._policy.proven_factor)
-            # No scatter in it: to compute a step again costs little, and tells for sure.
-            doubted_limit = self._norms.limit(self._policy.suspect_factor, 0.0)
             norm_limit = proven_limit if self._trusted else doubted_limit
+        else:
+            proven_limit = norm_limit
         self._trusted = False
-        loss_limit = self._any if self._losses is None else self._losses.limit()
-        logit_limit = self._any if self._logits is None else self._logits.limit()
         if self._policy.logit_limit is not None:
             logit_limit = logit_limit.clamp(max=self._policy.logit_limit)
-        broken = (
-            (logit > logit_limit) * _LOGIT,
-            (loss > loss_limit) * _LOSS,
-            (norm > norm_limit) * _SPIKE,
-            ~norm.isfinite() * _GRADIENT,
-            ~loss.isfinite() * _NO_LOSS,
-        )
-        code = torch.stack(broken).amax()
+        limits_S = torch.stack([norm_limit, loss_limit, logit_limit])
+        spike = ((values_S > limits_S) * self._spikes_S).amax()
+        not_finite = (~values_S[:2].isfinite() * self._not_finite_2).amax()
+        code = torch.maximum(spike, not_finite)
         if self._group is not None:
             distributed.all_reduce(code, distributed.ReduceOp.MAX, self._group)
         divisor = None
@@ -154,18 +149,14 @@ class Judge:
             latched = self._latched if self._latched is not None else torch.zeros_like(clips)
             self._clipped = torch.where(latched, self._clipped, counted)
             left_out = left_out & ~clips
-            to_level = torch.where(clips, (norm / self._norms.level()).float(), 1.0)
+            to_level = torch.where(clips, (norm / self._history.statistics().level_S[0].exp()).float(), 1.0)
             divisor = to_level if divisor is None else torch.maximum(divisor, to_level)
         if self._latched is not None:
             left_out = left_out | self._latched
         if latch:
             self._latched = left_out
         sound = (code == 0) & ~left_out
-        self._norms.accept(norm, sound)
-        if self._losses is not None:
-            self._losses.accept(loss, sound)
-        if self._logits is not None:
-            self._logits.accept(logit, sound)
+        self._history.accept(values_S, sound)
         return Decision(
             left_out.float(),
             divisor,
@@ -189,25 +180,31 @@ class Judge:
         self._latched = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The histories."""
-        detectors = {"norms": self._norms, "losses": self._losses, "logits": self._logits}
-        states = {name: None if d is None else d.state_dict() for name, d in detectors.items()}
-        return {**states, "clipped": self._clipped.clone(), "trusted": self._trusted}
+        """The histories. Tensors of their own."""
+        logs_SH = self._history.logs_SH.clone()
+        return {"logs": logs_SH, "clipped": self._clipped.clone(), "trusted": self._trusted}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` gave. A signal that only one of the two has starts anew.
+        """Go on from what `state_dict` gave.
 
         Raises:
-            ValueError: no history of norms.
+            ValueError: no histories.
         """
-        for name, detector in (("norms", self._norms), ("losses", self._losses), ("logits", self._logits)):
-            kept = state.get(name)
-            require(kept is not None or name != "norms", name, kept, "a history, as state_dict() gave it")
-            if detector is not None and kept is not None:
-                detector.load_state_dict(kept)
+        logs_SH = state.get("logs")
+        fits = isinstance(logs_SH, Tensor) and logs_SH.ndim == 2 and len(logs_SH) == len(self._spikes_S)
+        require(fits, "state['logs']", type(logs_SH).__name__, "histories, as state_dict() gave them")
+        assert isinstance(logs_SH, Tensor)
+        self._history.load(logs_SH)
         self._clipped = state["clipped"].to(self._clipped, copy=True)
         self._trusted = bool(state["trusted"])
         self._latched = None
+
+    def _limits(self) -> Tensor:
+        """The largest of each that passes; infinite: there is none, or too short a history to say."""
+        level_S, scatter_S, enough_S = self._history.statistics()
+        of_L = self._signals_L
+        margin_L = torch.maximum(self._deviations_L * scatter_S[of_L], self._rises_L)
+        return torch.where(enough_S[of_L], (level_S[of_L] + margin_L).exp(), math.inf)
 
     def _scalar(self, key: str, value: Tensor) -> Tensor:
         require(value.numel() == 1, key, tuple(value.shape), "one element")

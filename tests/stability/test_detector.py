@@ -196,16 +196,6 @@ def test_the_device_says_what_the_host_says(norms, minimum, recent, more):
     watch_both(norms, minimum=minimum, recent=recent, history=max(minimum, recent) + more)
 
 
-@given(st.lists(NORMS, min_size=4, max_size=20), st.floats(0.0, 20.0), st.floats(1.01, 50.0))
-def test_the_device_gives_another_limit_of_the_same_history(norms, deviations, factor):
-    detector = DeviceDetector(CPU)
-    for norm in norms:
-        detector.accept(torch.tensor(norm, dtype=torch.float64), torch.tensor(True))
-    limit = detector.limit(factor, deviations).item()
-    assert limit == pytest.approx(expected_limit(norms, deviations, factor), rel=1e-9)
-    assert detector.limit().item() == pytest.approx(expected_limit(norms), rel=1e-9)
-
-
 def test_the_device_finds_the_spikes():
     norms = steady(200)
     for step in (4, 50, 51, 199):

@@ -919,7 +919,7 @@ def test_a_run_that_is_continued_ends_the_same(at, lag):
             )
     final, alarms = copy.deepcopy(run.state), list(guard.alarms)
     [state] = states
-    json.dumps({key: state["guard"][key] for key in ("alarms", "skipped", "in_row")})
+    json.dumps({key: state["guard"][key] for key in ("alarms", "skipped", "escalation")})
     again = resumed(state, data, fault, lag=lag)
     assert [(a.step, a.action) for a in again.guard.alarms] == [(a.step, a.action) for a in alarms]
     assert again.guard.quarantined == guard.quarantined

@@ -1,0 +1,107 @@
+"""Examination: a broken step computed again, to know whether its batches broke it, and where."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+
+from stackwise.random_states import random_states_kept, set_random_states
+from stackwise.stability.alarm import Alarm
+from stackwise.stability.batch_feed import BatchFeed, GivenBatch
+from stackwise.stability.buffers import Buffers
+from stackwise.stability.diagnosis import rerun
+from stackwise.stability.locate import ModuleScales
+
+__all__ = ["REFERENCES", "Examination"]
+
+REFERENCES = 2  # sound batches that a spike is compared with
+
+
+class Examination:
+    """Of the steps of one training; every process of `group` has to ask at the same step.
+
+    Args:
+        model: what is trained.
+        names: of the parameters that are optimized.
+        loss_of: the loss of (model, batch); None: no step can be computed again.
+        feed: which has the sound batches before a broken one.
+        buffers: put back behind each look.
+        group: of processes that train together; None: this one alone.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        names: Sequence[str],
+        loss_of: Callable[[nn.Module, Any], Tensor] | None,
+        feed: BatchFeed,
+        buffers: Buffers,
+        group: distributed.ProcessGroup | None,
+    ) -> None:
+        self._model, self._names, self._loss_of = model, tuple(names), loss_of
+        self._feed, self._buffers, self._group = feed, buffers, group
+
+    def located(self, batches: Sequence[GivenBatch], alarm: Alarm, proven_limit: float) -> Alarm:
+        """The alarm with the place where the step breaks when it is computed again.
+
+        Args:
+            batches: that the step was made of.
+            alarm: with the place that its norms tell.
+            proven_limit: the largest norm that is sound where the step has it again.
+        """
+        where, reproduced, placed = alarm.where, None, False
+        if self._loss_of is not None and batches:
+            finite = alarm.kind not in ("non-finite loss", "non-finite gradient")
+            found = rerun(self._model, batches, self._loss_of, group=self._group)
+            reproduced = found.broken
+            if finite and not reproduced:
+                # The logit is not computed again: nothing is known of it.
+                norm = self._norm_of(found.parameter_norms) or found.grad_norm
+                again = {"gradient spike": norm, "loss spike": found.loss}.get(alarm.kind)
+                reproduced = None if again is None else 2 * again > alarm.value
+            sound = reproduced and alarm.kind == "gradient spike" and alarm.value <= proven_limit
+            # In all processes or in none: sharded weights are gathered by all of them.
+            if any(self._of_all(finite and reproduced is not False and not sound)):
+                found = rerun(self._model, batches, self._loss_of, self._scales(batches), self._group)
+            where, placed = found.where or where, bool(found.where)
+            self._buffers.keep()
+        # Of those for whom it broke again the first that knows where; to others gradients came broken.
+        everyone = self._of_all((where, reproduced, placed))
+        where, reproduced, _ = max(everyone, key=lambda each: (bool(each[1]), each[2], bool(each[0])))
+        return replace(alarm, where=where, reproduced=reproduced)
+
+    def _of_all(self, mine: Any) -> list[Any]:
+        """What each process has, in the order of their ranks."""
+        if self._group is None:
+            return [mine]
+        everyone: list[Any] = [None] * distributed.get_world_size(self._group)
+        distributed.all_gather_object(everyone, mine, self._group)
+        return everyone
+
+    def _norm_of(self, norms: Mapping[str, float]) -> float:
+        """Of the parameters that are optimized."""
+        return math.hypot(*(norms[name] for name in self._names if name in norms))
+
+    def _scales(self, batches: Sequence[GivenBatch]) -> ModuleScales | None:
+        """Of the last sound batches that are still kept."""
+        assert self._loss_of is not None
+        model, loss_of = self._model, self._loss_of
+        sound = self._feed.sound_before(batches, REFERENCES)
+        if not sound:
+            return None
+
+        def run(given: GivenBatch) -> None:
+            set_random_states(given.random)
+            loss_of(model, given.batch).backward()  # type: ignore[no-untyped-call]
+
+        with random_states_kept(), torch.enable_grad():
+            scales = ModuleScales.observe(model, *(lambda given=given: run(given) for given in sound))
+        for p in model.parameters():
+            p.grad = None
+        self._buffers.restore()
+        return scales

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import math
 import os
 import random
@@ -430,22 +431,30 @@ def _guarded(training: Training) -> dict[str, Any]:
     }
 
 
-def jobs_of(plan: dict[str, Any]) -> dict[str, Callable[[], Iterator[Any]]]:
-    steps, jobs = plan["steps"], {}
-    for seed in plan["seeds"]:
-        for optimizer in OPTIMIZERS:
-            for at in plan["at"]:
-                for fault in (*CONTROLS, *FAULTS):
-                    for arm in ARMS:
-                        job = (arm, optimizer, fault, at, seed)
-                        jobs["; ".join(map(str, job))] = partial(run, *job, steps)
-            for number in range(DROPPED):
-                name = f"drop {number}; {optimizer}; {seed}"
-                jobs[name] = partial(drop, optimizer, seed, steps, plan["at"], number)
+Jobs = dict[str, Callable[[], Iterator[Any]]]
+
+
+def runs_of(plan: dict[str, Any], arms: tuple[str, ...]) -> Jobs:
+    """Every fault and control, under each of `arms`."""
+    jobs: Jobs = {}
+    for job in itertools.product(plan["seeds"], OPTIMIZERS, plan["at"], (*CONTROLS, *FAULTS), arms):
+        seed, optimizer, at, fault, arm = job
+        name = f"{arm}; {optimizer}; {fault}; {at}; {seed}"
+        jobs[name] = partial(run, arm, optimizer, fault, at, seed, plan["steps"])
     return jobs
 
 
-def twins_of(plan: dict[str, Any], runs: dict[str, Any]) -> dict[str, Callable[[], Iterator[Any]]]:
+def drops_of(plan: dict[str, Any]) -> Jobs:
+    """Clean runs, each without one batch."""
+    return {
+        f"drop {number}; {optimizer}; {seed}": partial(
+            drop, optimizer, seed, plan["steps"], plan["at"], number
+        )
+        for seed, optimizer, number in itertools.product(plan["seeds"], OPTIMIZERS, range(DROPPED))
+    }
+
+
+def twins_of(plan: dict[str, Any], runs: dict[str, Any]) -> Jobs:
     """Those that runs of ours are held against; several have the same."""
     ours = [r for several in runs.values() for r in several if r["arm"] == OURS and r["fault"] in FAULTS]
     twins = {Twin.of(r, plan["steps"]) for r in ours}
@@ -581,7 +590,17 @@ def main(arguments: list[str] | None = None) -> int:
     if options.resume:
         claim.resume()
     runs: dict[str, Any] = claim.figures.get("runs", {})
-    for jobs in (partial(jobs_of, plan), partial(twins_of, plan, runs)):
+    # What the bars are made of comes first; with what others do about it the table is whole.
+    held = (OURS, NOTHING)
+    stages: list[Callable[[], Jobs]] = [
+        lambda: {**runs_of(plan, held), **drops_of(plan)},
+        lambda: twins_of(plan, runs),
+        lambda: runs_of(plan, tuple(arm for arm in ARMS if arm not in held)),
+    ]
+    for number, jobs in enumerate(stages):
+        if number == len(stages) - 1:
+            claim.bars = bars(Found(runs, plan["steps"]))
+            claim.write()
         missing = {name: job for name, job in jobs().items() if name not in runs}
         for name, ended in all_isolated(missing, jobs=options.jobs, seconds=3600):
             if ended.error is not None:

@@ -331,8 +331,8 @@ class Trace:
             is_weight = target.leaf is not None and target.leaf in parameters
             for call in of_source - within:
                 add("weights" if is_weight else "outgoing", call.module, call.number, 0, place)
-            for call in within - of_source:
-                add("incoming", call.module, call.number, 0, place)
+        for call, place in self._incoming():
+            add("incoming", call.module, call.number, 0, place)
         for place in self.losses:
             add("loss", "", 0, 0, place)
         for name, reading in self.parameters.items():
@@ -342,6 +342,26 @@ class Trace:
             for key, readings in parts.items()
             if all(r.is_finite for r in readings)
         }
+
+    def _incoming(self) -> Iterator[tuple[Call, int]]:
+        """(call, place of the reading) of what comes into a call in the backward pass.
+
+        Gradients for one operation are summed before it has them, and may cancel out: where none of them is
+        from within the call, it is the sum that came in.
+        """
+        handed: dict[Operation, list[tuple[Operation, int]]] = {}
+        for source, target, place in self.delivered():
+            handed.setdefault(target, []).append((source, place))
+        for target, parts in handed.items():
+            for call in target.call.chain() if target.call else ():
+                outside = [place for source, place in parts if call not in _around(source)]
+                whole = target.given if len(outside) == len(parts) else outside
+                for place in whole:
+                    yield call, place
+
+
+def _around(operation: Operation) -> Iterable[Call]:
+    return operation.call.chain() if operation.call else ()
 
 
 def _read(named: Iterable[tuple[str, Tensor]]) -> dict[str, Reading]:

@@ -766,6 +766,34 @@ def test_later_hooks_of_others_count_as_the_modules_own(subjects):
     assert str(locate(model, run)) == "layers.1.norm (forward)"
 
 
+class Cancelling(nn.Module):
+    """What comes back to a module from two places is nearly the same with the other sign."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+    def forward(self, x):
+        x = self.inner(x)
+        return x.exp() - 0.99 * x.exp()
+
+
+def test_gradients_that_cancel_out_before_they_come_in():
+    torch.manual_seed(0)
+    model, x = Cancelling(), torch.randn(8, 4)
+
+    def run():
+        model.zero_grad()
+        model(x).sum().backward()
+
+    scales = ModuleScales.observe(model, run)
+    for name in ("inner", "inner.1", "inner.0"):
+        with Broken(model.get_submodule(name), "backward", times(10.0)) as fault:
+            location = locate(model, run, scales=scales)
+        assert fault.acted
+        assert (location.module, location.direction, location.kind) == (name, "backward", "exploding")
+
+
 def test_text_of_what_explodes():
     assert (
         str(Location("a.b", "forward", 1, "exploding", 12.34)) == "a.b (forward, 12.3 times its usual size)"

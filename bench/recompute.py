@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bench.claim import Bar, Claim, interleave, ratio
 from bench.isolated import isolated
 from stackwise import create_simple_rack
-from stackwise.benchmark.memory import peak_memory_bytes
+from stackwise.benchmark.memory.peak import peak_memory_bytes
 from stackwise.config import RecomputeConfig
 from stackwise.model import Rack
 from stackwise.model.compilation import compiled

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,9 @@ __all__ = [
     "fault_readers",
     "faults_of",
     "lengths_of",
+    "max_memory_of",
+    "min_tokens_per_second_of",
+    "no_memory_growth_of",
     "recovery_of",
     "refuse_other_length",
     "register",
@@ -53,7 +57,13 @@ short_write(step=0, folder='.', target='*', after=0, duration=1): of each file t
 bit_rot(step=0, folder='.', target='*', kind='flip', seed=0): a bit is flipped, or a file truncated
 seq_lengths(*lengths): one test per sequence length, for stability_run and throughput; one of all for \
 length_sweep
-throughput(mode='forward', batch_size=1, seq_len=128): what the throughput fixture measures
+throughput(mode='forward', batch_size=1, seq_len=128, new_tokens=32, dtype=None, compile=False, \
+loop='common'): what the throughput fixture measures; mode: forward, train, prefill, decode or generate
+max_memory(limit): the test fails where more memory, such as "2 GiB", was in use at any moment of its call: \
+by tensors on CUDA, by the whole process on the CPU
+min_tokens_per_second(rate): the test fails where the throughput fixture measures fewer
+no_memory_growth(steps=40, warmup=10, tolerance="1 KiB"): what the no_memory_growth fixture asks of a step: \
+`tolerance` is of bytes per step
 """
 # The names of `stackwise.stability.faults.KNOWN_FAULTS`, to look them up in which would load torch, and the
 # fixtures that read them.
@@ -87,6 +97,8 @@ _NEEDS = {
     "recovers": ("stability_run",),
     "seq_lengths": ("stability_run", "throughput", "seq_len", "length_sweep"),
     "throughput": ("throughput",),
+    "min_tokens_per_second": ("throughput",),
+    "no_memory_growth": ("no_memory_growth",),
 }
 _STABILITY = ("stability_run", "inject_faults", "run_processes", "broken_storage", "length_sweep")
 
@@ -115,6 +127,9 @@ def validate(item: pytest.Item) -> None:
     lengths_of(item)
     recovery_of(item)
     throughput_of(item)
+    max_memory_of(item)
+    min_tokens_per_second_of(item)
+    no_memory_growth_of(item)
     if any(name in fixtures for name in _STABILITY) and item.get_closest_marker("stability") is None:
         item.add_marker("stability")
 
@@ -209,6 +224,63 @@ def throughput_of(item: pytest.Item) -> dict[str, Any]:
 
     _call(item, marker, check_shape)
     return dict(marker.kwargs)
+
+
+def max_memory_of(item: pytest.Item) -> int | None:
+    """The bytes that the marker max_memory allows; None: there is none."""
+    marker = item.get_closest_marker("max_memory")
+    if marker is None:
+        return None
+    from pytest_stackwise.byte_size import byte_size
+
+    with _refused(item, marker):
+        return byte_size("limit", _only_argument(item, marker, "a size such as '2 GiB'"))
+
+
+def min_tokens_per_second_of(item: pytest.Item) -> float | None:
+    """The tokens per second that the marker min_tokens_per_second wants; None: there is none."""
+    marker = item.get_closest_marker("min_tokens_per_second")
+    if marker is None:
+        return None
+    from stackwise.argument import check_number
+
+    rate = _only_argument(item, marker, "a number of tokens per second")
+    with _refused(item, marker):
+        check_number("rate", rate, "a finite number > 0", lambda value: value > 0)
+    return float(rate)
+
+
+def no_memory_growth_of(item: pytest.Item) -> dict[str, Any]:
+    """The arguments of the marker no_memory_growth, `tolerance` in bytes; or {}."""
+    marker = item.get_closest_marker("no_memory_growth")
+    if marker is None:
+        return {}
+    from pytest_stackwise.byte_size import byte_size
+    from stackwise.benchmark.memory.growth import check_growth
+
+    arguments = dict(marker.kwargs)
+    with _refused(item, marker):
+        if "tolerance" in arguments:
+            arguments["tolerance"] = byte_size("tolerance", arguments["tolerance"])
+    _call(item, marker, check_growth, arguments)
+    return arguments
+
+
+def _only_argument(item: pytest.Item, marker: pytest.Mark, wanted: str) -> Any:
+    """The one argument, by its place, of a marker that takes no other."""
+    if len(marker.args) != 1 or marker.kwargs:
+        given = ", ".join([*map(repr, marker.args), *(f"{k}={v!r}" for k, v in marker.kwargs.items())])
+        raise pytest.UsageError(f"{item.nodeid}: {marker.name}({given}); allowed: {wanted}, alone")
+    return marker.args[0]
+
+
+@contextmanager
+def _refused(item: pytest.Item, marker: pytest.Mark) -> Iterator[None]:
+    """A ValueError inside stops the run, with the names of test and marker."""
+    try:
+        yield
+    except ValueError as error:
+        raise pytest.UsageError(f"{item.nodeid}: marker {marker.name}: {error}") from None
 
 
 def _call(

@@ -6,7 +6,18 @@ from collections.abc import Generator
 
 import pytest
 
-from pytest_stackwise import checks, device, faults, markers, options, records, stability, summary, throughput
+from pytest_stackwise import (
+    checks,
+    device,
+    faults,
+    markers,
+    memory,
+    options,
+    records,
+    stability,
+    summary,
+    throughput,
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -16,7 +27,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_load_initial_conftests(parser: pytest.Parser) -> Generator[None, object, object]:
-    """Enter `--gpu` after the conftests, one of which may have it already."""
+    """Before the conftests, one of which may load torch, let idle threads sleep; after them enter `--gpu`."""
+    from stackwise.wait_policy import default_wait_policy
+
+    default_wait_policy()
     result = yield
     options.add_gpu_option(parser)
     return result
@@ -25,9 +39,11 @@ def pytest_load_initial_conftests(parser: pytest.Parser) -> Generator[None, obje
 def pytest_configure(config: pytest.Config) -> None:
     """Enter markers, fixtures and the collector of records."""
     options.release_gpu_option(config)
+    device.take_a_device(config)
     markers.register(config)
     config.pluginmanager.register(faults.FaultFixtures(), "stackwise-faults")
     config.pluginmanager.register(stability.StabilityFixtures(), "stackwise-stability")
+    config.pluginmanager.register(memory.MemoryFixtures(), "stackwise-memory")
     config.pluginmanager.register(throughput.fixtures(config), "stackwise-throughput")
     config.pluginmanager.register(summary.Summary(config), "stackwise-summary")
 
@@ -76,7 +92,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     """Let what runs inside the test find the test; fail a test that passed without doing what it declares."""
-    with records.current(item):
+    with records.current(item), memory.limited(item):
         checks.hand_over(item)
         result = yield
     records.collect_debts(item)

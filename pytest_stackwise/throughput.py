@@ -1,23 +1,37 @@
 """Throughput as tests: our own measurement, replayed into pytest-benchmark through its public face.
 
 pytest-benchmark's loop cannot wait for a GPU and does not warm up. So the samples are taken by
-`stackwise.benchmark.measure`, and its `pedantic` then runs one round per sample on a clock that
-advances by just that sample: saving, comparing, JSON, groups and --benchmark-only all work.
+`stackwise.benchmark`, and its `pedantic` then runs one round per sample on a clock that advances by just
+that sample: saving, comparing, JSON, groups and --benchmark-only all work.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_stackwise import markers, options, records
+from pytest_stackwise import device, markers, memory, options, records
 
 if TYPE_CHECKING:
-    from stackwise.benchmark import Measurement
+    from stackwise.benchmark.generation import GenerationMeasurement
+    from stackwise.benchmark.timing.measurement import Measurement
+    from stackwise.benchmark.workload import Workload
 
-__all__ = ["fixtures"]
+    Found = Measurement | GenerationMeasurement
+
+__all__ = ["ThroughputError", "fixtures"]
+
+_MACHINE = "stackwise"
+_LONGEST = 128  # default positions of a row
+# What is no keyword of `measure`.
+_SHAPE = ("mode", "batch_size", "seq_len", "new_tokens", "dtype", "compile", "loop", "device")
+
+
+class ThroughputError(AssertionError):
+    """Fewer tokens per second were measured than the marker min_tokens_per_second wants."""
 
 
 def fixtures(config: pytest.Config) -> object:
@@ -26,24 +40,31 @@ def fixtures(config: pytest.Config) -> object:
 
 
 class ReplayClock:
-    """A timer that stands still until `advance` moves it by the next sample."""
+    """A timer that stands still until `advance` moves it by the time of one call."""
 
     __name__ = "replayed_samples"
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.samples: Iterator[float] = iter(())
+        self._calls: Iterator[float] = iter(())
 
     def __call__(self) -> float:
         return self.now
 
+    def load(self, samples: Iterable[float], calls_per_sample: int) -> None:
+        """Take what is to be replayed."""
+        self._calls = chain.from_iterable(repeat(seconds, calls_per_sample) for seconds in samples)
+
     def advance(self) -> None:
-        """Take the next sample's time."""
-        self.now += next(self.samples)
+        """The next call; after the last, one of no time: pytest-benchmark makes one more, for its result."""
+        self.now += next(self._calls, 0.0)
 
 
 class WithBenchmark:
-    """Fixtures that hand every sample to pytest-benchmark."""
+    """Fixtures that hand every sample to pytest-benchmark, and what its files say beyond that."""
+
+    def __init__(self) -> None:
+        self._measured: set[str] = set()  # names of tests
 
     @pytest.fixture
     def stackwise_clock(self, request: pytest.FixtureRequest) -> ReplayClock:
@@ -61,71 +82,205 @@ class WithBenchmark:
         stackwise_clock: ReplayClock,
         benchmark: Any,
         seq_len: int | None,
-    ) -> Callable[..., Measurement]:
-        """Measure a model's forward pass or training step.
+    ) -> Callable[..., Found]:
+        """Measure a model at work, a training step, or a Workload of one's own.
 
+            @pytest.mark.min_tokens_per_second(20_000)
             @pytest.mark.throughput(mode="train", batch_size=4, seq_len=128)
             def test_training_speed(throughput):
                 throughput(spec)
 
-        Call it once with anything that `ModelSpec.of` understands; `mode`, `batch_size`, `seq_len`
-        given here win over the marker's, further keyword arguments are those of
-        `stackwise.benchmark.measure`. Returns the Measurement. Where benchmarks are disabled
+        Call it once with anything that `ModelSpec.of` understands, a TrainerSpec or a Workload. The mode and
+        sizes of `stackwise.benchmark.model_workload` given here win over the marker's; `peak` is that of
+        `Workload.utilization`; further keyword arguments are those of `measure`, or `measure_generation` with
+        mode "generate". Returns the Measurement or GenerationMeasurement. Where benchmarks are disabled
         (--benchmark-disable, xdist) one call is made and timed, without warm-up.
         """
         _owe(request.node)
 
-        def run(model: Any, **arguments: Any) -> Measurement:
-            measurement, record = _measure(request.node, model, seq_len, benchmark.disabled, arguments)
-            stackwise_clock.samples = iter(measurement.seconds)
+        def run(subject: Any, **arguments: Any) -> Found:
+            __tracebackhide__ = True
+            found, record = _measure(request.node, subject, seq_len, benchmark.disabled, arguments)
+            calls = record.get("calls_per_sample", 1)
+            stackwise_clock.load(found.seconds, calls)
             benchmark.extra_info.update(record)
-            benchmark.pedantic(stackwise_clock.advance, rounds=len(measurement.seconds))
-            return measurement
+            benchmark.pedantic(stackwise_clock.advance, rounds=len(found.seconds), iterations=calls)
+            if not benchmark.disabled:
+                self._measured.add(request.node.nodeid)
+            _hold_to_limits(request.node, found, benchmark.disabled)
+            return found
 
         return run
+
+    def pytest_benchmark_update_json(self, output_json: dict[str, Any]) -> None:
+        """Add the percentiles of our samples to those that pytest-benchmark has in `stats`."""
+        for entry in output_json["benchmarks"]:
+            if entry["fullname"] not in self._measured:
+                continue
+            for name, found in entry["extra_info"]["percentiles"].items():
+                entry["stats"][name] = found["value"]
+                entry["stats"][f"{name}_interval"] = [found["low"], found["high"]]
+
+    def pytest_benchmark_update_machine_info(self, machine_info: dict[str, Any]) -> None:
+        """Add the fingerprint, if anything of ours is to be saved: others need not wait for torch."""
+        if self._measured:
+            machine_info[_MACHINE] = _fingerprint()
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_benchmark_compare_machine_info(
+        self, machine_info: dict[str, Any], compared_benchmark: dict[str, Any]
+    ) -> None:
+        """Compare fingerprints where the saved run has one."""
+        machine_info.pop(_MACHINE, None)
+        if _MACHINE in compared_benchmark["machine_info"]:
+            machine_info[_MACHINE] = _fingerprint()
 
 
 class Alone:
     """The same without pytest-benchmark: measured and summarised, not saved."""
 
     @pytest.fixture
-    def throughput(self, request: pytest.FixtureRequest, seq_len: int | None) -> Callable[..., Measurement]:
-        """Measure a model's forward pass or training step; see the fixture of the same name above."""
+    def throughput(self, request: pytest.FixtureRequest, seq_len: int | None) -> Callable[..., Found]:
+        """Measure a model at work, a training step, or a Workload; see the fixture of the same name above."""
         _owe(request.node)
 
-        def run(model: Any, **arguments: Any) -> Measurement:
-            return _measure(request.node, model, seq_len, False, arguments)[0]
+        def run(subject: Any, **arguments: Any) -> Found:
+            __tracebackhide__ = True
+            found, _ = _measure(request.node, subject, seq_len, False, arguments)
+            _hold_to_limits(request.node, found, False)
+            return found
 
         return run
 
 
 def _owe(item: pytest.Item) -> None:
-    if item.get_closest_marker("throughput"):
-        records.owe(item, "throughput", "the test is marked throughput but never called throughput")
+    names = ["throughput", "min_tokens_per_second"]
+    if "peak_memory" not in getattr(item, "fixturenames", ()):
+        names.append("max_memory")
+    for name in names:
+        if item.get_closest_marker(name):
+            records.owe(item, "throughput", f"the test is marked {name} but never called throughput")
+            return
 
 
 def _measure(
-    item: pytest.Item, model: Any, seq_len: int | None, disabled: bool, arguments: dict[str, Any]
-) -> tuple[Measurement, dict[str, Any]]:
-    from stackwise.benchmark import call_once, measure, model_workload
-    from stackwise.spec import ModelSpec
+    item: pytest.Item, subject: Any, seq_len: int | None, disabled: bool, arguments: dict[str, Any]
+) -> tuple[Found, dict[str, Any]]:
+    from stackwise.benchmark.generation import generate_once, measure_generation
+    from stackwise.benchmark.timing.measurement import call_once, measure
 
     if not records.first_time(item, "throughput"):
         raise RuntimeError("throughput: call it once in a test; parametrize the test for more")
     records.pay(item, "throughput")
     markers.refuse_other_length(seq_len, arguments)
-    spec = ModelSpec.of(model)
-    shape: dict[str, Any] = {
-        "mode": "forward",
-        "batch_size": 1,
-        "seq_len": min(128, spec.max_length or 128),
-        "device": options.device_name(item.config),
+    marked = markers.throughput_of(item) | ({"seq_len": seq_len} if seq_len else {})
+    shape = marked | {key: arguments.pop(key) for key in tuple(arguments) if key in _SHAPE}
+    peak = arguments.pop("peak", "published")
+    with device.lock(item.config):
+        workload, shape = _workload(item, subject, shape)
+        found: Found
+        if workload.each_token is None:
+            found = call_once(workload) if disabled else measure(workload, **arguments)
+        elif disabled:
+            found = generate_once(workload)
+        else:
+            found = measure_generation(workload, **arguments)
+        if disabled and markers.max_memory_of(item) is not None:
+            found = _with_memory(workload, found)
+        used = None if disabled else workload.utilization(found.median, peak)
+    record = {
+        **shape,
+        **found.to_dict(),
+        "mfu": None if used is None else used.mfu,
+        "mbu": None if used is None else used.mbu,
+        "measured": not disabled,
     }
-    shape |= markers.throughput_of(item) | ({"seq_len": seq_len} if seq_len else {})
-    shape |= {key: arguments.pop(key) for key in tuple(arguments) if key in shape}
-    workload = model_workload(spec, seed=options.seed(item.config), **shape)
-    measurement = call_once(workload) if disabled else measure(workload, **arguments)
-    shape["device"] = str(shape["device"])
-    record = {"model": spec.name, **shape, **measurement.to_dict(), "measured": not disabled}
     records.add(item, "throughput", {"test": item.nodeid, **record})
-    return measurement, record
+    return found, record
+
+
+def _workload(item: pytest.Item, subject: Any, shape: dict[str, Any]) -> tuple[Workload, dict[str, Any]]:
+    """What is to be measured, and what the record says that it is."""
+    from stackwise.benchmark.workload import Workload, check_shape, model_workload, trainer_workload
+    from stackwise.spec import ModelSpec
+    from stackwise.trainer_spec import TrainerSpec
+
+    seed = options.seed(item.config)
+    if isinstance(subject, Workload):
+        _refuse(shape, (), "a Workload has its own")
+        return subject, _record(subject, subject.name, {})
+    if isinstance(subject, TrainerSpec):
+        _refuse(shape, ("batch_size", "seq_len"), "a TrainerSpec has its own, batch_size and seq_len apart")
+        return (made := trainer_workload(subject, seed=seed, **shape)), _record(made, subject.name, {})
+    check_shape(**{key: value for key, value in shape.items() if key != "device"})
+    spec = ModelSpec.of(subject)
+    defaults = {"mode": "forward", "batch_size": 1, "device": options.device_name(item.config)}
+    shape = {**defaults, **shape}
+    if "seq_len" not in shape:
+        to_come = {"decode": 1, "generate": shape.get("new_tokens", 32)}.get(shape["mode"], 0)
+        shape["seq_len"] = _LONGEST if spec.max_length is None else min(_LONGEST, spec.max_length - to_come)
+    made = model_workload(spec, seed=seed, **shape)
+    return made, _record(made, spec.name, shape)
+
+
+def _record(workload: Workload, name: str, shape: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "model": name,
+        "mode": workload.mode or "call",
+        "batch_size": workload.batch_size or None,
+        "seq_len": workload.seq_len or None,
+        "new_tokens": workload.new_tokens or None,
+        "device": str(workload.device),
+        "dtype": shape.get("dtype"),
+        "compile": shape.get("compile", False),
+    }
+
+
+def _refuse(shape: dict[str, Any], allowed: tuple[str, ...], reason: str) -> None:
+    for key, value in shape.items():
+        if key not in allowed:
+            raise ValueError(f"{key}: got {value!r}; allowed: none here, {reason}")
+
+
+def _with_memory(workload: Workload, found: Found) -> Found:
+    """The same with the peak of memory, which is no matter of time: it is judged even where none is taken."""
+    from dataclasses import replace
+
+    from stackwise.benchmark.memory.peak import peak_memory_bytes
+
+    if workload.prepare is not None:
+        workload.prepare()
+    return replace(found, peak_memory_bytes=peak_memory_bytes(workload.call, workload.device))
+
+
+def _hold_to_limits(item: pytest.Item, found: Found, disabled: bool) -> None:
+    """Fail a test beyond the limits of its markers; skip it where it cannot be told.
+
+    Raises:
+        MemoryLimitError: more memory than max_memory allows.
+        ThroughputError: fewer tokens per second than min_tokens_per_second wants.
+    """
+    __tracebackhide__ = True
+    memory.require_within(item, found.peak_memory_bytes)
+    wanted = markers.min_tokens_per_second_of(item)
+    if wanted is None:
+        return
+    if disabled:
+        pytest.skip("min_tokens_per_second: benchmarks are disabled, and one call is no measurement")
+    if not found.tokens:
+        raise ThroughputError(
+            f"min_tokens_per_second: {found.workload} does not say how many tokens it handles"
+        )
+    if found.tokens_per_second < wanted:
+        steady = "" if found.steady else f" (not steady: {found.warmup.reason})"
+        raise ThroughputError(
+            f"min_tokens_per_second: {found.tokens_per_second:,.0f} tokens/s were measured{steady}; "
+            f"wanted: at least {wanted:,.0f}"
+        )
+
+
+def _fingerprint() -> dict[str, Any]:
+    """What the machine is; no clock, no temperature and no load: files are compared as a whole."""
+    from stackwise.device import fingerprint
+
+    return fingerprint()

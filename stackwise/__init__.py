@@ -9,7 +9,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from stackwise.benchmark import Measurement, measure
+    from stackwise.benchmark import (
+        ArchitectureBenchmark,
+        Measurement,
+        compare_architectures,
+        measure,
+    )
     from stackwise.checkpoint import CheckpointManager
     from stackwise.checks import CheckResult, check_model, check_trainer
     from stackwise.config import ConfigError, StackWiseConfig
@@ -30,6 +35,7 @@ if TYPE_CHECKING:
     from stackwise.training import ArchitectureTrainer
 
 _HOMES = {
+    "ArchitectureBenchmark": "stackwise.benchmark",
     "ArchitectureTrainer": "stackwise.training",
     "Block": "stackwise.model",
     "CheckResult": "stackwise.checks",
@@ -46,6 +52,7 @@ _HOMES = {
     "TrainerSpec": "stackwise.trainer_spec",
     "check_model": "stackwise.checks",
     "check_trainer": "stackwise.checks",
+    "compare_architectures": "stackwise.benchmark",
     "create_block_spec": "stackwise.model",
     "create_rack_from_config": "stackwise.model",
     "create_rack_from_specs": "stackwise.model",
@@ -55,6 +62,7 @@ _HOMES = {
     "stability_run": "stackwise.stability",
 }
 __all__ = [
+    "ArchitectureBenchmark",
     "ArchitectureTrainer",
     "Block",
     "CheckResult",
@@ -71,6 +79,7 @@ __all__ = [
     "TrainerSpec",
     "check_model",
     "check_trainer",
+    "compare_architectures",
     "create_block_spec",
     "create_rack_from_config",
     "create_rack_from_specs",

@@ -25,6 +25,7 @@ PAGES += [
     f"docs/{name}.md" for name in ("objectives", "optimizer", "data", "recompute", "telemetry", "memory")
 ]
 PAGES += [f"docs/{name}.md" for name in ("checkpoints", "faults", "guard", "guard-adapters", "locating")]
+PAGES += [f"docs/{name}.md" for name in ("measuring", "memory-tests", "utilization")]
 FENCE = re.compile(r"```(\w+)\n(.*?)```", re.DOTALL)
 EXAMPLES = [
     pytest.param(

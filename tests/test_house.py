@@ -10,6 +10,7 @@ ROOT = Path(__file__).parent.parent
 ROOMS = [
     "argument",
     "yaml12",
+    "wait_policy",
     "config",
     "seed",
     "device",

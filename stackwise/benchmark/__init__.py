@@ -1,6 +1,35 @@
-"""Is it fast? Workloads, clocks and measurements, for any model and any loop."""
+"""Is it fast? Workloads, clocks, memory, FLOPs and comparisons, for any model and any loop."""
 
-from stackwise.benchmark.measurement import Measurement, call_once, measure
-from stackwise.benchmark.workload import Workload, model_workload
+from stackwise.benchmark.comparison import (
+    ArchitectureBenchmark,
+    Case,
+    ComparisonConfig,
+    compare_architectures,
+)
+from stackwise.benchmark.generation import GenerationMeasurement, generate_once, measure_generation
+from stackwise.benchmark.llama import LlamaSize, llama_baseline
+from stackwise.benchmark.table import ComparisonTable
+from stackwise.benchmark.timing import Interleaved, Measurement, call_once, interleave, measure
+from stackwise.benchmark.workload import Workload, callable_workload, model_workload, trainer_workload
 
-__all__ = ["Measurement", "Workload", "call_once", "measure", "model_workload"]
+__all__ = [
+    "ArchitectureBenchmark",
+    "Case",
+    "ComparisonConfig",
+    "ComparisonTable",
+    "GenerationMeasurement",
+    "Interleaved",
+    "LlamaSize",
+    "Measurement",
+    "Workload",
+    "call_once",
+    "callable_workload",
+    "compare_architectures",
+    "generate_once",
+    "interleave",
+    "llama_baseline",
+    "measure",
+    "measure_generation",
+    "model_workload",
+    "trainer_workload",
+]

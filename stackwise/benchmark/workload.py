@@ -1,19 +1,52 @@
-"""Workloads: what is timed. One call is one forward pass or one training step of a model."""
+"""Workloads: what is timed. One call is a forward pass, a training step, a prefill, a token or a text.
+
+Shapes: B batch, T positions.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from types import FunctionType
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from stackwise.argument import check_choice, check_sizes
+from stackwise.argument import check_choice, check_sizes, require
+from stackwise.benchmark.cache_rewind import RewoundCache, is_changed_by
+from stackwise.benchmark.flops.measured_peak import measured_peak
+from stackwise.benchmark.flops.peak_rate import published_peak
+from stackwise.benchmark.flops.utilization import Utilization, utilization
+from stackwise.benchmark.token_stream import LOOPS, OnToken, TokenStream, empty_cache, token_stream
 from stackwise.spec import ModelSpec
+from stackwise.trainer_spec import TrainerSpec
 
-__all__ = ["MODES", "Workload", "check_shape", "model_workload"]
+__all__ = [
+    "COMPILE_MODES",
+    "DTYPES",
+    "MODES",
+    "PEAKS",
+    "Workload",
+    "callable_workload",
+    "check_shape",
+    "model_workload",
+    "ready_model",
+    "trainer_workload",
+]
 
-MODES = ("forward", "train")
+MODES = ("forward", "train", "prefill", "decode", "generate")
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
+COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+PEAKS = ("published", "measured")
+_COUNTED = ("forward", "train", "prefill", "decode")
+_CONTINUES = ("prefill", "decode", "generate")
 
 
 @dataclass(frozen=True)
@@ -26,6 +59,15 @@ class Workload:
         device: where it runs.
         tokens: how many one call handles; 0 where that means nothing.
         execution: asked after a call, how the work was done: the kernels that were chosen, say.
+        prepare: puts back what a call has changed. Called before each call and outside of its time; a call
+            that was not prepared prepares itself. None: a call changes nothing that the next one sees.
+        model: what is called, for those who count its work; None: not known.
+        mode: one of MODES; None: something else.
+        batch_size: rows; 0: not known.
+        seq_len: positions in each, of decode those that the cache holds; 0: not known.
+        new_tokens: of generate, how many follow in each row; else 0.
+        each_token: of generate, the call, which hands each column of tokens to its argument as soon as it is
+            there; else None.
     """
 
     name: str
@@ -33,6 +75,40 @@ class Workload:
     device: torch.device
     tokens: int = 0
     execution: Callable[[], dict[str, str]] = dict
+    prepare: Callable[[], object] | None = None
+    model: nn.Module | None = None
+    mode: str | None = None
+    batch_size: int = 0
+    seq_len: int = 0
+    new_tokens: int = 0
+    each_token: Callable[[OnToken], None] | None = None
+
+    def utilization(self, seconds: float, peak: str = "published") -> Utilization | None:
+        """What part of its device's best rates a call of `seconds` uses; None of work of unknown size.
+
+        Args:
+            seconds: of a call.
+            peak: "published" by the maker of the device, which nobody does for a CPU, or "measured" here,
+                which takes seconds the first time.
+
+        Raises:
+            ValueError: another peak, or no positive seconds.
+        """
+        check_choice("peak", peak, PEAKS)
+        if self.model is None or self.mode not in _COUNTED:
+            return None
+        dtype = next((p.dtype for p in self.model.parameters() if p.is_floating_point()), torch.float32)
+        known = published_peak(self.device) if peak == "published" else measured_peak(self.device, dtype)
+        return utilization(
+            self.model,
+            mode=str(self.mode),
+            batch_size=self.batch_size,
+            seq_len=self.seq_len,
+            seconds=seconds,
+            peak=known,
+            dtype=dtype,
+            tf32=self.device.type == "cuda" and torch.get_float32_matmul_precision() != "highest",
+        )
 
 
 def model_workload(
@@ -41,35 +117,248 @@ def model_workload(
     *,
     batch_size: int,
     seq_len: int,
+    new_tokens: int = 32,
     device: torch.device | str = "cpu",
+    dtype: str | None = None,
+    compile: bool | str = False,  # noqa: A002  # the name in PyTorch
+    loop: str = "common",
     seed: int = 0,
 ) -> Workload:
-    """A forward pass without gradients in eval mode, or a step with backward pass and update.
+    """A model at work. Inputs are random, and the same at each call, as is the state that it starts from.
+
+    - "forward": logits of all B x T positions, in eval mode without gradients.
+    - "train": forward and backward pass and the update of `spec.optimizer`.
+    - "prefill": a prompt of T tokens into an empty cache.
+    - "decode": one more token of each row, at a context of T tokens. The cache is put back before each call
+      and outside of its time. A model that keeps no cache computes all T + 1 positions again.
+    - "generate": a prompt of T tokens, then `new_tokens` of the most likely tokens, from an empty cache.
 
     Args:
         spec: the model.
-        mode: "forward" or "train".
-        batch_size: rows.
-        seq_len: positions in each.
+        mode: one of these.
+        batch_size: B.
+        seq_len: T.
+        new_tokens: of "generate".
         device: where to run.
+        dtype: "float32", "bfloat16", "float16" or "float64", of weights and inputs; None: as they are made.
+        compile: compile the model for these shapes; a string is the mode of torch.compile. The first
+            call, which compiles, is made here.
+        loop: of "generate": "common", the same loop for all models, or "own", that of the model; see
+            `token_stream`.
         seed: of weights and inputs.
 
     Raises:
-        ValueError: another mode, or sizes that are no positive integers or beyond the model.
+        ValueError: another mode, dtype, loop or way to compile; sizes that are no positive integers or
+            beyond the model; a model that has no next token: one that is not causal, or takes vectors.
     """
-    check_shape(mode=mode, batch_size=batch_size, seq_len=seq_len)
+    check_shape(
+        mode=mode,
+        batch_size=batch_size,
+        seq_len=seq_len,
+        new_tokens=new_tokens,
+        dtype=dtype,
+        compile=compile,
+        loop=loop,
+    )
+    _check_continues(spec, mode, seq_len, {"decode": 1, "generate": new_tokens}.get(mode, 0))
     device = torch.device(device)
-    model = spec.create(device, seed).train(mode == "train")
-    inputs = spec.batch(batch_size, seq_len, device=device, seed=seed)
+    model, spec_ = ready_model(
+        spec, device=device, dtype=dtype, compile=compile if mode != "generate" else False, seed=seed
+    )
+    model.train(mode == "train")
+    inputs = spec.batch(batch_size, seq_len + (mode == "decode"), device=device, seed=seed)
+    told: dict[str, str] = {}
+    prepare: Callable[[], object] | None = None
+    each_token: Callable[[OnToken], None] | None = None
+    tokens = batch_size * seq_len
+    match mode:
+        case "forward":
+            call = _forward(spec_, model, inputs)
+        case "train":
+            call = _train(spec_, model, inputs)
+        case "prefill":
+            call = _prefill(spec_, model, inputs)
+            told["prefill"] = (
+                "into an empty cache" if spec.decode else "a forward pass: the model keeps no cache"
+            )
+        case "decode":
+            call, prepare = _decode(spec, spec_, model, inputs)
+            tokens = batch_size
+            told["decode"] = _how_decoded(spec, prepare is not None)
+        case _:
+            stream = token_stream(spec, model, loop, compiled=bool(compile))
+            each_token = _each_token(stream, inputs, new_tokens)
+            call = partial(each_token, _ignored)
+            tokens = batch_size * new_tokens
+            told["generate"] = stream.told
+    if compile and mode != "generate":
+        told["compile"] = _compile_now(call)
+    return Workload(
+        f"{spec.name} {mode}",
+        call,
+        device,
+        tokens,
+        lambda: _execution(model) | told,
+        prepare,
+        model,
+        mode,
+        batch_size,
+        seq_len,
+        new_tokens if mode == "generate" else 0,
+        each_token,
+    )
 
+
+def trainer_workload(
+    spec: TrainerSpec,
+    *,
+    batch_size: int | None = None,
+    seq_len: int | None = None,
+    seed: int = 0,
+) -> Workload:
+    """A training step of anybody's loop, on one batch and wherever the loop has put its model.
+
+    Args:
+        spec: the training step.
+        batch_size: B; None: the spec's.
+        seq_len: T; None: the spec's.
+        seed: of weights and batch.
+
+    Raises:
+        ValueError: sizes that are no positive integers.
+    """
+    batch_size = spec.batch_size if batch_size is None else batch_size
+    seq_len = spec.seq_len if seq_len is None else seq_len
+    check_shape(batch_size=batch_size, seq_len=seq_len)
+    run = spec.create(seed=seed)
+    device = next((p.device for p in run.model.parameters()), torch.device("cpu"))
+    batch = spec.batch(batch_size, seq_len, device=device, seed=seed)
+    return Workload(
+        f"{spec.name} step",
+        lambda: run.step(batch),
+        device,
+        batch_size * seq_len,
+        lambda: _execution(run.model),
+        None,
+        run.model,
+        "train",
+        batch_size,
+        seq_len,
+    )
+
+
+def callable_workload(
+    call: Callable[[], object],
+    *,
+    name: str | None = None,
+    device: torch.device | str = "cpu",
+    tokens: int = 0,
+    prepare: Callable[[], object] | None = None,
+) -> Workload:
+    """Anything that can be called.
+
+    Args:
+        call: does the work once.
+        name: in reports; None: its own.
+        device: where it runs, which is waited for on both sides of a call.
+        tokens: how many one call handles; 0: that means nothing here.
+        prepare: called before each call, outside of its time.
+
+    Raises:
+        ValueError: what cannot be called, or tokens below 0.
+    """
+    require(callable(call), "call", call, "a function that takes no arguments")
+    check_sizes(minimum=0, tokens=tokens)
+    own = getattr(call, "__name__", type(call).__name__)
+    return Workload(name or own, call, torch.device(device), tokens, dict, prepare)
+
+
+def check_shape(
+    *,
+    mode: str = "forward",
+    batch_size: int = 1,
+    seq_len: int = 1,
+    new_tokens: int = 1,
+    dtype: str | None = None,
+    compile: bool | str = False,  # noqa: A002
+    loop: str = "common",
+) -> None:
+    """Refuse what `model_workload` would refuse whatever the model, without building anything.
+
+    Raises:
+        ValueError: naming the argument, its value and what is allowed.
+    """
+    check_choice("mode", mode, MODES)
+    check_sizes(batch_size=batch_size, seq_len=seq_len, new_tokens=new_tokens)
+    if dtype is not None:
+        check_choice("dtype", dtype, DTYPES)
+    if not isinstance(compile, bool):
+        require(compile in COMPILE_MODES, "compile", compile, f"True, False, {', '.join(COMPILE_MODES)}")
+    check_choice("loop", loop, LOOPS)
+    if mode == "generate" and compile:
+        # The common loop grows by a token at each step, which would be compiled anew.
+        require(loop == "own", "loop", loop, "'own', where mode is 'generate' and compile is on")
+        require(compile is True, "compile", compile, "True or False, where mode is 'generate'")
+
+
+def ready_model(
+    spec: ModelSpec,
+    *,
+    device: torch.device,
+    dtype: str | None = None,
+    compile: bool | str = False,  # noqa: A002
+    seed: int = 0,
+) -> tuple[nn.Module, ModelSpec]:
+    """A model in eval mode, and the spec that drives it: compiled, if that was asked for."""
+    model = spec.create(device, seed).eval()
+    if dtype is not None:
+        model = model.to(DTYPES[dtype])
+    if not compile:
+        return model, spec
+    mode = None if compile is True else str(compile)
+
+    def own(function: Callable[..., Any] | None) -> Callable[..., Any] | None:
+        return None if function is None else _compiled(function, mode)
+
+    return model, replace(
+        spec, forward=_compiled(spec.forward, mode), decode=own(spec.decode), loss=own(spec.loss)
+    )
+
+
+def _compiled(function: Callable[..., Any], mode: str | None) -> Callable[..., Any]:
+    """`function` compiled for fixed shapes, apart from whatever else was compiled of it.
+
+    The compiler keeps few graphs for each code object and runs what is beyond them as it is, without a
+    word; so each workload has a code object of its own.
+    """
+
+    def call(*arguments: Any) -> Any:
+        return function(*arguments)
+
+    own = FunctionType(call.__code__.replace(), call.__globals__, call.__name__, None, call.__closure__)
+    compiled: Callable[..., Any] = torch.compile(own, dynamic=False, mode=mode)
+    return compiled
+
+
+def _compile_now(call: Callable[[], object]) -> str:
+    """Make the call that compiles, and say what came of it: a compiler may be off without a word."""
+    from torch._dynamo.utils import counters
+
+    before = counters["stats"]["unique_graphs"]
+    call()
+    count = counters["stats"]["unique_graphs"] - before
+    return f"{count} graph{'' if count == 1 else 's'}" if count else "asked for, but no graph was captured"
+
+
+def _forward(spec: ModelSpec, model: nn.Module, inputs: Tensor) -> Callable[[], None]:
     def forward() -> None:
         with torch.no_grad():
             spec.logits(model, inputs)
 
-    if mode == "forward":
-        return Workload(
-            f"{spec.name} forward", forward, device, batch_size * seq_len, lambda: _execution(model)
-        )
+    return forward
+
+
+def _train(spec: ModelSpec, model: nn.Module, inputs: Tensor) -> Callable[[], None]:
     optimizer = spec.optimizer(p for p in model.parameters() if p.requires_grad)
 
     def train() -> None:
@@ -77,7 +366,80 @@ def model_workload(
         optimizer.step()
         optimizer.zero_grad()
 
-    return Workload(f"{spec.name} train", train, device, batch_size * seq_len, lambda: _execution(model))
+    return train
+
+
+def _prefill(spec: ModelSpec, model: nn.Module, inputs: Tensor) -> Callable[[], None]:
+    decode = spec.decode
+    if decode is None:
+        return _forward(spec, model, inputs)
+    inputs = _cast(spec, model, inputs)
+
+    def prefill() -> None:
+        with torch.no_grad():
+            decode(model, inputs, empty_cache(model, *inputs.shape[:2]))
+
+    return prefill
+
+
+def _decode(
+    spec: ModelSpec, timed: ModelSpec, model: nn.Module, inputs: Tensor
+) -> tuple[Callable[[], None], Callable[[], object] | None]:
+    """A call as `timed` makes it, and what puts its cache back. All but the last input are in the cache."""
+    decode, timed_decode = spec.decode, timed.decode
+    if decode is None or timed_decode is None:
+        return _forward(timed, model, inputs), None
+    inputs = _cast(spec, model, inputs)
+    context, last = inputs[:, :-1], inputs[:, -1:]
+
+    def step(cache: Any) -> None:
+        with torch.no_grad():
+            timed_decode(model, last, cache)
+
+    with torch.no_grad():
+        cache = decode(model, context, empty_cache(model, *inputs.shape[:2]))[1]
+        kept = RewoundCache(cache, spec.name)
+        if not is_changed_by(lambda tried: decode(model, last, tried), kept.take()):
+            return (lambda: step(cache)), None
+    return (lambda: step(kept.take())), kept.rewind
+
+
+def _how_decoded(spec: ModelSpec, rewinds: bool) -> str:
+    if spec.decode is None:
+        return "all tokens again: the model keeps no cache"
+    return "with a cache" + (", put back from a copy that is in memory too" if rewinds else "")
+
+
+def _each_token(stream: TokenStream, prompt: Tensor, new_tokens: int) -> Callable[[OnToken], None]:
+    def generate(on_token: OnToken) -> None:
+        stream.run(prompt, new_tokens, on_token)
+
+    return generate
+
+
+def _ignored(token_B: Tensor) -> None:
+    """Of a generation that is timed as a whole."""
+
+
+def _cast(spec: ModelSpec, model: nn.Module, inputs: Tensor) -> Tensor:
+    """Vectors in the dtype of the weights; ids as they are."""
+    if spec.inputs == "tokens":
+        return inputs
+    return inputs.to(next((p.dtype for p in model.parameters() if p.is_floating_point()), inputs.dtype))
+
+
+def _check_continues(spec: ModelSpec, mode: str, seq_len: int, n_new: int) -> None:
+    """Refuse to continue what has no next token, or no room for it."""
+    if mode in _CONTINUES:
+        require(spec.causal is not False, "mode", mode, f"'forward', 'train': {spec.name} is not causal")
+    if mode == "generate":
+        others = ", ".join(repr(other) for other in MODES if other != "generate")
+        require(spec.inputs == "tokens", "mode", mode, f"{others}: {spec.name} takes vectors, not tokens")
+    if n_new and spec.max_length is not None and seq_len + n_new > spec.max_length:
+        raise ValueError(
+            f"seq_len: got {seq_len}, and {n_new} more to come; {spec.name} takes at most {spec.max_length} "
+            "positions"
+        )
 
 
 def _execution(model: nn.Module) -> dict[str, str]:
@@ -87,13 +449,3 @@ def _execution(model: nn.Module) -> dict[str, str]:
         return dict(tell())
     attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
     return {} if attention is None else {"attention": str(attention)}
-
-
-def check_shape(*, mode: str = "forward", batch_size: int = 1, seq_len: int = 1) -> None:
-    """Refuse what `model_workload` would refuse, without building anything.
-
-    Raises:
-        ValueError: naming the argument, its value and what is allowed.
-    """
-    check_choice("mode", mode, MODES)
-    check_sizes(batch_size=batch_size, seq_len=seq_len)

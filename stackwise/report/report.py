@@ -18,6 +18,7 @@ from stackwise.argument import require
 __all__ = ["Report", "report_files"]
 
 _SECTIONS = ("checks", "stability", "throughput")
+_LATENCIES = ("ttft", "itl", "tpot")
 _MARKS = {
     "passed": "PASS",
     "failed": "FAIL",
@@ -35,7 +36,7 @@ class Report:
     Attributes:
         checks: CheckResults as dicts.
         stability: StabilityRuns as dicts.
-        throughput: Measurements as dicts, with their shape.
+        throughput: Measurements and GenerationMeasurements as dicts, with their shape.
         training: what a training run did, or None.
         environment: the machine's fingerprint, or None.
         failed_tests: names of the tests that failed, whatever they were about.
@@ -161,19 +162,7 @@ class Report:
             ]
             blocks.append(f"## Stability\n\n{_table(['verdict', 'model', 'run', 'alarms'], table)}")
         if self.throughput:
-            table = [
-                [
-                    r["model"],
-                    _shape_text(r),
-                    f"{r['median_seconds'] * 1e3:.2f}",
-                    f"{r['tokens_per_second']:,.0f}",
-                    _bytes(r["peak_memory_bytes"]),
-                    str(r["calls"]),
-                    ("yes" if r["steady"] else "no") if r["measured"] else "not measured",
-                ]
-                for r in self.throughput
-            ]
-            header = ["model", "workload", "median ms", "tokens/s", "peak memory", "calls", "steady"]
+            header, table = _throughput_table(self.throughput)
             blocks.append(f"## Throughput\n\n{_table(header, table)}")
         if self.failed_tests:
             blocks.append(
@@ -292,17 +281,76 @@ def _fault_text(run: dict[str, Any]) -> str:
 
 
 def _shape_text(row: dict[str, Any]) -> str:
-    return f"{row['mode']} {row['batch_size']} x {row['seq_len']} on {row['device']}"
+    sizes = [row["batch_size"], row["seq_len"]]
+    more = f" + {row['new_tokens']}" if row.get("new_tokens") else ""
+    shape = "" if None in sizes else f" {sizes[0]} x {sizes[1]}{more}"
+    kind = f" {row['dtype']}" if row.get("dtype") else ""
+    compiled = " compiled" if row.get("compile") else ""
+    return f"{row['mode']}{shape}{kind}{compiled} on {row['device']}"
 
 
 def _rate_text(row: dict[str, Any]) -> str:
     if not row["measured"]:
         return "called once, not measured (benchmarks are disabled)"
-    steady = "" if row["steady"] else ", not steady"
-    return (
-        f"{row['tokens_per_second']:,.0f} tokens/s, median {row['median_seconds'] * 1e3:.2f} ms of "
-        f"{row['calls']} calls{steady}, peak memory {_bytes(row['peak_memory_bytes'])}"
-    )
+    rate = f"{_rate(row)} tokens/s, " if _rate(row) else ""
+    parts = [f"{rate}median {row['median_seconds'] * 1e3:.2f} ms of {row['calls']} calls"]
+    parts += [f"{name} {value}" for name in ("p95", "p99") if (value := _percentile(row, name))]
+    if not row["steady"]:
+        parts.append("not steady")
+    parts.append(f"peak memory {_bytes(row['peak_memory_bytes'])}")
+    parts += [f"{name.upper()} {row[name]:.1%}" for name in ("mfu", "mbu") if row.get(name) is not None]
+    parts += [f"{name.upper()} {value}" for name in _LATENCIES if (value := _latency(row, name))]
+    if "cache" in row:
+        parts.append(f"{row['cache']} cache")
+    if row.get("clock", "host") != "host":
+        parts.append(f"{row['clock']} clock")
+    return ", ".join(parts)
+
+
+def _throughput_table(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Header and rows; of columns that are not of every record those that say something."""
+    columns: dict[str, list[str]] = {
+        "model": [row["model"] for row in rows],
+        "workload": [_shape_text(row) for row in rows],
+        "median ms": [f"{row['median_seconds'] * 1e3:.2f}" for row in rows],
+        "p95 ms": [_percentile(row, "p95").removesuffix(" ms") for row in rows],
+        "p99 ms": [_percentile(row, "p99").removesuffix(" ms") for row in rows],
+        "tokens/s": [_rate(row) for row in rows],
+        "peak memory": [_bytes(row["peak_memory_bytes"]) for row in rows],
+        "MFU": [_part(row.get("mfu")) for row in rows],
+        "MBU": [_part(row.get("mbu")) for row in rows],
+        **{f"{name.upper()} p50": [_latency(row, name) for row in rows] for name in _LATENCIES},
+        "calls": [str(row["calls"]) for row in rows],
+        "clock, cache": [f"{row.get('clock', 'host')}, {row.get('cache', 'warm')}" for row in rows],
+        "steady": [("yes" if row["steady"] else "no") if row["measured"] else "not measured" for row in rows],
+    }
+    optional = {"p95 ms", "p99 ms", "MFU", "MBU", *(f"{name.upper()} p50" for name in _LATENCIES)}
+    header = [name for name, cells in columns.items() if name not in optional or any(cells)]
+    return header, [[columns[name][place] for name in header] for place in range(len(rows))]
+
+
+def _percentile(row: dict[str, Any], name: str) -> str:
+    """In ms; "" where it is withheld."""
+    return _milliseconds(row.get("percentiles"), name)
+
+
+def _latency(row: dict[str, Any], name: str) -> str:
+    """The median of a latency of generation, in ms; "" where there is none."""
+    return _milliseconds((row.get("latencies") or {}).get(name), "p50")
+
+
+def _milliseconds(percentiles: dict[str, Any] | None, name: str) -> str:
+    value = ((percentiles or {}).get(name) or {}).get("value")
+    return "" if value is None else f"{value * 1e3:.2f} ms"
+
+
+def _rate(row: dict[str, Any]) -> str:
+    """Tokens per second; "" of work that has none."""
+    return f"{row['tokens_per_second']:,.0f}" if row["tokens_per_second"] else ""
+
+
+def _part(value: float | None) -> str:
+    return "" if value is None else f"{value:.1%}"
 
 
 def _table(header: list[str], rows: list[list[str]]) -> str:

@@ -1,7 +1,4 @@
-"""StorageMeter: the bytes that operations hold and their FLOPs, seen as they are dispatched.
-
-Shapes: B batch, H heads, T queries, K and S keys, D width of a head.
-"""
+"""StorageMeter: the bytes that operations hold and their FLOPs, seen as they are dispatched."""
 
 from __future__ import annotations
 
@@ -11,18 +8,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from math import prod
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
+from stackwise.benchmark.flops.counted import operation_flops
 from stackwise.training.phase_model import PhaseModel
 from stackwise.training.step import TrainStep
 
-__all__ = ["StepFacts", "StorageMeter", "flops_of", "tensors_of", "uncollected", "watch"]
+__all__ = ["StepFacts", "StorageMeter", "tensors_of", "uncollected", "watch"]
 
 
 @dataclass
@@ -68,7 +64,7 @@ class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.held += storage.nbytes()
                 weakref.finalize(storage, self._ended, key)
         self.peak = max(self.peak, self.held)
-        self.flops += flops_of(function, args, kwargs, result)
+        self.flops += operation_flops(function, args, kwargs, result)
         return result
 
     def _ended(self, key: int) -> None:
@@ -127,22 +123,6 @@ def uncollected() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
-
-
-def flops_of(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """FLOPs of one operation, matrix products and attention; 0 of all else."""
-    packet = function._overloadpacket
-    name = packet.__name__
-    if name.startswith("_scaled_dot_product_"):
-        # As torch counts it, which knows neither the kernel of the CPU nor grouped heads.
-        backward = "_backward" in name
-        q_BHTD, k_BKSD, v_BKSD = args[backward : 3 + backward]
-        pairs = 2 * prod(q_BHTD.shape[:3]) * k_BKSD.shape[2]
-        width, of_values = q_BHTD.shape[-1], v_BKSD.shape[-1]
-        return int(pairs * (3 * width + 2 * of_values if backward else width + of_values))
-    if packet not in flop_registry:
-        return 0
-    return int(flop_registry[packet](*args, **kwargs, out_val=result))
 
 
 def tensors_of(tree: object) -> list[Tensor]:

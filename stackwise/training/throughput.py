@@ -14,9 +14,9 @@ from typing import TypeVar
 import torch
 
 from stackwise.argument import check_sizes, require
-from stackwise.benchmark.memory import high_water_mark
+from stackwise.benchmark.memory.peak import high_water_mark
 
-__all__ = ["Throughput", "ThroughputMeter", "model_flops_per_token", "peak_memory_so_far"]
+__all__ = ["Throughput", "ThroughputMeter", "peak_memory_so_far"]
 
 Item = TypeVar("Item")
 
@@ -56,7 +56,7 @@ class ThroughputMeter:
 
     Args:
         device: whose memory is read.
-        flops_per_token: see `model_flops_per_token`; None: no utilisation.
+        flops_per_token: of the model, see `stackwise.benchmark.flops.closed_form`; None: no utilisation.
         peak_flops: operations per second of all devices that share the tokens; None: no utilisation.
         window: how many readings back the recent rate begins.
         clock: seconds.
@@ -149,25 +149,6 @@ class ThroughputMeter:
 
 def _rate(amount: float, seconds: float) -> float:
     return amount / seconds if seconds > 0 else 0.0
-
-
-def model_flops_per_token(n_parameters: int, n_layers: int, d_model: int, seq_len: int) -> float:
-    """FLOPs that training needs per token: 6 N + 12 L d T (Chowdhery et al. 2022, arXiv:2204.02311, B).
-
-    Attention is counted in full, also where it is causal, and recomputed activations are not counted: figures
-    that are compared must be alike in both.
-
-    Args:
-        n_parameters: N, of those that multiply: an embedding that is only looked up is none of them.
-        n_layers: L.
-        d_model: d, the width of all heads together.
-        seq_len: T.
-
-    Raises:
-        ValueError: a size that is no positive integer.
-    """
-    check_sizes(n_parameters=n_parameters, n_layers=n_layers, d_model=d_model, seq_len=seq_len)
-    return 6.0 * n_parameters + 12.0 * n_layers * d_model * seq_len
 
 
 def peak_memory_so_far(device: torch.device) -> int:

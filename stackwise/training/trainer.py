@@ -15,7 +15,8 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from stackwise.argument import require
-from stackwise.benchmark.peak_rate import peak_flops
+from stackwise.benchmark.flops.closed_form import model_flops
+from stackwise.benchmark.flops.peak_rate import peak_flops
 from stackwise.checkpoint import Termination
 from stackwise.config import StackWiseConfig
 from stackwise.model.mode import evaluating
@@ -43,7 +44,7 @@ from stackwise.training.run import RackRun
 from stackwise.training.schedule import get_lr_with_warmup
 from stackwise.training.scope import Phase, plan_phases
 from stackwise.training.targets import Targets
-from stackwise.training.throughput import ThroughputMeter, model_flops_per_token
+from stackwise.training.throughput import ThroughputMeter
 
 __all__ = ["ArchitectureTrainer"]
 
@@ -312,9 +313,8 @@ class ArchitectureTrainer:
         """Counts tokens; utilisation only where all of the Rack trains, as it is defined for that."""
         settings, flops, peak = self.config.training, None, peak_flops(self.device)
         if settings.training_architecture == "rackwise" and not settings.scope.growth:
-            looked_up = 0 if rack.tie_embeddings else rack.embedding.weight.numel()
-            n_parameters = rack.get_parameter_count() - looked_up
-            flops = model_flops_per_token(n_parameters, len(blocks_of(rack)), rack.d_model, settings.seq_len)
+            count = model_flops(rack, batch_size=1, seq_len=settings.seq_len, mode="train")
+            flops = None if count is None else count.per_token()
         peak = None if peak is None else peak * self.processes.world_size
         return ThroughputMeter(self.device, flops_per_token=flops, peak_flops=peak)
 

@@ -1,5 +1,7 @@
 """What a workload does to its model, and the sizes that it refuses."""
 
+from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -7,10 +9,14 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from stackwise.benchmark import Workload, call_once, model_workload
-from stackwise.benchmark.workload import MODES, check_shape
+from stackwise.benchmark import Workload, call_once, model_workload, workload
+from stackwise.benchmark.cache_rewind import RewoundCache
+from stackwise.benchmark.flops.peak_rate import PeakRate
+from stackwise.benchmark.workload import MODES, callable_workload, check_shape, trainer_workload
+from stackwise.inference import logits_of
 from stackwise.model import create_simple_rack
 from stackwise.spec import ModelSpec
+from stackwise.trainer_spec import TrainerSpec
 
 
 @pytest.fixture
@@ -103,15 +109,23 @@ def test_frozen_weights_are_not_trained(subjects):
     assert len(kept) == len(list(subjects.gru().parameters())) - 1
 
 
-@pytest.mark.parametrize("name", ["rack", "llama", "x_decoder", "encoder"])
-@pytest.mark.parametrize("mode", MODES)
-def test_other_models(subjects, name, mode):
-    workload = model_workload(ModelSpec.of(getattr(subjects, name)), mode, batch_size=2, seq_len=6)
-    workload.call()
-    workload.call()
-    assert workload.name == f"{name} {mode}"
-    assert workload.tokens == 12
-    assert workload.device == torch.device("cpu")
+@pytest.mark.parametrize("name", ["rack", "llama", "x_decoder", "gru", "encoder"])
+@pytest.mark.parametrize(
+    ("mode", "tokens"), [("forward", 12), ("train", 12), ("prefill", 12), ("decode", 2), ("generate", 6)]
+)
+def test_other_models(subjects, name, mode, tokens):
+    spec = ModelSpec.of(getattr(subjects, name))
+    if (name, mode) == ("encoder", "generate"):
+        with pytest.raises(ValueError, match=r"mode: got 'generate'; allowed: .*: encoder takes vectors"):
+            model_workload(spec, mode, batch_size=2, seq_len=6, new_tokens=3)
+        return
+    made = model_workload(spec, mode, batch_size=2, seq_len=6, new_tokens=3)
+    made.call()
+    made.call()
+    assert made.name == f"{name} {mode}"
+    assert (made.tokens, made.mode, made.batch_size, made.seq_len) == (tokens, mode, 2, 6)
+    assert made.new_tokens == (3 if mode == "generate" else 0)
+    assert made.device == torch.device("cpu")
 
 
 def test_weights_and_inputs_come_from_the_seed(subjects):
@@ -153,10 +167,274 @@ def test_sizes(watched, key, value):
     assert not watched[1]
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "allowed"),
+    [
+        ("dtype", "bf16", "'float32', 'bfloat16', 'float16', 'float64'"),
+        ("dtype", torch.bfloat16, "'float32'"),
+        ("compile", "fast", "True, False, default, reduce-overhead"),
+        ("loop", "mine", "'common', 'own'"),
+        ("new_tokens", 0, "an integer >= 1"),
+    ],
+    ids=["dtype", "torch dtype", "compile", "loop", "new_tokens"],
+)
+def test_other_settings(watched, key, value, allowed):
+    with pytest.raises(ValueError, match=f"{key}: got {value!r}; allowed: {allowed}"):
+        model_workload(watched[0], "forward", batch_size=1, seq_len=1, **{key: value})
+    assert not watched[1]
+
+
+def test_the_common_loop_is_not_compiled(watched):
+    # It grows by a token at each step.
+    with pytest.raises(ValueError, match="loop: got 'common'; allowed: 'own', where mode is 'generate'"):
+        model_workload(watched[0], "generate", batch_size=1, seq_len=1, compile=True)
+
+
+@pytest.mark.parametrize(("mode", "room"), [("forward", 32), ("decode", 31), ("generate", 27)])
+def test_room_for_what_is_to_come(watched, mode, room):
+    sizes = {"batch_size": 1, "new_tokens": 5}
+    model_workload(watched[0], mode, seq_len=room, **sizes)
+    with pytest.raises(ValueError, match=f"seq_len: got {room + 1}.*watched takes at most 32 positions"):
+        model_workload(watched[0], mode, seq_len=room + 1, **sizes)
+
+
+@pytest.mark.parametrize("mode", ["prefill", "decode", "generate"])
+def test_a_model_that_is_not_causal_has_no_next_token(subjects, mode):
+    spec = ModelSpec.of(subjects.bidirectional_rack)
+    with pytest.raises(ValueError, match="allowed: 'forward', 'train': bidirectional_rack is not causal"):
+        model_workload(spec, mode, batch_size=1, seq_len=4)
+
+
 def test_beyond_the_model(watched):
     model_workload(watched[0], "forward", batch_size=1, seq_len=32)
     with pytest.raises(ValueError, match="seq_len: got 33; watched takes at most 32 positions"):
         model_workload(watched[0], "forward", batch_size=1, seq_len=33)
+
+
+def kept_logits(spec):
+    """The spec with a decode that keeps what it was asked and what it said."""
+    seen = []
+
+    def decode(model, inputs, cache):
+        output, cache = spec.decode(model, inputs, cache)
+        seen.append((tuple(inputs.shape), logits_of(output)[:, -1].clone()))
+        return output, cache
+
+    return replace(spec, decode=decode), seen
+
+
+CACHING = ["rack", "window_rack", "llama", "gpt2", "x_decoder"]
+
+
+@pytest.mark.parametrize("name", CACHING)
+def test_prefill_starts_with_nothing(subjects, name):
+    spec = ModelSpec.of(getattr(subjects, name))
+    watched_spec, seen = kept_logits(spec)
+    made = model_workload(watched_spec, "prefill", batch_size=2, seq_len=7, seed=3)
+    for _ in range(3):
+        made.call()
+    expected = spec.logits(spec.create(seed=3).eval(), spec.batch(2, 7, seed=3))[:, -1]
+    assert [shape for shape, _ in seen] == [(2, 7)] * 3
+    for _, logits in seen:
+        torch.testing.assert_close(logits, expected)
+    assert made.execution()["prefill"] == "into an empty cache"
+
+
+@pytest.mark.parametrize("prepared", [True, False])
+@pytest.mark.parametrize("name", CACHING)
+def test_decode_finds_the_same_context_each_time(subjects, name, prepared):
+    spec = ModelSpec.of(getattr(subjects, name))
+    watched_spec, seen = kept_logits(spec)
+    made = model_workload(watched_spec, "decode", batch_size=2, seq_len=7, seed=3)
+    seen.clear()
+    for _ in range(4):
+        if prepared and made.prepare:
+            made.prepare()
+        made.call()
+    expected = spec.logits(spec.create(seed=3).eval(), spec.batch(2, 8, seed=3))[:, -1]
+    assert [shape for shape, _ in seen] == [(2, 1)] * 4
+    for _, logits in seen:
+        torch.testing.assert_close(logits, expected)
+        assert torch.equal(logits, seen[0][1])
+
+
+def test_a_context_that_grows_is_another_number(subjects):
+    """What a loop does that feeds its cache on, and what ours does not: see the test above."""
+    spec = ModelSpec.of(subjects.llama)
+    model, ids = spec.create(seed=3).eval(), spec.batch(2, 8, seed=3)
+    _, cache = spec.decode(model, ids[:, :-1], None)
+    said = [logits_of(spec.decode(model, ids[:, -1:], cache)[0])[:, -1] for _ in range(2)]
+    assert (said[0] - said[1]).abs().max() > 1e-4
+    assert cache.get_seq_length() == 9
+
+
+def test_a_cache_is_put_back_outside_of_the_time(subjects, monkeypatch):
+    copied, rewind = [], RewoundCache.rewind
+    monkeypatch.setattr(RewoundCache, "rewind", lambda self: copied.append(1) or rewind(self))
+    made = model_workload(ModelSpec.of(subjects.llama), "decode", batch_size=1, seq_len=4)
+    made.prepare()
+    before = len(copied)
+    made.call()
+    assert len(copied) == before, "nothing is left to copy in a call that was prepared"
+    made.call()
+    assert len(copied) == before + 1, "one that was not prepares itself"
+
+
+def test_a_cache_that_is_handed_on_needs_no_copy(subjects):
+    """Of a model that gives a new one at each step."""
+
+    def decode(model, inputs, cache):
+        ids = inputs if cache is None else torch.cat((cache, inputs), dim=1)
+        return model(ids)[:, -inputs.shape[1] :], ids
+
+    made = model_workload(ModelSpec.of(subjects.gru, decode=decode), "decode", batch_size=1, seq_len=4)
+    assert made.prepare is None
+    assert made.execution() == {"decode": "with a cache"}
+
+
+def test_a_model_without_cache_says_so(watched):
+    spec, _, seen = watched
+    told = {}
+    for mode, shapes in {"prefill": [(3, 7)], "decode": [(3, 8)], "generate": [(3, 7), (3, 8)]}.items():
+        made = model_workload(spec, mode, batch_size=3, seq_len=7, new_tokens=2)
+        for _ in range(2):
+            seen.clear()
+            made.call()
+            # The second call finds what the first did: nothing has grown.
+            assert seen == [(shape, False, False) for shape in shapes]
+        told |= made.execution()
+    assert all("the model keeps no cache" in text for text in told.values())
+    assert set(told) == {"prefill", "decode", "generate"}
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float64"])
+@pytest.mark.parametrize("mode", ["forward", "train", "decode"])
+def test_dtype_of_weights_and_inputs(subjects, mode, name):
+    dtype = getattr(torch, name)
+    for subject in (subjects.llama, subjects.causal_encoder):
+        made = model_workload(ModelSpec.of(subject), mode, batch_size=2, seq_len=4, dtype=name)
+        made.call()
+        assert {p.dtype for p in made.model.parameters()} == {dtype}
+
+
+def tables():
+    return nn.Sequential(nn.Embedding(11, 4), nn.Linear(4, 11))
+
+
+class TestCompile:
+    @pytest.fixture(autouse=True)
+    def _eager(self, monkeypatch):
+        """What the compiler hands on is run as it is: how it is captured is what these tests are about."""
+        monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+        torch._dynamo.reset()
+        yield
+        torch._dynamo.reset()
+
+    @pytest.mark.parametrize("mode", ["forward", "train", "decode"])
+    def test_modes(self, subjects, mode):
+        # The compiler looks classes up by their module, which those of `subjects` do not have.
+        spec = ModelSpec.of(subjects.rack if mode == "decode" else tables)
+        made = model_workload(spec, mode, batch_size=2, seq_len=4, compile=True)
+        made.call()
+        assert made.execution()["compile"] == "1 graph"
+
+    def test_no_shape_of_a_sweep_is_left_out(self):
+        """The compiler keeps 8 graphs of one code object, and runs more shapes as they are, untold."""
+        spec = ModelSpec.of(tables)
+        for seq_len in range(4, 14):
+            made = model_workload(spec, "forward", batch_size=1, seq_len=seq_len, compile=True)
+            assert made.execution()["compile"] == "1 graph", seq_len
+
+    def test_a_compiler_that_is_off_is_told(self):
+        with torch._dynamo.config.patch(disable=True):
+            made = model_workload(ModelSpec.of(tables), "forward", batch_size=1, seq_len=4, compile=True)
+        assert made.execution()["compile"] == "asked for, but no graph was captured"
+
+
+def test_a_training_step_of_anybodys_loop(subjects):
+    steps = []
+
+    def step(model, optimizer, batch):
+        loss = model(batch["input_ids"]).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        steps.append(tuple(batch["input_ids"].shape))
+        return loss.detach()
+
+    spec = TrainerSpec.from_function(step, subjects.gru, name="loop", seq_len=5)
+    steps.clear()
+    made = trainer_workload(spec, batch_size=3)
+    before = weights(made.model)
+    made.call()
+    assert (made.name, made.tokens, made.mode, steps) == ("loop step", 15, "train", [(3, 5)])
+    assert same(before, weights(made.model)) != list(before)
+    with pytest.raises(ValueError, match="batch_size: got 0; allowed: an integer >= 1"):
+        trainer_workload(spec, batch_size=0)
+
+
+def test_anything_that_can_be_called():
+    calls = []
+
+    def work():
+        calls.append("work")
+
+    made = callable_workload(work, tokens=4, prepare=lambda: calls.append("prepare"))
+    assert (made.name, made.tokens, made.device) == ("work", 4, torch.device("cpu"))
+    assert call_once(made).tokens == 4
+    assert calls == ["prepare", "work"]
+    assert callable_workload(work, name="other").name == "other"
+    with pytest.raises(ValueError, match="call: got 3; allowed: a function that takes no arguments"):
+        callable_workload(3)
+    with pytest.raises(ValueError, match="tokens: got -1; allowed: an integer >= 0"):
+        callable_workload(work, tokens=-1)
+
+
+class TestUtilization:
+    """A utilisation is of a peak that is known, and of work whose size is."""
+
+    PEAK = PeakRate("here", "measured", {"float32": 1e9}, 1e8, {})
+
+    @pytest.fixture
+    def llama(self):
+        # Per token: q, k, v, o of 8 x 8; gate, up, down of 8 x 12; head of 8 x 10: 624 products.
+        config = LlamaConfig(
+            vocab_size=10,
+            hidden_size=8,
+            intermediate_size=12,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            tie_word_embeddings=True,
+        )
+        return ModelSpec.of(lambda: LlamaForCausalLM(config))
+
+    def test_of_a_measured_peak(self, llama, monkeypatch):
+        monkeypatch.setattr(workload, "measured_peak", lambda device, dtype: self.PEAK)
+        made = model_workload(llama, "forward", batch_size=3, seq_len=5)
+        # Of attention 5 x 5 pairs of 8 numbers, twice.
+        flops = 3 * (5 * 2 * 624 + 2 * 2 * 5 * 5 * 8)
+        assert made.utilization(2.0, "measured").mfu == pytest.approx(flops / 2.0 / 1e9)
+        assert made.utilization(2.0, "measured").mbu is None
+
+    def test_of_decoding(self, llama, monkeypatch):
+        monkeypatch.setattr(workload, "measured_peak", lambda device, dtype: self.PEAK)
+        made = model_workload(llama, "decode", batch_size=3, seq_len=5)
+        # Weights and three gains of 8; keys and values of 5 tokens read and of one written, 8 numbers each.
+        moved = 4 * (624 + 3 * 8) + 4 * 3 * 2 * 8 * (5 + 1)
+        assert made.utilization(2.0, "measured").mbu == pytest.approx(moved / 2.0 / 1e8, rel=0.02)
+
+    def test_nobody_publishes_that_of_a_cpu(self, llama):
+        made = model_workload(llama, "forward", batch_size=1, seq_len=4)
+        assert made.utilization(1.0).mfu is None
+
+    def test_of_unknown_work(self, llama):
+        assert callable_workload(list).utilization(1.0) is None
+        made = model_workload(llama, "generate", batch_size=1, seq_len=4, new_tokens=2)
+        assert made.utilization(1.0) is None
+
+    def test_another_peak(self, llama):
+        with pytest.raises(ValueError, match="peak: got 'best'; allowed: 'published', 'measured'"):
+            callable_workload(list).utilization(1.0, "best")
 
 
 def test_a_workload_of_ones_own():

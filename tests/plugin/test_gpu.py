@@ -48,6 +48,7 @@ def test_no_test_runs_where_there_is_no_gpu(pytester, folder, run, source):
     assert not (folder / "ran").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", [MARKED, ORDINARY], ids=["marked", "ordinary"])
 def test_no_worker_runs_a_test_where_there_is_no_gpu(pytester, folder, run_apart, source):
     pytester.makepyfile(source)

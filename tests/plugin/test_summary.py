@@ -139,6 +139,7 @@ def test_file_that_cannot_be_collected_is_no_pass(pytester, run, report):
     assert report()["verdict"] == "FAIL"
 
 
+@pytest.mark.slow
 def test_run_that_ended_early_is_no_pass(pytester, run_apart, report):
     pytester.makepyfile(SOUND + "def test_last(): raise KeyboardInterrupt\ndef test_never(): pass")
     result = run_apart("--stackwise-report=out.json")

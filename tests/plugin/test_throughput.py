@@ -37,7 +37,7 @@ def test_marker_alone_says_what_is_measured(pytester, run, report):
         def test_speed(throughput):
             measurement = throughput(models.plain)
             assert measurement.tokens == 24
-            assert sum(measurement.seconds) >= 1.0
+            assert sum(measurement.seconds) * measurement.calls_per_sample >= 1.0
         """
     )
     run("--stackwise-report=out.json").assert_outcomes(passed=1)
@@ -224,8 +224,8 @@ def test_without_benchmark_the_summary_is_still_there(pytester, run, report):
         [
             "*= stackwise =*",
             "throughput",
-            "  plain  forward 2 x 4 on cpu  * tokens/s, median * ms of 3 calls*",
-            "  plain  forward 2 x 8 on cpu  * tokens/s, median * ms of 3 calls*",
+            "  plain  forward 2 x 4 on cpu  * tokens/s, median * ms of * calls*peak memory *, warm cache",
+            "  plain  forward 2 x 8 on cpu  * tokens/s, median * ms of * calls*peak memory *, warm cache",
             "verdict: PASS (throughput: 2 measured)",
         ]
     )
@@ -283,3 +283,253 @@ def test_length_that_contradicts_the_test(pytester, run):
     result = run()
     result.assert_outcomes(passed=1, failed=1)
     result.stdout.fnmatch_lines(["E *seq_len: got 8; the test is parametrized with 16"])
+
+
+@pytest.mark.parametrize("mode", ["prefill", "decode", "generate"])
+def test_other_modes(pytester, folder, run, report, mode):
+    pytester.makepyfile(
+        f"""
+        import models, pytest
+        @pytest.mark.throughput(mode="{mode}", batch_size=2, seq_len=6, new_tokens=3)
+        def test_speed(throughput): throughput(models.rack, **models.QUICK)
+        """
+    )
+    run("--benchmark-json=bench.json", "--stackwise-report=out.json").assert_outcomes(passed=1)
+    [record] = report()["throughput"]
+    [entry] = json.loads((folder / "bench.json").read_text())["benchmarks"]
+    assert (record["mode"], record["batch_size"], record["seq_len"]) == (mode, 2, 6)
+    assert record["new_tokens"] == (3 if mode == "generate" else None)
+    assert entry["stats"]["median"] == pytest.approx(record["median_seconds"], rel=1e-9)
+    assert ("latencies" in record) == (mode == "generate")
+
+
+def test_generation_is_told_in_the_summary(pytester, run):
+    pytester.makepyfile(
+        """
+        import models
+        def test_speed(throughput):
+            found = throughput(models.rack, mode="generate", seq_len=4, new_tokens=3, **models.QUICK)
+            assert len(found.itl) == 6 and found.prefill_tokens_per_second > 0
+        """
+    )
+    result = run()
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines(
+        ["  rack  generate 1 x 4 + 3 on cpu  * tokens/s, median *, TTFT * ms, ITL * ms, TPOT * ms*"]
+    )
+
+
+def test_default_length_leaves_room_for_what_is_to_come(pytester, run, report):
+    pytester.makepyfile(
+        """
+        import models, pytest
+        from stackwise import ModelSpec
+        spec = ModelSpec.of(models.plain, max_length=12)
+        @pytest.mark.parametrize("mode", ["forward", "decode", "generate"])
+        def test_speed(throughput, mode): throughput(spec, mode=mode, new_tokens=5, **models.QUICK)
+        """
+    )
+    run("--stackwise-report=out.json").assert_outcomes(passed=3)
+    assert [record["seq_len"] for record in report()["throughput"]] == [12, 11, 7]
+
+
+def test_dtype_and_compile_are_settings_like_any_other(pytester, run, report):
+    pytester.makepyfile(
+        """
+        import functools, models, pytest, torch
+        @pytest.mark.parametrize(("dtype", "compile"), [("float64", False), ("bfloat16", True)])
+        def test_speed(throughput, monkeypatch, dtype, compile):
+            monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+            throughput(models.rack, seq_len=4, dtype=dtype, compile=compile, **models.QUICK)
+        """
+    )
+    result = run("--stackwise-report=out.json")
+    result.assert_outcomes(passed=2)
+    records = report()["throughput"]
+    assert [(r["dtype"], r["compile"]) for r in records] == [("float64", False), ("bfloat16", True)]
+    assert ["compile" in record["execution"] for record in records] == [False, True]
+    result.stdout.fnmatch_lines(["  rack  forward 1 x 4 bfloat16 compiled on cpu  *"])
+
+
+def test_training_step_of_anybodys_loop(pytester, run, report):
+    pytester.makepyfile(
+        """
+        import models
+        def test_speed(throughput):
+            assert throughput(models.loop_spec(), seq_len=5, **models.QUICK).tokens == 10
+        """
+    )
+    run("--stackwise-report=out.json").assert_outcomes(passed=1)
+    [record] = report()["throughput"]
+    assert (record["model"], record["mode"], record["batch_size"], record["seq_len"]) == (
+        "loop",
+        "train",
+        2,
+        5,
+    )
+
+
+def test_anything_that_can_be_called(pytester, run, report):
+    pytester.makepyfile(
+        """
+        import models
+        from stackwise.benchmark.workload import callable_workload
+        def test_speed(throughput): throughput(callable_workload(list, name="nothing"), **models.QUICK)
+        """
+    )
+    result = run("--stackwise-report=out.json")
+    result.assert_outcomes(passed=1)
+    [record] = report()["throughput"]
+    assert (record["model"], record["mode"], record["batch_size"]) == ("nothing", "call", None)
+    assert record["calls_per_sample"] > 1
+    result.stdout.fnmatch_lines(["  nothing  call on cpu  median *"])
+
+
+def test_short_calls_are_replayed_with_their_iterations(pytester, folder, run):
+    """Of calls below 50 us a sample is the mean of several, which pytest-benchmark calls iterations."""
+    pytester.makepyfile(
+        """
+        import json, models, pathlib
+        from stackwise.benchmark.workload import callable_workload
+        def test_speed(throughput):
+            found = throughput(callable_workload(list), **models.QUICK)
+            pathlib.Path("measured.json").write_text(json.dumps([found.seconds, found.calls_per_sample]))
+        """
+    )
+    run("--benchmark-json=bench.json").assert_outcomes(passed=1)
+    seconds, calls = json.loads((folder / "measured.json").read_text())
+    stats = json.loads((folder / "bench.json").read_text())["benchmarks"][0]["stats"]
+    assert (stats["rounds"], stats["iterations"]) == (len(seconds), calls)
+    assert stats["data"] == pytest.approx(seconds, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("subject", "key"),
+    [
+        ("callable_workload(list)", "mode"),
+        ("callable_workload(list)", "dtype"),
+        ("models.loop_spec()", "mode"),
+    ],
+    ids=["workload", "workload dtype", "trainer"],
+)
+def test_settings_that_the_subject_has_itself(pytester, run, subject, key):
+    pytester.makepyfile(
+        f"""
+        import models
+        from stackwise.benchmark.workload import callable_workload
+        def test_speed(throughput): throughput({subject}, {key}="float32" if "{key}" == "dtype" else "train")
+        """
+    )
+    result = run()
+    assert result.parseoutcomes()["failed"] == 1
+    result.stdout.fnmatch_lines([f"E *{key}: got *; allowed: none here, a * has its own*"])
+
+
+class TestLimits:
+    """min_tokens_per_second and max_memory hold a measurement to a number."""
+
+    TEST = """
+        import models, pytest
+        @pytest.mark.{marker}
+        def test_speed(throughput): throughput(models.plain, seq_len=8, **models.QUICK)
+        """
+
+    @pytest.mark.parametrize("plugins", [(), ("-p", "no:benchmark")], ids=["with benchmark", "alone"])
+    @pytest.mark.parametrize(
+        ("marker", "counts"),
+        [
+            ("min_tokens_per_second(1)", {"passed": 1}),
+            ("min_tokens_per_second(1e15)", {"failed": 1}),
+            ("max_memory('100 GiB')", {"passed": 1}),
+            ("max_memory('1 MiB')", {"failed": 1}),
+        ],
+    )
+    def test_limit(self, pytester, run, plugins, marker, counts):
+        pytester.makepyfile(self.TEST.format(marker=marker))
+        result = run(*plugins)
+        result.assert_outcomes(**counts)
+        if "failed" in counts:
+            result.stdout.fnmatch_lines([f"E *{marker.partition('(')[0]}: *"])
+
+    def test_what_was_measured_is_kept_beyond_the_limit(self, pytester, folder, run, report):
+        pytester.makepyfile(self.TEST.format(marker="min_tokens_per_second(1e15)"))
+        run("--benchmark-json=bench.json", "--stackwise-report=out.json").assert_outcomes(failed=1)
+        assert report()["throughput"][0]["measured"] is True
+        assert json.loads((folder / "bench.json").read_text())["benchmarks"][0]["stats"]["rounds"] > 0
+
+    def test_one_call_is_no_measurement(self, pytester, run):
+        """Never green: where benchmarks are disabled nothing is known of a rate."""
+        pytester.makepyfile(self.TEST.format(marker="min_tokens_per_second(1)"))
+        result = run("--benchmark-disable", "-rs")
+        result.assert_outcomes(skipped=1)
+        result.stdout.fnmatch_lines(["*min_tokens_per_second: benchmarks are disabled*"])
+
+    @pytest.mark.parametrize(("limit", "counts"), [("100 GiB", {"passed": 1}), ("1 MiB", {"failed": 1})])
+    def test_memory_is_no_matter_of_time(self, pytester, run, limit, counts):
+        pytester.makepyfile(self.TEST.format(marker=f"max_memory('{limit}')"))
+        run("--benchmark-disable").assert_outcomes(**counts)
+
+    def test_work_without_tokens(self, pytester, run):
+        pytester.makepyfile(
+            """
+            import models, pytest
+            from stackwise.benchmark.workload import callable_workload
+            @pytest.mark.min_tokens_per_second(1)
+            def test_speed(throughput): throughput(callable_workload(list), **models.QUICK)
+            """
+        )
+        result = run()
+        result.assert_outcomes(failed=1)
+        result.stdout.fnmatch_lines(
+            ["E *min_tokens_per_second: list does not say how many tokens it handles*"]
+        )
+
+    @pytest.mark.parametrize("marker", ["min_tokens_per_second(1)", "max_memory('1 GiB')"])
+    def test_marked_test_that_measures_nothing(self, pytester, run, marker):
+        pytester.makepyfile(
+            f"""
+            import pytest
+            @pytest.mark.{marker}
+            def test_speed(throughput): pass
+            """
+        )
+        result = run("-W", "default")
+        assert result.parseoutcomes()["failed"] == 1
+        name = marker.partition("(")[0]
+        result.stdout.fnmatch_lines([f"*the test is marked {name} but never called throughput*"])
+
+
+def test_one_measures_at_a_time(pytester, folder, run):
+    """The device is locked from the making of the model on."""
+    pytester.makeconftest(
+        """
+        import contextlib, pathlib
+        from pytest_stackwise import device
+        @contextlib.contextmanager
+        def lock(config):
+            with pathlib.Path("order").open("a") as file:
+                file.write("locked ")
+                file.flush()
+                yield
+                file.write("free ")
+        device.lock = lock
+        """
+    )
+    pytester.makepyfile(
+        """
+        import models, pathlib
+        def plain():
+            with pathlib.Path("order").open("a") as file: file.write("made ")
+            return models.plain()
+        def test_speed(throughput): throughput(plain, **models.QUICK)
+        """
+    )
+    from pytest_stackwise import device
+
+    lock = device.lock
+    try:
+        run().assert_outcomes(passed=1)
+    finally:
+        device.lock = lock
+    order = (folder / "order").read_text().split()
+    assert (order[0], order[-1], set(order[1:-1])) == ("locked", "free", {"made"})

@@ -101,6 +101,7 @@ def test_crash_of_a_worker_is_no_pass(pytester, run_apart, report):
     assert len(report()["stability"]) == 1
 
 
+@pytest.mark.slow
 def test_choice_of_checks_reaches_the_workers(pytester, folder, run_apart, report):
     pytester.makepyfile(
         """

@@ -329,6 +329,7 @@ def test_markdown():
         "40,960",
         "300 MiB",
         "80",
+        "host, warm",
         "yes",
     ]
 
@@ -506,3 +507,67 @@ def test_folder_in_the_place_of_the_file(tmp_path):
     with pytest.raises(OSError):
         Report().write(tmp_path / "r.md")
     assert names_in(tmp_path) == ["r.md"]
+
+
+def percentiles(**values):
+    return {name: {"q": 50, "value": value, "low": None, "high": None} for name, value in values.items()}
+
+
+MORE = {
+    "percentiles": percentiles(p50=0.0125, p95=0.0131, p99=None),
+    "mfu": 0.41234,
+    "mbu": None,
+    "clock": "device",
+    "cache": "cold",
+    "dtype": "bfloat16",
+    "compile": True,
+}
+GENERATION = THROUGHPUT | {
+    "mode": "generate",
+    "new_tokens": 16,
+    "percentiles": percentiles(p50=0.0125),
+    "latencies": {"ttft": percentiles(p50=0.003), "itl": percentiles(p50=0.0006), "tpot": {}},
+    "mbu": 0.5,
+}
+
+
+def test_lines_of_throughput_say_what_is_known():
+    _, line, generation, call, _ = Report(
+        throughput=[
+            THROUGHPUT | MORE,
+            GENERATION,
+            THROUGHPUT | {"mode": "call", "batch_size": None, "seq_len": None, "tokens_per_second": 0.0},
+        ]
+    ).lines()
+    assert "train 4 x 128 bfloat16 compiled on cpu" in line
+    assert "p95 13.10 ms" in line
+    assert "p99" not in line, "it is withheld"
+    assert "MFU 41.2%" in line
+    assert "MBU" not in line
+    assert line.endswith("cold cache, device clock")
+    assert "generate 4 x 128 + 16 on cpu" in generation
+    assert "MBU 50.0%, TTFT 3.00 ms, ITL 0.60 ms" in generation
+    assert "TPOT" not in generation
+    assert "call on cpu  median 12.50 ms of 80 calls" in call
+    assert "tokens/s" not in call
+
+
+def test_table_of_throughput_has_the_columns_that_say_something():
+    [table] = tables(Report(throughput=[THROUGHPUT | MORE, GENERATION]).markdown())
+    assert cells(table[0]) == [
+        "model",
+        "workload",
+        "median ms",
+        "p95 ms",
+        "tokens/s",
+        "peak memory",
+        "MFU",
+        "MBU",
+        "TTFT p50",
+        "ITL p50",
+        "calls",
+        "clock, cache",
+        "steady",
+    ]
+    assert cells(table[2])[3:8] == ["13.10", "40,960", "300 MiB", "41.2%", ""]
+    assert cells(table[3])[8:12] == ["3.00 ms", "0.60 ms", "80", "host, warm"]

@@ -1,17 +1,14 @@
-"""ThroughputMeter by the test's own clock, FLOPs as counted of matrix products, memory of a process."""
+"""ThroughputMeter by the test's own clock, and memory of a process."""
 
 import subprocess
 import sys
 
 import pytest
 import torch
-from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from stackwise.training.throughput import (
     Throughput,
     ThroughputMeter,
-    model_flops_per_token,
     peak_memory_so_far,
 )
 
@@ -119,43 +116,6 @@ def test_begin_anew(clock):
 def test_window_of_none():
     with pytest.raises(ValueError, match="window: got 0"):
         ThroughputMeter(CPU, window=0)
-
-
-class Attention(nn.Module):
-    """One layer without a feed-forward part: four projections, and each token with each."""
-
-    def __init__(self, d, n_heads):
-        super().__init__()
-        self.n_heads = n_heads
-        self.projections = nn.ModuleList(nn.Linear(d, d, bias=False) for _ in range(4))
-
-    def forward(self, x_BTD):
-        B, T, D = x_BTD.shape
-        q, k, v = (p(x_BTD).view(B, T, self.n_heads, -1).transpose(1, 2) for p in self.projections[:3])
-        mixed = (q @ k.mT).softmax(-1) @ v
-        return self.projections[3](mixed.transpose(1, 2).reshape(B, T, D))
-
-
-def test_flops_are_those_of_the_matrix_products():
-    layers, d, T, B = 3, 16, 24, 2
-    model = nn.Sequential(*(Attention(d, 4) for _ in range(layers)))
-    x = torch.randn(B, T, d, requires_grad=True)
-    with FlopCounterMode(display=False) as counter:
-        model(x).sum().backward()
-    n_parameters = sum(p.numel() for p in model.parameters())
-    assert counter.get_total_flops() == B * T * model_flops_per_token(n_parameters, layers, d, T)
-
-
-def test_published_flops():
-    # Chowdhery et al. 2022, appendix B: 540 B, 118 layers, 48 heads of 256; 46.2 % of 6144 chips at 275e12
-    # at 238.3e3 tokens per second.
-    flops = model_flops_per_token(540_350_000_000, 118, 48 * 256, 2048)
-    assert flops * 238.3e3 / (6144 * 275e12) == pytest.approx(0.462, abs=0.001)
-
-
-def test_sizes_are_sizes():
-    with pytest.raises(ValueError, match="seq_len: got 0"):
-        model_flops_per_token(1, 1, 1, 0)
 
 
 PEAK = """

@@ -1,0 +1,369 @@
+"""Comparison: several architectures at the same work, measured in turns, against one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from stackwise.argument import check_choice, check_number, check_sizes, require
+from stackwise.benchmark.generation import GenerationMeasurement, measure_generation
+from stackwise.benchmark.memory.peak import peak_memory_bytes
+from stackwise.benchmark.table import ComparisonTable
+from stackwise.benchmark.timing.cache_state import CACHE_STATES
+from stackwise.benchmark.timing.clock import CLOCKS
+from stackwise.benchmark.timing.interleaved import Interleaved, interleave
+from stackwise.benchmark.timing.measurement import Measurement, measure
+from stackwise.benchmark.token_stream import LOOPS
+from stackwise.benchmark.workload import PEAKS, Workload, check_shape, model_workload
+from stackwise.device import fingerprint, resolve_device
+from stackwise.spec import ModelSpec
+
+__all__ = ["ArchitectureBenchmark", "Case", "ComparisonConfig", "compare_architectures"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kind of work that every architecture does.
+
+    Attributes:
+        mode: "forward", "train", "prefill", "decode" or "generate"; see `model_workload`.
+        batch_size: rows.
+        seq_len: positions in each; of decode those in the cache, of generate those of the prompt.
+        new_tokens: of generate.
+    """
+
+    mode: str = "forward"
+    batch_size: int = 1
+    seq_len: int = 128
+    new_tokens: int = 32
+
+    def __post_init__(self) -> None:
+        check_shape(**asdict(self))
+
+    def __str__(self) -> str:
+        shape = f"{self.mode} {self.batch_size} x {self.seq_len}"
+        return f"{shape} + {self.new_tokens}" if self.mode == "generate" else shape
+
+
+@dataclass(frozen=True)
+class ComparisonConfig:
+    """What is compared, and how.
+
+    Attributes:
+        cases: the work.
+        device: "auto", "cpu", "cuda" or "cuda:N".
+        dtype: of weights and inputs, as a string; None: as each model is made.
+        compile: as in `model_workload`; of generation only with `loop="own"`.
+        loop: of generation: "common" or "own".
+        rounds: in each of which every architecture has a turn.
+        turn_seconds: of samples in one turn.
+        warmup_seconds: the most that the warm-up of one architecture takes.
+        clock: "host" or "device".
+        cache: "warm" or "cold".
+        peak: that MFU and MBU are parts of: "published" by the device's maker, or "measured" here, which is
+            the only one of a CPU.
+        seed: of weights, inputs and the order of turns.
+    """
+
+    cases: tuple[Case, ...] = (
+        Case("forward", 1, 128),
+        Case("train", 4, 128),
+        Case("prefill", 1, 128),
+        Case("decode", 1, 128),
+        Case("generate", 1, 128, 16),
+    )
+    device: str = "cpu"
+    dtype: str | None = None
+    compile: bool | str = False
+    loop: str = "common"
+    rounds: int = 32
+    turn_seconds: float = 0.02
+    warmup_seconds: float = 2.0
+    clock: str = "host"
+    cache: str = "warm"
+    peak: str = "published"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        require(bool(self.cases), "cases", self.cases, "one or more")
+        for case in self.cases:
+            check_shape(**asdict(case), dtype=self.dtype, compile=self._compile(case), loop=self.loop)
+        check_sizes(rounds=self.rounds)
+        check_number("turn_seconds", self.turn_seconds, "a number > 0", lambda value: value > 0)
+        check_number("warmup_seconds", self.warmup_seconds, "a number >= 0", lambda value: value >= 0)
+        check_choice("loop", self.loop, LOOPS)
+        check_choice("clock", self.clock, CLOCKS)
+        check_choice("cache", self.cache, CACHE_STATES)
+        check_choice("peak", self.peak, PEAKS)
+        check_sizes(minimum=0, seed=self.seed)
+
+    @classmethod
+    def from_dict(cls, settings: Mapping[str, Any]) -> ComparisonConfig:
+        """From plain values; `cases` is a list of mappings.
+
+        Raises:
+            ValueError: a key that there is not, or a value outside its range.
+        """
+        known = _known(cls, settings, "config")
+        cases = known.pop("cases", None)
+        if cases is not None:
+            sound = isinstance(cases, Sequence) and all(isinstance(case, Case | Mapping) for case in cases)
+            require(sound, "cases", cases, "a list of mappings, such as {'mode': 'train', 'seq_len': 128}")
+            known["cases"] = tuple(
+                case if isinstance(case, Case) else Case(**_known(Case, case, f"cases[{place}]"))
+                for place, case in enumerate(cases)
+            )
+        return cls(**known)
+
+    def workload(self, spec: ModelSpec, case: Case) -> Workload:
+        """The workload of one architecture."""
+        return model_workload(
+            spec,
+            **asdict(case),
+            device=resolve_device(self.device),
+            dtype=self.dtype,
+            compile=self._compile(case),
+            loop=self.loop,
+            seed=self.seed,
+        )
+
+    def _compile(self, case: Case) -> bool | str:
+        # The common loop of a generation grows by a token at each step, and is not compiled.
+        common = case.mode == "generate" and self.loop == "common"
+        return False if common else self.compile
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self)
+
+
+class ArchitectureBenchmark:
+    """The measurements that can be taken of one architecture.
+
+    Each makes a model of its own, from the same seed, so that none finds what another has left.
+
+    Args:
+        model: what is measured; anything that `ModelSpec.of` understands.
+        device: "auto", "cpu", "cuda" or "cuda:N".
+        dtype: of weights and inputs, as a string; None: as they are made.
+        compile: as in `model_workload`.
+        seed: of weights and inputs.
+
+    Attributes:
+        spec: of the model.
+
+    Raises:
+        ValueError: a device that this machine does not have, another dtype or way to compile.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        device: str = "cpu",
+        dtype: str | None = None,
+        compile: bool | str = False,  # noqa: A002  # the name in PyTorch
+        seed: int = 0,
+    ) -> None:
+        check_shape(dtype=dtype, compile=compile)
+        self.spec = ModelSpec.of(model)
+        self.device, self.dtype, self.compile, self.seed = resolve_device(device), dtype, compile, seed
+
+    @property
+    def n_parameters(self) -> int:
+        """Of the architecture; a tied weight counts once."""
+        return sum(p.numel() for p in self.spec.create(seed=self.seed).parameters())
+
+    def benchmark_batch_throughput(self, batch_size: int, seq_len: int, **how: Any) -> Measurement:
+        """Forward passes over a batch; `how` are keywords of `measure`."""
+        return measure(self.workload("forward", batch_size=batch_size, seq_len=seq_len), **how)
+
+    def benchmark_training(self, batch_size: int, seq_len: int, **how: Any) -> Measurement:
+        """Training steps on a batch; `how` are keywords of `measure`."""
+        return measure(self.workload("train", batch_size=batch_size, seq_len=seq_len), **how)
+
+    def benchmark_prefill(self, batch_size: int, seq_len: int, **how: Any) -> Measurement:
+        """Prompts into an empty cache; `how` are keywords of `measure`."""
+        return measure(self.workload("prefill", batch_size=batch_size, seq_len=seq_len), **how)
+
+    def benchmark_decode(self, batch_size: int, context: int, **how: Any) -> Measurement:
+        """One token of each row after `context` others, which each call finds so; `how` as of `measure`."""
+        return measure(self.workload("decode", batch_size=batch_size, seq_len=context), **how)
+
+    def benchmark_generation(
+        self,
+        prompt_tokens: int,
+        generation_length: int,
+        *,
+        batch_size: int = 1,
+        loop: str = "common",
+        **how: Any,
+    ) -> GenerationMeasurement:
+        """Whole generations, token by token; `how` are keywords of `measure_generation`."""
+        workload = self.workload(
+            "generate", batch_size=batch_size, seq_len=prompt_tokens, new_tokens=generation_length, loop=loop
+        )
+        return measure_generation(workload, **how)
+
+    def workload(self, mode: str, *, batch_size: int, seq_len: int, **more: Any) -> Workload:
+        """The architecture at work; `more` are `new_tokens` and `loop` of `model_workload`."""
+        return model_workload(
+            self.spec,
+            mode,
+            batch_size=batch_size,
+            seq_len=seq_len,
+            device=self.device,
+            dtype=self.dtype,
+            compile=self.compile,
+            seed=self.seed,
+            **more,
+        )
+
+
+def compare_architectures(
+    architectures: Mapping[str, Any],
+    config: ComparisonConfig | Mapping[str, Any] | None = None,
+    *,
+    baseline: str | None = None,
+) -> ComparisonTable:
+    """Measure architectures at the same work, in turns, and hold each against one of them.
+
+    For each case all architectures are in memory at once, and within each round every one has a turn, so that
+    what disturbs the machine disturbs all of them. Memory is measured before that, of each alone.
+
+    Compare what should be compared: that a smaller model is faster than a larger one says nothing about its
+    architecture. `llama_baseline(model)` is a Llama of the model's size.
+
+    Args:
+        architectures: by name, what `ModelSpec.of` understands.
+        config: a ComparisonConfig or its keys; None: its defaults.
+        baseline: the name of the one that the others are held against; None: the first.
+
+    Returns:
+        One row for each case and architecture. `speed_up` is the median over rounds of the baseline's time
+        over that of the architecture, above 1 where that is faster, with `speed_up_low` and `speed_up_high`
+        of 95 % confidence; None, with a note, where a GPU held its clocks down in too many rounds.
+        `memory_bytes` is the most that the model and one call held, above what the process held without them.
+
+    Raises:
+        ValueError: no architectures, another baseline, or settings outside their range.
+    """
+    require(bool(architectures), "architectures", dict(architectures), "one or more, by name")
+    if not isinstance(config, ComparisonConfig):
+        config = ComparisonConfig.from_dict({} if config is None else config)
+    baseline = next(iter(architectures)) if baseline is None else baseline
+    check_choice("baseline", baseline, architectures)
+    specs = {name: ModelSpec.of(each, name=name) for name, each in architectures.items()}
+    counts = {
+        name: sum(p.numel() for p in spec.create(seed=config.seed).parameters())
+        for name, spec in specs.items()
+    }
+    rows = []
+    for case in config.cases:
+        memory = {name: _memory_alone(config, spec, case) for name, spec in specs.items()}
+        workloads = {name: config.workload(spec, case) for name, spec in specs.items()}
+        found = interleave(
+            workloads,
+            rounds=config.rounds,
+            turn_seconds=config.turn_seconds,
+            warmup_seconds=config.warmup_seconds,
+            seed=config.seed,
+            clock=config.clock,
+            cache=config.cache,
+        )
+        for name, workload in workloads.items():
+            row = _Row(config, case, name, baseline, workload, found)
+            rows.append(row.values(counts[name], memory[name]))
+    return ComparisonTable(tuple(rows), baseline, config.to_dict(), fingerprint())
+
+
+@dataclass(frozen=True)
+class _Row:
+    """What was found of one architecture in one case."""
+
+    config: ComparisonConfig
+    case: Case
+    name: str
+    baseline: str
+    workload: Workload
+    found: Interleaved
+    notes: list[str] = field(default_factory=list)
+
+    def values(self, n_parameters: int, memory: int | None) -> dict[str, Any]:
+        """By column."""
+        measured = self.found.measurements[self.name]
+        low = high = ratio = None
+        if self.found.inconclusive:
+            self.notes.append(
+                f"{len(self.found.discarded)} of {self.found.n_rounds} rounds were throttled: inconclusive"
+            )
+        else:
+            speed_up = self.found.speed_up(self.name, self.baseline)
+            ratio, low, high = speed_up.median, speed_up.low, speed_up.high
+        if not measured.steady:
+            self.notes.append(f"not steady: {measured.warmup.reason}")
+        used = self.workload.utilization(measured.median, self.config.peak)
+        return {
+            "architecture": self.name,
+            "workload": str(self.case),
+            "mode": self.case.mode,
+            "batch_size": self.case.batch_size,
+            "seq_len": self.case.seq_len,
+            "new_tokens": self.case.new_tokens if self.case.mode == "generate" else None,
+            "parameters": n_parameters,
+            "tokens_per_second": measured.tokens_per_second,
+            "speed_up": ratio,
+            "speed_up_low": low,
+            "speed_up_high": high,
+            "median_seconds": measured.median,
+            "p50_seconds": measured.p50.value,
+            "p95_seconds": measured.p95.value,
+            "p99_seconds": measured.p99.value,
+            "samples": len(measured.seconds),
+            **self._latencies(),
+            "memory_bytes": memory,
+            "mfu": used and used.mfu,
+            "mbu": used and used.mbu,
+            "execution": "; ".join(f"{key}: {value}" for key, value in measured.execution.items()),
+            "note": "; ".join((*self.notes, *measured.notes)) or None,
+        }
+
+    def _latencies(self) -> dict[str, float | None]:
+        """Of the tokens of a generation, which are timed in a pass of their own."""
+        names = ("ttft_seconds", "tpot_seconds", "itl_p50_seconds", "itl_p95_seconds", "itl_p99_seconds")
+        if self.case.mode != "generate":
+            return dict.fromkeys(names)
+        measured = measure_generation(
+            self.workload,
+            min_seconds=self.config.rounds * self.config.turn_seconds,
+            warmup_seconds=0.0,
+            clock=self.config.clock,
+        )
+        middle = [measured.percentile(50, of) for of in ("ttft", "tpot")]
+        gaps = [measured.percentile(q, "itl") for q in (50, 95, 99)]
+        found = [None if each is None else each.value for each in (*middle, *gaps)]
+        return dict(zip(names, found, strict=True))
+
+
+def _memory_alone(config: ComparisonConfig, spec: ModelSpec, case: Case) -> int | None:
+    """The most that a model and one call of it hold, above what the process held before.
+
+    A first call, which makes states of the optimizer and loads libraries, is not looked at.
+    """
+    device = resolve_device(config.device)
+    before = peak_memory_bytes(lambda: None, device)
+    workload = config.workload(spec, case)
+    for _ in range(2):
+        if workload.prepare is not None:
+            workload.prepare()
+        peak = peak_memory_bytes(workload.call, device)
+    return None if before is None or peak is None else max(0, peak - before)
+
+
+def _known(kind: type, given: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The same as a dict, all of whose keys are fields of a dataclass."""
+    names = [each.name for each in fields(kind)]
+    for key in given:
+        require(key in names, f"{where}: key", key, ", ".join(map(repr, names)))
+    return dict(given)

@@ -1,0 +1,362 @@
+"""FLOPs of a transformer in closed form: forward, backward, recomputed, and with a cache.
+
+An addition and a multiplication are two operations; only products of matrices are counted, as is usual.
+Of attention there are two counts. "visible" has the pairs of query and key that may see each other: what the
+model needs. "all" does not discount causality, as the convention 6 N + 12 L H Q T of Chowdhery et al. (2022,
+arXiv:2204.02311, appendix B) does not, and as most published utilisations therefore do not; a window it does.
+
+Shapes: B batch, T positions of a pass, S positions with those of the cache, H query heads, K key/value heads,
+D head size, R rank of a latent, N and P the parts of a latent head without and with position, V its value
+size, M features, F frequencies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+from torch import nn
+
+from stackwise.argument import check_choice, check_sizes
+from stackwise.benchmark.flops.shape_reader import read_shape
+from stackwise.benchmark.flops.transformer_shape import (
+    AttentionShape,
+    CrossShape,
+    KernelShape,
+    LatentShape,
+    SoftmaxShape,
+    TransformerShape,
+)
+
+__all__ = [
+    "FlopCount",
+    "Flops",
+    "backward_flops",
+    "convention_flops_per_token",
+    "forward_flops",
+    "model_flops",
+    "n_pairs",
+]
+
+MODES = ("forward", "train", "prefill", "decode")
+Pairs = Literal["all", "visible"]
+Recompute = Literal["none", "blocks"]
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Operations of one pass over a batch.
+
+    Attributes:
+        weights: products with weights.
+        visible: of attention, between queries and keys that may see each other.
+        all_pairs: of attention, with what causality hides computed and thrown away.
+    """
+
+    weights: int
+    visible: int
+    all_pairs: int
+
+    def __add__(self, other: Flops) -> Flops:
+        return Flops(
+            self.weights + other.weights, self.visible + other.visible, self.all_pairs + other.all_pairs
+        )
+
+    def times(self, factor: int) -> Flops:
+        """As often."""
+        return Flops(factor * self.weights, factor * self.visible, factor * self.all_pairs)
+
+    def total(self, pairs: Pairs = "all") -> int:
+        """With attention as `pairs` says.
+
+        Raises:
+            ValueError: neither "all" nor "visible".
+        """
+        check_choice("pairs", pairs, ("all", "visible"))
+        return self.weights + (self.all_pairs if pairs == "all" else self.visible)
+
+
+NOTHING = Flops(0, 0, 0)
+
+
+@dataclass(frozen=True)
+class FlopCount:
+    """Operations of one call of a workload.
+
+    Attributes:
+        mode: "forward", "train", "prefill" or "decode".
+        batch_size: B.
+        seq_len: T; in "decode" the tokens that are in the cache.
+        tokens: that the call handles: B T, or B in "decode".
+        forward: of the forward pass.
+        backward: of the backward pass; none but in "train".
+        recomputed: of what the backward pass computes a second time.
+    """
+
+    mode: str
+    batch_size: int
+    seq_len: int
+    tokens: int
+    forward: Flops
+    backward: Flops = NOTHING
+    recomputed: Flops = NOTHING
+
+    def model(self, pairs: Pairs = "all") -> int:
+        """What the model asks for, recomputation apart: over seconds and peak it is MFU."""
+        return (self.forward + self.backward).total(pairs)
+
+    def hardware(self, pairs: Pairs = "all") -> int:
+        """What is computed, recomputation included: over seconds and peak it is HFU.
+
+        A kernel that skips what causality hides computes "visible" ones.
+        """
+        return (self.forward + self.backward + self.recomputed).total(pairs)
+
+    def per_token(self, pairs: Pairs = "all") -> float:
+        """`model` for each token."""
+        return self.model(pairs) / self.tokens
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, with the totals."""
+        totals = {f"model_{pairs}": self.model(pairs) for pairs in ("all", "visible")}
+        return asdict(self) | totals
+
+
+def model_flops(
+    model: nn.Module | TransformerShape,
+    *,
+    batch_size: int,
+    seq_len: int,
+    mode: str,
+    logits: Literal["all", "last"] | None = None,
+    recompute: Recompute = "none",
+    fused: bool = False,
+) -> FlopCount | None:
+    """FLOPs of one call; None where the sizes of the model are not known, never a guess.
+
+    `read_shape(model).reason` says why they are not. Frozen weights whose part in the backward pass is not
+    known make only "train" None.
+
+    Args:
+        model: a Rack, a transformers model of a known family, any model with a method `transformer_shape()`;
+            or the shape itself.
+        batch_size: B.
+        seq_len: T; in "decode" how many tokens are in the cache already, so that the one that is decoded sees
+            them and itself.
+        mode: "forward"; "train", a forward and a backward pass without the optimizer; "prefill"; "decode",
+            one token in each row.
+        logits: whether the head is computed for "all" positions or for the "last" one of each row. None: for
+            the last in "prefill", else for all.
+        recompute: "blocks": the backward pass computes the layers a second time, the head apart. PyTorch's
+            checkpoint does so but for the last product of each, whose result nothing needs.
+        fused: whether attention keeps no scores and computes them again in the backward pass.
+
+    Raises:
+        ValueError: another mode, or sizes that are no positive integers.
+    """
+    check_choice("mode", mode, MODES)
+    check_choice("recompute", recompute, ("none", "blocks"))
+    check_sizes(batch_size=batch_size)
+    check_sizes(0 if mode == "decode" else 1, seq_len=seq_len)
+    shape = read_shape(model).shape
+    if shape is None or (mode == "train" and shape.n_frozen is None):
+        return None
+    if mode == "decode":
+        step = forward_flops(shape, batch_size=batch_size, seq_len=1, context=seq_len)
+        return FlopCount(mode, batch_size, seq_len, batch_size, step)
+    logits = logits or ("last" if mode == "prefill" else "all")
+    forward = forward_flops(shape, batch_size=batch_size, seq_len=seq_len, logits=logits)
+    backward = recomputed = NOTHING
+    if mode == "train":
+        backward = backward_flops(shape, batch_size=batch_size, seq_len=seq_len, logits=logits)
+        if recompute == "blocks":
+            recomputed = forward_flops(replace(shape, head_weights=0), batch_size=batch_size, seq_len=seq_len)
+        if fused:
+            recomputed += _scores(shape, seq_len).times(batch_size)
+    return FlopCount(mode, batch_size, seq_len, batch_size * seq_len, forward, backward, recomputed)
+
+
+def forward_flops(
+    shape: TransformerShape,
+    *,
+    batch_size: int,
+    seq_len: int,
+    context: int = 0,
+    logits: Literal["all", "last"] = "all",
+) -> Flops:
+    """Of a forward pass over T positions that follow `context` others in a cache.
+
+    Raises:
+        ValueError: sizes that are no positive integers.
+    """
+    check_sizes(batch_size=batch_size, seq_len=seq_len)
+    check_sizes(0, context=context)
+    check_choice("logits", logits, ("all", "last"))
+    heads = seq_len if logits == "all" else 1
+    total = Flops(2 * shape.head_weights * heads, 0, 0)
+    for layer in shape.layers:
+        if layer.feedforward is not None:
+            total += Flops(2 * seq_len * layer.feedforward.n_active(shape.d_model), 0, 0)
+        for attention in layer.attention:
+            weights = _projections(attention, shape.d_model, seq_len, context)
+            total += Flops(2 * weights, 0, 0) + _attention(attention, seq_len, context)
+    return total.times(batch_size)
+
+
+def backward_flops(
+    shape: TransformerShape, *, batch_size: int, seq_len: int, logits: Literal["all", "last"] = "all"
+) -> Flops:
+    """Of a backward pass from a loss to every weight, nothing recomputed.
+
+    A product has two derivatives, each as large a product: with respect to a weight that is frozen, or
+    to what was drawn once and is fixed, there is none.
+
+    Raises:
+        ValueError: sizes that are no positive integers; `n_frozen` that is not known.
+    """
+    if shape.n_frozen is None:
+        raise ValueError("n_frozen: got None; allowed: an integer >= 0")
+    twice = forward_flops(shape, batch_size=batch_size, seq_len=seq_len, logits=logits).times(2)
+    missing = Flops(2 * seq_len * shape.n_frozen, 0, 0)
+    for layer in shape.layers:
+        for attention in layer.attention:
+            if isinstance(attention, KernelShape):
+                missing += _without_derivative(attention, seq_len)
+    return twice + missing.times(-batch_size)
+
+
+def convention_flops_per_token(
+    shape: TransformerShape,
+    seq_len: int,
+    *,
+    embeddings: bool = False,
+    recompute: bool = False,
+) -> float:
+    """Training FLOPs for each token as papers state them: 6 N + 12 L H Q T, and 8 N + 16 L H Q T recomputed.
+
+    Without `embeddings` and `recompute` the same as `model_flops(..., mode="train").per_token("all")`.
+
+    Args:
+        shape: of the model.
+        seq_len: T.
+        embeddings: whether N has the tables that are only looked up. PaLM's has, torchtitan's has not; a head
+            that is the embedding's own weight is in N either way.
+        recompute: with a second forward pass of everything, the head included, as in figures of HFU.
+
+    Raises:
+        ValueError: a length that is no positive integer; `n_frozen` other than 0.
+    """
+    if shape.n_frozen != 0:
+        raise ValueError(f"n_frozen: got {shape.n_frozen!r}; allowed: 0, as in the convention all trains")
+    forward = forward_flops(shape, batch_size=1, seq_len=seq_len)
+    total = forward.times(4 if recompute else 3).total("all") / seq_len
+    return total + (8 if recompute else 6) * shape.embedding_weights * embeddings
+
+
+def n_pairs(n_queries: int, context: int, *, causal: bool, window: int | None) -> tuple[int, int]:
+    """Pairs of a query and a key that it may see, and the same without the discount for causality.
+
+    Args:
+        n_queries: T.
+        context: keys before the first query's own.
+        causal: whether a query sees no later key.
+        window: W, as in `SoftmaxShape`; None: none.
+    """
+    T, S = n_queries, context + n_queries
+    if causal:
+        # Query t sees context + t + 1 keys; from some query on, W of them.
+        growing = T if window is None else min(T, max(0, window - context))
+        visible = growing * context + growing * (growing + 1) // 2
+        if window is None:
+            return visible, T * S
+        return visible + (T - growing) * window, T * min(S, window)
+    if window is None:
+        return T * S, T * S
+    behind = n_pairs(T, context, causal=True, window=window)[0]
+    ahead = n_pairs(T, 0, causal=True, window=window)[0] - T
+    return behind + ahead, behind + ahead
+
+
+def _projections(attention: AttentionShape, d_model: int, n_queries: int, context: int) -> int:
+    """Multiplications with weights, in one row."""
+    weights = attention.n_weights(d_model)
+    if isinstance(attention, CrossShape):
+        of_memory = attention.n_weights_of_memory
+        first = 0 if context else attention.memory_len * of_memory
+        return n_queries * (weights - of_memory) + first
+    if isinstance(attention, LatentShape) and not attention.absorbs:
+        return n_queries * weights + context * attention.n_expanding
+    return n_queries * weights
+
+
+def _attention(attention: AttentionShape, n_queries: int, context: int) -> Flops:
+    """Operations between queries and keys, in one row."""
+    match attention:
+        case SoftmaxShape():
+            width = 2 * attention.head_dim
+        case LatentShape():
+            if context and attention.absorbs:
+                width = 2 * attention.rank + attention.rope_dim
+            else:
+                width = attention.nope_dim + attention.rope_dim + attention.value_dim
+        case CrossShape():
+            pairs = n_queries * attention.memory_len
+            return _of_pairs(pairs, pairs, attention.n_heads, 2 * attention.head_dim)
+        case KernelShape():
+            return _kernel(attention, n_queries)
+    visible, every = n_pairs(n_queries, context, causal=attention.causal, window=attention.window)
+    return _of_pairs(visible, every, attention.n_heads, width)
+
+
+def _of_pairs(visible: int, every: int, n_heads: int, width: int) -> Flops:
+    return Flops(0, 2 * visible * n_heads * width, 2 * every * n_heads * width)
+
+
+def _kernel(attention: KernelShape, n_queries: int) -> Flops:
+    """Features, and products with sums over the keys; in chunks, pairs within each besides.
+
+    "visible" is the recurrent form: what is kept is added to, then read.
+    """
+    H, K, D, M = attention.n_heads, attention.n_kv_heads, attention.head_dim, attention.n_features
+    linear = 2 * n_queries * ((H + K) * D * attention.n_frequencies + K * M * D + H * M * (D + 1))
+    within = sum(2 * length * length * H * (M + D) for length in _chunks(attention, n_queries))
+    return Flops(0, linear, linear + within)
+
+
+def _without_derivative(attention: KernelShape, n_queries: int) -> Flops:
+    """What of the backward pass is not there: frequencies are fixed, the first sums zero, the last unread."""
+    H, K, D, M = attention.n_heads, attention.n_kv_heads, attention.head_dim, attention.n_features
+    features = 2 * n_queries * (H + K) * D * attention.n_frequencies
+    lengths = list(_chunks(attention, n_queries))
+    if not lengths:
+        return Flops(0, features, features)
+    ends = 2 * lengths[0] * H * M * (D + 1) + 2 * 2 * lengths[-1] * K * M * D
+    return Flops(0, features, features + ends)
+
+
+def _chunks(attention: KernelShape, n_queries: int) -> Iterator[int]:
+    """Lengths of the squares that a causal pass is computed in; none where it is not."""
+    if attention.causal and attention.chunk is not None:
+        for start in range(0, n_queries, attention.chunk):
+            yield min(attention.chunk, n_queries - start)
+
+
+def _scores(shape: TransformerShape, seq_len: int) -> Flops:
+    """The products of queries and keys of one row, which a fused backward pass computes again."""
+    total = NOTHING
+    for attention in (each for layer in shape.layers for each in layer.attention):
+        match attention:
+            case KernelShape():
+                continue
+            case CrossShape():
+                visible = every = seq_len * attention.memory_len
+                width = attention.head_dim
+            case SoftmaxShape():
+                visible, every = n_pairs(seq_len, 0, causal=attention.causal, window=attention.window)
+                width = attention.head_dim
+            case LatentShape():
+                visible, every = n_pairs(seq_len, 0, causal=attention.causal, window=attention.window)
+                width = attention.nope_dim + attention.rope_dim
+        total += _of_pairs(visible, every, attention.n_heads, width)
+    return total

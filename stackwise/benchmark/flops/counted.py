@@ -1,0 +1,155 @@
+"""CountedFlops: what torch's FlopCounterMode counts in a call, what it leaves out, and that with names.
+
+It counts operations that run, so what is recomputed counts again, and of attention all pairs of query and
+key, also those that causality or a window hides. In torch's own count (2.13) attention on the CPU is not
+(pytorch#195460), nor is a matrix times a vector; here both are.
+
+Shapes: B batch, H query heads, K key/value heads, T queries, S keys, D head size, N and M of a matrix.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
+
+__all__ = ["CountedFlops", "count_flops", "operation_flops"]
+
+_aten = torch.ops.aten
+# Products that no formula is known for here. What is not torch's own is reported whatever it is called.
+_WITHOUT_FORMULA = (
+    "_convert_weight_to_int4pack",
+    "_int_mm",
+    "_native_multi_head_attention",
+    "_scaled_grouped_mm",
+    "_transformer_encoder_layer_fwd",
+    "_triton_multi_head_attention",
+    "_triton_scaled_dot_attention",
+    "_weight_int4pack_mm",
+    "_weight_int4pack_mm_for_cpu",
+    "_weight_int8pack_mm",
+    "grouped_mm",
+    "lstm_mps",
+    "miopen_rnn",
+    "mkldnn_rnn_layer",
+    "_cudnn_rnn",
+    "_grouped_mm",
+)
+_OF_TORCH = ("aten", "prim", "prims", "profiler", "inductor", "c10d", "_c10d_functional", "higher_order")
+
+
+@dataclass(frozen=True)
+class CountedFlops:
+    """Operations of one call; an addition and a multiplication are two.
+
+    Attributes:
+        total: of all that is counted.
+        by_operation: by name of the operation, the most first.
+        uncounted: operations that ran and multiply, or may, and are no part of `total`: fused kernels of
+            other packages, quantised products, recurrent layers in one piece.
+    """
+
+    total: int
+    by_operation: dict[str, int]
+    uncounted: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self) | {"uncounted": list(self.uncounted)}
+
+
+def count_flops(call: Callable[[], object]) -> CountedFlops:
+    """Count one call, in a pass that is not timed: each operation goes through Python.
+
+    What is compiled is counted as the operations that it is compiled from.
+
+    Args:
+        call: without arguments; a backward pass that it makes is counted as well.
+    """
+    names = _Names()
+    counter = FlopCounterMode(display=False, custom_mapping=dict(_FORMULAS))
+    with warnings.catch_warnings(), names, counter:
+        # The counter listens to all modules, a compiled one included, which changes nothing of the count.
+        warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global hooks")
+        call()
+    counts = {str(name): int(n) for name, n in counter.get_flop_counts().get("Global", {}).items() if n}
+    ordered = dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
+    return CountedFlops(sum(counts.values()), ordered, tuple(sorted(names.uncounted)))
+
+
+def operation_flops(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """FLOPs of one operation as it is dispatched: products and attention; 0 of all else."""
+    packet = function._overloadpacket
+    if packet in _FORMULAS:
+        return int(_FORMULAS[packet](*args, **kwargs, out_val=result))
+    if packet in flop_registry:
+        return int(flop_registry[packet](*args, **kwargs, out_val=result))
+    return 0
+
+
+class _Names(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The operations that run and that no formula counts."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.uncounted: set[str] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        packet = getattr(function, "_overloadpacket", function)
+        if packet not in _FORMULAS and packet not in flop_registry:
+            namespace, name = getattr(function, "namespace", "higher_order"), packet.__name__
+            if namespace not in _OF_TORCH or name in _WITHOUT_FORMULA:
+                self.uncounted.add(f"{namespace}.{name}")
+        return function(*args, **(kwargs or {}))
+
+
+def _raw(formula: Callable[..., int]) -> Callable[..., int]:
+    """As torch marks a formula that takes tensors instead of their shapes."""
+    formula._get_raw = True  # type: ignore[attr-defined]
+    return formula
+
+
+@_raw
+def _attention(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
+    """Two products for each pair of a query (B, H, T, D) and a key (B, K, S, D)."""
+    return _pairs(q, k) * (q.shape[-1] + v.shape[-1])
+
+
+@_raw
+def _attention_backward(_gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
+    """Scores again, then the derivatives of both products."""
+    return _pairs(q, k) * (3 * q.shape[-1] + 2 * v.shape[-1])
+
+
+def _pairs(q_BHTD: Tensor, k_BKSD: Tensor) -> int:
+    return 2 * prod(q_BHTD.shape[:3]) * k_BKSD.shape[2]
+
+
+@_raw
+def _vector(matrix_NM: Tensor, *_: Any, **__: Any) -> int:
+    return 2 * matrix_NM.numel()
+
+
+@_raw
+def _added_vector(_added_N: Tensor, matrix_NM: Tensor, *_: Any, **__: Any) -> int:
+    return 2 * matrix_NM.numel()
+
+
+_ATTENTION = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
+_FORMULAS: dict[Any, Callable[..., int]] = {
+    _aten.mv: _vector,
+    _aten.dot: _vector,
+    _aten.vdot: _vector,
+    _aten.addmv: _added_vector,
+    **{getattr(_aten, f"_scaled_dot_product_{kind}"): _attention for kind in _ATTENTION},
+    **{getattr(_aten, f"_scaled_dot_product_{kind}_backward"): _attention_backward for kind in _ATTENTION},
+}

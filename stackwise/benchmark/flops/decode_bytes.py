@@ -1,0 +1,123 @@
+"""DecodeBytes: what a decoding step has to move, exactly: weights, and what earlier tokens left behind."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stackwise.argument import check_sizes, require
+from stackwise.benchmark.flops.shape_reader import looked_up, matrices, read_shape
+from stackwise.benchmark.flops.transformer_shape import (
+    CrossShape,
+    KernelShape,
+    LatentShape,
+    SoftmaxShape,
+    TransformerShape,
+)
+
+__all__ = ["DecodeBytes", "decode_bytes"]
+
+
+@dataclass(frozen=True)
+class DecodeBytes:
+    """Bytes that one decoding step moves at least, activations apart.
+
+    Attributes:
+        weights: read once for all rows.
+        cache_read: what earlier tokens left and this one may see.
+        cache_written: what this token leaves.
+    """
+
+    weights: int
+    cache_read: int
+    cache_written: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.weights + self.cache_read + self.cache_written
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, with the total."""
+        return asdict(self) | {"total": self.total}
+
+
+def decode_bytes(
+    model: nn.Module | TransformerShape,
+    *,
+    batch_size: int,
+    seq_len: int,
+    dtype: torch.dtype | None = None,
+) -> DecodeBytes | None:
+    """Bytes that decoding one token in each row moves at least; None where they are not known.
+
+    Weights are read once, of tables that are only looked up one row for each token. Not known are sizes that
+    `read_shape` does not find, and which experts several rows go through.
+
+    Args:
+        model: as in `model_flops`. Of a shape all weights are in `dtype`; of a model they are as they are,
+            quantised ones included, with biases, norms and whatever else it keeps in floating-point numbers.
+        batch_size: B.
+        seq_len: tokens in the cache already.
+        dtype: of the cache; None: that of the model's first parameter.
+
+    Raises:
+        ValueError: a shape without `dtype`; sizes that are no positive integers.
+    """
+    check_sizes(batch_size=batch_size)
+    check_sizes(0, seq_len=seq_len)
+    shape = read_shape(model).shape
+    if shape is None or (batch_size > 1 and shape.n_active != shape.n_weights):
+        return None
+    if isinstance(model, TransformerShape):
+        require(dtype is not None, "dtype", dtype, "a torch.dtype, where the model is given by its shape")
+        assert dtype is not None
+        row = shape.d_model if shape.embedding_weights else 0
+        weights = (shape.n_active + batch_size * row) * dtype.itemsize
+    else:
+        of_model = _weights(model, shape, batch_size)
+        if of_model is None:
+            return None
+        weights, dtype = of_model, dtype or next(model.parameters()).dtype
+    read = written = 0
+    for attention in (each for layer in shape.layers for each in layer.attention):
+        match attention:
+            case KernelShape():  # every token changes all of it
+                sums = attention.cache_bytes(batch_size, seq_len, dtype)
+                read, written = read + sums, written + sums
+            case CrossShape():
+                read += attention.cache_bytes(batch_size, seq_len, dtype)
+            case SoftmaxShape() | LatentShape():
+                one = batch_size * attention.token_bytes(dtype)
+                visible = seq_len if attention.window is None else min(seq_len, attention.window - 1)
+                read, written = read + visible * one, written + one
+    return DecodeBytes(weights, read, written)
+
+
+def _weights(model: nn.Module, shape: TransformerShape, batch_size: int) -> int | None:
+    """Bytes of parameters and floating-point buffers that one token in each row reads."""
+    tables = {id(table) for table in looked_up(model)}
+    total = 0
+    for parameter in model.parameters():  # each once, also where several modules share it
+        nbytes = _nbytes(parameter)
+        total += batch_size * (nbytes // len(parameter)) if id(parameter) in tables else nbytes
+    total += sum(_nbytes(buffer) for buffer in model.buffers() if buffer.is_floating_point())
+    unread = shape.n_weights - shape.n_active
+    if unread:
+        widths = {parameter.element_size() for parameter in matrices(model)}
+        if len(widths) > 1:  # how wide the experts that are not read are, is not told
+            return None
+        total -= unread * widths.pop()
+    return total
+
+
+def _nbytes(tensor: Tensor) -> int:
+    """Of what a tensor is made of: one of a quantised class calls itself as large as what it stands for."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        return tensor.nbytes
+    names, _ = flatten()
+    return sum(_nbytes(getattr(tensor, name)) for name in names)

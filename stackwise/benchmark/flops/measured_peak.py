@@ -1,0 +1,138 @@
+"""Measured peak: the best rate of large products and of streams through memory that this device showed.
+
+What a CPU can do depends on its cores, its clock and what else runs; no table has it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from stackwise.argument import check_number, check_sizes, require
+from stackwise.benchmark.flops.peak_rate import PeakRate
+from stackwise.benchmark.timing.clock import time_call
+from stackwise.seed import seeded
+
+__all__ = ["measure_peak", "measured_peak", "product_rate", "stream_rate"]
+
+_SIZES = (512, 1024, 2048)
+_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+_LEAST_STREAM = 1 << 27  # bytes, where the size of the last cache is not told
+
+
+def measured_peak(device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> PeakRate:
+    """`measure_peak` of one dtype; once in a process for each device, dtype and number of threads."""
+    return _measured(str(torch.device(device)), dtype, torch.get_num_threads())
+
+
+@lru_cache(maxsize=32)
+def _measured(device: str, dtype: torch.dtype, threads: int) -> PeakRate:  # noqa: ARG001  # part of the key
+    return measure_peak(device, [dtype])
+
+
+def measure_peak(
+    device: torch.device | str = "cpu",
+    dtypes: Sequence[torch.dtype] = (torch.float32, torch.bfloat16),
+    *,
+    seconds: float = 0.5,
+) -> PeakRate:
+    """The best rates that were seen, as STREAM and LINPACK report theirs, with the threads that torch has.
+
+    Of a machine that others use at the same time they are what was left. A utilisation above 1 says that more
+    was left when the model ran.
+
+    Args:
+        device: where.
+        dtypes: of the products.
+        seconds: that each dtype and the memory are tried for, at least.
+
+    Raises:
+        ValueError: no dtype, no positive number of seconds.
+    """
+    device = torch.device(device)
+    require(len(dtypes) > 0, "dtypes", list(dtypes), "at least one torch.dtype")
+    check_number("seconds", seconds, "a number above 0", lambda value: value > 0)
+    flops = {}
+    for dtype in dtypes:
+        tried = [product_rate(device, dtype, size, seconds=seconds / len(_SIZES)) for size in _SIZES]
+        flops[str(dtype).removeprefix("torch.")] = max(tried)
+    n_bytes = _stream_bytes(device)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    conditions = {"products": list(_SIZES), "stream_bytes": n_bytes, "seconds": seconds}
+    if device.type == "cpu":
+        conditions["threads"] = torch.get_num_threads()
+    bandwidth = stream_rate(device, n_bytes, seconds=seconds)
+    return PeakRate(name, "measured", flops, bandwidth, conditions)
+
+
+def product_rate(device: torch.device, dtype: torch.dtype, size: int, *, seconds: float = 0.1) -> float:
+    """Operations per second of the fastest product of two square matrices of random normals.
+
+    Args:
+        device: where.
+        dtype: of both and of the result.
+        size: rows and columns.
+        seconds: to go on for, at least.
+    """
+    check_sizes(size=size)
+    with seeded(0, device):
+        one, two = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    into = torch.empty_like(one)
+    with torch.no_grad():
+        return 2 * size**3 / _fastest(lambda: torch.mm(one, two, out=into), device, seconds)
+
+
+def stream_rate(device: torch.device, n_bytes: int, *, seconds: float = 0.1) -> float:
+    """Bytes per second of the fastest of a read, a copy and a scaled sum of float32 vectors of `n_bytes`.
+
+    As in STREAM (McCalpin 1995) a byte counts where it is read and where it is written; what a cache fetches
+    to write into it does not.
+
+    Args:
+        device: where.
+        n_bytes: of each vector, more than any cache holds.
+        seconds: to go on for, at least, each of the three.
+    """
+    check_sizes(4, n_bytes=n_bytes)
+    with seeded(0, device):
+        one = torch.randn(n_bytes // 4, device=device)
+    two, three = one.flip(0), torch.empty_like(one)
+    calls: list[tuple[int, Callable[[], Tensor]]] = [
+        (1, one.sum),
+        (2, lambda: three.copy_(one)),
+        (3, lambda: torch.add(one, two, alpha=0.5, out=three)),
+    ]
+    with torch.no_grad():
+        return max(n * one.nbytes / _fastest(call, device, seconds / 3) for n, call in calls)
+
+
+def _fastest(call: Callable[[], object], device: torch.device, seconds: float) -> float:
+    """Seconds of the fastest call, the first left out."""
+    call()
+    best, until = float("inf"), time.perf_counter() + seconds
+    while best == float("inf") or time.perf_counter() < until:
+        best = min(best, time_call(call, device))
+    return best
+
+
+def _stream_bytes(device: torch.device) -> int:
+    """Four times the last cache, as STREAM asks for."""
+    if device.type == "cuda":
+        return max(4 * torch.cuda.get_device_properties(device).L2_cache_size, 1 << 28)
+    return max(4 * _last_cache(), _LEAST_STREAM)
+
+
+def _last_cache() -> int:
+    """Bytes of the largest cache of the first core; 0 where nobody says."""
+    units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+    sizes = [0]
+    for file in _CACHES.glob("index*/size"):
+        text = file.read_text().strip()
+        if text[-1:] in units and text[:-1].isdigit():
+            sizes.append(int(text[:-1]) * units[text[-1]])
+    return max(sizes)

@@ -1,0 +1,141 @@
+"""PeakRate: what a device can do at best, as its maker publishes it or as it was measured here.
+
+A utilisation is a fraction of it. Where nothing is published there is none: a rate taken from another device
+would make a number that looks like one of this.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+__all__ = ["PeakRate", "peak_bandwidth", "peak_flops", "published_peak"]
+
+
+@dataclass(frozen=True)
+class PeakRate:
+    """The rates of one device.
+
+    Attributes:
+        device: its name.
+        source: "published" by its maker, or "measured".
+        flops: operations per second of dense products, by name of the dtype: "bfloat16"; "float32" without,
+            and "tf32" with tensor cores that round its factors.
+        bandwidth: bytes per second to and from its memory; None: not known.
+        conditions: of what was measured: threads, sizes.
+    """
+
+    device: str
+    source: Literal["published", "measured"]
+    flops: dict[str, float]
+    bandwidth: float | None
+    conditions: dict[str, Any]
+
+    def flops_of(self, dtype: torch.dtype, *, tf32: bool = False) -> float | None:
+        """Operations per second in `dtype`; None where they are not known.
+
+        Args:
+            dtype: of what is multiplied.
+            tf32: whether float32 is rounded to TF32, as `torch.set_float32_matmul_precision("high")` allows.
+        """
+        name = "tf32" if tf32 and dtype == torch.float32 else _NAMES.get(dtype)
+        return None if name is None else self.flops.get(name)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "device": self.device,
+            "source": self.source,
+            "flops": dict(self.flops),
+            "bandwidth": self.bandwidth,
+            "conditions": dict(self.conditions),
+        }
+
+
+_NAMES = {
+    torch.float64: "float64",
+    torch.float32: "float32",
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+    torch.float8_e4m3fn: "float8",
+    torch.float8_e5m2: "float8",
+}
+
+
+def _rates(
+    half: float | None,
+    bandwidth: float | None,
+    *,
+    float8: float | None = None,
+    tf32: float | None = None,
+    float32: float | None = None,
+    float16: float | None = None,
+) -> tuple[dict[str, float], float | None]:
+    """10^12 operations and 10^9 bytes per second as plain numbers; `half` is of bfloat16 and float16."""
+    given = {
+        "bfloat16": half,
+        "float16": half if float16 is None else float16,
+        "float8": float8,
+        "tf32": tf32,
+        "float32": float32,
+    }
+    flops = {name: rate * 1e12 for name, rate in given.items() if rate is not None}
+    return flops, None if bandwidth is None else bandwidth * 1e9
+
+
+# Dense products with float32 accumulation and memory bandwidth, from data sheets and architecture papers of
+# NVIDIA, which state twice the operations for sparse matrices, and AMD. The first match is taken; a rate
+# that is not stated, or differently in two places, is left out.
+_PUBLISHED: tuple[tuple[str, tuple[dict[str, float], float | None]], ...] = (
+    (r"\bB200\b", _rates(2250.0, 8000.0, float8=4500.0)),
+    (r"\bH200 NVL\b", _rates(835.5, 4800.0, float8=1671.0)),
+    (r"\bH200\b", _rates(989.5, 4800.0, float8=1979.0, tf32=494.7, float32=66.9)),
+    (r"\bGH200 480GB\b", _rates(989.5, 4000.0, float8=1979.0, tf32=494.7, float32=66.9)),
+    (r"\bGH200\b", _rates(989.5, None, float8=1979.0, tf32=494.7, float32=66.9)),
+    (r"\bH100 PCIe\b", _rates(756.5, 2000.0, float8=1513.0, tf32=378.0, float32=51.2)),
+    (r"\bH100 NVL\b", _rates(835.5, 3900.0, float8=1671.0)),
+    (r"\bH100\b.*\bHBM3\b", _rates(989.5, 3350.0, float8=1979.0, tf32=494.7, float32=66.9)),
+    (r"\bA100\b.*\b40GB\b", _rates(312.0, 1555.0, tf32=156.0, float32=19.5)),
+    (r"\bA100 80GB PCIe\b", _rates(312.0, 1935.0, tf32=156.0, float32=19.5)),
+    (r"\bA100\b.*\b80GB\b", _rates(312.0, 2039.0, tf32=156.0, float32=19.5)),
+    (r"\bA100\b", _rates(312.0, None, tf32=156.0, float32=19.5)),
+    (r"\bA40\b", _rates(149.7, 696.0, tf32=74.8, float32=37.4)),
+    (r"\bA30\b", _rates(165.0, 933.0, tf32=82.0, float32=10.3)),
+    (r"\bA10\b", _rates(125.0, 600.0, tf32=62.5, float32=31.2)),
+    (r"\bL40S\b", _rates(362.0, 864.0, float8=733.0, tf32=183.0, float32=91.6)),
+    (r"\bL40\b", _rates(181.0, 864.0, float8=362.0, tf32=90.5, float32=90.5)),
+    (r"\bL4\b", _rates(121.0, 300.0, float8=242.5, tf32=60.0, float32=30.3)),
+    (r"\bRTX 4090$", _rates(165.2, 1008.0, float8=330.3, tf32=82.6, float32=82.6)),
+    (r"\bV100-SXM2\b", _rates(None, 900.0, float16=125.0, float32=15.7)),
+    (r"\bMI300X\b", _rates(1307.4, 5300.0, float8=2614.9)),
+)
+
+
+def published_peak(device: torch.device | str) -> PeakRate | None:
+    """What the maker of a GPU publishes; None of one that is not in the table, and of a CPU.
+
+    `measured_peak` measures instead.
+    """
+    device = torch.device(device)
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    found = next((rates for pattern, rates in _PUBLISHED if re.search(pattern, name)), None)
+    return None if found is None else PeakRate(name, "published", *found, {})
+
+
+def peak_flops(
+    device: torch.device, dtype: torch.dtype = torch.bfloat16, *, tf32: bool = False
+) -> float | None:
+    """Published dense operations per second of a GPU; None where none are known, as for a CPU."""
+    peak = published_peak(device)
+    return None if peak is None else peak.flops_of(dtype, tf32=tf32)
+
+
+def peak_bandwidth(device: torch.device) -> float | None:
+    """Published bytes per second of a GPU's memory; None where none are known, as for a CPU."""
+    peak = published_peak(device)
+    return None if peak is None else peak.bandwidth

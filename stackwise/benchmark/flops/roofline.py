@@ -1,0 +1,100 @@
+"""Roofline: the least time that work can take, by what it computes and moves (Williams et al. 2009)."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from stackwise.argument import check_number
+from stackwise.benchmark.flops.closed_form import model_flops
+from stackwise.benchmark.flops.decode_bytes import decode_bytes
+from stackwise.benchmark.flops.peak_rate import PeakRate
+from stackwise.benchmark.flops.transformer_shape import TransformerShape
+
+__all__ = ["Roofline", "decode_floor", "roofline"]
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """A floor under the time of a call.
+
+    Attributes:
+        flops: operations.
+        moved: bytes.
+        compute_seconds: that the operations take at the peak rate.
+        memory_seconds: that the bytes take at the peak bandwidth.
+    """
+
+    flops: int
+    moved: int
+    compute_seconds: float
+    memory_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        """The longer of the two: neither can be faster, and both may go on at once."""
+        return max(self.compute_seconds, self.memory_seconds)
+
+    @property
+    def bound(self) -> Literal["compute", "memory"]:
+        """Which of the two it is."""
+        return "compute" if self.compute_seconds > self.memory_seconds else "memory"
+
+    @property
+    def intensity(self) -> float:
+        """Operations for each byte."""
+        return self.flops / self.moved
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self) | {"seconds": self.seconds, "bound": self.bound, "intensity": self.intensity}
+
+
+def roofline(flops: int, moved: int, *, peak: float, bandwidth: float) -> Roofline:
+    """The floor of any work.
+
+    Args:
+        flops: operations.
+        moved: bytes.
+        peak: operations per second.
+        bandwidth: bytes per second.
+
+    Raises:
+        ValueError: a number that is not above 0.
+    """
+    for key, value in {"flops": flops, "moved": moved, "peak": peak, "bandwidth": bandwidth}.items():
+        check_number(key, value, "a number above 0", lambda number: number > 0)
+    return Roofline(flops, moved, flops / peak, moved / bandwidth)
+
+
+def decode_floor(
+    model: nn.Module | TransformerShape,
+    *,
+    batch_size: int,
+    seq_len: int,
+    peak: PeakRate | None,
+    dtype: torch.dtype,
+    tf32: bool = False,
+) -> Roofline | None:
+    """The least time of decoding one token in each row; None where sizes or rates are not known.
+
+    Args:
+        model: as in `model_flops`.
+        batch_size: B.
+        seq_len: tokens in the cache already.
+        peak: of the device, published or measured.
+        dtype: that is computed in, and of the cache.
+        tf32: whether float32 may be rounded to TF32.
+
+    Raises:
+        ValueError: sizes that are no positive integers.
+    """
+    flops = model_flops(model, batch_size=batch_size, seq_len=seq_len, mode="decode")
+    moved = decode_bytes(model, batch_size=batch_size, seq_len=seq_len, dtype=dtype)
+    rate = None if peak is None else peak.flops_of(dtype, tf32=tf32)
+    if flops is None or moved is None or peak is None or rate is None or peak.bandwidth is None:
+        return None
+    return roofline(flops.model("visible"), moved.total, peak=rate, bandwidth=peak.bandwidth)

@@ -1,0 +1,420 @@
+"""TransformerShape: the sizes of a transformer that its FLOPs and the bytes of its cache follow from.
+
+Shapes: B batch, S positions in a cache, C model width, H query heads, K key/value heads, D head size, R rank
+of a latent, N and P the parts of a latent head without and with position, V its value size, M features,
+E experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from stackwise.argument import check_sizes, require
+
+__all__ = [
+    "AttentionShape",
+    "CrossShape",
+    "ExpertsShape",
+    "FeedForwardShape",
+    "KernelShape",
+    "LatentShape",
+    "LayerShape",
+    "SoftmaxShape",
+    "TransformerShape",
+]
+
+
+@dataclass(frozen=True)
+class SoftmaxShape:
+    """Softmax attention: multi-head (K = H), grouped-query, or multi-query (K = 1).
+
+    Attributes:
+        n_heads: H.
+        n_kv_heads: K, which divides H.
+        head_dim: D.
+        causal: whether a query sees no later key.
+        window: W; a query sees its own position and the W - 1 before it, and as many after it where it is not
+            causal. None: all.
+        cached_tokens: how many tokens its cache keeps at most; None: all of them.
+    """
+
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    causal: bool = True
+    window: int | None = None
+    cached_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        check_sizes(n_heads=self.n_heads, n_kv_heads=self.n_kv_heads, head_dim=self.head_dim)
+        _check_heads(self.n_heads, self.n_kv_heads)
+        _check_window(self.window, self.cached_tokens)
+
+    def n_weights(self, d_model: int) -> int:
+        """Of the projections of queries, keys, values and output."""
+        return 2 * d_model * (self.n_heads + self.n_kv_heads) * self.head_dim
+
+    def cache_bytes(self, batch_size: int, tokens: int, dtype: torch.dtype) -> int:
+        """2 B S K D numbers, S as many of `tokens` as are kept."""
+        return batch_size * _kept(tokens, self.cached_tokens) * self.token_bytes(dtype)
+
+    def token_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes that one token of one row leaves."""
+        return 2 * self.n_kv_heads * self.head_dim * dtype.itemsize
+
+
+@dataclass(frozen=True)
+class LatentShape:
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1).
+
+    Attributes:
+        n_heads: H.
+        rank: R, of the latent that all keys and values are expanded from.
+        nope_dim: N.
+        rope_dim: P.
+        value_dim: V.
+        q_rank: of the latent that queries are expanded from; None: there is none.
+        causal: whether a query sees no later key.
+        window: as in `SoftmaxShape`.
+        cached_tokens: as in `SoftmaxShape`.
+        absorbs: whether a pass over a cache moves the expansion to queries and outputs, so that all heads
+            read the latent itself; else every pass expands all that is cached.
+    """
+
+    n_heads: int
+    rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    q_rank: int | None = None
+    causal: bool = True
+    window: int | None = None
+    cached_tokens: int | None = None
+    absorbs: bool = True
+
+    def __post_init__(self) -> None:
+        check_sizes(n_heads=self.n_heads, rank=self.rank, nope_dim=self.nope_dim, value_dim=self.value_dim)
+        check_sizes(rope_dim=self.rope_dim)
+        if self.q_rank is not None:
+            check_sizes(q_rank=self.q_rank)
+        _check_window(self.window, self.cached_tokens)
+
+    def n_weights(self, d_model: int) -> int:
+        """Of all projections, down, up and out."""
+        queries = self.n_heads * (self.nope_dim + self.rope_dim)
+        from_width = d_model * queries if self.q_rank is None else self.q_rank * (d_model + queries)
+        out = self.n_heads * self.value_dim * d_model
+        return from_width + d_model * (self.rank + self.rope_dim) + self.n_expanding + out
+
+    @property
+    def n_expanding(self) -> int:
+        """Weights that expand a latent to the keys and values of all heads: R H (N + V)."""
+        return self.rank * self.n_heads * (self.nope_dim + self.value_dim)
+
+    def cache_bytes(self, batch_size: int, tokens: int, dtype: torch.dtype) -> int:
+        """B S (R + P) numbers: the latent and the one key with position."""
+        return batch_size * _kept(tokens, self.cached_tokens) * self.token_bytes(dtype)
+
+    def token_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes that one token of one row leaves."""
+        return (self.rank + self.rope_dim) * dtype.itemsize
+
+
+@dataclass(frozen=True)
+class KernelShape:
+    """Attention by features of queries and keys, in time linear in the number of positions.
+
+    Attributes:
+        n_heads: H.
+        n_kv_heads: K, which divides H.
+        head_dim: D.
+        n_features: M, for each head.
+        n_frequencies: fixed numbers that each of the D of a query or key is multiplied by; 0: features take
+            no product.
+        causal: whether a query sees no later key.
+        chunk: positions that are computed as a square at once in the causal case; None: one after the other.
+    """
+
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    n_features: int
+    n_frequencies: int = 0
+    causal: bool = True
+    chunk: int | None = None
+
+    def __post_init__(self) -> None:
+        check_sizes(n_heads=self.n_heads, n_kv_heads=self.n_kv_heads, head_dim=self.head_dim)
+        check_sizes(n_features=self.n_features)
+        check_sizes(0, n_frequencies=self.n_frequencies)
+        if self.chunk is not None:
+            check_sizes(chunk=self.chunk)
+        _check_heads(self.n_heads, self.n_kv_heads)
+
+    def n_weights(self, d_model: int) -> int:
+        """Of the projections of queries, keys, values and output; what is drawn and fixed is none."""
+        return 2 * d_model * (self.n_heads + self.n_kv_heads) * self.head_dim
+
+    def cache_bytes(self, batch_size: int, tokens: int, dtype: torch.dtype) -> int:  # noqa: ARG002
+        """B K (M D + M + 1) numbers, whatever `tokens` is: sums of values and of weights, and their scale.
+
+        In float32 at least: a sum in bfloat16 stops growing after a few hundred terms.
+        """
+        wide = torch.promote_types(dtype, torch.float32)
+        numbers = self.n_features * (self.head_dim + 1) + 1
+        return batch_size * self.n_kv_heads * numbers * wide.itemsize
+
+
+@dataclass(frozen=True)
+class CrossShape:
+    """Softmax attention to the tokens of another sequence, all of which every query sees.
+
+    Attributes:
+        n_heads: H.
+        n_kv_heads: K, which divides H.
+        head_dim: D.
+        memory_len: how many tokens the other sequence has.
+        memory_width: width of what its keys and values are projected from.
+    """
+
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    memory_len: int
+    memory_width: int
+
+    def __post_init__(self) -> None:
+        check_sizes(n_heads=self.n_heads, n_kv_heads=self.n_kv_heads, head_dim=self.head_dim)
+        check_sizes(memory_len=self.memory_len, memory_width=self.memory_width)
+        _check_heads(self.n_heads, self.n_kv_heads)
+
+    def n_weights(self, d_model: int) -> int:
+        """Of queries and output, and of keys and values."""
+        return 2 * d_model * self.n_heads * self.head_dim + self.n_weights_of_memory
+
+    @property
+    def n_weights_of_memory(self) -> int:
+        """Weights that multiply the other sequence, once for all that is generated from it."""
+        return 2 * self.memory_width * self.n_kv_heads * self.head_dim
+
+    def cache_bytes(self, batch_size: int, tokens: int, dtype: torch.dtype) -> int:  # noqa: ARG002
+        """2 B K D numbers for each token of the other sequence, whatever `tokens` is."""
+        return batch_size * self.memory_len * 2 * self.n_kv_heads * self.head_dim * dtype.itemsize
+
+
+AttentionShape = SoftmaxShape | LatentShape | KernelShape | CrossShape
+
+
+@dataclass(frozen=True)
+class FeedForwardShape:
+    """A feed-forward part that every token goes through.
+
+    Attributes:
+        d_ff: its width.
+        n_matrices: 2, or 3 with a gate.
+    """
+
+    d_ff: int
+    n_matrices: int = 3
+
+    def __post_init__(self) -> None:
+        check_sizes(d_ff=self.d_ff)
+        require(self.n_matrices in (2, 3), "n_matrices", self.n_matrices, "2, 3")
+
+    def n_weights(self, d_model: int) -> int:
+        """All of them."""
+        return self.n_matrices * d_model * self.d_ff
+
+    n_active = n_weights
+
+
+@dataclass(frozen=True)
+class ExpertsShape:
+    """A router and experts, of which every token goes through some.
+
+    Attributes:
+        d_ff: width of an expert.
+        n_experts: E.
+        n_routed: experts that a token goes through.
+        shared_d_ff: width of what every token goes through besides; 0: nothing.
+        n_matrices: of an expert: 2, or 3 with a gate.
+    """
+
+    d_ff: int
+    n_experts: int
+    n_routed: int
+    shared_d_ff: int = 0
+    n_matrices: int = 3
+
+    def __post_init__(self) -> None:
+        check_sizes(d_ff=self.d_ff, n_experts=self.n_experts, n_routed=self.n_routed)
+        check_sizes(0, shared_d_ff=self.shared_d_ff)
+        require(self.n_matrices in (2, 3), "n_matrices", self.n_matrices, "2, 3")
+        require(
+            self.n_routed <= self.n_experts, "n_routed", self.n_routed, f"at most n_experts={self.n_experts}"
+        )
+
+    def n_weights(self, d_model: int) -> int:
+        """Of the router and of all experts."""
+        return self._of(d_model, self.n_experts)
+
+    def n_active(self, d_model: int) -> int:
+        """Of the router, and of the experts that one token goes through."""
+        return self._of(d_model, self.n_routed)
+
+    def _of(self, d_model: int, n_experts: int) -> int:
+        width = n_experts * self.d_ff + self.shared_d_ff
+        return d_model * (self.n_experts + self.n_matrices * width)
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """One layer: its attention, of which there may be several, and its feed-forward part."""
+
+    attention: tuple[AttentionShape, ...]
+    feedforward: FeedForwardShape | ExpertsShape | None
+
+    def n_weights(self, d_model: int) -> int:
+        """Of all matrices."""
+        return self._attention(d_model) + (self.feedforward.n_weights(d_model) if self.feedforward else 0)
+
+    def n_active(self, d_model: int) -> int:
+        """Of the matrices that one token goes through."""
+        return self._attention(d_model) + (self.feedforward.n_active(d_model) if self.feedforward else 0)
+
+    def _attention(self, d_model: int) -> int:
+        return sum(each.n_weights(d_model) for each in self.attention)
+
+
+@dataclass(frozen=True)
+class TransformerShape:
+    """The sizes of a transformer. Biases, norms and positions are no matrices and are not in it.
+
+    Attributes:
+        d_model: C.
+        layers: in their order.
+        head_weights: of the matrices behind the last layer: C times the vocabulary for a language model,
+            whether the embedding's own or not; 0: there are none.
+        embedding_weights: of tables that are looked up and multiply nothing. A table that is the head as well
+            is counted there.
+        n_frozen: weights of matrices that get no gradient, though one passes through all of them; None: not
+            known.
+    """
+
+    d_model: int
+    layers: tuple[LayerShape, ...]
+    head_weights: int
+    embedding_weights: int
+    n_frozen: int | None = 0
+
+    def __post_init__(self) -> None:
+        check_sizes(d_model=self.d_model)
+        check_sizes(0, head_weights=self.head_weights, embedding_weights=self.embedding_weights)
+        if self.n_frozen is not None:
+            check_sizes(0, n_frozen=self.n_frozen)
+
+    @classmethod
+    def uniform(
+        cls,
+        *,
+        n_layers: int,
+        d_model: int,
+        n_heads: int,
+        d_ff: int,
+        vocab_size: int,
+        n_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        n_matrices: int = 3,
+        tied: bool = False,
+        causal: bool = True,
+        window: int | None = None,
+    ) -> TransformerShape:
+        """Layers of softmax attention that are all alike, an embedding and a head.
+
+        Args:
+            n_layers: how many.
+            d_model: C.
+            n_heads: H.
+            d_ff: width of the feed-forward part.
+            vocab_size: rows of the embedding and outputs of the head.
+            n_kv_heads: K; None: H.
+            head_dim: D; None: C / H.
+            n_matrices: of the feed-forward part, 3 with a gate.
+            tied: whether the head is the embedding's own weight.
+            causal: see `SoftmaxShape`.
+            window: see `SoftmaxShape`; its cache then keeps that many tokens.
+
+        Raises:
+            ValueError: a size that is no positive integer; heads that do not divide.
+        """
+        check_sizes(n_layers=n_layers, d_model=d_model, n_heads=n_heads, vocab_size=vocab_size)
+        if head_dim is None:
+            require(d_model % n_heads == 0, "n_heads", n_heads, f"what divides d_model={d_model}")
+        kv = n_heads if n_kv_heads is None else n_kv_heads
+        size = d_model // n_heads if head_dim is None else head_dim
+        attention = SoftmaxShape(n_heads, kv, size, causal, window, cached_tokens=window)
+        layer = LayerShape((attention,), FeedForwardShape(d_ff, n_matrices))
+        table = vocab_size * d_model
+        return cls(d_model, (layer,) * n_layers, table, 0 if tied else table)
+
+    @property
+    def n_weights(self) -> int:
+        """Of all matrices, with the head and without tables that are only looked up."""
+        return self.head_weights + sum(layer.n_weights(self.d_model) for layer in self.layers)
+
+    @property
+    def n_active(self) -> int:
+        """Of the matrices that one token goes through: fewer than `n_weights` where there are experts."""
+        return self.head_weights + sum(layer.n_active(self.d_model) for layer in self.layers)
+
+    def cache_bytes(self, *, batch_size: int, tokens: int, dtype: torch.dtype) -> int:
+        """Bytes of what `tokens` tokens in each of `batch_size` rows leave behind for those to come.
+
+        Raises:
+            ValueError: no positive `batch_size`, or `tokens` below 0.
+        """
+        check_sizes(batch_size=batch_size)
+        check_sizes(0, tokens=tokens)
+        kinds = [attention for layer in self.layers for attention in layer.attention]
+        return sum(kind.cache_bytes(batch_size, tokens, dtype) for kind in kinds)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, with the sums."""
+        return {
+            "d_model": self.d_model,
+            "layers": [
+                {
+                    "attention": [_named(each) for each in layer.attention],
+                    "feedforward": None if layer.feedforward is None else _named(layer.feedforward),
+                }
+                for layer in self.layers
+            ],
+            "head_weights": self.head_weights,
+            "embedding_weights": self.embedding_weights,
+            "n_frozen": self.n_frozen,
+            "n_weights": self.n_weights,
+            "n_active": self.n_active,
+        }
+
+
+def _named(part: AttentionShape | FeedForwardShape | ExpertsShape) -> dict[str, Any]:
+    kind = type(part).__name__.removesuffix("Shape").lower()
+    return {"kind": kind} | {field.name: getattr(part, field.name) for field in fields(part)}
+
+
+def _kept(tokens: int, most: int | None) -> int:
+    return tokens if most is None else min(tokens, most)
+
+
+def _check_heads(n_heads: int, n_kv_heads: int) -> None:
+    require(n_heads % n_kv_heads == 0, "n_kv_heads", n_kv_heads, f"what divides n_heads={n_heads}")
+
+
+def _check_window(window: int | None, cached_tokens: int | None) -> None:
+    if window is not None:
+        check_sizes(window=window)
+    if cached_tokens is not None:
+        check_sizes(0, cached_tokens=cached_tokens)

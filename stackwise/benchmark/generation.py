@@ -1,0 +1,282 @@
+"""Generation: the time to the first token, and of every token after it.
+
+TTFT is the time from the prompt to the first token; ITL, inter-token latency, each gap between two tokens;
+TPOT, time per output token, the mean gap of one generation: (E2E - TTFT) / (n - 1).
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stackwise.argument import check_choice, check_number, check_sizes, require
+from stackwise.benchmark.memory.peak import peak_memory_bytes
+from stackwise.benchmark.timing.clock import CLOCKS, HostClock
+from stackwise.benchmark.timing.host_state import HostState, host_state
+from stackwise.benchmark.timing.measurement import uncollected
+from stackwise.benchmark.timing.percentile import Percentile, percentile
+from stackwise.benchmark.timing.warmup import COLD_START, WarmUp, warm_up
+from stackwise.benchmark.workload import Workload
+
+__all__ = ["LATENCIES", "GenerationMeasurement", "generate_once", "measure_generation"]
+
+LATENCIES = ("ttft", "itl", "tpot", "e2e")
+_QUANTILES = (50, 95, 99)
+
+
+@dataclass(frozen=True)
+class GenerationMeasurement:
+    """When each token of each generation was there.
+
+    Attributes:
+        workload: its name.
+        token_seconds: of each generation, the seconds from its start to each of its tokens.
+        batch_size: rows, which get their tokens at once.
+        prompt_tokens: in each row.
+        warmup: the generations before the first that counts.
+        peak_memory_bytes: of one generation in a pass of its own; None where it cannot be read.
+        execution: how the tokens were made, as far as the workload says.
+        clock: "host": a token is there when the device is done with it and the host knows. "device": when the
+            device is done with it; the host runs ahead.
+        host: the host before the first generation.
+    """
+
+    workload: str
+    token_seconds: tuple[tuple[float, ...], ...]
+    batch_size: int
+    prompt_tokens: int
+    warmup: WarmUp = COLD_START
+    peak_memory_bytes: int | None = None
+    execution: dict[str, str] = field(default_factory=dict)
+    clock: str = "host"
+    host: HostState | None = None
+
+    @property
+    def new_tokens(self) -> int:
+        """In each row."""
+        return len(self.token_seconds[0])
+
+    @property
+    def tokens(self) -> int:
+        """New ones of one generation, in all rows."""
+        return self.batch_size * self.new_tokens
+
+    @property
+    def e2e(self) -> tuple[float, ...]:
+        """Seconds of each generation."""
+        return tuple(times[-1] for times in self.token_seconds)
+
+    seconds = e2e
+
+    @property
+    def ttft(self) -> tuple[float, ...]:
+        """Seconds to the first token of each generation."""
+        return tuple(times[0] for times in self.token_seconds)
+
+    @cached_property
+    def itl(self) -> tuple[float, ...]:
+        """Seconds between each token and the one before it, of all generations; none where each has one."""
+        return tuple(b - a for times in self.token_seconds for a, b in pairwise(times))
+
+    @property
+    def tpot(self) -> tuple[float, ...]:
+        """Mean seconds between the tokens of each generation; none where it has but one."""
+        n = self.new_tokens
+        return tuple((times[-1] - times[0]) / (n - 1) for times in self.token_seconds) if n > 1 else ()
+
+    @property
+    def median(self) -> float:
+        """Median seconds of a generation."""
+        return statistics.median(self.e2e)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens of a generation over its median time, that of the prompt included."""
+        return self.tokens / self.median
+
+    @property
+    def prefill_tokens_per_second(self) -> float:
+        """Tokens of all prompts over the median time to the first token, which that token is part of."""
+        return self.batch_size * self.prompt_tokens / statistics.median(self.ttft)
+
+    @property
+    def decode_tokens_per_second(self) -> float | None:
+        """Rows over the median time per output token; None where there is but one."""
+        return self.batch_size / statistics.median(self.tpot) if self.tpot else None
+
+    @property
+    def warmup_calls(self) -> int:
+        """Generations before the first that counts."""
+        return self.warmup.calls
+
+    @property
+    def steady(self) -> bool:
+        """Whether the warm-up ended because the time had settled."""
+        return self.warmup.steady
+
+    def percentile(self, q: float, of: str = "itl", *, confidence: float = 0.95) -> Percentile | None:
+        """Percentile `q`, in percent, of "ttft", "itl" (all gaps pooled), "tpot" or "e2e".
+
+        Gaps of one generation are not independent: where its tokens slow down together, the interval of "itl"
+        is too narrow. None where there is no such gap.
+
+        Raises:
+            ValueError: of something else, or as `stackwise.benchmark.timing.percentile` does.
+        """
+        check_choice("of", of, LATENCIES)
+        samples: tuple[float, ...] = getattr(self, of)
+        return percentile(samples, q, confidence=confidence) if samples else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON: as of a Measurement whose call is a whole generation, and more."""
+        return {
+            "workload": self.workload,
+            "median_seconds": self.median,
+            "min_seconds": min(self.e2e),
+            "max_seconds": max(self.e2e),
+            "calls": len(self.e2e),
+            "samples": len(self.e2e),
+            "calls_per_sample": 1,
+            "percentiles": self._percentiles("e2e"),
+            "tokens_per_second": self.tokens_per_second,
+            "prefill_tokens_per_second": self.prefill_tokens_per_second,
+            "decode_tokens_per_second": self.decode_tokens_per_second,
+            "latencies": {of: self._percentiles(of) for of in ("ttft", "itl", "tpot")},
+            "batch_size": self.batch_size,
+            "prompt_tokens": self.prompt_tokens,
+            "new_tokens": self.new_tokens,
+            "peak_memory_bytes": self.peak_memory_bytes,
+            "warmup_calls": self.warmup_calls,
+            "steady": self.steady,
+            "warmup": self.warmup.to_dict(),
+            "clock": self.clock,
+            "cache": "warm",
+            "host": None if self.host is None else self.host.to_dict(),
+            "execution": self.execution,
+        }
+
+    def _percentiles(self, of: str) -> dict[str, Any]:
+        found = {f"p{q}": self.percentile(q, of) for q in _QUANTILES}
+        return {name: each.to_dict() for name, each in found.items() if each is not None}
+
+
+def measure_generation(
+    workload: Workload,
+    *,
+    min_seconds: float = 1.0,
+    min_calls: int = 5,
+    warmup_seconds: float = 2.0,
+    steady_within: float = 0.005,
+    clock: str = "host",
+) -> GenerationMeasurement:
+    """Time every token of a generation, after warming it up. Each generation starts from the prompt alone.
+
+    On the host clock the device is waited for after each token, as by whoever shows it to a user; one that
+    could have gone on meanwhile has not. `measure` of the same workload times whole generations without that.
+
+    Args:
+        workload: of `model_workload(spec, "generate", ...)`.
+        min_seconds: generations are timed for at least this long,
+        min_calls: and at least this often.
+        warmup_seconds: the most time that the warm-up takes after its first generations.
+        steady_within: relative difference of two windows of generations that counts as settled.
+        clock: "host", or "device" (CUDA only).
+
+    Raises:
+        ValueError: another workload or clock, or numbers out of range.
+    """
+    _check_generates(workload)
+    check_choice("clock", clock, CLOCKS)
+    require(clock == "host" or workload.device.type == "cuda", "clock", clock, f"'host' on {workload.device}")
+    check_number("min_seconds", min_seconds, "a number >= 0", lambda value: value >= 0)
+    check_sizes(0, min_calls=min_calls)
+    host = host_state()
+    warmup = warm_up(
+        workload.call,
+        workload.device,
+        HostClock(workload.device),
+        seconds=warmup_seconds,
+        within=steady_within,
+    )
+    generations: list[tuple[float, ...]] = []
+    total = 0.0
+    with uncollected():
+        while len(generations) < max(1, min_calls) or total < min_seconds:
+            times = _device_times(workload) if clock == "device" else _host_times(workload)
+            generations.append(times)
+            total += times[-1]
+    return GenerationMeasurement(
+        workload=workload.name,
+        token_seconds=tuple(generations),
+        batch_size=workload.batch_size,
+        prompt_tokens=workload.seq_len,
+        warmup=warmup,
+        peak_memory_bytes=peak_memory_bytes(workload.call, workload.device),
+        execution=workload.execution(),
+        clock=clock,
+        host=host,
+    )
+
+
+def generate_once(workload: Workload) -> GenerationMeasurement:
+    """One timed generation without warm-up: that it runs is shown, how fast it is, is not."""
+    _check_generates(workload)
+    times = (_host_times(workload),)
+    return GenerationMeasurement(
+        workload.name, times, workload.batch_size, workload.seq_len, execution=workload.execution()
+    )
+
+
+def _check_generates(workload: Workload) -> None:
+    wanted = "what model_workload(spec, 'generate', ...) makes"
+    require(workload.each_token is not None, "workload", workload.name, wanted)
+
+
+def _host_times(workload: Workload) -> tuple[float, ...]:
+    """Seconds from an idle device to each token, the device idle again."""
+    now, device, waits = time.perf_counter_ns, workload.device, workload.device.type == "cuda"
+    ticks: list[int] = []
+
+    def on_token(token_B: Tensor) -> None:  # noqa: ARG001  # it is there: that is all
+        if waits:
+            torch.cuda.synchronize(device)
+        ticks.append(now())
+
+    assert workload.each_token is not None
+    if waits:
+        torch.cuda.synchronize(device)
+    start = now()
+    workload.each_token(on_token)
+    return tuple((tick - start) * 1e-9 for tick in ticks)
+
+
+def _device_times(workload: Workload) -> tuple[float, ...]:
+    """Seconds on the device's stream from the start to each token, read after all of them."""
+    device = workload.device
+    with torch.cuda.device(device):
+        start, *events = (_event() for _ in range(workload.new_tokens + 1))
+        # An event comes to be when it is recorded first.
+        for event in (start, *events):
+            event.record()
+        torch.cuda.synchronize(device)
+        waiting = iter(events)
+
+        def on_token(token_B: Tensor) -> None:  # noqa: ARG001
+            next(waiting).record()
+
+        assert workload.each_token is not None
+        start.record()
+        workload.each_token(on_token)
+        torch.cuda.synchronize(device)
+        return tuple(start.elapsed_time(event) * 1e-3 for event in events)
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

@@ -1,0 +1,499 @@
+"""Memory growth: whether a step that is made again and again holds more each time, and what it holds."""
+
+from __future__ import annotations
+
+import gc
+import json
+import linecache
+import sys
+import sysconfig
+import tracemalloc
+import weakref
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from stackwise.argument import check_number, check_sizes, require
+from stackwise.benchmark.memory import live_memory
+from stackwise.benchmark.memory.live_memory import Bytes, bytes_now, census, live_tensors
+from stackwise.benchmark.memory.trend import LEAST_STEPS, Trend, trend
+from stackwise.trainer_spec import TrainerSpec
+
+__all__ = ["GrowingPlace", "GrowingType", "MemoryGrowth", "check_growth", "memory_growth"]
+
+Verdict = Literal["flat", "grows", "fragments"]
+
+STEPS, WARMUP, TOLERANCE = 40, 10, 1024
+_MOST_STEPS = 1000
+_NAMED = 5
+_FRAMES = 16
+# Free memory that the C library keeps rises by whole pages while blocks of many sizes come and go.
+_HOST_FREE_TOLERANCE = 64 * 1024
+_SMALL = 64  # bytes per step
+_NODE = "autograd "
+_PLAIN = ("collections", "functools", "weakref")
+_TORCH, _PYTHON = str(Path(torch.__file__).parent), sysconfig.get_path("stdlib")
+_LOOKING = (live_memory.__file__, tracemalloc.__file__)
+_COUNTED = ("tensors", "nodes", "objects")
+
+
+@dataclass(frozen=True)
+class GrowingType:
+    """Objects of one type, of which there are more after each quarter of the steps.
+
+    Attributes:
+        name: of the type, or "autograd NAME" of nodes in a graph.
+        count_per_step: how many more.
+        bytes_per_step: how much more they are themselves: of tensors the storages, of lists their slots.
+    """
+
+    name: str
+    count_per_step: float
+    bytes_per_step: float
+
+    def __str__(self) -> str:
+        size = f", {_text(self.bytes_per_step)}" if abs(self.bytes_per_step) >= 1 else ""
+        return f"{self.name}: {self.count_per_step:+.3g} a step{size}"
+
+
+@dataclass(frozen=True)
+class GrowingPlace:
+    """A line of code whose Python objects stay.
+
+    Attributes:
+        file: its path.
+        line: its number.
+        code: its text; "" where the file cannot be read.
+        count_per_step: how many objects more: for a tensor the object that Python sees.
+    """
+
+    file: str
+    line: int
+    code: str
+    count_per_step: float
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: {self.code}".rstrip(": ")
+
+
+@dataclass(frozen=True)
+class MemoryGrowth:
+    """What a step leaves behind, each time that it is made.
+
+    A trend that is None was not read: nothing on this machine tells it.
+
+    Attributes:
+        steps: that were looked at.
+        warmup: steps before them.
+        tolerance: bytes per step below which nothing is held against the step.
+        host: bytes that the C library has given out: tensors on the CPU, graphs of autograd.
+        python: bytes that Python's allocators have given out since they are traced; in part the same. Rises
+            too while what was there before is replaced.
+        blocks: of at most 512 bytes, that Python's allocators have given out.
+        device: bytes that tensors hold on the CUDA device.
+        host_free: bytes that the C library keeps without having given them out.
+        device_free: bytes of the CUDA device that torch's allocator keeps without a tensor in them.
+        tensors: how many there are.
+        nodes: of autograd's graph, within reach of a tensor.
+        objects: that the garbage collector knows.
+        cyclic_bytes: median of the bytes that each step leaves to the garbage collector, which was run after
+            every step; without it they stay until it runs by itself.
+        types: that grow, the largest first.
+        places: lines of code whose objects stay, those of most objects first.
+    """
+
+    steps: int
+    warmup: int
+    tolerance: float
+    host: Trend | None
+    python: Trend
+    blocks: Trend
+    device: Trend | None
+    host_free: Trend | None
+    device_free: Trend | None
+    tensors: Trend
+    nodes: Trend
+    objects: Trend
+    cyclic_bytes: int
+    types: tuple[GrowingType, ...] = ()
+    places: tuple[GrowingPlace, ...] = ()
+
+    @property
+    def reasons(self) -> list[str]:
+        """Why the verdict is not "flat", one a line; [] where it is."""
+        found = []
+        for where, rise in (("the device", self.device), ("the host", self.host), ("Python", self._python)):
+            if rise is not None and rise.exceeds(self.tolerance):
+                interval = f"99 % interval {_text(rise.low)} to {_text(rise.high)}"
+                found.append(f"{_text(rise.per_step)} more a step are in use by {where} ({interval})")
+        if self.tensors.exceeds(0):
+            found.append(f"{self.tensors.per_step:.3g} tensors more a step are alive")
+        if self.nodes.exceeds(0):
+            found.append(
+                f"{self.nodes.per_step:.3g} nodes more a step are in autograd's graph: something keeps the "
+                "graph of each step, as `total += loss` does; of a loss that is only looked at, keep "
+                "loss.item() or loss.detach()"
+            )
+        if not found:
+            return self._fragmentation
+        python = self._python
+        seen = (
+            (python is not None and python.exceeds(self.tolerance))
+            or self.tensors.exceeds(0)
+            or self.nodes.exceeds(0)
+        )
+        seen |= any(each.bytes_per_step > 0.1 * self.bytes_per_step for each in self.types)
+        if not seen:
+            found.append(
+                "no tensor, node or object of Python grows with it: a library that keeps something for each "
+                "new shape (more warm-up, or fewer shapes, would show it), or a leak in C or C++"
+            )
+        return found
+
+    @property
+    def _python(self) -> Trend | None:
+        """What is traced, where objects or small blocks get more as steadily; of large ones the host tells.
+
+        What interpreter and libraries note of each place in the code that they come by gets more for hundreds
+        of steps, ever more slowly.
+        """
+        steady = self.blocks.exceeds(0) and not self.blocks.fades
+        return self.python if steady or self.objects.exceeds(0) else None
+
+    @property
+    def _fragmentation(self) -> list[str]:
+        least = max(self.tolerance, _HOST_FREE_TOLERANCE)
+        for free, whose, limit in (
+            (self.device_free, "reserved on the device", self.tolerance),
+            (self.host_free, "kept by the C library", least),
+        ):
+            if free is not None and free.exceeds(limit):
+                text = f"{_text(free.per_step)} more a step are {whose} and not in use: "
+                return [f"{text}that memory is in pieces too small for what is asked of it"]
+        return []
+
+    @property
+    def verdict(self) -> Verdict:
+        """Whether more is in use or alive each step, "grows"; only more reserved, "fragments"; or neither."""
+        if not self.reasons:
+            return "flat"
+        return "fragments" if self._fragmentation == self.reasons else "grows"
+
+    @property
+    def bytes_per_step(self) -> float:
+        """The largest rise of bytes in use: on the device, the host, or in Python."""
+        rises = [rise.per_step for rise in (self.device, self.host, self._python) if rise is not None]
+        return max(rises, default=0.0)
+
+    @property
+    def tensors_per_step(self) -> float:
+        """How many tensors more are alive after a step."""
+        return self.tensors.per_step
+
+    @property
+    def objects_per_step(self) -> float:
+        """How many objects more there are after a step that the garbage collector knows."""
+        return self.objects.per_step
+
+    def __str__(self) -> str:
+        if self.verdict == "flat":
+            return (
+                f"memory is flat over {self.steps} steps: {_text(self.bytes_per_step)} a step, "
+                f"{_text(self.tolerance)} are allowed"
+            )
+        noun = "fragments" if self.verdict == "fragments" else "grows"
+        lines = [f"memory {noun} over {self.steps} steps, after {self.warmup} of warm-up"]
+        lines += [f"  {reason}" for reason in self.reasons]
+        if self.verdict == "grows" and self.types:
+            lines.append("what grows:")
+            lines += [f"  {each}" for each in self.types]
+        if self.verdict == "grows" and self.places:
+            lines.append("made at, and still held:")
+            lines += [f"  {each}" for each in self.places]
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        told = {
+            name: value.to_dict() if isinstance(value, Trend) else value for name, value in values.items()
+        }
+        told |= {name: [asdict(each) for each in values[name]] for name in ("types", "places")}
+        return {
+            "verdict": self.verdict,
+            "bytes_per_step": self.bytes_per_step,
+            "tensors_per_step": self.tensors_per_step,
+            "objects_per_step": self.objects_per_step,
+            **told,
+        }
+
+
+def check_growth(*, steps: int = STEPS, warmup: int = WARMUP, tolerance: float = TOLERANCE) -> None:
+    """Refuse what `memory_growth` would refuse, without a step.
+
+    Raises:
+        ValueError: naming the argument, its value and what is allowed.
+    """
+    check_sizes(LEAST_STEPS, steps=steps)
+    require(steps <= _MOST_STEPS, "steps", steps, f"an integer from {LEAST_STEPS} to {_MOST_STEPS}")
+    check_sizes(1, warmup=warmup)
+    check_number("tolerance", tolerance, "a finite number >= 0, of bytes per step", lambda size: size >= 0)
+
+
+def memory_growth(
+    step: Callable[[], object] | TrainerSpec,
+    *,
+    steps: int = STEPS,
+    warmup: int = WARMUP,
+    tolerance: float = TOLERANCE,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+) -> MemoryGrowth:
+    """Make a step many times, and see what there is more of after each.
+
+    The step is made `steps` times while bytes are read, and as often again while objects are counted; each
+    time the garbage collector is run first. What rises is judged
+    by its trend, not by its ends: the rise has to go on to the last quarter of the steps, and to exceed the
+    tolerance with 99 % certainty. A cache that fills up within the first half of the steps, and a buffer
+    that is emptied at least once in half of them, are not growth. One tensor, or one node of autograd's
+    graph, more in each step is growth, however small it is.
+
+    Python's allocations are traced the second time (tracemalloc), which slows a step down: this is no timing.
+    What a step returns is dropped. Objects that `gc.freeze` had set aside are thawed.
+
+    Args:
+        step: what is made again and again; of a TrainerSpec a run, each step with another batch.
+        steps: that are looked at, 8 to 1000, and made twice. Few steps see only what grows in each of them.
+        warmup: steps before them: what is made once, such as the optimizer's state, is no growth.
+        tolerance: bytes per step, for what a run may note of itself, such as a history of losses.
+        device: whose memory is looked at beside the host's.
+        seed: of the run that is made of a TrainerSpec.
+
+    Raises:
+        ValueError: a number out of range.
+        RuntimeError: on CUDA, there is no such device.
+    """
+    check_growth(steps=steps, warmup=warmup, tolerance=tolerance)
+    device = torch.device(device)
+    call = _steps_of(step, device, seed) if isinstance(step, TrainerSpec) else step
+    for _ in range(warmup):
+        call()
+    with _collected_by_hand() as before:
+        held = _Held(device, steps)
+        for index in range(steps):
+            _make(call)
+            held.read(index)
+        with _traced():
+            alive = _Alive(before, steps)
+            for index in range(steps):
+                _make(call)
+                alive.read(index)
+    trends: dict[str, Any] = {**held.trends(), **alive.trends()}
+    return MemoryGrowth(
+        steps=steps,
+        warmup=warmup,
+        tolerance=tolerance,
+        **trends,
+        cyclic_bytes=held.cyclic(),
+        types=alive.types(),
+        places=alive.places(),
+    )
+
+
+def _make(call: Callable[[], object]) -> None:
+    """One step, and nothing else: an object was made by it where this line is in its traceback."""
+    call()
+
+
+def _steps_of(spec: TrainerSpec, device: torch.device, seed: int) -> Callable[[], object]:
+    run = spec.create(device, seed)
+    used = next((parameter.device for parameter in run.model.parameters()), device)
+    number = 0
+
+    def step() -> None:
+        nonlocal number
+        run.step(spec.batch(device=used, seed=number))
+        number += 1
+
+    return step
+
+
+@contextmanager
+def _collected_by_hand() -> Iterator[list[weakref.ref[Tensor]]]:
+    """Inside, garbage is collected when it is asked for, and only among new objects.
+
+    Gives the tensors that there were before. What was frozen already is not afterwards: one could not tell
+    the two apart, and an object that stays frozen may never be collected.
+    """
+    collects = gc.isenabled()
+    gc.collect()
+    before = live_tensors()
+    gc.disable()
+    gc.freeze()
+    try:
+        yield before
+    finally:
+        gc.unfreeze()
+        if collects:
+            gc.enable()
+
+
+@contextmanager
+def _traced() -> Iterator[None]:
+    """Inside, Python's allocations are traced."""
+    starts = not tracemalloc.is_tracing()
+    if starts:
+        tracemalloc.start(_FRAMES)
+    try:
+        yield
+    finally:
+        if starts:
+            tracemalloc.stop()
+
+
+class _Held:
+    """Bytes that are held after each step, in memory that is there before the first."""
+
+    def __init__(self, device: torch.device, steps: int) -> None:
+        self._device = device
+        self._names = [
+            field.name for field in fields(Bytes) if getattr(bytes_now(device), field.name) is not None
+        ]
+        self._values = {name: array("q", bytes(8 * steps)) for name in (*self._names, "blocks", "cyclic")}
+
+    def read(self, index: int) -> None:
+        """Look at what is held after step `index`."""
+        uncollected = bytes_now(self._device)
+        gc.collect()
+        self._values["blocks"][index] = sys.getallocatedblocks()
+        now = bytes_now(self._device)
+        for name in self._names:
+            self._values[name][index] = getattr(now, name)
+        name = "device" if "device" in self._names else "host"
+        if name in self._names:
+            self._values["cyclic"][index] = getattr(uncollected, name) - getattr(now, name)
+
+    def trends(self) -> dict[str, Trend | None]:
+        """Of bytes in use, of those that an allocator keeps beyond them, and of Python's small blocks."""
+        found: dict[str, Trend | None] = {"blocks": trend(self._values["blocks"])}
+        for name in ("host", "device"):
+            found[name] = found[f"{name}_free"] = None
+            if name in self._names:
+                used, kept = self._values[name], self._values[f"{name}_kept"]
+                found[name] = trend(used)
+                found[f"{name}_free"] = trend([more - less for more, less in zip(kept, used, strict=True)])
+        return found
+
+    def cyclic(self) -> int:
+        """The median of what a step left to the collector."""
+        return max(0, round(median(self._values["cyclic"])))
+
+
+class _Alive:
+    """Objects that are alive after each step; what is kept of them is left out of the bytes that are read."""
+
+    def __init__(self, before: list[weakref.ref[Tensor]], steps: int) -> None:
+        self._before = before
+        self._values = {name: array("q", bytes(8 * steps)) for name in ("python", *_COUNTED)}
+        # Where quarters end. What grows is named from these; as text they are no objects to be counted.
+        self._ends = [steps * quarter // 4 - 1 for quarter in (1, 2, 3, 4)]
+        self._kept = [""] * len(self._ends)
+        self._snapshots: list[tracemalloc.Snapshot] = []
+        self._own = 0
+
+    def read(self, index: int) -> None:
+        """Look at what is alive after step `index`."""
+        gc.collect()
+        self._values["python"][index] = tracemalloc.get_traced_memory()[0] - self._own
+        seen = census(self._before)
+        for name in _COUNTED:
+            self._values[name][index] = getattr(seen, name)
+        del seen
+        if index in self._ends:
+            self._keep(index)
+
+    def _keep(self, index: int) -> None:
+        outer = index in (self._ends[0], self._ends[-1])
+        seen = census(
+            self._before, names=True, sizes=outer
+        )  # makes Python's views of storages, which are not ours
+        before = tracemalloc.get_traced_memory()[0]
+        self._kept[self._ends.index(index)] = json.dumps([seen.counts, seen.sizes])
+        if outer:
+            self._snapshots.append(tracemalloc.take_snapshot())
+        self._own += tracemalloc.get_traced_memory()[0] - before
+
+    def trends(self) -> dict[str, Trend]:
+        """Of the bytes of Python's allocators, and of the numbers of objects."""
+        return {name: trend(values) for name, values in self._values.items()}
+
+    def types(self) -> tuple[GrowingType, ...]:
+        """Those whose number rises from each end of a quarter to the next, or whose bytes rise in all."""
+        distance = self._ends[-1] - self._ends[0]
+        counts, sizes = zip(*map(json.loads, self._kept), strict=True)
+        found = []
+        for name, last in counts[-1].items():
+            numbers = [count.get(name, 0) for count in counts]
+            size = (sizes[-1].get(name, 0) - sizes[0].get(name, 0)) / distance
+            if all(after > before for before, after in pairwise(numbers)) or size > _SMALL:
+                found.append(GrowingType(name, (last - numbers[0]) / distance, size))
+        found.sort(
+            key=lambda each: (_is_plain(each.name), -each.bytes_per_step, -each.count_per_step, each.name)
+        )
+        nodes = [each for each in found if each.name.startswith(_NODE)]
+        objects = [each for each in found if not each.name.startswith(_NODE)]
+        return tuple(objects[:_NAMED] + nodes[:_NAMED])
+
+    def places(self) -> tuple[GrowingPlace, ...]:
+        """Lines of which an object stays at least every second step."""
+        first, last = self._snapshots
+        distance = self._ends[-1] - self._ends[0]
+        counts: Counter[tuple[str, int]] = Counter()
+        for difference in last.compare_to(first, "traceback"):
+            if 2 * difference.count_diff >= distance and (place := _place(difference.traceback)) is not None:
+                counts[place] += difference.count_diff
+        return tuple(
+            GrowingPlace(file, line, linecache.getline(file, line).strip(), count / distance)
+            for (file, line), count in counts.most_common(_NAMED)
+        )
+
+
+def _is_plain(name: str) -> bool:
+    """Whether a type says little of whose objects these are."""
+    return "." not in name or name.partition(".")[0] in _PLAIN
+
+
+def _place(traceback: tracemalloc.Traceback) -> tuple[str, int] | None:
+    """The innermost line that is no library's; None where it was our looking that made the object."""
+    chosen = None
+    for frame in reversed(traceback):
+        file, line = frame.filename, frame.lineno
+        if file == __file__ or file in _LOOKING:
+            made = _make.__code__.co_firstlineno
+            return chosen if file == __file__ and line == made + 2 else None
+        if chosen is None and not _is_library(file):
+            chosen = (file, line)
+    return chosen
+
+
+def _is_library(file: str) -> bool:
+    """Whether it is torch's or Python's own: a user looks for the line that calls these."""
+    in_python = file.startswith(_PYTHON) and "site-packages" not in file
+    return in_python or file.startswith((_TORCH, "<"))
+
+
+def _text(size: float) -> str:
+    """`size` bytes, in a unit in which it is easy to read."""
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(size) >= scale:
+            return f"{size / scale:.3g} {unit}"
+    return f"{size:.0f} bytes"

@@ -1,0 +1,203 @@
+"""Live memory: what a process holds at this moment, in bytes and in objects."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["Bytes", "Census", "bytes_now", "census", "live_tensors"]
+
+_PROBE = 1 << 22  # bytes, far beyond what an allocator may have in hand
+_SIZED: tuple[type, ...] = (list, dict, set, frozenset, tuple, bytearray)
+
+
+class _Mallinfo2(ctypes.Structure):
+    """What mallinfo2(3) returns."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    ]
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """Bytes held at one moment; None where nobody says.
+
+    Attributes:
+        host: given out by the C library's allocator: tensors on the CPU, autograd's graph, large Python
+            objects.
+        host_kept: that it has from the system, given out or not.
+        device: held by tensors on the CUDA device.
+        device_kept: that torch's allocator has from the device.
+    """
+
+    host: int | None
+    host_kept: int | None
+    device: int | None
+    device_kept: int | None
+
+
+@dataclass(frozen=True)
+class Census:
+    """What objects there are at one moment.
+
+    Attributes:
+        tensors: how many.
+        nodes: of autograd's graph, within reach of a tensor.
+        objects: how many in all.
+        counts: where asked for, objects of each type, by its name; nodes as "autograd NAME".
+        sizes: where asked for, their bytes: of tensors the storages, each once; of other objects their
+            own, without what they refer to.
+    """
+
+    tensors: int
+    nodes: int
+    objects: int
+    counts: Counter[str]
+    sizes: Counter[str]
+
+
+def bytes_now(device: torch.device) -> Bytes:
+    """The bytes held now; on CUDA once the device is idle."""
+    on_device, kept_on_device = None, None
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        on_device, kept_on_device = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+    host, kept = None, None
+    if _glibc_allocates():
+        info = _mallinfo2()
+        host, kept = info.uordblks + info.hblkhd, info.arena + info.hblkhd
+    return Bytes(host, kept, on_device, kept_on_device)
+
+
+def _mallinfo2() -> Any:
+    return _library().mallinfo2()
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    library = ctypes.CDLL(None)
+    library.mallinfo2.restype = _Mallinfo2
+    return library
+
+
+@cache
+def _glibc_allocates() -> bool:
+    """Whether this process allocates by glibc 2.33 or later, and by no other allocator in its place."""
+    try:
+        _library()
+    except (AttributeError, OSError, TypeError):
+        return False
+    before = _mallinfo2()
+    probe = bytes(_PROBE)
+    after = _mallinfo2()
+    return bool(after.uordblks + after.hblkhd - before.uordblks - before.hblkhd >= len(probe))
+
+
+def live_tensors() -> list[weakref.ref[Tensor]]:
+    """The tensors that Python can reach, or that wait for the garbage collector."""
+    objects = gc.get_objects()
+    of_tensors = _tensor_kinds(_kinds(objects))
+    return [weakref.ref(each) for each in objects if id(type(each)) in of_tensors]
+
+
+def census(before: Iterable[weakref.ref[Tensor]] = (), *, names: bool = False, sizes: bool = False) -> Census:
+    """The objects that the garbage collector knows and that are not frozen.
+
+    Python's views of storages and of autograd's nodes are no objects here: they are made by looking, and
+    stay as long as what they show.
+
+    Args:
+        before: tensors that are frozen, whose graph may have grown all the same: `total += loss` changes
+            a tensor in its place.
+        names: whether to count by type.
+        sizes: whether to add up bytes by type.
+    """
+    objects = gc.get_objects()
+    kinds = _kinds(objects)
+    of_tensors = _tensor_kinds(kinds)
+    views = {key for key, kind in kinds.items() if _is_view(kind)}
+    new = [each for each in objects if id(type(each)) in of_tensors]
+    frozen = [each for each in (reference() for reference in before) if each is not None]
+    numbers = Counter(map(id, map(type, objects)))
+    for key in views:
+        del numbers[key]
+    counts: Counter[str] = Counter()
+    found: Counter[str] = Counter()
+    with torch._C.DisableTorchFunctionSubclass():
+        nodes = _graph([*frozen, *new])
+        if names:
+            for key, number in numbers.items():
+                counts[_name(kinds[key])] += number
+            counts.update(f"autograd {node.name()}" for node in nodes)
+        for name, size in _sizes(objects, new) if sizes else ():
+            found[name] += size
+    return Census(len(new), len(nodes), numbers.total(), counts, found)
+
+
+def _kinds(objects: Iterable[Any]) -> dict[int, type]:
+    """The types of objects by their ids: some cannot be hashed, and some answer isinstance with an import."""
+    return {id(kind): kind for kind in map(type, objects)}
+
+
+def _tensor_kinds(kinds: dict[int, type]) -> set[int]:
+    return {key for key, kind in kinds.items() if issubclass(kind, Tensor)}
+
+
+def _is_view(kind: type) -> bool:
+    return kind is torch.UntypedStorage or any("next_functions" in vars(base) for base in kind.__mro__)
+
+
+def _sizes(objects: Iterable[Any], tensors: Iterable[Tensor]) -> Iterator[tuple[str, int]]:
+    for each in objects:
+        if type(each) in _SIZED:
+            yield _name(type(each)), sys.getsizeof(each)
+    seen: set[int] = set()
+    for tensor in tensors:
+        try:
+            storage = tensor.untyped_storage()
+            key, size = storage._cdata, storage.nbytes()
+        except (NotImplementedError, RuntimeError):  # sparse, or a wrapper of other tensors
+            continue
+        if key not in seen and tensor.device.type != "meta":
+            seen.add(key)
+            yield _name(type(tensor)), size
+
+
+def _graph(tensors: Iterable[Tensor]) -> set[Any]:
+    """The nodes of autograd's graph within reach of `tensors`, each once."""
+    waiting = [node for node in map(_grad_fn, tensors) if node is not None]
+    # They are kept for the whole walk: a node's Python object is made when it is asked for.
+    seen = set(waiting)
+    while waiting:
+        for node, _ in waiting.pop().next_functions:
+            if node is not None and node not in seen:
+                seen.add(node)
+                waiting.append(node)
+    return seen
+
+
+def _grad_fn(tensor: Tensor) -> Any:
+    try:
+        return tensor.grad_fn
+    except RuntimeError:  # of a view that was changed in a way that autograd forbids
+        return None
+
+
+def _name(kind: type) -> str:
+    module = getattr(kind, "__module__", "?")
+    return kind.__qualname__ if module == "builtins" else f"{module}.{kind.__qualname__}"

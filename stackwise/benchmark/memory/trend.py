@@ -1,0 +1,87 @@
+"""The trend of a series: how much it rises a step, and whether it goes on rising."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from stackwise.argument import require
+
+__all__ = ["LEAST_STEPS", "Trend", "trend"]
+
+LEAST_STEPS = 8
+_QUARTERS = 4
+_NORMAL_99 = 2.5758  # two-sided
+
+
+@dataclass(frozen=True)
+class Trend:
+    """How a series rises.
+
+    Attributes:
+        per_step: the median of the slopes between all pairs of steps (Theil and Sen): up to 29 % of the
+            values may be wild without moving it far.
+        low: lower end of the 99 % interval of that median (Sen 1968, from the variance of Kendall's S).
+        high: upper end.
+        floors: the least value in each quarter of the series.
+    """
+
+    per_step: float
+    low: float
+    high: float
+    floors: tuple[float, ...]
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the floors rise from each quarter to the next, the last time by half of the usual or more.
+
+        Not so where something is filled and emptied again within half of the series, or fills up in its
+        first half.
+        """
+        rises = self._rises
+        return all(rise > 0 for rise in rises) and rises[-1] >= 0.5 * median(rises)
+
+    @property
+    def fades(self) -> bool:
+        """Whether the last rise of the floors is less than three quarters of the first."""
+        return self._rises[-1] < 0.75 * self._rises[0]
+
+    @property
+    def _rises(self) -> list[float]:
+        return [after - before for before, after in pairwise(self.floors)]
+
+    def exceeds(self, tolerance: float) -> bool:
+        """Whether the series goes on rising, and certainly by more than `tolerance` a step."""
+        return self.goes_on and self.low > tolerance
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {**asdict(self), "floors": list(self.floors), "goes_on": self.goes_on}
+
+
+def trend(values: Sequence[float]) -> Trend:
+    """The trend of values that were read at equal distances.
+
+    Raises:
+        ValueError: fewer than 8 values.
+    """
+    n = len(values)
+    require(n >= LEAST_STEPS, "values", n, f"{LEAST_STEPS} or more of them")
+    series = np.asarray(values, dtype=np.float64)
+    earlier, later = np.triu_indices(n, k=1)
+    slopes = np.sort((series[later] - series[earlier]) / (later - earlier))
+    within = _NORMAL_99 * math.sqrt(n * (n - 1) * (2 * n + 5) / 18)
+    lowest = max(0, math.floor((len(slopes) - within) / 2))
+    highest = min(len(slopes) - 1, math.ceil((len(slopes) + within) / 2))
+    return Trend(
+        per_step=float(np.median(slopes)),
+        low=float(slopes[lowest]),
+        high=float(slopes[highest]),
+        floors=tuple(float(quarter.min()) for quarter in np.array_split(series, _QUARTERS)),
+    )

@@ -1,0 +1,215 @@
+"""ComparisonTable: what architectures were measured to do, as rows, Markdown, CSV, JSON and a plot."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Self
+
+from stackwise.argument import check_choice, require
+
+__all__ = ["ComparisonTable"]
+
+# In Markdown: what a column is called, and how its values are written.
+_SHOWN: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "architecture": ("architecture", str),
+    "workload": ("workload", str),
+    "parameters": ("parameters", lambda n: f"{n:,}"),
+    "tokens_per_second": ("tokens/s", lambda rate: f"{rate:,.0f}"),
+    "speed_up": ("speed-up", lambda ratio: f"{ratio:.3f}"),
+    "speed_up_interval": ("95 %", lambda interval: interval),
+    "p50_seconds": ("p50 ms", lambda seconds: f"{seconds * 1e3:.3f}"),
+    "p95_seconds": ("p95 ms", lambda seconds: f"{seconds * 1e3:.3f}"),
+    "p99_seconds": ("p99 ms", lambda seconds: f"{seconds * 1e3:.3f}"),
+    "ttft_seconds": ("TTFT ms", lambda seconds: f"{seconds * 1e3:.3f}"),
+    "itl_p50_seconds": ("ITL p50 ms", lambda seconds: f"{seconds * 1e3:.3f}"),
+    "itl_p95_seconds": ("ITL p95 ms", lambda seconds: f"{seconds * 1e3:.3f}"),
+    "itl_p99_seconds": ("ITL p99 ms", lambda seconds: f"{seconds * 1e3:.3f}"),
+    "tpot_seconds": ("TPOT ms", lambda seconds: f"{seconds * 1e3:.3f}"),
+    "memory_bytes": ("memory", lambda count: f"{count / 2**20:,.1f} MiB"),
+    "mfu": ("MFU", lambda part: f"{part:.1%}"),
+    "mbu": ("MBU", lambda part: f"{part:.1%}"),
+    "note": ("note", str),
+}
+_LABELS = {"architecture", "workload", "mode", "note"}
+
+
+@dataclass(frozen=True)
+class ComparisonTable:
+    """One row for each architecture and workload; what was not measured or is not known is None, never 0.
+
+    `len(table)`, iteration over rows, `table["speed_up"]` (a column) and `table.where(architecture="llama")`
+    work as one knows them from data frames; `to_pandas` gives one.
+
+    Attributes:
+        rows: all with the same keys, in the same order.
+        baseline: the architecture that `speed_up` compares with.
+        settings: what was asked for.
+        environment: the machine's fingerprint.
+    """
+
+    rows: tuple[dict[str, Any], ...]
+    baseline: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        for number, row in enumerate(self.rows):
+            require(list(row) == self.columns, f"rows[{number}]", list(row), f"the columns {self.columns}")
+
+    @property
+    def columns(self) -> list[str]:
+        """Names, in their order."""
+        return list(self.rows[0]) if self.rows else []
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(self.rows)
+
+    def __getitem__(self, column: str) -> list[Any]:
+        """The values of one column; KeyError where there is none of that name."""
+        if column not in self.columns:
+            raise KeyError(f"{column!r}; columns: {', '.join(self.columns)}")
+        return [row[column] for row in self.rows]
+
+    def where(self, **values: Any) -> ComparisonTable:
+        """The rows that have these values in these columns.
+
+        Raises:
+            ValueError: a column that there is not.
+        """
+        for column in values:
+            check_choice("column", column, self.columns)
+        rows = tuple(row for row in self.rows if all(row[key] == value for key, value in values.items()))
+        return ComparisonTable(rows, self.baseline, self.settings, self.environment)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "baseline": self.baseline,
+            "settings": self.settings,
+            "environment": self.environment,
+            "rows": [dict(row) for row in self.rows],
+        }
+
+    def to_pandas(self) -> Any:
+        """A pandas DataFrame.
+
+        Raises:
+            ImportError: pandas is not there.
+        """
+        try:
+            pandas = import_module("pandas")
+        except ImportError as error:
+            raise ImportError("to_pandas needs pandas: pip install pandas") from error
+        return pandas.DataFrame([dict(row) for row in self.rows], columns=self.columns)
+
+    def to_markdown(self, columns: Sequence[str] | None = None) -> str:
+        """A table for people: of the columns that say something, or of those named.
+
+        Raises:
+            ValueError: a column that there is not.
+        """
+        for column in columns or ():
+            check_choice("column", column, [*self.columns, "speed_up_interval"])
+        rows = [dict(row) | {"speed_up_interval": _interval(row)} for row in self.rows]
+        names = list(columns or [n for n in _SHOWN if any(row.get(n) is not None for row in rows)])
+        header = [_SHOWN[name][0] if name in _SHOWN else name for name in names]
+        cells = [[_cell(name, row[name]) for name in names] for row in rows]
+        right = ["---" if name in _LABELS else "---:" for name in names]
+        lines = ["| " + " | ".join(line) + " |" for line in (header, right, *cells)]
+        return "\n".join(lines) + "\n"
+
+    def to_csv(self, path: str | Path | None = None) -> str:
+        """All columns, None as an empty field; also written to `path` where there is one."""
+        text = io.StringIO()
+        writer = csv.DictWriter(text, self.columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(self.rows)
+        return _written(text.getvalue(), path)
+
+    def to_json(self, path: str | Path | None = None) -> str:
+        """Rows, baseline, settings and environment; also written to `path` where there is one."""
+        return _written(json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n", path)
+
+    @classmethod
+    def from_json(cls, path: str | Path) -> Self:
+        """Read what `to_json` wrote."""
+        stored = json.loads(Path(path).read_text(encoding="utf-8"))
+        return cls(tuple(stored["rows"]), stored["baseline"], stored["settings"], stored["environment"])
+
+    def plot(self, path: str | Path, column: str = "speed_up") -> Path:
+        """Draw one column, a panel for each workload and a bar for each architecture.
+
+        Args:
+            path: ends in .svg or .png.
+            column: of numbers. "speed_up" is drawn with its intervals.
+
+        Raises:
+            ImportError: matplotlib is not there: pip install 'stackwise[report]'.
+            ValueError: another ending, a column that there is not, or one without any number.
+        """
+        path = Path(path)
+        require(path.suffix in (".svg", ".png"), "path", str(path), "a name ending in .svg or .png")
+        numeric = [name for name in self.columns if any(_is_number(row[name]) for row in self.rows)]
+        check_choice("column", column, numeric)
+        try:
+            drawing = import_module("matplotlib.figure")
+        except ImportError as error:
+            raise ImportError("plot needs matplotlib: pip install 'stackwise[report]'") from error
+        workloads = list(dict.fromkeys(self["workload"]))
+        n_bars = max(len(self.where(workload=name)) for name in workloads)
+        # An object of its own, not pyplot's: nothing is left behind, and no window is looked for.
+        figure = drawing.Figure(figsize=(8, len(workloads) * (0.6 + 0.35 * n_bars)), layout="constrained")
+        panels = figure.subplots(len(workloads), 1, squeeze=False)[:, 0]
+        for panel, workload in zip(panels, workloads, strict=True):
+            rows = [row for row in self.where(workload=workload) if _is_number(row[column])]
+            values = [row[column] for row in rows]
+            bars = None
+            if column == "speed_up" and all(row["speed_up_low"] is not None for row in rows):
+                bars = [
+                    [max(0.0, row["speed_up"] - row["speed_up_low"]) for row in rows],
+                    [max(0.0, row["speed_up_high"] - row["speed_up"]) for row in rows],
+                ]
+            panel.barh([row["architecture"] for row in rows], values, xerr=bars, capsize=3)
+            panel.invert_yaxis()
+            panel.set_title(workload, loc="left", fontsize="medium")
+            panel.set_xlim(left=0)
+            if column == "speed_up":
+                panel.axvline(1.0, color="black", linewidth=0.8)
+        label = f"times as fast as {self.baseline}" if column == "speed_up" else column
+        panels[-1].set_xlabel(label)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path)
+        return path
+
+
+def _interval(row: dict[str, Any]) -> str | None:
+    low, high = row.get("speed_up_low"), row.get("speed_up_high")
+    return None if low is None or high is None else f"{low:.3f} to {high:.3f}"
+
+
+def _cell(column: str, value: Any) -> str:
+    if value is None:
+        return "-"
+    write = _SHOWN[column][1] if column in _SHOWN else str
+    return " ".join(str(write(value)).split()).replace("|", "\\|")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _written(text: str, path: str | Path | None) -> str:
+    if path is not None:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(text, encoding="utf-8")
+    return text

@@ -1,0 +1,362 @@
+"""Measurement: raw samples of a workload, and how they were taken."""
+
+from __future__ import annotations
+
+import gc
+import math
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from stackwise.argument import check_choice, check_number, check_sizes
+from stackwise.benchmark.memory.peak import peak_memory_bytes
+from stackwise.benchmark.timing.cache_state import CACHE_STATES, CacheFlush, RotatingCall
+from stackwise.benchmark.timing.clock import SHORTEST_SAMPLE, Call, Clock, create_clock, time_call
+from stackwise.benchmark.timing.gpu_state import GpuSensor, GpuState, gpu_range
+from stackwise.benchmark.timing.host_state import HostState, host_state
+from stackwise.benchmark.timing.percentile import Percentile, percentile
+from stackwise.benchmark.timing.warmup import COLD_START, WarmUp, warm_up
+from stackwise.benchmark.workload import Workload
+
+__all__ = ["Measurement", "Sampler", "call_once", "measure", "uncollected"]
+
+# Seconds of samples between two readings of the GPU's state.
+_SLICE = 0.2
+_MOST_SAMPLES = 10_000
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Raw samples.
+
+    Attributes:
+        workload: its name.
+        seconds: of a call, one per sample, in order, after warm-up.
+        tokens: handled by one call.
+        warmup: the calls before the first sample.
+        peak_memory_bytes: of one call in a pass of its own; None where it cannot be read, and of workloads
+            that were interleaved, which are in one memory.
+        execution: how the work was done, as far as the workload says: which attention kernel ran, say.
+        clock: that took the samples: "host" from idle device to idle device, "device" between two events.
+        cache: whether each sample found the last-level cache with what the one before left there ("warm") or
+            with nothing of it ("cold").
+        calls_per_sample: calls shorter than 50 us are timed together, and a sample is their mean.
+        host: the host before the first sample.
+        gpu: the GPU before the first slice of samples and after each; none where it cannot be read.
+        notes: what a reader must know.
+    """
+
+    workload: str
+    seconds: tuple[float, ...]
+    tokens: int
+    warmup: WarmUp = COLD_START
+    peak_memory_bytes: int | None = None
+    execution: dict[str, str] = field(default_factory=dict)
+    clock: str = "host"
+    cache: str = "warm"
+    calls_per_sample: int = 1
+    host: HostState | None = None
+    gpu: tuple[GpuState, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def median(self) -> float:
+        """Median seconds of a call."""
+        return statistics.median(self.seconds)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of a call over its median time."""
+        return self.tokens / self.median
+
+    @property
+    def warmup_calls(self) -> int:
+        """Calls before the first sample."""
+        return self.warmup.calls
+
+    @property
+    def steady(self) -> bool:
+        """Whether the warm-up ended because the time had settled, not because its own had run out."""
+        return self.warmup.steady
+
+    @property
+    def throttled(self) -> bool:
+        """Whether the GPU's clocks were held down at any of its readings."""
+        return any(state.throttled for state in self.gpu)
+
+    def percentile(self, q: float, *, confidence: float = 0.95) -> Percentile:
+        """Percentile `q`, in percent, of the seconds of a call.
+
+        Its value is withheld where the samples are too few for it, and where a sample is the mean of several
+        calls, which hides the slow ones; the median is told of any.
+
+        Raises:
+            ValueError: as `stackwise.benchmark.timing.percentile` does.
+        """
+        found = percentile(self.seconds, q, confidence=confidence)
+        if self.calls_per_sample > 1 and q != 50:
+            return replace(found, value=None, low=None, high=None)
+        return found
+
+    @property
+    def p50(self) -> Percentile:
+        """The median with its interval."""
+        return self.percentile(50)
+
+    @property
+    def p95(self) -> Percentile:
+        """What 95 of 100 calls stay below; withheld below 200 samples."""
+        return self.percentile(95)
+
+    @property
+    def p99(self) -> Percentile:
+        """What 99 of 100 calls stay below; withheld below 1000 samples."""
+        return self.percentile(99)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {
+            "workload": self.workload,
+            "median_seconds": self.median,
+            "min_seconds": min(self.seconds),
+            "max_seconds": max(self.seconds),
+            "calls": len(self.seconds) * self.calls_per_sample,
+            "samples": len(self.seconds),
+            "calls_per_sample": self.calls_per_sample,
+            "percentiles": {f"p{each.q}": each.to_dict() for each in (self.p50, self.p95, self.p99)},
+            "tokens_per_second": self.tokens_per_second,
+            "peak_memory_bytes": self.peak_memory_bytes,
+            "warmup_calls": self.warmup_calls,
+            "steady": self.steady,
+            "warmup": self.warmup.to_dict(),
+            "clock": self.clock,
+            "cache": self.cache,
+            "host": None if self.host is None else self.host.to_dict(),
+            "gpu": gpu_range(self.gpu),
+            "throttled": self.throttled,
+            "execution": self.execution,
+            "notes": list(self.notes),
+        }
+
+
+class Sampler:
+    """A workload, warmed up on a clock, of which samples can be taken.
+
+    Args:
+        workload: what to call.
+        clock: "host", "device", or a Clock.
+        cache: "warm", or "cold": the last-level cache is flushed before each sample.
+        warmup_seconds: the most time that the warm-up takes after its first window.
+        steady_within: relative difference of two windows that counts as settled.
+        calls_per_sample: calls that are timed together; None: one, and as many as take 50 us where
+            that is longer.
+
+    Attributes:
+        warmup: how the warm-up went.
+        calls_per_sample: calls that are timed together.
+        period_seconds: from one sample to the next, about, with what happens between them.
+
+    Raises:
+        ValueError: another clock or cache state, one that the workload's device does not have, numbers out of
+            range, or several calls a sample in a cache that is flushed before each sample.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        *,
+        clock: str | Clock = "host",
+        cache: str = "warm",
+        warmup_seconds: float = 2.0,
+        steady_within: float = 0.005,
+        calls_per_sample: int | None = None,
+    ) -> None:
+        check_choice("cache", cache, CACHE_STATES)
+        if calls_per_sample is not None:
+            check_sizes(calls_per_sample=calls_per_sample)
+        self._workload = workload
+        self._clock = create_clock(clock, workload.device)
+        rotates = isinstance(workload.call, RotatingCall)
+        self._flush = CacheFlush(workload.device) if cache == "cold" and not rotates else None
+        if (calls_per_sample or 1) > 1 and self._by_itself:
+            raise ValueError(f"calls_per_sample: got {calls_per_sample}; allowed: 1, since {self._by_itself}")
+        self.cache = "cold" if rotates else cache
+        self._notes: list[str] = []
+        self._closed = False
+        self.warmup = self._warm_up(warmup_seconds, steady_within)
+        self.calls_per_sample = calls_per_sample or self._calls_per_sample()
+        self.period_seconds = self.warmup.period_seconds * self.calls_per_sample
+
+    def take(self, count: int) -> list[float]:
+        """Seconds of a call, `count` samples."""
+        assert not self._closed, "its cache is no longer flushed"
+        return self._clock.sample(
+            self._workload.call, count, repeats=self.calls_per_sample, before=self._before
+        )
+
+    def peak_memory_bytes(self) -> int | None:
+        """The peak of memory in one more call, after which no sample can be taken."""
+        # What flushes the cache would be part of it.
+        self._flush, self._closed = None, True
+        if self._workload.prepare is not None:
+            self._workload.prepare()
+        return peak_memory_bytes(self._workload.call, self._workload.device)
+
+    def measurement(
+        self,
+        seconds: list[float],
+        host: HostState,
+        gpu: list[GpuState],
+        notes: tuple[str, ...] = (),
+        peak_memory_bytes: int | None = None,
+    ) -> Measurement:
+        """The samples that were taken, with all that is known of how."""
+        workload = self._workload
+        return Measurement(
+            workload=workload.name,
+            seconds=tuple(seconds),
+            tokens=workload.tokens,
+            warmup=self.warmup,
+            peak_memory_bytes=peak_memory_bytes,
+            execution=workload.execution(),
+            clock=self._clock.name,
+            cache=self.cache,
+            calls_per_sample=self.calls_per_sample,
+            host=host,
+            gpu=tuple(gpu),
+            notes=(*self._notes, *self._clock.notes, *notes),
+        )
+
+    @property
+    def _before(self) -> Call | None:
+        """What happens before each sample, outside of its time: the flush last, so that it is not undone."""
+        prepare, flush = self._workload.prepare, self._flush
+        if prepare is None or flush is None:
+            return prepare or flush
+
+        def both() -> None:
+            prepare()
+            flush()
+
+        return both
+
+    @property
+    def _by_itself(self) -> str:
+        """Why calls cannot be timed together; empty where they can."""
+        if self._workload.prepare is not None:
+            return "something is put back before each call"
+        return "only the first of several would find a cold cache" if self._flush is not None else ""
+
+    def _warm_up(self, seconds: float, within: float) -> WarmUp:
+        call, device, clock = self._workload.call, self._workload.device, self._clock
+        warmup = warm_up(call, device, clock, seconds=seconds, within=within, before=self._before)
+        made = clock.learn(call, self._before)
+        if not made:
+            return warmup
+        # What it knows now changes what it reads.
+        start = time.perf_counter()
+        fastest = min(clock.sample(call, 3, before=self._before))
+        period = (time.perf_counter() - start) / 3
+        return replace(warmup, calls=warmup.calls + made + 3, call_seconds=fastest, period_seconds=period)
+
+    def _calls_per_sample(self) -> int:
+        seconds = self.warmup.call_seconds
+        if seconds >= SHORTEST_SAMPLE:
+            return 1
+        if self._by_itself:
+            self._notes.append(
+                f"a call of {seconds * 1e6:.1f} us was timed alone, since {self._by_itself}: to about 0.5 us "
+                "on the device clock, 0.1 us on the host's"
+            )
+            return 1
+        return math.ceil(SHORTEST_SAMPLE / max(seconds, 1e-9))
+
+
+def measure(
+    workload: Workload,
+    *,
+    min_seconds: float = 1.0,
+    min_calls: int = 5,
+    warmup_seconds: float = 2.0,
+    steady_within: float = 0.005,
+    clock: str | Clock = "host",
+    cache: str = "warm",
+    calls_per_sample: int | None = None,
+) -> Measurement:
+    """Time a workload call by call, after warming it up until its time has settled.
+
+    The warm-up ends when in two windows of calls in a row nothing was compiled, no memory was taken from the
+    device, and their fastest calls agree within `steady_within`, or when `warmup_seconds` are over; which of
+    both is part of the result. Garbage is collected before, not during. A GPU's clocks and temperature are
+    read between slices of 0.2 s, the peak of memory in a call of its own at the end.
+
+    Args:
+        workload: what to call.
+        min_seconds: samples are taken for at least this long, with what is put back or flushed between them,
+        min_calls: and at least this many.
+        warmup_seconds: the most time that the warm-up takes after its first window, which also compiles.
+        steady_within: relative difference of two windows that counts as settled.
+        clock: "host", "device" (CUDA only), or a Clock.
+        cache: "warm", or "cold": the last-level cache is flushed before each sample.
+        calls_per_sample: calls that are timed together, so that a sample is their mean; None: one, and as
+            many as take 50 us where that is longer.
+
+    Raises:
+        ValueError: another clock or cache state, one that the workload's device does not have, or numbers out
+            of range.
+    """
+    check_number("min_seconds", min_seconds, "a number >= 0", lambda value: value >= 0)
+    check_sizes(0, min_calls=min_calls)
+    host, sensor = host_state(), GpuSensor(workload.device)
+    sampler = Sampler(
+        workload,
+        clock=clock,
+        cache=cache,
+        warmup_seconds=warmup_seconds,
+        steady_within=steady_within,
+        calls_per_sample=calls_per_sample,
+    )
+    least = max(1, min_calls)
+    samples: list[float] = []
+    with uncollected():
+        gpu = [sensor.read()]
+        start, passed = time.perf_counter(), 0.0
+        while len(samples) < least or passed < min_seconds:
+            # The period of the first slice is a guess, so that it is as short as may be.
+            period = passed / len(samples) if samples else sampler.period_seconds
+            wanted = max(least - len(samples), _ratio(min_seconds - passed, period) if samples else 0)
+            samples += sampler.take(max(1, min(wanted, _ratio(_SLICE, period), _MOST_SAMPLES)))
+            gpu.append(sensor.read())
+            passed = time.perf_counter() - start
+    notes = () if sensor.note is None else (sensor.note,)
+    peak = sampler.peak_memory_bytes()
+    return sampler.measurement(samples, host, [state for state in gpu if state is not None], notes, peak)
+
+
+def call_once(workload: Workload) -> Measurement:
+    """One timed call without warm-up: that it runs is shown, how fast it is, is not."""
+    if workload.prepare is not None:
+        workload.prepare()
+    seconds = time_call(workload.call, workload.device)
+    return Measurement(workload.name, (seconds,), workload.tokens, execution=workload.execution())
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Collect garbage now, and not inside."""
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _ratio(seconds: float, each: float) -> int:
+    """How many samples take so long."""
+    return math.ceil(seconds / max(each, 1e-9))

@@ -1,0 +1,134 @@
+"""How a peak is measured, on a clock that the test turns; no real rate is asserted."""
+
+import types
+
+import pytest
+import torch
+
+from stackwise.benchmark.flops import measured_peak as module
+from stackwise.benchmark.flops.measured_peak import (
+    measure_peak,
+    measured_peak,
+    product_rate,
+    stream_rate,
+)
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Each call takes the next of `durations`, the last of them from then on."""
+
+    def use(*durations):
+        left, now, calls = list(durations), [0.0], []
+
+        def time_call(call, device):
+            call()
+            calls.append(device)
+            seconds = left.pop(0) if len(left) > 1 else left[0]
+            now[0] += seconds
+            return seconds
+
+        monkeypatch.setattr(module, "time_call", time_call)
+        monkeypatch.setattr(module, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
+        return calls
+
+    return use
+
+
+def test_the_fastest_product_counts(clock):
+    calls = clock(0.5, 0.1, 0.2)
+    assert product_rate(CPU, torch.float32, 32, seconds=0.7) == 2 * 32**3 / 0.1
+    assert len(calls) == 3
+
+
+def test_at_least_one_product(clock):
+    calls = clock(9.0)
+    assert product_rate(CPU, torch.bfloat16, 32, seconds=1e-9) == 2 * 32**3 / 9
+    assert len(calls) == 1
+
+
+def test_streams_count_what_they_read_and_write(clock):
+    # A read in 3 s, a copy in 4 s and a scaled sum in 5 s: 1/3, 2/4 and 3/5 of the bytes a second.
+    clock(3.0, 4.0, 5.0)
+    assert stream_rate(CPU, 4000, seconds=3e-9) == pytest.approx(3 * 4000 / 5)
+    clock(1.0, 4.0, 5.0)
+    assert stream_rate(CPU, 4000, seconds=3e-9) == pytest.approx(4000)
+
+
+def test_all_of_it(clock, monkeypatch):
+    clock(2.0)
+    monkeypatch.setattr(module, "_stream_bytes", lambda device: 4000)
+    monkeypatch.setattr(module, "_SIZES", (8, 16))
+    peak = measure_peak("cpu", [torch.float32, torch.bfloat16], seconds=1e-9)
+    assert peak.source == "measured"
+    assert peak.flops == {"float32": 2 * 16**3 / 2, "bfloat16": 2 * 16**3 / 2}
+    assert peak.bandwidth == 3 * 4000 / 2
+    assert peak.conditions["threads"] == torch.get_num_threads()
+    assert peak.flops_of(torch.bfloat16) == 2 * 16**3 / 2
+    assert peak.flops_of(torch.float16) is None
+
+
+def test_random_states_are_left_alone(clock):
+    clock(1.0)
+    before = torch.random.get_rng_state()
+    product_rate(CPU, torch.float32, 8, seconds=1e-9)
+    stream_rate(CPU, 4000, seconds=1e-9)
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_inputs_are_random_normals(clock, monkeypatch):
+    clock(1.0)
+    seen = []
+    monkeypatch.setattr(torch, "mm", lambda one, two, out: seen.append((one, two)))
+    product_rate(CPU, torch.float32, 64, seconds=1e-9)
+    one, two = seen[0]
+    assert not torch.equal(one, two)
+    for each in (one, two):
+        assert abs(each.mean()) < 0.1
+        assert 0.9 < each.std() < 1.1
+
+
+def test_once_for_each_dtype_and_number_of_threads(monkeypatch):
+    made = []
+    monkeypatch.setattr(module, "measure_peak", lambda device, dtypes: made.append(dtypes) or object())
+    module._measured.cache_clear()
+    try:
+        first = measured_peak("cpu", torch.float32)
+        assert measured_peak(CPU, torch.float32) is first
+        assert measured_peak(CPU, torch.bfloat16) is not first
+        monkeypatch.setattr(torch, "get_num_threads", lambda: 99)
+        assert measured_peak(CPU, torch.float32) is not first
+    finally:
+        module._measured.cache_clear()
+    assert made == [[torch.float32], [torch.bfloat16], [torch.float32]]
+
+
+def test_the_last_cache(monkeypatch, tmp_path):
+    monkeypatch.setattr(module, "_CACHES", tmp_path)
+    assert module._stream_bytes(CPU) == 1 << 27
+    for i, size in enumerate(["32K\n", "1024K\n", "64M\n", "none\n"]):
+        (tmp_path / f"index{i}").mkdir()
+        (tmp_path / f"index{i}" / "size").write_text(size)
+    assert module._stream_bytes(CPU) == 4 * 64 * 2**20
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda: measure_peak("cpu", []), r"dtypes: got \[\]"),
+        (lambda: measure_peak("cpu", seconds=0), "seconds: got 0"),
+        (lambda: product_rate(CPU, torch.float32, 0), "size: got 0"),
+        (lambda: stream_rate(CPU, 3), "n_bytes: got 3"),
+    ],
+)
+def test_what_is_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_a_real_one():
+    rate = product_rate(CPU, torch.float32, 64, seconds=0.01)
+    assert rate > 0
+    assert stream_rate(CPU, 1 << 16, seconds=0.01) > 0

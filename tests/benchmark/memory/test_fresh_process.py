@@ -1,0 +1,141 @@
+"""A fresh process: peaks that do not depend on this one, and every way in which a process can end."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from stackwise.benchmark.memory.fresh_process import FreshProcessError, fresh_peak_memory
+from stackwise.benchmark.memory.peak import peak_memory_bytes
+
+MB = 1_000_000
+CALLS = str(Path(__file__).with_name("fresh_calls.py"))
+pytestmark = pytest.mark.skipif(
+    peak_memory_bytes(lambda: None, torch.device("cpu")) is None,
+    reason="this kernel does not reset the high-water mark",
+)
+
+
+def here(numel):
+    """A factory in a test file, which pytest imports in its own way."""
+    return lambda: torch.zeros(numel).add_(1)
+
+
+def test_peak_and_lifetime():
+    found = fresh_peak_memory(f"{CALLS}:hold", 25_000_000, 75_000_000)
+    assert found.peak.added == pytest.approx(100 * MB, abs=15 * MB)
+    assert found.lifetime - found.peak.before == pytest.approx(300 * MB, abs=40 * MB)
+
+
+def test_a_function_of_a_test_and_what_this_process_holds():
+    held = torch.ones(50_000_000)
+    peak = fresh_peak_memory(here, 10_000_000).peak
+    assert peak.added == pytest.approx(40 * MB, abs=15 * MB)
+    assert peak.in_use < 3 * held.nbytes
+    assert peak.before + peak.added == peak.in_use
+
+
+def test_a_module_by_its_name(monkeypatch):
+    monkeypatch.syspath_prepend(Path(CALLS).parent)
+    assert fresh_peak_memory("fresh_calls:nothing").peak.added < 20 * MB
+
+
+@pytest.mark.slow
+def test_a_script(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch\n"
+        "from stackwise.benchmark.memory.fresh_process import fresh_peak_memory\n"
+        "def factory(numel):\n"
+        "    return lambda: torch.ones(numel)\n"
+        "if __name__ == '__main__':\n"
+        "    print(fresh_peak_memory(factory, 25_000_000).peak.added)\n"
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
+    assert int(done.stdout) == pytest.approx(100 * MB, abs=15 * MB)
+
+
+@pytest.mark.slow
+def test_as_many_threads_and_no_pytest(tmp_path):
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        fresh_peak_memory(f"{CALLS}:threads", str(tmp_path / "said"))
+    finally:
+        torch.set_num_threads(before)
+    threads, process, loaded = (tmp_path / "said").read_text().split()
+    assert (threads, loaded) == ("2", "False")
+    assert int(process) != os.getpid()
+
+
+SLOW = pytest.mark.slow  # each is a process of its own
+
+
+@pytest.mark.parametrize(
+    "name, arguments, text",
+    [
+        ("fails", ("calling",), "KeyError: 'no such batch' (fresh_calls.py:"),
+        ("killed", (), "its process was ended by SIGKILL"),
+        pytest.param("fails", ("setting up",), "KeyError: 'no such weights' (fresh_calls.py:", marks=SLOW),
+        pytest.param("no_function", (), "TypeError: returned int; wanted what is measured", marks=SLOW),
+        pytest.param("missing", (), "fresh_calls.py has no missing; it has", marks=SLOW),
+        pytest.param("hold", (), "TypeError: hold() missing 1 required positional", marks=SLOW),
+        pytest.param("leaves", (3,), "its process ended with status 3\na last word", marks=SLOW),
+    ],
+    ids=["call", "signal", "set-up", "no function", "missing", "argument", "exit"],
+)
+def test_what_went_wrong_is_told(name, arguments, text):
+    with pytest.raises(FreshProcessError) as error:
+        fresh_peak_memory(f"{CALLS}:{name}", *arguments)
+    assert str(error.value).startswith(f"{name}: ")
+    assert text in str(error.value)
+
+
+@pytest.mark.slow
+def test_a_process_that_takes_too_long_is_ended_with_what_it_started(tmp_path):
+    with pytest.raises(FreshProcessError, match=r"sleeps: its process did not finish in 30 s"):
+        fresh_peak_memory(f"{CALLS}:sleeps", str(tmp_path / "child"), seconds=30)
+    child = int((tmp_path / "child").read_text())
+    for _ in range(100):
+        if not running(child):
+            break
+        time.sleep(0.05)
+    assert not running(child)
+
+
+def running(process):
+    status = Path(f"/proc/{process}/stat")
+    return status.exists() and status.read_text().rpartition(")")[2].split()[0] not in "ZX"
+
+
+class Unpicklable:
+    def __reduce__(self):
+        raise TypeError("not this one")
+
+
+@pytest.mark.parametrize(
+    "factory, arguments, text",
+    [
+        (lambda: None, (), "factory: got <function"),
+        (lambda: None, (), "a function at the top of a module, or 'MODULE:FACTORY'"),
+        ("models", (), "factory: got 'models'; allowed: a function at the top of a module"),
+        ("models:", (), "factory: got 'models:'"),
+        (3, (), "factory: got 3"),
+        (here, (Unpicklable(),), "allowed: what pickle takes (not this one)"),
+    ],
+    ids=["lambda", "allowed", "no name", "empty name", "number", "argument"],
+)
+def test_what_another_process_cannot_have(factory, arguments, text):
+    with pytest.raises(ValueError) as error:
+        fresh_peak_memory(factory, *arguments)
+    assert text in str(error.value)
+
+
+@pytest.mark.parametrize("seconds", [0, -1, float("inf"), "3"])
+def test_seconds_out_of_range(seconds):
+    with pytest.raises(ValueError, match=r"seconds: got .*; allowed: a finite number > 0"):
+        fresh_peak_memory(here, 1, seconds=seconds)

@@ -1,0 +1,110 @@
+"""A cache that is put back, and what of a cache counts as changed."""
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from stackwise.benchmark.cache_rewind import RewoundCache, is_changed_by
+
+
+class Slotted:
+    __slots__ = ("length",)
+
+
+class Kept(Slotted):
+    __slots__ = ("keys",)
+
+    def __init__(self):
+        self.length, self.keys = 0, torch.zeros(2, 3)
+
+
+def test_a_cache_is_as_it_was_each_time():
+    kept = RewoundCache({"keys": torch.zeros(2), "length": 1}, "model")
+    for _ in range(3):
+        cache = kept.take()
+        assert cache["length"] == 1
+        assert cache["keys"].tolist() == [0.0, 0.0]
+        cache["length"] += 1
+        cache["keys"] += 1
+
+
+def test_a_copy_is_made_ahead_of_its_use(monkeypatch):
+    made = []
+    monkeypatch.setattr("stackwise.benchmark.cache_rewind.copy.deepcopy", lambda cache: made.append(1) or {})
+    kept = RewoundCache({}, "model")
+    kept.take()
+    assert len(made) == 1
+    kept.rewind()
+    kept.take()
+    assert len(made) == 2
+    kept.take()
+    assert len(made) == 3
+
+
+def test_a_cache_that_cannot_be_copied():
+    with pytest.raises(TypeError, match="decode: the cache of model, a dict, cannot be copied, so that no"):
+        RewoundCache({"lock": threading.Lock()}, "model")
+
+
+def grow_tensor(cache):
+    cache["layers"][0].keys = torch.cat((cache["layers"][0].keys,) * 2)
+
+
+def write_to_tensor(cache):
+    cache["layers"][0].keys[0] = 1.0
+
+
+def count(cache):
+    cache["length"] += 1
+
+
+def append(cache):
+    cache["layers"].append(None)
+
+
+def replace_by_equal(cache):
+    cache["layers"][0].keys = cache["layers"][0].keys.clone()
+
+
+@pytest.mark.parametrize("step", [grow_tensor, write_to_tensor, count, append, replace_by_equal])
+def test_changed(step):
+    assert is_changed_by(step, {"layers": [SimpleNamespace(keys=torch.zeros(2, 3))], "length": 2})
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda cache: cache["layers"][0].keys.sum(),
+        lambda cache: cache["layers"][0].keys.clone().add_(1),
+        lambda cache: cache["length"] + 1,
+    ],
+    ids=["read", "copied", "counted elsewhere"],
+)
+def test_not_changed(step):
+    assert not is_changed_by(step, {"layers": [SimpleNamespace(keys=torch.zeros(2, 3))], "length": 2})
+
+
+def test_attributes_without_a_dict():
+    assert is_changed_by(lambda cache: cache.keys.add_(1), Kept())
+    assert is_changed_by(lambda cache: setattr(cache, "length", 1), Kept())
+    assert not is_changed_by(lambda cache: cache.keys + 1, Kept())
+
+
+def test_a_cache_that_holds_itself():
+    cache = SimpleNamespace(keys=torch.zeros(2))
+    cache.owner = cache
+    assert not is_changed_by(lambda cache: None, cache)
+    assert is_changed_by(lambda cache: cache.keys.add_(1), cache)
+
+
+def test_a_position_and_nothing():
+    assert not is_changed_by(lambda cache: cache + 1, 7)
+    assert not is_changed_by(lambda cache: None, None)
+
+
+def test_what_cannot_be_told_counts_as_changed():
+    with torch.inference_mode():
+        cache = [torch.zeros(2)]
+    assert is_changed_by(lambda cache: None, cache)

@@ -1,0 +1,125 @@
+"""How models are made to continue a prompt: the same tokens by every way, from the same prompt each time."""
+
+import pytest
+import torch
+from torch import nn
+
+from stackwise.benchmark.token_stream import empty_cache, token_stream
+from stackwise.spec import ModelSpec
+
+N_NEW = 6
+
+
+@pytest.fixture
+def prepared(subjects):
+    def prepare(name, **declared):
+        spec = ModelSpec.of(getattr(subjects, name), **declared)
+        return spec, spec.create(seed=1).eval(), spec.batch(2, 5, seed=1)
+
+    return prepare
+
+
+def tokens_of(stream, prompt, n_new=N_NEW):
+    columns = []
+    stream.run(prompt, n_new, columns.append)
+    return torch.stack([column.cpu() for column in columns], dim=1)
+
+
+@torch.no_grad()
+def continued(spec, model, prompt):
+    """By a forward pass over everything, for each token."""
+    ids = prompt
+    for _ in range(N_NEW):
+        ids = torch.cat((ids, spec.logits(model, ids)[:, -1:].argmax(-1)), dim=1)
+    return ids[:, prompt.shape[1] :]
+
+
+@pytest.mark.parametrize("name", ["rack", "window_rack", "llama", "gpt2", "x_decoder", "gru", "tiny"])
+def test_common_loop(prepared, name):
+    spec, model, prompt = prepared(name)
+    stream = token_stream(spec, model, "common")
+    assert ("no cache" in stream.told) == (spec.decode is None)
+    expected = continued(spec, model, prompt)
+    for _ in range(2):
+        assert torch.equal(tokens_of(stream, prompt), expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"), [("rack", "stream()"), ("llama", "generate()"), ("gpt2", "generate()")]
+)
+def test_own_loop(prepared, name, told):
+    spec, model, prompt = prepared(name)
+    stream = token_stream(spec, model, "own")
+    assert told in stream.told
+    expected = continued(spec, model, prompt)
+    for _ in range(2):
+        assert torch.equal(tokens_of(stream, prompt), expected)
+
+
+def test_a_token_that_means_the_end_ends_nothing(prepared):
+    spec, model, prompt = prepared("llama")
+    model.generation_config.eos_token_id = int(continued(spec, model, prompt)[0, 1])
+    assert tokens_of(token_stream(spec, model, "own"), prompt).shape == (2, N_NEW)
+    assert model.generation_config.eos_token_id is not None, "the model's own settings stay"
+
+
+def test_tokens_come_one_by_one(prepared):
+    """And not all at the end: the model has not run for a token that is yet to come."""
+    for name, loop in (("llama", "common"), ("llama", "own"), ("rack", "own"), ("gru", "common")):
+        spec, model, prompt = prepared(name)
+        passes, seen = [], []
+        model.register_forward_hook(lambda *_, passes=passes: passes.append(1))
+        heads = [m for m in model.modules() if isinstance(m, nn.Linear)]
+        heads[-1].register_forward_hook(lambda *_, passes=passes: passes.append(1))
+
+        def on_token(token, seen=seen, passes=passes):
+            seen.append(len(passes))
+
+        token_stream(spec, model, loop).run(prompt, 3, on_token)
+        assert seen[0] < seen[1] < seen[2], (name, loop)
+
+
+def test_own_loop_that_is_not_there(prepared):
+    spec, model, _ = prepared("gru")
+    with pytest.raises(ValueError, match=r"loop: got 'own', but gru has neither stream.*allowed: 'common'"):
+        token_stream(spec, model, "own")
+
+
+def test_own_loop_that_cannot_be_compiled(prepared):
+    spec, model, _ = prepared("llama")
+    with pytest.raises(ValueError, match="compile: got True; allowed: False"):
+        token_stream(spec, model, "own", compiled=True)
+
+
+def test_stream_is_asked_to_compile(prepared):
+    asked = []
+
+    class Streaming(nn.Module):
+        def stream(self, prompt, *, max_new_tokens, compile=False):  # noqa: A002
+            asked.append((max_new_tokens, compile))
+            yield from prompt[:, :max_new_tokens].T
+
+    spec, _, prompt = prepared("gru")
+    for compiled in (False, True):
+        tokens_of(token_stream(spec, Streaming(), "own", compiled=compiled), prompt, 2)
+    assert asked == [(2, False), (2, True)]
+
+
+def test_a_head_wider_than_the_embedding(prepared, subjects):
+    """Its last outputs are no tokens: the embedding takes none of them."""
+
+    class Wide(subjects.GRULM):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(16, 60)
+            nn.init.constant_(self.head.bias[50:], 1e3)
+
+    spec = ModelSpec.of(Wide, width=50)
+    prompt = spec.batch(2, 4)
+    assert tokens_of(token_stream(spec, spec.create().eval(), "common"), prompt).max() < 50
+
+
+def test_room_is_taken_at_once(subjects):
+    rack = subjects.rack()
+    assert empty_cache(rack, 3, 11).capacity == 11
+    assert empty_cache(subjects.llama(), 3, 11) is None

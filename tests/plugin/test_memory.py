@@ -1,0 +1,321 @@
+"""Memory as tests: limits of the peak, and steps that leave something behind."""
+
+import gc
+from xml.etree import ElementTree as ET
+
+import pytest
+import torch
+
+from stackwise.benchmark.memory.peak import peak_memory_bytes
+
+needs_reset = pytest.mark.skipif(
+    peak_memory_bytes(lambda: None, torch.device("cpu")) is None,
+    reason="this kernel does not reset the high-water mark",
+)
+FEW = "steps=8, warmup=2"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _frozen_again():
+    """Tests of other files rely on few objects to collect."""
+    yield
+    gc.freeze()
+
+
+def properties(path):
+    """Of each test in a JUnit file: {name: {property: value}}."""
+    return {
+        case.get("name"): {each.get("name"): each.get("value") for each in case.iter("property")}
+        for case in ET.parse(path).getroot().iter("testcase")
+    }
+
+
+def refused(result, *texts):
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    (line,) = [line for line in result.errlines if line.startswith("ERROR: ")]
+    for text in ("test_it.py::test_marked", *texts):
+        assert text in line
+
+
+@pytest.mark.parametrize("name", ["max_memory", "min_tokens_per_second", "no_memory_growth"])
+def test_marker_is_listed(run, name):
+    run("--markers", "--strict-markers").stdout.fnmatch_lines([f"@pytest.mark.{name}(*"])
+
+
+@pytest.mark.parametrize(
+    ("marker", "fixture", "texts"),
+    [
+        ("max_memory", "tmp_path", ["max_memory()", "allowed: a size such as '2 GiB', alone"]),
+        ("max_memory()", "tmp_path", ["max_memory()"]),
+        ("max_memory(limit='2 GiB')", "tmp_path", ["max_memory(limit='2 GiB')"]),
+        ("max_memory('2 GiB', '3 GiB')", "tmp_path", ["max_memory('2 GiB', '3 GiB')"]),
+        (
+            "max_memory('2 gigs')",
+            "tmp_path",
+            ["max_memory: limit: got '2 gigs'", "KiB, MiB, GiB, TiB"],
+        ),
+        ("max_memory(2.5)", "throughput", ["marker max_memory: limit: got 2.5"]),
+        ("min_tokens_per_second", "throughput", ["min_tokens_per_second()", "a number of tokens per second"]),
+        ("min_tokens_per_second(0)", "throughput", ["rate: got 0; allowed: a finite number > 0"]),
+        ("min_tokens_per_second('9')", "throughput", ["rate: got '9'"]),
+        ("min_tokens_per_second(float('inf'))", "throughput", ["rate: got inf"]),
+        ("no_memory_growth(7)", "no_memory_growth", ["no_memory_growth takes keyword arguments only"]),
+        ("no_memory_growth(steps=7)", "no_memory_growth", ["steps: got 7; allowed: an integer >= 8"]),
+        ("no_memory_growth(warmup=-1)", "no_memory_growth", ["warmup: got -1; allowed: an integer >= 1"]),
+        ("no_memory_growth(tolerance='1 KB')", "no_memory_growth", ["tolerance: got '1 KB'", "KiB"]),
+        ("no_memory_growth(tolerance=0)", "no_memory_growth", ["tolerance: got 0"]),
+        ("no_memory_growth(limit=1)", "no_memory_growth", ["no_memory_growth", "'limit'"]),
+        ("min_tokens_per_second(9)", "tmp_path", ["the test does not use throughput"]),
+        ("no_memory_growth()", "throughput", ["the test does not use no_memory_growth"]),
+    ],
+)
+def test_bad_markers_stop_the_run(pytester, folder, run, marker, fixture, texts):
+    pytester.makepyfile(
+        test_it=f"""
+        import pathlib, pytest
+        @pytest.mark.{marker}
+        def test_marked({fixture}): pathlib.Path("ran").touch()
+        """
+    )
+    refused(run(), *texts)
+    assert not (folder / "ran").exists()
+
+
+def test_readers_of_markers(pytester, folder):
+    from pytest_stackwise import markers
+
+    items = pytester.getitems(
+        """
+        import pytest
+        pytestmark = pytest.mark.max_memory("1 GiB")
+        @pytest.mark.max_memory("2 MB")
+        @pytest.mark.min_tokens_per_second(1500)
+        def test_all(throughput): pass
+        @pytest.mark.no_memory_growth(steps=9, tolerance="2 KiB")
+        def test_module(no_memory_growth): pass
+        """
+    )
+    first, second = items
+    assert (markers.max_memory_of(first), markers.max_memory_of(second)) == (2_000_000, 2**30)
+    assert (markers.min_tokens_per_second_of(first), markers.min_tokens_per_second_of(second)) == (
+        1500.0,
+        None,
+    )
+    assert markers.no_memory_growth_of(first) == {}
+    assert markers.no_memory_growth_of(second) == {"steps": 9, "tolerance": 2048}
+
+
+@needs_reset
+def test_limit_of_a_whole_test(pytester, folder, run):
+    pytester.makepyfile(
+        test_it="""
+        import pytest, torch
+        @pytest.mark.max_memory("1 TiB")
+        def test_within(): torch.ones(1000)
+        @pytest.mark.max_memory("10 MB")
+        def test_beyond(): torch.ones(1000)
+        @pytest.mark.max_memory("10 MB")
+        def test_fails_by_itself(): raise KeyError("first")
+        @pytest.mark.max_memory("10 MB")
+        def test_skips_itself(): pytest.skip("not here")
+        @pytest.mark.xfail(strict=True)
+        @pytest.mark.max_memory("10 MB")
+        def test_known(): pass
+        def test_free(): pass
+        """
+    )
+    result = run("--junitxml=out.xml", "-rs")
+    result.assert_outcomes(passed=2, failed=2, skipped=1, xfailed=1)
+    told = "max_memory: * MiB (* bytes) were in use by this process at the peak, * of that before *; "
+    result.stdout.fnmatch_lines([f"{told}allowed: 9.537 MiB (10000000 bytes)"])
+    result.stdout.fnmatch_lines(["E *KeyError: 'first'"])
+    found = properties(folder / "out.xml")
+    assert int(found["test_within"]["stackwise.peak_memory_bytes"]) > 10_000_000
+    assert int(found["test_beyond"]["stackwise.peak_memory_bytes"]) > 10_000_000
+    assert "stackwise.peak_memory_bytes" not in found["test_free"]
+
+
+@needs_reset
+def test_limit_sees_what_the_test_held_for_a_moment(pytester, folder, run):
+    # What the process holds is known only then, and the plugin reads the marker after it.
+    pytester.makeconftest(
+        """
+        import pytest, torch
+        @pytest.hookimpl(wrapper=True, tryfirst=True)
+        def pytest_runtest_call(item):
+            from stackwise.benchmark.memory.peak import peak_memory_bytes
+            if item.get_closest_marker("max_memory") is None:
+                size = peak_memory_bytes(lambda: None, torch.device("cpu")) + 100_000_000
+                item.add_marker(pytest.mark.max_memory(size))
+            return (yield)
+        """
+    )
+    pytester.makepyfile(
+        test_it="""
+        import torch
+        from stackwise.benchmark.memory.peak import peak_memory_bytes
+        def test_large(): torch.ones(50_000_000)
+        def test_small(): torch.ones(5_000_000)
+        def test_measured_within():
+            torch.ones(50_000_000)
+            peak_memory_bytes(lambda: None, torch.device("cpu"))
+        """
+    )
+    result = run("-v")
+    result.assert_outcomes(passed=1, failed=2)
+    result.stdout.fnmatch_lines(
+        ["*::test_large FAILED*", "*::test_small PASSED*", "*::test_measured_within FAILED*"]
+    )
+
+
+@needs_reset
+def test_limit_of_one_call(pytester, folder, run):
+    pytester.makepyfile(
+        test_it="""
+        import pytest, torch
+        def test_unmarked(peak_memory):
+            peak = peak_memory(lambda: torch.ones(25_000_000))
+            assert 80_000_000 < peak.added < 120_000_000
+            assert peak.in_use == peak.resident
+        @pytest.mark.max_memory("1 TiB")
+        def test_within(peak_memory):
+            torch.ones(10)
+            assert peak_memory(lambda: None).in_use > 0
+        @pytest.mark.max_memory("10 MB")
+        def test_beyond(peak_memory): peak_memory(lambda: None)
+        @pytest.mark.max_memory("10 MB")
+        def test_forgets(peak_memory): pass
+        """
+    )
+    result = run()
+    result.assert_outcomes(passed=2, failed=2)
+    result.stdout.fnmatch_lines(["E *MemoryLimitError: max_memory: *allowed: 9.537 MiB (10000000 bytes)"])
+    result.stdout.fnmatch_lines(["the test is marked max_memory but never called peak_memory"])
+    assert "in require_within" not in result.stdout.str()
+
+
+@needs_reset
+def test_limit_of_a_fresh_process(pytester, folder, run):
+    pytester.makepyfile(
+        calls="import torch\ndef hold(numel): return lambda: torch.ones(numel)\n",
+        test_it="""
+        import calls, pytest, torch
+        @pytest.mark.max_memory("200 MB")
+        def test_fresh(peak_memory): peak_memory.fresh(calls.hold, 100_000_000)
+        """,
+    )
+    result = run()
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["E *MemoryLimitError: max_memory: * at the peak, * of that before *"])
+
+
+def test_where_nothing_tells_the_peak_a_limit_is_not_green(pytester, folder, run, monkeypatch):
+    from stackwise.benchmark.memory import peak as memory
+
+    monkeypatch.setattr(memory, "_CLEAR_REFS", folder / "no" / "such" / "folder")
+    pytester.makepyfile(
+        """
+        import pytest
+        @pytest.mark.max_memory("1 TiB")
+        def test_whole(): pass
+        @pytest.mark.max_memory("1 TiB")
+        def test_call(peak_memory): peak_memory(lambda: None)
+        """
+    )
+    result = run("-rs")
+    result.assert_outcomes(skipped=2)
+    result.stdout.fnmatch_lines(["SKIPPED*max_memory: this system does not tell*"])
+
+
+def test_steps_that_keep_and_steps_that_do_not(pytester, folder, run):
+    pytester.makepyfile(
+        test_it=f"""
+        import pytest, torch
+        kept = []
+        @pytest.mark.no_memory_growth({FEW})
+        def test_sound(no_memory_growth):
+            growth = no_memory_growth(lambda: torch.ones(1000))
+            assert (growth.steps, growth.warmup, growth.verdict) == (8, 2, "flat")
+        @pytest.mark.no_memory_growth({FEW})
+        def test_leak(no_memory_growth):
+            no_memory_growth(lambda: kept.append(torch.ones(25_000)))
+        @pytest.mark.no_memory_growth({FEW}, tolerance="1 MiB")
+        def test_call_wins(no_memory_growth):
+            growth = no_memory_growth(lambda: None, steps=9, tolerance=5)
+            assert (growth.steps, growth.warmup, growth.tolerance) == (9, 2, 5)
+        def test_unmarked(no_memory_growth):
+            no_memory_growth(lambda: kept.append(torch.ones(25_000)), {FEW})
+        @pytest.mark.no_memory_growth
+        def test_forgets(no_memory_growth): pass
+        @pytest.mark.xfail(strict=True)
+        def test_known(no_memory_growth):
+            no_memory_growth(lambda: kept.append(torch.ones(25_000)), {FEW})
+        """
+    )
+    result = run("-v", "--junitxml=out.xml")
+    result.assert_outcomes(passed=2, failed=3, xfailed=1)
+    result.stdout.fnmatch_lines(
+        [
+            "E *MemoryGrowthError: memory grows over 8 steps, after 2 of warm-up",
+            "E *1 tensors more a step are alive",
+            "E *torch.Tensor: +1 a step, 97.7 KiB",
+            "E *test_it.py:*: *kept.append(torch.ones(25_000))*",
+        ]
+    )
+    result.stdout.fnmatch_lines(["the test is marked no_memory_growth but never called no_memory_growth"])
+    assert "growth.py" not in result.stdout.str()
+    assert int(properties(folder / "out.xml")["test_leak"]["stackwise.bytes_per_step"]) > 90_000
+
+
+def test_a_training_step_that_is_described(pytester, folder, run):
+    pytester.makepyfile(
+        test_it=f"""
+        import models, pytest
+        class Keeping(models.Loop):
+            def __init__(self):
+                super().__init__()
+                self.losses = []
+            def step(self, batch):
+                loss = super().step(batch)
+                self.losses.append(loss)
+                return loss
+        @pytest.mark.no_memory_growth({FEW})
+        @pytest.mark.parametrize("kind", [models.Loop, Keeping], ids=["sound", "keeping"])
+        def test_it(no_memory_growth, kind):
+            from stackwise import TrainerSpec
+            no_memory_growth(TrainerSpec.of(kind, batch_size=2))
+        """
+    )
+    result = run("-v")
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(["*[[]sound] PASSED*", "*[[]keeping] FAILED*"])
+
+
+@pytest.mark.slow
+def test_idle_threads_sleep_before_a_conftest_loads_torch(pytester, folder, run_apart, monkeypatch):
+    pytester.makeconftest(
+        """
+        import os, pathlib, torch
+        pathlib.Path("policy").write_text(str(os.environ.get("OMP_WAIT_POLICY")))
+        """
+    )
+    pytester.makepyfile("def test_it(): pass")
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    run_apart().assert_outcomes(passed=1)
+    assert (folder / "policy").read_text() == "PASSIVE"
+
+
+@pytest.mark.gpu
+def test_limits_on_a_gpu(pytester, run):
+    pytester.makepyfile(
+        f"""
+        import pytest, torch
+        @pytest.mark.max_memory("50 MB")
+        def test_within(): torch.ones(5_000_000, device="cuda")
+        @pytest.mark.max_memory("50 MB")
+        def test_beyond(): torch.ones(50_000_000, device="cuda")
+        @pytest.mark.no_memory_growth({FEW})
+        def test_flat(no_memory_growth): no_memory_growth(lambda: torch.ones(1000, device="cuda"))
+        """
+    )
+    run("--gpu").assert_outcomes(passed=2, failed=1)

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from bench.claim import Claim
@@ -77,7 +78,7 @@ def table(rows: dict[str, Any]) -> Table:
             _or_none(row["mfu"], lambda share: f"{share:.1%}"),
             _or_none(row["mbu"], lambda share: f"{share:.1%}"),
         )
-        shown.add_row(name, *cells)
+        shown.add_row(escape(name), *cells)
     return shown
 
 

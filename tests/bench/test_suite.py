@@ -42,8 +42,8 @@ def test_a_row_has_what_was_measured_and_the_table_shows_it(recorded):
     assert row["p50"] == pytest.approx(row["median"])
     assert row["mfu"] is None  # of a CPU no peak is published
     out = io.StringIO()
-    Console(width=140, file=out).print(suite.table({name: row}))
-    assert name in out.getvalue()
+    Console(width=140, file=out).print(suite.table({f"{name}[small-1]": row}))
+    assert f"{name}[small-1]" in out.getvalue()
 
 
 def test_large_shapes_are_for_the_gpu_alone():

@@ -43,7 +43,7 @@ SKIPPED = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_healthy(subjects, name, seed):
     results = {r.check: r for r in check_model(getattr(subjects, name), seed=seed)}
     assert list(results) == [c.name for c in select_checks()]

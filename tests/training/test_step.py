@@ -70,7 +70,8 @@ def test_in_float32_it_is_adamw_after_clipping(clip):
 
 
 @pytest.mark.parametrize(
-    "precision, compiled", [("bf16", False), ("bf16_weights", False), ("bf16_weights", True)]
+    "precision, compiled",
+    [("bf16", False), ("bf16_weights", False), pytest.param("bf16_weights", True, marks=pytest.mark.slow)],
 )
 def test_the_other_precisions_train_to_the_same_loss(precision, compiled):
     losses = {}

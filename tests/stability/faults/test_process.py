@@ -247,7 +247,7 @@ def fed(training, faults, n_workers):
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_worker_that_dies(subjects, seed):
     injection, error = fed(Training(subjects.tiny()), [WorkerDeath(step=1, seed=seed)], 2)
     assert "DataLoader worker" in str(error)

@@ -13,7 +13,7 @@ from stackwise import ModelSpec, create_simple_rack
 SMALL = Shape(384, 6, 6, 2, 1024)
 LARGE = Shape(2048, 16, 16, 4, 5632, vocab_size=32000)
 
-# What each kind of attention is to a Rack of eight query heads or more.
+# What each kind of attention is to a Rack; of grouped queries the shape says how many groups.
 ATTENTION: dict[str, dict[str, Any]] = {
     "mha": {"attention_type": "mha"},
     "gqa": {"attention_type": "gqa"},

@@ -22,7 +22,10 @@ from rich.table import Table
 from bench.claim import Claim
 
 SUITES = ("training", "prefill", "decode", "attention", "recompute", "scopes")
+# Of a test, what it was.
 KEPT = (
+    "device",
+    "dtype",
     "model",
     "mode",
     "batch_size",
@@ -38,8 +41,12 @@ KEPT = (
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.suite", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="one call of each: it runs, and proves nothing")
-    parser.add_argument("suites", nargs="*", choices=[*SUITES, []], help="some of them; else all")
+    parser.add_argument(
+        "suites", nargs="*", metavar="SUITE", help=f"some of them, else all: {', '.join(SUITES)}"
+    )
     options = parser.parse_args(arguments)
+    if unknown := set(options.suites) - set(SUITES):
+        parser.error(f"suite: got {', '.join(sorted(unknown))}; allowed: {', '.join(SUITES)}")
     claim = Claim("suite", options.quick)
     if options.suites:
         claim.resume()

@@ -110,8 +110,20 @@ def llama_size(model: nn.Module, *, vocab_size: int) -> LlamaSize:
 
 
 def _is_tied(model: nn.Module, vocab_size: int) -> bool:
-    """Whether there is but one table of the vocabulary's size."""
-    return sum(p.ndim == 2 and vocab_size in p.shape for p in model.parameters()) <= 1
+    """Whether what is looked up is the head's weight too, as far as tables of the vocabulary's size tell."""
+    tables = {
+        id(module.weight)
+        for module in model.modules()
+        if isinstance(module, nn.Embedding) and module.num_embeddings >= vocab_size
+    }
+    heads = [
+        module.weight
+        for module in model.modules()
+        if isinstance(module, nn.Linear) and module.out_features >= vocab_size
+    ]
+    if not heads or not tables:
+        return sum(p.ndim == 2 and vocab_size in p.shape for p in model.parameters()) <= 1
+    return any(id(weight) in tables for weight in heads)
 
 
 def _same_shape(model: nn.Module, vocab_size: int, tied: bool) -> LlamaSize | None:

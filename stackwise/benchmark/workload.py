@@ -68,6 +68,8 @@ class Workload:
         new_tokens: of generate, how many follow in each row; else 0.
         each_token: of generate, the call, which hands each column of tokens to its argument as soon as it is
             there; else None.
+        counted: whether a call computes what closed forms tell of its mode. Not where all tokens are computed
+            again for each new one, nor in a loop of others, which may accumulate, freeze or cast.
     """
 
     name: str
@@ -82,6 +84,7 @@ class Workload:
     seq_len: int = 0
     new_tokens: int = 0
     each_token: Callable[[OnToken], None] | None = None
+    counted: bool = True
 
     def utilization(self, seconds: float, peak: str = "published") -> Utilization | None:
         """What part of its device's best rates a call of `seconds` uses; None of work of unknown size.
@@ -95,7 +98,7 @@ class Workload:
             ValueError: another peak, or no positive seconds.
         """
         check_choice("peak", peak, PEAKS)
-        if self.model is None or self.mode not in _COUNTED:
+        if self.model is None or self.mode not in _COUNTED or not self.counted:
             return None
         dtype = next((p.dtype for p in self.model.parameters() if p.is_floating_point()), torch.float32)
         known = published_peak(self.device) if peak == "published" else measured_peak(self.device, dtype)
@@ -206,6 +209,7 @@ def model_workload(
         seq_len,
         new_tokens if mode == "generate" else 0,
         each_token,
+        mode != "decode" or spec.decode is not None,
     )
 
 
@@ -244,6 +248,7 @@ def trainer_workload(
         "train",
         batch_size,
         seq_len,
+        counted=False,
     )
 
 

@@ -31,6 +31,12 @@ def test_a_model_of_known_sizes(changes):
     assert count(model) == count(like)
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_matrices_as_long_as_the_vocabulary_are_no_second_table(tied):
+    sizes = {"d_ff": 64, "vocab_size": 64, "d_model": 64, "tie_embeddings": tied}
+    assert llama_baseline(lambda: rack(**sizes)).create().config.tie_word_embeddings is tied
+
+
 @pytest.mark.parametrize("name", ["gru", "tiny", "x_decoder", "llama", "gpt2"])
 def test_as_many_parameters(subjects, name):
     factory = getattr(subjects, name)

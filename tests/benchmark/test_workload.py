@@ -369,6 +369,7 @@ def test_a_training_step_of_anybodys_loop(subjects):
     made.call()
     assert (made.name, made.tokens, made.mode, steps) == ("loop step", 15, "train", [(3, 5)])
     assert same(before, weights(made.model)) != list(before)
+    assert made.utilization(1.0) is None  # it may accumulate, freeze or cast, unknown to anybody
     with pytest.raises(ValueError, match="batch_size: got 0; allowed: an integer >= 1"):
         trainer_workload(spec, batch_size=0)
 
@@ -430,6 +431,9 @@ class TestUtilization:
     def test_of_unknown_work(self, llama):
         assert callable_workload(list).utilization(1.0) is None
         made = model_workload(llama, "generate", batch_size=1, seq_len=4, new_tokens=2)
+        assert made.utilization(1.0) is None
+        # All tokens again: nothing is read from a cache.
+        made = model_workload(replace(llama, decode=None), "decode", batch_size=1, seq_len=4)
         assert made.utilization(1.0) is None
 
     def test_another_peak(self, llama):

@@ -81,6 +81,15 @@ def test_flag_and_handlers():
         assert not termination.requested
 
 
+@pytest.fixture
+def interruptible():
+    """SIGINT raises KeyboardInterrupt: it is ignored in what a shell runs in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_a_third_signal_acts_as_usual():
     """The second may be the same request once more, by torchrun."""
     # Raised in this thread: of two that another thread has not handed on yet one is lost.

@@ -123,6 +123,8 @@ def published_peak(device: torch.device | str) -> PeakRate | None:
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
+    if " MIG " in f"{name} ":  # a part of the device, with a part of its rates
+        return None
     found = next((rates for pattern, rates in _PUBLISHED if re.search(pattern, name)), None)
     return None if found is None else PeakRate(name, "published", *found, {})
 

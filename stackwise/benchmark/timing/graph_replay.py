@@ -66,4 +66,5 @@ def graph_replay(workload: Workload, *, warmup_calls: int = 3) -> Workload:
         name=f"{workload.name}, {_SUFFIX}",
         call=graph.replay,
         execution=lambda: {**workload.execution(), "launch": _SUFFIX},
+        each_token=None,  # a replay has no moment for each token
     )

@@ -81,8 +81,9 @@ def test_none_for_a_processor():
     assert peak_flops(CPU) is peak_bandwidth(CPU) is published_peak("cpu") is None
 
 
-def test_none_for_one_that_is_not_in_the_table(named):
-    named("NVIDIA H20")
+@pytest.mark.parametrize("name", ["NVIDIA H20", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"])
+def test_none_for_one_that_is_not_in_the_table_and_for_a_part_of_one(name, named):
+    named(name)
     assert published_peak(CUDA) is None
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from stackwise.argument import check_number, check_sizes, require
 from stackwise.benchmark.flops.peak_rate import PeakRate
+from stackwise.benchmark.timing.cache_state import last_level_cache_bytes
 from stackwise.benchmark.timing.clock import time_call
 from stackwise.seed import seeded
 
@@ -124,15 +125,4 @@ def _stream_bytes(device: torch.device) -> int:
     """Four times the last cache, as STREAM asks for."""
     if device.type == "cuda":
         return max(4 * torch.cuda.get_device_properties(device).L2_cache_size, 1 << 28)
-    return max(4 * _last_cache(), _LEAST_STREAM)
-
-
-def _last_cache() -> int:
-    """Bytes of the largest cache of the first core; 0 where nobody says."""
-    units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-    sizes = [0]
-    for file in _CACHES.glob("index*/size"):
-        text = file.read_text().strip()
-        if text[-1:] in units and text[:-1].isdigit():
-            sizes.append(int(text[:-1]) * units[text[-1]])
-    return max(sizes)
+    return max(4 * (last_level_cache_bytes(device) or 0), _LEAST_STREAM)

@@ -7,7 +7,7 @@ is "warm". In a whole model the same operation finds what others have left: it i
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import cycle
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -23,20 +23,24 @@ __all__ = ["CACHE_STATES", "CacheFlush", "RotatingCall", "last_level_cache_bytes
 CACHE_STATES = ("cold", "warm")
 # Of the cache. A sweep of exactly its size would leave what the replacement policy happens to keep.
 _SWEEP, _ROTATION = 2, 5
-_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+_CORES = Path("/sys/devices/system/cpu")
 _UNITS = {"K": 1024, "M": 1024**2, "G": 1024**3}
 
 T = TypeVar("T")
 
 
 def last_level_cache_bytes(device: torch.device) -> int | None:
-    """What the last-level cache of a device holds; None where the system does not say."""
+    """What all last-level caches of a device hold; None where the system does not say."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).L2_cache_size) or None
-    sizes = [_bytes(path.read_text().strip()) for path in _CACHES.glob("index*/size")]
-    if not sizes and "SC_LEVEL3_CACHE_SIZE" in getattr(os, "sysconf_names", {}):
-        sizes = [os.sysconf("SC_LEVEL3_CACHE_SIZE")]
-    return size if (size := max(sizes, default=0)) > 0 else None
+    # Each of the cores that share a cache tells of it.
+    found = {(_of(each, "level"), _of(each, "shared_cpu_list")): each for each in _caches()}
+    sizes = {key: _bytes(_of(each, "size")) for key, each in found.items()}
+    last = max(sizes, default=None)
+    size = 0 if last is None else sum(size for (level, _), size in sizes.items() if level == last[0])
+    if last is None and "SC_LEVEL3_CACHE_SIZE" in getattr(os, "sysconf_names", {}):
+        size = os.sysconf("SC_LEVEL3_CACHE_SIZE")
+    return size if size > 0 else None
 
 
 class CacheFlush:
@@ -127,6 +131,14 @@ def _tensors(tree: object) -> list[Tensor]:
 def _normals(count: int, device: torch.device) -> Tensor:
     """Random normals: zeros would cost less power, which raises the clocks of what runs next."""
     return torch.randn(count, device=device, generator=torch.Generator(device).manual_seed(0))
+
+
+def _caches() -> Iterator[Path]:
+    return (path for path in _CORES.glob("cpu[0-9]*/cache/index*") if (path / "size").exists())
+
+
+def _of(cache: Path, key: str) -> str:
+    return (cache / key).read_text().strip()
 
 
 def _bytes(text: str) -> int:

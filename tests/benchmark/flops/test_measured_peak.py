@@ -105,13 +105,10 @@ def test_once_for_each_dtype_and_number_of_threads(monkeypatch):
     assert made == [[torch.float32], [torch.bfloat16], [torch.float32]]
 
 
-def test_the_last_cache(monkeypatch, tmp_path):
-    monkeypatch.setattr(module, "_CACHES", tmp_path)
-    assert module._stream_bytes(CPU) == 1 << 27
-    for i, size in enumerate(["32K\n", "1024K\n", "64M\n", "none\n"]):
-        (tmp_path / f"index{i}").mkdir()
-        (tmp_path / f"index{i}" / "size").write_text(size)
-    assert module._stream_bytes(CPU) == 4 * 64 * 2**20
+def test_vectors_are_four_times_the_last_cache(monkeypatch):
+    for size, expected in ((None, 1 << 27), (2**20, 1 << 27), (2**28, 2**30)):
+        monkeypatch.setattr(module, "last_level_cache_bytes", lambda device, size=size: size)
+        assert module._stream_bytes(CPU) == expected
 
 
 @pytest.mark.parametrize(

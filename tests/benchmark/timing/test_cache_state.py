@@ -19,11 +19,18 @@ KIB = 1024
 def cache(monkeypatch, tmp_path):
     """A machine whose caches have these sizes, as the kernel writes them."""
 
-    def set_sizes(*sizes):
-        for index, size in enumerate(sizes):
-            (tmp_path / f"index{index}").mkdir()
-            (tmp_path / f"index{index}" / "size").write_text(f"{size}\n")
-        monkeypatch.setattr(cache_state, "_CACHES", tmp_path)
+    def set_sizes(*sizes, cores=4, share=4):
+        """Of each core; `share` of them have the last one together."""
+        for core in range(cores):
+            first = core - core % share
+            shared = [str(core)] * (len(sizes) - 1) + [f"{first}-{first + share - 1}"]
+            for index, size in enumerate(sizes):
+                folder = tmp_path / f"cpu{core}" / "cache" / f"index{index}"
+                folder.mkdir(parents=True)
+                (folder / "size").write_text(f"{size}\n")
+                (folder / "level").write_text(f"{index + 1}\n")
+                (folder / "shared_cpu_list").write_text(f"{shared[index]}\n")
+        monkeypatch.setattr(cache_state, "_CORES", tmp_path)
 
     return set_sizes
 
@@ -41,6 +48,11 @@ def cache(monkeypatch, tmp_path):
 def test_the_largest_is_the_last(cache, sizes, expected):
     cache(*sizes)
     assert last_level_cache_bytes(CPU) == expected
+
+
+def test_slices_of_some_cores_each_are_one_cache(cache):
+    cache("32K", "32K", "1024K", "32768K", cores=16, share=4)
+    assert last_level_cache_bytes(CPU) == 4 * 32 * KIB * KIB
 
 
 def test_where_the_system_says_nothing(cache, monkeypatch):

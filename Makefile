@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Threads that spin while they wait starve each other on a few cores.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo test test-all lint format bench peers rivals clean
+.PHONY: demo test test-all lint format bench peers rivals gate-rivals clean
 
 .venv/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "stackwise needs Python >= 3.11; say which: make PYTHON=python3.12")'
@@ -19,10 +19,10 @@ demo: .venv/installed
 	$(BIN)/python docs/demo/demo.py
 
 test: .venv/installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m 'not slow'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m 'not slow'
 
 test-all: .venv/installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 bench: .venv/installed
 	$(BIN)/python -m pytest bench
@@ -34,6 +34,10 @@ peers: .venv/installed
 # What bench.detection shows the same bugs to.
 rivals: .venv/installed
 	$(BIN)/python -m pip install --quiet --no-deps -r bench/rivals.txt
+
+# What bench.gate compares with.
+gate-rivals: .venv/installed
+	$(BIN)/python -m pip install --quiet --no-deps -r bench/gate_rivals.txt
 
 lint: .venv/installed
 	$(BIN)/ruff check .

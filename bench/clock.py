@@ -6,8 +6,8 @@
   and of a training step, how much of the wall time is in no sample.
 - percentiles: how often the interval of the median, of p95 and of p99 has the true one in it, of samples of a
   known distribution.
-- device clock: beside a kernel that spins for so many cycles of the GPU, whose rate is taken from the
-  difference of two that spin for long. "NOT MEASURED" without a GPU.
+- device clock: beside what CUPTI says through torch.profiler, which reads the GPU's own clock as a kernel
+  begins and ends, and no events. Each of a kernel of one length, by turns. "NOT MEASURED" without a GPU.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 from bench.claim import Bar, Claim
 from stackwise import ModelSpec, create_simple_rack
@@ -33,6 +35,7 @@ from stackwise.benchmark.timing.percentile import percentile
 CPU = torch.device("cpu")
 SPINS = (5e-4, 1e-3, 1e-2, 5e-2)  # to enter and to leave one takes about 0.4 us
 KERNELS = (20e-6, 50e-6, 100e-6, 1e-3)
+TURNS = 5  # of either clock on one kernel: the GPU's clocks move
 HOST_ERROR, DEVICE_ERROR = 0.005, 0.01
 CALL_COST_US, STEP_COST = 1.0, 0.005
 COVERAGE = {50: 100, 95: 400, 99: 2000}  # of each percentile, the samples that it is taken of
@@ -60,21 +63,35 @@ def main() -> int:
 class Spin:
     """A call that keeps the host busy until another clock has advanced.
 
-    Attributes:
-        took: how far that clock came in each call, in seconds.
+    What follows a loop of that length is out of the processor's caches, and takes microseconds in which
+    neither clock is read yet. So the clock under test is read in the loop as well, and nothing but the end of
+    the call comes after the last reading.
     """
 
     def __init__(self, seconds: float) -> None:
         self._nanoseconds = round(seconds * 1e9)
-        self.took: list[float] = []
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+        self._keep = self._ends.append
 
     def __call__(self) -> None:
-        read, which = time.clock_gettime_ns, time.CLOCK_MONOTONIC_RAW
+        read, which, under_test, keep = (
+            time.clock_gettime_ns,
+            time.CLOCK_MONOTONIC_RAW,
+            time.perf_counter_ns,
+            self._keep,
+        )
         start = read(which)
+        self._starts.append(start)
         end = start + self._nanoseconds
-        while (now := read(which)) < end:
-            pass
-        self.took.append((now - start) * 1e-9)
+        while read(which) < end:
+            under_test()
+        keep(read(which))
+
+    @property
+    def took(self) -> list[float]:
+        """How far that clock came in each call, in seconds."""
+        return [(end - start) * 1e-9 for start, end in zip(self._starts, self._ends, strict=True)]
 
 
 def host_accuracy(claim: Claim, seconds: float, count: int) -> None:
@@ -134,35 +151,62 @@ _NORMAL_PERCENTILES = {50: 0.0, 95: 1.6448536269514722, 99: 2.3263478740408408}
 
 
 def device_accuracy(claim: Claim, device: torch.device | None, seconds: float, count: int) -> None:
-    """Median over samples of what the events read over what the kernel must have taken."""
+    """Median over turns of what the events read over what CUPTI says of the same kernel."""
     name = f"device clock, error at {seconds * 1e6:g} us"
     if device is None:
         claim.enter(Bar(name, None, DEVICE_ERROR, at_most=True))
         return
     clock = DeviceClock(device)
-    rate = _cycles_per_second(device)
-    cycles = round(seconds * rate)
+    cycles = round(seconds * _cycles_per_second(device))
 
     def kernel() -> None:
         torch.cuda._sleep(cycles)
 
     clock.sample(kernel, 10)
     clock.learn(kernel)
+    kernel_seconds(kernel, device, 2)  # the first profile of a process loads CUPTI
     repeats = math.ceil(SHORTEST_SAMPLE / seconds)
-    samples = clock.sample(kernel, count, repeats=repeats)
-    error = median(samples) / seconds - 1
+    each = math.ceil(count / TURNS)
+    known, read = [], []
+    for _ in range(TURNS):
+        known.append(median(kernel_seconds(kernel, device, each)))
+        read.append(median(clock.sample(kernel, each, repeats=repeats)))
+    errors = [ours / theirs - 1 for ours, theirs in zip(read, known, strict=True)]
     figures: dict[str, Any] = {
-        "median": error,
-        "cycles_per_second": rate,
-        "samples": count,
+        "median": median(errors),
+        "largest": max(errors, key=abs),
+        "cupti_seconds": known,
+        "event_seconds": read,
+        "samples": each * TURNS,
         "calls_per_sample": repeats,
         "notes": clock.notes,
     }
-    claim.enter(Bar(name, abs(error), DEVICE_ERROR, at_most=True), figures)
+    claim.enter(Bar(name, abs(median(errors)), DEVICE_ERROR, at_most=True), figures)
+
+
+def kernel_seconds(kernel: Callable[[], object], device: torch.device, count: int) -> list[float]:
+    """Seconds of each of `count` launches of one kernel, from its beginning to its end as CUPTI tells them.
+
+    Raises:
+        RuntimeError: CUPTI did not tell of each: a machine may forbid it.
+    """
+    torch.cuda.synchronize(device)
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        for _ in range(count):
+            kernel()
+        torch.cuda.synchronize(device)
+    found = [
+        event.time_range.elapsed_us() * 1e-6
+        for event in profiler.events() or ()
+        if event.device_type == DeviceType.CUDA and "spin" in event.name
+    ]
+    if len(found) != count:
+        raise RuntimeError(f"CUPTI told of {len(found)} kernels where {count} were launched")
+    return found
 
 
 def _cycles_per_second(device: torch.device) -> float:
-    """From the difference of two long kernels, which has no launch in it."""
+    """About: from the difference of two long kernels. What a kernel then takes is not taken from it."""
     short, long = 50_000_000, 250_000_000
     clock = DeviceClock(device)
     clock.sample(lambda: torch.cuda._sleep(long), 3)

@@ -31,6 +31,7 @@ LEAKS = {
     "a list keeps activations": "torch.Tensor",
     "loss += keeps the graph": "autograd",
     "a hook accumulates": "torch.Tensor",
+    "a hook for each step": "function",
     "an optimizer for each step": "torch.optim",
 }
 LEAKY = 10  # models that are broken, evenly chosen
@@ -49,7 +50,8 @@ class Loop:
         self.total = torch.zeros(())
         if leak == "a hook accumulates":
             modules = [m for m in self.model.modules() if isinstance(m, torch.nn.Linear | torch.nn.Embedding)]
-            (modules or list(self.model.children()))[-1].register_forward_hook(self._keep)
+            (modules or [self.model])[-1].register_forward_hook(self._keep)
+        self.last = list(self.model.modules())[-1]
 
     def __call__(self) -> None:
         self.number += 1
@@ -62,11 +64,22 @@ class Loop:
             self._keep(None, None, self.spec.logits(self.model, inputs).detach())
         elif self.leak == "loss += keeps the graph":
             self.total = self.total + loss
+        elif self.leak == "a hook for each step":
+            self.kept.append(self.last.register_forward_hook(_hook()))
         elif self.leak == "an optimizer for each step":
             self.kept.append(self.spec.optimizer(self.model.parameters()))
 
     def _keep(self, _module: Any, _arguments: Any, output: Any) -> None:
         self.kept.append(output[0] if isinstance(output, tuple) else output)
+
+
+def _hook() -> Callable[..., None]:
+    """One that does nothing, and is no other step's."""
+
+    def hook(*_: Any) -> None:
+        pass
+
+    return hook
 
 
 def look(make: Callable[[], Any], leak: str) -> Iterator[dict[str, Any]]:

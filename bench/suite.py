@@ -33,8 +33,12 @@ KEPT = (
     "tokens_per_second",
     "peak_memory_bytes",
     "steady",
+    "throttled",
+    "notes",
     "mfu",
+    "hfu",
     "mbu",
+    "floor_seconds",
 )
 
 
@@ -76,14 +80,14 @@ def rows_of(record: dict[str, Any]) -> dict[str, Any]:
 
 def table(rows: dict[str, Any]) -> Table:
     """Name, speed, time and memory of each."""
-    shown = Table("test", "tokens/s", "median, ms", "peak, MiB", "MFU", "MBU")
+    shown = Table("test", "tokens/s", "median, ms", "peak, MiB", "MFU", "HFU", "MBU", "floor, ms")
     for name, row in rows.items():
         cells = (
-            f"{row['tokens_per_second']:,.0f}",
+            _or_none(row["tokens_per_second"], lambda rate: f"{rate:,.0f}"),
             f"{1e3 * row['median']:.2f}",
             _or_none(row["peak_memory_bytes"], lambda b: f"{b / 2**20:,.0f}"),
-            _or_none(row["mfu"], lambda share: f"{share:.1%}"),
-            _or_none(row["mbu"], lambda share: f"{share:.1%}"),
+            *(_or_none(row.get(key), lambda share: f"{share:.1%}") for key in ("mfu", "hfu", "mbu")),
+            _or_none(row.get("floor_seconds"), lambda seconds: f"{1e3 * seconds:.2f}"),
         )
         shown.add_row(escape(name), *cells)
     return shown

@@ -8,7 +8,7 @@ from typing import Any
 
 from stackwise.argument import require
 
-__all__ = ["ALLOWED", "byte_size", "byte_text"]
+__all__ = ["ALLOWED", "byte_size"]
 
 _UNITS = {"B": 1} | {
     f"{prefix}{suffix}": base ** (power + 1)
@@ -39,11 +39,3 @@ def byte_size(key: str, value: Any) -> int:
     size = int(Fraction(match["number"]) * _UNITS[match["unit"]])
     require(size >= 1, key, value, ALLOWED)
     return size
-
-
-def byte_text(size: float) -> str:
-    """`size` in the largest unit of 1024 of which it holds one: "1.5 GiB"; below that in whole bytes."""
-    for unit in ("TiB", "GiB", "MiB", "KiB"):
-        if abs(size) >= _UNITS[unit]:
-            return f"{size / _UNITS[unit]:.4g} {unit}"
-    return f"{size:.0f} B"

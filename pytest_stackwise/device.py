@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import sys
@@ -13,12 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from pytest_stackwise import options, records
+from pytest_stackwise import options
 
-__all__ = ["lock", "require_what_was_asked", "skip_without_gpu", "take_a_device"]
+__all__ = ["lock", "require_what_was_asked", "same_device", "skip_without_gpu", "take_a_device"]
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
+_NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED of the driver's API: nobody has called cuInit
 _LONGEST_WAIT, _PAUSE = 600.0, 0.02  # seconds
+_PINNED = pytest.StashKey[bool]()
 _held: dict[Path, int] = {}
 
 
@@ -57,17 +60,44 @@ def take_a_device(config: pytest.Config) -> None:
     """Leave one CUDA device visible to this worker of xdist: the one at the place of its number.
 
     The list is that of CUDA_VISIBLE_DEVICES, else all of the machine. Nothing is changed where CUDA was not
-    asked for, where a device was named by its number, or where a conftest has used CUDA already, since then
-    it is too late: such workers share devices, and `lock` keeps their measurements apart.
+    asked for, or where a device was named by its number. CUDA reads the variable once, at its first call in a
+    process, which may be no more than the question whether there is a device: where that has been, it is too
+    late, and a warning says so. Such workers share devices, and `lock` keeps their measurements apart.
     """
-    if not records.is_worker(config) or options.device_name(config) != "cuda":
-        return
-    if "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized():
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+    if not worker or not _wants_any_cuda_device(config) or config.stash.get(_PINNED, False):
         return
     visible = _visible()
-    if visible:
-        number = int(re.sub(r"\D", "", config.workerinput["workerid"]) or 0)  # type: ignore[attr-defined]
-        os.environ[_VISIBLE] = visible[number % len(visible)]
+    if not visible:
+        return
+    if _cuda_has_begun():
+        text = (
+            f"{worker} shares its CUDA device with other workers: CUDA was in use before the plugin could "
+            f"leave it one of {', '.join(visible)}. Set CUDA_VISIBLE_DEVICES for each worker, or ask "
+            "torch.cuda for nothing while conftests are imported"
+        )
+        config.issue_config_time_warning(pytest.PytestConfigWarning(text), stacklevel=2)
+        return
+    os.environ[_VISIBLE] = visible[int(re.sub(r"\D", "", worker) or 0) % len(visible)]
+    config.stash[_PINNED] = True
+
+
+def _wants_any_cuda_device(config: pytest.Config) -> bool:
+    """Whether CUDA was asked for, and no device by its number. Not by asking torch, which begins CUDA."""
+    named = config.getoption("stackwise_device", None) or config.getini("stackwise_device")
+    return named in ("cuda", "auto") if named else options.gpu_requested(config)
+
+
+def _cuda_has_begun() -> bool:
+    """Whether CUDA was called in this process, so that it has read which devices it may see."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        return True
+    try:
+        count, driver = ctypes.c_int(), ctypes.CDLL("libcuda.so.1")
+        return int(driver.cuDeviceGetCount(ctypes.byref(count))) != _NOT_INITIALIZED
+    except (AttributeError, OSError):  # no driver: there is nothing that could have begun
+        return False
 
 
 def _visible() -> list[str]:
@@ -77,24 +107,24 @@ def _visible() -> list[str]:
         return [name.strip() for name in listed.split(",") if name.strip()]
     import torch
 
-    return [str(index) for index in range(torch.cuda.device_count())]
+    return [str(index) for index in range(torch.cuda.device_count())]  # asks NVML, where it is
 
 
 @contextmanager
-def lock(config: pytest.Config, *, seconds: float = _LONGEST_WAIT) -> Iterator[None]:
-    """Inside, no other process of this user that asks for this lock has the device that models run on.
+def lock(device: str, *, seconds: float = _LONGEST_WAIT) -> Iterator[None]:
+    """Inside, no other process of this user that asks for this lock has the device that is measured on.
 
     Two workers that measure on one GPU, or on the cores of one machine, measure each other. May be entered
     again by the process that has it.
 
     Args:
-        config: says which device.
+        device: "cpu", "cuda" or "cuda:N", as this process knows it.
         seconds: how long to wait for the others.
 
     Raises:
         TimeoutError: another process had it for longer, naming that process and the file.
     """
-    path = _lock_file(options.device_name(config))
+    path = _lock_file(device)
     if path in _held:
         _held[path] += 1
         try:
@@ -113,9 +143,9 @@ def lock(config: pytest.Config, *, seconds: float = _LONGEST_WAIT) -> Iterator[N
             except OSError as error:
                 if time.monotonic() >= end:
                     file.seek(0)
-                    holder, name = file.read().strip() or "?", options.device_name(config)
+                    holder = file.read().strip() or "?"
                     raise TimeoutError(
-                        f"{name}: process {holder} has been measuring there for more than {seconds:g} s; "
+                        f"{device}: process {holder} has been measuring there for more than {seconds:g} s; "
                         f"lock file: {path}"
                     ) from error
                 time.sleep(_PAUSE)
@@ -132,12 +162,32 @@ def lock(config: pytest.Config, *, seconds: float = _LONGEST_WAIT) -> Iterator[N
             fcntl.flock(file, fcntl.LOCK_UN)
 
 
+def same_device(one: str, other: str) -> bool:
+    """Whether two names mean one device, which one lock is for."""
+    return _lock_file(one) == _lock_file(other)
+
+
 def _lock_file(device: str) -> Path:
     """One file for each device of the machine, whatever number this process knows it by."""
     kind, _, number = device.partition(":")
     if kind == "cuda":
-        listed = [name.strip() for name in os.environ.get(_VISIBLE, "").split(",") if name.strip()]
-        index = int(number or 0)
-        kind = f"cuda-{listed[index] if index < len(listed) else index}"
+        kind = f"cuda-{_uuid(int(number) if number else None) or _named_by_user(int(number or 0))}"
     name = re.sub(r"[^\w-]", "_", kind)
     return Path(tempfile.gettempdir()) / f"stackwise-{os.getuid()}-{name}.lock"
+
+
+def _uuid(index: int | None) -> str | None:
+    """What names a CUDA device in every process; None where torch does not tell."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device() if index is None else index)
+    found = getattr(properties, "uuid", None)
+    return None if found is None else str(found)
+
+
+def _named_by_user(index: int) -> str:
+    """The device at this place of CUDA_VISIBLE_DEVICES, else its number."""
+    listed = [name.strip() for name in os.environ.get(_VISIBLE, "").split(",") if name.strip()]
+    return listed[index] if index < len(listed) else str(index)

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
+    from stackwise.gate.limit import Limits
     from stackwise.stability import Fault
 
 __all__ = [
     "check_lengths",
     "fault_readers",
     "faults_of",
+    "gate_of",
     "lengths_of",
     "max_memory_of",
     "min_tokens_per_second_of",
@@ -60,8 +62,11 @@ length_sweep
 throughput(mode='forward', batch_size=1, seq_len=128, new_tokens=32, dtype=None, compile=False, \
 loop='common'): what the throughput fixture measures; mode: forward, train, prefill, decode or generate
 max_memory(limit): the test fails where more memory, such as "2 GiB", was in use at any moment of its call: \
-by tensors on CUDA, by the whole process on the CPU
+by tensors on CUDA or added on the host, by the whole process where none are on CUDA
 min_tokens_per_second(rate): the test fails where the throughput fixture measures fewer
+gate(time="2%", memory="1%", ttft="5%", tpot="2%", floor=None, memory_floor=None): with --stackwise-against \
+the test fails where more than this share is slower, or takes more memory, than the base; None: not judged; \
+floor="50us": less than this is nothing
 no_memory_growth(steps=40, warmup=10, tolerance="1 KiB"): what the no_memory_growth fixture asks of a step: \
 `tolerance` is of bytes per step
 """
@@ -97,6 +102,7 @@ _NEEDS = {
     "recovers": ("stability_run",),
     "seq_lengths": ("stability_run", "throughput", "seq_len", "length_sweep"),
     "throughput": ("throughput",),
+    "gate": ("benchmark", "throughput"),
     "min_tokens_per_second": ("throughput",),
     "no_memory_growth": ("no_memory_growth",),
 }
@@ -130,6 +136,10 @@ def validate(item: pytest.Item) -> None:
     max_memory_of(item)
     min_tokens_per_second_of(item)
     no_memory_growth_of(item)
+    if item.get_closest_marker("gate"):
+        from stackwise.gate.limit import Limits
+
+        gate_of(item, Limits())
     if any(name in fixtures for name in _STABILITY) and item.get_closest_marker("stability") is None:
         item.add_marker("stability")
 
@@ -264,6 +274,21 @@ def no_memory_growth_of(item: pytest.Item) -> dict[str, Any]:
             arguments["tolerance"] = byte_size("tolerance", arguments["tolerance"])
     _call(item, marker, check_growth, arguments)
     return arguments
+
+
+def gate_of(item: pytest.Item, limits: Limits) -> Limits:
+    """The limits of a test: `limits`, with what its marker gate says."""
+    marker = item.get_closest_marker("gate")
+    if marker is None:
+        return limits
+    arguments = dict(marker.kwargs)
+    with _refused(item, marker):
+        if arguments.get("memory_floor") is not None:
+            from pytest_stackwise.byte_size import byte_size
+
+            arguments["memory_floor"] = byte_size("memory_floor", arguments["memory_floor"])
+    found: Limits = _call(item, marker, limits.changed, arguments)
+    return found
 
 
 def _only_argument(item: pytest.Item, marker: pytest.Mark, wanted: str) -> Any:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,11 +16,13 @@ if TYPE_CHECKING:
     from stackwise.benchmark.memory.peak import PeakMemory
 
 __all__ = [
+    "Load",
     "MemoryFixtures",
     "MemoryGrowthError",
     "MemoryLimitError",
     "PeakMeter",
     "limited",
+    "loads_of",
     "require_within",
 ]
 
@@ -79,7 +82,7 @@ class PeakMeter:
     def _kept(self, peak: PeakMemory) -> PeakMemory:
         __tracebackhide__ = True
         records.pay(self._item, _PEAK)
-        require_within(self._item, peak.in_use, peak.before)
+        require_within(self._item, loads_of(peak, options.device_name(self._item.config)))
         return peak
 
 
@@ -135,6 +138,8 @@ class MemoryFixtures:
             }
             growth = memory_growth(step, **(defaults | marked | arguments))
             item.user_properties.append(("stackwise.bytes_per_step", round(growth.bytes_per_step)))
+            told = {"test": item.nodeid, "kind": "growth", **growth.to_dict(), "reasons": growth.reasons}
+            records.add(item, "memory", told)
             if growth.verdict != "flat":
                 raise MemoryGrowthError(growth)
             return growth
@@ -157,41 +162,86 @@ def limited(item: pytest.Item) -> Iterator[None]:
     with watch_peak(options.device_name(item.config)) as watch:
         yield
     try:
-        require_within(item, watch.peak.in_use, watch.peak.before)
+        require_within(item, loads_of(watch.peak, options.device_name(item.config)))
     except MemoryLimitError as error:
         pytest.fail(str(error), pytrace=False)
 
 
-def require_within(item: pytest.Item, in_use: int | None, before: int | None = None) -> None:
-    """Hold the most bytes in use against the test's marker max_memory, where it has one.
+@dataclass(frozen=True)
+class Load:
+    """Bytes in one place, which a limit is held against.
+
+    Attributes:
+        where: they were in use, for the reader: "by this process".
+        peak: the most of them at any moment.
+        before: in use when the measured call began; None: not known.
+    """
+
+    where: str
+    peak: int
+    before: int | None = None
+
+
+def loads_of(peak: PeakMemory, device: str) -> list[Load]:
+    """What of a peak a limit is for; [] where this system does not tell.
+
+    Where tensors are on a CUDA device it is for them, and for what the call added in the memory of the host:
+    the process itself, with CUDA's libraries in it, is no fault of a test. Where none are, the test works on
+    the CPU whatever was asked for, and the process counts as a whole.
+    """
+    loads = []
+    if peak.allocated:
+        loads.append(Load(f"by tensors on {device}", peak.allocated, peak.before))
+        if peak.host_added is not None:
+            loads.append(Load("more in the memory of the host", peak.host_added))
+    elif peak.resident is not None:
+        loads.append(Load("by this process", peak.resident, peak.resident_before))
+    elif peak.allocated is not None:
+        loads.append(Load(f"by tensors on {device}", peak.allocated, peak.before))
+    return loads
+
+
+def require_within(item: pytest.Item, loads: Sequence[Load]) -> None:
+    """Hold the most bytes in use against the test's marker max_memory, where it has one, and keep them.
 
     Args:
         item: the test.
-        in_use: at the peak; None, where that cannot be read: the test is then skipped, never green.
-        before: in use when the measured call began; None: not known.
+        loads: what is judged, each by itself; none, where nothing can be read: the test is then skipped,
+            never green.
 
     Raises:
-        MemoryLimitError: more than allowed.
+        MemoryLimitError: more than allowed, naming where.
     """
     __tracebackhide__ = True
     limit = markers.max_memory_of(item)
-    if in_use is not None:
-        item.user_properties.append(("stackwise.peak_memory_bytes", in_use))
+    if loads:
+        item.user_properties.append(("stackwise.peak_memory_bytes", loads[0].peak))
+    beyond = [] if limit is None else [load for load in loads if load.peak > limit]
+    verdict = "beyond" if beyond else "read" if limit is None else "within"
+    records.add(
+        item,
+        "memory",
+        {
+            "test": item.nodeid,
+            "kind": "peak",
+            "verdict": verdict if loads else "not told",
+            "limit": limit,
+            "peaks": {load.where: load.peak for load in loads},
+        },
+    )
     if limit is None:
         return
-    if in_use is None:
+    if not loads:
         pytest.skip("max_memory: this system does not tell the most memory that a call used")
-    if in_use <= limit:
+    if not beyond:
         return
-    from pytest_stackwise.byte_size import byte_text
+    from stackwise.benchmark.memory.byte_text import byte_text
 
-    device = options.device_name(item.config)
-    whose = "this process" if device == "cpu" else f"tensors on {device}"
-    known = "" if before is None else f", {byte_text(before)} of that before the measured call began"
-    raise MemoryLimitError(
-        f"max_memory: {byte_text(in_use)} ({in_use} bytes) were in use by {whose} at the peak{known}; "
-        f"allowed: {byte_text(limit)} ({limit} bytes)"
-    )
+    told = []
+    for load in beyond:
+        known = "" if load.before is None else f", {byte_text(load.before)} of that before the measured call"
+        told.append(f"{byte_text(load.peak)} ({load.peak} bytes) were in use {load.where} at the peak{known}")
+    raise MemoryLimitError(f"max_memory: {'; '.join(told)}; allowed: {byte_text(limit)} ({limit} bytes)")
 
 
 def _fixtures(item: pytest.Item) -> tuple[str, ...]:

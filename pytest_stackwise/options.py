@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import argparse
 import re
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 
 if TYPE_CHECKING:
     from stackwise.checks.check import Suite
+    from stackwise.gate.limit import Limits
+    from stackwise.gate.result import Missing
 
 __all__ = [
+    "GateOptions",
     "add_gpu_option",
     "add_options",
     "check_names",
     "device_name",
+    "gate",
     "gpu_requested",
     "release_gpu_option",
     "report_paths",
@@ -26,6 +31,19 @@ __all__ = [
 ]
 
 _GROUP = "stackwise"
+_MISSING = ("fail", "warn", "create")
+_GATE = (
+    "against",
+    "head",
+    "gate",
+    "missing",
+    "build",
+    "gate_seconds",
+    "gate_timeout",
+    "gate_report",
+    "history",
+)
+_GATE_SECONDS = 600.0
 _GPU_HELP = "run the tests marked gpu, and measure on CUDA; the run stops where there is no CUDA device"
 
 
@@ -70,7 +88,55 @@ def add_options(parser: pytest.Parser) -> None:
     group.addoption(
         "--stackwise-report",
         metavar="PATH",
-        help="write checks, stability runs and throughput to PATH: .md, .json, or both where it has none",
+        help="write checks, stability runs, throughput and memory to PATH: .md, .json, or both where it has "
+        "no ending",
+    )
+    group.addoption(
+        "--stackwise-against",
+        metavar="BASE",
+        help="gate: compare the tests that use benchmark or throughput with BASE, in turns: a revision, "
+        "./FOLDER, a wheel, or 'callable': what each names as `against`",
+    )
+    group.addoption(
+        "--stackwise-head",
+        metavar="REVISION",
+        help="gate: what is compared with the base (default: the files as they are)",
+    )
+    group.addoption(
+        "--stackwise-gate",
+        metavar="LIMITS",
+        help="gate: limits of tests whose marker `gate` does not say, such as time=2%%,memory=1%%,floor=50us",
+    )
+    group.addoption(
+        "--stackwise-missing",
+        metavar="WHAT",
+        help="gate: what a test is that the base does not have: fail, warn or create (default: warn)",
+    )
+    group.addoption(
+        "--stackwise-build",
+        metavar="COMMAND",
+        help="gate: run this in both trees before, to compile extensions, say",
+    )
+    group.addoption(
+        "--stackwise-gate-seconds",
+        metavar="SECONDS",
+        help="gate: begin no round after this time; what is open then is INCONCLUSIVE (default: no limit)",
+    )
+    group.addoption(
+        "--stackwise-gate-timeout",
+        metavar="SECONDS",
+        help="gate: a process that says nothing for this time hangs (default: 600)",
+    )
+    group.addoption(
+        "--stackwise-history",
+        metavar="STORE",
+        help="gate: keep what was found of the head, beside a pinned reference: the path of an SQLite file, "
+        "or postgresql://USER:PASSWORD@HOST/DATABASE",
+    )
+    group.addoption(
+        "--stackwise-gate-report",
+        metavar="PATH",
+        help="gate: write the result to PATH: .md, .json, or both where it has none",
     )
     parser.addini("stackwise_gpu", "as --gpu", type="bool", default=False)
     parser.addini("stackwise_device", "as --stackwise-device")
@@ -80,6 +146,8 @@ def add_options(parser: pytest.Parser) -> None:
     parser.addini("stackwise_checks", "as --stackwise-checks, by commas or one a line")
     parser.addini("stackwise_suite", "as --stackwise-suite")
     parser.addini("stackwise_report", "as --stackwise-report")
+    for name in _GATE:
+        parser.addini(f"stackwise_{name}", f"as --stackwise-{name.replace('_', '-')}")
 
 
 def add_gpu_option(parser: pytest.Parser) -> None:
@@ -174,3 +242,106 @@ def report_paths(config: pytest.Config) -> list[Path]:
         return report_files(folder / given)
     except (ValueError, OSError) as error:
         raise pytest.UsageError(f"--stackwise-report: got {given}: {error}") from None
+
+
+@dataclass(frozen=True)
+class GateOptions:
+    """What the gate is asked for.
+
+    Attributes:
+        against: the base.
+        head: the revision of the head; None: the files as they are.
+        limits: of tests that say nothing.
+        missing: what a test is that the base does not have.
+        build: a command for both trees; None: there is none.
+        seconds: after which no round is begun; None: no limit.
+        timeout: seconds after which a silent process hangs.
+        report: the files to write.
+        history: path or URL of the store for the results; None: they are not kept.
+    """
+
+    against: str
+    head: str | None
+    limits: Limits
+    missing: Missing
+    build: str | None
+    seconds: float | None
+    timeout: float
+    report: tuple[Path, ...]
+    history: str | None
+
+
+def gate(config: pytest.Config) -> GateOptions | None:
+    """What the gate is asked for; None where it is not.
+
+    Raises:
+        pytest.UsageError: an option without --stackwise-against, or with a value that is not allowed.
+    """
+    against = _text(config, "against")
+    if against is None:
+        # In a configuration file they are for the runs that have one.
+        for name in ("head", "build", "gate_report", "gate_seconds", "history"):
+            if config.getoption(f"stackwise_{name}") is not None:
+                raise pytest.UsageError(
+                    f"--stackwise-{name.replace('_', '-')}: allowed with --stackwise-against"
+                )
+        return None
+    from stackwise.gate.limit import Limits, parse_limits
+
+    missing: Any = _text(config, "missing") or "warn"
+    if missing not in _MISSING:
+        raise pytest.UsageError(f"--stackwise-missing: got {missing!r}; allowed: {', '.join(_MISSING)}")
+    limits = Limits()
+    if given := _text(config, "gate"):
+        try:
+            parsed: dict[str, Any] = dict(parse_limits(given))
+            if parsed.get("memory_floor") is not None:
+                from pytest_stackwise.byte_size import byte_size
+
+                parsed["memory_floor"] = byte_size("memory_floor", parsed["memory_floor"])
+            limits = limits.changed(**parsed)
+        except ValueError as error:
+            raise pytest.UsageError(f"--stackwise-gate: {error}") from None
+    on_command_line = config.getoption("stackwise_gate_report") is not None
+    folder = config.invocation_params.dir if on_command_line else config.rootpath
+    return GateOptions(
+        against,
+        _text(config, "head"),
+        limits,
+        missing,
+        _text(config, "build"),
+        _seconds(config, "gate_seconds"),
+        _seconds(config, "gate_timeout") or _GATE_SECONDS,
+        _gate_files(_text(config, "gate_report"), folder),
+        _text(config, "history"),
+    )
+
+
+def _text(config: pytest.Config, name: str) -> str | None:
+    given = config.getoption(f"stackwise_{name}")
+    return given if given is not None else (config.getini(f"stackwise_{name}") or None)
+
+
+def _seconds(config: pytest.Config, name: str) -> float | None:
+    given = _text(config, name)
+    if given is None:
+        return None
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        option = f"--stackwise-{name.replace('_', '-')}"
+        raise pytest.UsageError(f"{option}: got {given!r}; allowed: a number of seconds > 0")
+    return seconds
+
+
+def _gate_files(given: str | None, folder: Path) -> tuple[Path, ...]:
+    if given is None:
+        return ()
+    from stackwise.report import report_files
+
+    try:
+        return tuple(report_files(folder / given))
+    except (ValueError, OSError) as error:
+        raise pytest.UsageError(f"--stackwise-gate-report: got {given}: {error}") from None

@@ -10,6 +10,7 @@ from pytest_stackwise import (
     checks,
     device,
     faults,
+    gate,
     markers,
     memory,
     options,
@@ -26,11 +27,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_load_initial_conftests(parser: pytest.Parser) -> Generator[None, object, object]:
+def pytest_load_initial_conftests(
+    early_config: pytest.Config, parser: pytest.Parser
+) -> Generator[None, object, object]:
     """Before the conftests, one of which may load torch, let idle threads sleep; after them enter `--gpu`."""
     from stackwise.wait_policy import default_wait_policy
 
     default_wait_policy()
+    device.take_a_device(early_config)  # before a conftest asks torch for devices
     result = yield
     options.add_gpu_option(parser)
     return result
@@ -46,6 +50,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(memory.MemoryFixtures(), "stackwise-memory")
     config.pluginmanager.register(throughput.fixtures(config), "stackwise-throughput")
     config.pluginmanager.register(summary.Summary(config), "stackwise-summary")
+    if asked := gate.create(config):
+        config.pluginmanager.register(asked, "stackwise-gate")
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

@@ -52,7 +52,7 @@ class Summary:
         from stackwise.device import fingerprint
 
         report = self._report()
-        report.environment = fingerprint()
+        report.environment = fingerprint(options.device_name(self.config))
         for path in paths:
             try:
                 report.write(path)

@@ -8,12 +8,14 @@ that sample: saving, comparing, JSON, groups and --benchmark-only all work.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
 from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_stackwise import device, markers, memory, options, records
+from pytest_stackwise import benchmark_settings, device, markers, memory, options, records
 
 if TYPE_CHECKING:
     from stackwise.benchmark.generation import GenerationMeasurement
@@ -62,19 +64,29 @@ class ReplayClock:
         self.now += next(self._calls, 0.0)
 
 
-class WithBenchmark:
+class Gated:
+    """What the gate asks of the fixtures, in a process of a side."""
+
+    def workload_of(
+        self, request: pytest.FixtureRequest, subject: Any, arguments: dict[str, Any]
+    ) -> Workload:
+        """What the fixture would measure here, for the gate, which takes the time by itself."""
+        shape = _shape(request.node, request.getfixturevalue("seq_len"), dict(arguments))
+        return _workload(request.node, subject, shape)[0]
+
+
+class WithBenchmark(Gated):
     """Fixtures that hand every sample to pytest-benchmark, and what its files say beyond that."""
 
     def __init__(self) -> None:
-        self._measured: set[str] = set()  # names of tests
+        self._measured: dict[str, str] = {}  # the device, by the name of the test
 
     @pytest.fixture
     def stackwise_clock(self, request: pytest.FixtureRequest) -> ReplayClock:
         """The clock of pytest-benchmark in this test; its other settings stay as the test has them."""
         clock = ReplayClock()
-        marker = request.node.get_closest_marker("benchmark")
-        settings = dict(marker.kwargs) if marker else {}
-        request.node.add_marker(pytest.mark.benchmark(**settings | {"timer": clock}), append=False)
+        settings = benchmark_settings.replayed(request.node, clock)
+        request.node.add_marker(pytest.mark.benchmark(**settings), append=False)
         return clock
 
     @pytest.fixture
@@ -95,21 +107,28 @@ class WithBenchmark:
         Call it once with anything that `ModelSpec.of` understands, a TrainerSpec or a Workload. The mode and
         sizes of `stackwise.benchmark.model_workload` given here win over the marker's; `peak` is that of
         `Workload.utilization`; further keyword arguments are those of `measure`, or `measure_generation` with
-        mode "generate". Returns the Measurement or GenerationMeasurement. Where benchmarks are disabled
-        (--benchmark-disable, xdist) one call is made and timed, without warm-up.
+        mode "generate". `against` is the old one of two in a file: with --stackwise-against=callable the gate
+        compares `subject` with it, else it is left alone. Returns the Measurement or GenerationMeasurement.
+        Where benchmarks are disabled (--benchmark-disable, xdist) one call is made and timed, without
+        warm-up. Of pytest-benchmark's own settings min_rounds, max_time and warmup are followed; each other
+        one that was chosen is a note.
         """
         _owe(request.node)
 
-        def run(subject: Any, **arguments: Any) -> Found:
+        def run(subject: Any, *, against: Any = None, **arguments: Any) -> Found:
+            del against  # what a gate compares with
             __tracebackhide__ = True
-            found, record = _measure(request.node, subject, seq_len, benchmark.disabled, arguments)
+            notes: tuple[str, ...] = ()
+            if not benchmark.disabled:
+                arguments, notes = benchmark_settings.followed(request.node, arguments)
+            found, record = _measure(request.node, subject, seq_len, benchmark.disabled, arguments, notes)
             calls = record.get("calls_per_sample", 1)
             stackwise_clock.load(found.seconds, calls)
             benchmark.extra_info.update(record)
             benchmark.pedantic(stackwise_clock.advance, rounds=len(found.seconds), iterations=calls)
             if not benchmark.disabled:
-                self._measured.add(request.node.nodeid)
-            _hold_to_limits(request.node, found, benchmark.disabled)
+                self._measured[request.node.nodeid] = record["device"]
+            _hold_to_limits(request.node, found, record["device"], benchmark.disabled)
             return found
 
         return run
@@ -126,7 +145,7 @@ class WithBenchmark:
     def pytest_benchmark_update_machine_info(self, machine_info: dict[str, Any]) -> None:
         """Add the fingerprint, if anything of ours is to be saved: others need not wait for torch."""
         if self._measured:
-            machine_info[_MACHINE] = _fingerprint()
+            machine_info[_MACHINE] = self._fingerprint()
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_benchmark_compare_machine_info(
@@ -135,10 +154,16 @@ class WithBenchmark:
         """Compare fingerprints where the saved run has one."""
         machine_info.pop(_MACHINE, None)
         if _MACHINE in compared_benchmark["machine_info"]:
-            machine_info[_MACHINE] = _fingerprint()
+            machine_info[_MACHINE] = self._fingerprint()
+
+    def _fingerprint(self) -> dict[str, Any]:
+        """What the machine is; no clock, no temperature and no load: files are compared as a whole."""
+        from stackwise.device import fingerprint
+
+        return fingerprint(max(self._measured.values(), default=None))  # of "cpu" and "cuda:N" a GPU
 
 
-class Alone:
+class Alone(Gated):
     """The same without pytest-benchmark: measured and summarised, not saved."""
 
     @pytest.fixture
@@ -146,10 +171,11 @@ class Alone:
         """Measure a model at work, a training step, or a Workload; see the fixture of the same name above."""
         _owe(request.node)
 
-        def run(subject: Any, **arguments: Any) -> Found:
+        def run(subject: Any, *, against: Any = None, **arguments: Any) -> Found:
+            del against  # what a gate compares with
             __tracebackhide__ = True
-            found, _ = _measure(request.node, subject, seq_len, False, arguments)
-            _hold_to_limits(request.node, found, False)
+            found, record = _measure(request.node, subject, seq_len, False, arguments)
+            _hold_to_limits(request.node, found, record["device"], False)
             return found
 
         return run
@@ -166,20 +192,33 @@ def _owe(item: pytest.Item) -> None:
 
 
 def _measure(
-    item: pytest.Item, subject: Any, seq_len: int | None, disabled: bool, arguments: dict[str, Any]
+    item: pytest.Item,
+    subject: Any,
+    seq_len: int | None,
+    disabled: bool,
+    arguments: dict[str, Any],
+    notes: tuple[str, ...] = (),
 ) -> tuple[Found, dict[str, Any]]:
     from stackwise.benchmark.generation import generate_once, measure_generation
     from stackwise.benchmark.timing.measurement import call_once, measure
+    from stackwise.benchmark.workload import Workload
 
     if not records.first_time(item, "throughput"):
         raise RuntimeError("throughput: call it once in a test; parametrize the test for more")
     records.pay(item, "throughput")
-    markers.refuse_other_length(seq_len, arguments)
-    marked = markers.throughput_of(item) | ({"seq_len": seq_len} if seq_len else {})
-    shape = marked | {key: arguments.pop(key) for key in tuple(arguments) if key in _SHAPE}
+    shape = _shape(item, seq_len, arguments)
     peak = arguments.pop("peak", "published")
-    with device.lock(item.config):
+    default = options.device_name(item.config)
+    with ExitStack() as held:
+        own = subject.device if isinstance(subject, Workload) else None
+        expected = str(own or shape.get("device") or default)
+        held.enter_context(device.lock(expected))
         workload, shape = _workload(item, subject, shape)
+        if not device.same_device(expected, str(workload.device)):
+            # A loop of others puts its model where it likes. Never two at once: who has them the other way
+            # round would wait for ever.
+            held.close()
+            held.enter_context(device.lock(str(workload.device)))
         found: Found
         if workload.each_token is None:
             found = call_once(workload) if disabled else measure(workload, **arguments)
@@ -189,16 +228,28 @@ def _measure(
             found = measure_generation(workload, **arguments)
         if disabled and markers.max_memory_of(item) is not None:
             found = _with_memory(workload, found)
+        found = replace(found, notes=(*found.notes, *notes))
         used = None if disabled else workload.utilization(found.median, peak)
+        floor = None if disabled else workload.floor(peak)
     record = {
         **shape,
         **found.to_dict(),
         "mfu": None if used is None else used.mfu,
+        "hfu": None if used is None else used.hfu,
         "mbu": None if used is None else used.mbu,
+        "floor_seconds": None if floor is None else floor.seconds,
+        "bound": None if floor is None else floor.bound,
         "measured": not disabled,
     }
     records.add(item, "throughput", {"test": item.nodeid, **record})
     return found, record
+
+
+def _shape(item: pytest.Item, seq_len: int | None, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Mode, sizes and the like, of the marker and of the call, which wins and from which they are taken."""
+    markers.refuse_other_length(seq_len, arguments)
+    marked = markers.throughput_of(item) | ({"seq_len": seq_len} if seq_len else {})
+    return marked | {key: arguments.pop(key) for key in tuple(arguments) if key in _SHAPE}
 
 
 def _workload(item: pytest.Item, subject: Any, shape: dict[str, Any]) -> tuple[Workload, dict[str, Any]]:
@@ -246,8 +297,6 @@ def _refuse(shape: dict[str, Any], allowed: tuple[str, ...], reason: str) -> Non
 
 def _with_memory(workload: Workload, found: Found) -> Found:
     """The same with the peak of memory, which is no matter of time: it is judged even where none is taken."""
-    from dataclasses import replace
-
     from stackwise.benchmark.memory.peak import peak_memory_bytes
 
     if workload.prepare is not None:
@@ -255,7 +304,7 @@ def _with_memory(workload: Workload, found: Found) -> Found:
     return replace(found, peak_memory_bytes=peak_memory_bytes(workload.call, workload.device))
 
 
-def _hold_to_limits(item: pytest.Item, found: Found, disabled: bool) -> None:
+def _hold_to_limits(item: pytest.Item, found: Found, device_name: str, disabled: bool) -> None:
     """Fail a test beyond the limits of its markers; skip it where it cannot be told.
 
     Raises:
@@ -266,28 +315,27 @@ def _hold_to_limits(item: pytest.Item, found: Found, disabled: bool) -> None:
     wanted = markers.min_tokens_per_second_of(item)
     if wanted is not None and not disabled:
         _require_speed(found, wanted)
-    # It skips where memory cannot be read, and with it what comes behind.
-    memory.require_within(item, found.peak_memory_bytes)
+    peak = found.peak_memory_bytes
+    if markers.max_memory_of(item) is not None:
+        where = "by this process" if device_name == "cpu" else f"by tensors on {device_name}"
+        # It skips where memory cannot be read, and with it what comes behind.
+        memory.require_within(item, [] if peak is None else [memory.Load(where, peak)])
+    elif peak is not None:
+        item.user_properties.append(("stackwise.peak_memory_bytes", peak))
     if wanted is not None and disabled:
         pytest.skip("min_tokens_per_second: benchmarks are disabled, and one call is no measurement")
 
 
 def _require_speed(found: Found, wanted: float) -> None:
     __tracebackhide__ = True
-    if not found.tokens:
+    rate = found.tokens_per_second
+    if rate is None:
         raise ThroughputError(
             f"min_tokens_per_second: {found.workload} does not say how many tokens it handles"
         )
-    if found.tokens_per_second < wanted:
+    if rate < wanted:
         steady = "" if found.steady else f" (not steady: {found.warmup.reason})"
         raise ThroughputError(
-            f"min_tokens_per_second: {found.tokens_per_second:,.0f} tokens/s were measured{steady}; "
+            f"min_tokens_per_second: {rate:,.0f} tokens/s were measured{steady}; "
             f"wanted: at least {wanted:,.0f}"
         )
-
-
-def _fingerprint() -> dict[str, Any]:
-    """What the machine is; no clock, no temperature and no load: files are compared as a whole."""
-    from stackwise.device import fingerprint
-
-    return fingerprint()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 __all__ = ["fingerprint", "keep_freed_memory", "resolve_device"]
 
+_DRIVER = Path("/proc/driver/nvidia/version")
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 
 
@@ -69,25 +71,63 @@ def release_freed_memory() -> bool:
     return bool(ctypes.CDLL(None).malloc_trim(0))
 
 
-def fingerprint() -> dict[str, Any]:
+def fingerprint(device: torch.device | str | None = None) -> dict[str, Any]:
     """What a measurement depends on: processor, cores, threads, versions, GPU.
 
     Never a clock, a temperature or a load, so that two runs on one machine compare equal.
+
+    Args:
+        device: that was measured on, so that of several GPUs that one is told; None, or the CPU: the
+            current GPU.
     """
-    gpu = None
-    if torch.cuda.is_available():
-        properties = torch.cuda.get_device_properties(0)
-        gpu = {"name": properties.name, "memory_bytes": properties.total_memory, "cuda": torch.version.cuda}
     return {
         "cpu": _cpu_name(),
         "cpu_count": os.cpu_count(),
         "torch_threads": torch.get_num_threads(),
         "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY"),
-        "gpu": gpu,
+        "gpu": _gpu(device),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "torch": torch.__version__,
     }
+
+
+def _gpu(device: torch.device | str | None) -> dict[str, Any] | None:
+    """What is fixed of a GPU: name, memory, capability, driver."""
+    if not torch.cuda.is_available():
+        return None
+    device = None if device is None else torch.device(device)
+    if device is None or device.type != "cuda" or device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "name": properties.name,
+        "memory_bytes": properties.total_memory,
+        "capability": f"{properties.major}.{properties.minor}",
+        "driver": _driver(),
+        "cuda": torch.version.cuda,
+    }
+
+
+def _driver() -> str | None:
+    """The version of NVIDIA's driver as its module tells it; None where nothing does."""
+    try:
+        found = re.search(r"\s(\d+\.\d[\d.]*)\s", _DRIVER.read_text())
+    except OSError:
+        return _driver_by_nvml()
+    return None if found is None else found[1]
+
+
+def _driver_by_nvml() -> str | None:
+    """The same of NVIDIA's management library, which a container has where it lacks the module's file."""
+    try:
+        library = ctypes.CDLL("libnvidia-ml.so.1")
+        text = ctypes.create_string_buffer(96)
+        if library.nvmlInit_v2() or library.nvmlSystemGetDriverVersion(text, ctypes.c_uint(len(text))):
+            return None
+    except (AttributeError, OSError):
+        return None
+    return text.value.decode() or None
 
 
 def _cpu_name() -> str:

@@ -1,6 +1,7 @@
 """What tests in several folders share: models, and a configuration small enough to train within a test."""
 
 import copy
+import gc
 import importlib.util
 from pathlib import Path
 
@@ -27,6 +28,16 @@ SMALL = {
     },
     "data": {},
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _set_aside():
+    """What is there by now is no garbage: thousands of tests and all that they import.
+
+    Measurements and the ends of nested runs collect garbage, and would look through it each time.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,6 @@
 """Devices by name, and a fingerprint that two runs on one machine share."""
 
+import ctypes
 import json
 import os
 import platform
@@ -7,11 +8,13 @@ import re
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
 import torch
 
+from stackwise import device as module
 from stackwise.device import fingerprint, keep_freed_memory, resolve_device
 
 CPUINFO = Path("/proc/cpuinfo")
@@ -84,6 +87,50 @@ def test_fingerprint_has_nothing_that_moves():
     assert set(fingerprint()) == keys
 
 
+@pytest.fixture
+def two_gpus(monkeypatch, tmp_path):
+    """A machine with two GPUs of different kinds, the second of which is the current one."""
+    kinds = [
+        types.SimpleNamespace(name="A", total_memory=10, major=8, minor=0),
+        types.SimpleNamespace(name="B", total_memory=20, major=9, minor=0),
+    ]
+    pretend(monkeypatch, 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: kinds[device.index])
+    monkeypatch.setattr(module, "_DRIVER", tmp_path / "version")
+    return tmp_path / "version"
+
+
+@pytest.mark.parametrize(
+    "device, name, capability",
+    [("cuda:0", "A", "8.0"), *((device, "B", "9.0") for device in ("cuda:1", "cuda", "cpu", None))],
+)
+def test_fingerprint_is_of_the_gpu_that_is_used(two_gpus, device, name, capability):
+    found = fingerprint(device)["gpu"]
+    assert (found["name"], found["capability"]) == (name, capability)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024\nGCC 12.3",
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  550.54.15  Release Build  (dvs-builder)",
+    ],
+    ids=["closed", "open"],
+)
+def test_fingerprint_has_the_driver(two_gpus, text):
+    two_gpus.write_text(text + "\n")
+    assert fingerprint()["gpu"]["driver"] == "550.54.15"
+
+
+def test_fingerprint_where_nobody_tells_the_driver(two_gpus, monkeypatch):
+    def missing(name):
+        raise OSError
+
+    monkeypatch.setattr(ctypes, "CDLL", missing)
+    assert fingerprint()["gpu"]["driver"] is None
+
+
 @pytest.mark.skipif(not CPUINFO.exists(), reason="needs /proc/cpuinfo")
 def test_fingerprint_names_the_processor():
     # The clock stands beside the name, and moves.
@@ -108,26 +155,25 @@ def test_fingerprint_sees_what_a_measurement_depends_on(monkeypatch):
 FAULTS = """
 import resource, torch
 from stackwise.device import keep_freed_memory
-kept = {keep} and keep_freed_memory()
-for times in (20, 10):  # to a steady state, and in it
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    for _ in range(times):
-        torch.ones(64 << 20, dtype=torch.uint8)
-    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-print(kept, faults * resource.getpagesize())
+for keep in (False, True):
+    kept = keep and keep_freed_memory()
+    for times in (20, 10):  # to a steady state, and in it
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for _ in range(times):
+            torch.ones(64 << 20, dtype=torch.uint8)
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    print(kept, faults * resource.getpagesize())
 """
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
-@pytest.mark.parametrize("keep", [True, False])
-def test_kept_memory_needs_no_new_pages(keep):
+def test_kept_memory_needs_no_new_pages():
     # A process of its own, which keeps the setting to itself.
-    run = subprocess.run(
-        [sys.executable, "-c", FAULTS.format(keep=keep)], capture_output=True, text=True, check=True
-    )
-    kept, paged = run.stdout.split()
-    assert kept == str(keep)
-    assert int(paged) < 1 << 20 if keep else int(paged) >= 10 * (64 << 20)
+    run = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True)
+    before, after = (line.split() for line in run.stdout.splitlines())
+    assert (before[0], after[0]) == ("False", "True")
+    assert int(before[1]) >= 10 * (64 << 20)
+    assert int(after[1]) < 1 << 20
 
 
 def test_memory_is_kept_where_glibc_is_only(monkeypatch):

@@ -1,8 +1,6 @@
 """What README and docs/ say is what the code does."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import get_args
 
@@ -10,7 +8,8 @@ import pytest
 import yaml
 
 import stackwise.checks.check as check_module
-from bench import detection_table, stability_table, training_table
+from bench import detection_table, peer_table, stability_table, training_table
+from pytest_stackwise import markers
 from stackwise import ModelSpec, StackWiseConfig, check_model, measure, stability_run
 from stackwise.benchmark import model_workload
 from stackwise.checks import known_checks
@@ -25,7 +24,7 @@ PAGES += [
     f"docs/{name}.md" for name in ("objectives", "optimizer", "data", "recompute", "telemetry", "memory")
 ]
 PAGES += [f"docs/{name}.md" for name in ("checkpoints", "faults", "guard", "guard-adapters", "locating")]
-PAGES += [f"docs/{name}.md" for name in ("measuring", "memory-tests", "utilization")]
+PAGES += [f"docs/{name}.md" for name in ("measuring", "memory-tests", "utilization", "gate", "history")]
 FENCE = re.compile(r"```(\w+)\n(.*?)```", re.DOTALL)
 EXAMPLES = [
     pytest.param(
@@ -103,7 +102,8 @@ def test_message_of_the_readme_is_the_message(package):
     shown = re.search(r"```text\n(tiny_llama: causality.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[
         1
     ]
-    result = package.runpytest("--stackwise-model=mypackage.models:leaky_llama", "-p", "no:xdist")
+    options = ["--stackwise-model=mypackage.models:leaky_llama", "--stackwise-checks=causality"]
+    result = package.runpytest(*options, "-p", "no:xdist")
     printed = [re.sub(r"[\d.]+", "N", line) for line in result.outlines]
     for line in shown.replace("tiny_llama", "leaky_llama").splitlines():
         assert re.sub(r"[\d.]+", "N", line) in printed
@@ -137,27 +137,18 @@ def test_page_of_checks_lists_every_check():
 
 def test_page_of_the_plugin_lists_every_option_and_marker(pytestconfig):
     page = (ROOT / "docs/plugin.md").read_text()
-    for option in (
-        "--gpu",
-        "--stackwise-device",
-        "--stackwise-seed",
-        "--stackwise-model",
-        "--stackwise-report",
-    ):
-        assert f"`{option}" in page
-        assert pytestconfig.getoption(option, default="missing") != "missing"
-    ours = ["gpu", "stability", "nan_injection", "gradient_explosion", "seq_lengths", "throughput"]
-    registered = {line.split(":")[0].split("(")[0] for line in pytestconfig.getini("markers")}
-    assert registered >= set(ours)
-    for marker in ours:
-        assert re.search(rf"\| `{marker}\b", page), marker
+    group = pytestconfig._parser.getgroup("stackwise")
+    options = {name for option in group.options for name in option.names()}
+    assert options >= {"--gpu", "--stackwise-seed", "--stackwise-against"}
+    for option in options:
+        assert re.search(rf"`{option}[=`]", page), option
+    lines = [line for line in markers._HELP.splitlines() if line]
+    for marker in (re.match(r"\w+", line)[0] for line in lines):
+        assert re.search(rf"^\|.*`{marker}\b.*\|", page, re.MULTILINE), marker
 
 
 def test_table_of_speed_is_what_was_measured():
-    printed = subprocess.run(
-        [sys.executable, "-m", "bench.peer_table"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout
-    assert printed.strip() in (ROOT / "README.md").read_text()
+    assert peer_table.table(peer_table.recorded()) in (ROOT / "README.md").read_text()
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ ROOMS = [
     "stability",
     "checks",
     "benchmark",
+    "gate",
 ]
 ROOMS += ["data", "model", "training", "prototype", "report", "cli"]
 FILES = sorted([*(ROOT / "stackwise").rglob("*.py"), *(ROOT / "pytest_stackwise").rglob("*.py")])
@@ -64,7 +65,7 @@ def test_a_room_imports_only_rooms_above_it(path):
                 assert ROOMS.index(parts[1]) <= ROOMS.index(room_of(path)), module
 
 
-@pytest.mark.parametrize("room", ["checks", "stability", "checkpoint", "benchmark"])
+@pytest.mark.parametrize("room", ["checks", "stability", "checkpoint", "benchmark", "gate"])
 def test_the_questions_know_nothing_of_our_own_model(room):
     for path in (ROOT / "stackwise" / room).rglob("*.py"):
         for module in imported_modules(path):

@@ -168,7 +168,7 @@ def config(**training):
     )
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_weights"])
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow), "bf16_weights"])
 def test_our_own_trainer(precision):
     spec = TrainerSpec.of(ArchitectureTrainer(config(precision=precision)))
     assert spec.max_norm == config().training.grad_clip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -207,7 +208,11 @@ class ArchitectureBenchmark:
         return measure_generation(workload, **how)
 
     def workload(self, mode: str, *, batch_size: int, seq_len: int, **more: Any) -> Workload:
-        """The architecture at work; `more` are `new_tokens` and `loop` of `model_workload`."""
+        """The architecture at work; `more` are `new_tokens` and `loop` of `model_workload`.
+
+        What an earlier model left to the garbage collector is collected first: two are never held at once.
+        """
+        gc.collect()
         return model_workload(
             self.spec,
             mode,
@@ -230,7 +235,9 @@ def compare_architectures(
     """Measure architectures at the same work, in turns, and hold each against one of them.
 
     For each case all architectures are in memory at once, and within each round every one has a turn, so that
-    what disturbs the machine disturbs all of them. Memory is measured before that, of each alone.
+    what disturbs the machine disturbs all of them. Memory is measured before that, of each alone, behind a
+    pass of it that loads what the process then keeps, so that none pays for what all use. The models of one
+    case are gone before those of the next are made.
 
     Compare what should be compared: that a smaller model is faster than a larger one says nothing about its
     architecture. `llama_baseline(model)` is a Llama of the model's size.
@@ -245,6 +252,7 @@ def compare_architectures(
         over that of the architecture, above 1 where that is faster, with `speed_up_low` and `speed_up_high`
         of 95 % confidence; None, with a note, where a GPU held its clocks down in too many rounds.
         `memory_bytes` is the most that the model and one call held, above what the process held without them.
+        `floor_seconds` is the least time that decoding a token can take, and `bound` says by what.
 
     Raises:
         ValueError: no architectures, another baseline, or settings outside their range.
@@ -259,23 +267,35 @@ def compare_architectures(
         name: sum(p.numel() for p in spec.create(seed=config.seed).parameters())
         for name, spec in specs.items()
     }
-    rows = []
-    for case in config.cases:
-        memory = {name: _memory_alone(config, spec, case) for name, spec in specs.items()}
-        workloads = {name: config.workload(spec, case) for name, spec in specs.items()}
-        found = interleave(
-            workloads,
-            rounds=config.rounds,
-            turn_seconds=config.turn_seconds,
-            warmup_seconds=config.warmup_seconds,
-            seed=config.seed,
-            clock=config.clock,
-            cache=config.cache,
-        )
-        for name, workload in workloads.items():
-            row = _Row(config, case, name, baseline, workload, found)
-            rows.append(row.values(counts[name], memory[name]))
-    return ComparisonTable(tuple(rows), baseline, config.to_dict(), fingerprint())
+    rows = [row for case in config.cases for row in _rows(config, case, specs, counts, baseline)]
+    machine = fingerprint(resolve_device(config.device))
+    return ComparisonTable(tuple(rows), baseline, config.to_dict(), machine)
+
+
+def _rows(
+    config: ComparisonConfig,
+    case: Case,
+    specs: Mapping[str, ModelSpec],
+    counts: Mapping[str, int],
+    baseline: str,
+) -> list[dict[str, Any]]:
+    """What all architectures do in one case. Their models go with this call."""
+    memory = {name: _memory_alone(config, spec, case) for name, spec in specs.items()}
+    gc.collect()
+    workloads = {name: config.workload(spec, case) for name, spec in specs.items()}
+    found = interleave(
+        workloads,
+        rounds=config.rounds,
+        turn_seconds=config.turn_seconds,
+        warmup_seconds=config.warmup_seconds,
+        seed=config.seed,
+        clock=config.clock,
+        cache=config.cache,
+    )
+    return [
+        _Row(config, case, name, baseline, workload, found).values(counts[name], memory[name])
+        for name, workload in workloads.items()
+    ]
 
 
 @dataclass(frozen=True)
@@ -304,6 +324,7 @@ class _Row:
         if not measured.steady:
             self.notes.append(f"not steady: {measured.warmup.reason}")
         used = self.workload.utilization(measured.median, self.config.peak)
+        floor = self.workload.floor(self.config.peak)
         return {
             "architecture": self.name,
             "workload": str(self.case),
@@ -324,7 +345,10 @@ class _Row:
             **self._latencies(),
             "memory_bytes": memory,
             "mfu": used and used.mfu,
+            "hfu": used and used.hfu,
             "mbu": used and used.mbu,
+            "floor_seconds": floor and floor.seconds,
+            "bound": floor and floor.bound,
             "execution": "; ".join(f"{key}: {value}" for key, value in measured.execution.items()),
             "note": "; ".join((*self.notes, *measured.notes)) or None,
         }
@@ -349,16 +373,25 @@ class _Row:
 def _memory_alone(config: ComparisonConfig, spec: ModelSpec, case: Case) -> int | None:
     """The most that a model and one call of it hold, above what the process held before.
 
-    A first call, which makes states of the optimizer and loads libraries, is not looked at.
+    What the process keeps of a model that is gone, such as libraries, workspaces and tables, is there before:
+    a model that is not looked at has seen to it. Nor is a first call looked at, which makes states of the
+    optimizer.
     """
     device = resolve_device(config.device)
+    _call(config.workload(spec, case))
     before = peak_memory_bytes(lambda: None, device)
     workload = config.workload(spec, case)
-    for _ in range(2):
-        if workload.prepare is not None:
-            workload.prepare()
-        peak = peak_memory_bytes(workload.call, device)
+    _call(workload)
+    if workload.prepare is not None:
+        workload.prepare()
+    peak = peak_memory_bytes(workload.call, device)
     return None if before is None or peak is None else max(0, peak - before)
+
+
+def _call(workload: Workload) -> None:
+    if workload.prepare is not None:
+        workload.prepare()
+    workload.call()
 
 
 def _known(kind: type, given: Mapping[str, Any], where: str) -> dict[str, Any]:

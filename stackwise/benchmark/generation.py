@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -18,11 +18,13 @@ from torch import Tensor
 
 from stackwise.argument import check_choice, check_number, check_sizes, require
 from stackwise.benchmark.memory.peak import peak_memory_bytes
-from stackwise.benchmark.timing.clock import CLOCKS, HostClock
-from stackwise.benchmark.timing.host_state import HostState, host_state
+from stackwise.benchmark.timing.clock import CLOCKS, HostClock, timing_event
+from stackwise.benchmark.timing.conditions import Conditions, notes_of
+from stackwise.benchmark.timing.gpu_state import READING_INTERVAL, GpuSensor
+from stackwise.benchmark.timing.host_state import host_state
 from stackwise.benchmark.timing.measurement import uncollected
 from stackwise.benchmark.timing.percentile import Percentile, percentile
-from stackwise.benchmark.timing.warmup import COLD_START, WarmUp, warm_up
+from stackwise.benchmark.timing.warmup import warm_up
 from stackwise.benchmark.workload import Workload
 
 __all__ = ["LATENCIES", "GenerationMeasurement", "generate_once", "measure_generation"]
@@ -32,31 +34,23 @@ _QUANTILES = (50, 95, 99)
 
 
 @dataclass(frozen=True)
-class GenerationMeasurement:
-    """When each token of each generation was there.
+class GenerationMeasurement(Conditions):
+    """When each token of each generation was there, and the conditions that they were taken under.
+
+    On the clock "host" a token is there when the device is done with it and the host knows; on "device" when
+    the device is done with it, while the host runs ahead.
 
     Attributes:
         workload: its name.
         token_seconds: of each generation, the seconds from its start to each of its tokens.
         batch_size: rows, which get their tokens at once.
         prompt_tokens: in each row.
-        warmup: the generations before the first that counts.
-        peak_memory_bytes: of one generation in a pass of its own; None where it cannot be read.
-        execution: how the tokens were made, as far as the workload says.
-        clock: "host": a token is there when the device is done with it and the host knows. "device": when the
-            device is done with it; the host runs ahead.
-        host: the host before the first generation.
     """
 
     workload: str
     token_seconds: tuple[tuple[float, ...], ...]
     batch_size: int
     prompt_tokens: int
-    warmup: WarmUp = COLD_START
-    peak_memory_bytes: int | None = None
-    execution: dict[str, str] = field(default_factory=dict)
-    clock: str = "host"
-    host: HostState | None = None
 
     @property
     def new_tokens(self) -> int:
@@ -111,16 +105,6 @@ class GenerationMeasurement:
         """Rows over the median time per output token; None where there is but one."""
         return self.batch_size / statistics.median(self.tpot) if self.tpot else None
 
-    @property
-    def warmup_calls(self) -> int:
-        """Generations before the first that counts."""
-        return self.warmup.calls
-
-    @property
-    def steady(self) -> bool:
-        """Whether the warm-up ended because the time had settled."""
-        return self.warmup.steady
-
     def percentile(self, q: float, of: str = "itl", *, confidence: float = 0.95) -> Percentile | None:
         """Percentile `q`, in percent, of "ttft", "itl" (all gaps pooled), "tpot" or "e2e".
 
@@ -152,14 +136,8 @@ class GenerationMeasurement:
             "batch_size": self.batch_size,
             "prompt_tokens": self.prompt_tokens,
             "new_tokens": self.new_tokens,
-            "peak_memory_bytes": self.peak_memory_bytes,
-            "warmup_calls": self.warmup_calls,
-            "steady": self.steady,
-            "warmup": self.warmup.to_dict(),
-            "clock": self.clock,
             "cache": "warm",
-            "host": None if self.host is None else self.host.to_dict(),
-            "execution": self.execution,
+            **self.conditions(),
         }
 
     def _percentiles(self, of: str) -> dict[str, Any]:
@@ -180,6 +158,7 @@ def measure_generation(
 
     On the host clock the device is waited for after each token, as by whoever shows it to a user; one that
     could have gone on meanwhile has not. `measure` of the same workload times whole generations without that.
+    A GPU's clocks and temperature are read between generations, at most every 0.2 s.
 
     Args:
         workload: of `model_workload(spec, "generate", ...)`.
@@ -197,7 +176,7 @@ def measure_generation(
     require(clock == "host" or workload.device.type == "cuda", "clock", clock, f"'host' on {workload.device}")
     check_number("min_seconds", min_seconds, "a number >= 0", lambda value: value >= 0)
     check_sizes(0, min_calls=min_calls)
-    host = host_state()
+    host, sensor = host_state(), GpuSensor(workload.device)
     warmup = warm_up(
         workload.call,
         workload.device,
@@ -206,12 +185,18 @@ def measure_generation(
         within=steady_within,
     )
     generations: list[tuple[float, ...]] = []
-    total = 0.0
+    total = unread = 0.0
     with uncollected():
+        states = [sensor.read()]
         while len(generations) < max(1, min_calls) or total < min_seconds:
             times = _device_times(workload) if clock == "device" else _host_times(workload)
             generations.append(times)
-            total += times[-1]
+            total, unread = total + times[-1], unread + times[-1]
+            if unread >= READING_INTERVAL:
+                states.append(sensor.read())
+                unread = 0.0
+        if unread:
+            states.append(sensor.read())
     return GenerationMeasurement(
         workload=workload.name,
         token_seconds=tuple(generations),
@@ -222,6 +207,8 @@ def measure_generation(
         execution=workload.execution(),
         clock=clock,
         host=host,
+        gpu=tuple(state for state in states if state is not None),
+        notes=notes_of(host, sensor),
     )
 
 
@@ -261,7 +248,7 @@ def _device_times(workload: Workload) -> tuple[float, ...]:
     """Seconds on the device's stream from the start to each token, read after all of them."""
     device = workload.device
     with torch.cuda.device(device):
-        start, *events = (_event() for _ in range(workload.new_tokens + 1))
+        start, *events = (timing_event() for _ in range(workload.new_tokens + 1))
         # An event comes to be when it is recorded first.
         for event in (start, *events):
             event.record()
@@ -276,7 +263,3 @@ def _device_times(workload: Workload) -> tuple[float, ...]:
         workload.each_token(on_token)
         torch.cuda.synchronize(device)
         return tuple(start.elapsed_time(event) * 1e-3 for event in events)
-
-
-def _event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

@@ -34,10 +34,13 @@ _SHOWN: dict[str, tuple[str, Callable[[Any], str]]] = {
     "tpot_seconds": ("TPOT ms", lambda seconds: f"{seconds * 1e3:.3f}"),
     "memory_bytes": ("memory", lambda count: f"{count / 2**20:,.1f} MiB"),
     "mfu": ("MFU", lambda part: f"{part:.1%}"),
+    "hfu": ("HFU", lambda part: f"{part:.1%}"),
     "mbu": ("MBU", lambda part: f"{part:.1%}"),
+    "floor_seconds": ("floor ms", lambda seconds: f"{seconds * 1e3:.3f}"),
+    "bound": ("bound", str),
     "note": ("note", str),
 }
-_LABELS = {"architecture", "workload", "mode", "note"}
+_LABELS = {"architecture", "workload", "mode", "bound", "note"}
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,10 @@ from torch import Tensor, nn
 
 from stackwise.argument import check_choice, check_sizes, require
 from stackwise.benchmark.cache_rewind import RewoundCache, is_changed_by
+from stackwise.benchmark.flops.closed_form import Recompute
 from stackwise.benchmark.flops.measured_peak import measured_peak
-from stackwise.benchmark.flops.peak_rate import published_peak
+from stackwise.benchmark.flops.peak_rate import PeakRate, multiplies_in_tf32, published_peak
+from stackwise.benchmark.flops.roofline import Roofline, decode_floor
 from stackwise.benchmark.flops.utilization import Utilization, utilization
 from stackwise.benchmark.token_stream import LOOPS, OnToken, TokenStream, empty_cache, token_stream
 from stackwise.spec import ModelSpec
@@ -70,6 +72,8 @@ class Workload:
             there; else None.
         counted: whether a call computes what closed forms tell of its mode. Not where all tokens are computed
             again for each new one, nor in a loop of others, which may accumulate, freeze or cast.
+        recompute: of train, what the backward pass computes a second time: "none", or "blocks", every layer;
+            None: not known.
     """
 
     name: str
@@ -85,6 +89,7 @@ class Workload:
     new_tokens: int = 0
     each_token: Callable[[OnToken], None] | None = None
     counted: bool = True
+    recompute: Recompute | None = "none"
 
     def utilization(self, seconds: float, peak: str = "published") -> Utilization | None:
         """What part of its device's best rates a call of `seconds` uses; None of work of unknown size.
@@ -100,9 +105,8 @@ class Workload:
         check_choice("peak", peak, PEAKS)
         if self.model is None or self.mode not in _COUNTED or not self.counted:
             return None
-        dtype = next((p.dtype for p in self.model.parameters() if p.is_floating_point()), torch.float32)
-        known = published_peak(self.device) if peak == "published" else measured_peak(self.device, dtype)
-        return utilization(
+        dtype, known = self._peak(self.model, peak)
+        used = utilization(
             self.model,
             mode=str(self.mode),
             batch_size=self.batch_size,
@@ -110,8 +114,41 @@ class Workload:
             seconds=seconds,
             peak=known,
             dtype=dtype,
-            tf32=self.device.type == "cuda" and torch.get_float32_matmul_precision() != "highest",
+            tf32=multiplies_in_tf32(self.device),
+            recompute=self.recompute or "none",
         )
+        if self.recompute is not None:
+            return used
+        return replace(used, hfu=None, notes=(*used.notes, "what the backward pass recomputes is not known"))
+
+    def floor(self, peak: str = "published") -> Roofline | None:
+        """The least time that decoding a token can take on the device; None of other work, or unknown sizes.
+
+        Args:
+            peak: as in `utilization`.
+
+        Raises:
+            ValueError: another peak.
+        """
+        check_choice("peak", peak, PEAKS)
+        if self.model is None or self.mode != "decode" or not self.counted:
+            return None
+        dtype, known = self._peak(self.model, peak)
+        return decode_floor(
+            self.model,
+            batch_size=self.batch_size,
+            seq_len=self.seq_len,
+            peak=known,
+            dtype=dtype,
+            tf32=multiplies_in_tf32(self.device),
+        )
+
+    def _peak(self, model: nn.Module, peak: str) -> tuple[torch.dtype, PeakRate | None]:
+        """What the model computes in, and what its device could do at best."""
+        dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+        if peak == "published":
+            return dtype, published_peak(self.device)
+        return dtype, measured_peak(self.device, dtype)
 
 
 def model_workload(
@@ -210,6 +247,7 @@ def model_workload(
         new_tokens if mode == "generate" else 0,
         each_token,
         mode != "decode" or spec.decode is not None,
+        _recomputed_by(model) if mode == "train" else "none",
     )
 
 
@@ -249,6 +287,7 @@ def trainer_workload(
         batch_size,
         seq_len,
         counted=False,
+        recompute=None,
     )
 
 
@@ -445,6 +484,20 @@ def _check_continues(spec: ModelSpec, mode: str, seq_len: int, n_new: int) -> No
             f"seq_len: got {seq_len}, and {n_new} more to come; {spec.name} takes at most {spec.max_length} "
             "positions"
         )
+
+
+def _recomputed_by(model: nn.Module) -> Recompute | None:
+    """What the backward pass of a model computes again: nothing, every layer, or what nobody tells.
+
+    Models of transformers have a switch on each layer. Whoever replaces the `forward` of a module, as
+    recomputation from outside does, may compute anything.
+    """
+    modules = list(model.modules())
+    layers = [module for module in modules if hasattr(type(module), "gradient_checkpointing")]
+    switched = [bool(module.gradient_checkpointing) for module in layers]
+    if any(switched):
+        return "blocks" if all(switched) else None
+    return None if any("forward" in vars(module) for module in modules) else "none"
 
 
 def _execution(model: nn.Module) -> dict[str, str]:

@@ -9,6 +9,8 @@ from typing import Annotated
 import tyro
 
 from stackwise.cli.check import Check
+from stackwise.cli.gate import Gate
+from stackwise.cli.history import History
 from stackwise.cli.keys import described_keys
 from stackwise.cli.overrides import split_overrides
 from stackwise.cli.replay import Replay
@@ -20,6 +22,8 @@ Command = (
     Annotated[Check, tyro.conf.subcommand("check")]
     | Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[Replay, tyro.conf.subcommand("replay")]
+    | Annotated[Gate, tyro.conf.subcommand("gate")]
+    | Annotated[History, tyro.conf.subcommand("history")]
 )
 
 
@@ -47,7 +51,7 @@ def _run(arguments: list[str]) -> int:
     trains = arguments[:1] == ["train"]
     arguments, overrides = split_overrides(arguments) if trains else (arguments, [])
     try:
-        command: Check | Train | Replay = tyro.cli(
+        command: Check | Train | Replay | Gate | History = tyro.cli(
             Command,
             args=arguments,
             prog="stackwise",

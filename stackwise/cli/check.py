@@ -71,7 +71,7 @@ class Check:
             report.add("checks", **result.to_dict())
         for line in report.lines():
             print(line)
-        report.environment = fingerprint()
+        report.environment = fingerprint(device)
         for file in files:
             report.write(file)
             print(f"written: {file}")

@@ -17,8 +17,10 @@ from stackwise.argument import require
 
 __all__ = ["Report", "report_files"]
 
-_SECTIONS = ("checks", "stability", "throughput")
+_SECTIONS = ("checks", "stability", "throughput", "memory")
 _LATENCIES = ("ttft", "itl", "tpot")
+_TAILS = ("p95", "p99")
+_SHARES = ("mfu", "hfu", "mbu")
 _MARKS = {
     "passed": "PASS",
     "failed": "FAIL",
@@ -37,6 +39,7 @@ class Report:
         checks: CheckResults as dicts.
         stability: StabilityRuns as dicts.
         throughput: Measurements and GenerationMeasurements as dicts, with their shape.
+        memory: peaks of memory ("peak") and what steps leave behind ("growth"), each with its test.
         training: what a training run did, or None.
         environment: the machine's fingerprint, or None.
         failed_tests: names of the tests that failed, whatever they were about.
@@ -48,6 +51,7 @@ class Report:
     checks: list[dict[str, Any]] = field(default_factory=list)
     stability: list[dict[str, Any]] = field(default_factory=list)
     throughput: list[dict[str, Any]] = field(default_factory=list)
+    memory: list[dict[str, Any]] = field(default_factory=list)
     training: dict[str, Any] | None = None
     environment: dict[str, Any] | None = None
     failed_tests: list[str] = field(default_factory=list)
@@ -56,7 +60,7 @@ class Report:
     created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
 
     def add(self, section: str, **record: Any) -> None:
-        """Enter one record in "checks", "stability" or "throughput"."""
+        """Enter one record in "checks", "stability", "throughput" or "memory"."""
         if section not in _SECTIONS:
             raise ValueError(f"section: got {section!r}; allowed: {', '.join(_SECTIONS)}")
         getattr(self, section).append(record)
@@ -72,10 +76,11 @@ class Report:
             return "FAIL"
         if not self.complete:
             return "INCOMPLETE"
-        if not (self.checks or self.stability or self.throughput or self.training):
+        if not (self.checks or self.stability or self.throughput or self.memory or self.training):
             return "EMPTY"
         doubtful = any(check["status"] in ("failed", "error") for check in self.checks)
         doubtful |= any(run["verdict"] not in ("stable", "caught", "recovered") for run in self.stability)
+        doubtful |= any(row["verdict"] not in ("within", "read", "not told", "flat") for row in self.memory)
         return "WARN" if doubtful else "PASS"
 
     def summary(self) -> str:
@@ -90,6 +95,9 @@ class Report:
         if self.throughput:
             counts = Counter("measured" if r["measured"] else "only called" for r in self.throughput)
             parts.append("throughput: " + ", ".join(f"{n} {what}" for what, n in counts.items()))
+        if self.memory:
+            counts = Counter(row["verdict"] for row in self.memory)
+            parts.append("memory: " + ", ".join(f"{n} {verdict}" for verdict, n in counts.items()))
         if self.failed_tests:
             plural = "" if len(self.failed_tests) == 1 else "s"
             parts.append(f"{len(self.failed_tests)} {self.noun}{plural} failed")
@@ -131,6 +139,14 @@ class Report:
             yield "throughput"
             for row in self.throughput:
                 yield f"  {row['model']}  {_shape_text(row)}  {_rate_text(row)}"
+                for note in row.get("notes") or ():
+                    yield f"    note: {note}"
+        if self.memory:
+            yield "memory"
+            for row in self.memory:
+                yield f"  {row['verdict']:11}  {row['test']}  {_memory_text(row)}"
+                for line in _growth_lines(row):
+                    yield f"  {'':11}  {line}"
         yield self.summary()
 
     def markdown(self) -> str:
@@ -164,6 +180,12 @@ class Report:
         if self.throughput:
             header, table = _throughput_table(self.throughput)
             blocks.append(f"## Throughput\n\n{_table(header, table)}")
+        if self.memory:
+            table = [
+                [row["verdict"], row["test"], _memory_text(row), "; ".join(_growth_lines(row))]
+                for row in self.memory
+            ]
+            blocks.append(f"## Memory\n\n{_table(['verdict', 'test', 'bytes', 'what it says'], table)}")
         if self.failed_tests:
             blocks.append(
                 f"## Failed {self.noun}s\n\n" + "\n".join(f"- `{name}`" for name in self.failed_tests)
@@ -181,6 +203,7 @@ class Report:
             "checks": self.checks,
             "stability": self.stability,
             "throughput": self.throughput,
+            "memory": self.memory,
             "failed_tests": self.failed_tests,
             "noun": self.noun,
             "complete": self.complete,
@@ -297,9 +320,14 @@ def _rate_text(row: dict[str, Any]) -> str:
     parts += [f"{name} {value}" for name in ("p95", "p99") if (value := _percentile(row, name))]
     if not row["steady"]:
         parts.append("not steady")
+    if _throttled(row):
+        parts.append(f"throttled ({_throttled(row)})")
     parts.append(f"peak memory {_bytes(row['peak_memory_bytes'])}")
-    parts += [f"{name.upper()} {row[name]:.1%}" for name in ("mfu", "mbu") if row.get(name) is not None]
+    parts += [f"{name.upper()} {value}" for name in _SHARES if (value := _share(row, name))]
+    if _floor(row):
+        parts.append(f"no faster than {_floor(row)} ms, {row['bound']}-bound")
     parts += [f"{name.upper()} {value}" for name in _LATENCIES if (value := _latency(row, name))]
+    parts += [f"ITL {name} {value}" for name in _TAILS if (value := _latency(row, "itl", name))]
     if "cache" in row:
         parts.append(f"{row['cache']} cache")
     if row.get("clock", "host") != "host":
@@ -317,15 +345,19 @@ def _throughput_table(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[l
         "p99 ms": [_percentile(row, "p99").removesuffix(" ms") for row in rows],
         "tokens/s": [_rate(row) for row in rows],
         "peak memory": [_bytes(row["peak_memory_bytes"]) for row in rows],
-        "MFU": [_part(row.get("mfu")) for row in rows],
-        "MBU": [_part(row.get("mbu")) for row in rows],
+        **{name.upper(): [_share(row, name) for row in rows] for name in _SHARES},
+        "floor ms": [_floor(row) for row in rows],
+        "bound": [row.get("bound") or "" for row in rows],
         **{f"{name.upper()} p50": [_latency(row, name) for row in rows] for name in _LATENCIES},
+        **{f"ITL {name}": [_latency(row, "itl", name) for row in rows] for name in _TAILS},
         "calls": [str(row["calls"]) for row in rows],
         "clock, cache": [f"{row.get('clock', 'host')}, {row.get('cache', 'warm')}" for row in rows],
         "steady": [("yes" if row["steady"] else "no") if row["measured"] else "not measured" for row in rows],
+        "throttled": [_throttled(row) for row in rows],
+        "notes": ["; ".join(row.get("notes") or ()) for row in rows],
     }
-    optional = {"p95 ms", "p99 ms", "MFU", "MBU", *(f"{name.upper()} p50" for name in _LATENCIES)}
-    header = [name for name, cells in columns.items() if name not in optional or any(cells)]
+    always = {"model", "workload", "median ms", "tokens/s", "peak memory", "calls", "clock, cache", "steady"}
+    header = [name for name, cells in columns.items() if name in always or any(cells)]
     return header, [[columns[name][place] for name in header] for place in range(len(rows))]
 
 
@@ -334,9 +366,38 @@ def _percentile(row: dict[str, Any], name: str) -> str:
     return _milliseconds(row.get("percentiles"), name)
 
 
-def _latency(row: dict[str, Any], name: str) -> str:
-    """The median of a latency of generation, in ms; "" where there is none."""
-    return _milliseconds((row.get("latencies") or {}).get(name), "p50")
+def _latency(row: dict[str, Any], name: str, percentile: str = "p50") -> str:
+    """A percentile of a latency of generation, in ms; "" where there is none, or it is withheld."""
+    return _milliseconds((row.get("latencies") or {}).get(name), percentile)
+
+
+def _throttled(row: dict[str, Any]) -> str:
+    """What held the GPU's clocks down, and in how many readings; "" where nothing did."""
+    gpu = row.get("gpu") or {}
+    return ", ".join(f"{why} in {n} of {gpu['readings']}" for why, n in (gpu.get("throttled") or {}).items())
+
+
+def _floor(row: dict[str, Any]) -> str:
+    """The least time that the work can take, in ms; "" where that is not known."""
+    seconds = row.get("floor_seconds")
+    return "" if seconds is None else f"{seconds * 1e3:.3g}"
+
+
+def _memory_text(row: dict[str, Any]) -> str:
+    if row["kind"] == "growth":
+        return f"{row['bytes_per_step']:+,.0f} bytes a step over {row['steps']} steps"
+    if not row["peaks"]:
+        return "not told by this system"
+    limit = "" if row["limit"] is None else f", at most {_bytes(row['limit'])}"
+    return ", ".join(f"{_bytes(size)} {where}" for where, size in row["peaks"].items()) + limit
+
+
+def _growth_lines(row: dict[str, Any]) -> list[str]:
+    """Why memory grows, and of what there is more."""
+    if row["kind"] != "growth" or row["verdict"] == "flat":
+        return []
+    types = [f"{each['name']}: {each['count_per_step']:+.3g} a step" for each in row["types"][:3]]
+    return [*row["reasons"], *types]
 
 
 def _milliseconds(percentiles: dict[str, Any] | None, name: str) -> str:
@@ -349,8 +410,10 @@ def _rate(row: dict[str, Any]) -> str:
     return f"{row['tokens_per_second']:,.0f}" if row["tokens_per_second"] else ""
 
 
-def _part(value: float | None) -> str:
-    return "" if value is None else f"{value:.1%}"
+def _share(row: dict[str, Any], name: str) -> str:
+    """A utilisation; "" where it is not known, and of HFU where nothing is recomputed: it is MFU then."""
+    value = row.get(name)
+    return "" if value is None or (name == "hfu" and value == row.get("mfu")) else f"{value:.1%}"
 
 
 def _table(header: list[str], rows: list[list[str]]) -> str:

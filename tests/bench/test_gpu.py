@@ -1,6 +1,7 @@
 """What bench.gpu counts and times, on a Rack that the CPU can take."""
 
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -44,11 +45,14 @@ def test_sizes_are_what_their_names_say(size):
     assert n_parameters / (float(said[:-1]) * unit) == pytest.approx(1.0, rel=0.25)
 
 
-def test_rates_are_work_over_time():
-    training = measure_training(TINY, CPU, steps=2)
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_rates_are_work_over_time(monkeypatch, backend):
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    size = dataclasses.replace(TINY, n_layers=1)
+    training = measure_training(size, CPU, steps=2)
     assert len(training["seconds"]) == 2
     assert training["flops_per_second"] > 0
-    decoding = measure_decoding(TINY, CPU, n_new=3, rounds=2)
+    decoding = measure_decoding(size, CPU, n_new=3, rounds=2)
     assert len(decoding["seconds"]) == 2
     assert decoding["bytes_per_second"] > 0
 

@@ -3,9 +3,13 @@
 import gc
 import json
 import time
+import weakref
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from stackwise.benchmark import comparison, workload
 from stackwise.benchmark.comparison import (
@@ -15,6 +19,8 @@ from stackwise.benchmark.comparison import (
     compare_architectures,
 )
 from stackwise.benchmark.flops.peak_rate import PeakRate
+from stackwise.benchmark.timing import interleaved
+from stackwise.benchmark.timing.gpu_state import GpuState
 from stackwise.benchmark.timing.interleaved import Interleaved
 from stackwise.benchmark.timing.measurement import Measurement
 from stackwise.benchmark.timing.warmup import WarmUp
@@ -99,7 +105,7 @@ def found_by(monkeypatch, **changes):
         )
         times = {"a": (2.0,) * 10, "b": (1.0,) * 10}
         measurements = {
-            name: Measurement(workload.name, times[name], workload.tokens, warmup)
+            name: Measurement(workload.name, times[name], workload.tokens, warmup=warmup)
             for name, workload in workloads.items()
         }
         return Interleaved(measurements, times, 10, tuple(range(changes.get("discarded", 0))))
@@ -136,10 +142,98 @@ def test_what_was_not_steady_is_told(subjects, monkeypatch):
 def test_memory_is_that_of_each_alone(subjects, monkeypatch):
     """What the process held before is none of it, nor what a first call makes."""
     found_by(monkeypatch)
-    peaks = iter([100, 190, 170, 100, 130, 120])
+    peaks = iter([100, 170, 100, 120])
     monkeypatch.setattr(comparison, "peak_memory_bytes", lambda call, device: call() or next(peaks))
     a, b = compare_architectures({"a": subjects.gru, "b": subjects.gru}, CASE)
     assert (a["memory_bytes"], b["memory_bytes"]) == (70, 20)
+
+
+class Ledger:
+    """Every model that there is, and what a process keeps of the first call of any: a fake of its memory."""
+
+    def __init__(self):
+        self.models, self.most, self.kept = weakref.WeakSet(), 0, 0
+
+    def peak(self, call, device):
+        call()
+        return 100 * len(self.models) + self.kept
+
+    def architecture(self, subjects):
+        ledger = self
+
+        class Model(subjects.GRULM):
+            def __init__(self):
+                super().__init__()
+                ledger.models.add(self)
+                ledger.most = max(ledger.most, len(ledger.models))
+
+            def forward(self, ids):
+                ledger.kept = 7000  # a library, a workspace, a table: at the first call of a process
+                return super().forward(ids)
+
+        return Model
+
+
+@pytest.mark.parametrize("mode", ["forward", "train", "decode"])
+def test_nobody_pays_for_what_all_use(subjects, monkeypatch, mode):
+    ledger = Ledger()
+    monkeypatch.setattr(comparison, "peak_memory_bytes", ledger.peak)
+    names = {name: ledger.architecture(subjects) for name in "ab"}
+    config = {"cases": [{"mode": mode, "batch_size": 1, "seq_len": 4}], **QUICK}
+    assert compare_architectures(names, config)["memory_bytes"] == [100, 100]
+
+
+def test_models_of_one_case_are_gone_before_those_of_the_next(subjects):
+    ledger = Ledger()
+    names = {name: ledger.architecture(subjects) for name in "abc"}
+    cases = [{"mode": "forward", "batch_size": 1, "seq_len": n} for n in (3, 4, 5)]
+    compare_architectures(names, {"cases": cases, **QUICK})
+    assert ledger.most == 3
+
+
+def test_a_case_in_which_a_gpu_was_throttled_all_the_time_loses_no_other(subjects, monkeypatch):
+    """Readings of the whole first case are throttled."""
+    free, held = (GpuState(1980, 2619, 40, 300.0, reasons) for reasons in ((), ("power cap",)))
+    sensors = iter([held, free])
+
+    def sensor(device):
+        state = next(sensors)
+        return SimpleNamespace(note=None, read=lambda: state)
+
+    monkeypatch.setattr(interleaved, "GpuSensor", sensor)
+    cases = [{"mode": "forward", "batch_size": 1, "seq_len": n} for n in (3, 4)]
+    first, second = compare_architectures({"a": subjects.gru}, {"cases": cases, **QUICK})
+    assert first["speed_up"] is first["speed_up_low"] is None
+    assert first["median_seconds"] > 0
+    assert first["note"].startswith("6 of 6 rounds were throttled: inconclusive; ")
+    assert "held down in each of 6 rounds (power cap)" in first["note"]
+    assert second["speed_up"] == 1.0
+    assert "throttled" not in (second["note"] or "")
+
+
+def test_what_is_recomputed_and_the_floor_are_columns(subjects, monkeypatch):
+    peak = PeakRate("here", "measured", {"float32": 1e12}, 1e9, {})
+    monkeypatch.setattr(workload, "measured_peak", lambda device, dtype: peak)
+
+    def recomputing():
+        model = subjects.llama()
+        for layer in model.model.layers:  # as transformers' own switch does, whatever its name
+            layer.gradient_checkpointing = True
+            layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+        return model
+
+    cases = [{"mode": "train", "seq_len": 8}, {"mode": "decode", "seq_len": 8}]
+    config = {"cases": cases, "peak": "measured", **QUICK}
+    table = compare_architectures({"plain": subjects.llama, "again": recomputing}, config)
+    plain, again, decode, _ = table
+    assert plain["hfu"] == plain["mfu"] > 0
+    # A second forward pass of the layers: of three parts a fourth, but for that of the head.
+    assert 1.1 < again["hfu"] / again["mfu"] < 4 / 3
+    assert (plain["floor_seconds"], plain["bound"]) == (None, None)
+    assert decode["bound"] == "memory"
+    assert decode["mbu"] == pytest.approx(decode["floor_seconds"] / decode["median_seconds"], rel=1e-9)
+    header = table.to_markdown().splitlines()[0]
+    assert all(f"| {name} |" in header for name in ("MFU", "HFU", "MBU", "floor ms", "bound"))
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,12 @@ import torch
 
 from stackwise.benchmark import Workload, generation, model_workload
 from stackwise.benchmark.generation import GenerationMeasurement, generate_once, measure_generation
+from stackwise.benchmark.timing.gpu_state import GpuState
 from stackwise.benchmark.timing.warmup import WarmUp
 from stackwise.spec import ModelSpec
 
 CPU = torch.device("cpu")
+FREE, HELD = (GpuState(1980, 2619, 40, 300.0, reasons) for reasons in ((), ("power cap",)))
 QUICK = {"min_seconds": 0.0, "min_calls": 3, "warmup_seconds": 0.0}
 
 
@@ -85,6 +87,26 @@ def test_garbage_is_not_collected_meanwhile(turn):
     measure_generation(workload, min_seconds=0.0, min_calls=2)
     assert calls == [True, False, False]
     assert gc.isenabled()
+
+
+def test_the_gpu_is_read_between_generations(turn, monkeypatch):
+    """Each 0.2 s at most, and at the end: never inside a generation."""
+    workload, turned = generating([0.03, 0.03])
+    turn(turned)
+    states = iter([FREE, FREE, HELD])
+    read_at = []
+    sensor = SimpleNamespace(note="no driver", read=lambda: read_at.append(turned.now) or next(states))
+    monkeypatch.setattr(generation, "GpuSensor", lambda device: sensor)
+    result = measure_generation(workload, min_seconds=0.0, min_calls=5)
+    start = read_at[0]
+    assert [at - start for at in read_at] == pytest.approx([0.0, 0.24, 0.3])
+    assert result.gpu == (FREE, FREE, HELD)
+    assert result.throttled
+    assert result.notes[0] == "no driver"
+    stored = json.loads(json.dumps(result.to_dict()))
+    assert stored["throttled"] is True
+    assert stored["gpu"]["throttled"] == {"power cap": 1}
+    assert stored["notes"] == list(result.notes)
 
 
 def test_latencies():

@@ -424,6 +424,53 @@ class TestUtilization:
         moved = 4 * (624 + 3 * 8) + 4 * 3 * 2 * 8 * (5 + 1)
         assert made.utilization(2.0, "measured").mbu == pytest.approx(moved / 2.0 / 1e8, rel=0.02)
 
+    def test_of_a_training_step_that_recomputes_its_layers(self, llama, monkeypatch):
+        monkeypatch.setattr(workload, "measured_peak", lambda device, dtype: self.PEAK)
+
+        def recomputing():
+            model = llama.create()
+            name = "activation_checkpointing_enable"  # or, in transformers of before, the other
+            getattr(model, name if hasattr(model, name) else "gradient_checkpointing_enable")()
+            return model
+
+        # Three forward passes; with recomputation the 544 products of layers and the pairs once more.
+        pairs = 3 * 2 * 2 * 5 * 5 * 8
+        forward, layers = 3 * 5 * 2 * 624 + pairs, 3 * 5 * 2 * 544 + pairs
+        plain = model_workload(llama, "train", batch_size=3, seq_len=5).utilization(2.0, "measured")
+        assert plain.mfu == plain.hfu == pytest.approx(3 * forward / 2.0 / 1e9)
+        again = model_workload(ModelSpec.of(recomputing), "train", batch_size=3, seq_len=5)
+        assert again.recompute == "blocks"
+        used = again.utilization(2.0, "measured")
+        assert used.mfu == plain.mfu
+        assert used.hfu == pytest.approx((3 * forward + layers) / 2.0 / 1e9)
+
+    def test_recomputation_that_nobody_tells_of(self, llama, monkeypatch):
+        """A forward that somebody has replaced may compute anything: no number, rather than a wrong one."""
+        monkeypatch.setattr(workload, "measured_peak", lambda device, dtype: self.PEAK)
+
+        def replaced():
+            model = llama.create()
+            model.model.layers[0].forward = model.model.layers[0].forward
+            return model
+
+        made = model_workload(ModelSpec.of(replaced), "train", batch_size=1, seq_len=4)
+        used = made.utilization(1.0, "measured")
+        assert (made.recompute, used.hfu) == (None, None)
+        assert used.mfu > 0
+        assert "what the backward pass recomputes is not known" in used.notes
+        assert model_workload(ModelSpec.of(replaced), "forward", batch_size=1, seq_len=4).recompute == "none"
+
+    def test_floor_of_decoding(self, llama, monkeypatch):
+        monkeypatch.setattr(workload, "measured_peak", lambda device, dtype: self.PEAK)
+        made = model_workload(llama, "decode", batch_size=3, seq_len=5)
+        floor = made.floor("measured")
+        assert made.utilization(floor.seconds, "measured").mbu == pytest.approx(1.0)
+        assert floor.bound == "memory"
+        assert made.floor() is None, "nobody publishes a peak of a CPU"
+        assert model_workload(llama, "forward", batch_size=1, seq_len=4).floor("measured") is None
+        with pytest.raises(ValueError, match="peak: got 'best'"):
+            made.floor("best")
+
     def test_nobody_publishes_that_of_a_cpu(self, llama):
         made = model_workload(llama, "forward", batch_size=1, seq_len=4)
         assert made.utilization(1.0).mfu is None

@@ -8,9 +8,9 @@ from stackwise.checks.check import select_checks
 MODELS = [
     "tiny",
     "rack",
-    "window_rack",
-    "grouped_rack",
-    "layernorm_rack",
+    pytest.param("window_rack", marks=pytest.mark.slow),
+    pytest.param("grouped_rack", marks=pytest.mark.slow),
+    pytest.param("layernorm_rack", marks=pytest.mark.slow),
     "dropout_rack",
     "bidirectional_rack",
     "llama",

@@ -28,7 +28,7 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 5e-4, torch.bfloat16: 0.1}
 CAUCHY_TOLERANCE = {torch.float64: 1e-6, torch.float32: 0.05, torch.bfloat16: float("inf")}
 MODES = ["causal", "bidirectional"]
 
-properties = settings(max_examples=200, derandomize=True)
+properties = settings(max_examples=2 * settings.default.max_examples, derandomize=True)
 
 
 @dataclass(frozen=True)

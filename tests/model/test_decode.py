@@ -1,4 +1,10 @@
-"""The compiled decode step says what the plain one says."""
+"""The compiled decode step says what the plain one says.
+
+What is said of the graph is asked of it as it is traced, by `aot_eager`; of each kind of attention also of
+the kernels.
+"""
+
+import functools
 
 import pytest
 import torch
@@ -9,15 +15,15 @@ from stackwise.model.generate import prefill
 
 LATENT = {"kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
 KINDS = {
-    "gqa": {"n_kv_heads": 2, "qk_norm": "head", "qkv_bias": True, "sliding_window": [3, None]},
+    "gqa": {"n_blocks": 2, "n_kv_heads": 2, "qk_norm": "head", "qkv_bias": True, "sliding_window": [3, None]},
     "mla": {"attention_type": "mla", "latent": LATENT, "norm_position": "post"},
     "kernel": {"attention_type": "kernel", "kernel": {"feature_map": "favor", "n_features": 16}},
 }
 
 
-def rack_of(**options):
+def rack_of(n_blocks=1, **options):
     torch.manual_seed(0)
-    rack = create_simple_rack(1, 2, d_model=32, d_ff=48, n_heads=4, vocab_size=50, **options)
+    rack = create_simple_rack(1, n_blocks, d_model=32, d_ff=48, n_heads=4, vocab_size=50, **options)
     with torch.no_grad():
         for p in rack.parameters():
             p.mul_(4)
@@ -33,8 +39,26 @@ def logits_of(rack, prompt, tokens, *, compiled, keep=None):
     return torch.stack(steps, dim=1)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("batch_size", [1, 2])
+@pytest.fixture(params=["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def backend(request, monkeypatch):
+    """What runs the compiled step."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=request.param))
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "kind, batch_size",
+    [
+        ("gqa", 1),
+        pytest.param("gqa", 2, marks=SLOW),
+        pytest.param("mla", 1, marks=SLOW),
+        ("mla", 2),
+        ("kernel", 1),
+        pytest.param("kernel", 2, marks=SLOW),
+    ],
+)
 def test_compiled_step(kind, batch_size):
     rack = rack_of(**KINDS[kind]).eval()
     prompt, tokens = torch.randint(50, (batch_size, 6)), torch.randint(50, (batch_size, 5))
@@ -42,7 +66,7 @@ def test_compiled_step(kind, batch_size):
     torch.testing.assert_close(compiled, plain, rtol=1e-4, atol=1e-4 * plain.abs().max().item())
 
 
-def test_compiled_step_with_padding():
+def test_compiled_step_with_padding(backend):
     rack = rack_of(**KINDS["gqa"]).eval()
     prompt, tokens = torch.randint(50, (1, 6)), torch.randint(50, (1, 4))
     keep = torch.tensor([[0, 0, 1, 1, 1, 1]])
@@ -51,11 +75,11 @@ def test_compiled_step_with_padding():
     torch.testing.assert_close(padded, alone, rtol=1e-4, atol=1e-4 * alone.abs().max().item())
 
 
-def test_bfloat16_weights_are_read_as_they_are_and_computed_with_in_float32():
+def test_bfloat16_weights_are_read_as_they_are_and_computed_with_in_float32(backend):
     """So that it is closer to float64 than the plain bfloat16 step is."""
-    rack = rack_of(n_kv_heads=2).bfloat16().eval()
+    rack = rack_of(2, n_kv_heads=2).bfloat16().eval()
     prompt, tokens = torch.randint(50, (1, 6)), torch.randint(50, (1, 5))
-    exact = logits_of(rack_of(n_kv_heads=2).bfloat16().double().eval(), prompt, tokens, compiled=False)
+    exact = logits_of(rack_of(2, n_kv_heads=2).bfloat16().double().eval(), prompt, tokens, compiled=False)
     plain = logits_of(rack, prompt, tokens, compiled=False)
     compiled = logits_of(rack, prompt, tokens, compiled=True)
     error = [(each.double() - exact).norm().item() for each in (compiled, plain)]
@@ -63,9 +87,18 @@ def test_bfloat16_weights_are_read_as_they_are_and_computed_with_in_float32():
 
 
 @pytest.mark.filterwarnings("ignore:.*_stable_hash_for_caching")  # torchao's tensors lack it
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("quantised", ["int8", "int4", "fp8"])
-def test_quantised_weights(quantised, dtype):
+@pytest.mark.parametrize(
+    "quantised, dtype",
+    [
+        ("int8", torch.float32),
+        ("int4", torch.float32),
+        ("fp8", torch.bfloat16),
+        pytest.param("int8", torch.bfloat16, marks=SLOW),
+        pytest.param("int4", torch.bfloat16, marks=SLOW),
+        pytest.param("fp8", torch.float32, marks=SLOW),
+    ],
+)
+def test_quantised_weights(quantised, dtype, backend):
     rack = rack_of(n_kv_heads=2).to(dtype).eval()
     quantize_stack(rack, 0, quantised)
     prompt, tokens = torch.randint(50, (1, 6)), torch.randint(50, (1, 5))
@@ -76,7 +109,7 @@ def test_quantised_weights(quantised, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_other_dtypes_of_latent_attention(dtype):
+def test_other_dtypes_of_latent_attention(dtype, backend):
     rack = rack_of(**KINDS["mla"]).to(dtype).eval()
     prompt, tokens = torch.randint(50, (1, 6)), torch.randint(50, (1, 5))
     plain, compiled = (logits_of(rack, prompt, tokens, compiled=compiled) for compiled in (False, True))
@@ -85,7 +118,7 @@ def test_other_dtypes_of_latent_attention(dtype):
     torch.testing.assert_close(compiled, plain, rtol=tolerance, atol=tolerance * plain.abs().max().item())
 
 
-def test_float64_stays_float64():
+def test_float64_stays_float64(backend):
     rack = rack_of(n_kv_heads=2).double().eval()
     prompt, tokens = torch.randint(50, (1, 6)), torch.randint(50, (1, 5))
     plain, compiled = (logits_of(rack, prompt, tokens, compiled=compiled) for compiled in (False, True))

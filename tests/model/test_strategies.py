@@ -396,9 +396,9 @@ class TestLearningRates:
 
 
 class TestCoordinates:
-    """How far a few steps of Adam move what a Rack computes, at several widths."""
+    """How far a few steps of Adam move what a Rack computes, at two widths."""
 
-    WIDTHS = (64, 128, 256)
+    WIDTHS = (64, 256)
 
     @torch.no_grad()
     def coordinates(self, rack, ids):
@@ -438,7 +438,7 @@ class TestCoordinates:
             torch.stack([self.movement(kind, width, seed, **options).log() for seed in range(3)]).mean(0)
             for width in self.WIDTHS
         ]
-        return (moved[2] - moved[0]) / math.log(4)  # the least squares line of three evenly spaced points
+        return (moved[1] - moved[0]) / math.log(4)
 
     @pytest.mark.parametrize(
         "options",
@@ -458,7 +458,7 @@ class TestCoordinates:
         # What the random head of the start makes of the movement averages out with the width.
         assert -0.45 < slopes[:, 2].min() < slopes[:, 2].max() < 0.1
 
-    @pytest.mark.parametrize("tied", [True, False])
+    @pytest.mark.parametrize("tied", [pytest.param(True, marks=pytest.mark.slow), False])
     @pytest.mark.parametrize(
         "kind, least", [("normal", 1.3), ("kaiming", 0.45), ("xavier", 0.45), ("small", 0.6)]
     )

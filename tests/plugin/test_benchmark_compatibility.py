@@ -11,6 +11,8 @@ from importlib.util import find_spec
 
 import pytest
 
+from stackwise.benchmark.timing import measurement
+
 # Calls take what the file `speed` says, in ms; the clock that says so is ours.
 TURNED = """
 import itertools, pathlib, pytest, torch
@@ -40,6 +42,10 @@ def test_large(throughput): throughput(models.conv, mode="train", **QUICK)
 def test_theirs(benchmark): benchmark.pedantic(sum, ([1],), rounds=3)
 def test_ordinary(): pass
 """
+
+
+ONE = ("-k", "large")  # of the benchmarks, where a run is made again
+SLOW = pytest.mark.slow  # pytest-benchmark's own reading of an option that another value has shown
 
 
 @pytest.fixture
@@ -101,22 +107,23 @@ def test_save_with_data(measured, folder):
 
 def test_autosave(measured, folder):
     for _ in range(2):
-        measured("--benchmark-autosave").assert_outcomes(passed=5)
+        measured("--benchmark-autosave", *ONE).assert_outcomes(passed=1, deselected=4)
     assert [path.name[:4] for path in sorted(folder.glob(".benchmarks/*/*.json"))] == ["0001", "0002"]
 
 
 def test_storage(measured, folder):
-    measured("--benchmark-storage=file://./kept", "--benchmark-save=first").assert_outcomes(passed=5)
+    store = "--benchmark-storage=file://./kept"
+    measured(store, "--benchmark-save=first", *ONE).assert_outcomes(passed=1, deselected=4)
     assert len(stored(folder, "kept/*/*.json")) == 1
     assert not (folder / ".benchmarks").exists()
-    result = measured("--benchmark-storage=file://./kept", "--benchmark-compare")
+    result = measured(store, "--benchmark-compare", *ONE)
     result.stdout.fnmatch_lines(["*test_large*0001_first*"])
 
 
 def test_compare(measured):
-    measured("--benchmark-save=first")
-    result = measured("--benchmark-compare=0001", speed=2.0)
-    result.assert_outcomes(passed=5)
+    measured("--benchmark-save=first", *ONE)
+    result = measured("--benchmark-compare=0001", *ONE, speed=2.0)
+    result.assert_outcomes(passed=1, deselected=4)
     lines = [line.split() for line in result.stdout.lines if line.startswith("test_large")]
     # Of both runs the median in the table, and the slower as a ratio to the faster.
     assert {line[1] for line in lines} == {"(0001_first)", "(NOW)"}
@@ -125,14 +132,15 @@ def test_compare(measured):
 
 
 @pytest.mark.parametrize(
-    ("expression", "fails"), [("mean:50%", True), ("median:150%", False), ("min:0.0001", True)]
+    ("expression", "fails"),
+    [("mean:50%", True), ("median:150%", False), pytest.param("min:0.0001", True, marks=SLOW)],
 )
 def test_compare_fail(measured, expression, fails):
-    measured("--benchmark-save=first")
-    result = measured("--benchmark-compare", f"--benchmark-compare-fail={expression}", speed=2.0)
+    measured("--benchmark-save=first", *ONE)
+    result = measured("--benchmark-compare", f"--benchmark-compare-fail={expression}", *ONE, speed=2.0)
     assert ("Performance has regressed" in "\n".join(result.errlines + result.outlines)) == fails
     assert (result.ret != 0) == fails
-    same = measured("--benchmark-compare", f"--benchmark-compare-fail={expression}", speed=1.0)
+    same = measured("--benchmark-compare", f"--benchmark-compare-fail={expression}", *ONE, speed=1.0)
     assert same.ret == 0
 
 
@@ -151,9 +159,11 @@ def test_json(measured, folder):
     ("group_by", "groups"),
     [
         ("group", ["benchmark 'large': 1 tests", "benchmark 'small': 2 tests", "benchmark: 1 tests"]),
-        ("name", ["benchmark 'test_large': 1 tests"]),
-        ("func", ["benchmark 'test_small': 2 tests", "benchmark 'test_large': 1 tests"]),
-        ("fullfunc", ["benchmark 'test_it.py::test_small': 2 tests"]),
+        pytest.param("name", ["benchmark 'test_large': 1 tests"], marks=SLOW),
+        pytest.param(
+            "func", ["benchmark 'test_small': 2 tests", "benchmark 'test_large': 1 tests"], marks=SLOW
+        ),
+        pytest.param("fullfunc", ["benchmark 'test_it.py::test_small': 2 tests"], marks=SLOW),
         ("param", ["benchmark '4': 1 tests", "benchmark '8': 1 tests"]),
     ],
     ids=["group", "name", "func", "fullfunc", "param"],
@@ -185,13 +195,113 @@ def test_histogram(pytester, folder, run_apart):
     ]
 
 
-@pytest.mark.parametrize(
-    "option", ["--benchmark-sort=mean", "--benchmark-columns=median,ops", "--benchmark-verbose"]
-)
-def test_display(measured, option):
-    result = measured(option)
+def test_display(measured):
+    result = measured("--benchmark-sort=mean", "--benchmark-columns=median,ops", "--benchmark-verbose")
     result.assert_outcomes(passed=5)
     result.stdout.fnmatch_lines(["*test_large*"])
+
+
+FREE = """
+import models, pytest
+{marker}
+def test_it(throughput): throughput(models.plain, seq_len=4, {call})
+"""
+
+
+class TestSettings:
+    """What was chosen is followed, or there is a note that says why not; never is it silently left alone."""
+
+    @pytest.fixture
+    def recorded(self, pytester, run, report, monkeypatch):
+        """The record of one test under options: recorded(*options, call=its keywords, marker=its own)."""
+        pytester.makeconftest(TURNED)
+        measure, self.asked = measurement.measure, {}
+
+        def watched(workload, **how):
+            """No real time passes by what is asked for: that is looked at itself."""
+            self.asked = how
+            return measure(workload, **how | {"min_seconds": 0.0})
+
+        monkeypatch.setattr(measurement, "measure", watched)
+
+        def recorded(*options, call="", marker=""):
+            pytester.makepyfile(test_it=FREE.format(call=call, marker=marker))
+            result = run(*options, "--stackwise-report=out.json")
+            result.assert_outcomes(passed=1)
+            [row] = report()["throughput"]
+            told = [line.strip() for line in result.outlines if "note: " in line]
+            assert told == [f"note: {note}" for note in row["notes"]]
+            return row
+
+        return recorded
+
+    def test_defaults(self, recorded):
+        row = recorded()
+        assert (row["samples"], row["notes"], self.asked) == (5, [], {})
+        assert row["warmup_calls"] > 3
+
+    @pytest.mark.parametrize("way", ["command line", "marker", "addopts", "environment"])
+    def test_rounds_and_time(self, recorded, pytester, monkeypatch, way):
+        option = "--benchmark-min-rounds=11"
+        if way == "addopts":
+            pytester.makeini(f"[pytest]\naddopts = {option} --benchmark-max-time=0.001")
+        if way == "environment":
+            monkeypatch.setenv("PYTEST_ADDOPTS", f"{option} --benchmark-max-time=0.001")
+        row = recorded(
+            *([option, "--benchmark-max-time", "0.001"] if way == "command line" else []),
+            marker="@pytest.mark.benchmark(min_rounds=11, max_time=0.001)" if way == "marker" else "",
+        )
+        assert (row["samples"], row["notes"]) == (11, [])
+        assert self.asked == {"min_calls": 11, "min_seconds": 0.001}
+
+    @pytest.mark.parametrize(
+        ("option", "calls"),
+        [("--benchmark-warmup=off", 3), ("--benchmark-warmup=on", None), ("--benchmark-warmup=auto", None)],
+    )
+    def test_warmup(self, recorded, option, calls):
+        row = recorded(option)
+        assert row["notes"] == []
+        # Without it there is the first window, of three calls.
+        assert row["warmup_calls"] == calls if calls else row["warmup_calls"] > 3
+
+    def test_what_cannot_be_followed_is_told(self, recorded):
+        told = {
+            "--benchmark-min-time=0.1": "calls_per_sample",
+            "--benchmark-timer=time.process_time": "the clock is 'host' or 'device'",
+            "--benchmark-calibration-precision=20": "nothing is calibrated",
+            "--benchmark-warmup-iterations=7": "the time of a call has settled",
+            "--benchmark-cprofile=tottime": "samples are replayed",
+        }
+        row = recorded(*told)
+        for note, (option, text) in zip(row["notes"], told.items(), strict=True):
+            assert note.startswith(f"{option.partition('=')[0]} is not followed: ")
+            assert text in note
+        assert row["samples"] == 5
+
+    def test_precision_does_not_cut_the_samples_short(self, recorded, pytester, folder):
+        """pytest-benchmark 5.3 ends as soon as the mean is known well enough: a replay is of all samples."""
+        pytest.importorskip("pytest_benchmark.plugin")
+        if "--benchmark-precision" not in pytester.runpytest("--help").stdout.str():
+            pytest.skip("this pytest-benchmark has no --benchmark-precision")
+        options = ("--benchmark-precision=0.5", "--benchmark-json=b.json")
+        row = recorded(*options, call="min_calls=50")
+        assert "--benchmark-precision is not followed" in row["notes"][0]
+        [entry] = stored(folder, "b.json")[0]["benchmarks"]
+        assert entry["stats"]["rounds"] == row["samples"] == 50
+
+    def test_the_call_wins_and_that_is_told(self, recorded):
+        row = recorded("--benchmark-min-rounds=11", call="min_calls=7")
+        assert row["samples"] == 7
+        assert row["notes"] == ["--benchmark-min-rounds is not followed: the test itself says min_calls=7"]
+
+    def test_the_marker_wins_over_the_command_line(self, recorded):
+        row = recorded(
+            "--benchmark-min-rounds=11",
+            marker="@pytest.mark.benchmark(min_rounds=8, timer=len)",
+        )
+        assert row["samples"] == 8
+        [note] = row["notes"]
+        assert note.startswith("benchmark(timer=<built-in function len>) is not followed: ")
 
 
 @pytest.mark.slow
@@ -235,8 +345,8 @@ class TestPercentiles:
         }
 
     def test_a_second_run_compares_with_them(self, measured):
-        measured("--benchmark-save=first")
-        measured("--benchmark-compare=0001").assert_outcomes(passed=5)
+        measured("--benchmark-save=first", *ONE)
+        measured("--benchmark-compare=0001", *ONE).assert_outcomes(passed=1, deselected=4)
 
 
 class TestMachineInfo:
@@ -254,18 +364,18 @@ class TestMachineInfo:
 
     def test_two_runs_are_of_one_machine(self, measured):
         """pytest-benchmark warns where the whole of machine_info differs; warnings are errors here."""
-        measured("--benchmark-save=first")
-        result = measured("--benchmark-compare=0001", "-W", "error")
-        result.assert_outcomes(passed=5)
+        measured("--benchmark-save=first", *ONE)
+        result = measured("--benchmark-compare=0001", "-W", "error", *ONE)
+        result.assert_outcomes(passed=1, deselected=4)
         assert "machine_info is different" not in "\n".join(result.outlines + result.errlines)
 
     def test_another_machine_is_told(self, measured, folder):
-        measured("--benchmark-save=first")
+        measured("--benchmark-save=first", *ONE)
         [path] = folder.glob(".benchmarks/*/*.json")
         run = json.loads(path.read_text())
         run["machine_info"]["stackwise"]["cpu"] = "another"
         path.write_text(json.dumps(run))
-        result = measured("--benchmark-compare=0001")
+        result = measured("--benchmark-compare=0001", *ONE)
         assert "machine_info is different" in "\n".join(result.outlines + result.errlines)
 
     @pytest.mark.slow

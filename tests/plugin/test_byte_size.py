@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_stackwise.byte_size import byte_size, byte_text
+from pytest_stackwise.byte_size import byte_size
+from stackwise.benchmark.memory.byte_text import byte_text
 
 
 @pytest.mark.parametrize(
@@ -54,21 +55,6 @@ def test_anything_else_is_refused(value):
         byte_size("limit", value)
     assert str(error.value).startswith(f"limit: got {value!r}; allowed: a string such as '2 GiB'")
     assert "KiB, MiB, GiB, TiB (of 1024)" in str(error.value)
-
-
-@pytest.mark.parametrize(
-    "size, text",
-    [
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (1024, "1 KiB"),
-        (1536, "1.5 KiB"),
-        (2**31, "2 GiB"),
-        (5 * 2**40, "5 TiB"),
-    ],
-)
-def test_text(size, text):
-    assert byte_text(size) == text
 
 
 @given(st.integers(1, 2**50))

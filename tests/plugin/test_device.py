@@ -8,50 +8,72 @@ import types
 import pytest
 import torch
 
-from pytest_stackwise import device, options
+from pytest_stackwise import device
 
 HOLDER = """
-import sys, types
-from pytest_stackwise import device, options
-options.device_name = lambda config: "cpu"
-with device.lock(None):
+import sys
+from pytest_stackwise import device
+with device.lock("cpu"):
     print("held", flush=True)
     sys.stdin.readline()
 print("released", flush=True)
 """
 FORKS = """
 import os, time
-from pytest_stackwise import device, options
-options.device_name = lambda config: "cpu"
-with device.lock(None):
+from pytest_stackwise import device
+with device.lock("cpu"):
     child = os.fork()
     if child == 0:
         time.sleep(60)
         os._exit(0)
-with device.lock(None, seconds=0):
+with device.lock("cpu", seconds=0):
     print("again")
 os.kill(child, 9)
 """
 
 
-@pytest.fixture
-def on(monkeypatch, tmp_path):
-    """A run on a device, whose locks nobody else knows: on(name)."""
+# Two processes that measure on one GPU, which each knows by another number, in turns as short as can be.
+CONTENDS = """
+import os, sys
+from pytest_stackwise import device
+device._uuid = lambda index: "8f4c"
+name, file = sys.argv[1:]
+print("ready", flush=True)
+sys.stdin.readline()
+for _ in range(200):
+    with device.lock(name):
+        for word in ("in", "out"):
+            with open(file, "a") as out:
+                out.write(f"{word} {os.getpid()}\\n")
+"""
+
+
+@pytest.fixture(autouse=True)
+def _locks_of_this_test(monkeypatch, tmp_path):
+    """Nobody else knows them."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
 
-    def choose(name, worker=None):
-        monkeypatch.setattr(options, "device_name", lambda config: name)
-        config = types.SimpleNamespace()
-        if worker is not None:
-            config.workerinput = {"workerid": worker}
-        return config
 
-    return choose
+class Run:
+    """A run's configuration, as far as a device is concerned."""
+
+    def __init__(self, named=None, gpu=False):
+        self.options = {"stackwise_device": named, "stackwise_gpu": gpu}
+        self.stash, self.warnings = pytest.Stash(), []
+
+    def getoption(self, name, default=None):
+        return self.options.get(name, default)
+
+    def getini(self, name):
+        return None
+
+    def issue_config_time_warning(self, warning, stacklevel):
+        self.warnings.append(warning)
 
 
 @pytest.fixture
-def holder(on):
+def holder(_locks_of_this_test):
     """Another process that has the lock of the CPU."""
     command = [sys.executable, "-c", HOLDER]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
@@ -59,49 +81,69 @@ def holder(on):
         yield process  # the end of its input is the end of its hold
 
 
-def test_one_process_at_a_time(on, holder):
-    config = on("cpu")
-    with pytest.raises(TimeoutError) as error, device.lock(config, seconds=0):
+def test_one_process_at_a_time(holder):
+    with pytest.raises(TimeoutError) as error, device.lock("cpu", seconds=0):
         pass
     assert str(error.value).startswith(
         f"cpu: process {holder.pid} has been measuring there for more than 0 s; lock file: "
     )
     assert holder.communicate("\n")[0] == "released\n"
-    with device.lock(config, seconds=0):
+    with device.lock("cpu", seconds=0):
         pass
 
 
-def test_who_ends_without_a_word_has_it_no_longer(on, holder):
+def test_two_that_want_one_device_take_turns(tmp_path):
+    order = tmp_path / "order"
+    command = [sys.executable, "-c", CONTENDS]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    both = [subprocess.Popen([*command, name, str(order)], **pipes) for name in ("cuda:0", "cuda:1")]
+    for process in both:
+        assert process.stdout.readline() == "ready\n"
+    for process in both:
+        process.stdin.write("\n")
+        process.stdin.flush()
+    for process in both:
+        process.communicate()
+        assert process.returncode == 0
+    lines = [line.split() for line in order.read_text().splitlines()]
+    assert len(lines) == 2 * 2 * 200
+    for came, went in zip(lines[::2], lines[1::2], strict=True):
+        assert (came[0], went[0]) == ("in", "out")
+        assert came[1] == went[1], "somebody else came in"
+    turns = [came[1] for came in lines[::2]]
+    assert {str(process.pid) for process in both} == set(turns)
+    assert len(list(tmp_path.glob("stackwise-*.lock"))) == 1
+
+
+def test_who_ends_without_a_word_has_it_no_longer(holder):
     holder.kill()
     holder.wait()
-    with device.lock(on("cpu"), seconds=0):
+    with device.lock("cpu", seconds=0):
         pass
 
 
-def test_a_child_that_lives_on_does_not_hold_it(on):
+def test_a_child_that_lives_on_does_not_hold_it():
     done = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, check=True)
     assert done.stdout == "again\n"
 
 
-def test_other_devices_are_free(on, holder):
+def test_other_devices_are_free(holder):
     for name in ("cuda", "cuda:1"):
-        with device.lock(on(name), seconds=0):
+        with device.lock(name, seconds=0):
             pass
 
 
-def test_entered_again_by_who_has_it(on, tmp_path):
-    config = on("cpu")
+def test_entered_again_by_who_has_it(tmp_path):
     for _ in range(2):
-        with device.lock(config, seconds=0):
-            with device.lock(config, seconds=0):
+        with device.lock("cpu", seconds=0):
+            with device.lock("cpu", seconds=0):
                 pass
             assert (tmp_path / f"stackwise-{os.getuid()}-cpu.lock").read_text() == str(os.getpid())
     assert device._held == {}
 
 
-def test_an_error_inside_gives_it_back(on, tmp_path):
-    config = on("cpu")
-    with pytest.raises(ZeroDivisionError), device.lock(config):
+def test_an_error_inside_gives_it_back():
+    with pytest.raises(ZeroDivisionError), device.lock("cpu"):
         raise ZeroDivisionError
     assert device._held == {}
 
@@ -117,12 +159,29 @@ def test_an_error_inside_gives_it_back(on, tmp_path):
         ("2,3", "cpu", "cpu"),
     ],
 )
-def test_the_lock_is_of_the_device_itself(on, monkeypatch, tmp_path, visible, name, file):
+def test_the_lock_is_of_what_the_user_names_where_torch_tells_nothing(
+    monkeypatch, tmp_path, visible, name, file
+):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    with device.lock(on(name)):
+    with device.lock(name):
         assert (tmp_path / f"stackwise-{os.getuid()}-{file}.lock").exists()
+
+
+def test_the_lock_is_of_the_device_itself(monkeypatch, tmp_path):
+    """By its UUID, whatever numbers CUDA_VISIBLE_DEVICES makes of it here."""
+    properties = {0: types.SimpleNamespace(uuid="8f4c"), 1: types.SimpleNamespace(uuid="aa01")}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties.__getitem__)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
+    for name, uuid in (("cuda:0", "8f4c"), ("cuda:1", "aa01"), ("cuda", "aa01")):
+        with device.lock(name):
+            assert (tmp_path / f"stackwise-{os.getuid()}-cuda-{uuid}.lock").exists()
+    assert device.same_device("cuda", "cuda:1")
+    assert not device.same_device("cuda", "cuda:0")
+    assert not device.same_device("cuda", "cpu")
 
 
 @pytest.mark.parametrize(
@@ -137,25 +196,75 @@ def test_the_lock_is_of_the_device_itself(on, monkeypatch, tmp_path, visible, na
         ("gw1", "", ""),
     ],
 )
-def test_a_worker_takes_the_one_at_its_place(on, monkeypatch, worker, visible, left):
+def test_a_worker_takes_the_one_at_its_place(monkeypatch, worker, visible, left):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(device, "_cuda_has_begun", lambda: False)
+    monkeypatch.setenv("PYTEST_XDIST_WORKER", worker)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    device.take_a_device(on("cuda", worker))
+    run = Run("cuda")
+    device.take_a_device(run)
+    device.take_a_device(run)  # again, once all is configured: it has its own already
     assert os.environ["CUDA_VISIBLE_DEVICES"] == left
+    assert run.warnings == []
 
 
 @pytest.mark.parametrize(
-    "name, worker, used",
-    [("cpu", "gw1", False), ("cuda:1", "gw1", False), ("cuda", None, False), ("cuda", "gw1", True)],
-    ids=["not asked for", "named", "no worker", "in use already"],
+    "run, worker, taken",
+    [
+        (Run(), "gw1", False),
+        (Run("cpu", gpu=True), "gw1", False),
+        (Run("cuda:1"), "gw1", False),
+        (Run("cuda"), "", False),
+        (Run("cuda"), "gw1", True),
+        (Run("auto"), "gw1", True),
+        (Run(gpu=True), "gw1", True),
+    ],
+    ids=["not asked for", "cpu", "by its number", "no worker", "cuda", "auto", "gpu"],
 )
-def test_what_is_left_alone(on, monkeypatch, name, worker, used):
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: used)
+def test_who_takes_one(monkeypatch, run, worker, taken):
+    """Nor is torch asked whether there is a device: CUDA begins with that, and has read the variable."""
+    asked = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: asked.append(1) or True)
+    monkeypatch.setattr(device, "_cuda_has_begun", lambda: False)
+    monkeypatch.setenv("PYTEST_XDIST_WORKER", worker)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
-    device.take_a_device(on(name, worker))
+    device.take_a_device(run)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ("3" if taken else "2,3")
+    assert not asked
+
+
+def test_where_cuda_has_begun_it_is_too_late_and_that_is_said(monkeypatch):
+    monkeypatch.setattr(device, "_cuda_has_begun", lambda: True)
+    monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    run = Run("cuda")
+    device.take_a_device(run)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "2,3"
+    [warning] = run.warnings
+    assert isinstance(warning, pytest.PytestConfigWarning)
+    assert str(warning).startswith("gw1 shares its CUDA device with other workers: CUDA was in use before")
+
+
+@pytest.mark.parametrize("status, begun", [(3, False), (0, True), (100, True)])
+def test_when_cuda_has_begun(monkeypatch, status, begun):
+    """The driver refuses every question before its cuInit, with CUDA_ERROR_NOT_INITIALIZED."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    driver = types.SimpleNamespace(cuDeviceGetCount=lambda count: status)
+    monkeypatch.setattr(device.ctypes, "CDLL", lambda name: driver)
+    assert device._cuda_has_begun() is begun
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert device._cuda_has_begun()
+
+
+def test_without_a_driver_nothing_has_begun(monkeypatch):
+    def missing(name):
+        raise OSError(name)
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(device.ctypes, "CDLL", missing)
+    assert not device._cuda_has_begun()
 
 
 @pytest.mark.slow

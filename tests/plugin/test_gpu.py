@@ -142,6 +142,12 @@ def test_plugin_named_by_hand(pytester, run_apart, monkeypatch):
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     pytester.makepyfile(MARKED)
     run_apart("-p", "pytest_stackwise.plugin").assert_outcomes(passed=1, skipped=1)
+
+
+@pytest.mark.slow
+def test_option_of_a_plugin_named_by_hand(pytester, run_apart, monkeypatch):
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    pytester.makepyfile(MARKED)
     refused(run_apart("-p", "pytest_stackwise.plugin", "--gpu"))
 
 

@@ -48,7 +48,7 @@ def heavy(modules):
     ("arguments", "processes"),
     [
         (["--help"], 1),
-        (["--markers"], 1),
+        pytest.param(["--markers"], 1, marks=pytest.mark.slow),
         (["--collect-only", "-q"], 1),
         ([], 1),
         (["-n", "1"], 2),

@@ -6,13 +6,18 @@ from xml.etree import ElementTree as ET
 import pytest
 import torch
 
-from stackwise.benchmark.memory.peak import peak_memory_bytes
+from pytest_stackwise import records
+from pytest_stackwise.memory import MemoryLimitError, loads_of, require_within
+from stackwise.benchmark.memory import fresh_process
+from stackwise.benchmark.memory.fresh_process import FreshPeak
+from stackwise.benchmark.memory.peak import PeakMemory, peak_memory_bytes
 
 needs_reset = pytest.mark.skipif(
     peak_memory_bytes(lambda: None, torch.device("cpu")) is None,
     reason="this kernel does not reset the high-water mark",
 )
 FEW = "steps=8, warmup=2"
+MB = 1_000_000
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -126,7 +131,7 @@ def test_limit_of_a_whole_test(pytester, folder, run):
     )
     result = run("--junitxml=out.xml", "-rs")
     result.assert_outcomes(passed=2, failed=2, skipped=1, xfailed=1)
-    told = "max_memory: * MiB (* bytes) were in use by this process at the peak, * of that before *; "
+    told = "max_memory: * (* bytes) were in use by this process at the peak, * of that before *; "
     result.stdout.fnmatch_lines([f"{told}allowed: 9.537 MiB (10000000 bytes)"])
     result.stdout.fnmatch_lines(["E *KeyError: 'first'"])
     found = properties(folder / "out.xml")
@@ -194,6 +199,32 @@ def test_limit_of_one_call(pytester, folder, run):
     assert "in require_within" not in result.stdout.str()
 
 
+def test_limit_of_a_process_of_its_own(pytester, folder, run, monkeypatch):
+    asked = []
+
+    def fresh_peak_memory(factory, *arguments, device, seconds):
+        asked.append((factory, arguments, device, seconds))
+        return FreshPeak(PeakMemory(resident=400 * MB, before=1 * MB, resident_before=1 * MB), 500 * MB)
+
+    monkeypatch.setattr(fresh_process, "fresh_peak_memory", fresh_peak_memory)
+    pytester.makepyfile(
+        test_it="""
+        import pytest
+        @pytest.mark.max_memory("200 MB")
+        def test_beyond(peak_memory): peak_memory.fresh("calls:hold", 7, seconds=30)
+        @pytest.mark.max_memory("500 MB")
+        def test_within(peak_memory): assert peak_memory.fresh("calls:hold").in_use == 400_000_000
+        """,
+    )
+    result = run()
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(
+        ["E *MemoryLimitError: max_memory: 381.5 MiB (400000000 bytes) were in use *"]
+    )
+    assert asked == [("calls:hold", (7,), "cpu", 30), ("calls:hold", (), "cpu", 120.0)]
+
+
+@pytest.mark.slow
 @needs_reset
 def test_limit_of_a_fresh_process(pytester, folder, run):
     pytester.makepyfile(
@@ -207,6 +238,103 @@ def test_limit_of_a_fresh_process(pytester, folder, run):
     result = run()
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["E *MemoryLimitError: max_memory: * at the peak, * of that before *"])
+
+
+@pytest.mark.parametrize(
+    ("peak", "loads"),
+    [
+        # On the CPU the process as a whole.
+        (PeakMemory(resident=900 * MB, before=1, resident_before=300 * MB), {"by this process": 900 * MB}),
+        # Tensors on the GPU, and what the call added on the host: not the process, CUDA's libraries in it.
+        (
+            PeakMemory(40 * MB, 60 * MB, 0, 5000 * MB, 10 * MB, 4900 * MB, 80 * MB),
+            {"by tensors on cuda": 40 * MB, "more in the memory of the host": 20 * MB},
+        ),
+        # Where the GPU has nothing of it, the test works on the CPU, whatever was asked for.
+        (PeakMemory(0, 0, 0, 900 * MB, 0, 300 * MB, 0), {"by this process": 900 * MB}),
+        (PeakMemory(40 * MB, 60 * MB, 0, None, 10 * MB), {"by tensors on cuda": 40 * MB}),
+        (PeakMemory(0, 0, 0, None, 0), {"by tensors on cuda": 0}),
+        (PeakMemory(), {}),
+    ],
+    ids=["cpu", "gpu", "cpu under --gpu", "gpu alone is told", "nothing on the gpu", "nothing told"],
+)
+def test_what_of_a_peak_is_judged(peak, loads):
+    assert {load.where: load.peak for load in loads_of(peak, "cuda")} == loads
+
+
+@pytest.mark.parametrize(
+    ("peak", "texts"),
+    [
+        (
+            PeakMemory(40 * MB, 60 * MB, 0, 5000 * MB, 10 * MB, 4900 * MB, 80 * MB),
+            ["(40000000 bytes) were in use by tensors on cuda at the peak, 9.537 MiB of that before"],
+        ),
+        (
+            PeakMemory(5 * MB, 60 * MB, 0, 5000 * MB, 1 * MB, 4900 * MB, 0),
+            ["95.37 MiB (100000000 bytes) were in use more in the memory of the host at the peak"],
+        ),
+        (
+            PeakMemory(40 * MB, 60 * MB, 0, 5000 * MB, 10 * MB, 4900 * MB, 0),
+            ["by tensors on cuda at the peak", "more in the memory of the host at the peak"],
+        ),
+    ],
+    ids=["device", "host", "both"],
+)
+def test_a_limit_says_which_was_over(pytester, peak, texts):
+    [item] = pytester.getitems("import pytest\n@pytest.mark.max_memory('30 MB')\ndef test_it(): pass")
+    records.reset(item)
+    with pytest.raises(MemoryLimitError) as error:
+        require_within(item, loads_of(peak, "cuda"))
+    assert str(error.value).startswith("max_memory: ")
+    assert str(error.value).endswith("; allowed: 28.61 MiB (30000000 bytes)")
+    assert all(text in str(error.value) for text in texts)
+    assert str(error.value).count(" were in use ") == len(texts)
+
+
+@needs_reset
+def test_all_of_it_is_in_the_report(pytester, folder, run, report):
+    pytester.makepyfile(
+        test_it=f"""
+        import pytest, torch
+        kept = []
+        @pytest.mark.max_memory("1 TiB")
+        def test_within(): pass
+        @pytest.mark.xfail(strict=True)
+        @pytest.mark.max_memory("10 MB")
+        def test_beyond(peak_memory): peak_memory(lambda: None)
+        def test_read(peak_memory): peak_memory(lambda: None)
+        @pytest.mark.xfail(strict=True)
+        def test_grows(no_memory_growth): no_memory_growth(lambda: kept.append(torch.ones(25_000)), {FEW})
+        """
+    )
+    result = run("--stackwise-report=out")
+    result.assert_outcomes(passed=2, xfailed=2)
+    rows = {row["test"].partition("::")[2]: row for row in report()["memory"]}
+    assert {name: (row["kind"], row["verdict"]) for name, row in rows.items()} == {
+        "test_within": ("peak", "within"),
+        "test_beyond": ("peak", "beyond"),
+        "test_read": ("peak", "read"),
+        "test_grows": ("growth", "grows"),
+    }
+    assert rows["test_beyond"]["limit"] == 10 * MB
+    assert rows["test_beyond"]["peaks"]["by this process"] > 10 * MB
+    assert rows["test_grows"]["tensors_per_step"] == 1.0
+    # Nobody minds: the tests are expected to fail. But it was found out.
+    assert report()["verdict"] == "WARN"
+    result.stdout.fnmatch_lines(
+        [
+            "memory",
+            "  within *::test_within  * MiB by this process, at most 1,048,576 MiB",
+            "  beyond *::test_beyond  * MiB by this process, at most 10 MiB",
+            "  read *::test_read  * MiB by this process",
+            "  grows *::test_grows  * bytes a step over 8 steps",
+            " *1 tensors more a step are alive",
+            "verdict: WARN (memory: 1 within, 1 beyond, 1 read, 1 grows)",
+        ]
+    )
+    page = (folder / "out.md").read_text()
+    assert "## Memory" in page
+    assert "1 tensors more a step are alive" in page
 
 
 def test_where_nothing_tells_the_peak_a_limit_is_not_green(pytester, folder, run, monkeypatch):
@@ -230,8 +358,10 @@ def test_where_nothing_tells_the_peak_a_limit_is_not_green(pytester, folder, run
 def test_steps_that_keep_and_steps_that_do_not(pytester, folder, run):
     pytester.makepyfile(
         test_it=f"""
-        import pytest, torch
+        import gc, pytest, torch
         kept = []
+        @pytest.fixture(autouse=True)
+        def _small_heap(): gc.freeze()  # what there is already would be collected for each of them
         @pytest.mark.no_memory_growth({FEW})
         def test_sound(no_memory_growth):
             growth = no_memory_growth(lambda: torch.ones(1000))
@@ -258,7 +388,7 @@ def test_steps_that_keep_and_steps_that_do_not(pytester, folder, run):
         [
             "E *MemoryGrowthError: memory grows over 8 steps, after 2 of warm-up",
             "E *1 tensors more a step are alive",
-            "E *torch.Tensor: +1 a step, 97.7 KiB",
+            "E *torch.Tensor: +1 a step, 97.66 KiB",
             "E *test_it.py:*: *kept.append(torch.ones(25_000))*",
         ]
     )
@@ -270,7 +400,9 @@ def test_steps_that_keep_and_steps_that_do_not(pytester, folder, run):
 def test_a_training_step_that_is_described(pytester, folder, run):
     pytester.makepyfile(
         test_it=f"""
-        import models, pytest
+        import gc, models, pytest
+        @pytest.fixture(autouse=True)
+        def _small_heap(): gc.freeze()
         class Keeping(models.Loop):
             def __init__(self):
                 super().__init__()

@@ -507,7 +507,7 @@ def test_one_measures_at_a_time(pytester, folder, run):
         import contextlib, pathlib
         from pytest_stackwise import device
         @contextlib.contextmanager
-        def lock(config):
+        def lock(name):
             with pathlib.Path("order").open("a") as file:
                 file.write("locked ")
                 file.flush()
@@ -534,3 +534,50 @@ def test_one_measures_at_a_time(pytester, folder, run):
         device.lock = lock
     order = (folder / "order").read_text().split()
     assert (order[0], order[-1], set(order[1:-1])) == ("locked", "free", {"made"})
+
+
+@pytest.mark.parametrize(
+    ("call", "locked"),
+    [
+        ("models.plain", ["cpu"]),
+        ("models.plain, device='meta'", ["meta"]),
+        ("callable_workload(list, device='meta')", ["meta"]),
+        # Nobody knows where a loop of others has its model before it is made: then the other one, not both.
+        ("elsewhere()", ["cpu", "free", "meta"]),
+    ],
+    ids=["of the run", "of the call", "of the workload", "of a loop"],
+)
+def test_the_device_that_is_used_is_locked(pytester, folder, run, monkeypatch, call, locked):
+    import contextlib
+
+    from pytest_stackwise import device
+
+    order = []
+
+    @contextlib.contextmanager
+    def lock(name):
+        order.append(name)
+        yield
+        order.append("free")
+
+    monkeypatch.setattr(device, "lock", lock)
+    pytester.makepyfile(
+        f"""
+        import dataclasses, models, pytest
+        from pytest_stackwise import throughput as module
+        from stackwise.benchmark import workload
+        from stackwise.benchmark.workload import callable_workload
+
+        def elsewhere(): return models.loop_spec()
+
+        def test_speed(throughput, monkeypatch):
+            made = workload.trainer_workload
+            monkeypatch.setattr(
+                workload, "trainer_workload",
+                lambda *a, **k: dataclasses.replace(made(*a, **k), device=models.torch.device("meta")),
+            )
+            throughput({call}, **models.QUICK)
+        """
+    )
+    run("--benchmark-disable")
+    assert order == [*locked, "free"]

@@ -160,7 +160,9 @@ def test_reports_that_do_not_say_the_noun_are_of_tests(tmp_path):
 
 def test_sections():
     report = Report()
-    with pytest.raises(ValueError, match="section: got 'speed'; allowed: checks, stability, throughput"):
+    with pytest.raises(
+        ValueError, match="section: got 'speed'; allowed: checks, stability, throughput, memory"
+    ):
         report.add("speed", value=1)
     with pytest.raises(ValueError, match="section: got 'training'"):
         report.add("training", value=1)
@@ -410,6 +412,7 @@ def test_json_is_for_programs(tmp_path):
         "checks",
         "stability",
         "throughput",
+        "memory",
         "failed_tests",
         "noun",
         "complete",
@@ -536,7 +539,7 @@ def test_lines_of_throughput_say_what_is_known():
         throughput=[
             THROUGHPUT | MORE,
             GENERATION,
-            THROUGHPUT | {"mode": "call", "batch_size": None, "seq_len": None, "tokens_per_second": 0.0},
+            THROUGHPUT | {"mode": "call", "batch_size": None, "seq_len": None, "tokens_per_second": None},
         ]
     ).lines()
     assert "train 4 x 128 bfloat16 compiled on cpu" in line
@@ -571,3 +574,91 @@ def test_table_of_throughput_has_the_columns_that_say_something():
     ]
     assert cells(table[2])[3:8] == ["13.10", "40,960", "300 MiB", "41.2%", ""]
     assert cells(table[3])[8:12] == ["3.00 ms", "0.60 ms", "80", "host, warm"]
+
+
+NOTED = GENERATION | {
+    "throttled": True,
+    "gpu": {"readings": 9, "throttled": {"power cap": 3, "hardware thermal slowdown": 1}},
+    "notes": ["the call waits for the device", "threads spin"],
+    "latencies": {
+        "ttft": percentiles(p50=0.003),
+        "itl": percentiles(p50=0.0006, p95=0.0009, p99=0.0021),
+        "tpot": {},
+    },
+}
+FLOOR = THROUGHPUT | {"mode": "decode", "floor_seconds": 0.00123, "bound": "memory", "mbu": 0.5, "hfu": 0.02}
+RECOMPUTED = THROUGHPUT | {"mfu": 0.3, "hfu": 0.4}
+
+
+def test_lines_have_what_a_reader_must_know():
+    lines = list(Report(throughput=[NOTED, FLOOR, RECOMPUTED, RECOMPUTED | {"hfu": 0.3}]).lines())
+    noted, first, second, floor, recomputed, plain = lines[1:7]
+    assert "throttled (power cap in 3 of 9, hardware thermal slowdown in 1 of 9)" in noted
+    assert "ITL 0.60 ms, ITL p95 0.90 ms, ITL p99 2.10 ms" in noted
+    assert (first, second) == ("    note: the call waits for the device", "    note: threads spin")
+    assert "no faster than 1.23 ms, memory-bound" in floor
+    assert "MFU 30.0%, HFU 40.0%" in recomputed
+    assert "HFU" not in plain, "nothing is recomputed: it is MFU"
+
+
+def test_table_has_them_too():
+    [table] = tables(Report(throughput=[NOTED, FLOOR, RECOMPUTED]).markdown())
+    header = cells(table[0])
+    rows = [dict(zip(header, cells(line), strict=True)) for line in table[2:]]
+    assert [(row["ITL p95"], row["ITL p99"]) for row in rows] == [("0.90 ms", "2.10 ms"), ("", ""), ("", "")]
+    reasons = "power cap in 3 of 9, hardware thermal slowdown in 1 of 9"
+    assert [row["throttled"] for row in rows] == [reasons, "", ""]
+    assert [row["notes"] for row in rows] == ["the call waits for the device; threads spin", "", ""]
+    assert [(row["floor ms"], row["bound"]) for row in rows] == [("", ""), ("1.23", "memory"), ("", "")]
+    assert [(row["MFU"], row["HFU"]) for row in rows] == [("", ""), ("", "2.0%"), ("30.0%", "40.0%")]
+
+
+PEAK = {
+    "test": "t::a",
+    "kind": "peak",
+    "verdict": "within",
+    "limit": 2**30,
+    "peaks": {"by tensors on cuda": 300 * 2**20, "more in the memory of the host": 20 * 2**20},
+}
+GROWTH = {
+    "test": "t::b",
+    "kind": "growth",
+    "verdict": "grows",
+    "bytes_per_step": 4100.4,
+    "steps": 40,
+    "reasons": ["1 tensors more a step are alive"],
+    "types": [{"name": "torch.Tensor", "count_per_step": 1.0, "bytes_per_step": 4000.0}],
+}
+
+
+@pytest.mark.parametrize(
+    ("rows", "verdict", "told"),
+    [
+        ([PEAK], "PASS", "memory: 1 within"),
+        ([PEAK, PEAK | {"verdict": "read", "limit": None}], "PASS", "memory: 1 within, 1 read"),
+        ([PEAK | {"verdict": "not told", "peaks": {}}], "PASS", "memory: 1 not told"),
+        ([PEAK | {"verdict": "beyond"}], "WARN", "memory: 1 beyond"),
+        ([GROWTH | {"verdict": "flat", "reasons": []}], "PASS", "memory: 1 flat"),
+        ([GROWTH], "WARN", "memory: 1 grows"),
+        ([GROWTH | {"verdict": "fragments"}], "WARN", "memory: 1 fragments"),
+    ],
+    ids=["within", "read", "not told", "beyond", "flat", "grows", "fragments"],
+)
+def test_verdict_of_memory(rows, verdict, told):
+    assert Report(memory=rows).summary() == f"verdict: {verdict} ({told})"
+
+
+def test_memory_in_all_forms(tmp_path):
+    report = Report(memory=[PEAK, GROWTH, PEAK | {"verdict": "not told", "peaks": {}}])
+    header, peak, growth, reason, kind, untold, _ = report.lines()
+    assert header == "memory"
+    told = "300 MiB by tensors on cuda, 20 MiB more in the memory of the host, at most 1,024 MiB"
+    assert peak == f"  within       t::a  {told}"
+    assert growth == "  grows        t::b  +4,100 bytes a step over 40 steps"
+    assert (reason.strip(), kind.strip()) == ("1 tensors more a step are alive", "torch.Tensor: +1 a step")
+    assert untold == "  not told     t::a  not told by this system"
+    [table] = tables(report.markdown())
+    assert cells(table[0]) == ["verdict", "test", "bytes", "what it says"]
+    assert cells(table[3])[3] == "1 tensors more a step are alive; torch.Tensor: +1 a step"
+    report.write(tmp_path / "r.json")
+    assert Report.from_json(tmp_path / "r.json").memory == report.memory

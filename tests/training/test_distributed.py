@@ -83,14 +83,16 @@ def rack_of(config, seed=7):
 
 
 def train(processes, strategy, *, padded=False, prepare=None, **sections):
-    """A training run: its records and its weights; of a NonFiniteStepError also that."""
+    """A training run on as many batches as it has steps: its records and its weights; of a
+    NonFiniteStepError also that.
+    """
     config = configure(strategy, processes.world_size if processes else 1, **sections)
     rack = rack_of(config)
     addresses = [p.data_ptr() for p in rack.parameters()]
     if prepare is not None:
         prepare(rack)
     rank, world_size = (processes.rank, processes.world_size) if processes else (0, 1)
-    batches = batches_of(rank, world_size, padded=padded)
+    batches = batches_of(rank, world_size, padded=padded, count=sections.get("max_steps", STEPS))
     error = None
     try:
         trainer = ArchitectureTrainer(config, progress=False, processes=processes)

@@ -264,7 +264,15 @@ def test_without_a_guard_the_run_ends(run):
 # Going on.
 
 
-@pytest.mark.parametrize("name", ["rackwise", "accumulated", "narrow blocks", "growing", "polished"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "rackwise",
+        "accumulated",
+        "narrow blocks",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("growing", "polished")),
+    ],
+)
 def test_left_at_any_step_and_gone_on(run, name):
     """In the midst of a row of alarms as well: a checkpoint of a step is saved again behind each rewind."""
     settings = RUNS[name] | {"checkpoint_dir": "run", "save_interval": 1, "checkpoint": {"keep_last": 99}}

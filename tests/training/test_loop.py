@@ -670,8 +670,18 @@ class TestNothingLeaks:
         of_units = [losses_of(result)[i : i + self.STEPS] for i in range(0, 2 * self.STEPS, self.STEPS)]
         return [sum(losses[-20:]) / 20 for losses in of_units]
 
-    @pytest.mark.parametrize("scope", [{}, {"order": "right_to_left"}, {"overlap": 1, "cache_bytes": 2**20}])
-    @pytest.mark.parametrize("kind", ["next_token", "masked_token", "mask_diffusion"])
+    SCOPES = ({}, {"order": "right_to_left"}, {"overlap": 1, "cache_bytes": 2**20})
+
+    @pytest.mark.parametrize(
+        "kind, scope",
+        [
+            *(("next_token", scope) for scope in SCOPES),
+            ("masked_token", {}),
+            ("mask_diffusion", {}),
+            *(pytest.param("masked_token", scope, marks=pytest.mark.slow) for scope in SCOPES[1:]),
+            *(pytest.param("mask_diffusion", scope, marks=pytest.mark.slow) for scope in SCOPES[1:]),
+        ],
+    )
     def test_no_unit_knows_what_cannot_be_known(self, make, kind, scope):
         masked = {} if kind == "next_token" else {"mask_token_id": 8}
         mode = "bidirectional" if masked else "causal"

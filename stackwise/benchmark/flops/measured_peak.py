@@ -5,34 +5,45 @@ What a CPU can do depends on its cores, its clock and what else runs; no table h
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from stackwise.argument import check_number, check_sizes, require
-from stackwise.benchmark.flops.peak_rate import PeakRate
+from stackwise.benchmark.flops.peak_rate import PeakRate, multiplies_in_tf32
 from stackwise.benchmark.timing.cache_state import last_level_cache_bytes
 from stackwise.benchmark.timing.clock import time_call
 from stackwise.seed import seeded
 
 __all__ = ["measure_peak", "measured_peak", "product_rate", "stream_rate"]
 
+# Rows of the products that are tried whatever their rate, and how far it goes on where it still rises by more
+# than the least that counts.
 _SIZES = (512, 1024, 2048)
-_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+_LARGEST, _RISE = 65536, 0.01
+_MEMORY = Path("/proc/meminfo")
 _LEAST_STREAM = 1 << 27  # bytes, where the size of the last cache is not told
 
 
 def measured_peak(device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> PeakRate:
     """`measure_peak` of one dtype; once in a process for each device, dtype and number of threads."""
-    return _measured(str(torch.device(device)), dtype, torch.get_num_threads())
+    device = torch.device(device)
+    return _measured(str(device), dtype, torch.get_num_threads(), multiplies_in_tf32(device))
 
 
 @lru_cache(maxsize=32)
-def _measured(device: str, dtype: torch.dtype, threads: int) -> PeakRate:  # noqa: ARG001  # part of the key
+def _measured(
+    device: str,
+    dtype: torch.dtype,
+    threads: int,  # noqa: ARG001  # part of the key
+    tf32: bool,  # noqa: ARG001
+) -> PeakRate:
     return measure_peak(device, [dtype])
 
 
@@ -45,7 +56,9 @@ def measure_peak(
     """The best rates that were seen, as STREAM and LINPACK report theirs, with the threads that torch has.
 
     Of a machine that others use at the same time they are what was left. A utilisation above 1 says that more
-    was left when the model ran.
+    was left when the model ran. Products are made larger until that makes them no faster, or until one takes
+    longer than is allowed, or no longer fits: `conditions` says which sizes were tried, and in `still_rising`
+    of which dtypes the rate still rose. float32 that torch rounds to TF32 now is told as "tf32".
 
     Args:
         device: where.
@@ -58,17 +71,59 @@ def measure_peak(
     device = torch.device(device)
     require(len(dtypes) > 0, "dtypes", list(dtypes), "at least one torch.dtype")
     check_number("seconds", seconds, "a number above 0", lambda value: value > 0)
-    flops = {}
+    flops, sizes, rising = {}, {}, []
     for dtype in dtypes:
-        tried = [product_rate(device, dtype, size, seconds=seconds / len(_SIZES)) for size in _SIZES]
-        flops[str(dtype).removeprefix("torch.")] = max(tried)
+        tf32 = dtype == torch.float32 and multiplies_in_tf32(device)
+        key = "tf32" if tf32 else str(dtype).removeprefix("torch.")
+        rates, still_rises = _product_rates(device, dtype, seconds)
+        flops[key], sizes[key] = max(rates.values()), list(rates)
+        rising += [key] if still_rises else []
     n_bytes = _stream_bytes(device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    conditions = {"products": list(_SIZES), "stream_bytes": n_bytes, "seconds": seconds}
+    conditions: dict[str, Any] = {
+        "products": sizes,
+        "still_rising": rising,
+        "stream_bytes": n_bytes,
+        "seconds": seconds,
+    }
     if device.type == "cpu":
         conditions["threads"] = torch.get_num_threads()
     bandwidth = stream_rate(device, n_bytes, seconds=seconds)
     return PeakRate(name, "measured", flops, bandwidth, conditions)
+
+
+def _product_rates(device: torch.device, dtype: torch.dtype, seconds: float) -> tuple[dict[int, float], bool]:
+    """Rates by size, in the order in which they were tried, and whether that of the last was still rising."""
+    rates: dict[int, float] = {}
+    size = _SIZES[0]
+    while True:
+        best = max(rates.values(), default=0.0)
+        rates[size] = product_rate(device, dtype, size, seconds=seconds / len(_SIZES))
+        rises = rates[size] > (1 + _RISE) * best
+        if size >= _SIZES[-1] and not rises:
+            return rates, False
+        size *= 2
+        too_slow = 2 * size**3 / max(rates.values()) > seconds
+        if size > _SIZES[-1] and (size > _LARGEST or too_slow or not _fits(device, dtype, size)):
+            return rates, rises
+
+
+def _fits(device: torch.device, dtype: torch.dtype, size: int) -> bool:
+    """Whether two factors, their product and what they are drawn as in float32 take half of what is free."""
+    wanted = (3 * dtype.itemsize + 2 * torch.float32.itemsize) * size**2
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+    else:
+        free = _free_host_bytes()
+    return wanted <= free / 2
+
+
+def _free_host_bytes() -> int:
+    """What the system can give (proc(5), MemAvailable); where it does not say, nothing."""
+    if not _MEMORY.exists():
+        return 0
+    found = re.search(r"^MemAvailable:\s*(\d+) kB$", _MEMORY.read_text(), re.MULTILINE)
+    return 0 if found is None else 1024 * int(found[1])
 
 
 def product_rate(device: torch.device, dtype: torch.dtype, size: int, *, seconds: float = 0.1) -> float:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-__all__ = ["PeakRate", "peak_bandwidth", "peak_flops", "published_peak"]
+__all__ = ["PeakRate", "multiplies_in_tf32", "peak_bandwidth", "peak_flops", "published_peak"]
 
 
 @dataclass(frozen=True)
@@ -127,6 +127,13 @@ def published_peak(device: torch.device | str) -> PeakRate | None:
         return None
     found = next((rates for pattern, rates in _PUBLISHED if re.search(pattern, name)), None)
     return None if found is None else PeakRate(name, "published", *found, {})
+
+
+def multiplies_in_tf32(device: torch.device) -> bool:
+    """Whether torch rounds float32 to TF32 in products on this device now, which `flops_of` must be told."""
+    if device.type != "cuda" or torch.get_float32_matmul_precision() == "highest":
+        return False
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def peak_flops(

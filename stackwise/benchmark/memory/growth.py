@@ -8,7 +8,6 @@ import linecache
 import sys
 import sysconfig
 import tracemalloc
-import weakref
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -20,11 +19,11 @@ from statistics import median
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from stackwise.argument import check_number, check_sizes, require
 from stackwise.benchmark.memory import live_memory
-from stackwise.benchmark.memory.live_memory import Bytes, bytes_now, census, live_tensors
+from stackwise.benchmark.memory.byte_text import byte_text
+from stackwise.benchmark.memory.live_memory import Bytes, Earlier, bytes_now, census
 from stackwise.benchmark.memory.trend import LEAST_STEPS, Trend, trend
 from stackwise.trainer_spec import TrainerSpec
 
@@ -43,7 +42,7 @@ _NODE = "autograd "
 _PLAIN = ("collections", "functools", "weakref")
 _TORCH, _PYTHON = str(Path(torch.__file__).parent), sysconfig.get_path("stdlib")
 _LOOKING = (live_memory.__file__, tracemalloc.__file__)
-_COUNTED = ("tensors", "nodes", "objects")
+_COUNTED = ("tensors", "nodes", "objects", "callables", "hooks")
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ class GrowingType:
     bytes_per_step: float
 
     def __str__(self) -> str:
-        size = f", {_text(self.bytes_per_step)}" if abs(self.bytes_per_step) >= 1 else ""
+        size = f", {byte_text(self.bytes_per_step)}" if abs(self.bytes_per_step) >= 1 else ""
         return f"{self.name}: {self.count_per_step:+.3g} a step{size}"
 
 
@@ -105,6 +104,8 @@ class MemoryGrowth:
         tensors: how many there are.
         nodes: of autograd's graph, within reach of a tensor.
         objects: that the garbage collector knows.
+        callables: those of them that can be called: functions, closures, modules.
+        hooks: callbacks that are registered with modules, tensors and optimizers that were there before.
         cyclic_bytes: median of the bytes that each step leaves to the garbage collector, which was run after
             every step; without it they stay until it runs by itself.
         types: that grow, the largest first.
@@ -123,6 +124,8 @@ class MemoryGrowth:
     tensors: Trend
     nodes: Trend
     objects: Trend
+    callables: Trend
+    hooks: Trend
     cyclic_bytes: int
     types: tuple[GrowingType, ...] = ()
     places: tuple[GrowingPlace, ...] = ()
@@ -133,8 +136,8 @@ class MemoryGrowth:
         found = []
         for where, rise in (("the device", self.device), ("the host", self.host), ("Python", self._python)):
             if rise is not None and rise.exceeds(self.tolerance):
-                interval = f"99 % interval {_text(rise.low)} to {_text(rise.high)}"
-                found.append(f"{_text(rise.per_step)} more a step are in use by {where} ({interval})")
+                interval = f"99 % interval {byte_text(rise.low)} to {byte_text(rise.high)}"
+                found.append(f"{byte_text(rise.per_step)} more a step are in use by {where} ({interval})")
         if self.tensors.exceeds(0):
             found.append(f"{self.tensors.per_step:.3g} tensors more a step are alive")
         if self.nodes.exceeds(0):
@@ -143,6 +146,16 @@ class MemoryGrowth:
                 "graph of each step, as `total += loss` does; of a loss that is only looked at, keep "
                 "loss.item() or loss.detach()"
             )
+        if self.hooks.each_step:
+            found.append(
+                f"{self.hooks.per_step:.3g} hooks more a step are registered: keep the handle that "
+                "registering gives, and call its remove(), or register once"
+            )
+        elif self.callables.each_step:
+            found.append(
+                f"{self.callables.per_step:.3g} functions, closures, modules or others that can be called "
+                "are alive more after each step without exception: something keeps a callback of each"
+            )
         if not found:
             return self._fragmentation
         python = self._python
@@ -150,6 +163,8 @@ class MemoryGrowth:
             (python is not None and python.exceeds(self.tolerance))
             or self.tensors.exceeds(0)
             or self.nodes.exceeds(0)
+            or self.callables.each_step
+            or self.hooks.each_step
         )
         seen |= any(each.bytes_per_step > 0.1 * self.bytes_per_step for each in self.types)
         if not seen:
@@ -177,7 +192,7 @@ class MemoryGrowth:
             (self.host_free, "kept by the C library", least),
         ):
             if free is not None and free.exceeds(limit):
-                text = f"{_text(free.per_step)} more a step are {whose} and not in use: "
+                text = f"{byte_text(free.per_step)} more a step are {whose} and not in use: "
                 return [f"{text}that memory is in pieces too small for what is asked of it"]
         return []
 
@@ -207,8 +222,8 @@ class MemoryGrowth:
     def __str__(self) -> str:
         if self.verdict == "flat":
             return (
-                f"memory is flat over {self.steps} steps: {_text(self.bytes_per_step)} a step, "
-                f"{_text(self.tolerance)} are allowed"
+                f"memory is flat over {self.steps} steps: {byte_text(self.bytes_per_step)} a step, "
+                f"{byte_text(self.tolerance)} are allowed"
             )
         noun = "fragments" if self.verdict == "fragments" else "grows"
         lines = [f"memory {noun} over {self.steps} steps, after {self.warmup} of warm-up"]
@@ -265,7 +280,9 @@ def memory_growth(
     by its trend, not by its ends: the rise has to go on to the last quarter of the steps, and to exceed the
     tolerance with 99 % certainty. A cache that fills up within the first half of the steps, and a buffer
     that is emptied at least once in half of them, are not growth. One tensor, or one node of autograd's
-    graph, more in each step is growth, however small it is.
+    graph, more in each step is growth, however small it is; so is one hook, one function or anything else
+    that can be called, more after each step without exception. Numbers and records that a run keeps of
+    itself are not, below the tolerance.
 
     Python's allocations are traced the second time (tracemalloc), which slows a step down: this is no timing.
     What a step returns is dropped. Objects that `gc.freeze` had set aside are thawed.
@@ -287,13 +304,13 @@ def memory_growth(
     call = _steps_of(step, device, seed) if isinstance(step, TrainerSpec) else step
     for _ in range(warmup):
         call()
-    with _collected_by_hand() as before:
+    with _collected_by_hand() as earlier:
         held = _Held(device, steps)
         for index in range(steps):
             _make(call)
             held.read(index)
         with _traced():
-            alive = _Alive(before, steps)
+            alive = _Alive(earlier, steps)
             for index in range(steps):
                 _make(call)
                 alive.read(index)
@@ -328,19 +345,19 @@ def _steps_of(spec: TrainerSpec, device: torch.device, seed: int) -> Callable[[]
 
 
 @contextmanager
-def _collected_by_hand() -> Iterator[list[weakref.ref[Tensor]]]:
+def _collected_by_hand() -> Iterator[Earlier]:
     """Inside, garbage is collected when it is asked for, and only among new objects.
 
-    Gives the tensors that there were before. What was frozen already is not afterwards: one could not tell
+    Gives what there was before. What was frozen already is not afterwards: one could not tell
     the two apart, and an object that stays frozen may never be collected.
     """
     collects = gc.isenabled()
     gc.collect()
-    before = live_tensors()
+    earlier = Earlier.now()
     gc.disable()
     gc.freeze()
     try:
-        yield before
+        yield earlier
     finally:
         gc.unfreeze()
         if collects:
@@ -401,8 +418,8 @@ class _Held:
 class _Alive:
     """Objects that are alive after each step; what is kept of them is left out of the bytes that are read."""
 
-    def __init__(self, before: list[weakref.ref[Tensor]], steps: int) -> None:
-        self._before = before
+    def __init__(self, earlier: Earlier, steps: int) -> None:
+        self._earlier = earlier
         self._values = {name: array("q", bytes(8 * steps)) for name in ("python", *_COUNTED)}
         # Where quarters end. What grows is named from these; as text they are no objects to be counted.
         self._ends = [steps * quarter // 4 - 1 for quarter in (1, 2, 3, 4)]
@@ -414,7 +431,7 @@ class _Alive:
         """Look at what is alive after step `index`."""
         gc.collect()
         self._values["python"][index] = tracemalloc.get_traced_memory()[0] - self._own
-        seen = census(self._before)
+        seen = census(self._earlier)
         for name in _COUNTED:
             self._values[name][index] = getattr(seen, name)
         del seen
@@ -424,7 +441,7 @@ class _Alive:
     def _keep(self, index: int) -> None:
         outer = index in (self._ends[0], self._ends[-1])
         seen = census(
-            self._before, names=True, sizes=outer
+            self._earlier, names=True, sizes=outer
         )  # makes Python's views of storages, which are not ours
         before = tracemalloc.get_traced_memory()[0]
         self._kept[self._ends.index(index)] = json.dumps([seen.counts, seen.sizes])
@@ -489,11 +506,3 @@ def _is_library(file: str) -> bool:
     """Whether it is torch's or Python's own: a user looks for the line that calls these."""
     in_python = file.startswith(_PYTHON) and "site-packages" not in file
     return in_python or file.startswith((_TORCH, "<"))
-
-
-def _text(size: float) -> str:
-    """`size` bytes, in a unit in which it is easy to read."""
-    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if abs(size) >= scale:
-            return f"{size / scale:.3g} {unit}"
-    return f"{size:.0f} bytes"

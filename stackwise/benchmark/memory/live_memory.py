@@ -6,7 +6,7 @@ import ctypes
 import gc
 import sys
 import weakref
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Bytes", "Census", "bytes_now", "census", "live_tensors"]
+__all__ = ["Bytes", "Census", "Earlier", "bytes_now", "census"]
 
 _PROBE = 1 << 22  # bytes, far beyond what an allocator may have in hand
 _SIZED: tuple[type, ...] = (list, dict, set, frozenset, tuple, bytearray)
@@ -59,6 +59,8 @@ class Census:
         tensors: how many.
         nodes: of autograd's graph, within reach of a tensor.
         objects: how many in all.
+        callables: those whose type can be called: functions, closures, modules.
+        hooks: how many callbacks are in the registries that there were before.
         counts: where asked for, objects of each type, by its name; nodes as "autograd NAME".
         sizes: where asked for, their bytes: of tensors the storages, each once; of other objects their
             own, without what they refer to.
@@ -67,6 +69,8 @@ class Census:
     tensors: int
     nodes: int
     objects: int
+    callables: int
+    hooks: int
     counts: Counter[str]
     sizes: Counter[str]
 
@@ -108,22 +112,39 @@ def _glibc_allocates() -> bool:
     return bool(after.uordblks + after.hblkhd - before.uordblks - before.hblkhd >= len(probe))
 
 
-def live_tensors() -> list[weakref.ref[Tensor]]:
-    """The tensors that Python can reach, or that wait for the garbage collector."""
-    objects = gc.get_objects()
-    of_tensors = _tensor_kinds(_kinds(objects))
-    return [weakref.ref(each) for each in objects if id(type(each)) in of_tensors]
+@dataclass(frozen=True)
+class Earlier:
+    """What there was before, of the kinds that can grow in their place, and is frozen since.
+
+    Attributes:
+        tensors: whose graph may grow: `total += loss` changes a tensor where it is.
+        registries: the dicts in which torch keeps the hooks of modules, tensors and optimizers: the same
+            function may be entered again and again.
+    """
+
+    tensors: tuple[weakref.ref[Tensor], ...] = ()
+    registries: tuple[OrderedDict[Any, Any], ...] = ()
+
+    @classmethod
+    def now(cls) -> Earlier:
+        """What Python can reach now, or what waits for the garbage collector."""
+        objects = gc.get_objects()
+        of_tensors = _tensor_kinds(_kinds(objects))
+        tensors = tuple(weakref.ref(each) for each in objects if id(type(each)) in of_tensors)
+        return cls(tensors, tuple(each for each in objects if type(each) is OrderedDict))
 
 
-def census(before: Iterable[weakref.ref[Tensor]] = (), *, names: bool = False, sizes: bool = False) -> Census:
+NOTHING_EARLIER = Earlier()
+
+
+def census(earlier: Earlier = NOTHING_EARLIER, *, names: bool = False, sizes: bool = False) -> Census:
     """The objects that the garbage collector knows and that are not frozen.
 
     Python's views of storages and of autograd's nodes are no objects here: they are made by looking, and
     stay as long as what they show.
 
     Args:
-        before: tensors that are frozen, whose graph may have grown all the same: `total += loss` changes
-            a tensor in its place.
+        earlier: what is frozen, and looked at all the same.
         names: whether to count by type.
         sizes: whether to add up bytes by type.
     """
@@ -132,10 +153,12 @@ def census(before: Iterable[weakref.ref[Tensor]] = (), *, names: bool = False, s
     of_tensors = _tensor_kinds(kinds)
     views = {key for key, kind in kinds.items() if _is_view(kind)}
     new = [each for each in objects if id(type(each)) in of_tensors]
-    frozen = [each for each in (reference() for reference in before) if each is not None]
+    frozen = [each for each in (reference() for reference in earlier.tensors) if each is not None]
     numbers = Counter(map(id, map(type, objects)))
     for key in views:
         del numbers[key]
+    callables = sum(number for key, number in numbers.items() if _is_called(kinds[key]))
+    hooks = sum(callable(value) for registry in earlier.registries for value in registry.values())
     counts: Counter[str] = Counter()
     found: Counter[str] = Counter()
     with torch._C.DisableTorchFunctionSubclass():
@@ -146,7 +169,7 @@ def census(before: Iterable[weakref.ref[Tensor]] = (), *, names: bool = False, s
             counts.update(f"autograd {node.name()}" for node in nodes)
         for name, size in _sizes(objects, new) if sizes else ():
             found[name] += size
-    return Census(len(new), len(nodes), numbers.total(), counts, found)
+    return Census(len(new), len(nodes), numbers.total(), callables, hooks, counts, found)
 
 
 def _kinds(objects: Iterable[Any]) -> dict[int, type]:
@@ -156,6 +179,11 @@ def _kinds(objects: Iterable[Any]) -> dict[int, type]:
 
 def _tensor_kinds(kinds: dict[int, type]) -> set[int]:
     return {key for key, kind in kinds.items() if issubclass(kind, Tensor)}
+
+
+def _is_called(kind: type) -> bool:
+    """Whether its objects can be called, weak references apart, which watch others and call nothing."""
+    return any("__call__" in vars(base) for base in kind.__mro__) and not issubclass(kind, weakref.ref)
 
 
 def _is_view(kind: type) -> bool:

@@ -32,6 +32,9 @@ class PeakMemory:
             processes.
         resident: of the whole process, in the memory of the host.
         before: of what `in_use` counts, when the call began.
+        resident_before: of the whole process, in the memory of the host, when the call began.
+        mapped: how much more of files, of libraries above all, was in the memory of the host after the call
+            than before: the first call of a library brings it in.
     """
 
     allocated: int | None = None
@@ -39,6 +42,8 @@ class PeakMemory:
     device_delta: int | None = None
     resident: int | None = None
     before: int | None = None
+    resident_before: int | None = None
+    mapped: int | None = None
 
     @property
     def in_use(self) -> int | None:
@@ -50,9 +55,17 @@ class PeakMemory:
         """How far `in_use` rose above what was in use before."""
         return None if self.in_use is None or self.before is None else self.in_use - self.before
 
+    @property
+    def host_added(self) -> int | None:
+        """How far the memory of the host rose above what was resident before, files apart."""
+        if self.resident is None or self.resident_before is None:
+            return None
+        return max(0, self.resident - self.resident_before - max(0, self.mapped or 0))
+
     def to_dict(self) -> dict[str, int | None]:
         """Plain values, for JSON."""
-        return {**asdict(self), "in_use": self.in_use, "added": self.added}
+        derived = {"in_use": self.in_use, "added": self.added, "host_added": self.host_added}
+        return asdict(self) | derived
 
 
 class PeakWatch:
@@ -62,6 +75,8 @@ class PeakWatch:
         self._device = device
         self._allocated = self._reserved = self._free = self._before = 0
         self._resident: int | None = None
+        self._resident_before: int | None = None
+        self._mapped: int | None = None
         self._peak: PeakMemory | None = None
         self._sees_host = False
 
@@ -85,6 +100,7 @@ class PeakWatch:
             self._before = torch.cuda.memory_allocated(self._device)
         release_freed_memory()
         self._sees_host = _reset_high_water_mark()
+        self._resident_before, self._mapped = _status("VmRSS"), _status("RssFile")
 
     def _look(self) -> None:
         """Keep the peaks so far, which another watch is about to reset."""
@@ -96,16 +112,28 @@ class PeakWatch:
         if mark is not None:
             self._resident = max(self._resident or 0, mark)
 
-    def _end(self, resident_before: int | None) -> None:
+    def _end(self) -> None:
         self._look()
+        # Of a peak that cannot be seen nobody needs to know from where it rose.
+        before = None if self._resident is None else self._resident_before
+        mapped, now = None, _status("RssFile")
+        if before is not None and now is not None and self._mapped is not None:
+            mapped = now - self._mapped
         if self._device.type == "cuda":
             free, _ = torch.cuda.mem_get_info(self._device)
             self._peak = PeakMemory(
-                self._allocated, self._reserved, self._free - free, self._resident, self._before
+                self._allocated,
+                self._reserved,
+                self._free - free,
+                self._resident,
+                self._before,
+                before,
+                mapped,
             )
         else:
-            before = None if self._resident is None else resident_before
-            self._peak = PeakMemory(resident=self._resident, before=before)
+            self._peak = PeakMemory(
+                resident=self._resident, before=before, resident_before=before, mapped=mapped
+            )
 
 
 _WATCHES: list[PeakWatch] = []
@@ -129,13 +157,12 @@ def watch_peak(device: torch.device | str = "cpu") -> Iterator[PeakWatch]:
         outer._look()
     watch = PeakWatch(device)
     watch._begin()
-    before = _status("VmRSS")
     _WATCHES.append(watch)
     try:
         yield watch
     finally:
         _WATCHES.remove(watch)
-        watch._end(before)
+        watch._end()
 
 
 def peak_memory(call: Callable[[], object], device: torch.device | str = "cpu") -> PeakMemory:

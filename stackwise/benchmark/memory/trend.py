@@ -30,12 +30,14 @@ class Trend:
         low: lower end of the 99 % interval of that median (Sen 1968, from the variance of Kendall's S).
         high: upper end.
         floors: the least value in each quarter of the series.
+        least: the smallest rise from one value to the next.
     """
 
     per_step: float
     low: float
     high: float
     floors: tuple[float, ...]
+    least: float
 
     @property
     def goes_on(self) -> bool:
@@ -46,6 +48,11 @@ class Trend:
         """
         rises = self._rises
         return all(rise > 0 for rise in rises) and rises[-1] >= 0.5 * median(rises)
+
+    @property
+    def each_step(self) -> bool:
+        """Whether every value is above the one before it."""
+        return self.least > 0
 
     @property
     def fades(self) -> bool:
@@ -84,4 +91,5 @@ def trend(values: Sequence[float]) -> Trend:
         low=float(slopes[lowest]),
         high=float(slopes[highest]),
         floors=tuple(float(quarter.min()) for quarter in np.array_split(series, _QUARTERS)),
+        least=float(np.diff(series).min()),
     )

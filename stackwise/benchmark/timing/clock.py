@@ -16,7 +16,16 @@ import torch
 
 from stackwise.argument import check_choice, check_sizes, require
 
-__all__ = ["CLOCKS", "SHORTEST_SAMPLE", "Clock", "DeviceClock", "HostClock", "create_clock", "time_call"]
+__all__ = [
+    "CLOCKS",
+    "SHORTEST_SAMPLE",
+    "Clock",
+    "DeviceClock",
+    "HostClock",
+    "create_clock",
+    "time_call",
+    "timing_event",
+]
 
 CLOCKS = ("host", "device")
 # Seconds. An event is exact to about 0.5 us, a reading of the host's clock to about 0.1 us: of what is
@@ -79,19 +88,24 @@ class HostClock:
     def sample(self, call: Call, count: int, *, repeats: int = 1, before: Call | None = None) -> list[float]:
         """Seconds of one call, as wall time; see `Clock.sample`."""
         now, waits, device = time.perf_counter_ns, self.device.type == "cuda", self.device
-        again = range(repeats)
+        again, several = range(1, repeats), repeats > 1
         seconds = []
         for _ in range(count):
             if before is not None:
                 before()
             if waits:
                 torch.cuda.synchronize(device)
+            # Behind a long call all of this is out of the processor's caches: each operation here costs more
+            # than the clock itself, so that there are no more of them than there must be.
             start = now()
-            for _ in again:
-                call()
+            call()
+            if several:
+                for _ in again:
+                    call()
             if waits:
                 torch.cuda.synchronize(device)
-            seconds.append((now() - start) * 1e-9 / repeats)
+            end = now()
+            seconds.append((end - start) * 1e-9 / repeats)
         return seconds
 
 
@@ -122,7 +136,7 @@ class DeviceClock:
         self._cycles_per_second = 0.0
         self._notes: dict[str, None] = {}
         with torch.cuda.device(device):
-            self._pairs = [(_event(), _event()) for _ in range(capacity)]
+            self._pairs = [(timing_event(), timing_event()) for _ in range(capacity)]
             # An event comes to be when it is recorded first.
             for pair in self._pairs:
                 for event in pair:
@@ -181,7 +195,14 @@ class DeviceClock:
         """How long the device is kept busy ahead of one sample; 0: it is not."""
         if self._launch_seconds is None:
             return 0
-        seconds = min(2 * self._launch_seconds * repeats + 50e-6, _LONGEST_FILL)
+        seconds = 2 * self._launch_seconds * repeats + 50e-6
+        if seconds > _LONGEST_FILL:
+            launching = self._launch_seconds * repeats
+            self._notes[
+                f"a sample of {repeats} calls takes the host {launching:.3f} s to launch, and the device is "
+                f"kept busy for no more than {_LONGEST_FILL:g} s: {_GAPS}"
+            ] = None
+            seconds = _LONGEST_FILL
         return int(seconds * self._cycles_per_second)
 
     def _launch(self, call: Call, before: Call | None, busy: float = 0.0) -> float:
@@ -235,7 +256,8 @@ def time_call(call: Call, device: torch.device) -> float:
     return HostClock(device).sample(call, 1)[0]
 
 
-def _event() -> torch.cuda.Event:
+def timing_event() -> torch.cuda.Event:
+    """An event that tells the time at which a stream came by it."""
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 

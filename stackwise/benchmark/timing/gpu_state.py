@@ -13,7 +13,10 @@ from typing import Any
 
 import torch
 
-__all__ = ["GpuSensor", "GpuState", "gpu_range"]
+__all__ = ["READING_INTERVAL", "GpuSensor", "GpuState", "gpu_range"]
+
+# Seconds of samples between two readings.
+READING_INTERVAL = 0.2
 
 # Event reasons of NVML by their bits. Idle, clocks that a user has set, clocks kept in step with other GPUs
 # and a display's are no throttling.

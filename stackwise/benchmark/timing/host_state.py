@@ -40,6 +40,17 @@ class HostState:
     frequency_mhz: float | None
     load: float | None
 
+    @property
+    def note(self) -> str | None:
+        """That threads without work spin, which a reader of timings must know; None where they sleep."""
+        if self.threads < 2 or (self.wait_policy or "").upper() == "PASSIVE":
+            return None
+        how = "is not set" if self.wait_policy is None else f"is {self.wait_policy!r}"
+        return (
+            f"OMP_WAIT_POLICY {how}: threads that wait spin, and take the cores from whatever else runs; "
+            "PASSIVE, set before torch is loaded, lets them sleep"
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         return asdict(self)

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from stackwise.argument import check_choice, check_number, check_sizes, require
+from stackwise.benchmark.timing.conditions import notes_of
 from stackwise.benchmark.timing.gpu_state import GpuSensor, GpuState
 from stackwise.benchmark.timing.host_state import host_state
 from stackwise.benchmark.timing.measurement import Measurement, Sampler, uncollected
@@ -32,14 +33,14 @@ class Ratio:
     """How two workloads compare, over rounds.
 
     Attributes:
-        median: of the ratios within a round.
+        median: of the ratios within a round; None where no round counts.
         low: end of an interval of order statistics that has the true median with a confidence of 95 %; None
             where the rounds are too few for one (below 6).
         high: its other end.
         rounds: that were counted.
     """
 
-    median: float
+    median: float | None
     low: float | None
     high: float | None
     rounds: int
@@ -54,7 +55,8 @@ class Interleaved:
     """Workloads that were measured in turns.
 
     Attributes:
-        measurements: of each, by name, without the samples of discarded rounds.
+        measurements: of each, by name, without the samples of discarded rounds. Where every round was
+            discarded they have those samples all the same, and a note that says so.
         rounds: seconds of a call in each round that counts: the median of its samples there, by name.
         n_rounds: how many were run.
         discarded: the rounds, from 0, in which the GPU's clocks were held down at any time. They count for
@@ -72,7 +74,7 @@ class Interleaved:
         return len(self.discarded) > _MOST_DISCARDED * self.n_rounds
 
     def ratio(self, name: str, baseline: str) -> Ratio:
-        """Time of `name` over time of `baseline`: below 1 where `name` is faster.
+        """Time of `name` over time of `baseline`: below 1 where `name` is faster; see `inconclusive`.
 
         Raises:
             ValueError: a workload that was not measured.
@@ -80,8 +82,9 @@ class Interleaved:
         check_choice("name", name, self.rounds)
         check_choice("baseline", baseline, self.rounds)
         ratios = [a / b for a, b in zip(self.rounds[name], self.rounds[baseline], strict=True)]
+        if not ratios:
+            return Ratio(None, None, None, 0)
         middle = percentile(ratios, 50)
-        assert middle.value is not None, "the median of any samples is told"
         return Ratio(middle.value, middle.low, middle.high, len(ratios))
 
     def speed_up(self, name: str, baseline: str) -> Ratio:
@@ -134,7 +137,6 @@ def interleave(
 
     Raises:
         ValueError: no workloads, or on several devices; numbers out of range; what `measure` refuses.
-        RuntimeError: the GPU's clocks were held down in every round, so that nothing was measured.
     """
     require(len(workloads) > 0, "workloads", workloads, "one or more, by name")
     devices = {workload.device for workload in workloads.values()}
@@ -153,6 +155,7 @@ def interleave(
         for name, workload in workloads.items()
     }
     taken: list[dict[str, list[float]]] = []
+    throttled: list[dict[str, list[float]]] = []
     states: list[GpuState] = []
     discarded = []
     order, shuffle = list(workloads), random.Random(seed).shuffle  # noqa: S311
@@ -171,17 +174,22 @@ def interleave(
             states += [state for state in seen if state is not None]
             if any(state is not None and state.throttled for state in seen):
                 discarded.append(number)
+                throttled.append(samples)
             else:
                 taken.append(samples)
+    notes = notes_of(host, sensor)
     if not taken:
-        raise RuntimeError(
-            f"the GPU's clocks were held down in each of {rounds} rounds, at the end by "
-            f"{', '.join(states[-1].throttle_reasons or ('nothing',))}: nothing was measured"
+        reasons = sorted({reason for state in states for reason in state.throttle_reasons or ()})
+        told = (
+            f"throttled: the GPU's clocks were held down in each of {rounds} rounds ({', '.join(reasons)}); "
+            "these are the times of that, and nothing can be compared"
         )
-    notes = () if sensor.note is None else (sensor.note,)
+        notes = (*notes, told)
     return Interleaved(
         measurements={
-            name: sampler.measurement([s for each in taken for s in each[name]], host, states, notes)
+            name: sampler.measurement(
+                [s for each in taken or throttled for s in each[name]], host, states, notes
+            )
             for name, sampler in samplers.items()
         },
         rounds={name: tuple(statistics.median(each[name]) for each in taken) for name in samplers},

@@ -6,7 +6,7 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,52 +15,36 @@ from stackwise.argument import check_choice, check_number, check_sizes
 from stackwise.benchmark.memory.peak import peak_memory_bytes
 from stackwise.benchmark.timing.cache_state import CACHE_STATES, CacheFlush, RotatingCall
 from stackwise.benchmark.timing.clock import SHORTEST_SAMPLE, Call, Clock, create_clock, time_call
-from stackwise.benchmark.timing.gpu_state import GpuSensor, GpuState, gpu_range
+from stackwise.benchmark.timing.conditions import Conditions, notes_of
+from stackwise.benchmark.timing.gpu_state import READING_INTERVAL, GpuSensor, GpuState
 from stackwise.benchmark.timing.host_state import HostState, host_state
 from stackwise.benchmark.timing.percentile import Percentile, percentile
-from stackwise.benchmark.timing.warmup import COLD_START, WarmUp, warm_up
+from stackwise.benchmark.timing.warmup import WarmUp, warm_up
 from stackwise.benchmark.workload import Workload
 
 __all__ = ["Measurement", "Sampler", "call_once", "measure", "uncollected"]
 
-# Seconds of samples between two readings of the GPU's state.
-_SLICE = 0.2
 _MOST_SAMPLES = 10_000
 
 
 @dataclass(frozen=True)
-class Measurement:
-    """Raw samples.
+class Measurement(Conditions):
+    """Raw samples, and the conditions that they were taken under.
 
     Attributes:
         workload: its name.
         seconds: of a call, one per sample, in order, after warm-up.
-        tokens: handled by one call.
-        warmup: the calls before the first sample.
-        peak_memory_bytes: of one call in a pass of its own; None where it cannot be read, and of workloads
-            that were interleaved, which are in one memory.
-        execution: how the work was done, as far as the workload says: which attention kernel ran, say.
-        clock: that took the samples: "host" from idle device to idle device, "device" between two events.
+        tokens: handled by one call; 0: that means nothing here.
         cache: whether each sample found the last-level cache with what the one before left there ("warm") or
             with nothing of it ("cold").
         calls_per_sample: calls shorter than 50 us are timed together, and a sample is their mean.
-        host: the host before the first sample.
-        gpu: the GPU before the first slice of samples and after each; none where it cannot be read.
-        notes: what a reader must know.
     """
 
     workload: str
     seconds: tuple[float, ...]
     tokens: int
-    warmup: WarmUp = COLD_START
-    peak_memory_bytes: int | None = None
-    execution: dict[str, str] = field(default_factory=dict)
-    clock: str = "host"
-    cache: str = "warm"
-    calls_per_sample: int = 1
-    host: HostState | None = None
-    gpu: tuple[GpuState, ...] = ()
-    notes: tuple[str, ...] = ()
+    cache: str = field(default="warm", kw_only=True)
+    calls_per_sample: int = field(default=1, kw_only=True)
 
     @property
     def median(self) -> float:
@@ -68,24 +52,9 @@ class Measurement:
         return statistics.median(self.seconds)
 
     @property
-    def tokens_per_second(self) -> float:
-        """Tokens of a call over its median time."""
-        return self.tokens / self.median
-
-    @property
-    def warmup_calls(self) -> int:
-        """Calls before the first sample."""
-        return self.warmup.calls
-
-    @property
-    def steady(self) -> bool:
-        """Whether the warm-up ended because the time had settled, not because its own had run out."""
-        return self.warmup.steady
-
-    @property
-    def throttled(self) -> bool:
-        """Whether the GPU's clocks were held down at any of its readings."""
-        return any(state.throttled for state in self.gpu)
+    def tokens_per_second(self) -> float | None:
+        """Tokens of a call over its median time; None of work that has none."""
+        return self.tokens / self.median if self.tokens else None
 
     def percentile(self, q: float, *, confidence: float = 0.95) -> Percentile:
         """Percentile `q`, in percent, of the seconds of a call.
@@ -128,17 +97,8 @@ class Measurement:
             "calls_per_sample": self.calls_per_sample,
             "percentiles": {f"p{each.q}": each.to_dict() for each in (self.p50, self.p95, self.p99)},
             "tokens_per_second": self.tokens_per_second,
-            "peak_memory_bytes": self.peak_memory_bytes,
-            "warmup_calls": self.warmup_calls,
-            "steady": self.steady,
-            "warmup": self.warmup.to_dict(),
-            "clock": self.clock,
             "cache": self.cache,
-            "host": None if self.host is None else self.host.to_dict(),
-            "gpu": gpu_range(self.gpu),
-            "throttled": self.throttled,
-            "execution": self.execution,
-            "notes": list(self.notes),
+            **self.conditions(),
         }
 
 
@@ -209,8 +169,8 @@ class Sampler:
         self,
         seconds: list[float],
         host: HostState,
-        gpu: list[GpuState],
-        notes: tuple[str, ...] = (),
+        gpu: Sequence[GpuState],
+        notes: Sequence[str] = (),
         peak_memory_bytes: int | None = None,
     ) -> Measurement:
         """The samples that were taken, with all that is known of how."""
@@ -328,12 +288,12 @@ def measure(
             # The period of the first slice is a guess, so that it is as short as may be.
             period = passed / len(samples) if samples else sampler.period_seconds
             wanted = max(least - len(samples), _ratio(min_seconds - passed, period) if samples else 0)
-            samples += sampler.take(max(1, min(wanted, _ratio(_SLICE, period), _MOST_SAMPLES)))
+            samples += sampler.take(max(1, min(wanted, _ratio(READING_INTERVAL, period), _MOST_SAMPLES)))
             gpu.append(sensor.read())
             passed = time.perf_counter() - start
-    notes = () if sensor.note is None else (sensor.note,)
     peak = sampler.peak_memory_bytes()
-    return sampler.measurement(samples, host, [state for state in gpu if state is not None], notes, peak)
+    states = [state for state in gpu if state is not None]
+    return sampler.measurement(samples, host, states, notes_of(host, sensor), peak)
 
 
 def call_once(workload: Workload) -> Measurement:

@@ -12,6 +12,7 @@ from stackwise.benchmark.flops.measured_peak import (
     product_rate,
     stream_rate,
 )
+from stackwise.benchmark.flops.peak_rate import multiplies_in_tf32
 
 CPU = torch.device("cpu")
 
@@ -68,6 +69,89 @@ def test_all_of_it(clock, monkeypatch):
     assert peak.conditions["threads"] == torch.get_num_threads()
     assert peak.flops_of(torch.bfloat16) == 2 * 16**3 / 2
     assert peak.flops_of(torch.float16) is None
+    assert peak.conditions["products"] == {"float32": [8, 16], "bfloat16": [8, 16]}
+    assert peak.conditions["still_rising"] == ["float32", "bfloat16"], "there was time for no larger ones"
+
+
+@pytest.fixture
+def rates(monkeypatch):
+    """Products of so many rows run at rates[size], whatever they are."""
+
+    def use(**more):
+        tried = []
+
+        def product_rate(device, dtype, size, *, seconds):
+            tried.append(size)
+            return more["rate"](size)
+
+        monkeypatch.setattr(module, "product_rate", product_rate)
+        monkeypatch.setattr(module, "stream_rate", lambda device, n_bytes, *, seconds: 1e9)
+        monkeypatch.setattr(module, "_free_host_bytes", lambda: more.get("free", 2**50))
+        return tried
+
+    return use
+
+
+def test_products_grow_until_that_makes_them_no_faster(rates):
+    """Of a device that takes 16384 rows to be busy: the three sizes of a CPU would be told as its peak."""
+    tried = rates(rate=lambda size: 1e15 * min(1.0, size / 16384))
+    peak = measure_peak("cpu", [torch.bfloat16])
+    assert peak.flops == {"bfloat16": 1e15}
+    assert tried == [512, 1024, 2048, 4096, 8192, 16384, 32768]
+    assert peak.conditions["products"] == {"bfloat16": tried}
+    assert peak.conditions["still_rising"] == []
+
+
+def test_products_that_become_too_long_or_too_large_say_so(rates):
+    # 2 x 4096^3 operations take 1.4 s at 1e11 a second.
+    tried = rates(rate=lambda size: 1e11 * min(1.0, size / 2048))
+    peak = measure_peak("cpu", [torch.float32], seconds=1.0)
+    assert tried == [512, 1024, 2048]
+    assert peak.conditions["still_rising"] == ["float32"]
+    # Three matrices of float64 and two of float32 of 8192 rows are 2 GiB.
+    tried = rates(rate=float, free=3 * 2**30)
+    peak = measure_peak("cpu", [torch.float64], seconds=1e9)
+    assert tried == [512, 1024, 2048, 4096]
+    assert peak.conditions["still_rising"] == ["float64"]
+
+
+def test_a_small_rise_does_not_count(rates):
+    tried = rates(rate=lambda size: 1e15 * (1 + 0.009 * (size > 1024)))
+    assert measure_peak("cpu", [torch.float32]).flops["float32"] == pytest.approx(1.009e15)
+    assert tried == [512, 1024, 2048]
+
+
+def test_rounded_products_are_told_as_such(rates, monkeypatch):
+    rates(rate=lambda size: 1e14)
+    monkeypatch.setattr(module, "multiplies_in_tf32", lambda device: True)
+    peak = measure_peak("cpu", [torch.float32, torch.bfloat16])
+    assert set(peak.flops) == {"tf32", "bfloat16"}
+    assert peak.flops_of(torch.float32, tf32=True) == 1e14
+    assert peak.flops_of(torch.float32) is None
+
+
+@pytest.mark.parametrize(
+    ("device", "precision", "capability", "rounds"),
+    [
+        ("cuda", "high", (9, 0), True),
+        ("cuda", "medium", (8, 0), True),
+        ("cuda", "highest", (9, 0), False),
+        ("cuda", "high", (7, 5), False),
+        ("cpu", "high", (9, 0), False),
+    ],
+)
+def test_when_products_are_rounded(monkeypatch, device, precision, capability, rounds):
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: precision)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert multiplies_in_tf32(torch.device(device)) is rounds
+
+
+def test_what_the_host_has_free(tmp_path, monkeypatch):
+    file = tmp_path / "meminfo"
+    monkeypatch.setattr(module, "_MEMORY", file)
+    assert module._free_host_bytes() == 0
+    file.write_text("MemTotal:       9 kB\nMemAvailable:    3 kB\n")
+    assert module._free_host_bytes() == 3072
 
 
 def test_random_states_are_left_alone(clock):
@@ -98,11 +182,14 @@ def test_once_for_each_dtype_and_number_of_threads(monkeypatch):
         first = measured_peak("cpu", torch.float32)
         assert measured_peak(CPU, torch.float32) is first
         assert measured_peak(CPU, torch.bfloat16) is not first
-        monkeypatch.setattr(torch, "get_num_threads", lambda: 99)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "get_num_threads", lambda: 99)
+            assert measured_peak(CPU, torch.float32) is not first
+        monkeypatch.setattr(module, "multiplies_in_tf32", lambda device: True)
         assert measured_peak(CPU, torch.float32) is not first
     finally:
         module._measured.cache_clear()
-    assert made == [[torch.float32], [torch.bfloat16], [torch.float32]]
+    assert made == [[torch.float32], [torch.bfloat16], [torch.float32], [torch.float32]]
 
 
 def test_vectors_are_four_times_the_last_cache(monkeypatch):

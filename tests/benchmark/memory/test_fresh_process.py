@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from stackwise.benchmark.memory import fresh_process
 from stackwise.benchmark.memory.fresh_process import FreshProcessError, fresh_peak_memory
 from stackwise.benchmark.memory.peak import peak_memory_bytes
 
@@ -25,23 +26,65 @@ def here(numel):
     return lambda: torch.zeros(numel).add_(1)
 
 
+def held(bytes_before, bytes_of_call):
+    """As `hold` of fresh_calls, in a test file."""
+    set_up = torch.ones(bytes_before // 4)
+    return lambda: set_up[: bytes_of_call // 4].add(1)
+
+
+def test_a_function_of_a_test_and_what_this_process_holds():
+    mine = torch.ones(50_000_000)
+    found = fresh_peak_memory(held, 100 * MB, 40 * MB)
+    peak = found.peak
+    assert peak.added == pytest.approx(40 * MB, abs=15 * MB)
+    assert peak.in_use < 3 * mine.nbytes
+    assert peak.before + peak.added == peak.in_use
+    assert found.lifetime >= peak.in_use
+
+
+@pytest.mark.slow
 def test_peak_and_lifetime():
     found = fresh_peak_memory(f"{CALLS}:hold", 25_000_000, 75_000_000)
     assert found.peak.added == pytest.approx(100 * MB, abs=15 * MB)
     assert found.lifetime - found.peak.before == pytest.approx(300 * MB, abs=40 * MB)
 
 
-def test_a_function_of_a_test_and_what_this_process_holds():
-    held = torch.ones(50_000_000)
-    peak = fresh_peak_memory(here, 10_000_000).peak
-    assert peak.added == pytest.approx(40 * MB, abs=15 * MB)
-    assert peak.in_use < 3 * held.nbytes
-    assert peak.before + peak.added == peak.in_use
-
-
+@pytest.mark.slow
 def test_a_module_by_its_name(monkeypatch):
     monkeypatch.syspath_prepend(Path(CALLS).parent)
     assert fresh_peak_memory("fresh_calls:nothing").peak.added < 20 * MB
+
+
+@pytest.mark.parametrize("way", ["module", "file", "function"])
+def test_how_the_other_process_finds_what_it_calls(monkeypatch, way):
+    monkeypatch.syspath_prepend(Path(CALLS).parent)
+    wanted = {"module": "fresh_calls:nothing", "file": f"{CALLS}:nothing", "function": here}[way]
+    request = fresh_process._Request(*fresh_process._place_of(wanted), (), "cpu", 1)
+    found = fresh_process._found(request)
+    assert found.__name__ == ("here" if way == "function" else "nothing")
+    assert callable(found(1) if way == "function" else found())
+
+
+@pytest.mark.parametrize(
+    ("status", "text"),
+    [
+        (-9, "here: its process was ended by SIGKILL\na last word"),
+        (3, "here: its process ended with status 3\na last word"),
+        (None, "here: its process did not finish in 7 s\na last word"),
+    ],
+    ids=["signal", "status", "time"],
+)
+def test_how_a_process_ended_is_told(monkeypatch, status, text):
+    def run(folder, seconds):
+        (folder / "log").write_text("first\n" * 9 + "a last word\n")
+        return status
+
+    monkeypatch.setattr(fresh_process, "_run", run)
+    with pytest.raises(FreshProcessError) as error:
+        fresh_peak_memory(here, 1, seconds=7)
+    lines = str(error.value).splitlines()
+    assert f"{lines[0]}\n{lines[-1]}" == text
+    assert len(lines) == 1 + 5
 
 
 @pytest.mark.slow
@@ -79,7 +122,7 @@ SLOW = pytest.mark.slow  # each is a process of its own
     "name, arguments, text",
     [
         ("fails", ("calling",), "KeyError: 'no such batch' (fresh_calls.py:"),
-        ("killed", (), "its process was ended by SIGKILL"),
+        pytest.param("killed", (), "its process was ended by SIGKILL", marks=SLOW),
         pytest.param("fails", ("setting up",), "KeyError: 'no such weights' (fresh_calls.py:", marks=SLOW),
         pytest.param("no_function", (), "TypeError: returned int; wanted what is measured", marks=SLOW),
         pytest.param("missing", (), "fresh_calls.py has no missing; it has", marks=SLOW),

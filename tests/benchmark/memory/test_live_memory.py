@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from stackwise.benchmark.memory import live_memory
-from stackwise.benchmark.memory.live_memory import bytes_now, census, live_tensors
+from stackwise.benchmark.memory.live_memory import Earlier, bytes_now, census
 
 CPU = torch.device("cpu")
 needs_glibc = pytest.mark.skipif(
@@ -123,7 +123,7 @@ def test_nodes_within_reach_are_counted(frozen):
 def test_graph_of_a_frozen_tensor_that_grows_in_its_place():
     weight = torch.ones(3, requires_grad=True)
     total = torch.zeros(3)
-    before = live_tensors()
+    before = Earlier.now()
     gc.freeze()
     try:
         others = census(before).nodes  # of tensors that tests before this one have left

@@ -1,5 +1,6 @@
 """Peak memory: of one call, within another watch, in a real process and on a CUDA that is played."""
 
+import gc
 import json
 import subprocess
 import sys
@@ -50,6 +51,12 @@ torch.ones(25_000_000)
 seen["kept"] = peak_memory(lambda: torch.ones(25_000_000)).added
 print(json.dumps(seen))
 """
+
+
+@pytest.fixture(autouse=True)
+def _no_collections(monkeypatch):
+    """A collection takes longer than all the rest of a test."""
+    monkeypatch.setattr(gc, "collect", lambda *_: 0)
 
 
 @pytest.fixture(scope="module")
@@ -144,8 +151,15 @@ def test_where_the_status_says_nothing(files):
 def test_what_is_read_before_and_after_the_call(files):
     files("VmHWM:\t 7 kB\nVmRSS:\t 5 kB\n")
     peak = peak_memory(lambda: files("VmHWM:\t 9 kB\nVmRSS:\t 6 kB\n"))
-    assert peak == PeakMemory(resident=9 * 1024, before=5 * 1024)
+    assert peak == PeakMemory(resident=9 * 1024, before=5 * 1024, resident_before=5 * 1024)
     assert (peak.in_use, peak.added) == (9 * 1024, 4 * 1024)
+
+
+def test_libraries_that_come_in_meanwhile(files, played):
+    files("VmHWM:\t 7 kB\nVmRSS:\t 5 kB\nRssFile:\t 2 kB\n")
+    peak = peak_memory(lambda: files("VmHWM:\t 9 kB\nVmRSS:\t 6 kB\nRssFile:\t 3 kB\n"), "cuda")
+    assert (peak.resident, peak.resident_before, peak.mapped, peak.before) == (9216, 5120, 1024, 100)
+    assert peak.host_added == 3 * 1024
 
 
 def test_where_there_is_no_proc(monkeypatch, tmp_path):
@@ -173,7 +187,24 @@ def test_arithmetic(peak, in_use, added):
         "before": peak.before,
         "in_use": in_use,
         "added": added,
+        "resident_before": peak.resident_before,
+        "mapped": peak.mapped,
+        "host_added": None,
     }
+
+
+@pytest.mark.parametrize(
+    "peak, added",
+    [
+        (PeakMemory(resident=100), None),
+        (PeakMemory(resident=100, resident_before=60), 40),
+        (PeakMemory(resident=100, resident_before=60, mapped=30), 10),
+        (PeakMemory(resident=100, resident_before=60, mapped=-5), 40),
+        (PeakMemory(resident=100, resident_before=60, mapped=70), 0),
+    ],
+)
+def test_what_was_added_on_the_host(peak, added):
+    assert peak.host_added == added
 
 
 class PlayedCuda:

@@ -128,5 +128,6 @@ def test_plain_values():
         "low": 1.0,
         "high": 1.0,
         "floors": [0.0, 2.0, 4.0, 6.0],
+        "least": 1.0,
         "goes_on": True,
     }

@@ -97,6 +97,22 @@ class TestDeviceClock:
             "one call takes the host 0.070 s to launch: gaps between launches are part of the time",
         )
 
+    def test_a_sample_that_is_longer_to_launch_than_the_device_is_kept_busy(self, simulated_gpu):
+        def call():
+            simulated_gpu.launch(1e-7)
+
+        clock = DeviceClock(CUDA)
+        clock.learn(call)
+        # 4000 launches of 10 us take 0.04 s, and twice that is as long as the device may be kept busy.
+        assert clock.sample(call, 1, repeats=4000) == pytest.approx([1e-7])
+        assert clock.notes == ()
+        assert clock.sample(call, 1, repeats=30_000)[0] > 1e-6, "it waits for most of them"
+        [note] = clock.notes
+        assert note == (
+            "a sample of 30000 calls takes the host 0.300 s to launch, and the device is kept busy for no "
+            "more than 0.1 s: gaps between launches are part of the time"
+        )
+
     def test_what_was_learned_of_another_call_is_forgotten(self, simulated_gpu, virtual_time):
         clock = DeviceClock(CUDA)
         clock.learn(lambda: simulated_gpu.launch(1e-3))

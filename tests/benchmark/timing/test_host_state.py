@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from stackwise.benchmark.timing import host_state as module
-from stackwise.benchmark.timing.host_state import host_state
+from stackwise.benchmark.timing.host_state import HostState, host_state
 
 
 @pytest.fixture
@@ -85,3 +85,18 @@ def test_as_json():
     state = host_state()
     assert json.loads(json.dumps(state.to_dict())) == state.to_dict()
     assert state.threads == torch.get_num_threads()
+
+
+@pytest.mark.parametrize(
+    ("threads", "policy", "text"),
+    [
+        (1, None, None),
+        (2, "passive", None),
+        (2, "PASSIVE", None),
+        (2, None, "OMP_WAIT_POLICY is not set: threads that wait spin"),
+        (8, "active", "OMP_WAIT_POLICY is 'active': threads that wait spin"),
+    ],
+)
+def test_what_a_reader_must_know(threads, policy, text):
+    note = HostState(threads, 8, None, policy, None, None, None).note
+    assert note is None if text is None else note.startswith(text)

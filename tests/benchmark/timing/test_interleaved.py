@@ -150,8 +150,20 @@ def test_too_many_throttled_rounds_are_inconclusive(watched, monkeypatch):
 def test_nothing_but_throttled_rounds(watched, monkeypatch):
     make, _ = watched
     sensor(monkeypatch, itertools.repeat(THROTTLED))
-    with pytest.raises(RuntimeError, match="held down in each of 3 rounds, at the end by power cap"):
-        interleave(make(a=1.0, b=1.0), rounds=3)
+    found = interleave(make(a=1.0, b=2.0), rounds=3)
+    assert found.inconclusive
+    assert found.discarded == (0, 1, 2)
+    assert found.rounds == {"a": (), "b": ()}
+    ratio = found.ratio("a", "b")
+    assert (ratio.median, ratio.low, ratio.high, ratio.rounds) == (None, None, None, 0)
+    # The times of a throttled GPU are told, as such.
+    measured = found.measurements["b"]
+    assert measured.seconds == pytest.approx((2.0,) * 3)
+    assert measured.throttled
+    assert measured.notes[-1].startswith(
+        "throttled: the GPU's clocks were held down in each of 3 rounds (power cap); these are the times"
+    )
+    assert json.loads(json.dumps(found.to_dict()))["inconclusive"] is True
 
 
 @pytest.mark.parametrize("discarded, inconclusive", [(0, False), (2, False), (3, True)])

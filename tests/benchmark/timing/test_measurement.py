@@ -26,7 +26,7 @@ def workload_of(call=lambda: None, tokens=0):
     return Workload("w", call, CPU, tokens)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def _uncollected(monkeypatch):
     """A collection takes longer than all the rest of a test."""
     monkeypatch.setattr(gc, "collect", lambda *generation: 0)
@@ -56,7 +56,6 @@ def test_samples_until_both_minima_are_met(virtual_time, min_calls, min_seconds,
     assert result.seconds == pytest.approx([0.25] * expected)
 
 
-@pytest.mark.usefixtures("_uncollected")
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.floats(0.25, 3.0), min_size=5, max_size=60), st.integers(1, 12), st.floats(0.0, 5.0))
 def test_samples_are_no_more_than_needed(virtual_time, durations, min_calls, min_seconds):
@@ -365,6 +364,20 @@ def test_a_real_model_in_a_cold_cache(subjects):
     assert (result.cache, len(result.seconds)) == ("cold", 3)
 
 
+@pytest.mark.parametrize("policy, told", [("PASSIVE", False), ("ACTIVE", True), (None, True)])
+def test_threads_that_spin_are_told(virtual_time, monkeypatch, policy, told):
+    """Without the plugin nobody has seen to it that they sleep."""
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    if policy is not None:
+        monkeypatch.setenv("OMP_WAIT_POLICY", policy)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    result = measure(virtual_time.workload(itertools.repeat(1.0)), min_calls=1, min_seconds=0.0)
+    assert result.host.wait_policy == policy
+    assert [note for note in result.notes if note.startswith("OMP_WAIT_POLICY")] == (
+        [result.host.note] if told else []
+    )
+
+
 def test_one_call_is_no_measurement(virtual_time):
     prepared = []
     workload = virtual_time.workload([2.0], tokens=6, prepare=lambda: prepared.append(virtual_time.ns))
@@ -379,7 +392,7 @@ def test_one_call_is_no_measurement(virtual_time):
 )
 def test_arithmetic(seconds, median):
     warmup = WarmUp(6, 0.5, False, "two windows differed by 4.0% after 6 calls", 1.0, 1.5)
-    result = Measurement("w", seconds, 600, warmup)
+    result = Measurement("w", seconds, 600, warmup=warmup)
     assert result.median == median
     assert result.tokens_per_second == 600 / median
     assert result.p50.value == median
@@ -424,3 +437,4 @@ def test_percentiles_of_many_samples():
     assert result.p99.value == pytest.approx(0.99, abs=1e-3)
     assert result.p99.low < result.p99.value < result.p99.high
     assert result.percentile(25, confidence=0.5).confidence == 0.5
+    assert result.tokens_per_second is None, "it has no tokens: a rate of 0 would be another thing"

@@ -228,12 +228,10 @@ def test_next_batches_go_on_over_epochs():
 # In another process
 
 
-def add(build, a, b):
-    return a + b, type(build()).__name__
-
-
-def fails(build):
-    raise ArithmeticError("no number")
+def halve(build, number):
+    if not isinstance(number, torch.Tensor):
+        raise ArithmeticError("no number")
+    return number / 2, type(build()).__name__
 
 
 def waits(build):
@@ -244,10 +242,10 @@ def waits(build):
 
 def test_functions_elsewhere():
     recipe = Recipe.of(loop())
-    outcomes = run_elsewhere(f"{__name__}:add", recipe, [{"a": 1, "b": 2}, {"a": torch.ones(2), "b": 1}])
-    assert outcomes[0].value == (3, "Loop") and not outcomes[0].error
-    assert torch.equal(outcomes[1].value[0], torch.full((2,), 2.0))
-    [failed] = run_elsewhere(f"{__name__}:fails", recipe, [{}])
+    arguments = [{"number": torch.ones(2)}, {"number": None}]
+    done, failed = run_elsewhere(f"{__name__}:halve", recipe, arguments)
+    assert torch.equal(done.value[0], torch.full((2,), 0.5))
+    assert done.value[1] == "Loop" and not done.error
     assert failed.error.startswith("ArithmeticError: no number (test_checkpoint.py:") and failed.known
     [ended] = run_elsewhere(f"{__name__}:waits", recipe, [{}], stop=lambda: True)
     assert ended.error == "the process was ended"

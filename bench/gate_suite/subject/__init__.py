@@ -1,0 +1,1 @@
+"""A small package, of which every commit has the same code and other constants."""

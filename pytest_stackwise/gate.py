@@ -1,0 +1,365 @@
+"""The gate as tests: each benchmark passes, fails or is inconclusive by what became of it since the base.
+
+The tests themselves run in processes of both sides, see `stackwise.gate`. Here each only says what came of
+it, inside of its call, where JUnit, xfail and -x look for it.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+
+from pytest_stackwise import markers, options, records
+
+if TYPE_CHECKING:
+    from stackwise.gate.result import GateResult, TestResult
+    from stackwise.gate.round import Sampling
+    from stackwise.gate.session import Launch, Progress
+    from stackwise.gate.tree import Renamed, Tree
+
+__all__ = ["GateWarning", "RegressionError", "create"]
+
+_FIXTURES = ("benchmark", "throughput")
+_CALLABLE = "callable"
+# What is of the run that talks to the user alone, by the names that argparse keeps it under.
+_OWN = (
+    "stackwise_against",
+    "stackwise_build",
+    "stackwise_gate",
+    "stackwise_head",
+    "stackwise_history",
+    "stackwise_missing",
+    "stackwise_report",
+    "benchmark_",
+    "xmlpath",
+    "numprocesses",
+    "dist",
+    "tx",
+    "maxfail",
+    "lf",
+    "failedfirst",
+    "newfirst",
+    "stepwise",
+    "collectonly",
+    "verbose",
+    "tbstyle",
+    "reportchars",
+    "usepdb",
+    "file_or_dir",
+)
+
+
+class RegressionError(pytest.fail.Exception):  # type: ignore[name-defined, misc]
+    """A test costs more than its limit allows."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text, pytrace=False)
+
+
+class GateWarning(pytest.PytestWarning):
+    """A test has nothing that it could be compared with."""
+
+
+def create(config: pytest.Config) -> Gate | None:
+    """The gate, where one was asked for; not in a process of a side, which has the same options.
+
+    Raises:
+        pytest.UsageError: an option has another value than is allowed.
+    """
+    asked = options.gate(config)
+    if asked is None or config.pluginmanager.hasplugin("stackwise_side.plugin"):
+        return None
+    if records.is_worker(config) or config.getoption("numprocesses", None):
+        raise pytest.UsageError("--stackwise-against: the gate has the machine to itself; allowed: no -n")
+    if asked.history is not None:
+        from stackwise.gate.history import open_store
+
+        try:
+            open_store(asked.history).close()
+        except ValueError as error:
+            raise pytest.UsageError(f"--stackwise-history: {error}") from None
+    return Gate(config, asked)
+
+
+class Gate:
+    """Runs the comparison before the first test, and has each test say what came of it."""
+
+    def __init__(self, config: pytest.Config, asked: options.GateOptions) -> None:
+        self.config, self.asked = config, asked
+        self.result: GateResult | None = None
+        self._written: list[str] = []
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> None:
+        """Compare; the loop goes on with the tests."""
+        if self.config.option.collectonly or session.testsfailed:
+            return
+        items = [item for item in session.items if set(_FIXTURES) & set(getattr(item, "fixturenames", ()))]
+        if not items:
+            raise pytest.UsageError(
+                "--stackwise-against: no test uses benchmark or throughput: nothing to compare"
+            )
+        self.result = self._compare(items)
+        by_name = {test.nodeid: test for test in self.result.tests}
+        for item in items:
+            # Its fixtures are for the processes of the sides: here nothing is set up.
+            item.setup = lambda: None  # type: ignore[method-assign]
+            item.runtest = _Verdict(item, by_name[item.nodeid], self)  # type: ignore[method-assign]
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """Write what was asked for; an exit code of its own where something could not be told.
+
+        Only where nothing has failed.
+        """
+        from stackwise.gate.result import EXIT_INCONCLUSIVE
+
+        if self.result is None:
+            return
+        if self.result.outcome == "inconclusive" and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = EXIT_INCONCLUSIVE
+        from stackwise.gate.report import publish
+
+        try:
+            self._written += publish(self.result, self.asked.report)
+            if self.asked.history is not None:
+                self._written.append(self._keep(self.asked.history))
+        except (OSError, ValueError) as error:
+            self._written.append(f"not written: {error}")
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Show what came of all tests."""
+        if self.result is None:
+            return
+        from stackwise.gate.report import terminal_lines
+
+        terminalreporter.section("stackwise gate")
+        for line in (*terminal_lines(self.result), *self._written):
+            terminalreporter.write_line(line)
+
+    def _keep(self, place: str) -> str:
+        """Put what was found of the head into the history."""
+        from stackwise.gate.history import open_store
+        from stackwise.gate.history.checkout import Checkout
+        from stackwise.gate.history.machine import Machine
+        from stackwise.gate.history.point import Run
+        from stackwise.gate.history.record import results_of
+        from stackwise.gate.tree import revision_name
+
+        assert self.result is not None, "compared before"
+        root = self._root()
+        here, results = Checkout.of(root), results_of(self.result)
+        commit = here.commit if self.asked.head is None else revision_name(root, self.asked.head)
+        run = Run(Machine.of(self.result.environment), commit, here.branch, notes=self.result.notes)
+        with open_store(place) as store:
+            store.add(run, results)
+        return f"gate: kept {len(results)} results in the history"
+
+    def _compare(self, items: Sequence[pytest.Item]) -> GateResult:
+        from stackwise.gate.session import GateError, run_gate
+
+        with _terminable():
+            try:
+                with self._trees(items) as (base, head, renamed):
+                    return run_gate(
+                        base,
+                        head,
+                        [item.nodeid for item in items],
+                        self._launch(items),
+                        limits={item.nodeid: markers.gate_of(item, self.asked.limits) for item in items},
+                        places={item.nodeid: _place(item) for item in items},
+                        sampling=self._sampling(),
+                        missing=self.asked.missing,
+                        most_seconds=self.asked.seconds,
+                        seed=options.seed(self.config),
+                        environment=self._environment(),
+                        notes=[*map(_told, renamed)],
+                        on_progress=self._show,
+                    )
+            except (GateError, ValueError) as error:
+                raise pytest.UsageError(f"--stackwise-against: {error}") from None
+
+    def _trees(
+        self, items: Sequence[pytest.Item]
+    ) -> AbstractContextManager[tuple[Tree, Tree, list[Renamed]]]:
+        from stackwise.gate.tree import Tree, both_trees
+
+        root = self._root()
+        if self.asked.against == _CALLABLE:
+            return nullcontext((Tree(root, "against"), Tree(root, "subject"), []))
+        return both_trees(
+            self.asked.against,
+            root=root,
+            tests=sorted({item.path.resolve() for item in items}),
+            head=self.asked.head,
+            build=self.asked.build,
+            start=self.config.invocation_params.dir,
+        )
+
+    def _root(self) -> Path:
+        from stackwise.gate.tree import repository_of
+
+        root = self.config.rootpath.resolve()
+        return repository_of(root) or root
+
+    def _launch(self, items: Sequence[pytest.Item]) -> Launch:
+        from stackwise.gate.session import Launch
+
+        root, start = self._root(), self.config.invocation_params.dir.resolve()
+        config = self.config.inipath
+        files = dict.fromkeys(str(item.path.resolve()) for item in items)
+        return Launch(
+            (
+                *_own_arguments(self.config),
+                f"--rootdir={self.config.rootpath.resolve()}",
+                *(["-c", str(config.resolve())] if config is not None else []),
+                "-p",
+                "no:cacheprovider",
+                "--maxfail=0",
+                "-q",
+                "--no-header",
+                "--tb=short",
+                *(["-n0"] if self.config.pluginmanager.hasplugin("xdist") else []),
+                *files,
+            ),
+            root,
+            start.relative_to(root) if start.is_relative_to(root) else Path(),
+            _imports(root),
+            self.asked.timeout,
+            self.asked.against == _CALLABLE,
+        )
+
+    def _sampling(self) -> Sampling:
+        """With a pinned workload among the pairs, where results of other days are to be told apart."""
+        from stackwise.gate.round import Sampling
+
+        if self.asked.history is None:
+            return Sampling()
+        import torch
+
+        from stackwise.gate.history.reference import Reference
+
+        pinned = Reference(torch.device(options.device_name(self.config)))
+
+        def seconds() -> tuple[float, float]:
+            found = pinned.sample()
+            return found.gemm, found.copy
+
+        return Sampling(reference=seconds)
+
+    def _environment(self) -> dict[str, Any]:
+        """The machine, where it is to be written down: looking at it loads torch."""
+        if not self.asked.report and self.asked.history is None:
+            return {}
+        from stackwise.device import fingerprint
+
+        return fingerprint(options.device_name(self.config))
+
+    def _show(self, progress: Progress) -> None:
+        reporter = self.config.pluginmanager.get_plugin("terminalreporter")
+        if reporter is None:
+            return
+        confirming = f", {progress.confirming} to be confirmed" if progress.confirming else ""
+        reporter.write_line(
+            f"gate: round {progress.round}: {progress.open} of {progress.tests} tests are open{confirming} "
+            f"({progress.seconds:.0f} s)"
+        )
+
+
+class _Verdict:
+    """What a test does in the place of its function."""
+
+    def __init__(self, item: pytest.Item, result: TestResult, gate: Gate) -> None:
+        self.item, self.result, self.gate = item, result, gate
+
+    def __call__(self) -> None:
+        """Pass, warn, skip or fail."""
+        __tracebackhide__ = True
+        from stackwise.gate.report import junit_properties, test_text
+
+        result = self.result
+        self.item.user_properties.extend(junit_properties(result))
+        text = test_text(result)
+        match result.outcome(self.gate.asked.missing):
+            case "failed":
+                raise RegressionError(text)
+            case "inconclusive":
+                pytest.skip(text)
+            case "warned":
+                self.item.warn(GateWarning(text))
+        if result.status == "skipped":
+            pytest.skip(result.detail)
+
+
+def _own_arguments(config: pytest.Config) -> list[str]:
+    """What the command line says of how tests run, without which they are and what is made of them."""
+    actions = cast("Any", config)._parser.optparser._option_string_actions
+    kept: list[str] = []
+    given = iter([str(argument) for argument in config.invocation_params.args])
+    for argument in given:
+        if not argument.startswith("-"):
+            continue  # which tests
+        name, has_value, _ = argument.partition("=")
+        action = actions.get(name)
+        if action is None:
+            name, has_value = argument[:2], argument[2:]
+            action = actions.get(name)
+        dest = "" if action is None else action.dest
+        values = [] if has_value or action is None or action.nargs == 0 else [next(given, "")]
+        if not dest.startswith(_OWN):
+            kept += [argument, *values]
+    return kept
+
+
+def _imports(root: Path) -> tuple[Path, ...]:
+    """The folders below `root` that this process imports from, relative to it."""
+    found: dict[Path, None] = {}
+    for entry in sys.path:
+        place = Path(entry or ".").resolve()
+        if place.is_relative_to(root) and "site-packages" not in place.parts and place.is_dir():
+            found[place.relative_to(root)] = None
+    # An editable installation may find packages without the path.
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if "." in name or not isinstance(file, str):
+            continue
+        path = Path(file).resolve()
+        if path.name == "__init__.py" and path.is_relative_to(root) and "site-packages" not in path.parts:
+            found[path.parent.parent.relative_to(root)] = None
+    return tuple(found)
+
+
+def _place(item: pytest.Item) -> tuple[str, int]:
+    file, line, _ = item.location
+    return file, (line or 0) + 1
+
+
+def _told(renamed: Renamed) -> str:
+    if renamed.new is None:
+        return f"{renamed.old} is on the base and no longer on the head"
+    return f"{renamed.old} of the base is {renamed.new} on the head"
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """Within, SIGTERM ends the run as Ctrl-C does: no process and no tree stays behind."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt("SIGTERM")
+
+    try:
+        before = signal.signal(signal.SIGTERM, interrupt)
+    except ValueError:  # not in the main thread, where signals are not heard either
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

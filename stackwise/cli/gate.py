@@ -1,0 +1,79 @@
+"""Gate: the command that compares the benchmarks of two revisions, for any CI that can run a command."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, cast
+
+import tyro
+
+if TYPE_CHECKING:
+    from stackwise.gate.result import Missing
+
+__all__ = ["Gate"]
+
+
+@dataclass(frozen=True)
+class Gate:
+    """Compare the benchmarks of two revisions; exit code 1 where one got worse, 7 where it is not known."""
+
+    base: tyro.conf.Positional[str]
+    """The old side: a revision, ./FOLDER, a wheel, or "callable": what each test names as `against`. A file
+    that pytest-benchmark has saved (.json) is compared with `head`, another one, and nothing is measured."""
+    head: Annotated[str | None, tyro.conf.Positional] = None
+    """The new side, a revision; none: the files as they are."""
+    tests: tuple[str, ...] = ()
+    """Files, folders or names of tests, as pytest takes them; none: those of the configuration file."""
+    limits: str | None = None
+    """Of tests whose marker `gate` does not say, such as time=2%,memory=1%,floor=50us."""
+    missing: str | None = None
+    """What a test is that the base does not have: fail, warn or create."""
+    seconds: float | None = None
+    """Begin no round after this time; what is open then is INCONCLUSIVE."""
+    build: str | None = None
+    """Run this command in both trees before, to compile extensions, say."""
+    report: str | None = None
+    """Write the result here: .md, .json, or both where the name has no ending."""
+
+    def run(self) -> int:
+        """Hand over to pytest, which finds the tests, and return its exit code."""
+        if self.base.endswith(".json"):
+            return self._compare_saved(Path(self.base))
+        options = {
+            "against": self.base,
+            "head": self.head,
+            "gate": self.limits,
+            "missing": self.missing,
+            "gate-seconds": self.seconds,
+            "build": self.build,
+            "gate-report": self.report,
+        }
+        given = [f"--stackwise-{name}={value}" for name, value in options.items() if value is not None]
+        command = [sys.executable, "-m", "pytest", *given, *self.tests]
+        return subprocess.run(command, check=False).returncode  # noqa: S603
+
+    def _compare_saved(self, base: Path) -> int:
+        """Compare what was saved, which knows nothing of what the machine did then."""
+        from stackwise.argument import check_choice, require
+        from stackwise.gate.limit import Limits, parse_limits
+        from stackwise.gate.report import publish, terminal_lines
+        from stackwise.gate.stored import compare_stored
+        from stackwise.report import report_files
+
+        head, missing = self.head or "", self.missing or "warn"
+        require(
+            head.endswith(".json"), "head", self.head, "a file that pytest-benchmark has saved, as base is"
+        )
+        check_choice("missing", missing, ("fail", "warn", "create"))
+        for name in ("tests", "seconds", "build"):
+            given = getattr(self, name)
+            require(not given, name, given, "none where saved files are compared: nothing is run")
+        limits = Limits() if self.limits is None else Limits().changed(**parse_limits(self.limits))
+        files = report_files(Path(self.report)) if self.report else ()
+        result = compare_stored(base, Path(head), limits, missing=cast("Missing", missing))
+        for line in (*terminal_lines(result), *publish(result, files)):
+            print(line)
+        return result.exit_code

@@ -1,0 +1,327 @@
+"""History: the command that lists, plots and keeps what the gate has measured."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+if TYPE_CHECKING:
+    from stackwise.gate.history.machine import Machine
+    from stackwise.gate.history.point import Series
+    from stackwise.gate.history.store import Store
+    from stackwise.gate.result import GateResult
+    from stackwise.gate.verdict import Decision
+
+__all__ = ["History"]
+
+_STORE = "Path of an SQLite file, or postgresql://USER:PASSWORD@HOST:PORT/DATABASE."
+Place = Annotated[str, tyro.conf.arg(help=_STORE)]
+
+
+@dataclass(frozen=True)
+class List:
+    """What there are results of, on which machine, and the newest of each."""
+
+    store: Place
+    test: str | None = None
+    """Only tests whose node id contains this."""
+    metric: str | None = None
+    """Only this one: time, memory, ttft or tpot."""
+    machine: str | None = None
+    """Only machines whose key begins like this."""
+
+    def run(self) -> int:
+        """Print one line for each test and metric, under its machine."""
+        from stackwise.gate.history import open_store
+
+        with open_store(self.store, create=False) as store:
+            found = store.series(machine=self.machine, test=self.test, metric=self.metric)
+        if not found:
+            print("no results")
+        for machine in dict.fromkeys(each.machine for each in found):
+            print(f"{machine.key}  {machine}")
+            for each in found:
+                if each.machine == machine:
+                    print(f"  {_line(each)}")
+        return 0
+
+
+@dataclass(frozen=True)
+class Show:
+    """The results of one test and where they changed."""
+
+    test: tyro.conf.Positional[str]
+    """Node id, or a part that no other has."""
+    store: Place
+    metric: str = "time"
+    """time, memory, ttft or tpot."""
+    machine: str | None = None
+    """Beginning of its key; needed where there are several."""
+    branch: str | None = None
+    """Only results of this branch."""
+    last: int = 50
+    """The newest so many."""
+
+    def run(self) -> int:
+        """Print one line for each result, and one where the series became another."""
+        from stackwise.gate.history import open_store
+        from stackwise.gate.history.change_point import change_points
+
+        with open_store(self.store, create=False) as store:
+            series = _one(store, self.test, self.metric, self.machine)
+            points = store.points(
+                series.machine, series.test, series.metric, branch=self.branch, last=self.last
+            )
+        print(f"{series.test} ({series.metric}) on {series.machine.key}, {series.machine}")
+        # With a reference or without: their log-ratios are not alike.
+        newest = points and points[-1].reference is not None
+        alike = [point for point in points if (point.reference is not None) == newest]
+        changes = {alike[each.index].id: each for each in change_points([p.log_ratio for p in alike])}
+        for point in points:
+            if point.id in changes:
+                print(f"  -- another level from here on, p = {changes[point.id].p:.3g}")
+            said = str(point.verdict or "-")
+            print(
+                f"  {point.created:%Y-%m-%d %H:%M}  {point.commit[:12]:<12}  {point.branch or '-':<12}  "
+                f"{_cost(point.level, series.metric):>10}  {said:<12}  {point.standing}"
+            )
+        return 0
+
+
+@dataclass(frozen=True)
+class Plot:
+    """The results of one test as an SVG, with its change points and the reference's time."""
+
+    test: tyro.conf.Positional[str]
+    """Node id, or a part that no other has."""
+    store: Place
+    output: Path
+    """The SVG to be written."""
+    metric: str = "time"
+    """time, memory, ttft or tpot."""
+    machine: str | None = None
+    """Beginning of its key; needed where there are several."""
+    branch: str | None = None
+    """Only results of this branch."""
+
+    def run(self) -> int:
+        """Write the file."""
+        from stackwise.gate.history import open_store
+        from stackwise.gate.history.judgement import WINDOW
+        from stackwise.gate.history.plot import series_svg
+
+        with open_store(self.store, create=False) as store:
+            series = _one(store, self.test, self.metric, self.machine)
+            points = store.points(series.machine, series.test, series.metric, branch=self.branch, last=WINDOW)
+        if not points:
+            raise ValueError(f"branch: got {self.branch!r}, of which there is no result")
+        self.output.write_text(series_svg(points, f"{series.test} ({series.metric})"), encoding="utf-8")
+        print(f"written: {self.output}")
+        return 0
+
+
+@dataclass(frozen=True)
+class Accept:
+    """Accept the level of a commit, whatever its verdict was: later results are judged from it on."""
+
+    test: tyro.conf.Positional[str]
+    """Node id, or a part that no other has."""
+    store: Place
+    commit: str
+    """Beginning of the commit's hash; its newest result is meant."""
+    reason: str
+    """Why the new level is right, for those who come later."""
+    metric: str = "time"
+    """time, memory, ttft or tpot."""
+    machine: str | None = None
+    """Beginning of its key; needed where there are several."""
+
+    def run(self) -> int:
+        """Say what was accepted."""
+        from stackwise.gate.history import open_store
+
+        with open_store(self.store, create=False) as store:
+            series = _one(store, self.test, self.metric, self.machine)
+            points = store.points(series.machine, series.test, series.metric)
+            meant = [point for point in points if self.commit and point.commit.startswith(self.commit)]
+            if not meant:
+                raise ValueError(f"commit: got {self.commit!r}, of which {series.test} has no result")
+            if len({point.commit for point in meant}) > 1:
+                raise ValueError(f"commit: got {self.commit!r}, which several commits begin with")
+            store.accept(series.machine, series.test, series.metric, meant[-1], self.reason)
+        level = _cost(meant[-1].level, series.metric)
+        print(f"accepted: {series.test} ({series.metric}) at {level}, {meant[-1].commit[:12]}")
+        return 0
+
+
+@dataclass(frozen=True)
+class Add:
+    """Put a gate's report (--stackwise-gate-report=FILE.json) into a history; the same one only once."""
+
+    report: tyro.conf.Positional[Path]
+    """The JSON file."""
+    store: Place
+    commit: str | None = None
+    """Of head; none given: what is checked out here."""
+    branch: str | None = None
+    """That head belongs to; none given: what is checked out here, or the CI says."""
+
+    def run(self) -> int:
+        """Say what was added."""
+        from stackwise.gate.history import open_store
+        from stackwise.gate.history.checkout import Checkout
+        from stackwise.gate.history.point import Run
+        from stackwise.gate.history.record import results_of
+
+        data = self.report.read_bytes()
+        gate = _gate(self.report, data)
+        here = Checkout.of(Path.cwd())
+        run = Run(
+            _machine_of(self.report, gate),
+            commit=here.commit if self.commit is None else self.commit,
+            branch=here.branch if self.branch is None else self.branch,
+            created=datetime.fromtimestamp(self.report.stat().st_mtime, UTC),
+            identity=hashlib.sha256(data).hexdigest(),
+            notes=gate.notes,
+        )
+        results = results_of(gate)
+        with open_store(self.store) as store:
+            added = store.add(run, results)
+        print(f"added: {len(results)} results" if added else f"{self.report}: is there already")
+        return 0
+
+
+@dataclass(frozen=True)
+class Judge:
+    """Hold head of a gate's report to the history; exit code 1 where it got worse, 7 where nobody knows."""
+
+    report: tyro.conf.Positional[Path]
+    """The JSON file. It is not stored: `add` does that."""
+    store: Place
+    branch: str = "main"
+    """Whose results count."""
+    commit: str | None = None
+    """Of head, so that it is not held to itself where it is stored; none: what is checked out here."""
+    again: Path | None = None
+    """The report of a second run of the same commit, whose verdict counts where the first found a change."""
+    limits: str | None = None
+    """Such as time=2%,memory=1%,floor=50us; none: the defaults of the gate."""
+
+    def run(self) -> int:
+        """Print one line for each metric of each test, the worst first."""
+        from stackwise.gate.history import open_store
+        from stackwise.gate.history.checkout import Checkout
+        from stackwise.gate.history.record import judge_run, results_of
+        from stackwise.gate.limit import Limits, parse_limits
+        from stackwise.gate.result import EXIT_INCONCLUSIVE
+        from stackwise.gate.verdict import Verdict
+
+        limits = Limits() if self.limits is None else Limits().changed(**parse_limits(self.limits))
+        gate = _gate(self.report, self.report.read_bytes())
+        machine = _machine_of(self.report, gate)
+        second = []
+        if self.again is not None:
+            again = _gate(self.again, self.again.read_bytes())
+            differences = machine.differences(_machine_of(self.again, again))
+            if differences:
+                raise ValueError(f"{self.again}: is of another machine: {', '.join(differences)}")
+            second = results_of(again)
+        results = results_of(gate)
+        commit = Checkout.of(Path.cwd()).commit if self.commit is None else self.commit
+        with open_store(self.store, create=False) as store:
+            found = judge_run(
+                store, machine, results, limits, branch=self.branch, commit=commit, again=second
+            )
+        order = (Verdict.REGRESSED, Verdict.INCONCLUSIVE, Verdict.IMPROVED, Verdict.PASS)
+        for name in sorted(found, key=lambda name: order.index(found[name].decision.verdict)):
+            said = found[name].decision
+            print(f"{said.verdict:<12}  {name[0]} ({name[1]}): {_change(said)}{said.reason}")
+        verdicts = {each.decision.verdict for each in found.values()}
+        if Verdict.REGRESSED in verdicts:
+            return 1
+        return EXIT_INCONCLUSIVE if not verdicts or Verdict.INCONCLUSIVE in verdicts else 0
+
+
+Action = (
+    Annotated[List, tyro.conf.subcommand("list")]
+    | Annotated[Show, tyro.conf.subcommand("show")]
+    | Annotated[Plot, tyro.conf.subcommand("plot")]
+    | Annotated[Accept, tyro.conf.subcommand("accept")]
+    | Annotated[Add, tyro.conf.subcommand("add")]
+    | Annotated[Judge, tyro.conf.subcommand("judge")]
+)
+
+
+@dataclass(frozen=True)
+class History:
+    """What the gate has measured, run by run: list it, plot it, keep it."""
+
+    action: tyro.conf.OmitSubcommandPrefixes[Action]
+
+    def run(self) -> int:
+        """Do it."""
+        return self.action.run()
+
+
+def _one(store: Store, test: str, metric: str, machine: str | None) -> Series:
+    """The series that is meant; exact node ids come first."""
+    found = store.series(machine=machine, test=test, metric=metric)
+    found = [each for each in found if each.test == test] or found
+    if not found:
+        raise ValueError(f"test: got {test!r} ({metric}), of which there is no result")
+    tests = dict.fromkeys(each.test for each in found)
+    if len(tests) > 1:
+        shown = ", ".join(list(tests)[:3])
+        raise ValueError(f"test: got {test!r}, which is in {len(tests)}: {shown}; allowed: a part of one")
+    if len(found) > 1:
+        keys = ", ".join(each.machine.key for each in found)
+        raise ValueError(f"machine: got {machine!r}; allowed: the beginning of one of {keys}")
+    return found[0]
+
+
+def _gate(path: Path, data: bytes) -> GateResult:
+    from stackwise.gate.result import GateResult
+
+    try:
+        values: Any = json.loads(data)
+        return GateResult.from_dict(values)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path}: is no report of the gate: {error}") from None
+
+
+def _machine_of(path: Path, gate: GateResult) -> Machine:
+    from stackwise.gate.history.machine import Machine
+
+    if not gate.environment:
+        raise ValueError(f"{path}: does not say what machine it is of")
+    return Machine.of(gate.environment)
+
+
+def _change(decision: Decision) -> str:
+    if not math.isfinite(decision.estimate):
+        return ""
+    interval = f" ({decision.low:+.1%} to {decision.high:+.1%})" if math.isfinite(decision.high) else ""
+    return f"{decision.estimate:+.1%}{interval}; "
+
+
+def _line(series: Series) -> str:
+    verdict = series.last_verdict or "-"
+    return (
+        f"{series.test}  {series.metric}  {series.n_points} results, the last {series.last:%Y-%m-%d %H:%M} "
+        f"of {series.last_commit[:12] or '-'}: {_cost(series.last_level, series.metric)}  {verdict}"
+    )
+
+
+def _cost(level: float, metric: str) -> str:
+    if metric == "memory":
+        power = max(0, min(3, int(math.log2(level) // 10)))
+        return f"{level / 1024**power:.4g} {('B', 'KiB', 'MiB', 'GiB')[power]}"
+    power = max(0, min(3, math.ceil(-math.log10(level) / 3)))
+    return f"{level * 1000**power:.4g} {('s', 'ms', 'us', 'ns')[power]}"

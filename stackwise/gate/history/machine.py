@@ -1,0 +1,90 @@
+"""Machine: what of hardware and software decides how fast code runs, and the key of it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+from stackwise.argument import require
+from stackwise.gate.history.reference import REFERENCE_VERSION
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Machine"]
+
+_FACTS = (
+    "cpu",
+    "cpu_count",
+    "torch_threads",
+    "omp_wait_policy",
+    "system",
+    "python",
+    "torch",
+    "reference",
+)
+_OF_GPU = ("name", "memory_bytes", "capability", "cuda", "driver")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A kind of machine: results of two are never compared.
+
+    Attributes:
+        facts: processor, processors, threads, versions, GPU and driver, and the version of the reference
+            workload, whose time is in every log-ratio.
+    """
+
+    facts: dict[str, Any]
+
+    @classmethod
+    def of(cls, fingerprint: Mapping[str, Any]) -> Self:
+        """From what `stackwise.device.fingerprint` says: what decides speed, and nothing else of it.
+
+        Raises:
+            ValueError: it does not name the processor.
+        """
+        require(bool(fingerprint.get("cpu")), "fingerprint", dict(fingerprint), "one that names the cpu")
+        facts: dict[str, Any] = {name: fingerprint.get(name) for name in _FACTS}
+        facts["reference"] = fingerprint.get("reference", REFERENCE_VERSION)
+        gpu = fingerprint.get("gpu")
+        facts["gpu"] = None if gpu is None else {name: gpu.get(name) for name in _OF_GPU}
+        # As they come back from JSON, so that a machine that was stored is equal to itself.
+        return cls(json.loads(json.dumps(facts)))
+
+    @classmethod
+    def here(cls, device: torch.device | str | None = None) -> Self:
+        """What runs this, with the threads that torch has now.
+
+        Args:
+            device: that is measured on, where there are several GPUs.
+        """
+        from stackwise.device import fingerprint
+
+        return cls.of(fingerprint(device))
+
+    @property
+    def key(self) -> str:
+        """Equal for equal facts: 16 hexadecimal digits."""
+        text = json.dumps(self.facts, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __str__(self) -> str:
+        gpu = self.facts.get("gpu")
+        device = self.facts["cpu"] if gpu is None else gpu["name"]
+        threads = self.facts.get("torch_threads")
+        return (
+            f"{device}, {threads} threads, Python {self.facts.get('python')}, torch {self.facts.get('torch')}"
+        )
+
+    def differences(self, other: Machine) -> list[str]:
+        """What is not the same of two: "torch: 2.12.0, 2.13.0"."""
+        names = sorted(self.facts.keys() | other.facts.keys())
+        pairs = [(name, self.facts.get(name), other.facts.get(name)) for name in names]
+        return [f"{name}: {mine}, {theirs}" for name, mine, theirs in pairs if mine != theirs]

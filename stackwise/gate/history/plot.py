@@ -1,0 +1,110 @@
+"""Plot: a series as an SVG, with its change points, its verdicts, and the reference below."""
+
+from __future__ import annotations
+
+import io
+import math
+import statistics
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from stackwise.argument import require
+from stackwise.gate.history.change_point import change_points
+from stackwise.gate.history.judgement import WINDOW
+from stackwise.gate.history.point import Point
+from stackwise.gate.history.store_url import HistoryError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["series_svg"]
+
+_INK, _MUTED, _SHIFT = "#1f2430", "#8a93a3", "#7a3fb5"
+_COLOURS = {
+    "PASS": "#2a7f4f",
+    "IMPROVED": "#1f6fb4",
+    "REGRESSED": "#c23b2b",
+    "INCONCLUSIVE": "#c98a1b",
+    "": _MUTED,
+}
+
+
+def series_svg(points: Sequence[Point], title: str, *, last: int = WINDOW, seed: int = 0) -> str:
+    """A series as an SVG, the same text each time.
+
+    Above, the cost of each result against the median of all, by the log-ratio to the reference where there is
+    one; a line is the mean of a segment between change points, a dashed one a change point. Below, how long
+    the reference took, against its median.
+
+    Args:
+        points: of one series, the oldest first.
+        title: what they are of.
+        last: only so many, the newest.
+        seed: of the search for change points.
+
+    Raises:
+        ValueError: no points.
+        HistoryError: matplotlib is not installed.
+    """
+    require(len(points) > 0, "points", len(points), "one or more")
+    try:
+        import matplotlib as mpl
+        from matplotlib.backends.backend_svg import FigureCanvasSVG
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise HistoryError("a plot needs matplotlib: pip install 'stackwise[report]'") from None
+    referenced = points[-1].reference is not None
+    shown = [point for point in points if (point.reference is not None) == referenced][-last:]
+    # A hash salt in place of a random one, so that equal histories are equal files.
+    with mpl.rc_context({"svg.hashsalt": "stackwise", "svg.fonttype": "none", "font.size": 9}):
+        figure = Figure(figsize=(9, 5 if referenced else 3.6), layout="constrained")
+        FigureCanvasSVG(figure)
+        if referenced:
+            above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+            _draw_reference(below, shown)
+        else:
+            above = below = figure.subplots()
+        _draw_costs(above, shown, seed)
+        above.set_title(title, loc="left", color=_INK, parse_math=False)
+        below.set_xlabel(f"result, {shown[0].created:%Y-%m-%d} to {shown[-1].created:%Y-%m-%d}")
+        out = io.StringIO()
+        figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
+    return out.getvalue()
+
+
+def _draw_costs(axes: Axes, points: Sequence[Point], seed: int) -> None:
+    values = [point.log_ratio for point in points]
+    middle = statistics.median(values)
+    shares = [100 * math.expm1(value - middle) for value in values]
+    for verdict, colour in _COLOURS.items():
+        places = [number for number, point in enumerate(points) if (point.verdict or "") == verdict]
+        if places:
+            label = verdict or "not judged"
+            axes.plot(places, [shares[place] for place in places], "o", ms=4, color=colour, label=label)
+    starts = [change.index for change in change_points(values, seed=seed)]
+    for start, end in zip([0, *starts], [*starts, len(values)], strict=True):
+        mean = 100 * math.expm1(statistics.fmean(values[start:end]) - middle)
+        axes.plot([start - 0.5, end - 0.5], [mean, mean], color=_INK, lw=1.2)
+    for start in starts:
+        axes.axvline(start - 0.5, color=_SHIFT, lw=1, ls="--")
+        text = points[start].commit[:10]
+        axes.annotate(text, (start - 0.5, 1), xycoords=("data", "axes fraction"), color=_SHIFT, va="top")
+    axes.set_ylabel("cost against the median, %")
+    axes.legend(loc="best", frameon=False, ncols=3)
+    _plain(axes)
+
+
+def _draw_reference(axes: Axes, points: Sequence[Point]) -> None:
+    for part, colour in (("gemm", _INK), ("copy", _MUTED)):
+        times = [getattr(point.reference, part) for point in points]
+        middle = statistics.median(times)
+        shares = [100 * (each / middle - 1) for each in times]
+        axes.plot(range(len(shares)), shares, "-", color=colour, lw=1, label=part)
+    axes.set_ylabel("reference, %")
+    axes.legend(loc="best", frameon=False, ncols=2)
+    _plain(axes)
+
+
+def _plain(axes: Any) -> None:
+    axes.axhline(0, color=_MUTED, lw=0.5)
+    axes.spines[["top", "right"]].set_visible(False)

@@ -1,0 +1,114 @@
+"""Schema: the tables of a history, as SQLite and PostgreSQL have them."""
+
+from __future__ import annotations
+
+from sqlalchemy import (
+    BigInteger,
+    Column,
+    Double,
+    ForeignKey,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    String,
+    Table,
+    Text,
+    UniqueConstraint,
+)
+
+__all__ = [
+    "SCHEMA_VERSION",
+    "baselines",
+    "machines",
+    "metadata",
+    "results",
+    "runs",
+    "samples",
+    "series",
+    "version",
+]
+
+# Raised with every change below; a store of another version is refused, not guessed at.
+SCHEMA_VERSION = 1
+
+metadata = MetaData()
+# SQLite counts by itself only in a column that it calls INTEGER.
+_Id = BigInteger().with_variant(Integer(), "sqlite")
+
+version = Table("stackwise_history", metadata, Column("schema_version", Integer, nullable=False))
+
+machines = Table(
+    "stackwise_machine",
+    metadata,
+    Column("id", _Id, primary_key=True),
+    Column("key", String(16), nullable=False, unique=True),
+    Column("facts", Text, nullable=False),  # JSON
+)
+
+runs = Table(
+    "stackwise_run",
+    metadata,
+    Column("id", _Id, primary_key=True),
+    Column("identity", String(64), nullable=False, unique=True),
+    Column("machine_id", _Id, ForeignKey("stackwise_machine.id"), nullable=False),
+    Column("commit_id", Text, nullable=False),
+    Column("branch", Text, nullable=False),
+    Column("created", BigInteger, nullable=False),  # microseconds since 1970, UTC
+    Column("source", Text, nullable=False),
+    Column("notes", Text, nullable=False),  # JSON
+    Index("stackwise_run_by_machine", "machine_id", "created", "id"),
+)
+
+series = Table(
+    "stackwise_series",
+    metadata,
+    Column("id", _Id, primary_key=True),
+    Column("machine_id", _Id, ForeignKey("stackwise_machine.id"), nullable=False),
+    # Of test and metric: a node id may be longer than an index takes.
+    Column("digest", String(64), nullable=False),
+    Column("test", Text, nullable=False),
+    Column("metric", String(32), nullable=False),
+    UniqueConstraint("machine_id", "digest"),
+)
+
+results = Table(
+    "stackwise_result",
+    metadata,
+    Column("id", _Id, primary_key=True),
+    Column("series_id", _Id, ForeignKey("stackwise_series.id"), nullable=False),
+    Column("run_id", _Id, ForeignKey("stackwise_run.id"), nullable=False),
+    # Of the run, repeated here for the index.
+    Column("branch", Text, nullable=False),
+    Column("created", BigInteger, nullable=False),
+    Column("level", Double, nullable=False),
+    Column("log_ratio", Double, nullable=False),
+    Column("reference_gemm", Double),  # seconds
+    Column("reference_copy", Double),
+    Column("verdict", String(16)),
+    Column("decision", Text),  # JSON
+    Column("standing", String(16), nullable=False),
+    UniqueConstraint("run_id", "series_id"),
+    Index("stackwise_result_by_time", "series_id", "created", "id"),
+)
+
+# By itself, so that reading a series does not read its samples.
+samples = Table(
+    "stackwise_samples",
+    metadata,
+    Column("result_id", _Id, ForeignKey("stackwise_result.id"), primary_key=True),
+    Column("test", LargeBinary, nullable=False),
+    Column("gemm", LargeBinary, nullable=False),
+    Column("copy", LargeBinary, nullable=False),
+)
+
+baselines = Table(
+    "stackwise_baseline",
+    metadata,
+    Column("series_id", _Id, ForeignKey("stackwise_series.id"), primary_key=True),
+    Column("branch", String(1024), primary_key=True),
+    Column("since", BigInteger, nullable=False),
+    Column("commit_id", Text, nullable=False),
+    Column("reason", Text, nullable=False),
+    Column("set_at", BigInteger, nullable=False),
+)

@@ -1,0 +1,417 @@
+"""Store: the history of results, in an SQLite file or a PostgreSQL database.
+
+Every write is one transaction: a run is there with all of its results or not at all, and two jobs that write
+at the same time wait for each other. While nobody writes the file has no companions, so that a cache may
+carry it from job to job.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any, Self
+
+from sqlalchemy import func, select, update
+
+from stackwise.argument import check_sizes, require
+from stackwise.gate.history import schema
+from stackwise.gate.history.baseline import Baseline, Standing
+from stackwise.gate.history.database import Database
+from stackwise.gate.history.machine import Machine
+from stackwise.gate.history.point import Point, Result, Run, Series
+from stackwise.gate.history.reference import ReferenceTime
+from stackwise.gate.history.sample_bytes import packed, unpacked
+from stackwise.gate.history.store_url import HistoryError, StoreUrl
+from stackwise.gate.verdict import Verdict
+
+__all__ = ["HistoryError", "Store"]
+
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+class Store:
+    """The history.
+
+    Args:
+        place: an SQLite file, or a URL; see `StoreUrl`.
+        create: make it where there is none.
+        timeout_seconds: how long to wait for another that writes, or for a server.
+
+    Raises:
+        ValueError: `place` names no store.
+        HistoryError: it cannot be opened, is not a history, is damaged, or has the tables of another version.
+            It is left as it is.
+    """
+
+    def __init__(self, place: str | Path, *, create: bool = True, timeout_seconds: float = 60.0) -> None:
+        self._database = Database(StoreUrl.of(place), create=create, timeout_seconds=timeout_seconds)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Store({self._database.shown!r})"
+
+    def close(self) -> None:
+        """Let go of it."""
+        self._database.close()
+
+    def add(self, run: Run, results: Sequence[Result]) -> bool:
+        """Store a run with all its results, at once or not at all.
+
+        Args:
+            run: what ran where.
+            results: of its tests, each metric of each test once.
+
+        Returns:
+            whether it was stored: False for a run that is there already.
+
+        Raises:
+            ValueError: a metric of a test twice.
+            HistoryError: it cannot be written; nothing of it is there then.
+        """
+        names = [(each.test, each.metric) for each in results]
+        twice = [name for name, count in Counter(names).items() if count > 1]
+        require(not twice, "results", twice, "each metric of each test once")
+        with self._database.writing() as connection:
+            machine_id = self._machine(connection, run.machine)
+            values = {
+                "identity": run.identity,
+                "machine_id": machine_id,
+                "commit_id": run.commit,
+                "branch": run.branch,
+                "created": _microseconds(run.created),
+                "source": run.source,
+                "notes": json.dumps(run.notes),
+            }
+            run_id = self._database.enter(connection, schema.runs, values, ["identity"])
+            if run_id is None:
+                return False
+            series = self._series_ids(connection, machine_id, names)
+            rows = [
+                {
+                    "series_id": series[each.test, each.metric],
+                    "run_id": run_id,
+                    "branch": run.branch,
+                    "created": values["created"],
+                    "level": each.level,
+                    "log_ratio": each.log_ratio,
+                    "reference_gemm": each.reference and each.reference.gemm,
+                    "reference_copy": each.reference and each.reference.copy,
+                    "verdict": each.verdict and str(each.verdict),
+                    "decision": None if each.decision is None else json.dumps(dict(each.decision)),
+                    "standing": str(each.standing or Standing.of(each.verdict)),
+                }
+                for each in results
+            ]
+            if rows:
+                connection.execute(schema.results.insert(), rows)
+                self._add_samples(connection, run_id, series, results)
+        return True
+
+    def machines(self) -> list[Machine]:
+        """All kinds of machines that results are of."""
+        with self._database.reading() as connection:
+            rows = connection.execute(select(schema.machines.c.facts).order_by(schema.machines.c.id)).all()
+        return [Machine(json.loads(facts)) for (facts,) in rows]
+
+    def series(
+        self, *, machine: str | None = None, test: str | None = None, metric: str | None = None
+    ) -> list[Series]:
+        """What there are results of, by test, metric and machine.
+
+        Args:
+            machine: the beginning of a machine's key; None: all.
+            test: what the node id contains; None: all.
+            metric: which; None: all.
+        """
+        s, m, r, runs = schema.series, schema.machines, schema.results, schema.runs
+        newest = (
+            select(r.c.id)
+            .where(r.c.series_id == s.c.id)
+            .order_by(r.c.created.desc(), r.c.id.desc())
+            .limit(1)
+            .correlate(s)
+            .scalar_subquery()
+        )
+        count = select(func.count()).where(r.c.series_id == s.c.id).correlate(s).scalar_subquery()
+        query = (
+            select(s.c.id, m.c.facts, s.c.test, s.c.metric, count, r.c.created, runs.c.commit_id, r.c.level)
+            .add_columns(r.c.verdict)
+            .join_from(s, m, m.c.id == s.c.machine_id)
+            .join(r, r.c.id == newest)
+            .join(runs, runs.c.id == r.c.run_id)
+            .order_by(s.c.test, s.c.metric, s.c.id)
+        )
+        if machine is not None:
+            query = query.where(m.c.key.startswith(machine, autoescape=True))
+        if test is not None:
+            query = query.where(s.c.test.contains(test, autoescape=True))
+        if metric is not None:
+            query = query.where(s.c.metric == metric)
+        with self._database.reading() as connection:
+            rows = connection.execute(query).all()
+        return [
+            Series(
+                number,
+                Machine(json.loads(facts)),
+                name,
+                kind,
+                n,
+                _time(last),
+                commit,
+                level,
+                _verdict(verdict),
+            )
+            for number, facts, name, kind, n, last, commit, level, verdict in rows
+        ]
+
+    def points(
+        self,
+        machine: Machine,
+        test: str,
+        metric: str,
+        *,
+        branch: str | None = None,
+        counted: bool = False,
+        last: int | None = None,
+    ) -> list[Point]:
+        """The results of one metric of one test on one kind of machine, the oldest first.
+
+        Args:
+            machine: whose results; those of another are another series.
+            test: node id.
+            metric: which.
+            branch: of the runs; None: all.
+            counted: only those by which later ones are judged: since the branch's baseline, to the newest
+                that is accepted, and none that is excluded.
+            last: only so many, the newest; None: all.
+        """
+        r, runs = schema.results, schema.runs
+        if last is not None:
+            check_sizes(last=last)
+        query = self._of_series(
+            select(r.c.id, r.c.created, runs.c.commit_id, r.c.branch, r.c.level, r.c.log_ratio)
+            .add_columns(r.c.reference_gemm, r.c.reference_copy, r.c.verdict, r.c.standing)
+            .join_from(r, runs, runs.c.id == r.c.run_id),
+            machine,
+            test,
+            metric,
+        )
+        if branch is not None:
+            query = query.where(r.c.branch == branch)
+        if counted:
+            require(branch is not None, "branch", branch, "the one whose results count")
+            query = self._counted(query)
+        query = query.order_by(r.c.created.desc(), r.c.id.desc()).limit(last)
+        with self._database.reading() as connection:
+            rows = connection.execute(query).all()
+        return [
+            Point(
+                id=row.id,
+                created=_time(row.created),
+                commit=row.commit_id,
+                branch=row.branch,
+                level=row.level,
+                log_ratio=row.log_ratio,
+                reference=_reference(row.reference_gemm, row.reference_copy),
+                verdict=_verdict(row.verdict),
+                standing=Standing(row.standing),
+            )
+            for row in reversed(rows)
+        ]
+
+    def samples(self, point: Point) -> tuple[tuple[float, ...], tuple[ReferenceTime, ...]]:
+        """The raw samples of a point, and those of the reference in the same turns.
+
+        Raises:
+            HistoryError: the store does not have the point, or its samples are damaged.
+        """
+        table = schema.samples
+        query = select(table.c.test, table.c.gemm, table.c.copy).where(table.c.result_id == point.id)
+        with self._database.reading() as connection:
+            row = connection.execute(query).one_or_none()
+        if row is None:
+            raise HistoryError(f"{self._database.shown}: there is no result {point.id}")
+        try:
+            test, gemm, copy = (unpacked(data) for data in row)
+        except ValueError as error:
+            raise HistoryError(f"{self._database.shown}: result {point.id}: {error}") from None
+        return test, tuple(ReferenceTime(*pair) for pair in zip(gemm, copy, strict=True))
+
+    def references(self, machine: Machine, *, last: int = 64) -> list[ReferenceTime]:
+        """How long the reference took in the newest runs of a machine: the mean of each, the oldest first.
+
+        Args:
+            machine: whose.
+            last: only so many runs.
+        """
+        check_sizes(last=last)
+        r, m, runs = schema.results, schema.machines, schema.runs
+        newest = (
+            select(runs.c.id)
+            .join_from(runs, m, m.c.id == runs.c.machine_id)
+            .where(m.c.key == machine.key)
+            .order_by(runs.c.created.desc(), runs.c.id.desc())
+            .limit(last)
+        )
+        query = (
+            select(func.avg(r.c.reference_gemm), func.avg(r.c.reference_copy))
+            .where(r.c.run_id.in_(newest.scalar_subquery()), r.c.reference_gemm.is_not(None))
+            .group_by(r.c.run_id)
+            .order_by(func.max(r.c.created), r.c.run_id)
+        )
+        with self._database.reading() as connection:
+            return [ReferenceTime(gemm, copy) for gemm, copy in connection.execute(query)]
+
+    def baseline(self, machine: Machine, test: str, metric: str, branch: str) -> Baseline | None:
+        """From where on the results of a series count on a branch; None: all of them do."""
+        b, s, m = schema.baselines, schema.series, schema.machines
+        query = (
+            select(b.c.since, b.c.commit_id, b.c.reason)
+            .join_from(b, s, s.c.id == b.c.series_id)
+            .join(m, m.c.id == s.c.machine_id)
+            .where(m.c.key == machine.key, s.c.digest == _digest(test, metric))
+            .where(b.c.branch == branch)
+        )
+        with self._database.reading() as connection:
+            row = connection.execute(query).one_or_none()
+        return None if row is None else Baseline(_time(row[0]), row[1], row[2])
+
+    def accept(self, machine: Machine, test: str, metric: str, point: Point, reason: str) -> None:
+        """Accept a point, whatever its verdict was: later results of its branch are judged from it on.
+
+        Args:
+            machine: of the series.
+            test: node id.
+            metric: which.
+            point: of the series.
+            reason: why, for those who come later.
+
+        Raises:
+            ValueError: a point of another series, or no reason.
+        """
+        require(bool(reason.strip()), "reason", reason, "why the new level is right")
+        r, b = schema.results, schema.baselines
+        with self._database.writing() as connection:
+            owner = self._of_series(select(r.c.series_id), machine, test, metric).where(r.c.id == point.id)
+            series_id = connection.execute(owner).scalar_one_or_none()
+            require(
+                series_id is not None, "point", point.id, f"a result of {test} ({metric}) on that machine"
+            )
+            connection.execute(update(r).where(r.c.id == point.id).values(standing=str(Standing.ACCEPTED)))
+            place = {"series_id": series_id, "branch": point.branch}
+            values = {
+                "since": _microseconds(point.created),
+                "commit_id": point.commit,
+                "reason": reason,
+                "set_at": _microseconds(datetime.now(UTC)),
+            }
+            found = connection.execute(
+                update(b).where(*(b.c[name] == value for name, value in place.items())).values(**values)
+            )
+            if not found.rowcount:
+                connection.execute(b.insert().values(**place, **values))
+
+    def _counted(self, query: Any) -> Any:
+        r, b, other = schema.results, schema.baselines, schema.results.alias()
+        since = (
+            select(b.c.since)
+            .where(b.c.series_id == r.c.series_id, b.c.branch == r.c.branch)
+            .correlate(r)
+            .scalar_subquery()
+        )
+        newest = (
+            select(func.max(other.c.created))
+            .where(other.c.series_id == r.c.series_id, other.c.branch == r.c.branch)
+            .where(other.c.standing == str(Standing.ACCEPTED))
+            .correlate(r)
+            .scalar_subquery()
+        )
+        return query.where(
+            r.c.standing != str(Standing.EXCLUDED),
+            r.c.created >= func.coalesce(since, r.c.created),
+            r.c.created <= newest,
+        )
+
+    def _of_series(self, query: Any, machine: Machine, test: str, metric: str) -> Any:
+        s, m = schema.series, schema.machines
+        number = (
+            select(s.c.id)
+            .join_from(s, m, m.c.id == s.c.machine_id)
+            .where(m.c.key == machine.key, s.c.digest == _digest(test, metric))
+            .scalar_subquery()
+        )
+        return query.where(schema.results.c.series_id == number)
+
+    def _machine(self, connection: Any, machine: Machine) -> int:
+        values = {"key": machine.key, "facts": json.dumps(machine.facts, sort_keys=True)}
+        entered = self._database.enter(connection, schema.machines, values, ["key"])
+        if entered is not None:
+            return entered
+        query = select(schema.machines.c.id).where(schema.machines.c.key == machine.key)
+        return int(connection.execute(query).scalar_one())
+
+    def _series_ids(
+        self, connection: Any, machine_id: int, names: Sequence[tuple[str, str]]
+    ) -> dict[tuple[str, str], int]:
+        """The numbers of series; those that are new are entered."""
+        table = schema.series
+        query = select(table.c.digest, table.c.id).where(table.c.machine_id == machine_id)
+        known: dict[str, int] = {row.digest: row.id for row in connection.execute(query)}
+        found = {}
+        # In one order, so that two jobs with the same new tests do not each wait for the other.
+        for test, metric in sorted(names):
+            digest = _digest(test, metric)
+            if digest not in known:
+                values = {"machine_id": machine_id, "digest": digest, "test": test, "metric": metric}
+                entered = self._database.enter(connection, table, values, ["machine_id", "digest"])
+                # PostgreSQL shows what another has entered only when that is committed, which is waited for.
+                again = query.where(table.c.digest == digest)
+                known[digest] = entered if entered is not None else connection.execute(again).one().id
+            found[test, metric] = known[digest]
+        return found
+
+    def _add_samples(
+        self, connection: Any, run_id: int, series: dict[tuple[str, str], int], results: Sequence[Result]
+    ) -> None:
+        r = schema.results
+        query = select(r.c.series_id, r.c.id).where(r.c.run_id == run_id)
+        numbers: dict[int, int] = {row.series_id: row.id for row in connection.execute(query)}
+        rows = [
+            {
+                "result_id": numbers[series[each.test, each.metric]],
+                "test": packed(each.samples),
+                "gemm": packed([turn.gemm for turn in each.reference_samples]),
+                "copy": packed([turn.copy for turn in each.reference_samples]),
+            }
+            for each in results
+        ]
+        connection.execute(schema.samples.insert(), rows)
+
+
+def _digest(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _microseconds(time: datetime) -> int:
+    return (time - _EPOCH) // timedelta(microseconds=1)
+
+
+def _time(microseconds: int) -> datetime:
+    return _EPOCH + timedelta(microseconds=microseconds)
+
+
+def _verdict(text: str | None) -> Verdict | None:
+    return None if text is None else Verdict(text)
+
+
+def _reference(gemm: float | None, copy: float | None) -> ReferenceTime | None:
+    return None if gemm is None or copy is None else ReferenceTime(gemm, copy)

@@ -1,0 +1,160 @@
+"""Limit and Limits: how much more may head cost than base, of each metric."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field, fields, replace
+from fractions import Fraction
+from typing import Any
+
+from stackwise.argument import check_choice, check_number, require
+
+__all__ = ["METRICS", "Limit", "Limits", "parse_limits", "parse_seconds", "parse_share"]
+
+_SHARE = re.compile(r"(?P<number>\d+(?:\.\d+)?) ?%", re.ASCII)
+_SECONDS = re.compile(r"(?P<number>\d+(?:\.\d+)?) ?(?P<unit>ns|us|ms|s)", re.ASCII)
+_UNITS = {"ns": Fraction(1, 10**9), "us": Fraction(1, 10**6), "ms": Fraction(1, 1000), "s": Fraction(1)}
+
+
+def parse_share(key: str, value: Any) -> float:
+    """A share of the base's cost: "2%" is 0.02.
+
+    Raises:
+        ValueError: naming `key`, the value and what is allowed. A bare number is refused: 2 may mean 2 % or
+            twice as much.
+    """
+    match = _SHARE.fullmatch(value) if isinstance(value, str) else None
+    share = float(Fraction(match["number"]) / 100) if match else 0.0
+    require(0 < share <= 10, key, value, "a string such as '2%', above 0% and at most 1000%")
+    return share
+
+
+def parse_seconds(key: str, value: Any) -> float:
+    """A time: "50us" is 5e-05 seconds.
+
+    Raises:
+        ValueError: naming `key`, the value and what is allowed.
+    """
+    match = _SECONDS.fullmatch(value) if isinstance(value, str) else None
+    require(match is not None, key, value, "a string such as '50us': a number and one of ns, us, ms, s")
+    assert match is not None
+    return float(Fraction(match["number"]) * _UNITS[match["unit"]])
+
+
+def parse_limits(text: str) -> dict[str, str | None]:
+    """What `Limits.changed` takes, of "time=2%,memory=none,floor=50us"; "none" is None.
+
+    Raises:
+        ValueError: a part without "=", or a key that is there twice.
+    """
+    found: dict[str, str | None] = {}
+    for part in text.split(","):
+        key, equals, value = (piece.strip() for piece in part.partition("="))
+        require(
+            bool(equals and key) and key not in found, "limits", text, "KEY=VALUE, by commas, each key once"
+        )
+        found[key] = None if value == "none" else value
+    return found
+
+
+# Bytes: what Python's own objects come to in a call.
+_MEMORY_FLOOR = 65536.0
+
+
+@dataclass(frozen=True)
+class Limit:
+    """How much more head may cost.
+
+    Attributes:
+        tolerance: share of the base's cost. What is surely less passes, and a change as large as this is to
+            be found.
+        minimum_effect: share below which an estimate is never a regression, however sure it is; None: half
+            the tolerance.
+        floor: the same as the tolerance, in the metric's own unit (seconds or bytes); the larger of the two
+            counts. For costs that are so small that a share of them is nothing.
+    """
+
+    tolerance: float = 0.02
+    minimum_effect: float | None = None
+    floor: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_number("tolerance", self.tolerance, "a share above 0", lambda value: value > 0)
+        check_number("floor", self.floor, "a number >= 0, in the metric's unit", lambda value: value >= 0)
+        if self.minimum_effect is not None:
+            allowed = f"a share from 0 to the tolerance, {self.tolerance}"
+            check_number("minimum_effect", self.minimum_effect, allowed, lambda v: 0 <= v <= self.tolerance)
+
+    def at(self, base_level: float) -> tuple[float, float]:
+        """Tolerance and minimum effect as logarithms of head over base, where base costs `base_level`.
+
+        A floor that is above the tolerance takes its place, and the minimum effect grows with it.
+        """
+        check_number("base_level", base_level, "a number above 0, in the metric's unit", lambda v: v > 0)
+        tolerance = max(self.tolerance, self.floor / base_level)
+        least = self.tolerance / 2 if self.minimum_effect is None else self.minimum_effect
+        return math.log1p(tolerance), math.log1p(least * tolerance / self.tolerance)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The limit of each metric of a test; None where a metric is not judged.
+
+    Attributes:
+        time: seconds of a call.
+        memory: bytes, the most that were held in a call.
+        ttft: seconds until the first token of a generated text.
+        tpot: seconds of each later token.
+    """
+
+    time: Limit | None = field(default_factory=Limit)
+    memory: Limit | None = field(default_factory=lambda: Limit(0.01, floor=_MEMORY_FLOOR))
+    ttft: Limit | None = field(default_factory=lambda: Limit(0.05))
+    tpot: Limit | None = field(default_factory=Limit)
+
+    def of(self, metric: str) -> Limit | None:
+        """The limit of a metric.
+
+        Raises:
+            ValueError: an unknown metric.
+        """
+        check_choice("metric", metric, METRICS)
+        limit: Limit | None = getattr(self, metric)
+        return limit
+
+    def changed(self, **given: Any) -> Limits:
+        """The same with what a marker or an option gives.
+
+        Args:
+            given: for each metric a share such as "2%", or None: it is not judged. `floor`: a time such as
+                "50us", of all metrics in seconds. `memory_floor`: bytes. A floor that is None stays as it is.
+
+        Raises:
+            ValueError: an unknown key, or a value that is not understood; it names both.
+        """
+        allowed = (*METRICS, "floor", "memory_floor")
+        for key in given:
+            require(key in allowed, "gate", key, ", ".join(allowed))
+        limits: dict[str, Limit | None] = {metric: self.of(metric) for metric in METRICS}
+        for metric in METRICS:
+            if metric in given:
+                asked = given[metric]
+                kept = limits[metric] or Limit()
+                limits[metric] = (
+                    None if asked is None else Limit(parse_share(metric, asked), None, kept.floor)
+                )
+        floors = {"memory": given.get("memory_floor")}
+        if floors["memory"] is not None:
+            check_number("memory_floor", floors["memory"], "bytes, a number >= 0", lambda value: value >= 0)
+        if given.get("floor") is not None:
+            seconds = parse_seconds("floor", given["floor"])
+            floors |= dict.fromkeys(("time", "ttft", "tpot"), seconds)
+        for metric, floor in floors.items():
+            limit = limits[metric]
+            if limit is not None and floor is not None:
+                limits[metric] = replace(limit, floor=floor)
+        return Limits(**limits)
+
+
+METRICS = tuple(each.name for each in fields(Limits))

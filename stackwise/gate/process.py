@@ -1,0 +1,164 @@
+"""SideProcess: one fresh process of a side, and how it ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from stackwise.gate.side.channel import DESCRIPTOR, FOREIGN, ROLE, Channel, ChannelClosedError
+
+__all__ = ["SideFailedError", "SideProcess"]
+
+_PADDING = 4096  # most characters that the environment is longer by
+_PATIENCE = 5.0  # seconds that a process has to end by itself
+_TAIL = 3000  # characters of what it printed
+
+
+class SideFailedError(RuntimeError):
+    """A process crashed, hung, or said what it should not have.
+
+    Attributes:
+        how: "crashed" or "hung".
+    """
+
+    def __init__(self, how: str, detail: str) -> None:
+        super().__init__(detail)
+        self.how = how
+
+
+class SideProcess:
+    """A process of a side, that runs pytest on the tests it is given.
+
+    What is by chance in a process is by chance here: hash seed, size of the environment, and with both where
+    things lie in memory. It is a session of its own, so that nothing that it starts outlives it.
+
+    Args:
+        role: "base" or "head".
+        arguments: of pytest.
+        folder: in which it is started.
+        import_path: folders for PYTHONPATH, the first ones first.
+        foreign: folders out of which it may import nothing.
+        log: the file for what it prints.
+        seconds: the most time between two of its messages.
+        seed: of what is by chance.
+        environment: variables beyond those of this process.
+    """
+
+    def __init__(
+        self,
+        role: str,
+        arguments: Sequence[str],
+        *,
+        folder: Path,
+        import_path: Sequence[Path],
+        foreign: Sequence[Path],
+        log: Path,
+        seconds: float,
+        seed: int,
+        environment: Mapping[str, str] = {},
+    ) -> None:
+        self.role, self._seconds, self._log = role, seconds, log
+        chance = random.Random(seed)  # noqa: S311
+        own, theirs = socket.socketpair()
+        self._channel = Channel(own)
+        inherited = os.environ.get("PYTHONPATH")
+        variables = {
+            **os.environ,
+            **environment,
+            "PYTHONPATH": os.pathsep.join([*map(str, import_path), *([inherited] if inherited else [])]),
+            "PYTHONHASHSEED": str(chance.randrange(2**32)),
+            "STACKWISE_GATE_PADDING": "x" * chance.randrange(_PADDING),
+            DESCRIPTOR: str(theirs.fileno()),
+            ROLE: role,
+            FOREIGN: os.pathsep.join(map(str, foreign)),
+        }
+        try:
+            with log.open("wb") as output:
+                self._process = subprocess.Popen(  # noqa: S603
+                    [sys.executable, "-m", "pytest", *arguments],
+                    cwd=folder,
+                    env=variables,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,
+                )
+        except BaseException:
+            self._channel.close()
+            raise
+        finally:
+            theirs.close()
+
+    def send(self, **message: Any) -> None:
+        """Tell it something.
+
+        Raises:
+            SideFailedError: it is gone.
+        """
+        try:
+            self._channel.send(message)
+        except ChannelClosedError:
+            raise self._gone() from None
+
+    def receive(self) -> dict[str, Any]:
+        """What it says next.
+
+        Raises:
+            SideFailedError: it is gone, or says nothing for too long.
+        """
+        try:
+            message = self._channel.receive(self._seconds)
+        except ChannelClosedError:
+            raise self._gone() from None
+        if message is None:
+            raise SideFailedError(
+                "hung", f"nothing was heard of it for {self._seconds:g} s; {self.printed()}"
+            )
+        return message
+
+    def ask(self, **message: Any) -> dict[str, Any]:
+        """Tell it something, and what it answers.
+
+        Raises:
+            SideFailedError: as for `send` and `receive`.
+        """
+        self.send(**message)
+        return self.receive()
+
+    def printed(self) -> str:
+        """The end of what it printed."""
+        text = self._log.read_text(errors="replace").strip()
+        return f"it printed at the end: {text[-_TAIL:]}" if text else "it printed nothing"
+
+    def kill(self) -> None:
+        """End it and all that it has started, at once.
+
+        After the last test there is nothing that it is to do: its fixtures are torn down by then, and to put
+        an interpreter away takes longer than a round has for a test.
+        """
+        self._channel.close()
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def _gone(self) -> SideFailedError:
+        deadline = time.monotonic() + _PATIENCE
+        while self._process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        code = self._process.returncode
+        if code is not None and code < 0:
+            with contextlib.suppress(ValueError):
+                return SideFailedError(
+                    "crashed", f"it was ended by {signal.Signals(-code).name}; {self.printed()}"
+                )
+        return SideFailedError("crashed", f"it ended with code {code}; {self.printed()}")

@@ -1,0 +1,327 @@
+"""Report: what a gate found, for those who read it: a terminal, a job's summary, a forge, a program."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from stackwise.argument import require
+from stackwise.gate.result import GateResult, Outcome, TestResult, TrialResult
+from stackwise.gate.verdict import Verdict
+
+__all__ = [
+    "CODE_QUALITY",
+    "code_quality",
+    "github_annotations",
+    "junit_properties",
+    "markdown",
+    "publish",
+    "terminal_lines",
+    "test_text",
+    "write_report",
+]
+
+CODE_QUALITY = ".codequality.json"
+
+_SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
+_BYTES = ((2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "B"))
+# GitHub shows ten annotations of a level in a step, and drops the others without a word.
+_MOST_ANNOTATIONS = 10
+
+
+def test_text(test: TestResult) -> str:
+    """What came of one test, a line for each metric, the worst first; of one that was not measured, why."""
+    if not test.trials:
+        return f"{test.status}: {test.detail}" if test.detail else test.status
+    return "\n".join(_trial_text(metric, trial) for metric, trial in _worst_first(test))
+
+
+test_text.__test__ = False  # type: ignore[attr-defined] # for pytest, which takes the name for a test
+
+
+def terminal_lines(result: GateResult) -> list[str]:
+    """A line for each metric of each test, the notes, and a line of the whole."""
+    rows = [row for test in result.tests for row in _rows(test)]
+    widths = [max((len(row[column]) for row in rows), default=0) for column in range(4)]
+    lines = [
+        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[4]]).rstrip()
+        for row in rows
+    ]
+    return [*lines, *result.notes, _summary(result)]
+
+
+def markdown(result: GateResult) -> str:
+    """A page: what failed and what could not be decided first, then all tests in a table."""
+    blocks = [f"## Performance of {result.head} against {result.base}: {result.verdict}", _summary(result)]
+    for outcome, title in (("failed", "Failed"), ("inconclusive", "Inconclusive"), ("warned", "Warnings")):
+        tests = [test for test in result.tests if test.outcome(result.missing) == outcome]
+        if tests:
+            told = "\n".join(f"- `{test.nodeid}`: {_finding(test)}" for test in tests)
+            blocks.append(f"### {title}\n\n{told}")
+    header = ["", "test", "metric", "base", "head", "change", "interval", "tolerance", "rounds"]
+    table = [row for test in result.tests for row in _table_rows(test)]
+    if table:
+        blocks.append(_table(header, table))
+    if result.notes:
+        blocks.append("\n".join(f"- {note}" for note in result.notes))
+    details = [f"{result.rounds} rounds in {result.seconds:.0f} s, seed {result.seed}"]
+    if result.order_bias is not None and math.isfinite(result.order_bias):
+        details.append(f"Being first in a pair was worth {result.order_bias:+.2%}, which the turns take out")
+    blocks.append(". ".join(details) + ".")
+    return "\n\n".join(blocks) + "\n"
+
+
+def github_annotations(result: GateResult) -> list[str]:
+    """Workflow commands of GitHub: an error for what failed, a warning for what is open, at the test's line.
+
+    GitHub shows ten of a level. Where there are more, the last one says how many are left out.
+    """
+    levels: dict[Outcome, str] = {"failed": "error", "inconclusive": "warning", "warned": "warning"}
+    found: dict[str, list[str]] = {"error": [], "warning": []}
+    for test in result.tests:
+        outcome = test.outcome(result.missing)
+        if outcome in levels:
+            where = {"file": test.file, "line": str(test.line)} if test.file and test.line else {}
+            title = f"{test.verdict if test.trials else test.status}: {test.nodeid}"
+            found[levels[outcome]].append(_command(levels[outcome], test_text(test), title=title, **where))
+    lines = []
+    for level, commands in found.items():
+        left = len(commands) - _MOST_ANNOTATIONS
+        if left > 0:
+            rest = _command(level, f"{left + 1} tests more, see the summary", title="gate")
+            commands = [*commands[: _MOST_ANNOTATIONS - 1], rest]
+        lines += commands
+    return lines
+
+
+def junit_properties(test: TestResult) -> list[tuple[str, str]]:
+    """Names and values for `user_properties` of pytest, from where they come into a JUnit file.
+
+    Numbers are shares and the metric's own unit, so that a program can read them.
+    """
+    if not test.trials:
+        return [("gate", test.status)]
+    found = [("gate", str(test.verdict))]
+    for metric, trial in test.trials.items():
+        decision = trial.decision
+        values: dict[str, float | str] = {
+            "verdict": str(decision.verdict),
+            "change": decision.estimate,
+            "low": decision.low,
+            "high": decision.high,
+            "rounds": decision.rounds,
+            "base": statistics.median(trial.base) if trial.base else math.nan,
+            "head": statistics.median(trial.head) if trial.head else math.nan,
+        }
+        found += [
+            (f"gate_{metric}_{name}", f"{value:.6g}" if isinstance(value, float) else str(value))
+            for name, value in values.items()
+            if not isinstance(value, float) or math.isfinite(value)
+        ]
+    return found
+
+
+def code_quality(result: GateResult) -> list[dict[str, Any]]:
+    """The findings in the form of GitLab's code quality reports, for the view of a merge request."""
+    severities: dict[Outcome, str] = {"failed": "major", "inconclusive": "minor", "warned": "info"}
+    return [
+        {
+            "description": f"{test.nodeid}: {_finding(test)}",
+            "check_name": "stackwise gate",
+            # The same as long as the same is wrong, so that GitLab knows a finding again.
+            "fingerprint": hashlib.sha256(f"{test.nodeid}\n{test.status}".encode()).hexdigest(),
+            "severity": severities[outcome],
+            "location": {"path": test.file or test.nodeid.partition("::")[0], "lines": {"begin": line}},
+        }
+        for test in result.tests
+        if (outcome := test.outcome(result.missing)) in severities and (line := max(1, test.line))
+    ]
+
+
+def write_report(result: GateResult, path: Path) -> None:
+    """Write the result by the ending of `path`; a reader never sees half a file.
+
+    Args:
+        result: what was found.
+        path: `.md` (a page), `.codequality.json` (for GitLab), or any other `.json` (everything, as
+            `GateResult.from_dict` reads it).
+
+    Raises:
+        ValueError: another ending.
+        OSError: the file cannot be written.
+    """
+    require(path.suffix in (".md", ".json"), "report", path.name, f".md, .json, {CODE_QUALITY}")
+    if path.suffix == ".md":
+        text = markdown(result)
+    elif path.name.endswith(CODE_QUALITY):
+        text = json.dumps(code_quality(result), indent=1) + "\n"
+    else:
+        text = json.dumps(result.to_dict(), indent=1, allow_nan=False) + "\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        scratch.write_text(text, encoding="utf-8")
+        scratch.replace(path)
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+def publish(result: GateResult, paths: Iterable[Path] = ()) -> list[str]:
+    """Write the reports that were asked for, and in a job of GitHub its summary too.
+
+    Args:
+        result: what was found.
+        paths: of reports, see `write_report`.
+
+    Returns:
+        lines for the output: what was written, and the annotations, which GitHub reads there.
+    """
+    lines = []
+    for path in paths:
+        write_report(result, path)
+        lines.append(f"gate: wrote {path}")
+    summary = os.environ.get("GITHUB_STEP_SUMMARY")
+    if summary:
+        with Path(summary).open("a", encoding="utf-8") as file:
+            file.write(markdown(result))
+    if os.environ.get("GITHUB_ACTIONS") == "true":
+        lines += github_annotations(result)
+    return lines
+
+
+def _summary(result: GateResult) -> str:
+    counts = Counter(str(test.verdict) if test.trials else test.status for test in result.tests)
+    told = ", ".join(f"{number} {name}" for name, number in sorted(counts.items())) or "no tests"
+    return (
+        f"{result.verdict}: {result.head} against {result.base}: {told}; {result.rounds} rounds in "
+        f"{result.seconds:.0f} s"
+    )
+
+
+def _finding(test: TestResult) -> str:
+    """In one line what is wrong with a test: not what is right with its other metrics."""
+    wrong = [(metric, trial) for metric, trial in _worst_first(test) if not trial.decision.verdict.ok]
+    return _one_line("; ".join(_trial_text(*each) for each in wrong) or test_text(test))
+
+
+def _rows(test: TestResult) -> list[tuple[str, str, str, str, str]]:
+    """Verdict, test, metric, levels, and the rest."""
+    if not test.trials:
+        return [(test.status, test.nodeid, "", "", _one_line(test.detail))]
+    return [
+        (
+            str(trial.decision.verdict),
+            test.nodeid,
+            metric,
+            _levels(trial),
+            f"{_change(trial)} {_interval(trial)}  {_rounds(trial)}",
+        )
+        for metric, trial in test.trials.items()
+    ]
+
+
+def _table_rows(test: TestResult) -> list[list[str]]:
+    name = f"`{test.nodeid}`"
+    if not test.trials:
+        return [[test.status, name, *[""] * 7]]
+    return [
+        [
+            str(trial.decision.verdict),
+            name,
+            metric,
+            _level(trial.base, trial.unit),
+            _level(trial.head, trial.unit),
+            _change(trial),
+            _interval(trial),
+            _share(trial.tolerance),
+            _rounds(trial),
+        ]
+        for metric, trial in test.trials.items()
+    ]
+
+
+def _trial_text(metric: str, trial: TrialResult) -> str:
+    decision = trial.decision
+    return (
+        f"{metric} {decision.verdict}: {_levels(trial)}, {_change(trial)} {_interval(trial)} at "
+        f"{decision.level:.1%}, tolerance {_share(trial.tolerance)}: {decision.reason}{_unlike(trial)}"
+    )
+
+
+def _unlike(trial: TrialResult) -> str:
+    """A warning where the centre of all rounds is not where the decision has it."""
+    robust = trial.robust
+    if robust is None:
+        return ""
+    centre = math.expm1(robust.estimate)
+    if trial.decision.low <= centre <= trial.decision.high:
+        return ""
+    return f"; some rounds are unlike the others, the centre of all is {centre:+.2%} (Hodges-Lehmann)"
+
+
+def _worst_first(test: TestResult) -> Sequence[tuple[str, TrialResult]]:
+    order = (Verdict.REGRESSED, Verdict.INCONCLUSIVE, Verdict.IMPROVED, Verdict.PASS)
+    return sorted(test.trials.items(), key=lambda item: order.index(item[1].decision.verdict))
+
+
+def _levels(trial: TrialResult) -> str:
+    return f"{_level(trial.base, trial.unit)} -> {_level(trial.head, trial.unit)}"
+
+
+def _level(costs: Sequence[float], unit: str) -> str:
+    """The median of rounds, in the largest unit of which it holds one."""
+    if not costs:
+        return "not known"
+    value = statistics.median(costs)
+    units = _BYTES if unit == "B" else _SECONDS
+    scale, name = next(((scale, name) for scale, name in units if value >= scale), units[-1])
+    return f"{value / scale:.4g} {name}"
+
+
+def _change(trial: TrialResult) -> str:
+    estimate = trial.decision.estimate
+    return f"{estimate:+.2%}" if math.isfinite(estimate) else "not known"
+
+
+def _interval(trial: TrialResult) -> str:
+    low, high = trial.decision.low, trial.decision.high
+    return f"[{low:+.2%}, {high:+.2%}]" if math.isfinite(low) and math.isfinite(high) else "[not known]"
+
+
+def _share(share: float) -> str:
+    """In percent; of what a floor has made larger than ten times the cost, as so many times."""
+    return f"{100 * share:.3g}%" if share < 10 else f"{share:.3g} times"
+
+
+def _rounds(trial: TrialResult) -> str:
+    rounds = trial.decision.rounds
+    text = f"{rounds} round" if rounds == 1 else f"{rounds} rounds"
+    return f"{text}, confirmed" if trial.decision.confirmed else text
+
+
+def _command(level: str, message: str, **properties: str) -> str:
+    """A workflow command; what would end it or one of its properties is escaped."""
+    texts = [f"{key}={_escaped(value, ':,')}" for key, value in properties.items()]
+    return f"::{level} {','.join(texts)}::{_escaped(message)}"
+
+
+def _escaped(text: str, more: str = "") -> str:
+    for character in "%\r\n" + more:
+        text = text.replace(character, f"%{ord(character):02X}")
+    return text
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    cells = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(_one_line(c).replace("|", "\\|") for c in row) + " |" for row in cells)

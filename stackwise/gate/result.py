@@ -1,0 +1,264 @@
+"""GateResult: everything that a comparison of two revisions came to, as data."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, Self, get_args
+
+from stackwise.argument import check_choice, require
+from stackwise.gate.hodges_lehmann import HodgesLehmann, hodges_lehmann
+from stackwise.gate.verdict import Decision, Verdict
+
+__all__ = ["EXIT_INCONCLUSIVE", "GateResult", "Missing", "Outcome", "Status", "TestResult", "TrialResult"]
+
+EXIT_INCONCLUSIVE = 7
+
+Status = Literal[
+    "measured",
+    "skipped",
+    "missing on base",
+    "missing on head",
+    "crashed on base",
+    "crashed on head",
+    "hung on base",
+    "hung on head",
+]
+Missing = Literal["fail", "warn", "create"]
+Outcome = Literal["passed", "warned", "inconclusive", "failed"]
+
+_VERSION = 1
+# What an outcome is of: the one farthest to the right.
+_ORDER: tuple[Outcome, ...] = get_args(Outcome)
+_OUTCOMES: dict[Verdict, Outcome] = {
+    Verdict.PASS: "passed",
+    Verdict.IMPROVED: "passed",
+    Verdict.INCONCLUSIVE: "inconclusive",
+    Verdict.REGRESSED: "failed",
+}
+
+
+@dataclass(frozen=True)
+class TrialResult:
+    """One metric of one test.
+
+    Attributes:
+        decision: what was decided.
+        unit: of the levels: "s" or "B".
+        tolerance: the share that head may cost more, as it was judged by (a floor may have raised it).
+        minimum_effect: the share below which no estimate is a regression, likewise.
+        differences: of each round log(head / base), the median over its pairs.
+        base: what base cost in each round, in `unit`.
+        head: what head cost in each round, in `unit`.
+    """
+
+    decision: Decision
+    unit: str
+    tolerance: float
+    minimum_effect: float
+    differences: tuple[float, ...]
+    base: tuple[float, ...]
+    head: tuple[float, ...]
+
+    @property
+    def robust(self) -> HodgesLehmann | None:
+        """The centre of the differences of all rounds, which no wild one moves, at 95 %; None without rounds.
+
+        Where it is far from the estimate of the decision, some rounds are unlike the others.
+        """
+        return hodges_lehmann(self.differences) if self.differences else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON, with `robust` as relative changes."""
+        robust = self.robust
+        ends = ("estimate", "low", "high")
+        return {
+            **asdict(self),
+            "decision": self.decision.to_dict(),
+            **{key: list(getattr(self, key)) for key in ("differences", "base", "head")},
+            "robust": robust and {key: _share(getattr(robust, key)) for key in ends},
+        }
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """What `to_dict` gave, also where it went through JSON."""
+        rows = {key: tuple(values[key]) for key in ("differences", "base", "head")}
+        kept = {key: value for key, value in values.items() if key != "robust"}
+        return cls(**{**kept, **rows, "decision": Decision.from_dict(values["decision"])})
+
+
+@dataclass(frozen=True)
+class TestResult:
+    """One test.
+
+    Attributes:
+        nodeid: pytest's name of the test, or another that is unique.
+        status: "measured", or what came instead of a measurement, and on which side.
+        trials: by metric ("time", "memory", "ttft", "tpot"); none where it was not measured.
+        detail: the end of what a side wrote before it crashed, the new name of a test, and the like.
+        file: where the test is, relative to the project; "": not known.
+        line: in `file`, counted from 1; 0: not known.
+        seconds: that its rounds took, without the start of their processes.
+        reference: of each round the seconds of each part of the pinned workload that was timed among its
+            pairs; none without it.
+    """
+
+    __test__ = False  # for pytest, which takes the name for a test
+
+    nodeid: str
+    status: Status = "measured"
+    trials: dict[str, TrialResult] = field(default_factory=dict)
+    detail: str = ""
+    file: str = ""
+    line: int = 0
+    seconds: float = 0.0
+    reference: tuple[tuple[float, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        check_choice("status", self.status, get_args(Status))
+        require(
+            bool(self.trials) == (self.status == "measured"),
+            "trials",
+            sorted(self.trials),
+            "one or more where the status is 'measured', else none",
+        )
+
+    @property
+    def verdict(self) -> Verdict:
+        """The worst of its metrics; INCONCLUSIVE where it was not measured.
+
+        IMPROVED takes one metric that is, and none that is INCONCLUSIVE or REGRESSED.
+        """
+        verdicts = {trial.decision.verdict for trial in self.trials.values()}
+        for verdict in (Verdict.REGRESSED, Verdict.INCONCLUSIVE, Verdict.IMPROVED, Verdict.PASS):
+            if verdict in verdicts:
+                return verdict
+        return Verdict.INCONCLUSIVE
+
+    def outcome(self, missing: Missing) -> Outcome:
+        """What it is to the run.
+
+        A test that is broken on head has failed. One that is broken on base has nothing to be compared with.
+        """
+        match self.status:
+            case "measured":
+                return _OUTCOMES[self.verdict]
+            case "crashed on head" | "hung on head":
+                return "failed"
+            case "crashed on base" | "hung on base":
+                return "inconclusive"
+            case "missing on head":
+                return "warned"
+            case "skipped":
+                return "passed"
+            case "missing on base":
+                return "failed" if missing == "fail" else "warned" if missing == "warn" else "passed"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        trials = {metric: trial.to_dict() for metric, trial in self.trials.items()}
+        reference = [list(each) for each in self.reference]
+        return {**asdict(self), "trials": trials, "reference": reference, "verdict": str(self.verdict)}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """What `to_dict` gave, also where it went through JSON."""
+        kept = {key: value for key, value in values.items() if key != "verdict"}
+        trials = {metric: TrialResult.from_dict(trial) for metric, trial in values["trials"].items()}
+        reference = tuple(tuple(each) for each in values["reference"])
+        return cls(**{**kept, "trials": trials, "reference": reference})
+
+
+@dataclass(frozen=True)
+class GateResult:
+    """A comparison of head with base.
+
+    Attributes:
+        base: the name of the old side: a revision, a folder, a wheel.
+        head: the name of the new one.
+        tests: all of them, in their order.
+        seconds: that the comparison took, the start of processes included.
+        rounds: that were made.
+        missing: what a test that is not on base is: "fail" a failure, "warn" a warning, "create" the first of
+            its history.
+        environment: of the machine and its software (`stackwise.device.fingerprint`).
+        seed: of the random orders.
+        order_bias: what being first in a pair was worth: 0.01 means 1 % faster; None: not known. The turns
+            take it out; it tells of a machine on which order matters.
+        balance: the share of pairs in which base came first; 0.5 is balanced. None: not known.
+        notes: what a reader has to know beside.
+    """
+
+    base: str
+    head: str
+    tests: tuple[TestResult, ...]
+    seconds: float = 0.0
+    rounds: int = 0
+    missing: Missing = "fail"
+    environment: dict[str, Any] = field(default_factory=dict)
+    seed: int = 0
+    order_bias: float | None = None
+    balance: float | None = None
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_choice("missing", self.missing, get_args(Missing))
+        names = [test.nodeid for test in self.tests]
+        require(len(names) == len(set(names)), "tests", names, "tests of different names")
+
+    @property
+    def outcome(self) -> Outcome:
+        """The worst of its tests; "inconclusive" where there are none, as nothing was compared."""
+        outcomes = [test.outcome(self.missing) for test in self.tests]
+        return max(outcomes, key=_ORDER.index, default="inconclusive")
+
+    @property
+    def verdict(self) -> Verdict:
+        """Of the whole: REGRESSED where a test failed, INCONCLUSIVE where one was not decided."""
+        match self.outcome:
+            case "failed":
+                return Verdict.REGRESSED
+            case "inconclusive":
+                return Verdict.INCONCLUSIVE
+        improved = any(test.verdict == Verdict.IMPROVED for test in self.tests)
+        return Verdict.IMPROVED if improved else Verdict.PASS
+
+    @property
+    def exit_code(self) -> int:
+        """Of a command that says no more than this: 0 passed, 1 failed, 7 inconclusive."""
+        return {"failed": 1, "inconclusive": EXIT_INCONCLUSIVE}.get(self.outcome, 0)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON; `version` is that of their form."""
+        return {
+            "version": _VERSION,
+            **asdict(self),
+            "tests": [test.to_dict() for test in self.tests],
+            "notes": list(self.notes),
+            "order_bias": _finite(self.order_bias),
+            "balance": _finite(self.balance),
+            "verdict": str(self.verdict),
+            "outcome": self.outcome,
+            "exit_code": self.exit_code,
+        }
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """What `to_dict` gave, also where it went through JSON.
+
+        Raises:
+            ValueError: the values have another form.
+        """
+        require(values.get("version") == _VERSION, "version", values.get("version"), str(_VERSION))
+        derived = {"version", "verdict", "outcome", "exit_code"}
+        kept = {key: value for key, value in values.items() if key not in derived}
+        tests = tuple(TestResult.from_dict(test) for test in values["tests"])
+        return cls(**{**kept, "tests": tests, "notes": tuple(values["notes"])})
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _share(logarithm: float) -> float | None:
+    return math.expm1(logarithm) if math.isfinite(logarithm) else None

@@ -1,0 +1,282 @@
+"""Round: one fresh process of each side, and all tests measured in turns between the two."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from stackwise.argument import check_choice, check_number, check_sizes
+from stackwise.gate.process import SideFailedError, SideProcess
+from stackwise.gate.turns import ORDERS, turns
+
+__all__ = ["SIDES", "Ended", "Paired", "Sampling", "run_round"]
+
+SIDES = ("base", "head")
+_LEAST_PAIRS = 4
+_REFERENCES = 8  # samples in a round, about
+_STRAY = (
+    "which is not of its tree: what was measured is not what is compared. An editable installation that "
+    "hooks into the import (meson-python, scikit-build-core) wins over PYTHONPATH"
+)
+_LEAST_BYTES = 1.0  # a call that holds nothing has a ratio to another one all the same
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a test is measured in a round.
+
+    Attributes:
+        seconds: for which each side is measured.
+        pairs: the most pairs.
+        slice_seconds: shorter calls are made several times in one turn, for as long as this.
+        warm_up_seconds: for which each side makes calls before.
+        memory: whether the memory of one call is read.
+        reference: times the parts of a pinned workload once, which tells results of other days apart from
+            those of another speed of the machine; None: there is none.
+        order: "abba", or "fixed", which is there to show what it does.
+    """
+
+    seconds: float = 0.3
+    pairs: int = 96
+    slice_seconds: float = 0.002
+    warm_up_seconds: float = 0.1
+    memory: bool = True
+    reference: Callable[[], tuple[float, ...]] | None = None
+    order: str = "abba"
+
+    def __post_init__(self) -> None:
+        for key in ("seconds", "slice_seconds", "warm_up_seconds"):
+            check_number(key, getattr(self, key), "a number > 0, in seconds", lambda value: value > 0)
+        check_sizes(pairs=self.pairs)
+        check_choice("order", self.order, ORDERS)
+
+
+@dataclass(frozen=True)
+class Paired:
+    """What a round measured of a test.
+
+    Attributes:
+        base: of each metric the median cost of the base, in the metric's unit.
+        head: the same of the head.
+        differences: of each metric the median over pairs of log(head / base).
+        head_first: of each pair whether the head was first.
+        logs: of each pair log(head / base) of the time.
+        seconds: that this took.
+        reference: the median seconds of each part of a pinned workload, timed among the pairs; () without it.
+    """
+
+    base: dict[str, float]
+    head: dict[str, float]
+    differences: dict[str, float]
+    head_first: tuple[bool, ...]
+    logs: tuple[float, ...]
+    seconds: float
+    reference: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What came of a test in the place of a measurement, on each side where something did.
+
+    Attributes:
+        how: of a side "skipped", "failed", "missing", "crashed", "hung" or "not measured": it passed and
+            never called what is measured.
+        detail: of the same sides, why.
+    """
+
+    how: dict[str, str] = field(default_factory=dict)
+    detail: dict[str, str] = field(default_factory=dict)
+
+
+class _TestEndedError(Exception):
+    """A test was over while it should have answered."""
+
+
+class _Side:
+    """A process, and what it has said about its tests."""
+
+    def __init__(self, process: SideProcess) -> None:
+        self.process = process
+        self.collected: list[str] = []
+        self.not_collected: dict[str, str] = {}  # by file
+        self.ended: dict[str, tuple[str, str]] = {}
+
+    def collect(self) -> None:
+        """Hear which tests there are."""
+        while True:
+            message = self.process.receive()
+            if "not_collected" in message:
+                self.not_collected[message["not_collected"]] = message["detail"]
+            elif "collected" in message:
+                self.collected = message["collected"]
+                return
+
+    def come_to(self, test: str) -> bool:
+        """Hear until the test waits to be measured (True) or is over."""
+        while True:
+            message = self.process.receive()
+            if message.get("test") != test:
+                raise SideFailedError("crashed", f"it told of {message.get('test')} in the place of {test}")
+            if message.get("ready"):
+                return True
+            if "ended" in message:
+                self.ended.setdefault(test, (message["ended"], message["detail"]))
+            if message.get("over"):
+                if message["stray"]:
+                    self.ended[test] = ("crashed", f"it imported {message['stray']}, {_STRAY}")
+                elif not message["measured"]:
+                    self.ended.setdefault(test, ("not measured", "it never called what is to be measured"))
+                return False
+
+    def sample(self, test: str, **message: object) -> dict[str, float]:
+        """Ask for numbers."""
+        answer = self.process.ask(**message)
+        if "sample" in answer:
+            found: dict[str, float] = answer["sample"]
+            return found
+        if "call_seconds" in answer:
+            return {"call": answer["call_seconds"]}
+        self.ended.setdefault(test, (str(answer.get("ended", "failed")), str(answer.get("detail", answer))))
+        if not answer.get("over"):
+            self.come_to(test)
+        raise _TestEndedError
+
+    def release(self, test: str) -> None:
+        """Let the test go on, to its end."""
+        self.process.send(go_on=True)
+        self.come_to(test)
+
+
+def run_round(
+    tests: Sequence[str],
+    start: Callable[[str, int], SideProcess],
+    sampling: Sampling,
+    rng: random.Random,
+) -> Iterator[tuple[str, Paired | Ended]]:
+    """Measure tests, in their order, and hand over what came of each. A crash ends the round with its test.
+
+    Args:
+        tests: names, of which each side may lack some.
+        start: starts the process of a side with a seed.
+        sampling: how each is measured.
+        rng: chooses who starts, and seeds the processes.
+
+    Raises:
+        SideFailedError: a process ended before it came to the first test.
+    """
+    with _both(start, rng) as sides:
+        for side in sides.values():
+            side.collect()
+        for test in tests:
+            try:
+                yield test, _test(test, sides, sampling, rng)
+            except _SideLostError as lost:
+                yield test, Ended({lost.role: lost.error.how}, {lost.role: str(lost.error)})
+                return
+
+
+class _SideLostError(Exception):
+    def __init__(self, role: str, error: SideFailedError) -> None:
+        super().__init__(str(error))
+        self.role, self.error = role, error
+
+
+@contextmanager
+def _lost(role: str) -> Iterator[None]:
+    try:
+        yield
+    except SideFailedError as error:
+        raise _SideLostError(role, error) from None
+
+
+@contextmanager
+def _both(start: Callable[[str, int], SideProcess], rng: random.Random) -> Iterator[dict[str, _Side]]:
+    roles = list(SIDES)
+    rng.shuffle(roles)
+    sides: dict[str, _Side] = {}
+    try:
+        for role in roles:
+            sides[role] = _Side(start(role, rng.randrange(2**31)))
+        yield {role: sides[role] for role in SIDES}
+    finally:
+        for side in sides.values():
+            side.process.kill()
+
+
+def _test(test: str, sides: dict[str, _Side], sampling: Sampling, rng: random.Random) -> Paired | Ended:
+    began = time.perf_counter()
+    waiting = []
+    for role, side in sides.items():
+        if test not in side.collected:
+            detail = side.not_collected.get(test.split("::")[0], "there is no test of this name")
+            side.ended[test] = ("missing", detail)
+            continue
+        with _lost(role):
+            if side.come_to(test):
+                waiting.append(role)
+    found: Paired | None = None
+    if len(waiting) == len(sides):
+        try:
+            found = _measure(test, sides, sampling, rng, began)
+        except _TestEndedError:
+            waiting = [role for role in waiting if test not in sides[role].ended]
+    for role in waiting:
+        with _lost(role):
+            sides[role].release(test)
+    ended = {role: side.ended[test] for role, side in sides.items() if test in side.ended}
+    if ended or found is None:
+        return Ended({r: how for r, (how, _) in ended.items()}, {r: why for r, (_, why) in ended.items()})
+    return found
+
+
+def _measure(
+    test: str, sides: dict[str, _Side], sampling: Sampling, rng: random.Random, began: float
+) -> Paired:
+    def ask(role: str, **message: object) -> dict[str, float]:
+        with _lost(role):
+            return sides[role].sample(test, **message)
+
+    call = {role: ask(role, warm_up=sampling.warm_up_seconds)["call"] for role in SIDES}
+    calls = max(1, math.ceil(sampling.slice_seconds / min(call.values())))
+    fitting = int(sampling.seconds / (calls * max(call.values())))
+    pairs = min(sampling.pairs, max(_LEAST_PAIRS, fitting))
+    order = turns(pairs, rng, sampling.order)
+    samples: dict[str, list[dict[str, float]]] = {role: [] for role in SIDES}
+    references = []
+    for number, head_first in enumerate(order):
+        if sampling.reference is not None and number % max(1, pairs // _REFERENCES) == 0:
+            references.append(sampling.reference())
+        for role in reversed(SIDES) if head_first else SIDES:
+            samples[role].append(ask(role, calls=calls))
+    if sampling.memory:
+        held = {role: {"memory": max(_LEAST_BYTES, ask(role, memory=True)["memory"])} for role in SIDES}
+    else:
+        held = {role: {} for role in SIDES}
+    metrics = list(samples["base"][0])
+    levels = {
+        role: {m: statistics.median(s[m] for s in samples[role]) for m in metrics} | held[role]
+        for role in SIDES
+    }
+    logs = {
+        metric: [
+            math.log(h[metric] / b[metric]) for b, h in zip(samples["base"], samples["head"], strict=True)
+        ]
+        for metric in metrics
+    }
+    differences = {metric: statistics.median(values) for metric, values in logs.items()}
+    if held["base"]:
+        differences["memory"] = math.log(held["head"]["memory"] / held["base"]["memory"])
+    return Paired(
+        levels["base"],
+        levels["head"],
+        differences,
+        tuple(order),
+        tuple(logs["time"]),
+        time.perf_counter() - began,
+        tuple(statistics.median(part) for part in zip(*references, strict=True)),
+    )

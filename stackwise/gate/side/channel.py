@@ -1,0 +1,75 @@
+"""Channel: messages between the gate and the process of a side, one JSON object a line."""
+
+from __future__ import annotations
+
+import json
+import select
+import socket
+import time
+from typing import Any
+
+__all__ = ["CALLABLE", "DESCRIPTOR", "FOREIGN", "ROLE", "Channel", "ChannelClosedError"]
+
+# Variables of the environment that say what a process of a side is.
+DESCRIPTOR, ROLE, FOREIGN, CALLABLE = (
+    f"STACKWISE_GATE_{name}" for name in ("CHANNEL", "SIDE", "FOREIGN", "CALLABLE")
+)
+_CHUNK = 65536
+
+
+class ChannelClosedError(ConnectionError):
+    """The other end is gone."""
+
+
+class Channel:
+    """One end of a pair of sockets.
+
+    Args:
+        end: a connected stream socket, which belongs to the channel from now on.
+    """
+
+    def __init__(self, end: socket.socket) -> None:
+        self._end = end
+        self._rest = b""
+
+    @classmethod
+    def of_descriptor(cls, descriptor: int) -> Channel:
+        """The channel of an inherited socket."""
+        return cls(socket.socket(fileno=descriptor))
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Send a message.
+
+        Raises:
+            ChannelClosedError: the other end is gone.
+        """
+        try:
+            self._end.sendall(json.dumps(message).encode() + b"\n")
+        except OSError as error:
+            raise ChannelClosedError(str(error)) from None
+
+    def receive(self, seconds: float | None = None) -> dict[str, Any] | None:
+        """The next message; None if there was none within `seconds`.
+
+        Raises:
+            ChannelClosedError: the other end is gone.
+        """
+        deadline = None if seconds is None else time.monotonic() + seconds
+        while b"\n" not in self._rest:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if not select.select([self._end], [], [], left)[0]:
+                return None
+            try:
+                chunk = self._end.recv(_CHUNK)
+            except OSError as error:
+                raise ChannelClosedError(str(error)) from None
+            if not chunk:
+                raise ChannelClosedError("the other end was closed")
+            self._rest += chunk
+        line, self._rest = self._rest.split(b"\n", 1)
+        message: dict[str, Any] = json.loads(line)
+        return message
+
+    def close(self) -> None:
+        """Close this end."""
+        self._end.close()

@@ -1,0 +1,257 @@
+"""The pytest plugin inside the process of a side: its benchmarks do not time themselves, but when told to.
+
+It says when a test has come to its measured call, makes calls as it is asked to, and lets the test go on when
+it is told to. Loaded after all other plugins, so that its `benchmark` and `throughput` win over theirs.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .channel import (  # beside this file, wherever it was copied to
+    CALLABLE,
+    DESCRIPTOR,
+    FOREIGN,
+    ROLE,
+    Channel,
+    ChannelClosedError,
+)
+from .subject import Repeated, Streamed, Subject, peak_memory, settle, warm_up
+
+__all__ = ["SidePlugin"]
+
+_OUTSIDE = 3  # exit code of a process whose gate is gone
+_LONGEST = 4000  # characters of what went wrong
+
+
+class OneCallError(RuntimeError):
+    """A test calls what it measures twice."""
+
+
+class SidePlugin:
+    """Serves the gate.
+
+    Args:
+        channel: to the gate.
+        role: "base" or "head".
+        foreign: folders out of which this side may import nothing: the tree that this is not.
+    """
+
+    def __init__(self, channel: Channel, role: str, foreign: list[str]) -> None:
+        self.channel, self.role, self.foreign = channel, role, foreign
+        self.tests: list[str] = self._receive()["tests"]
+        self._served: set[str] = set()
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Keep the tests that are asked for, in the order of the asking."""
+        found = {item.nodeid: item for item in items}
+        items[:] = [found[test] for test in self.tests if test in found]
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """Say which tests there are."""
+        self._send(collected=[item.nodeid for item in session.items])
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Say which files cannot be collected."""
+        if report.failed:
+            self._send(not_collected=report.nodeid, detail=str(report.longrepr)[-_LONGEST:])
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Say how a phase of a test ended where it did not pass, and when the test is over."""
+        ended = _ended(report)
+        if ended != "passed":
+            self._send(test=report.nodeid, ended=ended, when=report.when, detail=_reason(report)[:_LONGEST])
+        if report.when == "teardown":
+            stray = self._stray()
+            self._send(test=report.nodeid, over=True, measured=report.nodeid in self._served, stray=stray)
+
+    @pytest.fixture
+    def benchmark(self, request: pytest.FixtureRequest) -> Benchmark:
+        """pytest-benchmark's fixture, in whose place the gate measures."""
+        return _benchmark_type()(request.node, self.serve)
+
+    @pytest.fixture
+    def throughput(self, request: pytest.FixtureRequest) -> Callable[..., None]:
+        """The fixture of the same name, in whose place the gate measures."""
+
+        def run(subject: Any, *, against: Any = None, **arguments: Any) -> None:
+            if self.role == "base" and os.environ.get(CALLABLE):
+                if against is None:
+                    pytest.fail(
+                        "throughput got no `against`: there is nothing to compare with", pytrace=False
+                    )
+                subject = against
+            # That of this side, which may be another stackwise than what has started this process.
+            fixtures = request.config.pluginmanager.get_plugin("stackwise-throughput")
+            workload_of = getattr(fixtures, "workload_of", None)
+            if workload_of is None:
+                pytest.fail("this side's stackwise is older than its gate", pytrace=False)
+            workload = workload_of(request, subject, arguments)
+            if workload.each_token is not None:
+                self.serve(request.node.nodeid, Streamed(workload.each_token))
+            else:
+                self.serve(request.node.nodeid, Repeated(workload.call, workload.prepare))
+
+        return run
+
+    def serve(self, nodeid: str, subject: Subject) -> None:
+        """Do what the gate asks for until it asks for no more."""
+        if nodeid in self._served:
+            raise OneCallError("a test that is gated measures one call; parametrize the test for more")
+        self._served.add(nodeid)
+        settle()
+        self._send(test=nodeid, ready=True)
+        while True:
+            match self._receive():
+                case {"warm_up": seconds}:
+                    self._send(call_seconds=warm_up(subject, seconds))
+                case {"calls": calls}:
+                    self._send(sample=subject.seconds(calls))
+                case {"memory": True}:
+                    self._send(sample=peak_memory(subject))
+                case _:
+                    return
+
+    def _stray(self) -> str | None:
+        """A module that came out of the tree of the other side; None: there is none."""
+        for module in list(sys.modules.values()):
+            file = getattr(module, "__file__", None)
+            if isinstance(file, str) and self._is_foreign(file):
+                return file
+        return None
+
+    def _is_foreign(self, file: str) -> bool:
+        # An environment may lie inside of the project.
+        path = Path(file)
+        return "site-packages" not in path.parts and any(path.is_relative_to(f) for f in self.foreign)
+
+    def _send(self, **message: Any) -> None:
+        try:
+            self.channel.send(message)
+        except ChannelClosedError:
+            os._exit(_OUTSIDE)
+
+    def _receive(self) -> dict[str, Any]:
+        try:
+            message = self.channel.receive()
+        except ChannelClosedError:
+            # Nobody is left to be told, and nobody waits for what a test would still do.
+            os._exit(_OUTSIDE)
+        assert message is not None, "waited for without a limit"
+        return message
+
+
+class Benchmark:
+    """What tests use of pytest-benchmark's fixture. It has no statistics: one side alone knows none.
+
+    Attributes:
+        stats: None, as where benchmarks are disabled.
+        extra_info: for the test to write to; nobody reads it here.
+        group: the same.
+        name: of the test.
+        disabled: False.
+        enabled: True.
+    """
+
+    stats = None
+    disabled, enabled = False, True
+
+    def __init__(self, item: pytest.Item, serve: Callable[[str, Subject], None]) -> None:
+        self._item, self._serve = item, serve
+        self.extra_info: dict[str, Any] = {}
+        self.group: str | None = None
+        self.name, self.fullname = item.name, item.nodeid
+
+    def __call__(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Measure `target(*args, **kwargs)`; returns what it returns."""
+        call = partial(target, *args, **kwargs) if args or kwargs else target
+        self._serve(self._item.nodeid, Repeated(call))
+        return target(*args, **kwargs)
+
+    def pedantic(
+        self,
+        target: Callable[..., Any],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+        setup: Callable[[], Any] | None = None,
+        teardown: Callable[..., Any] | None = None,
+        rounds: int = 1,
+        warmup_rounds: int = 0,
+        iterations: int = 1,
+    ) -> Any:
+        """The same with what is done around each call. How often it is called is for the gate to say."""
+        del rounds, warmup_rounds, iterations
+        if setup is None and teardown is None:
+            return self(target, *args, **(kwargs or {}))
+        given: list[tuple[tuple[Any, ...], dict[str, Any]]] = [(tuple(args), dict(kwargs or {}))]
+
+        def prepare() -> None:
+            found = setup() if setup is not None else None
+            if found is not None:
+                given[0] = found
+
+        def call() -> Any:
+            return target(*given[0][0], **given[0][1])
+
+        def after() -> None:
+            if teardown is not None:
+                teardown(*given[0][0], **given[0][1])
+
+        self._serve(self._item.nodeid, Repeated(call, prepare, after))
+        prepare()
+        result = call()
+        after()
+        return result
+
+    def weave(self, *_: Any, **__: Any) -> None:
+        """Refused: what is measured would not be what is called."""
+        pytest.skip("benchmark.weave cannot be measured by the gate")
+
+    patch = weave
+
+
+def _ended(report: pytest.TestReport) -> str:
+    """The outcome of a phase as if nothing were expected: what is, is for the gate to know."""
+    if hasattr(report, "wasxfail") and report.when == "call":
+        return "failed" if report.outcome == "skipped" else "passed"
+    if isinstance(report.longrepr, str) and report.longrepr.startswith("[XPASS(strict)]"):
+        return "passed"
+    return report.outcome
+
+
+def _reason(report: pytest.TestReport) -> str:
+    """Why a phase ended, on a line or a few."""
+    if isinstance(report.longrepr, tuple):
+        return str(report.longrepr[2]).removeprefix("Skipped: ")
+    crash = getattr(report.longrepr, "reprcrash", None)
+    if crash is None:
+        return str(report.longrepr)
+    return f"{crash.message} ({Path(crash.path).name}:{crash.lineno})"
+
+
+def _benchmark_type() -> type[Benchmark]:
+    """Benchmark, as a kind of pytest-benchmark's fixture where that is there: it asks for one."""
+    try:
+        from pytest_benchmark.fixture import BenchmarkFixture
+    except ImportError:
+        return Benchmark
+    return type("Benchmark", (Benchmark, BenchmarkFixture), {})
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Serve the gate that has started this process."""
+    descriptor = int(os.environ.pop(DESCRIPTOR))
+    foreign = [folder for folder in os.environ.pop(FOREIGN, "").split(os.pathsep) if folder]
+    plugin = SidePlugin(Channel.of_descriptor(descriptor), os.environ[ROLE], foreign)
+    config.pluginmanager.register(plugin, "stackwise-gate-side")

@@ -1,0 +1,198 @@
+"""Subject: what a benchmark calls, timed on demand."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+import tracemalloc
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
+
+__all__ = ["Repeated", "Streamed", "Subject", "peak_memory", "settle", "warm_up"]
+
+_LEAST_CALLS = 2
+_NANOSECOND = 1e-9
+
+
+class Subject(Protocol):
+    """Something that can be timed."""
+
+    def seconds(self, calls: int) -> dict[str, float]:
+        """Seconds of one call, by metric, as the mean of so many."""
+
+    def once(self, looked_at: Callable[[Callable[[], object]], int]) -> int:
+        """What `looked_at` makes of a call that is ready to be made."""
+
+
+class Repeated:
+    """A call that is made again and again.
+
+    Args:
+        call: does the work once.
+        prepare: called before each call, outside of its time; None: nothing is to be prepared.
+        after: the same after each call.
+    """
+
+    def __init__(
+        self,
+        call: Callable[[], object],
+        prepare: Callable[[], object] | None = None,
+        after: Callable[[], object] | None = None,
+    ) -> None:
+        self.call, self.prepare, self.after = call, prepare, after
+
+    def seconds(self, calls: int) -> dict[str, float]:
+        """Seconds of one call, without what surrounds it."""
+        call, prepare, after = self.call, self.prepare, self.after
+        synchronize = _synchronize()
+        if prepare is None and after is None:
+            several = range(calls)
+            synchronize()
+            start = time.perf_counter_ns()
+            for _ in several:
+                call()
+            synchronize()
+            return {"time": (time.perf_counter_ns() - start) * _NANOSECOND / calls}
+        total = 0
+        for _ in range(calls):
+            if prepare is not None:
+                prepare()
+            synchronize()
+            start = time.perf_counter_ns()
+            call()
+            synchronize()
+            total += time.perf_counter_ns() - start
+            if after is not None:
+                after()
+        return {"time": total * _NANOSECOND / calls}
+
+    def once(self, looked_at: Callable[[Callable[[], object]], int]) -> int:
+        """What `looked_at` makes of the call, prepared."""
+        if self.prepare is not None:
+            self.prepare()
+        found = looked_at(self.call)
+        if self.after is not None:
+            self.after()
+        return found
+
+
+class Streamed:
+    """A call that hands over each of its tokens: the first one has a time of its own (TTFT).
+
+    Args:
+        each_token: the call; it calls its argument with each column of tokens.
+    """
+
+    def __init__(self, each_token: Callable[[Callable[[Any], object]], object]) -> None:
+        self.each_token = each_token
+
+    def seconds(self, calls: int) -> dict[str, float]:
+        """Seconds of one text, until its first token (TTFT), and of each later one (TPOT)."""
+        synchronize = _synchronize()
+        at: list[int] = []
+
+        def on_token(_: Any) -> None:
+            synchronize()
+            at.append(time.perf_counter_ns())
+
+        whole = to_first = later = 0
+        for _ in range(calls):
+            at.clear()
+            synchronize()
+            start = time.perf_counter_ns()
+            self.each_token(on_token)
+            synchronize()
+            whole += time.perf_counter_ns() - start
+            to_first += at[0] - start
+            later += (at[-1] - at[0]) // max(1, len(at) - 1)
+        found = {"time": whole, "ttft": to_first} | ({"tpot": later} if len(at) > 1 else {})
+        return {metric: value * _NANOSECOND / calls for metric, value in found.items()}
+
+    def once(self, looked_at: Callable[[Callable[[], object]], int]) -> int:
+        """What `looked_at` makes of one text."""
+        return looked_at(lambda: self.each_token(lambda _: None))
+
+
+def warm_up(subject: Subject, seconds: float) -> float:
+    """Call for some time, at least twice; then the seconds of the fastest call."""
+    end = time.perf_counter() + seconds
+    fastest, made, calls = float("inf"), 0, 1
+    while made < _LEAST_CALLS or time.perf_counter() < end:
+        # The first call alone may take most of the time there is, or compile.
+        found = subject.seconds(calls)["time"]
+        fastest, made = min(fastest, found), made + 1
+        calls = max(1, min(1000, int(1e-3 / max(found, 1e-9))))
+    return max(fastest, 1e-9)
+
+
+def settle() -> None:
+    """Take what exists out of the collector's view, so that a collection costs what the calls have made."""
+    gc.collect()
+    gc.freeze()
+
+
+def peak_memory(subject: Subject) -> dict[str, float]:
+    """Bytes that one call holds at most, beyond what was there before, by metric; they repeat exactly.
+
+    Of tensors where torch is loaded: on CUDA by its allocator, on the CPU by what its profiler is told of
+    each allocation. Else of Python's allocations, which NumPy tells of too.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return {"memory": float(subject.once(_traced))}
+    on_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+    return {"memory": float(subject.once(partial(_of_cuda if on_cuda else _of_tensors, torch)))}
+
+
+def _traced(call: Callable[[], object]) -> int:
+    if tracemalloc.is_tracing():
+        raise RuntimeError("tracemalloc traces already: the memory of a call cannot be told")
+    tracemalloc.start()
+    try:
+        call()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def _of_cuda(torch: Any, call: Callable[[], object]) -> int:
+    devices = range(torch.cuda.device_count())
+    torch.cuda.synchronize()
+    before = [torch.cuda.memory_allocated(device) for device in devices]
+    for device in devices:
+        torch.cuda.reset_peak_memory_stats(device)
+    call()
+    torch.cuda.synchronize()
+    return sum(
+        torch.cuda.max_memory_allocated(device) - held for device, held in zip(devices, before, strict=True)
+    )
+
+
+def _of_tensors(torch: Any, call: Callable[[], object]) -> int:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the profiler's own; a test's are not looked for here
+        with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+            call()
+    held = highest = 0
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        held += event.nbytes()
+        highest = max(highest, held)
+    return highest
+
+
+def _synchronize() -> Callable[[], object]:
+    """What waits for CUDA where it is in use."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
+        wait: Callable[[], object] = torch.cuda.synchronize
+        return wait
+    return _nothing
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,250 @@
+"""Stored baseline: runs of pytest-benchmark that were saved as JSON, compared without running base again.
+
+A machine is faster in one hour than in the next by more than most changes to code, and a saved run cannot be
+measured again beside the new one. So what is compared is what suffers least, the fastest round of each run,
+and how far that differs from run to run is taken from the saved runs where there are four or more. Where
+there are fewer it is assumed, and only a large change of time is told.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from stackwise.argument import check_number, require
+from stackwise.gate.history.interval import ONE_LOOK, decide
+from stackwise.gate.history.machine import Machine
+from stackwise.gate.limit import Limit, Limits
+from stackwise.gate.result import GateResult, Missing, TestResult, TrialResult
+from stackwise.gate.sequential import Rule
+from stackwise.gate.verdict import Decision, Verdict
+
+__all__ = ["compare_stored"]
+
+# From so many runs on their own spread counts.
+_MIN_RUNS = 4
+# Standard deviation of log(fastest round) from run to run, where it is not known: 4.1 % on a machine of two
+# cores with other work on it (102 runs); docs/history.md. Of bytes: what an allocator leaves to chance.
+_ASSUMED = {"time": 0.04, "memory": 0.001}
+# As if estimated from so few that its interval is wide: another machine may be noisier.
+_ASSUMED_FREEDOM = 4
+# No spread of a few runs is believed to be less: 0.55 % is what interleaved pairs have at best.
+_LEAST = {"time": 0.005, "memory": 0.0}
+_UNITS = {"time": "s", "memory": "B"}
+_NAMES = ("machine", "system", "python_implementation", "python_version")
+_CPU_NAMES = ("brand_raw", "count", "arch")
+
+File = str | Path
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """One saved run: its machine and commit, and by test the level of each metric and how it was timed."""
+
+    name: str
+    machine: dict[str, Any]
+    commit: str
+    levels: dict[str, dict[str, float]]
+    ways: dict[str, dict[str, Any]]
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        try:
+            content = json.loads(path.read_bytes())
+            benchmarks = {each["fullname"]: each for each in content["benchmarks"]}
+            machine = _machine(content["machine_info"])
+            commit = str((content.get("commit_info") or {}).get("id") or "")
+            levels = {name: _levels(each) for name, each in benchmarks.items()}
+            ways = {name: _way(each) for name, each in benchmarks.items()}
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            said = f"no {error}" if isinstance(error, KeyError) else str(error)
+            raise ValueError(f"{path}: is no JSON of pytest-benchmark: {said}") from None
+        return cls(path.name, machine, commit, levels, ways)
+
+
+def compare_stored(
+    baseline: File | Sequence[File],
+    current: File | Sequence[File],
+    limits: Limits | Mapping[str, Limits] | None = None,
+    *,
+    missing: Missing = "fail",
+    rule: Rule = ONE_LOOK,
+) -> GateResult:
+    """Compare saved runs of pytest-benchmark (`--benchmark-json`, `--benchmark-save`) with new ones.
+
+    Time is the fastest round of a run, memory what `throughput` has stored as the peak. Runs of another
+    machine are left out and named in the notes; where none is left, the verdict is INCONCLUSIVE. So it is of
+    tests that were timed by another clock.
+
+    Args:
+        baseline: one file for each saved run.
+        current: of the new run; several runs of the same code make its level surer.
+        limits: of all tests, or by full name; None: the defaults.
+        missing: what a test is that the saved runs do not have.
+        rule: whose chances of error are used; that of a false alarm is divided by the number of tests, as
+            there is no second measurement to confirm one.
+
+    Returns:
+        the same as the gate gives, with a note that nothing was measured side by side.
+
+    Raises:
+        ValueError: no files, a file that is no JSON of pytest-benchmark, or new runs of several machines.
+        OSError: a file that cannot be read.
+    """
+    old, new = _read("baseline", baseline), _read("current", current)
+    machine = new[0].machine
+    for run in new[1:]:
+        require(run.machine == machine, "current", run.name, f"runs of one machine, that of {new[0].name}")
+    alike = [run for run in old if run.machine == machine]
+    notes = ["stored: base was not measured beside head, so that intervals are wider than those of the gate"]
+    others = [run for run in old if run.machine != machine]
+    notes += [f"{run.name} is of another machine: {_differences(run.machine, machine)}" for run in others]
+    names = list(dict.fromkeys(name for run in (*new, *old) for name in run.levels))
+    judged = max(1, sum(any(name in run.levels for run in new) for name in names))
+    tests = []
+    for name in names:
+        given = limits.get(name, Limits()) if isinstance(limits, Mapping) else limits or Limits()
+        tests.append(_compared(name, old, alike, new, given, rule, judged))
+    return GateResult(
+        base=", ".join(run.name for run in old),
+        head=", ".join(run.name for run in new),
+        tests=tuple(tests),
+        rounds=len(new),
+        missing=missing,
+        environment=machine,
+        notes=tuple(notes),
+    )
+
+
+def _compared(
+    name: str,
+    old: Sequence[_Stored],
+    alike: Sequence[_Stored],
+    new: Sequence[_Stored],
+    limits: Limits,
+    rule: Rule,
+    n_tests: int,
+) -> TestResult:
+    heads = [run for run in new if name in run.levels]
+    if not heads:
+        return TestResult(name, "missing on head")
+    if not any(name in run.levels for run in old):
+        return TestResult(name, "missing on base")
+    bases = [run for run in alike if name in run.levels]
+    trials = {}
+    for metric in _UNITS:
+        limit = limits.of(metric)
+        base = tuple(run.levels[name][metric] for run in bases if metric in run.levels[name])
+        head = tuple(run.levels[name][metric] for run in heads if metric in run.levels[name])
+        # A metric that only one side has cannot be compared; time both have, if on another machine.
+        if limit is None or not head or (metric != "time" and not base):
+            continue
+        ways = {json.dumps(run.ways[name], sort_keys=True) for run in (*bases, *heads)}
+        reason = ""
+        if not base:
+            reason = "no saved run is of this machine, and those of others are not compared"
+        elif metric == "time" and len(ways) > 1:
+            reason = f"it was timed in different ways: {', '.join(sorted(ways))}"
+        trials[metric] = _trial(metric, base, head, limit, rule, n_tests, reason)
+    if not trials:
+        return TestResult(name, "skipped", detail="no limit of any metric that was saved")
+    return TestResult(name, trials=trials)
+
+
+def _trial(
+    metric: str,
+    base: tuple[float, ...],
+    head: tuple[float, ...],
+    limit: Limit,
+    rule: Rule,
+    n_tests: int,
+    reason: str,
+) -> TrialResult:
+    if reason:
+        decision = Decision(
+            Verdict.INCONCLUSIVE,
+            math.nan,
+            -math.inf,
+            math.inf,
+            0.0,
+            len(head),
+            confirmed=False,
+            reason=reason,
+        )
+        return TrialResult(decision, _UNITS[metric], limit.tolerance, 0.0, (), base, head)
+    old, new = ([math.log(level) for level in side] for side in (base, head))
+    middle = statistics.fmean(old)
+    spread, freedom, source = _spread(metric, old, new)
+    tolerance, least = limit.at(statistics.median(base))
+    decision = decide(
+        statistics.fmean(new) - middle,
+        spread * math.sqrt(1 / len(old) + 1 / len(new)),
+        freedom,
+        tolerance,
+        least,
+        alpha=min(rule.alpha, rule.run_alpha / n_tests),
+        miss=rule.miss,
+        rounds=len(new),
+        doubt="runs differ too much to tell",
+        source=source,
+    )
+    differences = tuple(each - middle for each in new)
+    shares = math.expm1(tolerance), math.expm1(least)
+    return TrialResult(decision, _UNITS[metric], *shares, differences, base, head)
+
+
+def _spread(metric: str, old: Sequence[float], new: Sequence[float]) -> tuple[float, int, str]:
+    """The standard deviation from run to run, its degrees of freedom, and where they come from."""
+    if len(old) < _MIN_RUNS:
+        assumed = _ASSUMED[metric]
+        said = (
+            f"that runs differ by {assumed:.1%} is assumed, as {len(old)} saved runs do not say it: save "
+            f"{_MIN_RUNS} or more, or measure side by side (--stackwise-against)"
+        )
+        return assumed, _ASSUMED_FREEDOM, said
+    squares = sum((len(side) - 1) * statistics.variance(side) for side in (old, new) if len(side) > 1)
+    freedom = len(old) + len(new) - 2
+    spread = max(math.sqrt(squares / freedom), _LEAST[metric])
+    said = f"{len(old)} saved runs differ by {math.expm1(spread):.2%} (sd); none was measured beside this one"
+    return spread, freedom, said
+
+
+def _read(key: str, files: File | Sequence[File]) -> list[_Stored]:
+    paths = [files] if isinstance(files, str | Path) else list(files)
+    require(bool(paths), key, paths, "one file or more")
+    return [_Stored.read(Path(path)) for path in paths]
+
+
+def _levels(benchmark: Mapping[str, Any]) -> dict[str, float]:
+    found = {"time": benchmark["stats"]["min"]}
+    peak = (benchmark.get("extra_info") or {}).get("peak_memory_bytes")
+    if peak is not None:
+        found["memory"] = peak
+    for metric, level in found.items():
+        check_number(f"{metric} of {benchmark['fullname']}", level, "a number > 0", lambda value: value > 0)
+    return {metric: float(level) for metric, level in found.items()}
+
+
+def _way(benchmark: Mapping[str, Any]) -> dict[str, Any]:
+    options = benchmark.get("options") or {}
+    return {name: options.get(name) for name in ("timer", "disable_gc")}
+
+
+def _machine(info: Mapping[str, Any]) -> dict[str, Any]:
+    """What decides speed, of what pytest-benchmark and, where it measured, this plugin say of the machine."""
+    found = {name: info.get(name) for name in _NAMES}
+    found |= {f"cpu {name}": (info.get("cpu") or {}).get(name) for name in _CPU_NAMES}
+    if info.get("stackwise"):
+        found |= Machine.of(info["stackwise"]).facts
+    require(any(found.values()), "machine_info", dict(info), "one that says what machine it was")
+    return found
+
+
+def _differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    names = [name for name in sorted(one.keys() | other.keys()) if one.get(name) != other.get(name)]
+    return ", ".join(f"{name} {one.get(name)} and not {other.get(name)}" for name in names)

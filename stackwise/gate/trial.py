@@ -1,0 +1,140 @@
+"""Trial: all differences of one metric of one test, and what was decided from them."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import replace
+
+from stackwise.argument import check_number, check_sizes
+from stackwise.gate.limit import Limit
+from stackwise.gate.sequential import Rule
+from stackwise.gate.verdict import Decision, Verdict
+
+__all__ = ["Trial"]
+
+
+class Trial:
+    """One metric of one test, round by round.
+
+    Where the rule finds it slower or faster this is a flag. Fresh rounds follow, which are judged by
+    themselves, and the flag becomes the verdict if they say the same.
+
+    Args:
+        limit: of the metric.
+        rule: when to decide.
+        n_tests: how many trials the whole run has, this one too.
+    """
+
+    def __init__(self, limit: Limit, rule: Rule | None = None, n_tests: int = 1) -> None:
+        check_sizes(n_tests=n_tests)
+        self.limit, self.rule = limit, rule or Rule()
+        self._fresh_rule = self.rule.confirmation(n_tests)
+        self._differences: list[float] = []
+        self._levels: list[float] = []
+        self._flag: Decision | None = None
+        self._decision: Decision | None = None
+
+    @property
+    def differences(self) -> tuple[float, ...]:
+        """Of every round, log(head / base)."""
+        return tuple(self._differences)
+
+    @property
+    def base_level(self) -> float:
+        """The median cost of base over the rounds, in the metric's unit; NaN before the first."""
+        return statistics.median(self._levels) if self._levels else math.nan
+
+    @property
+    def confirming(self) -> bool:
+        """Whether it was flagged, and is in its fresh rounds or through them."""
+        return self._flag is not None
+
+    @property
+    def decided(self) -> bool:
+        """Whether no more rounds are needed."""
+        return self._decision is not None
+
+    @property
+    def decision(self) -> Decision | None:
+        """What was decided; None: more rounds are needed."""
+        return self._decision
+
+    @property
+    def rounds_to_look(self) -> int:
+        """How many rounds are to be made before the next decision can fall; 0 where it has fallen."""
+        if self.decided:
+            return 0
+        rounds = len(self._stage())
+        return next(look for look in self._rule().looks if look > rounds) - rounds
+
+    def add(self, difference: float, base_level: float) -> None:
+        """One round more.
+
+        Args:
+            difference: log(head / base), the median over the pairs of the round.
+            base_level: what base cost, in the metric's unit.
+
+        Raises:
+            ValueError: a difference that is not finite, or a level that is not above 0.
+        """
+        check_number("difference", difference, "a finite number", lambda _: True)
+        check_number("base_level", base_level, "a number above 0, in the metric's unit", lambda v: v > 0)
+        assert not self.decided, "a decided trial takes no more rounds"
+        self._differences.append(float(difference))
+        self._levels.append(float(base_level))
+        found = self._rule().look(self._stage(), *self.limit.at(self.base_level))
+        if found is None:
+            return
+        if self._flag is None and found.verdict in (Verdict.REGRESSED, Verdict.IMPROVED):
+            self._flag = found
+        else:
+            self._decision = self._final(found)
+
+    def conclude(self, why: str) -> Decision:
+        """Decide with what there is, unless it was decided before.
+
+        What the last look proved is proved; a flag that was not confirmed is INCONCLUSIVE.
+
+        Args:
+            why: no more rounds are made, as half a sentence: "the time is up".
+        """
+        if self._decision is None:
+            looks = [look for look in self._rule().looks if look <= len(self._stage())]
+            found = None
+            if looks:
+                limits = self.limit.at(self.base_level)
+                found = self._rule().look(self._stage()[: looks[-1]], *limits, last=True)
+            if found is not None and self._flag is None and found.verdict != Verdict.PASS:
+                found = replace(found, verdict=Verdict.INCONCLUSIVE)
+            if found is None:
+                rounds = self._stage() or self._differences
+                mean = math.expm1(statistics.fmean(rounds)) if rounds else math.nan
+                few = f"{len(self._stage())} rounds are too few to say anything"
+                found = Decision(Verdict.INCONCLUSIVE, mean, -math.inf, math.inf, 0.0, 0, False, few)
+            decision = self._final(found)
+            self._decision = replace(decision, reason=f"{decision.reason}; {why}")
+        return self._decision
+
+    def _rule(self) -> Rule:
+        return self.rule if self._flag is None else self._fresh_rule
+
+    def _stage(self) -> list[float]:
+        """The differences that the present rule judges."""
+        return self._differences[self._flag.rounds if self._flag else 0 :]
+
+    def _final(self, found: Decision) -> Decision:
+        """The verdict, given what was found in the first rounds or in the fresh ones."""
+        rounds = len(self._differences)
+        if self._flag is None:
+            return replace(found, rounds=rounds)
+        if found.verdict == self._flag.verdict:
+            reason = f"{self._flag.reason}, and again after {found.rounds} fresh ones"
+            return replace(found, rounds=rounds, confirmed=True, reason=reason)
+        said = replace(found, rounds=rounds, reason=f"{self._flag.reason}; of fresh ones: {found.reason}")
+        match self._flag.verdict, found.verdict:
+            case _, Verdict.PASS:
+                return said
+            case Verdict.IMPROVED, Verdict.INCONCLUSIVE:  # that it is not slower was proved by the flag
+                return replace(self._flag, verdict=Verdict.PASS, rounds=rounds, reason=said.reason)
+        return replace(said, verdict=Verdict.INCONCLUSIVE)

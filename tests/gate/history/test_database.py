@@ -1,0 +1,103 @@
+"""What is no history is refused and left as it is."""
+
+import sqlite3
+import sys
+from contextlib import closing
+
+import pytest
+
+from stackwise.gate.history import HistoryError, open_store
+from stackwise.gate.history.store import Store
+
+
+def test_a_file_of_something_else_is_left_alone(tmp_path):
+    path = tmp_path / "notes.db"
+    path.write_bytes(b"Dear diary, " * 1000)
+    with pytest.raises(HistoryError, match=r"notes.db: file is not a database"):
+        Store(path)
+    assert path.read_bytes() == b"Dear diary, " * 1000
+
+
+def test_a_database_of_something_else_is_left_alone(tmp_path):
+    path = tmp_path / "photos.db"
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("CREATE TABLE photo (name TEXT)")
+        connection.commit()
+    before = path.read_bytes()
+    with pytest.raises(HistoryError, match=r"photos.db: is no history of stackwise: it has the tables photo"):
+        Store(path)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("keep", [0.3, 0.9])
+def test_a_file_that_was_cut_off_is_told(tmp_path, make_run, make_result, keep):
+    path = tmp_path / "history.db"
+    with Store(path) as store:
+        for number in range(20):
+            store.add(make_run(number), [make_result(samples=tuple(map(float, range(500))))])
+    whole = path.read_bytes()
+    cut = whole[: int(len(whole) * keep)]
+    path.write_bytes(cut)
+    with pytest.raises(HistoryError, match=r"history.db: database disk image is malformed"):
+        Store(path)
+    assert path.read_bytes() == cut
+
+
+@pytest.mark.parametrize("versions", [(2,), (), (1, 2)], ids=["newer", "none", "two"])
+def test_another_version_is_refused(tmp_path, versions):
+    path = tmp_path / "history.db"
+    Store(path).close()
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("DELETE FROM stackwise_history")
+        connection.executemany("INSERT INTO stackwise_history VALUES (?)", [(each,) for each in versions])
+        connection.commit()
+    before = path.read_bytes()
+    shown = ", ".join(map(str, versions)) or "unknown"
+    with pytest.raises(HistoryError, match=f"has tables of version {shown}; this stackwise reads version 1"):
+        Store(path)
+    assert path.read_bytes() == before
+
+
+def test_a_lost_table_is_told(tmp_path):
+    path = tmp_path / "history.db"
+    Store(path).close()
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("DROP TABLE stackwise_samples")
+        connection.commit()
+    with pytest.raises(HistoryError, match="is damaged: it has no table stackwise_samples"):
+        Store(path)
+
+
+def test_nothing_is_made_where_it_is_only_looked_for(tmp_path):
+    with pytest.raises(HistoryError, match="there is no history"):
+        Store(tmp_path / "history.db", create=False)
+    (tmp_path / "empty.db").touch()
+    with pytest.raises(HistoryError, match="there is no history"):
+        Store(tmp_path / "empty.db", create=False)
+    assert (tmp_path / "empty.db").read_bytes() == b"" and not (tmp_path / "history.db").exists()
+
+
+def test_an_empty_file_becomes_a_history(tmp_path):
+    (tmp_path / "empty.db").touch()
+    with Store(tmp_path / "empty.db") as store:
+        assert store.series() == []
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(HistoryError, match="there is no folder"):
+        Store(tmp_path / "none" / "history.db")
+
+
+def test_a_server_that_does_not_answer_is_told_without_the_password():
+    with pytest.raises(HistoryError, match=r"postgresql://me:\*\*\*@localhost:1/bench: ") as told:
+        Store("postgresql://me:s3cr%2Ft@localhost:1/bench?sslpassword=hidden", timeout_seconds=1)
+    assert all(each not in str(told.value) for each in ("s3cr", "hidden"))
+    assert told.value.__suppress_context__
+
+
+def test_a_missing_sqlalchemy_is_told(monkeypatch, tmp_path):
+    for name in [name for name in sys.modules if name.startswith("stackwise.gate.history.store")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "sqlalchemy", None)
+    with pytest.raises(ValueError, match=r"needs SQLAlchemy: pip install 'stackwise\[history\]'"):
+        open_store(tmp_path / "history.db")

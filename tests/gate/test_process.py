@@ -1,0 +1,215 @@
+"""Real processes of a side: what they answer, and how they end."""
+
+import os
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+from stackwise.gate import side
+from stackwise.gate.process import SideFailedError, SideProcess
+
+TESTS = """
+import os, signal, sys, time
+import pytest
+import work
+
+def test_called_with_arguments(benchmark):
+    benchmark.group = "g"
+    benchmark.extra_info["x"] = 1
+    assert benchmark(sorted, [3, 1], reverse=True) == [3, 1]
+    assert benchmark.stats is None and benchmark.enabled
+
+def test_pedantic(benchmark):
+    log = []
+    def setup():
+        log.append("setup")
+        return ([1, 2],), {"key": abs}
+    found = benchmark.pedantic(max, setup=setup, teardown=lambda *a, **k: log.append("teardown"), rounds=3)
+    assert found == 2 and log == ["setup", "teardown"] * (len(log) // 2) and len(log) > 2
+
+def test_twice(benchmark):
+    benchmark(int)
+    benchmark(int)
+
+def test_woven(benchmark):
+    benchmark.weave(int)
+
+@pytest.mark.skip(reason="not today")
+def test_skipped(benchmark):
+    benchmark(int)
+
+def test_never_called(benchmark):
+    pass
+
+def test_raises(benchmark):
+    benchmark(lambda: 1 / 0)
+
+def test_seed(benchmark):
+    benchmark(int)
+    assert os.environ["PYTHONHASHSEED"].isdigit() and "STACKWISE_GATE_PADDING" in os.environ
+
+def test_foreign(benchmark):
+    sys.path.insert(0, os.environ["ELSEWHERE"])
+    import elsewhere
+    benchmark(int)
+
+def test_killed(benchmark):
+    os.kill(os.getpid(), signal.SIGSEGV)
+"""
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch):
+    made = []
+    tree = tmp_path / "tree"
+    tree.mkdir()
+    (tree / "pytest.ini").write_text("[pytest]\n")
+    (tree / "work.py").write_text("")
+    (tree / "test_it.py").write_text(TESTS)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "elsewhere.py").write_text("")
+    plugin = tmp_path / "plugin"
+    shutil.copytree(Path(next(iter(side.__path__))), plugin / "stackwise_side")
+    monkeypatch.setenv("ELSEWHERE", str(other))
+
+    def of(tests, text=None, seconds=60.0, arguments=()):
+        if text is not None:
+            (tree / "test_it.py").write_text(text)
+        process = SideProcess(
+            "head",
+            ["-p", "stackwise_side.plugin", *arguments, "test_it.py"],
+            folder=tree,
+            import_path=[plugin, tree],
+            foreign=[other],
+            log=tmp_path / "log",
+            seconds=seconds,
+            seed=1,
+        )
+        made.append(process)
+        process.send(tests=[f"test_it.py::{name}" for name in tests])
+        return process
+
+    yield of
+    for process in made:
+        process.kill()
+
+
+def gone(process):
+    return process._process.poll() is not None
+
+
+def test_what_a_process_answers(start):
+    names = [line.split("(")[0][4:] for line in TESTS.splitlines() if line.startswith("def test_")]
+    # In another order than theirs; the last two are of consequence for what comes behind them.
+    wanted = [*names[:-2][::-1], *names[-2:]]
+    process = start([*wanted[:-2], "test_not_there", *wanted[-2:]])
+    assert process.receive() == {"collected": [f"test_it.py::{name}" for name in wanted]}
+    seen = {}
+    for name in wanted[:-1]:
+        told = seen.setdefault(name, [])
+        while True:
+            message = process.receive()
+            assert message["test"] == f"test_it.py::{name}"
+            if message.get("ready"):
+                answer = process.ask(warm_up=0.001)
+                if "call_seconds" in answer:
+                    assert answer["call_seconds"] > 0
+                    sample = process.ask(calls=3)["sample"]
+                    assert set(sample) == {"time"} and sample["time"] > 0
+                    assert process.ask(memory=True)["sample"]["memory"] >= 0
+                    process.send(go_on=True)
+                    continue
+                message = answer
+            if "ended" in message:
+                told.append((message["ended"], message["detail"]))
+            if message.get("over"):
+                told.append((message["measured"], message["stray"]))
+                break
+    assert seen["test_called_with_arguments"] == seen["test_pedantic"] == seen["test_seed"] == [(True, None)]
+    assert [what for what, _ in seen["test_twice"]] == ["failed", True]
+    assert "measures one call" in seen["test_twice"][0][1]
+    assert seen["test_woven"][0][0] == "skipped"
+    assert seen["test_skipped"][0] == ("skipped", "not today")
+    assert seen["test_never_called"] == [(False, None)]
+    assert [what for what, _ in seen["test_raises"]] == ["failed", True]
+    assert "ZeroDivisionError" in seen["test_raises"][0][1]
+    assert seen["test_foreign"][-1][1].endswith("elsewhere.py")
+    with pytest.raises(SideFailedError, match="ended by SIGSEGV") as lost:
+        process.receive()
+    assert lost.value.how == "crashed"
+
+
+def test_a_process_that_says_nothing_hangs_and_leaves_no_child(start, tmp_path):
+    text = """
+import subprocess, sys, time
+def test_hangs():
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    open("child", "w").write(str(child.pid))
+    print("so far so good", flush=True)
+    time.sleep(600)
+"""
+    process = start(["test_hangs"], text, seconds=60.0, arguments=["-s"])
+    assert process.receive() == {"collected": ["test_it.py::test_hangs"]}
+    while not (tmp_path / "tree" / "child").exists():
+        time.sleep(0.01)
+    process._seconds = 0.05
+    with pytest.raises(
+        SideFailedError, match=r"(?s)nothing was heard of it for 0.05 s; .*so far so good"
+    ) as lost:
+        process.receive()
+    assert lost.value.how == "hung"
+    child = int((tmp_path / "tree" / "child").read_text() or 0)
+    process.kill()
+    assert gone(process)
+    deadline = time.monotonic() + 30
+    while child and _runs(child) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not _runs(child)
+
+
+def _runs(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    stat = Path(f"/proc/{pid}/stat")
+    return not (stat.exists() and stat.read_text().rpartition(")")[2].split()[0] == "Z")
+
+
+def test_a_process_whose_gate_is_gone_ends(start):
+    process = start(["test_seed"])
+    process.receive()
+    assert process.receive()["ready"]
+    process._channel.close()
+    assert process._process.wait(60) == 3
+
+
+def test_a_file_that_cannot_be_collected(start):
+    process = start(["test_seed"], "import nothing_of_this_name\n")
+    message = process.receive()
+    assert message["not_collected"] == "test_it.py"
+    assert "nothing_of_this_name" in message["detail"]
+
+
+def test_an_unknown_option(start):
+    process = start(["test_seed"], arguments=["--no-such-option"])
+    with pytest.raises(SideFailedError, match=r"(?s)it ended with code 4; .*--no-such-option"):
+        process.receive()
+
+
+def test_fixtures_are_torn_down_before_the_last_test_is_over(start, tmp_path):
+    text = """
+import pathlib, pytest
+@pytest.fixture(scope="session", autouse=True)
+def made():
+    yield
+    pathlib.Path("torn_down").touch()
+def test_it(benchmark): pass
+"""
+    process = start(["test_it"], text)
+    process.receive()
+    assert process.receive()["over"]
+    assert (tmp_path / "tree" / "torn_down").exists()

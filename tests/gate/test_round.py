@@ -1,0 +1,363 @@
+"""A round and a session, with processes that say what they are told to say."""
+
+import itertools
+import math
+import random
+
+import pytest
+
+from stackwise.gate import session
+from stackwise.gate.limit import Limit, Limits
+from stackwise.gate.process import SideFailedError
+from stackwise.gate.round import Ended, Paired, Sampling, run_round
+from stackwise.gate.sequential import Rule
+from stackwise.gate.session import GateError, Launch, Progress, run_gate
+from stackwise.gate.tree import Tree
+from stackwise.gate.verdict import Verdict
+
+SHORT = Sampling(seconds=1.0, pairs=10, slice_seconds=0.01)
+A, B = "bench/test_it.py::test_a", "bench/test_it.py::test_b"
+
+
+class Script:
+    """A process of a side, played: `tests` are what each costs, or a word for what goes wrong."""
+
+    def __init__(self, role, tests, log):
+        self.role, self.tests, self.log = role, tests, log
+        self.collected = list(tests)
+        self.answers = [{"collected": self.collected}]
+        self.turn, self.alive = 0, True
+        self.to_come = list(self.collected)
+        self.now = None
+
+    def _next(self):
+        if not self.to_come:
+            return
+        self.now = self.to_come.pop(0)
+        match self.tests[self.now]:
+            case "skip":
+                self.answers += [{"test": self.now, "ended": "skipped", "when": "setup", "detail": "no GPU"}]
+                self._over(False)
+            case "fail":
+                self._failed("call")
+                self._over(False)
+            case "pass":
+                self._over(False)
+            case "stray":
+                self.answers += [{"test": self.now, "over": True, "measured": False, "stray": "/x.py"}]
+                self._next()
+            case "crash":
+                self.answers += [SideFailedError("crashed", "it was ended by SIGSEGV")]
+            case "hang":
+                self.answers += [SideFailedError("hung", "nothing was heard of it for 9 s")]
+            case _:
+                self.answers += [{"test": self.now, "ready": True}]
+
+    def _failed(self, when):
+        self.answers += [{"test": self.now, "ended": "failed", "when": when, "detail": "E  Oops"}]
+
+    def _over(self, measured):
+        self.answers += [{"test": self.now, "over": True, "measured": measured, "stray": None}]
+        self._next()
+
+    def send(self, **message):
+        match message:
+            case {"warm_up": _}:
+                cost = self.tests[self.now]
+                self.answers += [{"call_seconds": cost["time"]}]
+            case {"calls": calls}:
+                self.log.append((self.now, self.role, calls))
+                cost = self.tests[self.now]
+                if cost.get("fails"):
+                    self.answers += [
+                        {"test": self.now, "ended": "failed", "when": "call", "detail": "E  Oops"}
+                    ]
+                    self._over(True)
+                    return
+                self.answers += [{"sample": {"time": cost["time"]}}]
+            case {"memory": True}:
+                self.answers += [{"sample": {"memory": self.tests[self.now]["memory"]}}]
+            case {"go_on": True}:
+                if self.tests[self.now].get("fails_after"):
+                    self._failed("teardown")
+                self._over(True)
+
+    def receive(self):
+        answer = self.answers.pop(0)
+        if "collected" in str(answer):
+            self._next()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def ask(self, **message):
+        self.send(**message)
+        return self.receive()
+
+    def kill(self):
+        self.alive = False
+
+
+def cost(seconds=0.1, memory=1000.0, **more):
+    return {"time": seconds, "memory": memory, **more}
+
+
+def play(base, head, sampling=SHORT, seed=0, tests=(A, B)):
+    log, made = [], {}
+
+    def start(role, _):
+        made[role] = Script(role, base if role == "base" else head, log)
+        return made[role]
+
+    found = dict(run_round(tests, start, sampling, random.Random(seed)))
+    assert not any(process.alive for process in made.values())
+    return found, log
+
+
+def test_costs_levels_and_differences():
+    found, log = play({A: cost(0.1), B: cost(0.2, 500.0)}, {A: cost(0.11), B: cost(0.2, 600.0)})
+    assert isinstance(found[A], Paired)
+    assert found[A].differences == pytest.approx({"time": math.log(1.1), "memory": 0.0})
+    assert found[B].differences == pytest.approx({"time": 0.0, "memory": math.log(1.2)})
+    assert (found[A].base, found[A].head) == (
+        {"time": 0.1, "memory": 1000.0},
+        {"time": 0.11, "memory": 1000.0},
+    )
+    # The second to be measured takes nine pairs (of 0.11 s) and five (of 0.2 s).
+    assert [sum(test == name for test, *_ in log) for name in (A, B)] == [18, 10]
+
+
+def test_sides_take_turns():
+    _, log = play({A: cost()}, {A: cost()}, tests=(A,))
+    pairs = [(one[1], other[1]) for one, other in zip(log[::2], log[1::2], strict=True)]
+    assert {*map(frozenset, pairs)} == {frozenset(("base", "head"))}
+    assert all(one != other for one, other in itertools.pairwise(pairs))
+
+
+def test_short_calls_are_made_several_times_and_on_both_sides_as_often():
+    _, log = play({A: cost(0.003)}, {A: cost(0.004)}, tests=(A,))
+    assert {calls for *_, calls in log} == {4}  # 0.01 s of the faster one
+    assert len(log) == 20  # the most pairs
+
+
+def test_long_calls_are_made_four_times_at_least():
+    _, log = play({A: cost(60.0)}, {A: cost(60.0)}, tests=(A,))
+    assert len(log) == 8
+
+
+def test_no_memory_where_it_is_not_wanted():
+    found, _ = play({A: {"time": 0.1}}, {A: {"time": 0.1}}, Sampling(memory=False), tests=(A,))
+    assert set(found[A].differences) == {"time"}
+
+
+def test_a_reference_is_timed_among_the_pairs():
+    times = iter([(0.1, 0.3), *[(0.2, 0.4)] * 100])
+    sampling = Sampling(pairs=16, seconds=100.0, reference=lambda: next(times))
+    found, _ = play({A: cost()}, {A: cost()}, sampling, tests=(A,))
+    assert found[A].reference == (0.2, 0.4)
+    assert len(list(times)) == 101 - 8
+    assert play({A: cost()}, {A: cost()}, tests=(A,))[0][A].reference == ()
+
+
+def test_a_call_that_holds_nothing():
+    found, _ = play({A: cost(memory=0.0)}, {A: cost(memory=0.0)}, tests=(A,))
+    assert found[A].differences["memory"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("word", "how", "detail"),
+    [
+        ("skip", "skipped", "no GPU"),
+        ("fail", "failed", "E  Oops"),
+        ("pass", "not measured", "it never called what is to be measured"),
+        ("stray", "crashed", "it imported /x.py, which is not of its tree"),
+    ],
+)
+@pytest.mark.parametrize("role", ["base", "head"])
+def test_what_keeps_a_test_from_being_measured_keeps_no_other(word, how, detail, role):
+    sides = {"base": {A: cost(), B: cost()}, "head": {A: cost(), B: cost()}}
+    sides[role][A] = word
+    found, _ = play(**sides)
+    assert found[A].how == {role: how}
+    assert detail in found[A].detail[role]
+    assert isinstance(found[B], Paired)
+
+
+@pytest.mark.parametrize("key", ["fails", "fails_after"])
+@pytest.mark.parametrize("role", ["base", "head"])
+def test_a_call_that_fails_and_a_test_that_fails_after_it(key, role):
+    sides = {"base": {A: cost(), B: cost()}, "head": {A: cost(), B: cost()}}
+    sides[role][A] = cost(**{key: True})
+    found, _ = play(**sides)
+    assert found[A].how == {role: "failed"}
+    assert isinstance(found[B], Paired)
+
+
+@pytest.mark.parametrize(("word", "how"), [("crash", "crashed"), ("hang", "hung")])
+def test_a_process_that_is_lost_ends_the_round_with_its_test(word, how):
+    found, _ = play({A: cost(), B: cost()}, {A: word, B: cost()})
+    assert set(found) == {A}
+    assert found[A].how == {"head": how}
+
+
+def test_a_test_that_one_side_lacks():
+    found, _ = play({B: cost()}, {A: cost(), B: cost()})
+    assert found[A] == Ended({"base": "missing"}, {"base": "there is no test of this name"})
+    assert isinstance(found[B], Paired)
+
+
+# A whole session.
+
+
+@pytest.fixture
+def sides(monkeypatch):
+    """Sets what both sides cost; functions are asked with the number of the round."""
+    rounds = []
+
+    def of(base, head):
+        def start(role, arguments, **_):
+            if not rounds or role in rounds[-1]:
+                rounds.append({})
+            number = len(rounds) - 1
+            given = base if role == "base" else head
+            tests = {name: what(number) if callable(what) else what for name, what in given.items()}
+            made = Script(role, tests, [])
+            rounds[-1][role] = made
+            played = made.send
+
+            def send(**message):
+                if "tests" in message:
+                    made.collected = [test for test in message["tests"] if test in tests]
+                    made.answers, made.to_come = [{"collected": made.collected}], list(made.collected)
+                else:
+                    played(**message)
+
+            made.send = send
+            return made
+
+        monkeypatch.setattr(session, "SideProcess", start)
+        return rounds
+
+    return of
+
+
+def gate(tmp_path, tests=(A, B), **given):
+    launch = Launch(("bench",), tmp_path)
+    return run_gate(
+        Tree(tmp_path / "base", "old"), Tree(tmp_path / "head", "new"), tests, launch, sampling=SHORT, **given
+    )
+
+
+def test_all_is_decided(sides, tmp_path):
+    jitter = random.Random(0)
+    rounds = sides(
+        {A: lambda _: cost(0.1 * math.exp(jitter.gauss(0, 0.002))), B: cost(memory=1e9)},
+        {A: lambda _: cost(0.11 * math.exp(jitter.gauss(0, 0.002))), B: cost(memory=1.2e9)},
+    )
+    seen = []
+    found = gate(tmp_path, on_progress=seen.append)
+    one, other = found.tests
+    assert one.trials["time"].decision.verdict == Verdict.REGRESSED
+    assert one.trials["time"].decision.confirmed
+    assert one.trials["time"].decision.estimate == pytest.approx(0.1, abs=0.01)
+    assert one.trials["memory"].decision.verdict == Verdict.PASS
+    assert other.trials["time"].decision.verdict == Verdict.PASS
+    assert other.trials["memory"].decision.verdict == Verdict.REGRESSED
+    assert other.trials["memory"].decision.estimate == pytest.approx(0.2)
+    assert (found.base, found.head) == ("old", "new")
+    assert found.rounds == len(rounds) == len(seen)
+    assert found.balance == pytest.approx(0.5, abs=0.1)
+    assert seen[-1] == Progress(found.rounds, 0, 2, 0, seen[-1].seconds)
+    assert any(progress.confirming for progress in seen)
+
+
+def test_decided_tests_are_not_measured_again(sides, tmp_path):
+    jitter = random.Random(1)
+    rounds = sides(
+        {A: cost(), B: cost()},
+        {A: cost(), B: lambda _: cost(0.1 * math.exp(jitter.gauss(0, 0.05)))},
+    )
+    found = gate(tmp_path)
+    first = Rule().looks[0]
+    assert found.tests[0].trials["time"].decision.rounds == first
+    assert all(A in r["head"].collected for r in rounds[:first])
+    assert not any(A in r["head"].collected for r in rounds[first:])
+
+
+def test_the_time_is_up(sides, tmp_path):
+    sides({A: cost(), B: cost()}, {A: cost(), B: "skip"})
+    found = gate(tmp_path, most_seconds=1e-9)
+    assert found.rounds == 1
+    assert found.tests[0].verdict == Verdict.INCONCLUSIVE
+    assert found.tests[0].trials["time"].decision.reason.endswith("the time is up")
+    assert (found.tests[1].status, found.tests[1].detail) == ("skipped", "no GPU")
+
+
+def test_a_crash_costs_its_test_and_no_other(sides, tmp_path):
+    rounds = sides({A: cost(), B: cost()}, {A: "crash", B: cost()})
+    found = gate(tmp_path, most_seconds=1e-9)
+    assert found.tests[0].status == "crashed on head"
+    assert "SIGSEGV" in found.tests[0].detail
+    assert found.tests[1].status == "measured"
+    assert len(rounds) == 2
+
+
+@pytest.mark.parametrize(
+    ("base", "head", "status"),
+    [
+        ("skip", cost(), "missing on base"),
+        ("fail", cost(), "missing on base"),
+        ("hang", cost(), "hung on base"),
+        ("stray", cost(), "crashed on base"),
+        (cost(), "fail", "crashed on head"),
+        (cost(), "hang", "hung on head"),
+        (cost(), "pass", "skipped"),
+        ("fail", "fail", "crashed on head"),
+        ("skip", "skip", "skipped"),
+    ],
+)
+def test_what_is_said_of_a_test_that_is_not_measured(base, head, status, sides, tmp_path):
+    sides({A: base}, {A: head})
+    found = gate(tmp_path, (A,))
+    assert found.tests[0].status == status
+    assert not found.tests[0].trials
+
+
+def test_metrics_that_are_not_judged(sides, tmp_path):
+    sides({A: cost(), B: cost()}, {A: cost(memory=9000.0), B: cost()})
+    only_time, neither = Limits(memory=None), Limits(time=None, memory=None)
+    found = gate(tmp_path, limits={A: only_time, B: neither})
+    assert set(found.tests[0].trials) == {"time"}
+    assert found.tests[1].status == "skipped"
+
+
+def test_a_floor_is_of_what_the_base_costs(sides, tmp_path):
+    sides({A: cost(0.0001)}, {A: cost(0.00011)})
+    found = gate(tmp_path, (A,), limits={A: Limits(time=Limit(floor=50e-6))})
+    assert found.tests[0].trials["time"].decision.verdict == Verdict.PASS
+    assert found.tests[0].trials["time"].tolerance == pytest.approx(0.5)
+
+
+def test_no_process_comes_to_the_tests(monkeypatch, tmp_path):
+    def start(role, arguments, **_):
+        made = Script(role, {}, [])
+        made.answers = [SideFailedError("crashed", "it ended with code 4; it printed: unknown option")]
+        return made
+
+    monkeypatch.setattr(session, "SideProcess", start)
+    with pytest.raises(GateError, match=r"no test was reached in round 1: .*unknown option"):
+        gate(tmp_path)
+
+
+@pytest.mark.parametrize("given", [{"tests": ()}, {"most_seconds": 0.0}])
+def test_refused(given, tmp_path):
+    with pytest.raises(ValueError, match=next(iter(given))):
+        gate(tmp_path, **given)
+
+
+@pytest.mark.parametrize(
+    "given", [{"seconds": 0.0}, {"pairs": 0}, {"order": "random"}, {"slice_seconds": -1.0}]
+)
+def test_sampling_refused(given):
+    with pytest.raises(ValueError, match=next(iter(given))):
+        Sampling(**given)

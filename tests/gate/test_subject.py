@@ -1,0 +1,126 @@
+"""What a process of a side does when it is told to."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from stackwise.gate.side import subject
+from stackwise.gate.side.subject import Repeated, Streamed, peak_memory, warm_up
+
+
+class Clock:
+    """A clock on which only `sleep` takes time."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+    def perf_counter(self):
+        return self.now
+
+    def perf_counter_ns(self):
+        return round(self.now * 1e9)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    made = Clock()
+    monkeypatch.setattr(subject, "time", made)
+    return made
+
+
+def test_seconds_are_of_one_call(clock):
+    calls = []
+
+    def call():
+        calls.append(None)
+        clock.sleep(len(calls) * 0.001)
+
+    assert Repeated(call).seconds(5)["time"] == pytest.approx(0.003)
+    assert len(calls) == 5
+
+
+def test_what_surrounds_a_call_is_not_in_its_time(clock):
+    log = []
+
+    def step(name, seconds):
+        log.append(name)
+        clock.sleep(seconds)
+
+    repeated = Repeated(lambda: step("call", 0.5), lambda: step("before", 7.0), lambda: step("after", 9.0))
+    assert repeated.seconds(2) == {"time": 0.5}
+    assert log == ["before", "call", "after"] * 2
+
+
+def test_first_token_and_later_ones(clock):
+    def text(on_token):
+        clock.sleep(0.03)
+        for number in range(4):
+            clock.sleep(0.01 * bool(number))
+            on_token(number)
+        clock.sleep(0.02)
+
+    found = Streamed(text).seconds(2)
+    assert found == pytest.approx({"time": 0.08, "ttft": 0.03, "tpot": 0.01})
+
+
+def test_a_text_of_one_token_has_no_later_ones():
+    assert set(Streamed(lambda on_token: on_token(0)).seconds(1)) == {"time", "ttft"}
+
+
+def test_warm_up_makes_calls_for_its_time_and_tells_the_fastest(clock):
+    seconds = iter([5.0, 0.25, *[0.5] * 1000])
+    assert warm_up(Repeated(lambda: clock.sleep(next(seconds))), 10.0) == 0.25
+    assert clock.now == pytest.approx(10.25)
+
+
+def test_warm_up_calls_twice_however_long_it_takes(clock):
+    assert warm_up(Repeated(lambda: clock.sleep(30.0)), 1.0) == pytest.approx(30.0)
+    assert clock.now == 60.0
+
+
+def test_warm_up_of_short_calls_makes_many_at_once(clock):
+    made = []
+
+    def call():
+        made.append(None)
+        clock.sleep(1e-6)
+
+    assert warm_up(Repeated(call), 0.01) == pytest.approx(1e-6, rel=1e-3)
+    assert 10_000 <= len(made) <= 11_001
+
+
+def test_memory_of_tensors_is_exact():
+    # Three tensors of which two live at a time: 400 + 800, then 800 + 1200.
+    def call():
+        one = torch.ones(100)
+        two = torch.ones(200)
+        del one
+        three = torch.ones(300)
+        return two, three
+
+    assert [peak_memory(Repeated(call)) for _ in range(2)] == [{"memory": 2000.0}] * 2
+
+
+def test_memory_that_was_there_before_does_not_count():
+    held = torch.ones(1000)
+    assert peak_memory(Repeated(lambda: held.sum()))["memory"] == 4.0
+
+
+def test_memory_without_torch():
+    program = """
+import sys
+from stackwise.gate.side import subject
+from stackwise.gate.side.subject import Repeated, peak_memory
+found = [peak_memory(Repeated(lambda: bytearray(1_000_000)))["memory"] for _ in range(3)]
+assert "torch" not in sys.modules
+print(*found)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    found = [float(value) for value in done.stdout.split()]
+    assert found[1] == found[2]  # exact once what is made at first is there
+    assert 1_000_000 <= found[1] < 1_010_000

@@ -1,0 +1,277 @@
+"""The trees of both sides: what is in them, and that the repository is left as it was."""
+
+import os
+import shutil
+import subprocess
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from stackwise.gate.tree import Renamed, both_trees, repository_of, revision_name
+
+pytestmark = pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+
+
+def git(folder, *arguments):
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
+    done = subprocess.run(
+        ["git", "-c", "user.name=n", "-c", "user.email=e@x", "-C", str(folder), *arguments],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=environment,
+    )
+    return done.stdout
+
+
+def write(root, files):
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def commit(root, files):
+    write(root, files)
+    git(root, "add", "-A")
+    git(root, "commit", "-qm", "x")
+
+
+@pytest.fixture
+def repository(tmp_path):
+    root = tmp_path / "project"
+    root.mkdir()
+    git(root, "init", "-q", "-b", "main")
+    commit(
+        root,
+        {
+            ".gitignore": "*.log\n",
+            "work/__init__.py": "OLD = 1\n",
+            "bench/test_work.py": "def test_old(benchmark):\n    benchmark(int)\n",
+            "bench/sizes.py": "OLD = 1\n",
+            "conftest.py": "OLD = 1\n",
+        },
+    )
+    git(root, "tag", "base")
+    commit(
+        root,
+        {
+            "work/__init__.py": "NEW = 1\n",
+            "bench/test_work.py": "def test_new(benchmark):\n    benchmark(int)\n",
+            "bench/sizes.py": "NEW = 1\n",
+        },
+    )
+    return root
+
+
+def read(tree):
+    return {str(p.relative_to(tree.folder)): p.read_text() for p in tree.folder.rglob("*") if p.is_file()}
+
+
+def trees(root, against="base", tests=("bench/test_work.py",), **given):
+    return both_trees(against, root=root, tests=[root / test for test in tests], **given)
+
+
+def test_of_a_revision(repository):
+    with trees(repository) as (base, head, renamed):
+        old, new = read(base), read(head)
+        assert len(str(base.folder)) == len(str(head.folder))
+        assert base.commit == revision_name(repository, "base")
+        assert head.commit == revision_name(repository, "HEAD")
+        assert base.name == f"base ({base.commit[:9]})"
+    assert old["work/__init__.py"] == "OLD = 1\n"
+    assert new["work/__init__.py"] == "NEW = 1\n"
+    # The head's tests on both sides, with what lies beside them.
+    for name in ("bench/test_work.py", "bench/sizes.py", "conftest.py"):
+        assert old[name] == new[name] == (repository / name).read_text()
+    assert renamed == [Renamed("bench/test_work.py::test_old", "bench/test_work.py::test_new")]
+    assert not base.folder.exists()
+    assert not head.folder.exists()
+
+
+def test_the_head_is_the_files_as_they_are(repository):
+    write(repository, {"work/__init__.py": "CHANGED = 1\n", "work/more.py": "", "run.log": ""})
+    (repository / "bench" / "sizes.py").unlink()
+    with trees(repository) as (base, head, _):
+        assert set(read(head)) == {
+            ".gitignore",
+            "work/__init__.py",
+            "work/more.py",
+            "bench/test_work.py",
+            "conftest.py",
+        }
+        assert read(head)["work/__init__.py"] == "CHANGED = 1\n"
+        assert "bench/sizes.py" not in read(base)
+        assert head.commit is None
+        assert head.name.endswith("with changes")
+
+
+def test_the_head_as_a_revision(repository):
+    write(repository, {"work/__init__.py": "CHANGED = 1\n"})
+    with trees(repository, head="main") as (_, head, _):
+        assert read(head)["work/__init__.py"] == "NEW = 1\n"
+
+
+def test_nothing_of_the_repository_is_touched(repository):
+    write(repository, {"work/__init__.py": "CHANGED = 1\n", "staged.py": ""})
+    git(repository, "add", "staged.py")
+
+    def state():
+        return {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in repository.rglob("*") if p.is_file()}
+
+    before = state()
+    with trees(repository):
+        pass
+    assert state() == before
+
+
+def test_gone_though_the_body_fails(repository):
+    with pytest.raises(KeyboardInterrupt), trees(repository) as (base, _, _):
+        raise KeyboardInterrupt
+    assert not base.folder.parent.exists()
+
+
+def test_inside_of_a_hook_of_git(repository, monkeypatch, tmp_path):
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / "elsewhere"))
+    monkeypatch.setenv("GIT_INDEX_FILE", str(tmp_path / "index"))
+    with trees(repository) as (base, _, _):
+        assert read(base)["work/__init__.py"] == "OLD = 1\n"
+
+
+def test_tests_beside_the_modules_of_a_package(repository):
+    commit(repository, {"work/test_inside.py": "NEW = 1\n", "work/helper.py": "NEW = 1\n"})
+    with trees(repository, tests=("work/test_inside.py",)) as (base, head, _):
+        old = read(base)
+        # The test alone, else the new package would be compared with itself.
+        assert old["work/__init__.py"] == "OLD = 1\n"
+        assert old["work/test_inside.py"] == read(head)["work/test_inside.py"]
+        assert "work/helper.py" not in old
+        assert old["bench/sizes.py"] == "OLD = 1\n"
+
+
+def test_of_a_folder(repository, tmp_path):
+    other = tmp_path / "other"
+    write(other, {"work/__init__.py": "OTHER = 1\n", ".venv/lib/x.py": ""})
+    with trees(repository, "./other", start=tmp_path) as (base, _, renamed):
+        assert read(base)["work/__init__.py"] == "OTHER = 1\n"
+        assert read(base)["bench/sizes.py"] == "NEW = 1\n"
+        assert not (base.folder / ".venv").exists()
+        assert renamed == []
+
+
+def test_a_revision_comes_before_a_folder_of_its_name(repository):
+    write(repository, {"base/work/__init__.py": "FOLDER = 1\n"})
+    with trees(repository, "base", start=repository) as (base, _, _):
+        assert read(base)["work/__init__.py"] == "OLD = 1\n"
+    with trees(repository, "./base", start=repository) as (base, _, _):
+        assert read(base)["work/__init__.py"] == "FOLDER = 1\n"
+
+
+def test_without_a_repository(tmp_path):
+    write(tmp_path / "old", {"work.py": "OLD = 1\n"})
+    new = tmp_path / "new"
+    write(new, {"work.py": "NEW = 1\n", "tests/test_work.py": ""})
+    assert repository_of(new) is None
+    with trees(new, "../old", tests=("tests/test_work.py",), start=new) as (base, head, _):
+        assert (read(base)["work.py"], read(head)["work.py"]) == ("OLD = 1\n", "NEW = 1\n")
+        assert (base.folder / "tests" / "test_work.py").exists()
+    with (
+        pytest.raises(ValueError, match="no git repository"),
+        trees(new, "main", tests=("tests/test_work.py",)),
+    ):
+        pass
+
+
+def wheel(folder, files):
+    path = folder / "work-1.0-py3-none-any.whl"
+    about = "work-1.0.dist-info"
+    files = {
+        **files,
+        f"{about}/METADATA": "Metadata-Version: 2.1\nName: work\nVersion: 1.0\n",
+        f"{about}/WHEEL": "Wheel-Version: 1.0\nGenerator: x\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, text in files.items():
+            archive.writestr(name, text)
+        archive.writestr(f"{about}/RECORD", "".join(f"{name},,\n" for name in [*files, f"{about}/RECORD"]))
+    return path
+
+
+def test_of_a_wheel(repository, tmp_path):
+    path = wheel(tmp_path, {"work/__init__.py": "WHEEL = 1\n", "work/part.py": ""})
+    with trees(repository, str(path)) as (base, head, _):
+        assert read(base)["work/__init__.py"] == "WHEEL = 1\n"
+        assert set(read(base)) == {*read(head), "work/part.py"}
+        assert base.name == path.name
+
+
+def test_of_a_wheel_of_something_else(repository, tmp_path):
+    path = wheel(tmp_path, {"other/__init__.py": ""})
+    with (
+        pytest.raises(ValueError, match="a wheel of a package that lies in this folder"),
+        trees(repository, str(path)),
+    ):
+        pass
+    with pytest.raises(ValueError, match="a wheel that exists"), trees(repository, "none.whl"):
+        pass
+
+
+def test_unknown_revision(repository):
+    with (
+        pytest.raises(ValueError, match=r"against: got 'nowhere'; allowed: a revision of .*project"),
+        trees(repository, "nowhere"),
+    ):
+        pass
+
+
+def test_a_name_is_never_an_option_of_git(repository):
+    with pytest.raises(ValueError, match="against: got '--help'"), trees(repository, "--help"):
+        pass
+
+
+def test_what_is_built_is_built_by_its_own_files(repository):
+    commit(repository, {"bench/sizes.py": "NEWER = 1\n"})
+    with trees(repository, build="cat bench/sizes.py > built.txt") as (base, head, _):
+        assert (read(base)["built.txt"], read(head)["built.txt"]) == ("OLD = 1\n", "NEWER = 1\n")
+        assert read(base)["bench/sizes.py"] == "NEWER = 1\n"
+    with pytest.raises(ValueError, match=r"build: 'false' ended with 1"), trees(repository, build="false"):
+        pass
+
+
+def test_the_same_code_is_said_to_be_the_same(repository):
+    with trees(repository) as (base, _, _):
+        assert base.notes == ()
+    commit(repository, {"bench/test_work.py": "def test_newer(benchmark):\n    benchmark(str)\n"})
+    with trees(repository, "HEAD~1") as (base, _, _):
+        assert base.notes == (
+            "nothing but tests differs between base and head: the same code was compared with itself",
+        )
+
+
+def test_a_lost_test_that_two_are_like(repository):
+    body = "(benchmark):\n    benchmark(int)\n"
+    write(repository, {"bench/test_work.py": f"def test_a{body}def test_b{body}"})
+    with trees(repository) as (_, _, renamed):
+        assert renamed == [Renamed("bench/test_work.py::test_old", None)]
+
+
+def test_submodules_are_told_of(repository, tmp_path):
+    other = tmp_path / "module"
+    other.mkdir()
+    git(other, "init", "-q")
+    commit(other, {"x.py": ""})
+    git(repository, "-c", "protocol.file.allow=always", "submodule", "add", "-q", str(other), "part")
+    git(repository, "commit", "-qm", "with a part")
+    with trees(repository, "HEAD") as (base, head, _):
+        assert not (head.folder / "part" / "x.py").exists()
+        assert any("submodules" in note for note in base.notes)
+
+
+def test_links_stay_links(repository):
+    (repository / "link.py").symlink_to("work/__init__.py")
+    git(repository, "add", "-A")
+    git(repository, "commit", "-qm", "link")
+    with trees(repository, "HEAD") as (base, head, _):
+        assert (base.folder / "link.py").readlink() == Path("work/__init__.py")
+        assert (head.folder / "link.py").is_symlink()

@@ -1,0 +1,180 @@
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stackwise.gate.limit import Limit
+from stackwise.gate.sequential import Rule
+from stackwise.gate.trial import Trial
+from stackwise.gate.verdict import Verdict
+
+RULE = Rule(looks=(4, 6))
+QUIET = (-0.001, 0.001, -0.001, 0.001)
+WILD = (-0.1, 0.1, -0.1, 0.1)
+
+
+def give(trial, differences):
+    for difference in differences:
+        trial.add(difference, 1e-3)
+
+
+def around(change):
+    return [math.log1p(change) + each for each in QUIET]
+
+
+def test_no_change_passes_at_the_first_look():
+    trial = Trial(Limit())
+    assert (trial.rounds_to_look, trial.decided, trial.decision) == (4, False, None)
+    give(trial, QUIET[:3])
+    assert (trial.rounds_to_look, trial.decided) == (1, False)
+    give(trial, QUIET[3:])
+    assert trial.decision.verdict == Verdict.PASS and not trial.decision.confirmed
+    assert (trial.rounds_to_look, trial.decided, trial.confirming) == (0, True, False)
+    assert trial.differences == QUIET and trial.base_level == 1e-3
+
+
+@pytest.mark.parametrize(
+    ("change", "verdict"), [(0.05, Verdict.REGRESSED), (-0.05, Verdict.IMPROVED)], ids=["slower", "faster"]
+)
+def test_a_change_is_a_flag_until_fresh_rounds_say_the_same(change, verdict):
+    trial = Trial(Limit(), RULE)
+    give(trial, around(change))
+    assert trial.confirming and not trial.decided and trial.rounds_to_look == 4
+    # The estimate is of the fresh rounds: those that were chosen for being large are left out.
+    give(trial, around(change / 2))
+    assert trial.decision.verdict == verdict and trial.decision.confirmed
+    assert trial.decision.rounds == 8 and trial.decision.estimate == pytest.approx(change / 2)
+    assert "and again after 4 fresh ones" in trial.decision.reason
+
+
+def test_a_flag_that_fresh_rounds_deny_passes():
+    trial = Trial(Limit(), RULE)
+    give(trial, around(0.05))
+    give(trial, around(0.0))
+    assert trial.decision.verdict == Verdict.PASS and not trial.decision.confirmed
+    assert trial.decision.rounds == 8 and trial.decision.estimate == pytest.approx(0, abs=1e-12)
+
+
+@pytest.mark.parametrize("first", [0.05, -0.05], ids=["slower", "faster"])
+def test_fresh_rounds_that_say_the_opposite_decide_nothing(first):
+    trial = Trial(Limit(), RULE)
+    give(trial, around(first))
+    give(trial, around(-first))
+    assert trial.decision.verdict == Verdict.INCONCLUSIVE
+
+
+def test_slower_and_then_undecided_is_inconclusive():
+    trial = Trial(Limit(), RULE)
+    give(trial, around(0.05))
+    give(trial, (*WILD, 0.1, -0.1))
+    assert trial.decision.verdict == Verdict.INCONCLUSIVE and trial.decision.rounds == 10
+    assert trial.decision.reason.startswith("surely costs more after 4 rounds; of fresh ones: open after 6")
+
+
+def test_faster_and_then_undecided_passes():
+    # That it is not slower was shown by the first rounds.
+    trial = Trial(Limit(), RULE)
+    give(trial, around(-0.05))
+    give(trial, (*WILD, 0.1, -0.1))
+    assert trial.decision.verdict == Verdict.PASS
+    assert trial.decision.estimate == pytest.approx(-0.05)
+
+
+def test_bytes_that_repeat_exactly():
+    trial = Trial(Limit(0.01, floor=65536.0))
+    for _ in range(4):
+        trial.add(0.0, 2.0**20)
+    assert trial.decision.verdict == Verdict.PASS and trial.decision.high == 0
+    trial = Trial(Limit(0.01, floor=65536.0))
+    for _ in range(8):
+        trial.add(math.log(1.2), 2.0**20)
+    assert trial.decision.verdict == Verdict.REGRESSED
+    assert trial.decision.low == trial.decision.high == pytest.approx(0.2)
+
+
+def test_a_floor_lets_small_things_change():
+    trial = Trial(Limit(floor=50e-6))
+    for difference in around(0.2):
+        trial.add(difference, 100e-6)  # 20 us more
+    assert trial.decision.verdict == Verdict.PASS
+
+
+def test_many_tests_ask_for_more_in_fresh_rounds():
+    # At 4 rounds: about 5 standard errors, enough for 0.03 and too little for 0.0005.
+    noisy = [math.log1p(0.05) + 20 * each for each in QUIET]
+    few, many = Trial(Limit(), Rule(looks=(4,)), 1), Trial(Limit(), Rule(looks=(4,)), 10_000)
+    for trial in (few, many):
+        give(trial, around(0.05))
+        give(trial, noisy)
+    assert few.decision.verdict == Verdict.REGRESSED
+    assert many.decision.verdict == Verdict.INCONCLUSIVE
+
+
+def test_time_that_is_up_decides_nothing_by_itself():
+    assert Trial(Limit()).conclude("the time is up").rounds == 0
+    trial = Trial(Limit())
+    give(trial, (0.05, 0.05))
+    decision = trial.conclude("the time is up")
+    assert trial.decided and trial.decision is decision
+    assert decision.verdict == Verdict.INCONCLUSIVE and decision.estimate == pytest.approx(math.expm1(0.05))
+    assert (decision.low, decision.high, decision.level) == (-math.inf, math.inf, 0.0)
+    assert decision.reason == "2 rounds are too few to say anything; the time is up"
+
+
+def test_a_flag_without_the_time_for_fresh_rounds_is_inconclusive():
+    trial = Trial(Limit())
+    give(trial, around(0.05))
+    decision = trial.conclude("the time is up")
+    assert decision.verdict == Verdict.INCONCLUSIVE and decision.rounds == 4
+    assert "surely costs more after 4 rounds" in decision.reason and "the time is up" in decision.reason
+
+
+def test_what_the_last_look_proved_stays_proved():
+    # Less than the tolerance for certain, perhaps faster: it waits for more rounds, which do not come.
+    trial = Trial(Limit())
+    give(trial, [math.log1p(-0.02) + 5 * each for each in QUIET])
+    give(trial, [0.5])
+    assert not trial.decided and not trial.confirming
+    assert trial.conclude("the time is up").verdict == Verdict.PASS
+
+
+def test_a_decision_stays():
+    trial = Trial(Limit())
+    give(trial, QUIET)
+    assert trial.conclude("the time is up") is trial.decision
+    with pytest.raises(AssertionError, match="takes no more rounds"):
+        trial.add(0.0, 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("difference", "level", "key"),
+    [(math.nan, 1.0, "difference"), (math.inf, 1.0, "difference"), (0.0, 0.0, "base_level")],
+)
+def test_what_is_no_round_is_refused(difference, level, key):
+    with pytest.raises(ValueError, match=f"{key}: got"):
+        Trial(Limit()).add(difference, level)
+
+
+CENTRES = st.sampled_from([0.0, 0.01, 0.03, -0.03, 0.5])
+ROUNDS = st.lists(st.floats(-1, 1), min_size=50, max_size=50)
+
+
+@given(CENTRES, st.sampled_from([0.0, 1e-12, 0.003, 0.03, 1.0]), ROUNDS, st.integers(0, 50))
+def test_what_a_verdict_says_is_in_its_numbers(centre, spread, rounds, most):
+    trial = Trial(Limit())
+    for each in rounds[:most]:
+        if not trial.decided:
+            trial.add(centre + spread * each, 1e-3)
+    decision = trial.conclude("the time is up")
+    assert decision.rounds == len(trial.differences) <= most
+    assert math.isnan(decision.estimate) == (most == 0)
+    match decision.verdict:
+        case Verdict.REGRESSED:
+            assert decision.confirmed and decision.low > 0 and decision.estimate > 0.01
+        case Verdict.IMPROVED:
+            assert decision.confirmed and decision.high < 0
+        case Verdict.PASS:
+            assert decision.high < 0.02 and not decision.confirmed
+        case Verdict.INCONCLUSIVE:
+            assert not decision.confirmed

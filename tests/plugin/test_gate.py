@@ -1,0 +1,332 @@
+"""The gate: `--stackwise-against`, the marker `gate`, and what a run says of a change."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import stackwise.gate.report
+import stackwise.gate.session  # before a nested run: NumPy cannot be loaded twice  # noqa: F401
+from pytest_stackwise.gate import GateWarning, RegressionError, _Verdict
+from stackwise.gate.result import TestResult
+
+pytestmark = pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+
+WORK = """
+def busy(n):
+    total = 0
+    for i in range(n):
+        total += i * i
+    return total
+
+def one():
+    return busy({one})
+
+def other():
+    return busy({other})
+"""
+ONE_ROUND = "--stackwise-gate-seconds=0.001"
+
+
+def git(folder, *arguments):
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
+    command = ["git", "-c", "user.name=n", "-c", "user.email=e@x", "-C", str(folder), *arguments]
+    subprocess.run(command, check=True, capture_output=True, env=environment)
+
+
+@pytest.fixture
+def project(pytester, monkeypatch, tmp_path_factory):
+    """A repository with a base and changes since; gives (tests, base, head) -> run(*options)."""
+    scratch = tmp_path_factory.mktemp("scratch")
+    monkeypatch.setenv("TMPDIR", str(scratch))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    for name in ("GITHUB_ACTIONS", "GITHUB_STEP_SUMMARY"):
+        monkeypatch.delenv(name, raising=False)
+
+    def of(tests, base, head, ini=""):
+        git(pytester.path, "init", "-q")
+        pytester.makefile(".ini", pytest=f"[pytest]\npythonpath = .\ntestpaths = bench\n{ini}")
+        (pytester.path / "bench").mkdir()
+        test_file = pytester.path / "bench" / "test_work.py"
+        test_file.write_text(tests)
+        for number, text in enumerate((base, head)):
+            (pytester.path / "work.py").write_text(text)
+            git(pytester.path, "add", "-A")
+            git(pytester.path, "commit", "-qm", f"{number}", "--allow-empty")
+        git(pytester.path, "tag", "base", "HEAD~1")
+
+    yield of
+    assert not [*scratch.glob("stackwise-gate-*")], "a tree was left behind"
+
+
+def test_what_cannot_be_measured_is_said(project, pytester, monkeypatch):
+    summary = pytester.path / "summary.md"
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(summary))
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    project(
+        """
+import os, pytest, work
+def test_short_of_time(benchmark): benchmark(work.one)
+def test_new(benchmark): benchmark(work.new)
+@pytest.mark.skip(reason="not today")
+def test_skipped(benchmark): benchmark(work.one)
+def test_skips_itself(benchmark): pytest.skip("nor today")
+@pytest.mark.xfail(strict=True, reason="known")
+def test_known(benchmark): benchmark(lambda: 1 / 0)
+def test_fails(benchmark): benchmark(lambda: 1 / 0)
+def test_ordinary(): assert True
+def test_killed(benchmark): benchmark(lambda: work.new and os._exit(9))
+""",
+        WORK.format(one=100, other=100),
+        WORK.format(one=100, other=100) + "new = one\n",
+    )
+    result = pytester.runpytest_inprocess(
+        "--stackwise-against=base",
+        ONE_ROUND,
+        "--stackwise-missing=create",
+        "--stackwise-gate-report=out",
+        "--junitxml=junit.xml",
+    )
+    result.assert_outcomes(passed=2, skipped=3, xfailed=1, failed=2)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines(
+        [
+            "gate: round 1: 1 of 7 tests are open*",
+            "crashed on head: ZeroDivisionError: division by zero (test_work.py:10)",
+            "crashed on head: it ended with code 9; *",
+            "*= stackwise gate =*",
+            "missing on base * failed: AttributeError: module 'work' has no attribute 'new'*",
+            "REGRESSED: working tree at * against base (*): *",
+            "gate: wrote *out.md",
+            "gate: wrote *out.json",
+            "::error *test_fails*",
+        ],
+        consecutive=False,
+    )
+    found = json.loads((pytester.path / "out.json").read_text())
+    status = {test["nodeid"].split("::")[1]: test["status"] for test in found["tests"]}
+    assert status == {
+        "test_short_of_time": "measured",
+        "test_new": "missing on base",
+        "test_skipped": "skipped",
+        "test_skips_itself": "skipped",
+        "test_known": "crashed on head",
+        "test_fails": "crashed on head",
+        "test_killed": "crashed on head",
+    }
+    assert found["environment"]["python"]
+    assert found["tests"][5]["file"] == "bench/test_work.py"
+    assert found["tests"][5]["line"] == 10
+    assert "REGRESSED" in summary.read_text()
+    cases = {case.get("name"): case for case in ET.parse("junit.xml").iter("testcase")}
+    assert cases["test_fails"].find("failure") is not None
+    properties = {p.get("name"): p.get("value") for p in cases["test_short_of_time"].iter("property")}
+    assert properties["gate_time_verdict"] == "INCONCLUSIVE"
+
+
+@pytest.mark.parametrize(
+    ("missing", "expected"),
+    [
+        ("fail", pytest.raises(RegressionError, match="missing on base: why")),
+        ("warn", pytest.warns(GateWarning, match="missing on base: why")),
+        ("create", contextlib.nullcontext()),
+    ],
+    ids=["fail", "warn", "create"],
+)
+def test_what_is_new(missing, expected, request):
+    gate = SimpleNamespace(asked=SimpleNamespace(missing=missing))
+    with expected:
+        _Verdict(request.node, TestResult("bench/test_it.py::test_new", "missing on base", {}, "why"), gate)()
+
+
+def test_inconclusive_has_an_exit_code_of_its_own(project, pytester):
+    work = WORK.format(one=100, other=100)
+    project("import work\ndef test_it(benchmark): benchmark(work.one)\n", work, work)
+    result = pytester.runpytest_inprocess("--stackwise-against", "HEAD~1", ONE_ROUND, "-rs")
+    result.assert_outcomes(skipped=1)
+    assert result.ret == 7
+    result.stdout.fnmatch_lines(
+        [
+            "nothing but tests differs between base and head: the same code was compared with itself",
+            "SKIPPED * time INCONCLUSIVE: *",
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--stackwise-against=nowhere"], "*got 'nowhere'; allowed: a revision of *"),
+        (
+            ["--stackwise-against=base", "--stackwise-missing=no"],
+            "*missing: got 'no'; allowed: fail, warn*",
+        ),
+        (["--stackwise-against=base", "--stackwise-gate=time=2"], "*gate: time: got '2'; allowed: *'2%'*"),
+        (["--stackwise-against=base", "--stackwise-gate=pace=2%"], "*gate: *'pace'*"),
+        (["--stackwise-against=base", "--stackwise-gate-seconds=0"], "*gate-seconds: got '0'; allowed: *"),
+        (["--stackwise-against=base", "--stackwise-gate-report=x.txt"], "*gate-report: got x.txt*"),
+        (["--stackwise-against=base", "-n2"], "*the gate has the machine to itself*"),
+        (["--stackwise-against=base", "-k", "ordinary"], "*no test uses benchmark or throughput*"),
+        (["--stackwise-head=base"], "*--stackwise-head: allowed with --stackwise-against"),
+        (["--stackwise-against=base", "--stackwise-build=false"], "*build: 'false' ended with 1 *"),
+    ],
+)
+def test_refused(project, pytester, options, message):
+    work = WORK.format(one=100, other=100)
+    project(
+        "import work\ndef test_it(benchmark): benchmark(work.one)\ndef test_ordinary(): pass\n", work, work
+    )
+    result = pytester.runpytest_inprocess(*options)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([f"ERROR: {message}"])
+
+
+@pytest.mark.parametrize(
+    ("marker", "message"),
+    [
+        ("gate(time='2')", "*test_it: marker gate: time: got '2'; allowed: *'2%'*"),
+        ("gate(pace='2%')", "*test_it: marker gate: *'pace'*"),
+        ("gate('2%')", "*test_it: marker gate takes keyword arguments only"),
+        ("gate(memory_floor='lots')", "*test_it: marker gate: memory_floor: got 'lots'*"),
+    ],
+)
+def test_markers_refused(pytester, marker, message):
+    pytester.makepyfile(f"import pytest\n@pytest.mark.{marker}\ndef test_it(benchmark): benchmark(int)\n")
+    result = pytester.runpytest_inprocess()
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([f"ERROR: {message}"])
+
+
+def test_a_marker_without_a_benchmark(pytester):
+    pytester.makepyfile("import pytest\n@pytest.mark.gate(time='2%')\ndef test_it(): pass\n")
+    result = pytester.runpytest_inprocess()
+    result.stderr.fnmatch_lines(["ERROR: *marker gate does nothing here: *benchmark or throughput*"])
+
+
+def test_without_a_base_a_gated_test_is_a_benchmark(pytester):
+    pytester.makepyfile(
+        "import pytest\n@pytest.mark.gate(time='2%', floor='50us')\ndef test_it(benchmark): benchmark(int)\n"
+    )
+    pytester.runpytest_inprocess("--benchmark-disable").assert_outcomes(passed=1)
+
+
+@pytest.mark.slow
+def test_what_has_changed_is_found(project, pytester):
+    project(
+        """
+import pytest, work
+@pytest.mark.gate(time="20%")
+def test_slower(benchmark): benchmark(work.one)
+@pytest.mark.gate(time="20%")
+def test_faster(benchmark): benchmark(work.other)
+@pytest.mark.gate(time="50%")
+def test_same(benchmark): benchmark(work.busy, 20000)
+@pytest.mark.gate(time=None, memory_floor="1 KiB")
+def test_larger(benchmark): benchmark(lambda: bytearray(work.SIZE))
+@pytest.mark.xfail(strict=True, reason="known")
+@pytest.mark.gate(time="20%")
+def test_known(benchmark): benchmark(work.one)
+""",
+        WORK.format(one=20000, other=60000) + "SIZE = 100_000\n",
+        WORK.format(one=60000, other=20000) + "SIZE = 120_000\n",
+    )
+    result = pytester.runpytest_inprocess(
+        "--stackwise-against=base", "--stackwise-gate-report=out.json", "--junitxml=junit.xml"
+    )
+    result.assert_outcomes(failed=2, passed=2, xfailed=1)
+    found = json.loads((pytester.path / "out.json").read_text())
+    tests = {test["nodeid"].split("::")[1]: test for test in found["tests"]}
+    assert {name: test["verdict"] for name, test in tests.items()} == {
+        "test_slower": "REGRESSED",
+        "test_faster": "IMPROVED",
+        "test_same": "PASS",
+        "test_larger": "REGRESSED",
+        "test_known": "REGRESSED",
+    }
+    assert 1.0 < tests["test_slower"]["trials"]["time"]["decision"]["estimate"] < 3.0
+    assert tests["test_slower"]["trials"]["time"]["decision"]["confirmed"]
+    assert set(tests["test_larger"]["trials"]) == {"memory"}
+    assert tests["test_larger"]["trials"]["memory"]["decision"]["estimate"] == pytest.approx(0.2, abs=0.01)
+    assert found["balance"] == pytest.approx(0.5, abs=0.02)
+
+
+@pytest.mark.slow
+def test_two_models_in_one_file(project, pytester):
+    project(
+        """
+import pytest, torch
+from stackwise.benchmark import callable_workload
+@pytest.mark.gate(time="20%")
+def test_it(throughput):
+    one, three = torch.randn(256, 256), torch.randn(1024, 1024)
+    throughput(callable_workload(lambda: three @ three), against=callable_workload(lambda: one @ one))
+def test_without(throughput):
+    throughput(callable_workload(lambda: None))
+""",
+        "",
+        "",
+    )
+    result = pytester.runpytest_inprocess("--stackwise-against=callable", "--stackwise-missing=fail")
+    result.assert_outcomes(failed=2)
+    result.stdout.fnmatch_lines(
+        ["time REGRESSED: *", "missing on base: failed: throughput got no `against`*"]
+    )
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)], ids=["SIGTERM", "SIGINT"]
+)
+def test_interrupted(project, pytester, number):
+    # No process and no tree stays behind: the fixture looks for trees.
+    project(
+        """
+import os, time, pathlib
+def test_long(benchmark):
+    def call():
+        pathlib.Path(os.environ["SEEN"], str(os.getpid())).touch()
+        time.sleep(0.05)
+    benchmark(call)
+""",
+        "",
+        "BETTER = 1\n",
+    )
+    seen = pytester.path / "seen"
+    seen.mkdir()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pytest", "--stackwise-against=base", "-p", "no:cacheprovider"],
+        env=os.environ | {"SEEN": str(seen)},
+        stdout=subprocess.PIPE,
+        text=True,
+        # A shell ignores SIGINT in what it starts in the background, and hands that on.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    deadline = time.monotonic() + 120
+    while len(list(seen.iterdir())) < 2 and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == pytest.ExitCode.INTERRUPTED, output
+    pids = [int(path.name) for path in seen.iterdir()]
+    assert len(pids) == 2, output
+    deadline = time.monotonic() + 30
+    while any(map(_runs, pids)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not any(map(_runs, pids))
+
+
+def _runs(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    stat = Path(f"/proc/{pid}/stat")
+    return not (stat.exists() and stat.read_text().rpartition(")")[2].split()[0] == "Z")

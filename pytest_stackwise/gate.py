@@ -42,6 +42,8 @@ _OWN = (
     "dist",
     "tx",
     "maxfail",
+    "basetemp",
+    "cacheclear",
     "lf",
     "failedfirst",
     "newfirst",
@@ -77,6 +79,8 @@ def create(config: pytest.Config) -> Gate | None:
         return None
     if records.is_worker(config) or config.getoption("numprocesses", None):
         raise pytest.UsageError("--stackwise-against: the gate has the machine to itself; allowed: no -n")
+    if config.getoption("benchmark_skip", False):
+        raise pytest.UsageError("--stackwise-against: got --benchmark-skip too; allowed: one of them")
     if asked.history is not None:
         from stackwise.gate.history import open_store
 
@@ -122,7 +126,9 @@ class Gate:
 
         if self.result is None:
             return
-        if self.result.outcome == "inconclusive" and session.exitstatus == pytest.ExitCode.OK:
+        # What has failed may have been expected to: the run knows, and here it has passed.
+        is_open = any(test.outcome(self.asked.missing) == "inconclusive" for test in self.result.tests)
+        if is_open and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = EXIT_INCONCLUSIVE
         from stackwise.gate.report import publish
 
@@ -174,7 +180,7 @@ class Gate:
                         [item.nodeid for item in items],
                         self._launch(items),
                         limits={item.nodeid: markers.gate_of(item, self.asked.limits) for item in items},
-                        places={item.nodeid: _place(item) for item in items},
+                        places={item.nodeid: _place(item, self._root()) for item in items},
                         sampling=self._sampling(),
                         missing=self.asked.missing,
                         most_seconds=self.asked.seconds,
@@ -183,7 +189,7 @@ class Gate:
                         notes=[*map(_told, renamed)],
                         on_progress=self._show,
                     )
-            except (GateError, ValueError) as error:
+            except (GateError, OSError, ValueError) as error:
                 raise pytest.UsageError(f"--stackwise-against: {error}") from None
 
     def _trees(
@@ -197,11 +203,16 @@ class Gate:
         return both_trees(
             self.asked.against,
             root=root,
-            tests=sorted({item.path.resolve() for item in items}),
+            tests=sorted({root / self._file(item) for item in items}),
             head=self.asked.head,
             build=self.asked.build,
             start=self.config.invocation_params.dir,
         )
+
+    def _file(self, item: pytest.Item) -> Path:
+        """The file of a test, relative to the root and by the name that its node id has: it may be a link."""
+        place = self.config.rootpath.resolve() / item.path.relative_to(self.config.rootpath)
+        return place.relative_to(self._root())
 
     def _root(self) -> Path:
         from stackwise.gate.tree import repository_of
@@ -214,22 +225,22 @@ class Gate:
 
         root, start = self._root(), self.config.invocation_params.dir.resolve()
         config = self.config.inipath
-        files = dict.fromkeys(str(item.path.resolve()) for item in items)
         return Launch(
             (
                 *_own_arguments(self.config),
                 f"--rootdir={self.config.rootpath.resolve()}",
                 *(["-c", str(config.resolve())] if config is not None else []),
-                "-p",
-                "no:cacheprovider",
                 "--maxfail=0",
+                # One file that the base cannot import is no reason to run none of the others.
+                "--continue-on-collection-errors",
                 "-q",
                 "--no-header",
                 "--tb=short",
                 *(["-n0"] if self.config.pluginmanager.hasplugin("xdist") else []),
-                *files,
+                *(["--no-cov"] if self.config.pluginmanager.hasplugin("pytest_cov") else []),
             ),
             root,
+            {item.nodeid: self._file(item) for item in items},
             start.relative_to(root) if start.is_relative_to(root) else Path(),
             _imports(root),
             self.asked.timeout,
@@ -323,7 +334,7 @@ def _imports(root: Path) -> tuple[Path, ...]:
     found: dict[Path, None] = {}
     for entry in sys.path:
         place = Path(entry or ".").resolve()
-        if place.is_relative_to(root) and "site-packages" not in place.parts and place.is_dir():
+        if place.is_relative_to(root) and place.is_dir() and not _installed(place):
             found[place.relative_to(root)] = None
     # An editable installation may find packages without the path.
     for name, module in list(sys.modules.items()):
@@ -331,14 +342,21 @@ def _imports(root: Path) -> tuple[Path, ...]:
         if "." in name or not isinstance(file, str):
             continue
         path = Path(file).resolve()
-        if path.name == "__init__.py" and path.is_relative_to(root) and "site-packages" not in path.parts:
+        if path.name == "__init__.py" and path.is_relative_to(root) and not _installed(path):
             found[path.parent.parent.relative_to(root)] = None
     return tuple(found)
 
 
-def _place(item: pytest.Item) -> tuple[str, int]:
-    file, line, _ = item.location
-    return file, (line or 0) + 1
+def _installed(path: Path) -> bool:
+    """Whether a path is of the environment, which may lie inside of the project."""
+    prefixes = (Path(sys.prefix).resolve(), Path(sys.base_prefix).resolve())
+    return "site-packages" in path.parts or any(path.is_relative_to(prefix) for prefix in prefixes)
+
+
+def _place(item: pytest.Item, root: Path) -> tuple[str, int]:
+    """File, as those who show the repository name it, and line."""
+    path = item.path.resolve()
+    return str(path.relative_to(root) if path.is_relative_to(root) else path), (item.location[1] or 0) + 1
 
 
 def _told(renamed: Renamed) -> str:

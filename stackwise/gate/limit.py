@@ -113,6 +113,11 @@ class Limits:
     ttft: Limit | None = field(default_factory=lambda: Limit(0.05))
     tpot: Limit | None = field(default_factory=Limit)
 
+    @property
+    def all(self) -> tuple[Limit | None, ...]:
+        """Those of all metrics."""
+        return tuple(getattr(self, metric) for metric in METRICS)
+
     def of(self, metric: str) -> Limit | None:
         """The limit of a metric.
 

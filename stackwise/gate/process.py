@@ -14,12 +14,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from stackwise.gate.side.channel import DESCRIPTOR, FOREIGN, ROLE, Channel, ChannelClosedError
+from stackwise.gate.side.channel import (
+    DESCRIPTOR,
+    FOREIGN,
+    ROLE,
+    TESTS,
+    TREE,
+    Channel,
+    ChannelClosedError,
+)
 
 __all__ = ["SideFailedError", "SideProcess"]
 
 _PADDING = 4096  # most characters that the environment is longer by
 _PATIENCE = 5.0  # seconds that a process has to end by itself
+_LOOK = 1.0  # seconds after which it is looked whether a silent process is still there
 _TAIL = 3000  # characters of what it printed
 
 
@@ -46,6 +55,8 @@ class SideProcess:
         arguments: of pytest.
         folder: in which it is started.
         import_path: folders for PYTHONPATH, the first ones first.
+        tree: the folder of its files; None: both sides are the same files.
+        tests: what in the tree is of tests, relative to it.
         foreign: folders out of which it may import nothing.
         log: the file for what it prints.
         seconds: the most time between two of its messages.
@@ -60,6 +71,8 @@ class SideProcess:
         *,
         folder: Path,
         import_path: Sequence[Path],
+        tree: Path | None,
+        tests: Sequence[Path],
         foreign: Sequence[Path],
         log: Path,
         seconds: float,
@@ -79,6 +92,8 @@ class SideProcess:
             "STACKWISE_GATE_PADDING": "x" * chance.randrange(_PADDING),
             DESCRIPTOR: str(theirs.fileno()),
             ROLE: role,
+            TREE: "" if tree is None else str(tree),
+            TESTS: os.pathsep.join(map(str, tests)),
             FOREIGN: os.pathsep.join(map(str, foreign)),
         }
         try:
@@ -116,15 +131,19 @@ class SideProcess:
         Raises:
             SideFailedError: it is gone, or says nothing for too long.
         """
-        try:
-            message = self._channel.receive(self._seconds)
-        except ChannelClosedError:
-            raise self._gone() from None
-        if message is None:
-            raise SideFailedError(
-                "hung", f"nothing was heard of it for {self._seconds:g} s; {self.printed()}"
-            )
-        return message
+        deadline = time.monotonic() + self._seconds
+        while (left := deadline - time.monotonic()) > 0:
+            # Children that it has left behind may hold its end of the channel open.
+            ended = self._process.poll() is not None
+            try:
+                message = self._channel.receive(min(left, 0.0 if ended else _LOOK))
+            except ChannelClosedError:
+                raise self._gone() from None
+            if message is not None:
+                return message
+            if ended:
+                raise self._gone()
+        raise SideFailedError("hung", f"nothing was heard of it for {self._seconds:g} s; {self.printed()}")
 
     def ask(self, **message: Any) -> dict[str, Any]:
         """Tell it something, and what it answers.

@@ -208,8 +208,11 @@ class GateResult:
 
     @property
     def outcome(self) -> Outcome:
-        """The worst of its tests; "inconclusive" where there are none, as nothing was compared."""
+        """The worst of its tests; "inconclusive" where nothing was compared, but for new tests as asked."""
         outcomes = [test.outcome(self.missing) for test in self.tests]
+        new = self.missing == "create" and any(test.status == "missing on base" for test in self.tests)
+        if not new and not any(test.trials for test in self.tests):
+            outcomes.append("inconclusive")
         return max(outcomes, key=_ORDER.index, default="inconclusive")
 
     @property

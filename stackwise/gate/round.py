@@ -6,9 +6,9 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from stackwise.argument import check_choice, check_number, check_sizes
 from stackwise.gate.process import SideFailedError, SideProcess
@@ -18,6 +18,7 @@ __all__ = ["SIDES", "Ended", "Paired", "Sampling", "run_round"]
 
 SIDES = ("base", "head")
 _LEAST_PAIRS = 4
+_SURROUNDED = 4.0  # how much longer than its calls alone a test may take for what surrounds them
 _REFERENCES = 8  # samples in a round, about
 _STRAY = (
     "which is not of its tree: what was measured is not what is compared. An editable installation that "
@@ -67,6 +68,7 @@ class Paired:
         head_first: of each pair whether the head was first.
         logs: of each pair log(head / base) of the time.
         seconds: that this took.
+        own: whether each side has imported code of its own tree, beside the tests.
         reference: the median seconds of each part of a pinned workload, timed among the pairs; () without it.
     """
 
@@ -76,6 +78,7 @@ class Paired:
     head_first: tuple[bool, ...]
     logs: tuple[float, ...]
     seconds: float
+    own: bool = True
     reference: tuple[float, ...] = ()
 
 
@@ -105,6 +108,8 @@ class _Side:
         self.collected: list[str] = []
         self.not_collected: dict[str, str] = {}  # by file
         self.ended: dict[str, tuple[str, str]] = {}
+        self.only_once: dict[str, bool] = {}
+        self.own = False
 
     def collect(self) -> None:
         """Hear which tests there are."""
@@ -123,10 +128,12 @@ class _Side:
             if message.get("test") != test:
                 raise SideFailedError("crashed", f"it told of {message.get('test')} in the place of {test}")
             if message.get("ready"):
+                self.only_once[test] = message["only_once"]
                 return True
             if "ended" in message:
                 self.ended.setdefault(test, (message["ended"], message["detail"]))
             if message.get("over"):
+                self.own = message["own"]
                 if message["stray"]:
                     self.ended[test] = ("crashed", f"it imported {message['stray']}, {_STRAY}")
                 elif not message["measured"]:
@@ -139,8 +146,6 @@ class _Side:
         if "sample" in answer:
             found: dict[str, float] = answer["sample"]
             return found
-        if "call_seconds" in answer:
-            return {"call": answer["call_seconds"]}
         self.ended.setdefault(test, (str(answer.get("ended", "failed")), str(answer.get("detail", answer))))
         if not answer.get("over"):
             self.come_to(test)
@@ -158,20 +163,25 @@ def run_round(
     sampling: Sampling,
     rng: random.Random,
 ) -> Iterator[tuple[str, Paired | Ended]]:
-    """Measure tests, in their order, and hand over what came of each. A crash ends the round with its test.
+    """Measure tests, in their order, and hand over what came of each.
+
+    A crash ends the round with its test; one before the first test ends it for all of them.
 
     Args:
         tests: names, of which each side may lack some.
         start: starts the process of a side with a seed.
         sampling: how each is measured.
         rng: chooses who starts, and seeds the processes.
-
-    Raises:
-        SideFailedError: a process ended before it came to the first test.
     """
     with _both(start, rng) as sides:
-        for side in sides.values():
-            side.collect()
+        try:
+            for role, side in sides.items():
+                with _lost(role):
+                    side.collect()
+        except _SideLostError as lost:
+            for test in tests:
+                yield test, Ended({lost.role: lost.error.how}, {lost.role: f"at its start: {lost.error}"})
+            return
         for test in tests:
             try:
                 yield test, _test(test, sides, sampling, rng)
@@ -231,7 +241,7 @@ def _test(test: str, sides: dict[str, _Side], sampling: Sampling, rng: random.Ra
     ended = {role: side.ended[test] for role, side in sides.items() if test in side.ended}
     if ended or found is None:
         return Ended({r: how for r, (how, _) in ended.items()}, {r: why for r, (_, why) in ended.items()})
-    return found
+    return replace(found, own=all(side.own for side in sides.values()))
 
 
 def _measure(
@@ -241,10 +251,11 @@ def _measure(
         with _lost(role):
             return sides[role].sample(test, **message)
 
-    call = {role: ask(role, warm_up=sampling.warm_up_seconds)["call"] for role in SIDES}
-    calls = max(1, math.ceil(sampling.slice_seconds / min(call.values())))
-    fitting = int(sampling.seconds / (calls * max(call.values())))
-    pairs = min(sampling.pairs, max(_LEAST_PAIRS, fitting))
+    if any(side.only_once[test] for side in sides.values()):
+        calls = pairs = 1
+    else:
+        warm = {role: ask(role, warm_up=sampling.warm_up_seconds) for role in SIDES}
+        calls, pairs = _plan(warm, sampling)
     order = turns(pairs, rng, sampling.order)
     samples: dict[str, list[dict[str, float]]] = {role: [] for role in SIDES}
     references = []
@@ -253,11 +264,14 @@ def _measure(
             references.append(sampling.reference())
         for role in reversed(SIDES) if head_first else SIDES:
             samples[role].append(ask(role, calls=calls))
-    if sampling.memory:
+    if sampling.memory and not any(side.only_once[test] for side in sides.values()):
         held = {role: {"memory": max(_LEAST_BYTES, ask(role, memory=True)["memory"])} for role in SIDES}
     else:
         held = {role: {} for role in SIDES}
-    metrics = list(samples["base"][0])
+    # A text that ends at its first token has no time of a later one: on either side, in any call.
+    metrics = [m for m in samples["base"][0] if all(s[m] > 0 for role in SIDES for s in samples[role])]
+    if "time" not in metrics:
+        raise SideFailedError("crashed", "a call took no time at all")
     levels = {
         role: {m: statistics.median(s[m] for s in samples[role]) for m in metrics} | held[role]
         for role in SIDES
@@ -278,5 +292,16 @@ def _measure(
         tuple(order),
         tuple(logs["time"]),
         time.perf_counter() - began,
-        tuple(statistics.median(part) for part in zip(*references, strict=True)),
+        reference=tuple(statistics.median(part) for part in zip(*references, strict=True)),
     )
+
+
+def _plan(warm: Mapping[str, Mapping[str, float]], sampling: Sampling) -> tuple[int, int]:
+    """Calls in a turn, and pairs, of a test whose sides take so long for a call, and from one to the next."""
+    call = [each["call"] for each in warm.values()]
+    period = max(each["period"] for each in warm.values())
+    # One side may have become a thousand times as slow: the other's short calls are not its measure.
+    bearable = sampling.seconds / (_LEAST_PAIRS * max(max(call), period / _SURROUNDED))
+    calls = max(1, math.ceil(min(sampling.slice_seconds / min(call), bearable)))
+    fitting = min(sampling.seconds / (calls * max(call)), _SURROUNDED * sampling.seconds / (calls * period))
+    return calls, min(sampling.pairs, max(_LEAST_PAIRS, int(fitting)))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import random
+import re
 import shutil
 import tempfile
 import time
@@ -17,7 +19,7 @@ from typing import Any
 from stackwise.argument import check_number, check_sizes
 from stackwise.gate import side as side_package
 from stackwise.gate.limit import Limit, Limits
-from stackwise.gate.process import SideFailedError, SideProcess
+from stackwise.gate.process import SideProcess
 from stackwise.gate.result import GateResult, Missing, Status, TestResult, TrialResult
 from stackwise.gate.round import Ended, Paired, Sampling, run_round
 from stackwise.gate.sequential import Rule
@@ -28,12 +30,17 @@ from stackwise.gate.turns import check_order
 
 __all__ = ["GateError", "Launch", "Progress", "run_gate"]
 
+# What a test fails with where the base lacks what it calls.
+_LACKING = ("ImportError", "ModuleNotFoundError", "AttributeError", "NameError", "TypeError", "fixture ")
 _UNITS = {"time": "s", "ttft": "s", "tpot": "s", "memory": "B"}
-_METRICS_OF_A_TEST = 2  # time and memory, for the correction, before it is known what each has
+_NOTHING_OWN = (
+    "neither side has imported any code of its tree but the tests: what is installed was compared with "
+    "itself. Install the project editable (pip install -e .), or name its folder in pytest's pythonpath"
+)
 
 
 class GateError(RuntimeError):
-    """Nothing could be compared."""
+    """What was measured is not what was to be compared."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +48,11 @@ class Launch:
     """How the process of a side is started.
 
     Attributes:
-        arguments: of pytest, the files of the tests among them; a path of `root` in them means the same place
-            in the side's tree.
+        arguments: of pytest, but for the tests; a path of `root` in them means the same place in the side's
+            tree.
         root: the folder that the trees are copies of.
         place: the folder to start in, relative to the root.
+        files: of each test its file, relative to the root.
         imports: folders that packages are imported from, relative to the root, the first ones first.
         seconds: the most time between two messages of a process; a test that takes longer hangs.
         callables: whether both sides are the same tree, and the base measures what a test names as `against`.
@@ -52,6 +60,7 @@ class Launch:
 
     arguments: tuple[str, ...]
     root: Path
+    files: Mapping[str, Path]
     place: Path = Path()
     imports: tuple[Path, ...] = ()
     seconds: float = 600.0
@@ -90,6 +99,7 @@ class _Test:
     base: dict[str, list[float]] = field(default_factory=dict)
     head: dict[str, list[float]] = field(default_factory=dict)
     ended: Ended | None = None
+    own: bool = False
     seconds: float = 0.0
     reference: list[tuple[float, ...]] = field(default_factory=list)
     order: list[tuple[tuple[bool, ...], tuple[float, ...]]] = field(default_factory=list)
@@ -109,6 +119,7 @@ class _Test:
             self.ended = found
             return
         self.seconds += found.seconds
+        self.own = self.own or found.own
         self.order.append((found.head_first, found.logs))
         if found.reference:
             self.reference.append(found.reference)
@@ -124,16 +135,20 @@ class _Test:
 
     def result(self, file: str, line: int) -> TestResult:
         where: dict[str, Any] = {"file": file, "line": line, "seconds": self.seconds}
+        reason, detail = "the time is up", ""
         if self.ended is not None:
             status, detail = _status(self.ended)
-            return TestResult(self.nodeid, status, {}, detail, **where)
+            # What was found before stands, unless the head is broken.
+            if not self.trials or status in ("crashed on head", "hung on head"):
+                return TestResult(self.nodeid, status, {}, detail, **where)
+            reason = f"it was {status} in round {len(self.order) + 1}: {detail}"
         if not self.trials:
             return TestResult(self.nodeid, "skipped", {}, "its marker leaves no metric to be judged", **where)
-        trials = {metric: self._trial(metric, trial) for metric, trial in self.trials.items()}
-        return TestResult(self.nodeid, "measured", trials, reference=tuple(self.reference), **where)
+        trials = {metric: self._trial(metric, trial, reason) for metric, trial in self.trials.items()}
+        return TestResult(self.nodeid, "measured", trials, detail, reference=tuple(self.reference), **where)
 
-    def _trial(self, metric: str, trial: Trial) -> TrialResult:
-        decision = trial.conclude("the time is up")
+    def _trial(self, metric: str, trial: Trial, reason: str) -> TrialResult:
+        decision = trial.conclude(reason)
         limit: Limit = trial.limit
         tolerance, least = map(math.expm1, limit.at(trial.base_level))
         return TrialResult(
@@ -183,7 +198,7 @@ def run_gate(
         on_progress: called after each round.
 
     Raises:
-        GateError: a process of a side ended before it came to the first test.
+        GateError: no code of the trees was measured.
         ValueError: no tests, or numbers out of range.
     """
     check_sizes(tests=len(tests))
@@ -193,15 +208,16 @@ def run_gate(
     limits, places = limits or {}, places or {}
     began, rng = time.monotonic(), random.Random(seed)  # noqa: S311
     all_tests = {test: _Test(test, limits.get(test, Limits())) for test in tests}
+    n_trials = sum(limit is not None for test in all_tests.values() for limit in test.limits.all)
     number = 0
     with _starter(base, head, launch) as start:
         for number in itertools.count(1):
             open_tests = [test.nodeid for test in all_tests.values() if test.open]
-            try:
-                for name, found in run_round(open_tests, start(open_tests), sampling, rng):
-                    all_tests[name].add(found, rule, len(tests) * _METRICS_OF_A_TEST)
-            except SideFailedError as error:
-                raise GateError(f"no test was reached in round {number}: {error}") from None
+            for name, found in run_round(open_tests, start(open_tests), sampling, rng):
+                all_tests[name].add(found, rule, n_trials)
+            measured = [test for test in all_tests.values() if test.order]
+            if measured and not any(test.own for test in measured):
+                raise GateError(_NOTHING_OWN)
             seconds = time.monotonic() - began
             still_open = [test for test in all_tests.values() if test.open]
             if on_progress is not None:
@@ -246,17 +262,29 @@ def _starter(
     def start(tests: Sequence[str]) -> Callable[[str, int], SideProcess]:
         def process(role: str, seed: int) -> SideProcess:
             own = trees[role].folder
+            # Not those of tests that are through: to import them takes time.
+            files = dict.fromkeys(str(own / launch.files[test]) for test in tests)
             other = trees["head" if role == "base" else "base"].folder
             foreign = [] if launch.callables else [launch.root, other]
+            place = own / launch.place
+            scratch = folder / f"{role}-files"
+            shutil.rmtree(scratch, ignore_errors=True)
+            scratch.mkdir()
             made = SideProcess(
                 role,
                 [
                     "-p",
                     "stackwise_side.plugin",
-                    *(argument.replace(str(launch.root), str(own)) for argument in launch.arguments),
+                    *(_moved(argument, launch.root, own) for argument in launch.arguments),
+                    f"--basetemp={scratch / 'tmp'}",
+                    "-o",
+                    f"cache_dir={scratch / 'cache'}",
+                    *files,
                 ],
-                folder=own / launch.place,
+                folder=place if place.is_dir() else own,
                 import_path=[folder, *(own / imported for imported in launch.imports)],
+                tree=None if launch.callables else own,
+                tests=trees[role].tests,
                 foreign=foreign,
                 log=folder / f"{role}.log",
                 seconds=launch.seconds,
@@ -274,21 +302,29 @@ def _starter(
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def _moved(argument: str, root: Path, tree: Path) -> str:
+    """The argument with places below `root` as the same below `tree`."""
+    place = rf"(?:^|(?<=[=,:])){re.escape(str(root))}(?=$|{re.escape(os.sep)})"
+    return re.sub(place, lambda _: str(tree), argument)
+
+
 def _status(ended: Ended) -> tuple[Status, str]:
     """What is said of a test that was not measured: what is wrong with the head comes first."""
     for role in ("head", "base"):
         how, detail = ended.how.get(role), ended.detail.get(role, "")
         match role, how:
-            case "head", "skipped" | "not measured":
+            case "head", "skipped":
                 return "skipped", detail
             case "head", "missing":
-                return "missing on head", detail
+                # It was collected where this run was started.
+                return "crashed on head", f"missing in its tree: {detail}"
             case "head", "hung":
                 return "hung on head", detail
             case "head", str():
                 return "crashed on head", detail
-            case "base", "skipped" | "missing" | "failed" | "not measured":
-                # The base may lack what the head's test calls: it fails there, or skips itself.
+            case "base", "skipped" | "missing":
+                return "missing on base", f"{how}: {detail}"
+            case "base", "failed" if detail.startswith(_LACKING):
                 return "missing on base", f"{how}: {detail}"
             case "base", "hung":
                 return "hung on base", detail

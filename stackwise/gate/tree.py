@@ -16,7 +16,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 __all__ = ["Renamed", "Tree", "both_trees", "repository_of", "revision_name"]
@@ -54,12 +54,14 @@ class Tree:
         name: for people: a revision with its commit, a folder, a wheel.
         commit: of a revision; None: it is none, or files differ from it.
         notes: what was not done as one might expect.
+        tests: what in it is the head's on both sides: files and folders, relative to it.
     """
 
     folder: Path
     name: str
     commit: str | None = None
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
+    tests: tuple[Path, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -141,7 +143,8 @@ def both_trees(
             _build(build, head_tree)
         elif _same(base_tree.folder, head_tree.folder):
             base_tree = replace(base_tree, notes=(*base_tree.notes, _NOTHING_DIFFERS))
-        yield base_tree, head_tree, renamed
+        parts = tuple(_overlay(head_tree.folder, [test.relative_to(root) for test in tests]))
+        yield replace(base_tree, tests=parts), replace(head_tree, tests=parts), renamed
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -192,7 +195,7 @@ def _base(
             why = f"since {root} is no git repository"
             raise ValueError(f"against: got {against!r}; allowed: a folder (./NAME) or a wheel, {why}")
         tree = _checked_out(folder, root, against)
-    old = {str(file): (folder / file).read_text() for file in _test_files(folder, relative)}
+    old = {str(file): (folder / file).read_text(errors="replace") for file in _test_files(folder, relative)}
     if build is not None:
         _build(build, tree)
     for part in _overlay(head.folder, relative):
@@ -282,15 +285,14 @@ def _overlay(head: Path, tests: Iterable[Path]) -> list[Path]:
     """
     parts: dict[Path, None] = {}
     for test in tests:
-        whole = next((above for above in reversed(test.parents) if _OF_TESTS.fullmatch(above.name)), None)
+        whole = next((above for above in test.parents if _OF_TESTS.fullmatch(above.name)), None)
         if whole is not None:
             parts[whole] = None
         else:
-            parts |= dict.fromkeys(_test_files(head, [test]))
+            parts |= dict.fromkeys([test, *_test_files(head, [test])])
         for above in test.parents:
-            parts[above / "conftest.py"] = None
-    for name in _CONFIGURATION:
-        parts[Path(name)] = None
+            for name in ("conftest.py", *_CONFIGURATION):
+                parts[above / name] = None
     return [part for part in parts if not any(above in parts for above in part.parents)]
 
 
@@ -340,7 +342,7 @@ def _test_files(folder: Path, tests: Iterable[Path]) -> list[Path]:
 
 
 def _renamed(old_files: dict[str, str], head: Path, tests: Sequence[Path]) -> list[Renamed]:
-    new_files = {str(file): (head / file).read_text() for file in _test_files(head, tests)}
+    new_files = {str(file): (head / file).read_text(errors="replace") for file in _test_files(head, tests)}
     old, new = _test_functions(old_files), _test_functions(new_files)
     fresh = {name: body for name, body in new.items() if name not in old}
     lost = []

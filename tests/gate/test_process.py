@@ -29,6 +29,10 @@ def test_pedantic(benchmark):
     found = benchmark.pedantic(max, setup=setup, teardown=lambda *a, **k: log.append("teardown"), rounds=3)
     assert found == 2 and log == ["setup", "teardown"] * (len(log) // 2) and len(log) > 2
 
+def test_single(benchmark):
+    made = []
+    assert benchmark.pedantic(lambda: made.append(1) or len(made)) == 1
+
 def test_twice(benchmark):
     benchmark(int)
     benchmark(int)
@@ -83,6 +87,8 @@ def start(tmp_path, monkeypatch):
             ["-p", "stackwise_side.plugin", *arguments, "test_it.py"],
             folder=tree,
             import_path=[plugin, tree],
+            tree=tree,
+            tests=[Path("test_it.py")],
             foreign=[other],
             log=tmp_path / "log",
             seconds=seconds,
@@ -115,8 +121,8 @@ def test_what_a_process_answers(start):
             assert message["test"] == f"test_it.py::{name}"
             if message.get("ready"):
                 answer = process.ask(warm_up=0.001)
-                if "call_seconds" in answer:
-                    assert answer["call_seconds"] > 0
+                if "sample" in answer:
+                    assert answer["sample"]["period"] >= answer["sample"]["call"] > 0
                     sample = process.ask(calls=3)["sample"]
                     assert set(sample) == {"time"} and sample["time"] > 0
                     assert process.ask(memory=True)["sample"]["memory"] >= 0
@@ -127,13 +133,20 @@ def test_what_a_process_answers(start):
                 told.append((message["ended"], message["detail"]))
             if message.get("over"):
                 told.append((message["measured"], message["stray"]))
+                assert message["own"]
                 break
-    assert seen["test_called_with_arguments"] == seen["test_pedantic"] == seen["test_seed"] == [(True, None)]
+    assert (
+        seen["test_called_with_arguments"]
+        == seen["test_pedantic"]
+        == seen["test_seed"]
+        == seen["test_single"]
+        == [(True, "")]
+    )
     assert [what for what, _ in seen["test_twice"]] == ["failed", True]
     assert "measures one call" in seen["test_twice"][0][1]
     assert seen["test_woven"][0][0] == "skipped"
     assert seen["test_skipped"][0] == ("skipped", "not today")
-    assert seen["test_never_called"] == [(False, None)]
+    assert seen["test_never_called"] == [(False, "")]
     assert [what for what, _ in seen["test_raises"]] == ["failed", True]
     assert "ZeroDivisionError" in seen["test_raises"][0][1]
     assert seen["test_foreign"][-1][1].endswith("elsewhere.py")

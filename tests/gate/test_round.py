@@ -3,6 +3,7 @@
 import itertools
 import math
 import random
+from pathlib import Path
 
 import pytest
 
@@ -26,7 +27,7 @@ class Script:
         self.role, self.tests, self.log = role, tests, log
         self.collected = list(tests)
         self.answers = [{"collected": self.collected}]
-        self.turn, self.alive = 0, True
+        self.alive, self.own = True, True
         self.to_come = list(self.collected)
         self.now = None
 
@@ -43,28 +44,36 @@ class Script:
                 self._over(False)
             case "pass":
                 self._over(False)
+            case "lacks":
+                detail = "AttributeError: module 'work' has no attribute 'new'"
+                self.answers += [{"test": self.now, "ended": "failed", "when": "call", "detail": detail}]
+                self._over(False)
             case "stray":
-                self.answers += [{"test": self.now, "over": True, "measured": False, "stray": "/x.py"}]
+                self.answers += [
+                    {"test": self.now, "over": True, "measured": False, "own": True, "stray": "/x.py"}
+                ]
                 self._next()
             case "crash":
                 self.answers += [SideFailedError("crashed", "it was ended by SIGSEGV")]
             case "hang":
                 self.answers += [SideFailedError("hung", "nothing was heard of it for 9 s")]
             case _:
-                self.answers += [{"test": self.now, "ready": True}]
+                once = bool(self.tests[self.now].get("only_once"))
+                self.answers += [{"test": self.now, "ready": True, "only_once": once}]
 
     def _failed(self, when):
         self.answers += [{"test": self.now, "ended": "failed", "when": when, "detail": "E  Oops"}]
 
     def _over(self, measured):
-        self.answers += [{"test": self.now, "over": True, "measured": measured, "stray": None}]
+        self.answers += [{"test": self.now, "over": True, "measured": measured, "own": self.own, "stray": ""}]
         self._next()
 
     def send(self, **message):
         match message:
             case {"warm_up": _}:
                 cost = self.tests[self.now]
-                self.answers += [{"call_seconds": cost["time"]}]
+                period = cost.get("period", cost["time"])
+                self.answers += [{"sample": {"call": cost["time"], "period": period}}]
             case {"calls": calls}:
                 self.log.append((self.now, self.role, calls))
                 cost = self.tests[self.now]
@@ -74,7 +83,8 @@ class Script:
                     ]
                     self._over(True)
                     return
-                self.answers += [{"sample": {"time": cost["time"]}}]
+                kept = {key: cost[key] for key in ("time", "ttft", "tpot") if key in cost}
+                self.answers += [{"sample": kept}]
             case {"memory": True}:
                 self.answers += [{"sample": {"memory": self.tests[self.now]["memory"]}}]
             case {"go_on": True}:
@@ -242,7 +252,7 @@ def sides(monkeypatch):
 
 
 def gate(tmp_path, tests=(A, B), **given):
-    launch = Launch(("bench",), tmp_path)
+    launch = Launch(("-q",), tmp_path, dict.fromkeys(tests, Path("bench/test_it.py")))
     return run_gate(
         Tree(tmp_path / "base", "old"), Tree(tmp_path / "head", "new"), tests, launch, sampling=SHORT, **given
     )
@@ -306,12 +316,13 @@ def test_a_crash_costs_its_test_and_no_other(sides, tmp_path):
     ("base", "head", "status"),
     [
         ("skip", cost(), "missing on base"),
-        ("fail", cost(), "missing on base"),
+        ("fail", cost(), "crashed on base"),
+        ("lacks", cost(), "missing on base"),
         ("hang", cost(), "hung on base"),
         ("stray", cost(), "crashed on base"),
         (cost(), "fail", "crashed on head"),
         (cost(), "hang", "hung on head"),
-        (cost(), "pass", "skipped"),
+        (cost(), "pass", "crashed on head"),
         ("fail", "fail", "crashed on head"),
         ("skip", "skip", "skipped"),
     ],
@@ -338,15 +349,96 @@ def test_a_floor_is_of_what_the_base_costs(sides, tmp_path):
     assert found.tests[0].trials["time"].tolerance == pytest.approx(0.5)
 
 
-def test_no_process_comes_to_the_tests(monkeypatch, tmp_path):
-    def start(role, arguments, **_):
-        made = Script(role, {}, [])
-        made.answers = [SideFailedError("crashed", "it ended with code 4; it printed: unknown option")]
+@pytest.mark.parametrize(("broken", "status"), [("base", "crashed on base"), ("head", "crashed on head")])
+def test_a_process_that_ends_at_its_start(broken, status, sides, tmp_path, monkeypatch):
+    sides({A: cost()}, {A: cost()})
+    whole = session.SideProcess
+
+    def start(role, arguments, **given):
+        made = whole(role, arguments, **given)
+        if role == broken:
+            made.receive = lambda: (_ for _ in ()).throw(SideFailedError("crashed", "unknown option"))
         return made
 
     monkeypatch.setattr(session, "SideProcess", start)
-    with pytest.raises(GateError, match=r"no test was reached in round 1: .*unknown option"):
-        gate(tmp_path)
+    found = gate(tmp_path, (A,))
+    assert found.tests[0].status == status
+    assert found.tests[0].detail == "at its start: unknown option"
+
+
+def test_what_was_found_stands_though_the_test_ends_otherwise_later(sides, tmp_path):
+    jitter = random.Random(0)
+    seen = []
+
+    def base(number):
+        seen.append(number)
+        return "skip" if number > 20 else cost(0.1 * math.exp(jitter.gauss(0, 0.1)), 1e9)
+
+    sides({A: base}, {A: cost(0.1, 2e9)})
+    found = gate(tmp_path, (A,)).tests[0]
+    assert max(seen) == 21
+    assert found.status == "measured"
+    assert found.trials["memory"].decision.verdict == Verdict.REGRESSED
+    assert found.trials["time"].decision.verdict == Verdict.INCONCLUSIVE
+    assert "missing on base in round 22" in found.trials["time"].decision.reason
+
+
+def test_a_head_that_breaks_later_is_broken(sides, tmp_path):
+    jitter = random.Random(0)
+    sides(
+        {A: lambda _: cost(0.1 * math.exp(jitter.gauss(0, 0.1)))},
+        {A: lambda number: "crash" if number == 7 else cost()},
+    )
+    assert gate(tmp_path, (A,)).tests[0].status == "crashed on head"
+
+
+def test_what_is_installed_is_not_compared_with_itself(sides, tmp_path, monkeypatch):
+    sides({A: cost()}, {A: cost()})
+    whole = session.SideProcess
+
+    def start(role, arguments, **given):
+        made = whole(role, arguments, **given)
+        made.own = role == "base"
+        return made
+
+    monkeypatch.setattr(session, "SideProcess", start)
+    with pytest.raises(GateError, match="what is installed was compared with itself"):
+        gate(tmp_path, (A,))
+
+
+def test_one_side_a_thousand_times_as_slow():
+    _, log = play({A: cost(1e-6)}, {A: cost(1e-1)}, tests=(A,))
+    assert {calls for *_, calls in log} == {3}  # no longer than a quarter of the time there is
+
+
+def test_what_surrounds_a_call_counts_for_the_plan():
+    _, log = play({A: cost(1e-5, period=0.1)}, {A: cost(1e-5, period=0.1)}, tests=(A,))
+    assert sum(calls for *_, calls in log) * 0.1 <= 2 * 4 * SHORT.seconds * 1.01
+
+
+def test_a_call_that_is_made_once():
+    once = cost(0.1, only_once=True)
+    found, log = play({A: once}, {A: once}, tests=(A,))
+    assert [calls for *_, calls in log] == [1, 1]
+    assert set(found[A].differences) == {"time"}
+
+
+def test_metrics_that_one_side_has_no_time_of():
+    found, _ = play({A: cost(0.1, ttft=0.05, tpot=0.0)}, {A: cost(0.1, ttft=0.05, tpot=0.01)}, tests=(A,))
+    assert set(found[A].differences) == {"time", "ttft", "memory"}
+
+
+def test_places_are_those_of_the_tree(tmp_path):
+    moved = session._moved
+    root, tree = Path("/app"), Path("/t/head")
+    for given, expected in {
+        "/app": "/t/head",
+        "--rootdir=/app/x": "--rootdir=/t/head/x",
+        "--data=/home/app/x": "--data=/home/app/x",
+        "/app-old/x": "/app-old/x",
+        "a:/app/x,/app/y": "a:/t/head/x,/t/head/y",
+    }.items():
+        assert moved(given, root, tree) == expected
 
 
 @pytest.mark.parametrize("given", [{"tests": ()}, {"most_seconds": 0.0}])

@@ -115,6 +115,7 @@ def loop_spec():
 @pytest.fixture(scope="session")
 def _warm():
     """Whatever a nested run imports first is forgotten at its end, and torch bears no second import."""
+
     import stackwise.cli  # noqa: F401
     from stackwise import ModelSpec, Report, check_model, create_simple_rack, measure, stability_run
     from stackwise.benchmark import model_workload

@@ -49,7 +49,7 @@ def project(pytester, monkeypatch, tmp_path_factory):
     scratch = tmp_path_factory.mktemp("scratch")
     monkeypatch.setenv("TMPDIR", str(scratch))
     monkeypatch.setattr("tempfile.tempdir", None)
-    for name in ("GITHUB_ACTIONS", "GITHUB_STEP_SUMMARY"):
+    for name in ("GITHUB_ACTIONS", "GITHUB_STEP_SUMMARY", "PYTEST_ADDOPTS"):
         monkeypatch.delenv(name, raising=False)
 
     def of(tests, base, head, ini=""):
@@ -174,6 +174,7 @@ def test_inconclusive_has_an_exit_code_of_its_own(project, pytester):
         (["--stackwise-against=base", "--stackwise-gate=pace=2%"], "*gate: *'pace'*"),
         (["--stackwise-against=base", "--stackwise-gate-seconds=0"], "*gate-seconds: got '0'; allowed: *"),
         (["--stackwise-against=base", "--stackwise-gate-report=x.txt"], "*gate-report: got x.txt*"),
+        (["--stackwise-against=base", "--benchmark-skip"], "*got --benchmark-skip too; allowed: one of them"),
         (["--stackwise-against=base", "-n2"], "*the gate has the machine to itself*"),
         (["--stackwise-against=base", "-k", "ordinary"], "*no test uses benchmark or throughput*"),
         (["--stackwise-head=base"], "*--stackwise-head: allowed with --stackwise-against"),
@@ -263,7 +264,7 @@ def test_known(benchmark): benchmark(work.one)
 def test_two_models_in_one_file(project, pytester):
     project(
         """
-import pytest, torch
+import pytest, torch, work
 from stackwise.benchmark import callable_workload
 @pytest.mark.gate(time="20%")
 def test_it(throughput):
@@ -277,8 +278,28 @@ def test_without(throughput):
     )
     result = pytester.runpytest_inprocess("--stackwise-against=callable", "--stackwise-missing=fail")
     result.assert_outcomes(failed=2)
+    result.stdout.fnmatch_lines(["time REGRESSED: *", "crashed on head: *throughput got no `against`*"])
+
+
+def test_what_is_installed_is_not_compared_with_itself(project, pytester):
+    project("def test_it(benchmark): benchmark(sum, range(100))\n", "OLD = 1\n", "NEW = 1\n")
+    result = pytester.runpytest_inprocess("--stackwise-against=base", ONE_ROUND)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["ERROR: *what is installed was compared with itself*"])
+
+
+def test_a_file_that_the_base_cannot_import_is_no_matter_of_the_others(project, pytester):
+    work = WORK.format(one=100, other=100)
+    project("import work\ndef test_it(benchmark): benchmark(work.one)\n", work, work + "new = one\n")
+    (pytester.path / "bench" / "test_new.py").write_text(
+        "from work import new\ndef test_new(benchmark): benchmark(new)\n"
+    )
+    result = pytester.runpytest_inprocess(
+        "--stackwise-against=base", ONE_ROUND, "--stackwise-missing=create", "--benchmark-only"
+    )
+    result.assert_outcomes(passed=1, skipped=1)
     result.stdout.fnmatch_lines(
-        ["time REGRESSED: *", "missing on base: failed: throughput got no `against`*"]
+        ["missing on base * bench/test_new.py::test_new *", "INCONCLUSIVE * bench/test_work.py::test_it *"]
     )
 
 
@@ -289,7 +310,7 @@ def test_interrupted(project, pytester, number):
     # No process and no tree stays behind: the fixture looks for trees.
     project(
         """
-import os, time, pathlib
+import os, time, pathlib, work
 def test_long(benchmark):
     def call():
         pathlib.Path(os.environ["SEEN"], str(os.getpid())).touch()

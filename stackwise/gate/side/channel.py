@@ -8,11 +8,11 @@ import socket
 import time
 from typing import Any
 
-__all__ = ["CALLABLE", "DESCRIPTOR", "FOREIGN", "ROLE", "Channel", "ChannelClosedError"]
+__all__ = ["CALLABLE", "DESCRIPTOR", "FOREIGN", "ROLE", "TESTS", "TREE", "Channel", "ChannelClosedError"]
 
 # Variables of the environment that say what a process of a side is.
-DESCRIPTOR, ROLE, FOREIGN, CALLABLE = (
-    f"STACKWISE_GATE_{name}" for name in ("CHANNEL", "SIDE", "FOREIGN", "CALLABLE")
+DESCRIPTOR, ROLE, TREE, TESTS, FOREIGN, CALLABLE = (
+    f"STACKWISE_GATE_{name}" for name in ("CHANNEL", "SIDE", "TREE", "TESTS", "FOREIGN", "CALLABLE")
 )
 _CHUNK = 65536
 

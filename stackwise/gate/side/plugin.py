@@ -7,7 +7,6 @@ it is told to. Loaded after all other plugins, so that its `benchmark` and `thro
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,9 +19,12 @@ from .channel import (  # beside this file, wherever it was copied to
     DESCRIPTOR,
     FOREIGN,
     ROLE,
+    TESTS,
+    TREE,
     Channel,
     ChannelClosedError,
 )
+from .imports import Imports
 from .subject import Repeated, Streamed, Subject, peak_memory, settle, warm_up
 
 __all__ = ["SidePlugin"]
@@ -41,11 +43,11 @@ class SidePlugin:
     Args:
         channel: to the gate.
         role: "base" or "head".
-        foreign: folders out of which this side may import nothing: the tree that this is not.
+        imports: what of its modules are its own.
     """
 
-    def __init__(self, channel: Channel, role: str, foreign: list[str]) -> None:
-        self.channel, self.role, self.foreign = channel, role, foreign
+    def __init__(self, channel: Channel, role: str, imports: Imports) -> None:
+        self.channel, self.role, self.imports = channel, role, imports
         self.tests: list[str] = self._receive()["tests"]
         self._served: set[str] = set()
 
@@ -54,6 +56,9 @@ class SidePlugin:
         """Keep the tests that are asked for, in the order of the asking."""
         found = {item.nodeid: item for item in items}
         items[:] = [found[test] for test in self.tests if test in found]
+        for item in items:
+            # A test waits here while the other side is measured: pytest-timeout would end it.
+            item.add_marker(pytest.mark.timeout(0), append=False)
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_finish(self, session: pytest.Session) -> None:
@@ -72,8 +77,9 @@ class SidePlugin:
         if ended != "passed":
             self._send(test=report.nodeid, ended=ended, when=report.when, detail=_reason(report)[:_LONGEST])
         if report.when == "teardown":
-            stray = self._stray()
-            self._send(test=report.nodeid, over=True, measured=report.nodeid in self._served, stray=stray)
+            own, stray = self.imports.look()
+            measured = report.nodeid in self._served
+            self._send(test=report.nodeid, over=True, measured=measured, own=own, stray=stray)
 
     @pytest.fixture
     def benchmark(self, request: pytest.FixtureRequest) -> Benchmark:
@@ -85,12 +91,12 @@ class SidePlugin:
         """The fixture of the same name, in whose place the gate measures."""
 
         def run(subject: Any, *, against: Any = None, **arguments: Any) -> None:
-            if self.role == "base" and os.environ.get(CALLABLE):
+            if os.environ.get(CALLABLE):
                 if against is None:
                     pytest.fail(
                         "throughput got no `against`: there is nothing to compare with", pytrace=False
                     )
-                subject = against
+                subject = against if self.role == "base" else subject
             # That of this side, which may be another stackwise than what has started this process.
             fixtures = request.config.pluginmanager.get_plugin("stackwise-throughput")
             workload_of = getattr(fixtures, "workload_of", None)
@@ -110,30 +116,17 @@ class SidePlugin:
             raise OneCallError("a test that is gated measures one call; parametrize the test for more")
         self._served.add(nodeid)
         settle()
-        self._send(test=nodeid, ready=True)
+        self._send(test=nodeid, ready=True, only_once=subject.only_once)
         while True:
             match self._receive():
                 case {"warm_up": seconds}:
-                    self._send(call_seconds=warm_up(subject, seconds))
+                    self._send(sample=warm_up(subject, seconds))
                 case {"calls": calls}:
                     self._send(sample=subject.seconds(calls))
                 case {"memory": True}:
                     self._send(sample=peak_memory(subject))
                 case _:
                     return
-
-    def _stray(self) -> str | None:
-        """A module that came out of the tree of the other side; None: there is none."""
-        for module in list(sys.modules.values()):
-            file = getattr(module, "__file__", None)
-            if isinstance(file, str) and self._is_foreign(file):
-                return file
-        return None
-
-    def _is_foreign(self, file: str) -> bool:
-        # An environment may lie inside of the project.
-        path = Path(file)
-        return "site-packages" not in path.parts and any(path.is_relative_to(f) for f in self.foreign)
 
     def _send(self, **message: Any) -> None:
         try:
@@ -174,9 +167,11 @@ class Benchmark:
 
     def __call__(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Measure `target(*args, **kwargs)`; returns what it returns."""
+        if os.environ.get(CALLABLE):
+            pytest.fail("benchmark has no `against`: use throughput(new, against=old)", pytrace=False)
         call = partial(target, *args, **kwargs) if args or kwargs else target
         self._serve(self._item.nodeid, Repeated(call))
-        return target(*args, **kwargs)
+        return call()
 
     def pedantic(
         self,
@@ -189,8 +184,13 @@ class Benchmark:
         warmup_rounds: int = 0,
         iterations: int = 1,
     ) -> Any:
-        """The same with what is done around each call. How often it is called is for the gate to say."""
-        del rounds, warmup_rounds, iterations
+        """The same with what is done around each call.
+
+        How often it is called is for the gate to say, but for a single call without a setup, which may be one
+        that cannot be made again.
+        """
+        if setup is None and rounds * iterations == 1 and not warmup_rounds:
+            return self._single(partial(target, *args, **(kwargs or {})))
         if setup is None and teardown is None:
             return self(target, *args, **(kwargs or {}))
         given: list[tuple[tuple[Any, ...], dict[str, Any]]] = [(tuple(args), dict(kwargs or {}))]
@@ -212,6 +212,16 @@ class Benchmark:
         result = call()
         after()
         return result
+
+    def _single(self, call: Callable[[], Any]) -> Any:
+        """Measure a call that is made once in each process, and return what it returns."""
+        results: list[Any] = []
+
+        def once() -> None:
+            results.append(call())
+
+        self._serve(self._item.nodeid, Repeated(once, only_once=True))
+        return results[0] if results else call()
 
     def weave(self, *_: Any, **__: Any) -> None:
         """Refused: what is measured would not be what is called."""
@@ -252,6 +262,15 @@ def _benchmark_type() -> type[Benchmark]:
 def pytest_configure(config: pytest.Config) -> None:
     """Serve the gate that has started this process."""
     descriptor = int(os.environ.pop(DESCRIPTOR))
-    foreign = [folder for folder in os.environ.pop(FOREIGN, "").split(os.pathsep) if folder]
-    plugin = SidePlugin(Channel.of_descriptor(descriptor), os.environ[ROLE], foreign)
+    tree, tests, foreign = (_places(name) for name in (TREE, TESTS, FOREIGN))
+    imports = Imports(next(iter(tree), None), tests, foreign)
+    # Those who skip benchmarks, or want nothing else, do so in the run that has asked for this one.
+    for name in ("benchmark_skip", "benchmark_only", "benchmark_disable"):
+        if hasattr(config.option, name):
+            setattr(config.option, name, False)
+    plugin = SidePlugin(Channel.of_descriptor(descriptor), os.environ[ROLE], imports)
     config.pluginmanager.register(plugin, "stackwise-gate-side")
+
+
+def _places(name: str) -> list[str]:
+    return [place for place in os.environ.pop(name, "").split(os.pathsep) if place]

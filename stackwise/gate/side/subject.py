@@ -18,7 +18,13 @@ _NANOSECOND = 1e-9
 
 
 class Subject(Protocol):
-    """Something that can be timed."""
+    """Something that can be timed.
+
+    Attributes:
+        only_once: whether it may be called a single time.
+    """
+
+    only_once: bool
 
     def seconds(self, calls: int) -> dict[str, float]:
         """Seconds of one call, by metric, as the mean of so many."""
@@ -34,6 +40,7 @@ class Repeated:
         call: does the work once.
         prepare: called before each call, outside of its time; None: nothing is to be prepared.
         after: the same after each call.
+        only_once: it may be called a single time.
     """
 
     def __init__(
@@ -41,8 +48,10 @@ class Repeated:
         call: Callable[[], object],
         prepare: Callable[[], object] | None = None,
         after: Callable[[], object] | None = None,
+        *,
+        only_once: bool = False,
     ) -> None:
-        self.call, self.prepare, self.after = call, prepare, after
+        self.call, self.prepare, self.after, self.only_once = call, prepare, after, only_once
 
     def seconds(self, calls: int) -> dict[str, float]:
         """Seconds of one call, without what surrounds it."""
@@ -86,6 +95,8 @@ class Streamed:
         each_token: the call; it calls its argument with each column of tokens.
     """
 
+    only_once = False
+
     def __init__(self, each_token: Callable[[Callable[[Any], object]], object]) -> None:
         self.each_token = each_token
 
@@ -106,9 +117,9 @@ class Streamed:
             self.each_token(on_token)
             synchronize()
             whole += time.perf_counter_ns() - start
-            to_first += at[0] - start
-            later += (at[-1] - at[0]) // max(1, len(at) - 1)
-        found = {"time": whole, "ttft": to_first} | ({"tpot": later} if len(at) > 1 else {})
+            to_first += at[0] - start if at else 0
+            later += (at[-1] - at[0]) // max(1, len(at) - 1) if at else 0
+        found = {"time": whole, "ttft": to_first, "tpot": later}
         return {metric: value * _NANOSECOND / calls for metric, value in found.items()}
 
     def once(self, looked_at: Callable[[Callable[[], object]], int]) -> int:
@@ -116,16 +127,24 @@ class Streamed:
         return looked_at(lambda: self.each_token(lambda _: None))
 
 
-def warm_up(subject: Subject, seconds: float) -> float:
-    """Call for some time, at least twice; then the seconds of the fastest call."""
+def warm_up(subject: Subject, seconds: float) -> dict[str, float]:
+    """Call for some time, at least twice.
+
+    Returns:
+        seconds of the fastest call ("call"), and from one call to the next, with what surrounds them
+        ("period").
+    """
     end = time.perf_counter() + seconds
-    fastest, made, calls = float("inf"), 0, 1
+    fastest = shortest = float("inf")
+    made, calls = 0, 1
     while made < _LEAST_CALLS or time.perf_counter() < end:
         # The first call alone may take most of the time there is, or compile.
-        found = subject.seconds(calls)["time"]
-        fastest, made = min(fastest, found), made + 1
-        calls = max(1, min(1000, int(1e-3 / max(found, 1e-9))))
-    return max(fastest, 1e-9)
+        began = time.perf_counter()
+        fastest = min(fastest, subject.seconds(calls)["time"])
+        period = (time.perf_counter() - began) / calls
+        shortest, made = min(shortest, period), made + 1
+        calls = max(1, min(1000, int(1e-3 / max(period, 1e-9))))
+    return {"call": max(fastest, 1e-9), "period": max(shortest, 1e-9)}
 
 
 def settle() -> None:
@@ -137,14 +156,17 @@ def settle() -> None:
 def peak_memory(subject: Subject) -> dict[str, float]:
     """Bytes that one call holds at most, beyond what was there before, by metric; they repeat exactly.
 
-    Of tensors where torch is loaded: on CUDA by its allocator, on the CPU by what its profiler is told of
-    each allocation. Else of Python's allocations, which NumPy tells of too.
+    The peak of Python's allocations, which NumPy tells of too, and where torch is loaded that of tensors: on
+    CUDA by its allocator, on the CPU by what its profiler is told of each allocation. Both are added, whether
+    or not they are at the same moment, so that a side which does without torch is measured as the other is.
     """
     torch = sys.modules.get("torch")
-    if torch is None:
-        return {"memory": float(subject.once(_traced))}
-    on_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
-    return {"memory": float(subject.once(partial(_of_cuda if on_cuda else _of_tensors, torch)))}
+    held = subject.once(_traced)
+    if torch is not None:
+        held += subject.once(partial(_of_tensors, torch))
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            held += subject.once(partial(_of_cuda, torch))
+    return {"memory": float(held)}
 
 
 def _traced(call: Callable[[], object]) -> int:

@@ -1,0 +1,66 @@
+"""Imports: whether what is measured is the code of this side."""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+
+__all__ = ["Imports"]
+
+
+class Imports:
+    """Where the modules of this process come from.
+
+    Args:
+        tree: the folder of this side's files; None: both sides are the same files.
+        tests: what in it is of the tests, and the same on both sides: files or folders, relative to it.
+        foreign: folders out of which nothing may come: the other side's, and the project's own.
+    """
+
+    def __init__(self, tree: str | None, tests: Sequence[str], foreign: Sequence[str]) -> None:
+        self._tree = None if tree is None else Path(tree).resolve()
+        self._tests = [self._tree / test for test in tests] if self._tree is not None else []
+        self._foreign = [Path(folder).resolve() for folder in foreign]
+        installed = {sys.prefix, sys.base_prefix, *sysconfig.get_paths().values()}
+        self._installed = [Path(place).resolve() for place in installed]
+        self._looked_at: set[str] = set()
+        self._own, self._stray = False, ""
+
+    def look(self) -> tuple[bool, str]:
+        """Whether any module but those of tests is this side's, and why one should have been and is not."""
+        if self._tree is None:
+            return True, ""
+        for name, module in list(sys.modules.items()):
+            file = getattr(module, "__file__", None)
+            # torch.ops and the like say "_ops.py", which is no place.
+            if isinstance(file, str) and Path(file).is_absolute() and file not in self._looked_at:
+                self._looked_at.add(file)
+                self._look_at(name, Path(os.path.realpath(file)))
+        return self._own, self._stray
+
+    def _look_at(self, name: str, path: Path) -> None:
+        assert self._tree is not None
+        if path.is_relative_to(self._tree):
+            self._own = self._own or not any(path.is_relative_to(test) for test in self._tests)
+        elif "." not in name and self._has(name) and not self._of_python(path):
+            self._stray = f"{name} from {path}, though its tree has one"
+        elif any(path.is_relative_to(folder) for folder in self._foreign) and not self._is_installed(path):
+            self._stray = str(path)
+
+    def _has(self, name: str) -> bool:
+        """Whether the tree has a package or module of this name where such are looked for."""
+        assert self._tree is not None
+        places = (self._tree, self._tree / "src")
+        return any((p / name / "__init__.py").exists() or (p / f"{name}.py").exists() for p in places)
+
+    def _of_python(self, path: Path) -> bool:
+        """Whether it is of the standard library, which a file of the project may share a name with."""
+        standard = Path(sysconfig.get_paths()["stdlib"]).resolve()
+        return path.is_relative_to(standard) and "site-packages" not in path.parts
+
+    def _is_installed(self, path: Path) -> bool:
+        # An environment may lie inside of the project.
+        return "site-packages" in path.parts or any(path.is_relative_to(p) for p in self._installed)

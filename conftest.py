@@ -10,6 +10,8 @@ pytest_plugins = ["pytester"]
 settings.register_profile(
     "stackwise", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
 )
+# For `make test`; `make test-all` tries as many examples as Hypothesis does by default.
+settings.register_profile("stackwise-quick", settings.get_profile("stackwise"), max_examples=40)
 settings.load_profile("stackwise")
 
 

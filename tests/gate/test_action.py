@@ -26,7 +26,8 @@ class Job:
         self.command(
             "git",
             f'echo "$@" >> {folder}/git.log\n'
-            f'case "$*" in {known}) exit 0 ;; *FETCH_HEAD) echo fetched ;; rev-parse*) exit 1 ;; esac',
+            f'case "$*" in {known}) exit 0 ;; *FETCH_HEAD) echo fetched ;; *"HEAD^1") echo parent ;; '
+            "rev-parse*) exit 1 ;; esac",
         )
 
     def command(self, name, text):
@@ -34,11 +35,11 @@ class Job:
         path.write_text(f"#!/bin/bash\n{text}\n")
         path.chmod(0o755)
 
-    def run(self, code=0, **inputs):
+    def run(self, code=0, environment=None, **inputs):
         (self.folder / "code").write_text(str(code))
         given = {key: each.get("default", "") for key, each in ACTION["inputs"].items()} | inputs
         names = {name: re.search(r"inputs\.(\w+)", value)[1] for name, value in STEP["env"].items()}
-        environment = {name: given[key] for name, key in names.items()}
+        values = {name: given[key] for name, key in names.items()} | (environment or {})
         self.output.write_text("")
         script = self.folder / "script"
         script.write_text(STEP["run"])
@@ -47,7 +48,8 @@ class Job:
             env={
                 "PATH": f"{self.folder}:{os.environ['PATH']}",
                 "GITHUB_OUTPUT": str(self.output),
-                **environment,
+                "GITHUB_SHA": "merged",
+                **values,
             },
             capture_output=True,
             text=True,
@@ -107,6 +109,15 @@ def test_a_base_that_was_not_checked_out_is_fetched(job):
     job.run(base="main")
     assert "fetch --quiet --no-tags --depth=1 origin main" in (job.folder / "git.log").read_text()
     assert job.given[3] == "fetched"
+
+
+@pytest.mark.parametrize("merged", [True, False])
+@pytest.mark.parametrize("asked", ["", "abc"])
+def test_a_pull_request_is_compared_with_what_it_was_merged_into(tmp_path, merged, asked):
+    job = Job(tmp_path, ("abc", "parent", *(["HEAD^2"] if merged else [])))
+    done = job.run(base="abc", environment={"GIVEN": asked, "GITHUB_EVENT_NAME": "pull_request"})
+    assert (done.returncode, done.stderr) == (0, "")
+    assert job.given[3] == ("parent" if merged and not asked else "abc")
 
 
 @pytest.mark.parametrize("base", ["./old", "/old", "dist/p-1-py3-none-any.whl", "callable"])

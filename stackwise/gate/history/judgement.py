@@ -86,9 +86,16 @@ def judge(
         reason = f"{count} results since the last change, and {MIN_POINTS} are needed"
         return Judgement(_undecided(values, new, reason), Standing.ACCEPTED, count)
     at = limit.at(statistics.median(point.level for point in points))
-    decision = _decide(values, new[0], at, rule.alpha, rule.miss)
+    # A flag that no second run will look at stands for itself, among as many as are judged.
+    alpha = rule.alpha if len(new) > 1 else min(rule.alpha, rule.run_alpha / n_tests)
+    decision = _decide(values, new[0], at, alpha, rule.miss)
     if decision.verdict in (Verdict.REGRESSED, Verdict.IMPROVED) and len(new) > 1:
         again = _decide(values, new[1], at, rule.confirmation(n_tests).alpha, rule.miss)
+        contrary = {decision.verdict, again.verdict} == {Verdict.REGRESSED, Verdict.IMPROVED}
+        if contrary:
+            return Judgement(
+                _undecided(values, new, "the two runs contradict each other"), Standing.of(None), count
+            )
         decision = replace(again, confirmed=again.verdict is decision.verdict, rounds=len(new))
     return Judgement(decision, Standing.of(decision.verdict), count)
 

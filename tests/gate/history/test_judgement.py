@@ -118,11 +118,25 @@ def test_a_floor_lets_small_costs_change():
 
 @pytest.mark.parametrize(
     "second, verdict, confirmed",
-    [(0.05, Verdict.REGRESSED, True), (0.0, Verdict.PASS, False), (-0.05, Verdict.IMPROVED, False)],
+    [(0.05, Verdict.REGRESSED, True), (0.0, Verdict.PASS, False)],
 )
 def test_a_flag_is_confirmed_by_a_second_run(second, verdict, confirmed):
     found = judge(points(drawn()), [result(0.05), result(second)], LIMIT).decision
     assert (found.verdict, found.confirmed, found.rounds) == (verdict, confirmed, 2)
+
+
+def test_two_runs_that_contradict_each_other():
+    found = judge(points(drawn()), [result(0.10), result(-0.10)], LIMIT)
+    assert found.decision.verdict is Verdict.INCONCLUSIVE
+    assert "contradict" in found.decision.reason
+
+
+def test_many_results_without_a_second_run_are_held_to_more():
+    one = judge(points(drawn()), [result(0.016)], LIMIT)
+    many = judge(points(drawn()), [result(0.016)], LIMIT, n_tests=100_000)
+    assert one.decision.verdict is Verdict.REGRESSED
+    assert many.decision.verdict is not Verdict.REGRESSED
+    assert many.decision.low < one.decision.low
 
 
 def test_a_pass_needs_no_second_run():

@@ -1,6 +1,7 @@
 """Nested runs: a folder with models in it, and pytest in this process."""
 
 import gc
+import importlib
 import json
 import warnings
 
@@ -115,7 +116,8 @@ def loop_spec():
 @pytest.fixture(scope="session")
 def _warm():
     """Whatever a nested run imports first is forgotten at its end, and torch bears no second import."""
-
+    for name in ("torch._dynamo.repro.after_dynamo", "torch._inductor.compile_fx"):  # of the compiler
+        importlib.import_module(name)
     import stackwise.cli  # noqa: F401
     from stackwise import ModelSpec, Report, check_model, create_simple_rack, measure, stability_run
     from stackwise.benchmark import model_workload

@@ -69,7 +69,7 @@ def start(tmp_path, monkeypatch):
     made = []
     tree = tmp_path / "tree"
     tree.mkdir()
-    (tree / "pytest.ini").write_text("[pytest]\n")
+    (tree / "pytest.ini").write_text("[pytest]\naddopts = --strict-markers --strict-config\n")
     (tree / "work.py").write_text("")
     (tree / "test_it.py").write_text(TESTS)
     other = tmp_path / "other"

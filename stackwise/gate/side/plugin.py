@@ -52,13 +52,14 @@ class SidePlugin:
         self._served: set[str] = set()
 
     @pytest.hookimpl(trylast=True)
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         """Keep the tests that are asked for, in the order of the asking."""
         found = {item.nodeid: item for item in items}
         items[:] = [found[test] for test in self.tests if test in found]
-        for item in items:
+        if config.pluginmanager.hasplugin("timeout"):
             # A test waits here while the other side is measured: pytest-timeout would end it.
-            item.add_marker(pytest.mark.timeout(0), append=False)
+            for item in items:
+                item.add_marker(pytest.mark.timeout(0), append=False)
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_finish(self, session: pytest.Session) -> None:

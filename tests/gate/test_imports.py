@@ -17,12 +17,12 @@ print(Imports({tree!r}, ["bench", "conftest.py"], [{foreign!r}]).look())
 @pytest.fixture
 def look(tmp_path):
     files = {
-        "tree/work/__init__.py": "",
+        "tree/engine/__init__.py": "",
         "tree/src/inner.py": "",
         "tree/json.py": "",
         "tree/bench/sizes.py": "",
         "tree/conftest.py": "",
-        "other/work/__init__.py": "",
+        "other/engine/__init__.py": "",
         "other/inner.py": "",
         "other/elsewhere.py": "",
         "other/venv/lib/site-packages/package.py": "",
@@ -51,10 +51,10 @@ def look(tmp_path):
     ("imports", "paths", "own", "stray"),
     [
         ("", ["tree"], False, ""),
-        ("import work", ["tree"], True, ""),
+        ("import engine", ["tree"], True, ""),
         ("import inner", ["tree/src"], True, ""),
         ("import sizes, conftest", ["tree/bench", "tree"], False, ""),
-        ("import work", ["other"], False, "work from /other/work/__init__.py, though its tree has one"),
+        ("import engine", ["other"], False, "engine from /other/engine/__init__.py, though its tree has one"),
         ("import inner", ["other"], False, "inner from /other/inner.py, though its tree has one"),
         ("import elsewhere", ["other"], False, "/other/elsewhere.py"),
         ("import elsewhere", ["linked"], False, "/other/elsewhere.py"),

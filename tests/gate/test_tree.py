@@ -47,7 +47,7 @@ def repository(tmp_path):
         root,
         {
             ".gitignore": "*.log\n",
-            "work/__init__.py": "OLD = 1\n",
+            "engine/__init__.py": "OLD = 1\n",
             "bench/test_work.py": "def test_old(benchmark):\n    benchmark(int)\n",
             "bench/sizes.py": "OLD = 1\n",
             "conftest.py": "OLD = 1\n",
@@ -57,7 +57,7 @@ def repository(tmp_path):
     commit(
         root,
         {
-            "work/__init__.py": "NEW = 1\n",
+            "engine/__init__.py": "NEW = 1\n",
             "bench/test_work.py": "def test_new(benchmark):\n    benchmark(int)\n",
             "bench/sizes.py": "NEW = 1\n",
         },
@@ -80,8 +80,8 @@ def test_of_a_revision(repository):
         assert base.commit == revision_name(repository, "base")
         assert head.commit == revision_name(repository, "HEAD")
         assert base.name == f"base ({base.commit[:9]})"
-    assert old["work/__init__.py"] == "OLD = 1\n"
-    assert new["work/__init__.py"] == "NEW = 1\n"
+    assert old["engine/__init__.py"] == "OLD = 1\n"
+    assert new["engine/__init__.py"] == "NEW = 1\n"
     # The head's tests on both sides, with what lies beside them.
     for name in ("bench/test_work.py", "bench/sizes.py", "conftest.py"):
         assert old[name] == new[name] == (repository / name).read_text()
@@ -91,30 +91,30 @@ def test_of_a_revision(repository):
 
 
 def test_the_head_is_the_files_as_they_are(repository):
-    write(repository, {"work/__init__.py": "CHANGED = 1\n", "work/more.py": "", "run.log": ""})
+    write(repository, {"engine/__init__.py": "CHANGED = 1\n", "engine/more.py": "", "run.log": ""})
     (repository / "bench" / "sizes.py").unlink()
     with trees(repository) as (base, head, _):
         assert set(read(head)) == {
             ".gitignore",
-            "work/__init__.py",
-            "work/more.py",
+            "engine/__init__.py",
+            "engine/more.py",
             "bench/test_work.py",
             "conftest.py",
         }
-        assert read(head)["work/__init__.py"] == "CHANGED = 1\n"
+        assert read(head)["engine/__init__.py"] == "CHANGED = 1\n"
         assert "bench/sizes.py" not in read(base)
         assert head.commit is None
         assert head.name.endswith("with changes")
 
 
 def test_the_head_as_a_revision(repository):
-    write(repository, {"work/__init__.py": "CHANGED = 1\n"})
+    write(repository, {"engine/__init__.py": "CHANGED = 1\n"})
     with trees(repository, head="main") as (_, head, _):
-        assert read(head)["work/__init__.py"] == "NEW = 1\n"
+        assert read(head)["engine/__init__.py"] == "NEW = 1\n"
 
 
 def test_nothing_of_the_repository_is_touched(repository):
-    write(repository, {"work/__init__.py": "CHANGED = 1\n", "staged.py": ""})
+    write(repository, {"engine/__init__.py": "CHANGED = 1\n", "staged.py": ""})
     git(repository, "add", "staged.py")
 
     def state():
@@ -136,45 +136,45 @@ def test_inside_of_a_hook_of_git(repository, monkeypatch, tmp_path):
     monkeypatch.setenv("GIT_DIR", str(tmp_path / "elsewhere"))
     monkeypatch.setenv("GIT_INDEX_FILE", str(tmp_path / "index"))
     with trees(repository) as (base, _, _):
-        assert read(base)["work/__init__.py"] == "OLD = 1\n"
+        assert read(base)["engine/__init__.py"] == "OLD = 1\n"
 
 
 def test_tests_beside_the_modules_of_a_package(repository):
-    commit(repository, {"work/test_inside.py": "NEW = 1\n", "work/helper.py": "NEW = 1\n"})
-    with trees(repository, tests=("work/test_inside.py",)) as (base, head, _):
+    commit(repository, {"engine/test_inside.py": "NEW = 1\n", "engine/helper.py": "NEW = 1\n"})
+    with trees(repository, tests=("engine/test_inside.py",)) as (base, head, _):
         old = read(base)
         # The test alone, else the new package would be compared with itself.
-        assert old["work/__init__.py"] == "OLD = 1\n"
-        assert old["work/test_inside.py"] == read(head)["work/test_inside.py"]
-        assert "work/helper.py" not in old
+        assert old["engine/__init__.py"] == "OLD = 1\n"
+        assert old["engine/test_inside.py"] == read(head)["engine/test_inside.py"]
+        assert "engine/helper.py" not in old
         assert old["bench/sizes.py"] == "OLD = 1\n"
 
 
 def test_of_a_folder(repository, tmp_path):
     other = tmp_path / "other"
-    write(other, {"work/__init__.py": "OTHER = 1\n", ".venv/lib/x.py": ""})
+    write(other, {"engine/__init__.py": "OTHER = 1\n", ".venv/lib/x.py": ""})
     with trees(repository, "./other", start=tmp_path) as (base, _, renamed):
-        assert read(base)["work/__init__.py"] == "OTHER = 1\n"
+        assert read(base)["engine/__init__.py"] == "OTHER = 1\n"
         assert read(base)["bench/sizes.py"] == "NEW = 1\n"
         assert not (base.folder / ".venv").exists()
         assert renamed == []
 
 
 def test_a_revision_comes_before_a_folder_of_its_name(repository):
-    write(repository, {"base/work/__init__.py": "FOLDER = 1\n"})
+    write(repository, {"base/engine/__init__.py": "FOLDER = 1\n"})
     with trees(repository, "base", start=repository) as (base, _, _):
-        assert read(base)["work/__init__.py"] == "OLD = 1\n"
+        assert read(base)["engine/__init__.py"] == "OLD = 1\n"
     with trees(repository, "./base", start=repository) as (base, _, _):
-        assert read(base)["work/__init__.py"] == "FOLDER = 1\n"
+        assert read(base)["engine/__init__.py"] == "FOLDER = 1\n"
 
 
 def test_without_a_repository(tmp_path):
-    write(tmp_path / "old", {"work.py": "OLD = 1\n"})
+    write(tmp_path / "old", {"engine.py": "OLD = 1\n"})
     new = tmp_path / "new"
-    write(new, {"work.py": "NEW = 1\n", "tests/test_work.py": ""})
+    write(new, {"engine.py": "NEW = 1\n", "tests/test_work.py": ""})
     assert repository_of(new) is None
     with trees(new, "../old", tests=("tests/test_work.py",), start=new) as (base, head, _):
-        assert (read(base)["work.py"], read(head)["work.py"]) == ("OLD = 1\n", "NEW = 1\n")
+        assert (read(base)["engine.py"], read(head)["engine.py"]) == ("OLD = 1\n", "NEW = 1\n")
         assert (base.folder / "tests" / "test_work.py").exists()
     with (
         pytest.raises(ValueError, match="no git repository"),
@@ -184,11 +184,11 @@ def test_without_a_repository(tmp_path):
 
 
 def wheel(folder, files):
-    path = folder / "work-1.0-py3-none-any.whl"
-    about = "work-1.0.dist-info"
+    path = folder / "engine-1.0-py3-none-any.whl"
+    about = "engine-1.0.dist-info"
     files = {
         **files,
-        f"{about}/METADATA": "Metadata-Version: 2.1\nName: work\nVersion: 1.0\n",
+        f"{about}/METADATA": "Metadata-Version: 2.1\nName: engine\nVersion: 1.0\n",
         f"{about}/WHEEL": "Wheel-Version: 1.0\nGenerator: x\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
     }
     with zipfile.ZipFile(path, "w") as archive:
@@ -199,10 +199,10 @@ def wheel(folder, files):
 
 
 def test_of_a_wheel(repository, tmp_path):
-    path = wheel(tmp_path, {"work/__init__.py": "WHEEL = 1\n", "work/part.py": ""})
+    path = wheel(tmp_path, {"engine/__init__.py": "WHEEL = 1\n", "engine/part.py": ""})
     with trees(repository, str(path)) as (base, head, _):
-        assert read(base)["work/__init__.py"] == "WHEEL = 1\n"
-        assert set(read(base)) == {*read(head), "work/part.py"}
+        assert read(base)["engine/__init__.py"] == "WHEEL = 1\n"
+        assert set(read(base)) == {*read(head), "engine/part.py"}
         assert base.name == path.name
 
 
@@ -269,9 +269,9 @@ def test_submodules_are_told_of(repository, tmp_path):
 
 
 def test_links_stay_links(repository):
-    (repository / "link.py").symlink_to("work/__init__.py")
+    (repository / "link.py").symlink_to("engine/__init__.py")
     git(repository, "add", "-A")
     git(repository, "commit", "-qm", "link")
     with trees(repository, "HEAD") as (base, head, _):
-        assert (base.folder / "link.py").readlink() == Path("work/__init__.py")
+        assert (base.folder / "link.py").readlink() == Path("engine/__init__.py")
         assert (head.folder / "link.py").is_symlink()

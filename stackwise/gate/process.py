@@ -154,6 +154,19 @@ class SideProcess:
         self.send(**message)
         return self.receive()
 
+    def keep_on(self, processor: int | None) -> None:
+        """Let its main thread run on this processor alone; None: on any that this process may use.
+
+        Where the system knows of no such thing, nothing is done.
+        """
+        if not hasattr(os, "sched_setaffinity"):  # pragma: no cover - macOS
+            return
+        # Of the main thread, whose number is that of the process; other threads stay where they are.
+        with contextlib.suppress(ProcessLookupError):
+            os.sched_setaffinity(
+                self._process.pid, os.sched_getaffinity(0) if processor is None else {processor}
+            )
+
     def printed(self) -> str:
         """The end of what it printed."""
         text = self._log.read_text(errors="replace").strip()

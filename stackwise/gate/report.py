@@ -236,8 +236,7 @@ def _table_rows(test: TestResult) -> list[list[str]]:
             str(trial.decision.verdict),
             name,
             metric,
-            _level(trial.base, trial.unit),
-            _level(trial.head, trial.unit),
+            *_each_level(trial),
             _change(trial),
             _interval(trial),
             _share(trial.tolerance),
@@ -272,14 +271,24 @@ def _worst_first(test: TestResult) -> Sequence[tuple[str, TrialResult]]:
 
 
 def _levels(trial: TrialResult) -> str:
-    return f"{_level(trial.base, trial.unit)} -> {_level(trial.head, trial.unit)}"
+    return " -> ".join(_each_level(trial))
 
 
-def _level(costs: Sequence[float], unit: str) -> str:
-    """The median of rounds, in the largest unit of which it holds one."""
-    if not costs:
-        return "not known"
-    value = statistics.median(costs)
+def _each_level(trial: TrialResult) -> tuple[str, str]:
+    """What base costs, the median of rounds, and what head does by the estimate.
+
+    The median of head's own rounds would say something else beside the estimate: sides are compared within
+    rounds, and the machine is not equally fast in all of them.
+    """
+    if not trial.base:
+        return "not known", "not known"
+    base, estimate = statistics.median(trial.base), trial.decision.estimate
+    head = base * (1 + estimate) if math.isfinite(estimate) else statistics.median(trial.head)
+    return _level(base, trial.unit), _level(head, trial.unit)
+
+
+def _level(value: float, unit: str) -> str:
+    """In the largest unit of which it holds one."""
     units = _BYTES if unit == "B" else _SECONDS
     scale, name = next(((scale, name) for scale, name in units if value >= scale), units[-1])
     return f"{value / scale:.4g} {name}"

@@ -226,3 +226,18 @@ def test_it(benchmark): pass
     process.receive()
     assert process.receive()["over"]
     assert (tmp_path / "tree" / "torn_down").exists()
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="the system keeps no thread where it is")
+def test_its_main_thread_stays_on_a_processor(start):
+    text = """
+import os
+def test_it(benchmark):
+    benchmark(lambda: 1 / (len(os.sched_getaffinity(0)) == 1))
+"""
+    process = start(["test_it"], text)
+    assert process.receive()["collected"] and process.receive()["ready"]
+    process.keep_on(max(os.sched_getaffinity(0)))
+    assert "sample" in process.ask(calls=1)
+    process.keep_on(None)
+    assert os.sched_getaffinity(process._process.pid) == os.sched_getaffinity(0)

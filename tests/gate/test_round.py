@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import os
 import random
 from pathlib import Path
 
@@ -73,7 +74,8 @@ class Script:
             case {"warm_up": _}:
                 cost = self.tests[self.now]
                 period = cost.get("period", cost["time"])
-                self.answers += [{"sample": {"call": cost["time"], "period": period}}]
+                warm = {"call": cost["time"], "period": period, "alone": cost.get("alone", 0.0)}
+                self.answers += [{"sample": warm}]
             case {"calls": calls}:
                 self.log.append((self.now, self.role, calls))
                 cost = self.tests[self.now]
@@ -103,6 +105,9 @@ class Script:
     def ask(self, **message):
         self.send(**message)
         return self.receive()
+
+    def keep_on(self, processor):
+        self.log.append((self.now, self.role, f"on {processor}"))
 
     def kill(self):
         self.alive = False
@@ -142,6 +147,35 @@ def test_sides_take_turns():
     pairs = [(one[1], other[1]) for one, other in zip(log[::2], log[1::2], strict=True)]
     assert {*map(frozenset, pairs)} == {frozenset(("base", "head"))}
     assert all(one != other for one, other in itertools.pairwise(pairs))
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="the system keeps no thread where it is")
+def test_both_sides_run_on_one_processor_if_only_their_main_threads_compute():
+    seen = set()
+    for seed in range(20):
+        _, log = play({A: cost(alone=1.0)}, {A: cost(alone=1.0)}, seed=seed, tests=(A,))
+        assert log[0][2] == log[1][2] != "on None"
+        assert {each[1] for each in log[:2]} == {each[1] for each in log[-2:]} == {"base", "head"}
+        assert [each[2] for each in log[-2:]] == ["on None", "on None"]
+        seen.add(log[0][2])
+    assert seen == {f"on {processor}" for processor in os.sched_getaffinity(0)}
+    for base, head in ((0.0, 1.0), (1.0, 0.0), (0.0, 0.0)):
+        _, log = play({A: cost(alone=base)}, {A: cost(alone=head)}, tests=(A,))
+        assert not any(str(each[2]).startswith("on") for each in log)
+
+
+def test_both_sides_have_the_same_seed_and_each_round_another():
+    seeds = []
+
+    def start(role, seed):
+        seeds.append(seed)
+        return Script(role, {A: cost()}, [])
+
+    rng = random.Random(0)
+    for _ in range(3):
+        dict(run_round((A,), start, SHORT, rng))
+    assert seeds[::2] == seeds[1::2]
+    assert len({*seeds}) == 3
 
 
 def test_short_calls_are_made_several_times_and_on_both_sides_as_often():

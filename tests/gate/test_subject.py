@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 import torch
@@ -74,12 +76,14 @@ def test_a_text_of_one_token_has_no_later_ones():
 
 def test_warm_up_makes_calls_for_its_time_and_tells_the_fastest(clock):
     seconds = iter([5.0, 0.25, *[0.5] * 1000])
-    assert warm_up(Repeated(lambda: clock.sleep(next(seconds))), 10.0) == {"call": 0.25, "period": 0.25}
+    found = warm_up(Repeated(lambda: clock.sleep(next(seconds))), 10.0)
+    assert (found["call"], found["period"]) == (0.25, 0.25)
     assert clock.now == pytest.approx(10.25)
 
 
 def test_warm_up_calls_twice_however_long_it_takes(clock):
-    assert warm_up(Repeated(lambda: clock.sleep(30.0)), 1.0) == pytest.approx({"call": 30.0, "period": 30.0})
+    found = warm_up(Repeated(lambda: clock.sleep(30.0)), 1.0)
+    assert (found["call"], found["period"]) == pytest.approx((30.0, 30.0))
     assert clock.now == 60.0
 
 
@@ -92,6 +96,24 @@ def test_warm_up_of_short_calls_makes_many_at_once(clock):
 
     assert warm_up(Repeated(call), 0.01)["call"] == pytest.approx(1e-6, rel=1e-3)
     assert 10_000 <= len(made) <= 11_001
+
+
+def test_warm_up_tells_whether_others_compute():
+    def work():
+        end = time.thread_time() + 0.005
+        while time.thread_time() < end:
+            pass
+
+    def in_thread():
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+
+    assert warm_up(Repeated(work), 0.05)["alone"] == 1.0
+    assert warm_up(Repeated(in_thread), 0.05)["alone"] == 0.0
+    # What only the first call does is no matter.
+    first = iter([in_thread])
+    assert warm_up(Repeated(lambda: next(first, work)()), 0.05)["alone"] == 1.0
 
 
 def test_memory_of_tensors_is_exact():
@@ -119,7 +141,8 @@ def test_memory_of_python_and_of_tensors():
 
 def test_what_surrounds_a_call_is_in_the_period(clock):
     surrounded = Repeated(lambda: clock.sleep(0.5), lambda: clock.sleep(2.0))
-    assert warm_up(surrounded, 1.0) == pytest.approx({"call": 0.5, "period": 2.5})
+    found = warm_up(surrounded, 1.0)
+    assert (found["call"], found["period"]) == pytest.approx((0.5, 2.5))
 
 
 def test_memory_that_was_there_before_does_not_count():

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
+from .alone import Alone
+
 __all__ = ["Repeated", "Streamed", "Subject", "peak_memory", "settle", "warm_up"]
 
 _LEAST_CALLS = 2
@@ -132,19 +134,22 @@ def warm_up(subject: Subject, seconds: float) -> dict[str, float]:
 
     Returns:
         seconds of the fastest call ("call"), and from one call to the next, with what surrounds them
-        ("period").
+        ("period"); 1 where nothing but this thread has computed ("alone"), else 0.
     """
     end = time.perf_counter() + seconds
     fastest = shortest = float("inf")
     made, calls = 0, 1
+    alone = Alone()
     while made < _LEAST_CALLS or time.perf_counter() < end:
         # The first call alone may take most of the time there is, or compile.
         began = time.perf_counter()
         fastest = min(fastest, subject.seconds(calls)["time"])
         period = (time.perf_counter() - began) / calls
+        if not made:  # what is set up once is not what is measured
+            alone = Alone()
         shortest, made = min(shortest, period), made + 1
         calls = max(1, min(1000, int(1e-3 / max(period, 1e-9))))
-    return {"call": max(fastest, 1e-9), "period": max(shortest, 1e-9)}
+    return {"call": max(fastest, 1e-9), "period": max(shortest, 1e-9), "alone": float(alone.holds())}
 
 
 def settle() -> None:

@@ -30,6 +30,7 @@ def recorded(pytester, monkeypatch):
     return json.loads((pytester.path / "out.json").read_text())
 
 
+@pytest.mark.slow
 def test_a_row_has_what_was_measured_and_the_table_shows_it(recorded):
     [(name, row)] = suite.rows_of(recorded).items()
     [benchmark] = recorded["benchmarks"]

@@ -79,6 +79,7 @@ class TestBatches:
         assert batch["attention_mask"].tolist() == [[1, 1]]
         assert batch["labels"].tolist() == [[0, 0]]
 
+    @pytest.mark.slow
     def test_shrink_to_the_smallest_that_shows_it(self):
         batch = smallest(
             strategies.batches(vocab_size=7, max_batch_size=2, max_seq_len=5),
@@ -233,6 +234,7 @@ class TestConfigurations:
         }.items():
             assert len(seen[key]) >= least, key
 
+    @pytest.mark.slow
     def test_shrink_to_one_plain_block(self):
         config = smallest(strategies.model_configs())
         assert (config.architecture.n_stacks, config.architecture.blocks_per_stack) == (1, 1)
@@ -294,6 +296,7 @@ class TestProfiles:
     def test_on_ci(self):
         assert self.run(CI="1") == ["stackwise-gpu None 25", "stackwise-cpu None 100"]
 
+    @pytest.mark.slow
     def test_own_profiles_stay(self):
         """Also one of the same name."""
         own = "; ".join(

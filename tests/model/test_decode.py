@@ -108,7 +108,7 @@ def test_quantised_weights(quantised, dtype, backend):
     torch.testing.assert_close(compiled.to(plain.dtype), plain, rtol=tolerance, atol=tolerance * scale)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float64, marks=SLOW)])
 def test_other_dtypes_of_latent_attention(dtype, backend):
     rack = rack_of(**KINDS["mla"]).to(dtype).eval()
     prompt, tokens = torch.randint(50, (1, 6)), torch.randint(50, (1, 5))

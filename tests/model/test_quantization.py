@@ -274,6 +274,7 @@ class TestUse:
                 quantize_stack(rack, 1, dtype)
         assert rounding[1] < 1.5 * rounding[0]
 
+    @pytest.mark.slow
     def test_compiles_whole(self):
         rack = make_rack()
         for index, dtype in enumerate(DTYPES):

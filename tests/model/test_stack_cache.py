@@ -426,6 +426,7 @@ class TestDirectory:
         assert torch.equal(again.prefix(rack, make_ids(), 2), computed(rack, make_ids(), 2))
         assert counts(again) == (1, 0)
 
+    @pytest.mark.slow
     def test_outlives_the_process_but_not_its_precision(self, make_cache, tmp_path):
         def other(hits, misses):
             code = OTHER_PROCESS.format(

@@ -280,7 +280,7 @@ def test_models_of_one_name_are_told_apart(folder, run, report):
     assert len({record["model"] for record in report()["checks"]}) == 2
 
 
-@pytest.mark.parametrize("module", ["test_both", "test_both.py"])
+@pytest.mark.parametrize("module", ["test_both", pytest.param("test_both.py", marks=pytest.mark.slow)])
 def test_test_file_as_module_keeps_its_assertions(pytester, run_apart, module):
     pytester.makepyfile(
         test_both="""

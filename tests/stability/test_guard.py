@@ -906,7 +906,15 @@ def resumed(state, data, fault, **arguments):
 
 
 @pytest.mark.parametrize("lag", [0, 2])
-@pytest.mark.parametrize("at", [30, 61, 62, 66, 90])
+@pytest.mark.parametrize(
+    "at",
+    [
+        30,
+        pytest.param(61, marks=pytest.mark.slow),
+        62,
+        *(pytest.param(n, marks=pytest.mark.slow) for n in (66, 90)),
+    ],
+)
 def test_a_run_that_is_continued_ends_the_same(at, lag):
     fault, data, states = times(10, *range(60, 67)), make_data(), []
 

@@ -203,11 +203,11 @@ PRECISIONS = ("fp32", "bf16", "bf16_weights")
 @pytest.mark.parametrize(
     "architecture, precision, tied",
     [
-        # Half of them in every run.
+        # A quarter of them in every run.
         pytest.param(
             *case,
             id=f"{case[0]}-{case[1]}-{'tied' if case[2] else 'untied'}",
-            marks=[pytest.mark.slow] if place % 2 else [],
+            marks=[pytest.mark.slow] if place % 4 else [],
         )
         for place, case in enumerate(itertools.product(ARCHITECTURES, PRECISIONS, (True, False)))
     ],

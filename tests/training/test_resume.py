@@ -98,7 +98,14 @@ def forget(folder, step):
             shutil.rmtree(path)
 
 
-@pytest.mark.parametrize("settings", RUNS.values(), ids=RUNS)
+# Each way of training once; of all ways that go together the others in `make test-all`.
+LONGER = {"narrow weights", "accumulated", "narrow blocks", "own heads", "right to left", "evaluated"}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [pytest.param(run, id=name, marks=[pytest.mark.slow] * (name in LONGER)) for name, run in RUNS.items()],
+)
 def test_to_the_same_bits(make, settings):
     config, rack, batches = make(settings)
     expected = train(config, rack, batches)

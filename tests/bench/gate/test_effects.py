@@ -1,0 +1,75 @@
+"""How much is added to a call, found by processor time, and counted in instructions."""
+
+import shutil
+
+import pytest
+
+from bench.gate import effects
+from bench.gate.effects import EFFECTS, SAME, calibrate, count_instructions
+
+
+def test_iterations_of_a_call_whose_steps_are_known():
+    """Of 20 000 steps of pure Python, 10 % is about 2 000 more."""
+    found = calibrate("python", 0.05)
+    effects = found["effects"]
+    assert list(effects) == list(EFFECTS)
+    assert effects[SAME]["iterations"] == 0
+    assert 1000 < effects["up10"]["iterations"] < 4000
+    assert effects["up01"]["iterations"] < effects["up02"]["iterations"] < effects["up05"]["iterations"]
+    assert effects["up10"]["iterations"] * found["iteration_share"] == pytest.approx(0.1, rel=0.01)
+    assert effects["wait"]["iterations"] == 0
+    assert 0 < effects["wait"]["sleep_seconds"] <= 0.05 * found["seconds"]
+    for branch, effect in EFFECTS.items():
+        assert bool(effects[branch]["sleep_seconds"]) == effect.sleeps
+        assert {"on_cpu", "change", "low", "high"} <= set(effects[branch])
+
+
+def test_a_call_that_fails_is_told():
+    with pytest.raises(RuntimeError, match="nothing: KeyError"):
+        calibrate("nothing", 0.01)
+
+
+def test_ratios_are_of_pairs_whose_first_alternates():
+    made = []
+    moments = iter(float(i * i) for i in range(1000))
+
+    def timer():
+        return next(moments)
+
+    effects._ratios(lambda: made.append("plain"), lambda: made.append("other"), 0.0, timer)
+    assert made[:8] == ["plain", "other", "other", "plain"] * 2
+    assert made.count("plain") == made.count("other") == 8
+
+
+def test_a_sleep_is_asked_for_shorter_by_what_it_is_late(monkeypatch):
+    clock = [0.0]
+
+    def sleep(seconds):
+        clock[0] += seconds + 60e-6
+
+    monkeypatch.setattr(effects.time, "sleep", sleep)
+    monkeypatch.setattr(gate_effects, "_timed", lambda call: (call(), 1.6e-4)[1])
+    assert effects._sleep_seconds(1e-4) == pytest.approx(4e-5)
+    assert effects._sleep_seconds(3e-5) == 1e-6
+
+
+def test_without_callgrind_nothing_is_counted(monkeypatch):
+    monkeypatch.setattr(effects.shutil, "which", lambda name: None)
+    assert count_instructions("python", 10) is None
+
+
+def test_what_a_start_takes_is_in_no_share(monkeypatch):
+    # 1 000 000 to start, 500 a call, 3 an iteration.
+    monkeypatch.setattr(effects.shutil, "which", lambda name: "/bin/valgrind")
+    monkeypatch.setattr(
+        gate_effects, "_instructions", lambda name, calls, added: 10**6 + calls * (500 + 3 * added)
+    )
+    assert count_instructions("gemm", 10) == {"call": 500.0, "added": 30.0, "share": 0.06}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("valgrind") is None, reason="needs valgrind")
+def test_instructions_of_pure_python():
+    """2 000 steps more of 20 000 are a tenth more instructions."""
+    found = count_instructions("python", 2000)
+    assert found["share"] == pytest.approx(0.1, rel=0.02)

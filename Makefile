@@ -37,7 +37,7 @@ rivals: .venv/installed
 
 # What bench.gate compares with.
 gate-rivals: .venv/installed
-	$(BIN)/python -m pip install --quiet --no-deps -r bench/gate_rivals.txt
+	$(BIN)/python -m pip install --quiet --no-deps -r bench/gate/rivals.txt
 
 lint: .venv/installed
 	$(BIN)/ruff check .

@@ -28,33 +28,38 @@ __all__ = ["GateWarning", "RegressionError", "create"]
 _FIXTURES = ("benchmark", "throughput")
 _CALLABLE = "callable"
 # What is of the run that talks to the user alone, by the names that argparse keeps it under.
-_OWN = (
-    "stackwise_against",
-    "stackwise_build",
-    "stackwise_gate",
-    "stackwise_head",
-    "stackwise_history",
-    "stackwise_missing",
-    "stackwise_report",
-    "benchmark_",
-    "xmlpath",
-    "numprocesses",
-    "dist",
-    "tx",
-    "maxfail",
-    "basetemp",
-    "cacheclear",
-    "lf",
-    "failedfirst",
-    "newfirst",
-    "stepwise",
-    "collectonly",
-    "verbose",
-    "tbstyle",
-    "reportchars",
-    "usepdb",
-    "file_or_dir",
+_OWN = frozenset(
+    {
+        "stackwise_against",
+        "stackwise_build",
+        "stackwise_head",
+        "stackwise_history",
+        "stackwise_missing",
+        "stackwise_report",
+        "xmlpath",
+        "numprocesses",
+        "dist",
+        "distload",
+        "tx",
+        "maxfail",
+        "basetemp",
+        "cacheclear",
+        "lf",
+        "failedfirst",
+        "newfirst",
+        "stepwise",
+        "stepwise_skip",
+        "stepwise_reset",
+        "collectonly",
+        "verbose",
+        "tbstyle",
+        "reportchars",
+        "usepdb",
+        "usepdb_cls",
+        "file_or_dir",
+    }
 )
+_OWN_FAMILIES = ("stackwise_gate", "benchmark_")
 
 
 class RegressionError(pytest.fail.Exception):  # type: ignore[name-defined, misc]
@@ -102,7 +107,8 @@ class Gate:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> None:
         """Compare; the loop goes on with the tests."""
-        if self.config.option.collectonly or session.testsfailed:
+        goes_on = self.config.option.continue_on_collection_errors
+        if self.config.option.collectonly or (session.testsfailed and not goes_on):
             return
         items = [item for item in session.items if set(_FIXTURES) & set(getattr(item, "fixturenames", ()))]
         if not items:
@@ -127,7 +133,8 @@ class Gate:
         if self.result is None:
             return
         # What has failed may have been expected to: the run knows, and here it has passed.
-        is_open = any(test.outcome(self.asked.missing) == "inconclusive" for test in self.result.tests)
+        outcomes = {test.outcome(self.asked.missing) for test in self.result.tests}
+        is_open = "inconclusive" in (*outcomes, self.result.outcome)  # nothing compared is no test's outcome
         if is_open and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = EXIT_INCONCLUSIVE
         from stackwise.gate.report import publish
@@ -245,6 +252,7 @@ class Gate:
             _imports(root),
             self.asked.timeout,
             self.asked.against == _CALLABLE,
+            self.config.pluginmanager.hasplugin("cacheprovider"),
         )
 
     def _sampling(self) -> Sampling:
@@ -278,9 +286,10 @@ class Gate:
         if reporter is None:
             return
         confirming = f", {progress.confirming} to be confirmed" if progress.confirming else ""
+        waiting = f", {progress.waiting} are not begun" if progress.waiting else ""
         reporter.write_line(
-            f"gate: round {progress.round}: {progress.open} of {progress.tests} tests are open{confirming} "
-            f"({progress.seconds:.0f} s)"
+            f"gate: round {progress.round}: {progress.open} of {progress.tests} tests are open{confirming}"
+            f"{waiting} ({progress.seconds:.0f} s)"
         )
 
 
@@ -324,7 +333,7 @@ def _own_arguments(config: pytest.Config) -> list[str]:
             action = actions.get(name)
         dest = "" if action is None else action.dest
         values = [] if has_value or action is None or action.nargs == 0 else [next(given, "")]
-        if not dest.startswith(_OWN):
+        if dest not in _OWN and not dest.startswith(_OWN_FAMILIES):
             kept += [argument, *values]
     return kept
 

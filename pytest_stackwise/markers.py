@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +12,11 @@ import pytest
 
 if TYPE_CHECKING:
     from stackwise.gate.limit import Limits
+    from stackwise.quality.requirement import Requirement
     from stackwise.stability import Fault
 
 __all__ = [
+    "Quality",
     "check_lengths",
     "fault_readers",
     "faults_of",
@@ -22,6 +25,7 @@ __all__ = [
     "max_memory_of",
     "min_tokens_per_second_of",
     "no_memory_growth_of",
+    "quality_of",
     "recovery_of",
     "refuse_other_length",
     "register",
@@ -67,6 +71,9 @@ min_tokens_per_second(rate): the test fails where the throughput fixture measure
 gate(time="2%", memory="1%", ttft="5%", tpot="2%", floor=None, memory_floor=None): with --stackwise-against \
 the test fails where more than this share is slower, or takes more memory, than the base; None: not judged; \
 floor="50us": less than this is nothing
+quality(task, at_least=None, at_most=None, within_of_baseline=None, level=0.95, data=None, shots=None, \
+limit=None): what the quality fixture asks of a model; task: mmlu, hellaswag, a .jsonl or .parquet file; the \
+test fails where fewer answers are right, or the model is surely worse than its baseline by more
 no_memory_growth(steps=40, warmup=10, tolerance="1 KiB"): what the no_memory_growth fixture asks of a step: \
 `tolerance` is of bytes per step
 """
@@ -104,9 +111,17 @@ _NEEDS = {
     "throughput": ("throughput",),
     "gate": ("benchmark", "throughput"),
     "min_tokens_per_second": ("throughput",),
+    "quality": ("quality",),
     "no_memory_growth": ("no_memory_growth",),
 }
-_STABILITY = ("stability_run", "inject_faults", "run_processes", "broken_storage", "length_sweep")
+_STABILITY = (
+    "stability_run",
+    "inject_faults",
+    "run_processes",
+    "broken_storage",
+    "length_sweep",
+    "first_unstable_length",
+)
 
 
 def register(config: pytest.Config) -> None:
@@ -136,6 +151,7 @@ def validate(item: pytest.Item) -> None:
     max_memory_of(item)
     min_tokens_per_second_of(item)
     no_memory_growth_of(item)
+    quality_of(item)
     if item.get_closest_marker("gate"):
         from stackwise.gate.limit import Limits
 
@@ -274,6 +290,58 @@ def no_memory_growth_of(item: pytest.Item) -> dict[str, Any]:
             arguments["tolerance"] = byte_size("tolerance", arguments["tolerance"])
     _call(item, marker, check_growth, arguments)
     return arguments
+
+
+@dataclass(frozen=True)
+class Quality:
+    """What the marker quality says.
+
+    Attributes:
+        task: mmlu, hellaswag, or a file.
+        data: the folder of published data sets; None: they are loaded.
+        how: further keywords of `stackwise.quality.load_task`.
+        requirement: what is asked.
+    """
+
+    task: str
+    data: str | None
+    how: dict[str, Any]
+    requirement: Requirement
+
+    def task_of(self, folder: Path) -> str:
+        """The task; a file spelled out from the test's folder."""
+        return str(folder / self.task) if Path(self.task).suffix else self.task
+
+    def folder_of(self, folder: Path) -> Path | None:
+        """The folder of data sets, spelled out likewise."""
+        return None if self.data is None else folder / self.data
+
+
+def quality_of(item: pytest.Item) -> Quality | None:
+    """What the marker quality asks; None: there is none."""
+    marker = item.get_closest_marker("quality")
+    if marker is None:
+        return None
+    from stackwise.quality.requirement import Requirement
+
+    def read(
+        task: str,
+        at_least: float | None = None,
+        at_most: float | None = None,
+        within_of_baseline: float | None = None,
+        level: float = 0.95,
+        data: str | None = None,
+        shots: int | None = None,
+        limit: int | None = None,
+    ) -> Quality:
+        from stackwise.argument import require
+
+        require(isinstance(task, str) and bool(task), "task", task, "mmlu, hellaswag, or the name of a file")
+        how = {key: value for key, value in (("shots", shots), ("limit", limit)) if value is not None}
+        return Quality(task, data, how, Requirement(at_least, at_most, within_of_baseline, level))
+
+    found: Quality = _call(item, marker, read)
+    return found
 
 
 def gate_of(item: pytest.Item, limits: Limits) -> Limits:

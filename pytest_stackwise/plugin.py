@@ -14,6 +14,7 @@ from pytest_stackwise import (
     markers,
     memory,
     options,
+    quality,
     records,
     stability,
     summary,
@@ -49,6 +50,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(stability.StabilityFixtures(), "stackwise-stability")
     config.pluginmanager.register(memory.MemoryFixtures(), "stackwise-memory")
     config.pluginmanager.register(throughput.fixtures(config), "stackwise-throughput")
+    config.pluginmanager.register(quality.QualityFixtures(), "stackwise-quality")
     config.pluginmanager.register(summary.Summary(config), "stackwise-summary")
     if asked := gate.create(config):
         config.pluginmanager.register(asked, "stackwise-gate")

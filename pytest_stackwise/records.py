@@ -1,7 +1,7 @@
 """Records: what a test found out, kept with the test and carried by its report.
 
-A record is a dict of plain values with a `section`: "checks", "stability", "throughput" or "memory". Reports
-cross from xdist workers to the controller as JSON, and the records with them.
+A record is a dict of plain values with a `section`: "checks", "stability", "throughput", "memory" or
+"quality". Reports cross from xdist workers to the controller as JSON, and the records with them.
 """
 
 from __future__ import annotations

@@ -12,6 +12,8 @@ from pytest_stackwise.faults import declared_faults
 
 if TYPE_CHECKING:
     from stackwise.stability import StabilityRun
+    from stackwise.stability.first_unstable import FirstUnstable
+    from stackwise.stability.length_point import LengthPoint
     from stackwise.stability.length_sweep import LengthSweep
     from stackwise.stability.recovery import Recovery
 
@@ -99,7 +101,8 @@ class StabilityFixtures:
 
         Call it with anything that `ModelSpec.of` understands and the keyword arguments of
         `stackwise.stability.length_sweep.length_sweep`; `lengths` are those of the marker, unless they are
-        given. Returns its LengthSweep, which holds the lengths against each other.
+        given. Returns its LengthSweep, which holds the lengths against each other; `first_unstable` is the
+        shortest of them that is unstable, or None. Memory is measured as well.
         """
         item = request.node
         marked = markers.lengths_of(item)
@@ -111,17 +114,52 @@ class StabilityFixtures:
             from stackwise.spec import ModelSpec
             from stackwise.stability.length_sweep import length_sweep
 
-            defaults: dict[str, Any] = {
-                "device": options.device_name(item.config),
-                "seed": options.seed(item.config),
-            }
             chosen = marked if lengths is None else lengths
-            sweep = length_sweep(ModelSpec.of(model), chosen, **(defaults | arguments))
-            for point in sweep.points:
-                records.add(item, "stability", {"test": item.nodeid, **point.to_dict()})
+            sweep = length_sweep(ModelSpec.of(model), chosen, **(_defaults(item) | arguments))
+            _record_lengths(item, sweep.points)
             return sweep
 
         return run
+
+    @pytest.fixture
+    def first_unstable_length(self, request: pytest.FixtureRequest) -> Callable[..., FirstUnstable]:
+        """Search for the sequence length from which on the training of a model is unstable.
+
+            def test_stable_up_to_4096(first_unstable_length):
+                assert first_unstable_length(spec, 512, 4096, step=64, tokens_per_step=4096).first is None
+
+        Call it with anything that `ModelSpec.of` understands, the shortest and the longest length, and the
+        keyword arguments of `stackwise.stability.first_unstable.first_unstable_length`. Returns its
+        FirstUnstable. Memory is measured as well.
+        """
+        item = request.node
+
+        def run(model: Any, low: int, high: int, **arguments: Any) -> FirstUnstable:
+            from stackwise.spec import ModelSpec
+            from stackwise.stability.first_unstable import first_unstable_length
+
+            found = first_unstable_length(ModelSpec.of(model), low, high, **(_defaults(item) | arguments))
+            _record_lengths(item, found.points)
+            return found
+
+        return run
+
+
+def _defaults(item: pytest.Item) -> dict[str, Any]:
+    """What the options say of a look at lengths."""
+    from stackwise.benchmark.memory import peak_memory
+
+    return {
+        "device": options.device_name(item.config),
+        "seed": options.seed(item.config),
+        "peak_memory": peak_memory,
+    }
+
+
+def _record_lengths(item: pytest.Item, points: Sequence[LengthPoint]) -> None:
+    """One record a length."""
+    for point in points:
+        records.add(item, "stability", {"test": item.nodeid, **point.to_dict()})
 
 
 def _subject(model: Any) -> Any:

@@ -74,6 +74,10 @@ class Gated:
         shape = _shape(request.node, request.getfixturevalue("seq_len"), dict(arguments))
         return _workload(request.node, subject, shape)[0]
 
+    def found_once(self, workload: Workload) -> Found:
+        """What the fixture hands to the test there: one call, timed, as where benchmarks are disabled."""
+        return _found_once(workload)
+
 
 class WithBenchmark(Gated):
     """Fixtures that hand every sample to pytest-benchmark, and what its files say beyond that."""
@@ -199,8 +203,8 @@ def _measure(
     arguments: dict[str, Any],
     notes: tuple[str, ...] = (),
 ) -> tuple[Found, dict[str, Any]]:
-    from stackwise.benchmark.generation import generate_once, measure_generation
-    from stackwise.benchmark.timing.measurement import call_once, measure
+    from stackwise.benchmark.generation import measure_generation
+    from stackwise.benchmark.timing.measurement import measure
     from stackwise.benchmark.workload import Workload
 
     if not records.first_time(item, "throughput"):
@@ -220,10 +224,10 @@ def _measure(
             held.close()
             held.enter_context(device.lock(str(workload.device)))
         found: Found
-        if workload.each_token is None:
-            found = call_once(workload) if disabled else measure(workload, **arguments)
-        elif disabled:
-            found = generate_once(workload)
+        if disabled:
+            found = _found_once(workload)
+        elif workload.each_token is None:
+            found = measure(workload, **arguments)
         else:
             found = measure_generation(workload, **arguments)
         if disabled and markers.max_memory_of(item) is not None:
@@ -243,6 +247,13 @@ def _measure(
     }
     records.add(item, "throughput", {"test": item.nodeid, **record})
     return found, record
+
+
+def _found_once(workload: Workload) -> Found:
+    from stackwise.benchmark.generation import generate_once
+    from stackwise.benchmark.timing.measurement import call_once
+
+    return call_once(workload) if workload.each_token is None else generate_once(workload)
 
 
 def _shape(item: pytest.Item, seq_len: int | None, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,8 @@
 import copy
 import gc
 import importlib.util
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -49,6 +51,32 @@ def subjects():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="session")
+def ends():
+    """Whether a process of this number ends within some seconds."""
+
+    def ends(pid, seconds=30.0):
+        deadline = time.monotonic() + seconds
+        while (there := _runs(pid)) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return not there
+
+    return ends
+
+
+def _runs(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    # What is left of one that has ended, until somebody takes note of it, is none.
+    stat = Path(f"/proc/{pid}/stat")
+    try:
+        return stat.read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return not stat.parent.parent.exists()  # a system without proc(5), or it has ended by now
 
 
 def merged(base, changes):

@@ -1,5 +1,6 @@
 """What README and docs/ say is what the code does."""
 
+import importlib
 import re
 from pathlib import Path
 from typing import get_args
@@ -25,6 +26,8 @@ PAGES += [
 ]
 PAGES += [f"docs/{name}.md" for name in ("checkpoints", "faults", "guard", "guard-adapters", "locating")]
 PAGES += [f"docs/{name}.md" for name in ("measuring", "memory-tests", "utilization", "gate", "history")]
+PAGES += ["docs/quality.md"]
+PAGES += ["docs/prototype.md", "docs/length-sweep.md", "docs/search.md"]
 FENCE = re.compile(r"```(\w+)\n(.*?)```", re.DOTALL)
 EXAMPLES = [
     pytest.param(
@@ -60,7 +63,9 @@ def tiny_encoder():
 
 @pytest.fixture(scope="session")
 def _imported():
-    # A nested run forgets what it imported first, and neither torch nor transformers bears a second import.
+    # A nested run forgets what it imported first, and none of these bears a second import.
+    for library in ("datasets", "sqlalchemy", "optuna"):
+        importlib.import_module(library)
     models = {}
     exec(MODELS, models)
     spec = ModelSpec.of(models["tiny_llama"])

@@ -223,3 +223,17 @@ def leaves(tree, path=""):
     for key, value in tree.items():
         here = f"{path}.{key}".lstrip(".")
         yield from leaves(value, here) if isinstance(value, dict) and value else [here]
+
+
+@pytest.mark.slow
+def test_an_architecture_beside_a_llama(workplace):
+    """It trains both, and writes one table of speed and quality."""
+    command = [sys.executable, str(ROOT / "examples" / "compare_with_llama.py"), "--output", "out"]
+    command += ["--steps", "4", "--seq-len", "32", "--questions", "6"]
+    subprocess.run(command, check=True, cwd=workplace, capture_output=True, timeout=600)
+    table = json.loads((workplace / "out" / "comparison.json").read_text())
+    assert {(row["architecture"], row["task"]) for row in table["quality"]} == {
+        (name, task) for name in ("llama", "own") for task in ("endings", "unseen pages")
+    }
+    assert all(row["speed_up"] for row in table["speed"]["rows"])
+    assert {path.suffix for path in (workplace / "out").iterdir()} == {".md", ".csv", ".json", ".svg"}

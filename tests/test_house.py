@@ -9,6 +9,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 ROOMS = [
     "argument",
+    "text_file",
     "yaml12",
     "wait_policy",
     "config",
@@ -30,6 +31,7 @@ ROOMS = [
     "checks",
     "benchmark",
     "gate",
+    "quality",
 ]
 ROOMS += ["data", "model", "training", "prototype", "report", "cli"]
 FILES = sorted([*(ROOT / "stackwise").rglob("*.py"), *(ROOT / "pytest_stackwise").rglob("*.py")])
@@ -65,7 +67,7 @@ def test_a_room_imports_only_rooms_above_it(path):
                 assert ROOMS.index(parts[1]) <= ROOMS.index(room_of(path)), module
 
 
-@pytest.mark.parametrize("room", ["checks", "stability", "checkpoint", "benchmark", "gate"])
+@pytest.mark.parametrize("room", ["checks", "stability", "checkpoint", "benchmark", "gate", "quality"])
 def test_the_questions_know_nothing_of_our_own_model(room):
     for path in (ROOT / "stackwise" / room).rglob("*.py"):
         for module in imported_modules(path):

@@ -13,7 +13,9 @@ from stackwise.cli.gate import Gate
 from stackwise.cli.history import History
 from stackwise.cli.keys import described_keys
 from stackwise.cli.overrides import split_overrides
+from stackwise.cli.quality import Quality
 from stackwise.cli.replay import Replay
+from stackwise.cli.search import Search
 from stackwise.cli.train import Train
 
 __all__ = ["main"]
@@ -24,6 +26,8 @@ Command = (
     | Annotated[Replay, tyro.conf.subcommand("replay")]
     | Annotated[Gate, tyro.conf.subcommand("gate")]
     | Annotated[History, tyro.conf.subcommand("history")]
+    | Annotated[Quality, tyro.conf.subcommand("quality")]
+    | Annotated[Search, tyro.conf.subcommand("search")]
 )
 
 
@@ -51,7 +55,7 @@ def _run(arguments: list[str]) -> int:
     trains = arguments[:1] == ["train"]
     arguments, overrides = split_overrides(arguments) if trains else (arguments, [])
     try:
-        command: Check | Train | Replay | Gate | History = tyro.cli(
+        command: Check | Train | Replay | Gate | History | Quality | Search = tyro.cli(
             Command,
             args=arguments,
             prog="stackwise",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,15 +23,60 @@ if TYPE_CHECKING:
 
 __all__ = ["History"]
 
-_STORE = "Path of an SQLite file, or postgresql://USER:PASSWORD@HOST:PORT/DATABASE."
-Place = Annotated[str, tyro.conf.arg(help=_STORE)]
+
+@dataclass(frozen=True, kw_only=True)
+class Stored:
+    """What every command is about."""
+
+    store: str
+    """Path of an SQLite file, or postgresql://USER:PASSWORD@HOST:PORT/DATABASE."""
 
 
-@dataclass(frozen=True)
-class List:
+@dataclass(frozen=True, kw_only=True)
+class OneTest(Stored):
+    """What the commands for one series are about."""
+
+    test: tyro.conf.Positional[str]
+    """Node id, or a part that no other has."""
+    metric: str = "time"
+    """time, memory, ttft or tpot."""
+    machine: str | None = None
+    """Beginning of its key; needed where there are several."""
+
+    @contextmanager
+    def open(self) -> Iterator[tuple[Store, Series]]:
+        """The store and the series that is meant; exact node ids come first."""
+        from stackwise.gate.history import open_store
+
+        with open_store(self.store, create=False) as store:
+            found = store.series(machine=self.machine, test=self.test, metric=self.metric)
+            found = [each for each in found if each.test == self.test] or found
+            if not found:
+                raise ValueError(f"test: got {self.test!r} ({self.metric}), of which there is no result")
+            tests = dict.fromkeys(each.test for each in found)
+            if len(tests) > 1:
+                shown = ", ".join(list(tests)[:3])
+                raise ValueError(
+                    f"test: got {self.test!r}, which is in {len(tests)}: {shown}; allowed: a part of one"
+                )
+            if len(found) > 1:
+                keys = ", ".join(each.machine.key for each in found)
+                raise ValueError(f"machine: got {self.machine!r}; allowed: the beginning of one of {keys}")
+            yield store, found[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneReport(Stored):
+    """What the commands for a report of the gate are about."""
+
+    report: tyro.conf.Positional[Path]
+    """The JSON file; only `add` stores it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class List(Stored):
     """What there are results of, on which machine, and the newest of each."""
 
-    store: Place
     test: str | None = None
     """Only tests whose node id contains this."""
     metric: str | None = None
@@ -53,17 +100,10 @@ class List:
         return 0
 
 
-@dataclass(frozen=True)
-class Show:
+@dataclass(frozen=True, kw_only=True)
+class Show(OneTest):
     """The results of one test and where they changed."""
 
-    test: tyro.conf.Positional[str]
-    """Node id, or a part that no other has."""
-    store: Place
-    metric: str = "time"
-    """time, memory, ttft or tpot."""
-    machine: str | None = None
-    """Beginning of its key; needed where there are several."""
     branch: str | None = None
     """Only results of this branch."""
     last: int = 50
@@ -71,11 +111,9 @@ class Show:
 
     def run(self) -> int:
         """Print one line for each result, and one where the series became another."""
-        from stackwise.gate.history import open_store
         from stackwise.gate.history.change_point import change_points
 
-        with open_store(self.store, create=False) as store:
-            series = _one(store, self.test, self.metric, self.machine)
+        with self.open() as (store, series):
             points = store.points(
                 series.machine, series.test, series.metric, branch=self.branch, last=self.last
             )
@@ -95,30 +133,21 @@ class Show:
         return 0
 
 
-@dataclass(frozen=True)
-class Plot:
+@dataclass(frozen=True, kw_only=True)
+class Plot(OneTest):
     """The results of one test as an SVG, with its change points and the reference's time."""
 
-    test: tyro.conf.Positional[str]
-    """Node id, or a part that no other has."""
-    store: Place
     output: Path
     """The SVG to be written."""
-    metric: str = "time"
-    """time, memory, ttft or tpot."""
-    machine: str | None = None
-    """Beginning of its key; needed where there are several."""
     branch: str | None = None
     """Only results of this branch."""
 
     def run(self) -> int:
         """Write the file."""
-        from stackwise.gate.history import open_store
         from stackwise.gate.history.judgement import WINDOW
         from stackwise.gate.history.plot import series_svg
 
-        with open_store(self.store, create=False) as store:
-            series = _one(store, self.test, self.metric, self.machine)
+        with self.open() as (store, series):
             points = store.points(series.machine, series.test, series.metric, branch=self.branch, last=WINDOW)
         if not points:
             raise ValueError(f"branch: got {self.branch!r}, of which there is no result")
@@ -127,28 +156,18 @@ class Plot:
         return 0
 
 
-@dataclass(frozen=True)
-class Accept:
+@dataclass(frozen=True, kw_only=True)
+class Accept(OneTest):
     """Accept the level of a commit, whatever its verdict was: later results are judged from it on."""
 
-    test: tyro.conf.Positional[str]
-    """Node id, or a part that no other has."""
-    store: Place
     commit: str
     """Beginning of the commit's hash; its newest result is meant."""
     reason: str
     """Why the new level is right, for those who come later."""
-    metric: str = "time"
-    """time, memory, ttft or tpot."""
-    machine: str | None = None
-    """Beginning of its key; needed where there are several."""
 
     def run(self) -> int:
         """Say what was accepted."""
-        from stackwise.gate.history import open_store
-
-        with open_store(self.store, create=False) as store:
-            series = _one(store, self.test, self.metric, self.machine)
+        with self.open() as (store, series):
             points = store.points(series.machine, series.test, series.metric)
             meant = [point for point in points if self.commit and point.commit.startswith(self.commit)]
             if not meant:
@@ -161,13 +180,10 @@ class Accept:
         return 0
 
 
-@dataclass(frozen=True)
-class Add:
+@dataclass(frozen=True, kw_only=True)
+class Add(OneReport):
     """Put a gate's report (--stackwise-gate-report=FILE.json) into a history; the same one only once."""
 
-    report: tyro.conf.Positional[Path]
-    """The JSON file."""
-    store: Place
     commit: str | None = None
     """Of head; none given: what is checked out here."""
     branch: str | None = None
@@ -198,13 +214,10 @@ class Add:
         return 0
 
 
-@dataclass(frozen=True)
-class Judge:
+@dataclass(frozen=True, kw_only=True)
+class Judge(OneReport):
     """Hold head of a gate's report to the history; exit code 1 where it got worse, 7 where nobody knows."""
 
-    report: tyro.conf.Positional[Path]
-    """The JSON file. It is not stored: `add` does that."""
-    store: Place
     branch: str = "main"
     """Whose results count."""
     commit: str | None = None
@@ -268,22 +281,6 @@ class History:
     def run(self) -> int:
         """Do it."""
         return self.action.run()
-
-
-def _one(store: Store, test: str, metric: str, machine: str | None) -> Series:
-    """The series that is meant; exact node ids come first."""
-    found = store.series(machine=machine, test=test, metric=metric)
-    found = [each for each in found if each.test == test] or found
-    if not found:
-        raise ValueError(f"test: got {test!r} ({metric}), of which there is no result")
-    tests = dict.fromkeys(each.test for each in found)
-    if len(tests) > 1:
-        shown = ", ".join(list(tests)[:3])
-        raise ValueError(f"test: got {test!r}, which is in {len(tests)}: {shown}; allowed: a part of one")
-    if len(found) > 1:
-        keys = ", ".join(each.machine.key for each in found)
-        raise ValueError(f"machine: got {machine!r}; allowed: the beginning of one of {keys}")
-    return found[0]
 
 
 def _gate(path: Path, data: bytes) -> GateResult:

@@ -142,10 +142,11 @@ class Limits:
         for key in given:
             require(key in allowed, "gate", key, ", ".join(allowed))
         limits: dict[str, Limit | None] = {metric: self.of(metric) for metric in METRICS}
+        defaults = Limits()
         for metric in METRICS:
             if metric in given:
                 asked = given[metric]
-                kept = limits[metric] or Limit()
+                kept = limits[metric] or defaults.of(metric) or Limit()
                 limits[metric] = (
                     None if asked is None else Limit(parse_share(metric, asked), None, kept.floor)
                 )

@@ -15,6 +15,7 @@ from typing import Any
 from stackwise.argument import require
 from stackwise.gate.result import GateResult, Outcome, TestResult, TrialResult
 from stackwise.gate.verdict import Verdict
+from stackwise.text_file import write_whole
 
 __all__ = [
     "CODE_QUALITY",
@@ -164,13 +165,7 @@ def write_report(result: GateResult, path: Path) -> None:
         text = json.dumps(code_quality(result), indent=1) + "\n"
     else:
         text = json.dumps(result.to_dict(), indent=1, allow_nan=False) + "\n"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        scratch.write_text(text, encoding="utf-8")
-        scratch.replace(path)
-    finally:
-        scratch.unlink(missing_ok=True)
+    write_whole(path, text)
 
 
 def publish(result: GateResult, paths: Iterable[Path] = ()) -> list[str]:

@@ -17,6 +17,7 @@ EXIT_INCONCLUSIVE = 7
 Status = Literal[
     "measured",
     "skipped",
+    "not begun",
     "missing on base",
     "missing on head",
     "crashed on base",
@@ -93,7 +94,8 @@ class TestResult:
 
     Attributes:
         nodeid: pytest's name of the test, or another that is unique.
-        status: "measured", or what came instead of a measurement, and on which side.
+        status: "measured", or what came instead of a measurement, and on which side. "not begun": there was
+            no time for it.
         trials: by metric ("time", "memory", "ttft", "tpot"); none where it was not measured.
         detail: the end of what a side wrote before it crashed, the new name of a test, and the like.
         file: where the test is, relative to the project; "": not known.
@@ -145,7 +147,7 @@ class TestResult:
                 return _OUTCOMES[self.verdict]
             case "crashed on head" | "hung on head":
                 return "failed"
-            case "crashed on base" | "hung on base":
+            case "crashed on base" | "hung on base" | "not begun":
                 return "inconclusive"
             case "missing on head":
                 return "warned"

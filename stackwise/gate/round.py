@@ -7,7 +7,7 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -15,7 +15,7 @@ from stackwise.argument import check_choice, check_number, check_sizes
 from stackwise.gate.process import SideFailedError, SideProcess
 from stackwise.gate.turns import ORDERS, turns
 
-__all__ = ["SIDES", "Ended", "Paired", "Sampling", "run_round"]
+__all__ = ["SIDES", "Ended", "Paired", "Sampling", "Starter", "run_round"]
 
 SIDES = ("base", "head")
 _LEAST_PAIRS = 4
@@ -68,7 +68,7 @@ class Paired:
         differences: of each metric the median over pairs of log(head / base).
         head_first: of each pair whether the head was first.
         logs: of each pair log(head / base) of the time.
-        seconds: that this took.
+        seconds: that this took, with what the test does around its calls.
         own: whether each side has imported code of its own tree, beside the tests.
         reference: the median seconds of each part of a pinned workload, timed among the pairs; () without it.
     """
@@ -78,7 +78,7 @@ class Paired:
     differences: dict[str, float]
     head_first: tuple[bool, ...]
     logs: tuple[float, ...]
-    seconds: float
+    seconds: float = 0.0
     own: bool = True
     reference: tuple[float, ...] = ()
 
@@ -91,10 +91,12 @@ class Ended:
         how: of a side "skipped", "failed", "missing", "crashed", "hung" or "not measured": it passed and
             never called what is measured.
         detail: of the same sides, why.
+        seconds: that this took.
     """
 
     how: dict[str, str] = field(default_factory=dict)
     detail: dict[str, str] = field(default_factory=dict)
+    seconds: float = field(default=0.0, compare=False)
 
 
 class _TestEndedError(Exception):
@@ -158,44 +160,56 @@ class _Side:
         self.come_to(test)
 
 
+Starter = Callable[[Sequence[str]], Callable[[str, int], SideProcess]]
+
+
 def run_round(
     tests: Sequence[str],
-    start: Callable[[str, int], SideProcess],
+    start: Starter,
     sampling: Sampling,
     rng: random.Random,
-) -> Iterator[tuple[str, Paired | Ended]]:
+) -> Generator[tuple[str, Paired | Ended], None, None]:
     """Measure tests, in their order, and hand over what came of each.
 
-    A crash ends the round with its test; one before the first test ends it for all of them.
+    A crash costs its test and no other: new processes go on behind it. One at the start of processes ends all
+    tests that they were started for.
 
     Args:
         tests: names, of which each side may lack some.
-        start: starts the process of a side with a seed.
+        start: for tests, what starts the process of a side with a seed.
         sampling: how each is measured.
         rng: chooses who starts, and seeds the processes, both alike: what a hash seed does to a test is
             the same on both sides of a round and another in the next.
     """
-    with _both(start, rng) as sides:
+    left = list(tests)
+    while left:
+        began = time.perf_counter()
         try:
-            for role, side in sides.items():
-                with _lost(role):
-                    side.collect()
+            with _both(start(tuple(left)), rng) as sides:
+                while left:
+                    test, began = left.pop(0), time.perf_counter()
+                    try:
+                        found = _test(test, sides, sampling, rng)
+                    except _SideLostError as lost:
+                        yield test, lost.ended("", began)
+                        break
+                    yield test, replace(found, seconds=time.perf_counter() - began)
         except _SideLostError as lost:
-            for test in tests:
-                yield test, Ended({lost.role: lost.error.how}, {lost.role: f"at its start: {lost.error}"})
+            ended = lost.ended("at its start: ", began)
+            each = replace(ended, seconds=ended.seconds / len(left))
+            yield from ((test, each) for test in left)
             return
-        for test in tests:
-            try:
-                yield test, _test(test, sides, sampling, rng)
-            except _SideLostError as lost:
-                yield test, Ended({lost.role: lost.error.how}, {lost.role: str(lost.error)})
-                return
 
 
 class _SideLostError(Exception):
     def __init__(self, role: str, error: SideFailedError) -> None:
         super().__init__(str(error))
         self.role, self.error = role, error
+
+    def ended(self, where: str, began: float) -> Ended:
+        """What came of a test by this."""
+        seconds = time.perf_counter() - began
+        return Ended({self.role: self.error.how}, {self.role: f"{where}{self.error}"}, seconds)
 
 
 @contextmanager
@@ -208,13 +222,18 @@ def _lost(role: str) -> Iterator[None]:
 
 @contextmanager
 def _both(start: Callable[[str, int], SideProcess], rng: random.Random) -> Iterator[dict[str, _Side]]:
+    """New processes of both sides, which have said what tests they have."""
     roles = list(SIDES)
     rng.shuffle(roles)
     sides: dict[str, _Side] = {}
     try:
         seed = rng.randrange(2**31)
         for role in roles:
-            sides[role] = _Side(start(role, seed))
+            with _lost(role):
+                sides[role] = _Side(start(role, seed))
+        for role in SIDES:
+            with _lost(role):
+                sides[role].collect()
         yield {role: sides[role] for role in SIDES}
     finally:
         for side in sides.values():
@@ -222,7 +241,6 @@ def _both(start: Callable[[str, int], SideProcess], rng: random.Random) -> Itera
 
 
 def _test(test: str, sides: dict[str, _Side], sampling: Sampling, rng: random.Random) -> Paired | Ended:
-    began = time.perf_counter()
     waiting = []
     for role, side in sides.items():
         if test not in side.collected:
@@ -235,7 +253,7 @@ def _test(test: str, sides: dict[str, _Side], sampling: Sampling, rng: random.Ra
     found: Paired | None = None
     if len(waiting) == len(sides):
         try:
-            found = _measure(test, sides, sampling, rng, began)
+            found = _measure(test, sides, sampling, rng)
         except _TestEndedError:
             waiting = [role for role in waiting if test not in sides[role].ended]
     for role in waiting:
@@ -247,9 +265,7 @@ def _test(test: str, sides: dict[str, _Side], sampling: Sampling, rng: random.Ra
     return replace(found, own=all(side.own for side in sides.values()))
 
 
-def _measure(
-    test: str, sides: dict[str, _Side], sampling: Sampling, rng: random.Random, began: float
-) -> Paired:
+def _measure(test: str, sides: dict[str, _Side], sampling: Sampling, rng: random.Random) -> Paired:
     def ask(role: str, **message: object) -> dict[str, float]:
         with _lost(role):
             return sides[role].sample(test, **message)
@@ -297,7 +313,6 @@ def _measure(
         differences,
         tuple(order),
         tuple(logs["time"]),
-        time.perf_counter() - began,
         reference=tuple(statistics.median(part) for part in zip(*references, strict=True)),
     )
 

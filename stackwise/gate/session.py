@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import os
 import random
 import re
@@ -11,28 +10,25 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from stackwise.argument import check_number, check_sizes
 from stackwise.gate import side as side_package
-from stackwise.gate.limit import Limit, Limits
+from stackwise.gate.limit import Limits
+from stackwise.gate.open_test import OpenTest
 from stackwise.gate.process import SideProcess
-from stackwise.gate.result import GateResult, Missing, Status, TestResult, TrialResult
-from stackwise.gate.round import Ended, Paired, Sampling, run_round
+from stackwise.gate.result import GateResult, Missing
+from stackwise.gate.round import Ended, Sampling, Starter, run_round
 from stackwise.gate.sequential import Rule
 from stackwise.gate.side.channel import CALLABLE
 from stackwise.gate.tree import Tree
-from stackwise.gate.trial import Trial
 from stackwise.gate.turns import check_order
 
 __all__ = ["GateError", "Launch", "Progress", "run_gate"]
 
-# What a test fails with where the base lacks what it calls.
-_LACKING = ("ImportError", "ModuleNotFoundError", "AttributeError", "NameError", "TypeError", "fixture ")
-_UNITS = {"time": "s", "ttft": "s", "tpot": "s", "memory": "B"}
 _NOTHING_OWN = (
     "neither side has imported any code of its tree but the tests: what is installed was compared with "
     "itself. Install the project editable (pip install -e .), or name its folder in pytest's pythonpath"
@@ -56,6 +52,7 @@ class Launch:
         imports: folders that packages are imported from, relative to the root, the first ones first.
         seconds: the most time between two messages of a process; a test that takes longer hangs.
         callables: whether both sides are the same tree, and the base measures what a test names as `against`.
+        cache: whether pytest has its cache, which then has a folder of its own on each side.
     """
 
     arguments: tuple[str, ...]
@@ -65,6 +62,7 @@ class Launch:
     imports: tuple[Path, ...] = ()
     seconds: float = 600.0
     callables: bool = False
+    cache: bool = True
 
     def __post_init__(self) -> None:
         check_number("seconds", self.seconds, "a number > 0", lambda value: value > 0)
@@ -76,10 +74,11 @@ class Progress:
 
     Attributes:
         round: that is over, from 1.
-        open: tests that are not decided yet.
+        open: tests that are begun, not decided yet, and get more rounds.
         tests: all of them.
         confirming: of the open ones those that were flagged, and get fresh rounds.
         seconds: since the start.
+        waiting: tests that are not begun, since the time may not be enough for them.
     """
 
     round: int
@@ -87,79 +86,7 @@ class Progress:
     tests: int
     confirming: int
     seconds: float
-
-
-@dataclass
-class _Test:
-    """A test while it is measured."""
-
-    nodeid: str
-    limits: Limits
-    trials: dict[str, Trial] = field(default_factory=dict)
-    base: dict[str, list[float]] = field(default_factory=dict)
-    head: dict[str, list[float]] = field(default_factory=dict)
-    ended: Ended | None = None
-    own: bool = False
-    seconds: float = 0.0
-    reference: list[tuple[float, ...]] = field(default_factory=list)
-    order: list[tuple[tuple[bool, ...], tuple[float, ...]]] = field(default_factory=list)
-
-    @property
-    def open(self) -> bool:
-        if self.ended is not None:
-            return False
-        return not self.order or any(not trial.decided for trial in self.trials.values())
-
-    @property
-    def confirming(self) -> bool:
-        return self.open and any(trial.confirming and not trial.decided for trial in self.trials.values())
-
-    def add(self, found: Paired | Ended, rule: Rule, n_trials: int) -> None:
-        if isinstance(found, Ended):
-            self.ended = found
-            return
-        self.seconds += found.seconds
-        self.own = self.own or found.own
-        self.order.append((found.head_first, found.logs))
-        if found.reference:
-            self.reference.append(found.reference)
-        for metric, difference in found.differences.items():
-            limit = self.limits.of(metric)
-            if limit is None:
-                continue
-            trial = self.trials.setdefault(metric, Trial(limit, rule, n_trials))
-            if not trial.decided:
-                trial.add(difference, found.base[metric])
-                self.base.setdefault(metric, []).append(found.base[metric])
-                self.head.setdefault(metric, []).append(found.head[metric])
-
-    def result(self, file: str, line: int) -> TestResult:
-        where: dict[str, Any] = {"file": file, "line": line, "seconds": self.seconds}
-        reason, detail = "the time is up", ""
-        if self.ended is not None:
-            status, detail = _status(self.ended)
-            # What was found before stands, unless the head is broken.
-            if not self.trials or status in ("crashed on head", "hung on head"):
-                return TestResult(self.nodeid, status, {}, detail, **where)
-            reason = f"it was {status} in round {len(self.order) + 1}: {detail}"
-        if not self.trials:
-            return TestResult(self.nodeid, "skipped", {}, "its marker leaves no metric to be judged", **where)
-        trials = {metric: self._trial(metric, trial, reason) for metric, trial in self.trials.items()}
-        return TestResult(self.nodeid, "measured", trials, detail, reference=tuple(self.reference), **where)
-
-    def _trial(self, metric: str, trial: Trial, reason: str) -> TrialResult:
-        decision = trial.conclude(reason)
-        limit: Limit = trial.limit
-        tolerance, least = map(math.expm1, limit.at(trial.base_level))
-        return TrialResult(
-            decision,
-            _UNITS[metric],
-            tolerance,
-            least,
-            trial.differences,
-            tuple(self.base[metric]),
-            tuple(self.head[metric]),
-        )
+    waiting: int = 0
 
 
 def run_gate(
@@ -191,7 +118,8 @@ def run_gate(
         rule: when to decide.
         sampling: how a test is measured in a round.
         missing: what a test is that the base does not have.
-        most_seconds: no new round is begun after this time; None: as many as the rule asks for.
+        most_seconds: no new round is begun after this time; None: as many as the rule asks for. It goes to
+            the first tests where it is not enough for the rounds to the first look of all.
         seed: of all that is by chance.
         environment: of the machine, for the result.
         notes: for the result.
@@ -207,27 +135,53 @@ def run_gate(
     rule, sampling = rule or Rule(), sampling or Sampling()
     limits, places = limits or {}, places or {}
     began, rng = time.monotonic(), random.Random(seed)  # noqa: S311
-    all_tests = {test: _Test(test, limits.get(test, Limits())) for test in tests}
-    n_trials = sum(limit is not None for test in all_tests.values() for limit in test.limits.all)
-    number = 0
+    all_tests = {test: OpenTest(test, limits.get(test, Limits())) for test in tests}
+
+    def suffices(rounds: int, round_seconds: float = 0.0) -> bool:
+        """Whether there is time left for so many rounds."""
+        elapsed = time.monotonic() - began
+        return most_seconds is None or elapsed + rounds * round_seconds <= most_seconds
+
+    # Fewer rounds than the first look has say nothing of a test. Where the time is short it goes to the first
+    # tests, and a test is begun when those before it leave enough of it.
+    first_look = rule.looks[0]
+    number, begun, waiting = 0, list[OpenTest](), list(all_tests.values())
     with _starter(base, head, launch) as start:
         for number in itertools.count(1):
-            open_tests = [test.nodeid for test in all_tests.values() if test.open]
-            for name, found in run_round(open_tests, start(open_tests), sampling, rng):
-                all_tests[name].add(found, rule, n_trials)
-            measured = [test for test in all_tests.values() if test.order]
-            if measured and not any(test.own for test in measured):
+            round_began, tests_seconds, ended_seconds = time.monotonic(), 0.0, 0.0
+            names = [test.nodeid for test in (*begun, *waiting)]
+            # Closed where it is left, so that its processes end.
+            with closing(run_round(names, start, sampling, rng)) as measured:
+                for count, (name, found) in enumerate(measured, start=1):
+                    all_tests[name].add(found, rule)
+                    tests_seconds += found.seconds
+                    if isinstance(found, Ended):
+                        ended_seconds += found.seconds  # which later rounds do not take
+                    lasted = time.monotonic() - round_began - ended_seconds
+                    any_measured = any(test.order for test in all_tests.values())
+                    if count >= len(begun) and any_measured and not suffices(first_look - 1, lasted):
+                        break
+            paired = [test for test in all_tests.values() if test.order]
+            if paired and not any(test.own for test in paired):
                 raise GateError(_NOTHING_OWN)
-            seconds = time.monotonic() - began
-            still_open = [test for test in all_tests.values() if test.open]
+            around = time.monotonic() - round_began - tests_seconds
+            n_trials = sum(test.n_trials for test in all_tests.values())
+            begun = [test for test in (*begun, *waiting) if test.begun and test.open]
+            for trial in (trial for test in begun for trial in test.trials.values()):
+                trial.is_one_of(n_trials)
+            waiting = [test for test in waiting if not test.begun]
+            time_is_up = not suffices(0)
+            while len(begun) > 1 and not time_is_up:
+                # The last one that is needed has only to be begun.
+                before = max(0, first_look - 1 - len(begun[-1].order))
+                if suffices(before, around + sum(test.round_seconds for test in begun)):
+                    break
+                begun.pop()
             if on_progress is not None:
-                flagged = sum(test.confirming for test in still_open)
-                on_progress(Progress(number, len(still_open), len(tests), flagged, seconds))
-            if not still_open:
-                break
-            # A crash ends a round: what came behind it was not looked at yet.
-            looked_at = all(test.order or test.ended for test in all_tests.values())
-            if most_seconds is not None and seconds > most_seconds and looked_at:
+                flagged = sum(test.confirming for test in begun)
+                seconds = time.monotonic() - began
+                on_progress(Progress(number, len(begun), len(tests), flagged, seconds, len(waiting)))
+            if time_is_up or (not begun and not (waiting and suffices(first_look, around))):
                 break
     order = check_order([pair for test in all_tests.values() for pair in test.order])
     return GateResult(
@@ -250,9 +204,7 @@ def run_gate(
 
 
 @contextmanager
-def _starter(
-    base: Tree, head: Tree, launch: Launch
-) -> Iterator[Callable[[Sequence[str]], Callable[[str, int], SideProcess]]]:
+def _starter(base: Tree, head: Tree, launch: Launch) -> Iterator[Starter]:
     """What starts processes, for as long as this lasts: their plugin and what they print lie in a folder."""
     folder = Path(tempfile.mkdtemp(prefix="stackwise-gate-")).resolve()
     trees = {"base": base, "head": head}
@@ -277,8 +229,8 @@ def _starter(
                     "stackwise_side.plugin",
                     *(_moved(argument, launch.root, own) for argument in launch.arguments),
                     f"--basetemp={scratch / 'tmp'}",
-                    "-o",
-                    f"cache_dir={scratch / 'cache'}",
+                    # Without the cache's plugin there is no such key, and --strict-config refuses it.
+                    *(["-o", f"cache_dir={scratch / 'cache'}"] if launch.cache else []),
                     *files,
                 ],
                 folder=place if place.is_dir() else own,
@@ -291,7 +243,11 @@ def _starter(
                 seed=seed,
                 environment={CALLABLE: "1"} if launch.callables else {},
             )
-            made.send(tests=list(tests))
+            try:
+                made.send(tests=list(tests))
+            except BaseException:
+                made.kill()
+                raise
             return made
 
         return process
@@ -306,28 +262,3 @@ def _moved(argument: str, root: Path, tree: Path) -> str:
     """The argument with places below `root` as the same below `tree`."""
     place = rf"(?:^|(?<=[=,:])){re.escape(str(root))}(?=$|{re.escape(os.sep)})"
     return re.sub(place, lambda _: str(tree), argument)
-
-
-def _status(ended: Ended) -> tuple[Status, str]:
-    """What is said of a test that was not measured: what is wrong with the head comes first."""
-    for role in ("head", "base"):
-        how, detail = ended.how.get(role), ended.detail.get(role, "")
-        match role, how:
-            case "head", "skipped":
-                return "skipped", detail
-            case "head", "missing":
-                # It was collected where this run was started.
-                return "crashed on head", f"missing in its tree: {detail}"
-            case "head", "hung":
-                return "hung on head", detail
-            case "head", str():
-                return "crashed on head", detail
-            case "base", "skipped" | "missing":
-                return "missing on base", f"{how}: {detail}"
-            case "base", "failed" if detail.startswith(_LACKING):
-                return "missing on base", f"{how}: {detail}"
-            case "base", "hung":
-                return "hung on base", detail
-            case "base", str():
-                return "crashed on base", detail
-    raise AssertionError("a test that was not measured was neither on base nor on head")

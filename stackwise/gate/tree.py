@@ -21,6 +21,7 @@ from pathlib import Path
 
 __all__ = ["Renamed", "Tree", "both_trees", "repository_of", "revision_name"]
 
+_PREFIX = "stackwise-gate-"
 _NOT_COPIED = (
     ".git",
     ".venv",
@@ -31,6 +32,7 @@ _NOT_COPIED = (
     ".mypy_cache",
     ".pytest_cache",
     "node_modules",
+    f"{_PREFIX}*",
 )
 _CONFIGURATION = (
     "pytest.ini",
@@ -126,7 +128,7 @@ def both_trees(
     Raises:
         ValueError: there is no such revision, folder or wheel; a command failed in one of the trees.
     """
-    folder = Path(tempfile.mkdtemp(prefix="stackwise-gate-")).resolve()
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX)).resolve()
     try:
         head_tree = _head(folder / "head", root, head)
         base_tree, old_files = _base(

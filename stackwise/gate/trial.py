@@ -68,6 +68,14 @@ class Trial:
         rounds = len(self._stage())
         return next(look for look in self._rule().looks if look > rounds) - rounds
 
+    def is_one_of(self, n_tests: int) -> None:
+        """Say anew how many trials the whole run has, where that is known better by now.
+
+        A trial that was flagged stays with what was known then.
+        """
+        if self._flag is None:
+            self._fresh_rule = self.rule.confirmation(n_tests)
+
     def add(self, difference: float, base_level: float) -> None:
         """One round more.
 

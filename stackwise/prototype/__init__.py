@@ -1,5 +1,46 @@
 """Will it scale? Small variants of an architecture."""
 
+from stackwise.prototype.coordinate import CoordinateCheck, coordinate_check
+from stackwise.prototype.forward_pass import ForwardPass
+from stackwise.prototype.loss_verdict import DivergenceRule, LossVerdict, SpikeRule, loss_verdict
+from stackwise.prototype.observation import Observation, observe
+from stackwise.prototype.prototype import ArchitecturePrototype
+from stackwise.prototype.prototype_run import PrototypeRun, Status
+from stackwise.prototype.search import (
+    ScoreWeights,
+    SearchResult,
+    score_config,
+    search_architecture_space,
+)
+from stackwise.prototype.sensitivity import LEARNING_RATES, learning_rate_sweep
 from stackwise.prototype.shrink import SmallVariant, create_small_variant
+from stackwise.prototype.sweep_result import LearningRateSweep, learning_rate_sensitivity
+from stackwise.prototype.sweep_run import SweepRun
+from stackwise.prototype.widen import widened
 
-__all__ = ["SmallVariant", "create_small_variant"]
+__all__ = [
+    "LEARNING_RATES",
+    "ArchitecturePrototype",
+    "CoordinateCheck",
+    "DivergenceRule",
+    "ForwardPass",
+    "LearningRateSweep",
+    "LossVerdict",
+    "Observation",
+    "PrototypeRun",
+    "ScoreWeights",
+    "SearchResult",
+    "SmallVariant",
+    "SpikeRule",
+    "Status",
+    "SweepRun",
+    "coordinate_check",
+    "create_small_variant",
+    "learning_rate_sensitivity",
+    "learning_rate_sweep",
+    "loss_verdict",
+    "observe",
+    "score_config",
+    "search_architecture_space",
+    "widened",
+]

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stackwise.argument import check_sizes
-from stackwise.config import StackWiseConfig
+from stackwise.argument import check_sizes, require
+from stackwise.config import ModelConfig, StackWiseConfig
+from stackwise.prototype.widen import as_mup, growing_sizes, n_kv_heads_of, scaled_latent, whole_base
 
 __all__ = ["SmallVariant", "create_small_variant"]
+
+# How far the number of heads may be from its share for the sake of whole groups of query heads.
+_ROOM = 1.5
 
 
 @dataclass(frozen=True)
@@ -15,66 +22,279 @@ class SmallVariant:
     """A smaller configuration, and what it could not keep.
 
     Attributes:
-        config: the variant; `training` and `data` are as they were.
-        notes: one line per property of the original that changed more than its size.
+        config: the variant. Of `training` only `seq_len`, where another one was asked for, and what speaks
+            of Stacks or Blocks that are no more differ; `data` is as it was.
+        notes: one line per property of the original that changed more than its size, with its numbers.
+        target: what the variant stands for: the original; with `mup=True` the original in the
+            parametrisation of the variant, so that the learning rate found on the variant is its own.
     """
 
     config: StackWiseConfig
     notes: tuple[str, ...]
+    target: StackWiseConfig
 
 
-def create_small_variant(config: StackWiseConfig, factor: int = 4) -> SmallVariant:
-    """Fewer heads and fewer blocks, of the same kind.
+def create_small_variant(
+    config: StackWiseConfig, factor: int = 4, *, seq_len: int | None = None, mup: bool = False
+) -> SmallVariant:
+    """Fewer heads and fewer Blocks, of the same kind.
 
-    The size of a head, the feed-forward ratio, the windows and, as far as whole numbers allow, the
-    ratio of query to key/value heads stay: they are the architecture. Width shrinks with the number
-    of heads, `factor` times; depth as much, in blocks per Stack first. Nothing reaches zero.
+    Kept are the size of a head, of queries, keys and values of `mla` and of random features too; the
+    feed-forward ratio; the ranks of latents for each number of width; the law of initialisation, of which
+    what scales with depth follows the depth that there is; the kinds of Blocks. Width shrinks with the
+    number of heads, `factor` times, and depth as much as width does, so that their ratio stays. Of what
+    whole numbers do not allow the nearest is taken, and a note says so:
+
+    - Query heads for each key/value head stay, if a number of heads that allows it is at most 1.5 times
+      more or fewer than its share.
+    - The number of Stacks stays; depth is whole Stacks, and two Blocks at least, so that something is
+      composed. Where there are more Stacks than Blocks left, each has one Block.
+    - Where there are fewer heads than `factor`, one is left, and depth alone shrinks `factor` times.
+    - A list of windows stays as it is if there are Blocks for all of it. Else each window has its share of
+      the Blocks, one at least as long as there are enough, in the order that they had.
+
+    With `seq_len` windows and `max_seq_len` keep their ratio to the length; rotary frequencies are of
+    distances in tokens and stay.
+
+    With `mup=True` the variant starts and learns as the base of muP (Yang et al. 2022, arXiv:2203.03466), and
+    `target` is the original as a wider member of that family. All that grows with the width is then
+    divided by `factor` exactly.
 
     Args:
-        config: the architecture.
-        factor: how many times fewer heads and blocks, at least 1.
+        config: the architecture; left as it is.
+        factor: how many times narrower and less deep, at least 1.
+        seq_len: tokens that the variant sees in one row; None: as many as the original.
+        mup: make variant and target one family of muP.
+
+    Returns:
+        the variant; at `factor=1` without other arguments the original without a note.
 
     Raises:
-        ValueError: `factor` is below 1.
+        ValueError: `factor` or `seq_len` is below 1; with `mup=True` attention of kind `mqa`, whose one
+            key/value head has no base, or a `factor` that does not divide a number of heads or a rank.
     """
     check_sizes(factor=factor)
-    model = config.model
-    n_heads = max(1, model.n_heads // factor)
-    d_model = max(1, round(model.d_model / model.n_heads * n_heads))
-    notes = []
-    kv_heads = 1 if model.attention_type == "mqa" else model.n_kv_heads or model.n_heads
-    ratio = model.n_heads // kv_heads
-    n_kv_heads = next(k for k in range(max(1, n_heads // ratio), 0, -1) if n_heads % k == 0)
-    if n_heads != n_kv_heads * ratio:
-        notes.append(f"query heads per key/value head: {n_heads // n_kv_heads} instead of {ratio}")
-    if model.n_heads < factor:
-        notes.append(f"width: {model.n_heads} heads cannot be {factor} times fewer; one is left")
-    depth = model.architecture.n_stacks * model.architecture.blocks_per_stack
-    wanted = max(2 if depth > 1 else 1, round(depth / factor))
-    n_stacks = min(model.architecture.n_stacks, wanted)
-    blocks_per_stack = max(1, round(wanted / n_stacks))
-    if n_stacks * blocks_per_stack * factor != depth:
-        notes.append(f"depth: {n_stacks * blocks_per_stack} blocks instead of {depth} / {factor}")
-
-    exact_d_ff = model.d_ff / model.d_model * d_model
-    if exact_d_ff < 0.5:
-        notes.append(f"d_ff: 1 instead of {exact_d_ff:.2g}")
-
+    if seq_len is not None:
+        check_sizes(seq_len=seq_len)
+    model, notes = config.model, list[str]()
+    if mup:
+        _require_family(model, factor)
+    n_heads, n_kv_heads = _heads(model, factor, notes)
+    d_model = _width(model, n_heads, factor, notes)
+    n_stacks, blocks_per_stack = _depth(model, d_model, factor, notes)
     changed = config.to_dict()
     changed["model"] |= {
         "d_model": d_model,
         "n_heads": n_heads,
-        "n_kv_heads": None if model.attention_type == "mha" or model.n_kv_heads is None else n_kv_heads,
-        "d_ff": max(1, round(exact_d_ff)),
+        "n_kv_heads": None if model.n_kv_heads is None else n_kv_heads,
+        "d_ff": _share("d_ff", model.d_ff, d_model, model.d_model, notes),
+        "latent": _latent(model, d_model, notes),
         "architecture": {"n_stacks": n_stacks, "blocks_per_stack": blocks_per_stack},
+        "sliding_window": _windows(config, n_stacks * blocks_per_stack, seq_len, notes),
+        "max_seq_len": _longest(config, seq_len, notes),
     }
+    changed["training"] = _training(config, n_stacks, blocks_per_stack, seq_len, notes)
+    if not mup and model.initialization == "mup":
+        changed["model"]["mup_base_width"] = _base_width(changed["model"], notes)
     small = StackWiseConfig.from_dict(changed)
-    lost = _windows(config) - _windows(small)
-    if lost:
-        shown = ", ".join("null" if window is None else str(window) for window in sorted(lost, key=str))
-        notes.append(f"sliding_window: no block with {shown} is left")
-    return SmallVariant(small, tuple(notes))
+    if not mup:
+        return SmallVariant(small, tuple(notes), StackWiseConfig.from_dict(config.to_dict()))
+    before = _n_blocks(model)
+    if n_stacks * blocks_per_stack != before:
+        notes.append(
+            f"learning rate: over width by the theory of muP, from {n_stacks * blocks_per_stack} to {before} "
+            "Blocks by experience alone (arXiv:2203.03466, table 1)"
+        )
+    return SmallVariant(as_mup(small, d_model), tuple(notes), as_mup(config, d_model))
 
 
-def _windows(config: StackWiseConfig) -> set[int | None]:
-    return {block.sliding_window for stack in config.model.blocks() for block in stack}
+def _require_family(model: ModelConfig, factor: int) -> None:
+    """Refuse what has no narrower model that it would be the wider of, by the rules of muP."""
+    if factor == 1:
+        return
+    require(
+        model.attention_type != "mqa",
+        "model.attention_type",
+        model.attention_type,
+        "with mup=True what has key/value heads that grow with the width, as 'gqa'; of one head, a step of "
+        "Adam moves more the wider what it reads",
+    )
+    sizes = {"d_model": model.d_model, **growing_sizes(model)}
+    common = math.gcd(*sizes.values())
+    divisors = [n for n in range(1, common + 1) if common % n == 0]
+    listed = ", ".join(f"{key}={size}" for key, size in sizes.items())
+    allowed = f"with mup=True what divides all of {listed}: {', '.join(map(str, divisors))}"
+    require(common % factor == 0, "factor", factor, allowed)
+
+
+def _heads(model: ModelConfig, factor: int, notes: list[str]) -> tuple[int, int]:
+    """Query heads and key/value heads."""
+    exact, ratio = model.n_heads / factor, model.n_heads // n_kv_heads_of(model)
+    n_heads = _nearest_multiple(exact, ratio)
+    if not 1 / _ROOM <= n_heads / exact <= _ROOM:
+        n_heads = _nearest_multiple(exact, 1)
+    divisors = [n for n in range(1, n_heads + 1) if n_heads % n == 0]
+    n_kv_heads = min(divisors, key=lambda n: _apart(n, n_heads / ratio))
+    if n_heads != n_kv_heads * ratio:
+        notes.append(f"query heads per key/value head: {n_heads // n_kv_heads} instead of {ratio}")
+    return n_heads, n_kv_heads
+
+
+def _width(model: ModelConfig, n_heads: int, factor: int, notes: list[str]) -> int:
+    d_model = max(1, round(model.d_model * n_heads / model.n_heads))
+    if d_model * factor != model.d_model:
+        heads = f"{n_heads} of {model.n_heads} heads"
+        notes.append(f"width: d_model {d_model} instead of {model.d_model} / {factor}, with {heads}")
+    return d_model
+
+
+def _depth(model: ModelConfig, d_model: int, factor: int, notes: list[str]) -> tuple[int, int]:
+    """Stacks, and Blocks in each."""
+    stacks, before = model.architecture.n_stacks, _n_blocks(model)
+    times = model.d_model / d_model if model.n_heads >= factor else float(factor)
+    exact = max(before / times, min(2.0, before))
+    n_stacks = min(stacks, max(min(2, before), _nearest_multiple(exact, 1)))
+    # Of one Stack two Blocks are asked for above, as far as there were two.
+    blocks_per_stack = max(_nearest_multiple(exact / n_stacks, 1), math.ceil(min(2, before) / n_stacks))
+    after = n_stacks * blocks_per_stack
+    if n_stacks != stacks:
+        notes.append(f"n_stacks: {n_stacks} instead of {stacks}, with {blocks_per_stack} Block each")
+    if after * factor != before:
+        notes.append(f"depth: {after} Blocks instead of {before} / {factor}")
+    if d_model * before != model.d_model * after:
+        aspect, kept = d_model / after, model.d_model / before
+        notes.append(f"depth to width: a Block for every {aspect:.6g} of d_model instead of {kept:.6g}")
+    return n_stacks, blocks_per_stack
+
+
+def _share(key: str, size: int, part: int, whole: int, notes: list[str]) -> int:
+    """`size` * `part` / `whole` as a whole number, at least 1."""
+    near = max(1, round(size * part / whole))
+    if near * whole != size * part:
+        notes.append(f"{key}: {near} instead of {size * part / whole:.6g}")
+    return near
+
+
+def _latent(model: ModelConfig, d_model: int, notes: list[str]) -> dict[str, int | None] | None:
+    ranks = {key: size for key, size in growing_sizes(model).items() if key.endswith("_rank")}
+    shares = {key: _share(key, rank, d_model, model.d_model, notes) for key, rank in ranks.items()}
+    return scaled_latent(model, shares)
+
+
+def _windows(
+    config: StackWiseConfig, n_blocks: int, seq_len: int | None, notes: list[str]
+) -> int | list[int | None] | None:
+    """The key `sliding_window` for `n_blocks` Blocks and rows of `seq_len`."""
+    windows, whole = config.model.sliding_window, config.training.seq_len
+
+    def scaled(window: int | None) -> int | None:
+        return None if window is None or seq_len is None else max(1, round(window * seq_len / whole))
+
+    if not isinstance(windows, list):
+        kept: list[int | None] = [windows]
+    else:
+        of_blocks = [block.sliding_window for stack in config.model.blocks() for block in stack]
+        kept = windows
+        if n_blocks < min(len(windows), len(of_blocks)):
+            kept = _resampled(of_blocks, len(windows), n_blocks)
+        now = Counter(kept[i % len(kept)] for i in range(n_blocks))
+        for window, count in Counter(of_blocks).items():
+            shown = "null" if window is None else window
+            if not now[window]:
+                had = f"{count} of {len(of_blocks)}"
+                notes.append(f"sliding_window: no Block with {shown} is left, which {had} had")
+            elif now[window] * len(of_blocks) != count * n_blocks:
+                shares = f"{now[window]} of {n_blocks} Blocks instead of {count} of {len(of_blocks)}"
+                notes.append(f"sliding_window: {shown} in {shares}")
+    if seq_len is not None:
+        for window in dict.fromkeys(kept):
+            if window is not None and window * seq_len % whole:
+                ratio = f"{scaled(window)} of {seq_len} tokens instead of {window} of {whole}"
+                notes.append(f"sliding_window: {ratio}")
+        kept = [scaled(window) for window in kept]
+    return kept if isinstance(windows, list) else kept[0]
+
+
+def _resampled(windows: Sequence[int | None], period: int, n_blocks: int) -> list[int | None]:
+    """`n_blocks` of the windows of all Blocks, each by its share and in the order that a period of them has.
+
+    Largest remainders, but each window once before any has its second; where there are not Blocks enough for
+    that, those with the most Blocks.
+    """
+    counts = Counter(windows)
+    given = {window: 1 for window, _ in counts.most_common(n_blocks)}
+    while sum(given.values()) < n_blocks:
+        missing = {w: counts[w] * n_blocks / len(windows) - given[w] for w in given}
+        given[max(missing, key=lambda w: missing[w])] += 1
+    chosen = []
+    for window, times in given.items():
+        places = [i for i, each in enumerate(windows[:period]) if each == window]
+        chosen += [places[int((j + 0.5) * len(places) / times)] for j in range(times)]
+    return [windows[i] for i in sorted(chosen)]
+
+
+def _longest(config: StackWiseConfig, seq_len: int | None, notes: list[str]) -> int | None:
+    """The key `max_seq_len`; what rotary frequencies are stretched for is looked at too."""
+    model, whole = config.model, config.training.seq_len
+    if seq_len is None:
+        return model.max_seq_len
+    scaling = model.rope_scaling
+    if scaling is not None and seq_len != whole:
+        original = scaling.original_max_position_embeddings
+        of = f" of original_max_position_embeddings={original}" if scaling.rope_type == "llama3" else ""
+        notes.append(
+            f"rope_scaling: rows of {seq_len} tokens instead of {whole}, frequencies{of} as they were"
+        )
+    return (
+        None if model.max_seq_len is None else _share("max_seq_len", model.max_seq_len, seq_len, whole, notes)
+    )
+
+
+def _training(
+    config: StackWiseConfig, n_stacks: int, blocks_per_stack: int, seq_len: int | None, notes: list[str]
+) -> dict[str, object]:
+    """The section `training`, without what speaks of Stacks or Blocks that are no more."""
+    changed = config.training.to_dict()
+    if seq_len is not None:
+        changed["seq_len"] = seq_len
+    own = config.training.optimizer.per_stack
+    gone = sorted(index for index in own if n_stacks <= index < config.model.architecture.n_stacks)
+    if gone:
+        per_stack = changed["optimizer"]["per_stack"]
+        changed["optimizer"]["per_stack"] = {i: each for i, each in per_stack.items() if i not in gone}
+        notes.append(f"training.optimizer.per_stack: Stacks {', '.join(map(str, gone))} are no more")
+    unit = 1 if config.training.training_architecture == "blockwise" else blocks_per_stack
+    suffix, room = config.training.scope.suffix, n_stacks * blocks_per_stack - unit
+    if suffix > room:
+        changed["scope"]["suffix"] = room
+        notes.append(f"training.scope.suffix: {room} instead of {suffix} Blocks, so as to leave a unit")
+    return changed
+
+
+def _base_width(model: dict[str, object], notes: list[str]) -> int:
+    """The base of an original that is of muP already: its own where it has whole heads and ranks."""
+    small = ModelConfig.from_dict(model)
+    base, misfit = small.mup_base_width, whole_base(small)
+    assert base is not None
+    if misfit is None:
+        return base
+    key, size = misfit
+    notes.append(
+        f"mup_base_width: {small.d_model} instead of {base}, which would have a part of {key}={size}"
+    )
+    return small.d_model
+
+
+def _n_blocks(model: ModelConfig) -> int:
+    return model.architecture.n_stacks * model.architecture.blocks_per_stack
+
+
+def _nearest_multiple(exact: float, step: int) -> int:
+    """The multiple of `step`, one at least, that is fewest times more or fewer than `exact`."""
+    below = max(1, math.floor(exact / step)) * step
+    return min((below, below + step), key=lambda n: _apart(n, exact))
+
+
+def _apart(one: float, other: float) -> float:
+    """How many times one is the other, the larger over the smaller, as a logarithm."""
+    return abs(math.log(one / other))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,10 +13,11 @@ from pathlib import Path
 from typing import Any, Self
 
 from stackwise.argument import require
+from stackwise.text_file import write_whole
 
 __all__ = ["Report", "report_files"]
 
-_SECTIONS = ("checks", "stability", "throughput", "memory")
+_SECTIONS = ("checks", "stability", "throughput", "memory", "quality")
 _LATENCIES = ("ttft", "itl", "tpot")
 _TAILS = ("p95", "p99")
 _SHARES = ("mfu", "hfu", "mbu")
@@ -40,6 +40,7 @@ class Report:
         stability: StabilityRuns as dicts.
         throughput: Measurements and GenerationMeasurements as dicts, with their shape.
         memory: peaks of memory ("peak") and what steps leave behind ("growth"), each with its test.
+        quality: what models were at tasks, each with its test.
         training: what a training run did, or None.
         environment: the machine's fingerprint, or None.
         failed_tests: names of the tests that failed, whatever they were about.
@@ -52,6 +53,7 @@ class Report:
     stability: list[dict[str, Any]] = field(default_factory=list)
     throughput: list[dict[str, Any]] = field(default_factory=list)
     memory: list[dict[str, Any]] = field(default_factory=list)
+    quality: list[dict[str, Any]] = field(default_factory=list)
     training: dict[str, Any] | None = None
     environment: dict[str, Any] | None = None
     failed_tests: list[str] = field(default_factory=list)
@@ -60,7 +62,7 @@ class Report:
     created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
 
     def add(self, section: str, **record: Any) -> None:
-        """Enter one record in "checks", "stability", "throughput" or "memory"."""
+        """Enter one record in "checks", "stability", "throughput", "memory" or "quality"."""
         if section not in _SECTIONS:
             raise ValueError(f"section: got {section!r}; allowed: {', '.join(_SECTIONS)}")
         getattr(self, section).append(record)
@@ -76,11 +78,12 @@ class Report:
             return "FAIL"
         if not self.complete:
             return "INCOMPLETE"
-        if not (self.checks or self.stability or self.throughput or self.memory or self.training):
+        if not (any(getattr(self, section) for section in _SECTIONS) or self.training):
             return "EMPTY"
         doubtful = any(check["status"] in ("failed", "error") for check in self.checks)
         doubtful |= any(run["verdict"] not in ("stable", "caught", "recovered") for run in self.stability)
         doubtful |= any(row["verdict"] not in ("within", "read", "not told", "flat") for row in self.memory)
+        doubtful |= any(row["verdict"] != "met" for row in self.quality)
         return "WARN" if doubtful else "PASS"
 
     def summary(self) -> str:
@@ -98,6 +101,9 @@ class Report:
         if self.memory:
             counts = Counter(row["verdict"] for row in self.memory)
             parts.append("memory: " + ", ".join(f"{n} {verdict}" for verdict, n in counts.items()))
+        if self.quality:
+            counts = Counter(row["verdict"] for row in self.quality)
+            parts.append("quality: " + ", ".join(f"{n} {verdict}" for verdict, n in counts.items()))
         if self.failed_tests:
             plural = "" if len(self.failed_tests) == 1 else "s"
             parts.append(f"{len(self.failed_tests)} {self.noun}{plural} failed")
@@ -147,6 +153,10 @@ class Report:
                 yield f"  {row['verdict']:11}  {row['test']}  {_memory_text(row)}"
                 for line in _growth_lines(row):
                     yield f"  {'':11}  {line}"
+        if self.quality:
+            yield "quality"
+            for row in self.quality:
+                yield f"  {row['verdict']:12}  {row['test']}  {row['task']}: {row['reason']}"
         yield self.summary()
 
     def markdown(self) -> str:
@@ -186,6 +196,9 @@ class Report:
                 for row in self.memory
             ]
             blocks.append(f"## Memory\n\n{_table(['verdict', 'test', 'bytes', 'what it says'], table)}")
+        if self.quality:
+            table = [[row["verdict"], row["test"], row["task"], row["reason"]] for row in self.quality]
+            blocks.append(f"## Quality\n\n{_table(['verdict', 'test', 'task', 'what it says'], table)}")
         if self.failed_tests:
             blocks.append(
                 f"## Failed {self.noun}s\n\n" + "\n".join(f"- `{name}`" for name in self.failed_tests)
@@ -204,6 +217,7 @@ class Report:
             "stability": self.stability,
             "throughput": self.throughput,
             "memory": self.memory,
+            "quality": self.quality,
             "failed_tests": self.failed_tests,
             "noun": self.noun,
             "complete": self.complete,
@@ -224,13 +238,7 @@ class Report:
                 text = json.dumps(_plain(self.to_dict()), indent=1, allow_nan=False) + "\n"
             case _:
                 raise ValueError(f"report: got {path.name!r}; allowed endings: .md, .json")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            scratch.write_text(text, encoding="utf-8")
-            scratch.replace(path)
-        finally:
-            scratch.unlink(missing_ok=True)
+        write_whole(path, text)
 
     @classmethod
     def from_json(cls, path: str | Path) -> Self:

@@ -1,56 +1,26 @@
-"""LengthSweep: one model at many sequence lengths: loss, size of its logits, training, speed.
-
-Shapes: B rows, T positions, V vocabulary or outputs.
-"""
+"""LengthSweep: one model at many sequence lengths: loss, logits, gradient norms, training, memory, speed."""
 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from stackwise.argument import check_number, check_sizes, require
-from stackwise.seed import seeded
 from stackwise.spec import ModelSpec
-from stackwise.stability.run import StabilityRun, shortest_length, stability_run
+from stackwise.stability.length_plot import write_length_plot
+from stackwise.stability.length_point import LengthPoint, token_notes
+from stackwise.stability.length_probe import LengthProbe, MeasurePeak, seeds_of
+from stackwise.stability.run import shortest_length
 
 __all__ = ["LengthPoint", "LengthSweep", "length_sweep"]
 
 
-@dataclass(frozen=True)
-class LengthPoint:
-    """What a length showed.
-
-    Attributes:
-        seq_len: T.
-        loss: mean of the untouched model in eval mode, in nats for tokens.
-        logit_max: largest |logit|.
-        logit_rms: root of the mean square of the logits.
-        finite: whether loss and logits are.
-        tokens_per_second: of the training steps behind the first, waiting for the device at each.
-        run: the training at this length.
-    """
-
-    seq_len: int
-    loss: float
-    logit_max: float
-    logit_rms: float
-    finite: bool
-    tokens_per_second: float
-    run: StabilityRun
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        numbers = {key: value for key, value in vars(self).items() if key != "run"}
-        return {**self.run.to_dict(), "length": numbers}
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LengthSweep:
     """One model at several lengths, the shortest first.
 
@@ -60,6 +30,7 @@ class LengthSweep:
         trained_length: the longest that the weights have seen; None: they have seen none.
         loss_tolerance: how far the loss beyond the trained length may be above the loss at it, in nats.
         logit_factor: how much larger the largest logit of a length may be than that of the shortest.
+        tokens_per_step: of a training step at each length, as asked for; None: so many rows at each.
     """
 
     model: str
@@ -67,6 +38,12 @@ class LengthSweep:
     trained_length: int | None
     loss_tolerance: float
     logit_factor: float
+    tokens_per_step: int | None = None
+
+    @property
+    def first_unstable(self) -> int | None:
+        """The shortest of the lengths that is unstable; None: none. `first_unstable_length` looks between."""
+        return next((point.seq_len for point in self.points if point.verdict == "unstable"), None)
 
     @property
     def growth(self) -> float:
@@ -83,20 +60,20 @@ class LengthSweep:
 
     @property
     def problems(self) -> list[str]:
-        """What is wrong at which length, a sentence each; []: nothing."""
+        """What is wrong at which length, a sentence each; []: nothing.
+
+        Not among them is what `notes` tells of: a length that is spiky in a few seeds, or was not run.
+        """
         found = []
         known = self._known
         shortest = self.points[0]
         for point in self.points:
             here = f"T={point.seq_len}"
-            if not point.finite:
-                found.append(
-                    f"{here}: loss {point.loss:.4g}, largest logit {point.logit_max:.4g}: not finite"
-                )
+            if point.stopped:
                 continue
-            if point.run.verdict not in ("stable", "caught"):
-                alarm = f": {point.run.alarms[0]}" if point.run.alarms else ""
-                found.append(f"{here}: training is {point.run.verdict}{alarm}")
+            if not point.finite:
+                found.append(f"{here}: {point.why}")
+                continue
             if point.logit_max > self.logit_factor * shortest.logit_max:
                 found.append(
                     f"{here}: largest logit {point.logit_max:.4g}, of T={shortest.seq_len} "
@@ -108,7 +85,19 @@ class LengthSweep:
                     f"{here}: loss {point.loss:.4g}, of the trained length {known.seq_len} "
                     f"{known.loss:.4g}; allowed {self.loss_tolerance:g} more"
                 )
+            if point.verdict == "unstable":
+                found.append(f"{here}: {point.why}")
         return found
+
+    @property
+    def notes(self) -> list[str]:
+        """What is to be known of it but is no problem, a sentence each."""
+        said = []
+        for point in self.points:
+            if point.verdict in ("spiky", "out of memory", "not run"):
+                why = f": {point.why}" if point.verdict == "spiky" else ""
+                said.append(f"T={point.seq_len}: {point.verdict}{why}")
+        return said + token_notes(self.points, self.tokens_per_step)
 
     @property
     def _known(self) -> LengthPoint | None:
@@ -118,14 +107,33 @@ class LengthSweep:
         ]
         return within[-1] if within else None
 
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {
+            "model": self.model,
+            "first_unstable": self.first_unstable,
+            "growth": self.growth,
+            "problems": self.problems,
+            "notes": self.notes,
+            "points": [point.to_dict() for point in self.points],
+        }
+
+    def plot(self, path: str | Path) -> Path:
+        """Gradient norms over the length, as an SVG; the same file each time.
+
+        Raises:
+            ValueError: another ending than .svg, or no length was run.
+            ImportError: matplotlib is not installed.
+        """
+        return write_length_plot(path, self.points, self.model, self.first_unstable)
+
     def __str__(self) -> str:
         lines = [f"{self.model}: logits grow as T^{self.growth:.2f}"]
-        lines += [
-            f"T={p.seq_len:<6} loss {p.loss:<8.4g} largest logit {p.logit_max:<8.4g} "
-            f"{p.tokens_per_second:>10,.0f} tokens/s  {p.run.verdict}"
-            for p in self.points
-        ]
-        return "\n".join([*lines, *self.problems])
+        return "\n".join([*lines, *map(str, self.points), *self.problems, *self.notes])
+
+    def __repr__(self) -> str:
+        points = ", ".join(f"T={point.seq_len} {point.verdict}" for point in self.points)
+        return f"<LengthSweep of {self.model}: {points}>"
 
 
 def length_sweep(
@@ -135,77 +143,71 @@ def length_sweep(
     trained_length: int | None = None,
     loss_tolerance: float = 0.5,
     logit_factor: float = 4.0,
-    batch_size: int = 4,
+    gradient_factor: float = 4.0,
+    tokens_per_step: int | None = None,
+    batch_size: int | None = None,
+    seeds: int | Sequence[int] = 1,
     device: torch.device | str = "cpu",
     seed: int = 0,
+    peak_memory: MeasurePeak | None = None,
     **arguments: Any,
 ) -> LengthSweep:
     """Look at a model at each length: its loss and logits as it is, and a short training at that length.
 
     The rows of all lengths are those of the longest, cut: at each length the model reads the same beginning.
+    What a training is held against is told in `stackwise.stability.length_trouble`; several seeds tell an
+    unstable length from one that is spiky by chance.
+
+    Where memory is too small for a length, the sweep ends there: the length is "out of memory", the longer
+    ones are "not run", and the shorter ones are returned as they are.
 
     Args:
         spec: the model.
         lengths: T, in any order.
         trained_length: the longest that its weights have seen; what is beyond has to be as good, up to
             `loss_tolerance`. None: losses are not compared, as of a model with new weights.
-        loss_tolerance: in nats.
+        loss_tolerance: in nats; also how far above its beginning the loss of a training may end.
         logit_factor: a rise of the largest logit, from the shortest length on, that passes.
-        batch_size: rows.
+        gradient_factor: the same of the gradient norms.
+        tokens_per_step: of each training step, whatever the length: it has tokens_per_step // T rows. What
+            does not divide is noted with its numbers. None: `batch_size` rows at each length.
+        batch_size: rows; None: 4, unless `tokens_per_step` is given.
+        seeds: how many, from `seed` on; or which.
         device: where to run.
         seed: of weights and batches.
-        **arguments: of `stability_run`, such as `steps`.
+        peak_memory: how memory is measured: `stackwise.benchmark.memory.peak_memory`; None: it is not.
+        **arguments: of `stability_run`, such as `steps`. Without faults and a policy, a training ends at its
+            second broken step in a row.
 
     Raises:
-        ValueError: no length, the same twice, one that the model does not take, or a trained length below
-            all of them.
+        ValueError: no length, the same twice, one that the model does not take, a trained length below
+            all of them, or fewer tokens per step than the longest has.
     """
     lengths = tuple(lengths)
     require(bool(lengths), "lengths", lengths, "at least one")
     require(len(set(lengths)) == len(lengths), "lengths", lengths, "each once")
     for length in lengths:
         check_sizes(shortest_length(spec), lengths=length)
-    check_sizes(batch_size=batch_size)
-    check_number("loss_tolerance", loss_tolerance, "a number >= 0", lambda nats: nats >= 0)
     check_number("logit_factor", logit_factor, "a number >= 1", lambda factor: factor >= 1)
     lengths = tuple(sorted(lengths))
     if trained_length is not None:
         check_sizes(trained_length=trained_length)
         allowed = f"at least the shortest of the lengths, {lengths[0]}, which the others are held against"
         require(trained_length >= lengths[0], "trained_length", trained_length, allowed)
-    device = torch.device(device)
-    model = spec.create(device, seed).eval()
-    rows = spec.batch(batch_size, lengths[-1], device=device, seed=seed)
-    points = []
+    chosen = seeds_of(seeds, seed)
+    probe = LengthProbe(
+        spec,
+        lengths[-1],
+        tokens_per_step=tokens_per_step,
+        batch_size=batch_size,
+        gradient_factor=gradient_factor,
+        loss_tolerance=loss_tolerance,
+        device=device,
+        peak_memory=peak_memory,
+        arguments=arguments,
+    )
+    points: list[LengthPoint] = []
     for length in lengths:
-        inputs = rows[:, :length]
-        with torch.no_grad(), seeded(seed, device):
-            loss = float(spec.loss_of(model, inputs))
-            logits = spec.logits(model, inputs).float()
-            logit_max, logit_rms = float(logits.abs().max()), float(logits.square().mean().sqrt())
-        clock = _Clock(spec)
-        run = stability_run(
-            clock.spec, seq_len=length, batch_size=batch_size, device=device, seed=seed, **arguments
-        )
-        finite = all(map(math.isfinite, (loss, logit_max, logit_rms)))
-        speed = clock.steps_per_second() * batch_size * length
-        points.append(LengthPoint(length, loss, logit_max, logit_rms, finite, speed, run))
-    return LengthSweep(spec.name, points, trained_length, loss_tolerance, logit_factor)
-
-
-class _Clock:
-    """When each step of a run began, as its loss is asked for; the guard has waited for the step before."""
-
-    def __init__(self, spec: ModelSpec) -> None:
-        self._times: list[float] = []
-
-        def loss(model: torch.nn.Module, inputs: Tensor) -> Tensor:
-            self._times.append(time.perf_counter())
-            return spec.loss_of(model, inputs)
-
-        self.spec = ModelSpec.of(spec, loss=loss)
-
-    def steps_per_second(self) -> float:
-        """By the median of the times between; NaN for fewer than two steps behind the first."""
-        gaps = sorted(b - a for a, b in zip(self._times[1:], self._times[2:], strict=False))
-        return 1 / gaps[len(gaps) // 2] if gaps and gaps[len(gaps) // 2] > 0 else math.nan
+        full = bool(points) and bool(points[-1].stopped)
+        points.append(probe.not_run(length) if full else probe.look(length, chosen))
+    return LengthSweep(spec.name, points, trained_length, loss_tolerance, logit_factor, tokens_per_step)

@@ -126,3 +126,10 @@ def test_limits_on_the_command_line():
 def test_limits_that_are_not_understood_are_refused(text):
     with pytest.raises(ValueError, match=r"limits: got .*; allowed: KEY=VALUE, by commas, each key once"):
         parse_limits(text)
+
+
+def test_a_metric_that_is_judged_again_has_its_own_floor():
+    none = Limits().changed(memory=None, time=None)
+    again = none.changed(memory="2%", time="3%")
+    assert (again.memory.tolerance, again.memory.floor) == (0.02, Limits().memory.floor)
+    assert (again.time.tolerance, again.time.floor) == (0.03, 0.0)

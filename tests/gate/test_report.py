@@ -61,6 +61,20 @@ def test_what_was_not_measured_is_told():
     assert test_text(NEW) == "missing on base"
 
 
+def test_what_no_time_was_left_for_is_open():
+    left = TestResult(
+        "bench/test_z.py::test_z", "not begun", detail="no time", file="bench/test_z.py", line=3
+    )
+    found = gate(FINE, left)
+    assert terminal_lines(found)[-2].split() == ["not", "begun", left.nodeid, "no", "time"]
+    assert terminal_lines(found)[-1].startswith("INCONCLUSIVE: feature against main: 1 PASS, 1 not begun; ")
+    assert f"### Inconclusive\n\n- `{left.nodeid}`: not begun: no time" in markdown(found)
+    [annotation] = github_annotations(found)
+    assert annotation.startswith("::warning title=not begun%3A bench/test_z.py")
+    [finding] = code_quality(found)
+    assert finding["severity"] == "minor"
+
+
 def test_what_is_not_known_is_no_number():
     decision = Decision(Verdict.INCONCLUSIVE, math.nan, -math.inf, math.inf, 0.0, 0, False, "stopped")
     found = TestResult("a", trials={"time": TrialResult(decision, "s", 0.02, 0.01, (), (), ())})

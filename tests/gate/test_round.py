@@ -5,9 +5,11 @@ import math
 import os
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from stackwise.gate import round as round_module
 from stackwise.gate import session
 from stackwise.gate.limit import Limit, Limits
 from stackwise.gate.process import SideFailedError
@@ -18,11 +20,24 @@ from stackwise.gate.tree import Tree
 from stackwise.gate.verdict import Verdict
 
 SHORT = Sampling(seconds=1.0, pairs=10, slice_seconds=0.01)
-A, B = "bench/test_it.py::test_a", "bench/test_it.py::test_b"
+HANG = 600.0
+A, B, C = (f"bench/test_it.py::test_{name}" for name in "abc")
+
+
+class Clock:
+    """Seconds, as they are told to pass."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
 
 
 class Script:
     """A process of a side, played: `tests` are what each costs, or a word for what goes wrong."""
+
+    clock = Clock()
 
     def __init__(self, role, tests, log):
         self.role, self.tests, self.log = role, tests, log
@@ -90,6 +105,8 @@ class Script:
             case {"memory": True}:
                 self.answers += [{"sample": {"memory": self.tests[self.now]["memory"]}}]
             case {"go_on": True}:
+                if self.role == "head":
+                    self.clock.now += self.tests[self.now].get("takes", 0.0)
                 if self.tests[self.now].get("fails_after"):
                     self._failed("teardown")
                 self._over(True)
@@ -99,6 +116,7 @@ class Script:
         if "collected" in str(answer):
             self._next()
         if isinstance(answer, Exception):
+            self.clock.now += HANG if answer.how == "hung" else 0.0
             raise answer
         return answer
 
@@ -118,14 +136,18 @@ def cost(seconds=0.1, memory=1000.0, **more):
 
 
 def play(base, head, sampling=SHORT, seed=0, tests=(A, B)):
-    log, made = [], {}
+    log, made = [], []
 
-    def start(role, _):
-        made[role] = Script(role, base if role == "base" else head, log)
-        return made[role]
+    def start(asked):
+        def process(role, _):
+            given = base if role == "base" else head
+            made.append(Script(role, {test: cost for test, cost in given.items() if test in asked}, log))
+            return made[-1]
+
+        return process
 
     found = dict(run_round(tests, start, sampling, random.Random(seed)))
-    assert not any(process.alive for process in made.values())
+    assert not any(process.alive for process in made)
     return found, log
 
 
@@ -173,7 +195,7 @@ def test_both_sides_have_the_same_seed_and_each_round_another():
 
     rng = random.Random(0)
     for _ in range(3):
-        dict(run_round((A,), start, SHORT, rng))
+        dict(run_round((A,), lambda _: start, SHORT, rng))
     assert seeds[::2] == seeds[1::2]
     assert len({*seeds}) == 3
 
@@ -238,10 +260,73 @@ def test_a_call_that_fails_and_a_test_that_fails_after_it(key, role):
 
 
 @pytest.mark.parametrize(("word", "how"), [("crash", "crashed"), ("hang", "hung")])
-def test_a_process_that_is_lost_ends_the_round_with_its_test(word, how):
-    found, _ = play({A: cost(), B: cost()}, {A: word, B: cost()})
-    assert set(found) == {A}
-    assert found[A].how == {"head": how}
+@pytest.mark.parametrize("role", ["base", "head"])
+def test_a_process_that_is_lost_costs_its_test_and_no_other(word, how, role):
+    sides = {"base": {A: cost(), B: cost(), C: cost()}, "head": {A: cost(), B: cost(), C: cost()}}
+    sides[role][B] = word
+    found, log = play(**sides, tests=(A, B, C))
+    assert list(found) == [A, B, C]
+    assert found[B].how == {role: how}
+    assert isinstance(found[A], Paired)
+    assert isinstance(found[C], Paired)
+    assert [test for test, _ in itertools.groupby(log, key=lambda each: each[0])] == [A, C]
+
+
+def test_each_pair_of_processes_is_asked_for_what_is_left_with_a_seed_of_its_own():
+    asked, seeds = [], []
+    head = {A: "crash", B: cost(), C: "crash"}
+
+    def start(tests):
+        asked.append(tests)
+
+        def process(role, seed):
+            seeds.append(seed)
+            given = head if role == "head" else dict.fromkeys(head, cost())
+            return Script(role, {test: given[test] for test in tests}, [])
+
+        return process
+
+    dict(run_round((A, B, C), start, SHORT, random.Random(0)))
+    assert asked == [(A, B, C), (B, C)]  # behind the last one there is nothing to be started for
+    assert seeds[::2] == seeds[1::2]
+    assert len({*seeds}) == 2
+
+
+@pytest.mark.parametrize("at", ["start", "collection"])
+def test_new_processes_that_end_at_their_start_end_what_is_left(at):
+    made = []
+
+    def start(tests):
+        def process(role, _):
+            if tests != (A, B, C) and role == "base":
+                lost = SideFailedError("crashed", "no more memory")
+                if at == "start":
+                    raise lost
+                made.append(Script(role, {}, []))
+                made[-1].answers = [lost]
+                return made[-1]
+            made.append(Script(role, {test: "crash" if test == A else cost() for test in tests}, []))
+            return made[-1]
+
+        return process
+
+    found = dict(run_round((A, B, C), start, SHORT, random.Random(0)))
+    assert found[B] == found[C] == Ended({"base": "crashed"}, {"base": "at its start: no more memory"})
+    assert not any(process.alive for process in made)
+
+
+def test_processes_end_where_a_round_is_left():
+    made = []
+
+    def process(role, _):
+        made.append(Script(role, {A: cost(), B: cost()}, []))
+        return made[-1]
+
+    found = run_round((A, B), lambda _: process, SHORT, random.Random(0))
+    assert next(found)[0] == A
+    assert all(each.alive for each in made)
+    found.close()
+    assert len(made) == 2 and not any(each.alive for each in made)
 
 
 def test_a_test_that_one_side_lacks():
@@ -329,21 +414,154 @@ def test_decided_tests_are_not_measured_again(sides, tmp_path):
 
 
 def test_the_time_is_up(sides, tmp_path):
-    sides({A: cost(), B: cost()}, {A: cost(), B: "skip"})
-    found = gate(tmp_path, most_seconds=1e-9)
+    sides({A: cost(), B: cost(), C: cost()}, {A: "skip", B: cost(), C: cost()})
+    found = gate(tmp_path, (A, B, C), most_seconds=1e-9)
     assert found.rounds == 1
-    assert found.tests[0].verdict == Verdict.INCONCLUSIVE
-    assert found.tests[0].trials["time"].decision.reason.endswith("the time is up")
-    assert (found.tests[1].status, found.tests[1].detail) == ("skipped", "no GPU")
+    assert (found.tests[0].status, found.tests[0].detail) == ("skipped", "no GPU")
+    assert found.tests[1].verdict == Verdict.INCONCLUSIVE
+    assert found.tests[1].trials["time"].decision.reason.endswith("the time is up")
+    assert found.tests[2].status == "not begun"
+    assert found.tests[2].outcome("fail") == "inconclusive"
 
 
-def test_a_crash_costs_its_test_and_no_other(sides, tmp_path):
-    rounds = sides({A: cost(), B: cost()}, {A: "crash", B: cost()})
-    found = gate(tmp_path, most_seconds=1e-9)
+def test_a_crash_costs_no_other_test_a_round(sides, tmp_path):
+    pairs = sides({A: cost(), B: cost()}, {A: "crash", B: cost()})
+    found = gate(tmp_path)
     assert found.tests[0].status == "crashed on head"
     assert "SIGSEGV" in found.tests[0].detail
-    assert found.tests[1].status == "measured"
-    assert len(rounds) == 2
+    assert found.tests[1].verdict == Verdict.PASS
+    first_look = Rule().looks[0]
+    assert found.rounds == found.tests[1].trials["time"].decision.rounds == first_look
+    assert len(pairs) == first_look + 1
+
+
+def test_processes_that_are_gone_before_they_hear_of_their_tests(sides, tmp_path, monkeypatch):
+    sides({A: cost()}, {A: cost()})
+    whole, made = session.SideProcess, []
+
+    def start(role, arguments, **given):
+        process = whole(role, arguments, **given)
+        made.append(process)
+        if role == "head":
+
+            def send(**_):
+                raise SideFailedError("crashed", "it ended with code 4")
+
+            process.send = send
+        return process
+
+    monkeypatch.setattr(session, "SideProcess", start)
+    found = gate(tmp_path, (A,))
+    assert found.tests[0].status == "crashed on head"
+    assert found.tests[0].detail == "at its start: it ended with code 4"
+    assert made and not any(process.alive for process in made)
+
+
+# Where the time is short.
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """What time it is for a session: tests let pass what they say that they take."""
+    made = Clock()
+    monkeypatch.setattr(Script, "clock", made)
+    monkeypatch.setattr(session, "time", SimpleNamespace(monotonic=made))
+    monkeypatch.setattr(round_module, "time", SimpleNamespace(perf_counter=made))
+    return made
+
+
+def many(count):
+    return tuple(f"bench/test_it.py::test_{number}" for number in range(count))
+
+
+def slow_start(monkeypatch, clock, seconds):
+    """Processes of a pair take so long to start, by the number of the pair."""
+    whole, heads = session.SideProcess, itertools.count()
+
+    def start(role, arguments, **given):
+        if role == "head":
+            clock.now += seconds(next(heads))
+        return whole(role, arguments, **given)
+
+    monkeypatch.setattr(session, "SideProcess", start)
+
+
+def test_short_time_goes_to_the_first_tests(sides, tmp_path, clock):
+    tests = many(10)
+    costs = dict.fromkeys(tests, cost(takes=1.0))
+    sides(costs, costs)
+    seen = []
+    found = gate(tmp_path, tests, most_seconds=20.0, on_progress=seen.append)
+    # With the sixth, four rounds take all of the time.
+    first_look = Rule().looks[0]
+    for test in found.tests[:6]:
+        assert test.verdict == Verdict.PASS
+        assert test.trials["time"].decision.rounds == first_look
+    assert [(test.status, test.outcome("fail")) for test in found.tests[6:]] == [
+        ("not begun", "inconclusive")
+    ] * 4
+    assert found.tests[6].detail == "the time was not enough for all tests"
+    assert (found.verdict, found.exit_code) == (Verdict.INCONCLUSIVE, 7)
+    assert [(each.open, each.waiting) for each in seen] == [(6, 4)] * 3 + [(0, 4)]
+
+
+def test_with_time_for_all_tests_all_are_begun_at_once(sides, tmp_path, clock):
+    tests = many(10)
+    costs = dict.fromkeys(tests, cost(takes=1.0))
+    sides(costs, costs)
+    found = gate(tmp_path, tests, most_seconds=40.0)
+    assert {test.verdict for test in found.tests} == {Verdict.PASS}
+    assert (found.rounds, found.seconds) == (4, 40.0)
+
+
+def test_tests_that_wait_are_begun_where_later_rounds_are_faster(sides, tmp_path, clock, monkeypatch):
+    tests = many(10)
+    costs = dict.fromkeys(tests, cost(takes=1.0))
+    sides(costs, costs)
+    slow_start(monkeypatch, clock, lambda number: 1.0 if number else 10.0)
+    seen = []
+    found = gate(tmp_path, tests, most_seconds=60.0, on_progress=seen.append)
+    assert [each.waiting for each in seen][:2] == [4, 0]
+    assert {test.verdict for test in found.tests} == {Verdict.PASS}
+    assert {test.trials["time"].decision.rounds for test in found.tests} == {4}
+    assert found.seconds < 60
+
+
+def test_no_round_is_begun_for_new_tests_that_no_time_is_left_for(sides, tmp_path, clock, monkeypatch):
+    tests = many(3)
+    costs = dict.fromkeys(tests, cost(takes=1.0))
+    sides(costs, costs)
+    slow_start(monkeypatch, clock, lambda number: 9.0 if number else 12.0)
+    found = gate(tmp_path, tests, most_seconds=55.0)
+    # 12 + 2, and three times 9 + 2: in the rest no new test comes to its first look.
+    assert [test.status for test in found.tests] == ["measured", "measured", "not begun"]
+    assert [test.verdict for test in found.tests[:2]] == [Verdict.PASS] * 2
+    assert (found.rounds, found.seconds) == (4, 47.0)
+
+
+def test_tests_are_given_up_where_later_rounds_are_slower(sides, tmp_path, clock):
+    tests = many(4)
+    costs = dict.fromkeys(tests, lambda number: cost(takes=3.0 if number else 1.0))
+    sides(costs, costs)
+    found = gate(tmp_path, tests, most_seconds=22.0)
+    assert [test.verdict for test in found.tests] == [Verdict.PASS] * 2 + [Verdict.INCONCLUSIVE] * 2
+    assert [test.trials["time"].decision.rounds for test in found.tests] == [4, 4, 2, 2]
+    assert found.tests[3].trials["time"].decision.reason.endswith("too few to say anything; the time is up")
+
+
+def test_what_a_lost_process_took_is_no_part_of_later_rounds(sides, tmp_path, clock):
+    tests = many(10)
+    costs = dict.fromkeys(tests, cost(takes=1.0))
+    sides(costs, {**costs, tests[0]: "hang"})
+    found = gate(tmp_path, tests, most_seconds=HANG + 40.0)
+    assert found.tests[0].status == "hung on head"
+    assert {test.verdict for test in found.tests[1:]} == {Verdict.PASS}
+
+
+def test_a_run_without_a_limit_makes_all_rounds(sides, tmp_path, clock):
+    costs = {A: cost(takes=1e6), B: cost(takes=1e6)}
+    sides(costs, costs)
+    assert {test.verdict for test in gate(tmp_path).tests} == {Verdict.PASS}
 
 
 @pytest.mark.parametrize(
@@ -460,6 +678,44 @@ def test_a_call_that_is_made_once():
 def test_metrics_that_one_side_has_no_time_of():
     found, _ = play({A: cost(0.1, ttft=0.05, tpot=0.0)}, {A: cost(0.1, ttft=0.05, tpot=0.01)}, tests=(A,))
     assert set(found[A].differences) == {"time", "ttft", "memory"}
+
+
+def test_a_metric_that_a_later_round_lacks_is_open(sides, tmp_path):
+    jitter = random.Random(0)
+
+    def text(number):
+        return cost(0.1 * math.exp(jitter.gauss(0, 0.002)), ttft=0.05, tpot=0.0 if number == 2 else 0.01)
+
+    sides({A: text}, {A: text})
+    [found] = gate(tmp_path, (A,)).tests
+    tpot = found.trials["tpot"]
+    assert tpot.decision.verdict == found.verdict == Verdict.INCONCLUSIVE
+    assert tpot.decision.reason == "2 rounds are too few to say anything; round 3 had no tpot"
+    assert len(tpot.head) == 2  # the rounds from the first on, as whatever is kept of each round
+    assert found.trials["time"].decision.verdict == Verdict.PASS
+
+
+def test_a_metric_that_the_first_round_lacks_is_not_judged(sides, tmp_path):
+    def text(number):
+        return cost(ttft=0.05, tpot=0.01 if number else 0.0)
+
+    sides({A: text}, {A: text})
+    [found] = gate(tmp_path, (A,)).tests
+    assert set(found.trials) == {"time", "ttft", "memory"}
+
+
+def test_the_metrics_that_there_are_decide_how_strictly_flags_are_confirmed(sides, tmp_path):
+    seen = []
+
+    class Seen(Rule):
+        def confirmation(self, n_tests):
+            seen.append(n_tests)
+            return super().confirmation(n_tests)
+
+    sides({A: cost(), B: cost(ttft=0.01)}, {A: cost(), B: cost(ttft=0.01)})
+    gate(tmp_path, rule=Seen(), limits={A: Limits(memory=None)})
+    # Of A its time; of B time, memory and ttft.
+    assert seen[-1] == 4
 
 
 def test_places_are_those_of_the_tree(tmp_path):

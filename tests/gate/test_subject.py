@@ -74,6 +74,20 @@ def test_a_text_of_one_token_has_no_later_ones():
     assert Streamed(lambda on_token: on_token(0)).seconds(1)["tpot"] == 0.0
 
 
+@pytest.mark.parametrize(("lengths", "lacks"), [((3, 1, 2), {"tpot"}), ((2, 0), {"ttft", "tpot"})])
+def test_what_one_of_several_texts_lacks_is_told_of_none(clock, lengths, lacks):
+    left = iter(lengths)
+
+    def text(on_token):
+        clock.sleep(0.01)
+        for _ in range(next(left)):
+            clock.sleep(0.01)
+            on_token(0)
+
+    found = Streamed(text).seconds(len(lengths))
+    assert {metric for metric, seconds in found.items() if seconds == 0} == lacks
+
+
 def test_warm_up_makes_calls_for_its_time_and_tells_the_fastest(clock):
     seconds = iter([5.0, 0.25, *[0.5] * 1000])
     found = warm_up(Repeated(lambda: clock.sleep(next(seconds))), 10.0)

@@ -168,6 +168,18 @@ def test_a_revision_comes_before_a_folder_of_its_name(repository):
         assert read(base)["engine/__init__.py"] == "FOLDER = 1\n"
 
 
+def test_where_temporary_files_lie_in_the_project(tmp_path, monkeypatch):
+    write(tmp_path / "project", {"engine.py": "NEW = 1\n", "test_it.py": "", "tmp/own.txt": ""})
+    write(tmp_path / "project" / "old", {"engine.py": "OLD = 1\n"})
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "project" / "tmp"))
+    root = tmp_path / "project"
+    with both_trees("./old", root=root, tests=[root / "test_it.py"], start=root) as (base, head, _):
+        assert (base.folder / "engine.py").read_text() == "OLD = 1\n"
+        assert (head.folder / "engine.py").read_text() == "NEW = 1\n"
+        assert [path.name for path in (head.folder / "tmp").iterdir()] == ["own.txt"]
+    assert [path.name for path in (root / "tmp").iterdir()] == ["own.txt"]
+
+
 def test_without_a_repository(tmp_path):
     write(tmp_path / "old", {"engine.py": "OLD = 1\n"})
     new = tmp_path / "new"

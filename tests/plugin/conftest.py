@@ -116,7 +116,8 @@ def loop_spec():
 @pytest.fixture(scope="session")
 def _warm():
     """Whatever a nested run imports first is forgotten at its end, and torch bears no second import."""
-    for name in ("torch._dynamo.repro.after_dynamo", "torch._inductor.compile_fx"):  # of the compiler
+    of_the_compiler = ("torch._dynamo.repro.after_dynamo", "torch._inductor.compile_fx")
+    for name in (*of_the_compiler, "datasets", "sqlalchemy"):  # transformers loads datasets where it is
         importlib.import_module(name)
     import stackwise.cli  # noqa: F401
     from stackwise import ModelSpec, Report, check_model, create_simple_rack, measure, stability_run

@@ -9,14 +9,13 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ET
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 import stackwise.gate.report
 import stackwise.gate.session  # before a nested run: NumPy cannot be loaded twice  # noqa: F401
-from pytest_stackwise.gate import GateWarning, RegressionError, _Verdict
+from pytest_stackwise.gate import GateWarning, RegressionError, _own_arguments, _Verdict
 from stackwise.gate.result import TestResult
 
 pytestmark = pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
@@ -75,7 +74,6 @@ def test_what_cannot_be_measured_is_said(project, pytester, monkeypatch):
     project(
         """
 import os, pytest, work
-def test_short_of_time(benchmark): benchmark(work.one)
 def test_new(benchmark): benchmark(work.new)
 @pytest.mark.skip(reason="not today")
 def test_skipped(benchmark): benchmark(work.one)
@@ -85,6 +83,8 @@ def test_known(benchmark): benchmark(lambda: 1 / 0)
 def test_fails(benchmark): benchmark(lambda: 1 / 0)
 def test_ordinary(): assert True
 def test_killed(benchmark): benchmark(lambda: work.new and os._exit(9))
+def test_short_of_time(benchmark): benchmark(work.one)
+def test_too_late(benchmark): benchmark(work.one)
 """,
         WORK.format(one=100, other=100),
         WORK.format(one=100, other=100) + "new = one\n",
@@ -96,15 +96,16 @@ def test_killed(benchmark): benchmark(lambda: work.new and os._exit(9))
         "--stackwise-gate-report=out",
         "--junitxml=junit.xml",
     )
-    result.assert_outcomes(passed=2, skipped=3, xfailed=1, failed=2)
+    result.assert_outcomes(passed=2, skipped=4, xfailed=1, failed=2)
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     result.stdout.fnmatch_lines(
         [
-            "gate: round 1: 1 of 7 tests are open*",
-            "crashed on head: ZeroDivisionError: division by zero (test_work.py:10)",
+            "gate: round 1: 1 of 8 tests are open, 1 are not begun*",
+            "crashed on head: ZeroDivisionError: division by zero (test_work.py:9)",
             "crashed on head: it ended with code 9; *",
             "*= stackwise gate =*",
             "missing on base * failed: AttributeError: module 'work' has no attribute 'new'*",
+            "not begun * bench/test_work.py::test_too_late * the time was not enough for all tests",
             "REGRESSED: working tree at * against base (*): *",
             "gate: wrote *out.md",
             "gate: wrote *out.json",
@@ -115,17 +116,18 @@ def test_killed(benchmark): benchmark(lambda: work.new and os._exit(9))
     found = json.loads((pytester.path / "out.json").read_text())
     status = {test["nodeid"].split("::")[1]: test["status"] for test in found["tests"]}
     assert status == {
-        "test_short_of_time": "measured",
         "test_new": "missing on base",
         "test_skipped": "skipped",
         "test_skips_itself": "skipped",
         "test_known": "crashed on head",
         "test_fails": "crashed on head",
         "test_killed": "crashed on head",
+        "test_short_of_time": "measured",
+        "test_too_late": "not begun",
     }
     assert found["environment"]["python"]
-    assert found["tests"][5]["file"] == "bench/test_work.py"
-    assert found["tests"][5]["line"] == 10
+    assert found["tests"][4]["file"] == "bench/test_work.py"
+    assert found["tests"][4]["line"] == 9
     assert "REGRESSED" in summary.read_text()
     cases = {case.get("name"): case for case in ET.parse("junit.xml").iter("testcase")}
     assert cases["test_fails"].find("failure") is not None
@@ -189,6 +191,73 @@ def test_refused(project, pytester, options, message):
     result = pytester.runpytest_inprocess(*options)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines([f"ERROR: {message}"])
+
+
+def test_sides_get_what_the_run_was_told_but_for_what_is_its_own(pytester):
+    pytester.makeconftest(
+        """
+def pytest_addoption(parser):
+    parser.addoption("--distributed", action="store_true")
+    parser.addoption("--verbose-log")
+    parser.addoption("--size", nargs=1)
+"""
+    )
+    own = [
+        "--stackwise-against=base",
+        "--stackwise-gate-seconds",
+        "3",
+        "--stackwise-gate=time=3%",
+        "-x",
+        "-vv",
+    ]
+    own += ["--benchmark-only", "--junitxml=x.xml", "--tb", "no", "-rs", "--lf", "--sw", "--pdb"]
+    handed = ["--distributed", "--verbose-log", "a.log", "--size=3", "-k", "a or b", "-mslow", "-W", "error"]
+    config = pytester.parseconfig(*own, *handed, "test_it.py")
+    assert _own_arguments(config) == handed
+
+
+def test_where_nothing_was_compared_the_run_is_not_green(project, pytester):
+    work = WORK.format(one=100, other=100)
+    project(
+        """
+import pytest, work
+def test_skips_itself(benchmark): pytest.skip("no GPU")
+def test_gives_up(benchmark): pytest.xfail("not on this machine")
+""",
+        work,
+        work + "new = one\n",
+    )
+    # Trees below the project, and no cache: neither is anything to a side.
+    (pytester.path / "tmp").mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(pytester.path / "tmp"))
+        patch.setattr("tempfile.tempdir", None)
+        options = ("-p", "no:cacheprovider", "--strict-config", "-rs")
+        result = pytester.runpytest_inprocess("--stackwise-against=base", *options)
+    result.assert_outcomes(skipped=2)
+    assert result.ret == 7
+    result.stdout.fnmatch_lines(
+        [
+            "skipped * bench/test_work.py::test_skips_itself * no GPU",
+            "skipped * bench/test_work.py::test_gives_up * not on this machine",
+            "INCONCLUSIVE: *: 2 skipped*",
+        ]
+    )
+    assert not list((pytester.path / "tmp").iterdir())
+
+
+def test_a_file_that_cannot_be_imported_is_no_matter_of_the_others_if_told_so(project, pytester):
+    work = WORK.format(one=100, other=100)
+    project("import work\ndef test_it(benchmark): benchmark(work.one)\n", work, work + "new = one\n")
+    (pytester.path / "bench" / "test_broken.py").write_text("import nothing_of_this_name\n")
+    result = pytester.runpytest_inprocess("--stackwise-against=base", ONE_ROUND)
+    result.assert_outcomes(errors=1)
+    result = pytester.runpytest_inprocess(
+        "--stackwise-against=base", ONE_ROUND, "--continue-on-collection-errors"
+    )
+    result.assert_outcomes(errors=1, skipped=1)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines(["INCONCLUSIVE * bench/test_work.py::test_it *"])
 
 
 @pytest.mark.parametrize(
@@ -269,7 +338,8 @@ from stackwise.benchmark import callable_workload
 @pytest.mark.gate(time="20%")
 def test_it(throughput):
     one, three = torch.randn(256, 256), torch.randn(1024, 1024)
-    throughput(callable_workload(lambda: three @ three), against=callable_workload(lambda: one @ one))
+    found = throughput(callable_workload(lambda: three @ three), against=callable_workload(lambda: one @ one))
+    assert found.median > 0
 def test_without(throughput):
     throughput(callable_workload(lambda: None))
 """,
@@ -306,7 +376,7 @@ def test_a_file_that_the_base_cannot_import_is_no_matter_of_the_others(project, 
 @pytest.mark.parametrize(
     "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)], ids=["SIGTERM", "SIGINT"]
 )
-def test_interrupted(project, pytester, number):
+def test_interrupted(project, pytester, number, ends):
     # No process and no tree stays behind: the fixture looks for trees.
     project(
         """
@@ -338,16 +408,4 @@ def test_long(benchmark):
     assert process.returncode == pytest.ExitCode.INTERRUPTED, output
     pids = [int(path.name) for path in seen.iterdir()]
     assert len(pids) == 2, output
-    deadline = time.monotonic() + 30
-    while any(map(_runs, pids)) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not any(map(_runs, pids))
-
-
-def _runs(pid):
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    stat = Path(f"/proc/{pid}/stat")
-    return not (stat.exists() and stat.read_text().rpartition(")")[2].split()[0] == "Z")
+    assert all(map(ends, pids))

@@ -92,7 +92,8 @@ def test_plugin_import_adds_only_the_plugin():
     modules = runs[0][1]
     assert "pytest_stackwise.plugin" in modules
     assert {name.partition(".")[0] for name in modules} - sys.stdlib_module_names == {"pytest_stackwise"}
-    assert len(modules) <= 20
+    # Of the standard library contextvars and ctypes, with their parts.
+    assert len([name for name in modules if not name.startswith("pytest_stackwise")]) <= 5
 
 
 def test_public_name_is_handed_on_late():

@@ -7,7 +7,7 @@ FAULTS += ("embedding_explosion", "bit_flip", "half_overflow")
 FAULTS += ("label_corruption", "corrupt_sample", "unreadable_sample", "worker_death", "out_of_memory")
 FAULTS += ("slow_rank", "dead_rank", "process_signal", "disk_full", "short_write", "bit_rot")
 NAMES = ("gpu", "stability", "recovers", *FAULTS, "seq_lengths", "throughput")
-NAMES += ("max_memory", "min_tokens_per_second", "no_memory_growth", "gate")
+NAMES += ("max_memory", "min_tokens_per_second", "no_memory_growth", "quality", "gate")
 INT_FROM_0, INT_FROM_1 = "an integer >= 0", "an integer >= 1"
 TARGETS = "'loss', 'activation[:PATTERN]', 'gradient[:PATTERN]', 'weight[:PATTERN]'"
 

@@ -1,6 +1,7 @@
 """Lengths beside each other: numbers of models whose logits are known, and what is refused."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import nn
 
 from stackwise.spec import ModelSpec
 from stackwise.stability.length_sweep import LengthPoint, LengthSweep, length_sweep
+from stackwise.stability.length_trouble import SeedRun
 
 
 class Known(nn.Module):
@@ -48,7 +50,7 @@ def test_what_is_not_finite_is_named_with_its_length():
 
 
 def point(seq_len, loss, run):
-    return LengthPoint(seq_len, loss, 1.0, 1.0, math.isfinite(loss), 1.0, run)
+    return LengthPoint("m", seq_len, 4, loss, 1.0, 1.0, 1.0, (SeedRun(0, run, ()),))
 
 
 @pytest.mark.parametrize(
@@ -67,6 +69,25 @@ def test_losses_beyond_the_trained_length(trained, losses, lengths):
     points = [point(n, loss, run) for n, loss in zip((4, 8, 32), losses, strict=True)]
     sweep = LengthSweep("m", points, trained, 0.5, 4.0)
     assert [text[:4] for text in sweep.problems] == lengths
+
+
+def test_first_unstable_is_the_shortest_of_the_lengths():
+    assert length_sweep(spec(), (4, 8), steps=1).first_unstable is None
+    sweep = length_sweep(spec(spoilt=7), (4, 8, 16), steps=1, seeds=2)
+    assert sweep.first_unstable == 8
+    plain = sweep.to_dict()
+    assert plain["first_unstable"] == 8
+    assert [each["length"]["why"] == "" for each in plain["points"]] == [True, False, False]
+    assert repr(sweep) == "<LengthSweep of known: T=4 stable, T=8 unstable, T=16 unstable>"
+
+
+def test_finite_length_says_what_is_wrong_with_its_training():
+    # Logits grow as T^2, and gradient norms with them: 16 times at four times the length.
+    arguments = {"steps": 4, "logit_factor": 100.0, "tokens_per_step": 16}
+    [problem] = length_sweep(spec(power=2.0), (4, 16), **arguments).problems
+    said = re.match(r"T=16: training of seed 0: gradient norms (.*) times those of the shortest", problem)
+    assert float(said[1]) == pytest.approx(16.0, rel=0.3)
+    assert length_sweep(spec(power=2.0), (4, 16), **arguments, gradient_factor=100.0).problems == []
 
 
 def test_all_lengths_begin_alike_and_each_is_trained():

@@ -10,6 +10,8 @@ from pathlib import Path
 
 __all__ = ["Imports"]
 
+_HERE = Path(__file__).resolve().parent
+
 
 class Imports:
     """Where the modules of this process come from.
@@ -47,6 +49,8 @@ class Imports:
             self._own = self._own or not any(path.is_relative_to(test) for test in self._tests)
         elif "." not in name and self._has(name) and not self._of_python(path):
             self._stray = f"{name} from {path}, though its tree has one"
+        elif path.is_relative_to(_HERE):
+            return  # this package; trees may lie below the project, where TMPDIR does
         elif any(path.is_relative_to(folder) for folder in self._foreign) and not self._is_installed(path):
             self._stray = str(path)
 

@@ -7,7 +7,7 @@ it is told to. Loaded after all other plugins, so that its `benchmark` and `thro
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,7 @@ class SidePlugin:
         self.channel, self.role, self.imports = channel, role, imports
         self.tests: list[str] = self._receive()["tests"]
         self._served: set[str] = set()
+        self._gave_up: set[tuple[str, str | None]] = set()
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -71,12 +72,24 @@ class SidePlugin:
         if report.failed:
             self._send(not_collected=report.nodeid, detail=str(report.longrepr)[-_LONGEST:])
 
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """Tell a test that gives up by itself from one that is expected to fail."""
+        report = yield
+        if call.excinfo is not None and isinstance(call.excinfo.value, pytest.xfail.Exception):
+            self._gave_up.add((report.nodeid, report.when))
+        return report
+
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Say how a phase of a test ended where it did not pass, and when the test is over."""
-        ended = _ended(report)
+        gave_up = (report.nodeid, report.when) in self._gave_up
+        ended = "skipped" if gave_up else _ended(report)
         if ended != "passed":
-            self._send(test=report.nodeid, ended=ended, when=report.when, detail=_reason(report)[:_LONGEST])
+            reason = str(report.wasxfail) if gave_up else _reason(report)
+            self._send(test=report.nodeid, ended=ended, when=report.when, detail=reason[:_LONGEST])
         if report.when == "teardown":
             own, stray = self.imports.look()
             measured = report.nodeid in self._served
@@ -88,10 +101,10 @@ class SidePlugin:
         return _benchmark_type()(request.node, self.serve)
 
     @pytest.fixture
-    def throughput(self, request: pytest.FixtureRequest) -> Callable[..., None]:
+    def throughput(self, request: pytest.FixtureRequest) -> Callable[..., Any]:
         """The fixture of the same name, in whose place the gate measures."""
 
-        def run(subject: Any, *, against: Any = None, **arguments: Any) -> None:
+        def run(subject: Any, *, against: Any = None, **arguments: Any) -> Any:
             if os.environ.get(CALLABLE):
                 if against is None:
                     pytest.fail(
@@ -108,26 +121,35 @@ class SidePlugin:
                 self.serve(request.node.nodeid, Streamed(workload.each_token))
             else:
                 self.serve(request.node.nodeid, Repeated(workload.call, workload.prepare))
+            found_once = getattr(fixtures, "found_once", None)  # older ones have none
+            return None if found_once is None else found_once(workload)
 
         return run
 
-    def serve(self, nodeid: str, subject: Subject) -> None:
-        """Do what the gate asks for until it asks for no more."""
+    def serve(self, nodeid: str, subject: Subject) -> list[float]:
+        """Do what the gate asks for until it asks for no more.
+
+        Returns:
+            seconds of one call, for each turn that was measured.
+        """
         if nodeid in self._served:
             raise OneCallError("a test that is gated measures one call; parametrize the test for more")
         self._served.add(nodeid)
         settle()
+        taken: list[float] = []
         self._send(test=nodeid, ready=True, only_once=subject.only_once)
         while True:
             match self._receive():
                 case {"warm_up": seconds}:
                     self._send(sample=warm_up(subject, seconds))
                 case {"calls": calls}:
-                    self._send(sample=subject.seconds(calls))
+                    sample = subject.seconds(calls)
+                    taken.append(sample["time"])
+                    self._send(sample=sample)
                 case {"memory": True}:
                     self._send(sample=peak_memory(subject))
                 case _:
-                    return
+                    return taken
 
     def _send(self, **message: Any) -> None:
         try:
@@ -146,10 +168,11 @@ class SidePlugin:
 
 
 class Benchmark:
-    """What tests use of pytest-benchmark's fixture. It has no statistics: one side alone knows none.
+    """What tests use of pytest-benchmark's fixture.
 
     Attributes:
-        stats: None, as where benchmarks are disabled.
+        stats: pytest-benchmark's own, of this side's turns in this process, one number a turn; None before
+            the call, and where pytest-benchmark is not installed.
         extra_info: for the test to write to; nobody reads it here.
         group: the same.
         name: of the test.
@@ -157,21 +180,36 @@ class Benchmark:
         enabled: True.
     """
 
-    stats = None
     disabled, enabled = False, True
+    has_error, cprofile_stats = False, None  # which its statistics ask for
 
-    def __init__(self, item: pytest.Item, serve: Callable[[str, Subject], None]) -> None:
-        self._item, self._serve = item, serve
+    def __init__(self, item: pytest.Item, serve: Callable[[str, Subject], list[float]]) -> None:
+        self._item, self._serve_turns = item, serve
+        self.stats: Any = None
         self.extra_info: dict[str, Any] = {}
         self.group: str | None = None
         self.name, self.fullname = item.name, item.nodeid
+        case = getattr(item, "callspec", None)
+        self.param: str | None = None if case is None else case.id
+        self.params: dict[str, Any] | None = None if case is None else case.params
+
+    def _serve(self, subject: Subject) -> None:
+        seconds = self._serve_turns(self._item.nodeid, subject)
+        try:
+            from pytest_benchmark.stats import Metadata
+        except ImportError:
+            return
+        stats: Any = Metadata
+        self.stats = stats(self, iterations=1, options={})
+        for each in seconds:
+            self.stats.update(each)
 
     def __call__(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Measure `target(*args, **kwargs)`; returns what it returns."""
         if os.environ.get(CALLABLE):
             pytest.fail("benchmark has no `against`: use throughput(new, against=old)", pytrace=False)
         call = partial(target, *args, **kwargs) if args or kwargs else target
-        self._serve(self._item.nodeid, Repeated(call))
+        self._serve(Repeated(call))
         return call()
 
     def pedantic(
@@ -208,7 +246,7 @@ class Benchmark:
             if teardown is not None:
                 teardown(*given[0][0], **given[0][1])
 
-        self._serve(self._item.nodeid, Repeated(call, prepare, after))
+        self._serve(Repeated(call, prepare, after))
         prepare()
         result = call()
         after()
@@ -221,7 +259,7 @@ class Benchmark:
         def once() -> None:
             results.append(call())
 
-        self._serve(self._item.nodeid, Repeated(once, only_once=True))
+        self._serve(Repeated(once, only_once=True))
         return results[0] if results else call()
 
     def weave(self, *_: Any, **__: Any) -> None:

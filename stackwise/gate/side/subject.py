@@ -103,7 +103,10 @@ class Streamed:
         self.each_token = each_token
 
     def seconds(self, calls: int) -> dict[str, float]:
-        """Seconds of one text, until its first token (TTFT), and of each later one (TPOT)."""
+        """Seconds of one text, until its first token (TTFT), and of each later one (TPOT).
+
+        0 for what one of the texts has not: a first token, a later one.
+        """
         synchronize = _synchronize()
         at: list[int] = []
 
@@ -112,6 +115,7 @@ class Streamed:
             at.append(time.perf_counter_ns())
 
         whole = to_first = later = 0
+        fewest = sys.maxsize
         for _ in range(calls):
             at.clear()
             synchronize()
@@ -119,9 +123,11 @@ class Streamed:
             self.each_token(on_token)
             synchronize()
             whole += time.perf_counter_ns() - start
+            fewest = min(fewest, len(at))
             to_first += at[0] - start if at else 0
             later += (at[-1] - at[0]) // max(1, len(at) - 1) if at else 0
-        found = {"time": whole, "ttft": to_first, "tpot": later}
+        # The mean of some texts is not that of others which have no such token.
+        found = {"time": whole, "ttft": to_first if fewest > 0 else 0, "tpot": later if fewest > 1 else 0}
         return {metric: value * _NANOSECOND / calls for metric, value in found.items()}
 
     def once(self, looked_at: Callable[[Callable[[], object]], int]) -> int:

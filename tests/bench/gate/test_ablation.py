@@ -96,9 +96,9 @@ def test_a_side_that_ends_is_told(repository):
 
 
 def test_a_series(repository, monkeypatch):
-    monkeypatch.setattr(gate_ablation, "_PAIRS", 2)
-    monkeypatch.setattr(gate_ablation, "_WARM_UP", 1)
-    monkeypatch.setattr(gate_ablation, "ROUNDS", 2)
+    monkeypatch.setattr(ablation, "_PAIRS", 2)
+    monkeypatch.setattr(ablation, "_WARM_UP", 1)
+    monkeypatch.setattr(ablation, "ROUNDS", 2)
     found = series(repository, ("python",), "idle", 0)
     assert {design: len(by_name["python"]) for design, by_name in found.items()} == dict.fromkeys(DESIGNS, 2)
 
@@ -117,9 +117,9 @@ def test_processes_are_fresh_but_for_one_design(monkeypatch):
         asked.append((design, name, tuple(map(id, sides))))
         return 0.0
 
-    monkeypatch.setattr(gate_ablation, "Side", Known)
-    monkeypatch.setattr(gate_ablation, "difference", note)
-    monkeypatch.setattr(gate_ablation, "ROUNDS", 3)
+    monkeypatch.setattr(ablation, "Side", Known)
+    monkeypatch.setattr(ablation, "difference", note)
+    monkeypatch.setattr(ablation, "ROUNDS", 3)
 
     class Trees:
         def tree(self, branch):

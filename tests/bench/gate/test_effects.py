@@ -48,7 +48,7 @@ def test_a_sleep_is_asked_for_shorter_by_what_it_is_late(monkeypatch):
         clock[0] += seconds + 60e-6
 
     monkeypatch.setattr(effects.time, "sleep", sleep)
-    monkeypatch.setattr(gate_effects, "_timed", lambda call: (call(), 1.6e-4)[1])
+    monkeypatch.setattr(effects, "_timed", lambda call: (call(), 1.6e-4)[1])
     assert effects._sleep_seconds(1e-4) == pytest.approx(4e-5)
     assert effects._sleep_seconds(3e-5) == 1e-6
 
@@ -62,7 +62,7 @@ def test_what_a_start_takes_is_in_no_share(monkeypatch):
     # 1 000 000 to start, 500 a call, 3 an iteration.
     monkeypatch.setattr(effects.shutil, "which", lambda name: "/bin/valgrind")
     monkeypatch.setattr(
-        gate_effects, "_instructions", lambda name, calls, added: 10**6 + calls * (500 + 3 * added)
+        effects, "_instructions", lambda name, calls, added: 10**6 + calls * (500 + 3 * added)
     )
     assert count_instructions("gemm", 10) == {"call": 500.0, "added": 30.0, "share": 0.06}
 

@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from stackwise.model import create_simple_rack
+from stackwise.model.initialization import initialize_rack, learning_rate_multipliers
 from stackwise.spec import ModelSpec
 
 
@@ -58,3 +60,24 @@ def test_no_claim(subjects):
     result = subjects.ask(Wide, "width_independence")
     assert result.status == "not applicable"
     assert "at_width" in result.meaning
+
+
+def mup_rack(factor):
+    rack = create_simple_rack(1, 1, 16 * factor, 32 * factor, 2 * factor, 29)
+    initialize_rack(rack, "mup", 16)
+    multipliers = learning_rate_multipliers(rack, 16)
+    for name, p in rack.named_parameters():
+        p.rate = 1e-3 * multipliers[name]
+    return rack
+
+
+def test_a_rack_whose_final_norm_has_the_multiplier(subjects):
+    result = subjects.ask(
+        ModelSpec.of(lambda: mup_rack(1), at_width=mup_rack, optimizer=adam), "width_independence"
+    )
+    assert (result.status, result.value < 0.2) == ("passed", True)
+
+
+def test_a_rack_whose_optimizer_has_no_multipliers(subjects):
+    spec = ModelSpec.of(lambda: mup_rack(1), at_width=mup_rack)
+    assert subjects.ask(spec, "width_independence").status == "failed"

@@ -1,0 +1,93 @@
+"""Quality as tests: a trained model is asked a task, and held to what its marker wants."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pytest_stackwise import markers, records
+
+if TYPE_CHECKING:
+    from stackwise.quality.requirement import Judgement
+
+__all__ = ["QualityError", "QualityFixtures"]
+
+
+class QualityError(AssertionError):
+    """A model is not as good as the marker quality wants.
+
+    Attributes:
+        judgement: all that was found.
+    """
+
+    def __init__(self, judgement: Judgement) -> None:
+        self.judgement = judgement
+        super().__init__(judgement.reason)
+
+
+class QualityFixtures:
+    """The fixture `quality`, and the exit code of a run in which it could not tell."""
+
+    def __init__(self) -> None:
+        self._open = False
+
+    @pytest.fixture
+    def quality(self, request: pytest.FixtureRequest) -> Callable[..., Judgement]:
+        """Ask a trained model the task of the marker.
+
+            @pytest.mark.quality(task="questions.jsonl", at_least=0.4, within_of_baseline=0.02)
+            def test_it_still_knows(quality):
+                quality(new_model, tokenizer, baseline=old_model)
+
+        Call it once, with what `stackwise.quality.Scorer` takes; `baseline` is asked the same. A file is
+        relative to the test's. Returns the Judgement; raises QualityError where what is asked is missed, and
+        skips the test as INCONCLUSIVE where the examples are too few to tell.
+        """
+        item = request.node
+        marked = markers.quality_of(item)
+        if marked is None:
+            pytest.fail(
+                "the fixture quality needs the marker quality: task=, and what is asked", pytrace=False
+            )
+        records.owe(item, "quality", "the test is marked quality but never called quality")
+
+        def run(model: Any, tokenizer: Any = None, *, baseline: Any = None, **options: Any) -> Judgement:
+            __tracebackhide__ = True
+            from stackwise.quality.scoring import Scorer
+            from stackwise.quality.task import load_task
+
+            if not records.first_time(item, "quality"):
+                raise RuntimeError("quality: call it once in a test; parametrize the test for more")
+            records.pay(item, "quality")
+            task = load_task(
+                marked.task_of(item.path.parent), marked.folder_of(item.path.parent), **marked.how
+            )
+            found = task.run(Scorer(model, tokenizer, **options))
+            base = None if baseline is None else task.run(Scorer(baseline, tokenizer, **options))
+            judgement = marked.requirement.judge(found, base)
+            told = {"test": item.nodeid, "task": task.name, **judgement.to_dict()}
+            records.add(item, "quality", told)
+            item.user_properties.append((f"stackwise.{judgement.metric}", judgement.value))
+            if judgement.verdict == "missed":
+                raise QualityError(judgement)
+            if judgement.verdict == "inconclusive":
+                pytest.skip(f"INCONCLUSIVE: {judgement.reason}")
+            return judgement
+
+        return run
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """See whether a test could not tell."""
+        self._open |= any(
+            record["section"] == "quality" and record["verdict"] == "inconclusive"
+            for record in records.of_report(report)
+        )
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """A run that is green but for what it could not tell has an exit code of its own."""
+        if self._open and session.exitstatus == pytest.ExitCode.OK and not records.is_worker(session.config):
+            from stackwise.gate.result import EXIT_INCONCLUSIVE
+
+            session.exitstatus = EXIT_INCONCLUSIVE

@@ -1,0 +1,157 @@
+"""Quality: the command that asks a trained model what it knows."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+if TYPE_CHECKING:
+    from stackwise.quality.quality_report import QualityReport
+    from stackwise.quality.scoring import Scorer
+
+__all__ = ["Quality"]
+
+
+@dataclass(frozen=True)
+class Quality:
+    """Ask a trained model questions, and say how many it knows."""
+
+    model: tyro.conf.Positional[str]
+    """A folder with config.json and weights, or MODULE:FACTORY, or path/to/file.py:FACTORY; FACTORY() returns
+    the model or a ModelSpec."""
+    tasks: tuple[str, ...]
+    """mmlu, hellaswag, .jsonl or .parquet files, by spaces or commas; with --harness, tasks that it knows."""
+    tokenizer: str | None = None
+    """byte, a tokenizer.json, or a folder with a tokenizer; none: the folder of the model."""
+    data: Path | None = None
+    """Where the folders mmlu and hellaswag are, with .jsonl or .parquet files; none: from Hugging Face."""
+    harness: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Run the tasks in lm-evaluation-harness."""
+    include: Path | None = None
+    """With --harness: a folder of task files (.yaml) of your own, which need no network."""
+    shots: int | None = None
+    """How many examples are shown before a question; none: as the task says."""
+    limit: int | None = None
+    """So many examples of each task, or of each of its subjects; none: all."""
+    batch_size: int = 32
+    """The most sequences that are read at once."""
+    max_length: int | None = None
+    """The most tokens that are read at once; none: as many as the model takes."""
+    prefix_token_id: int | None = None
+    """What stands before a text that follows nothing; none: as the tokenizer says."""
+    device: str = "cpu"
+    """auto, cpu, cuda or cuda:N."""
+    no_reuse: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Read each sequence as a whole, even where several begin alike."""
+    report: Path | None = None
+    """Write the results here, as .md, as .json, or both where the name has no ending."""
+
+    def run(self) -> int:
+        """Print every figure."""
+        from stackwise.argument import require
+        from stackwise.quality.quality_report import QualityReport
+        from stackwise.quality.scoring import Scorer
+        from stackwise.report import report_files
+        from stackwise.text_file import write_whole
+
+        names = [name for some in self.tasks for name in some.split(",") if name]
+        require(self.harness or self.include is None, "include", self.include, "none without --harness")
+        require(
+            not self.harness or self.data is None, "data", self.data, "none with --harness: use --include"
+        )
+        files = report_files(self.report) if self.report else []
+        run = self._harness if self.harness else self._tasks(names)
+        model, tokenizer = self._load()
+        scorer = Scorer(
+            model,
+            tokenizer,
+            batch_size=self.batch_size,
+            device=self._device(),
+            max_length=self.max_length,
+            reuse=not self.no_reuse,
+            prefix_token_id=self.prefix_token_id,
+        )
+        report = QualityReport(self.model)
+        run(scorer, names, report)
+        report.notes.append(f"prefixes: {scorer.model.reuse_note}")
+        for line in report.lines():
+            print(line)
+        for file in files:
+            text = (
+                report.markdown() if file.suffix == ".md" else json.dumps(report.to_dict(), indent=1) + "\n"
+            )
+            write_whole(file, text)
+            print(f"written: {file}")
+        return 0
+
+    def _tasks(self, names: list[str]) -> Any:
+        """Tasks of ours, whose data are read before the model is."""
+        from stackwise.quality.task import load_task
+
+        shots = {name: self.shots if name == "mmlu" else None for name in names}
+        if self.shots is not None and "mmlu" not in names:
+            raise ValueError(f"shots: got {self.shots}; allowed: none, since only mmlu has examples")
+        tasks = [load_task(name, self.data, shots=shots[name], limit=self.limit) for name in names]
+
+        def run(scorer: Scorer, _: list[str], report: QualityReport) -> None:
+            for task in tasks:
+                report.add(task.name, task.run(scorer))
+
+        return run
+
+    def _harness(self, scorer: Scorer, names: list[str], report: QualityReport) -> None:
+        from stackwise.quality.harness import run_harness
+
+        found = run_harness(scorer, names, include=self.include, shots=self.shots, limit=self.limit)
+        report.add_harness(found)
+
+    def _device(self) -> Any:
+        from stackwise.device import resolve_device
+
+        return resolve_device(self.device)
+
+    def _load(self) -> tuple[Any, Any]:
+        """The model and its tokenizer.
+
+        Raises:
+            ValueError: the model is neither a folder nor MODULE:FACTORY, or no tokenizer is named.
+        """
+        from stackwise.factory import load_factory
+
+        folder = Path(self.model)
+        if folder.is_dir():
+            return _model_in(folder), _tokenizer_of(self.tokenizer or folder)
+        if self.tokenizer is None:
+            raise ValueError("tokenizer: got none; allowed: byte, a tokenizer.json, or a folder with one")
+        return load_factory(self.model, search=Path.cwd()), _tokenizer_of(self.tokenizer)
+
+
+def _model_in(folder: Path) -> Any:
+    """A Rack where it is one of ours, else what transformers makes of it."""
+    from stackwise.model import Rack
+    from stackwise.model.weight_folder import read_config
+
+    if read_config(folder).get("model_type") == "stackwise":
+        return Rack.from_pretrained(folder)
+    try:
+        from transformers import AutoModelForCausalLM
+    except ImportError as error:
+        raise ImportError(f"{folder}: pip install 'stackwise[hf]' ({error})") from error
+    return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+
+
+def _tokenizer_of(name: str | Path) -> Any:
+    """As transformers has it where the folder says so, since that also says what begins a text."""
+    from stackwise.data.tokenizer import create_tokenizer
+
+    if not (Path(name) / "tokenizer_config.json").is_file():
+        return create_tokenizer(name)
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise ImportError(f"{name}: pip install 'stackwise[hf]' ({error})") from error
+    return AutoTokenizer.from_pretrained(name, local_files_only=True)

@@ -1,0 +1,126 @@
+"""Search: the command that looks for good architectures in a space, goes on with a search, and shows one."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import tyro
+
+if TYPE_CHECKING:
+    from stackwise.prototype.search import SearchResult
+
+__all__ = ["Search"]
+
+_ROWS = 20  # of the table; the files have all
+
+
+@dataclass(frozen=True)
+class Search:
+    """Search for good architectures; a search that was ended goes on when it is called again."""
+
+    space: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="[FILE]")] = None
+    """YAML with `base`, a configuration, and `space`, choices and ranges for its keys."""
+    budget: int = 20
+    """Results that the study is to have, failed ones included."""
+    objective: tuple[str, ...] = ("score",)
+    """loss, score, tokens_per_second, peak_bytes, parameters; several for a Pareto front."""
+    sampler: Literal["tpe", "random", "gp", "nsga2"] = "tpe"
+    """How configurations are drawn."""
+    pruner: Literal["none", "hyperband", "median", "wilcoxon"] = "none"
+    """What ends trials early; wilcoxon wants 4 seeds or more."""
+    steps: int = 1000
+    """Updates of each run; a verdict on stability wants 1000."""
+    seeds: int = 1
+    """Runs of each configuration."""
+    seed: int = 0
+    """Of all draws, and of the first run."""
+    storage: str | None = None
+    """A journal file, or an Optuna URL such as sqlite:///search.db; none: search.journal here."""
+    name: str | None = None
+    """Of the study; none: made of all that decides what a trial is."""
+    jobs: int = 1
+    """Processes here; others may join from anywhere by the same command."""
+    device: str | None = None
+    """Where to train; none: as configured."""
+    small_factor: int = 1
+    """Train small variants, so many times fewer heads and Blocks."""
+    output: Path | None = None
+    """Folder for trials.md, trials.csv, search.json, best.yaml and front.svg."""
+    show: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print what a stored study has so far, and search nothing; `name` or the only study."""
+    progress: Literal["on", "off"] = "on"
+    """Tell of each trial on standard error: a live line on a terminal, else a line each."""
+
+    def run(self) -> int:
+        """Search and print a table, the best first.
+
+        Returns 1 where no trial succeeded, 130 where it was interrupted.
+        """
+        from stackwise.argument import require
+
+        if self.show:
+            from stackwise.prototype.search import load_search
+
+            return self._told(load_search(self.storage, self.name))
+        require(self.space is not None, "FILE", self.space, "a YAML file, or --show")
+        assert self.space is not None
+        from stackwise.prototype.search import search_architecture_space
+        from stackwise.prototype.search.progress import SearchProgress
+
+        with SearchProgress(self.budget, self.objective[:1], shown=self.progress == "on") as progress:
+            try:
+                result = search_architecture_space(
+                    self.space,
+                    self.budget,
+                    objective=self.objective,
+                    sampler=self.sampler,
+                    pruner=None if self.pruner == "none" else self.pruner,
+                    steps=self.steps,
+                    seeds=self.seeds,
+                    storage=self.storage,
+                    name=self.name,
+                    jobs=self.jobs,
+                    seed=self.seed,
+                    device=self.device,
+                    small_factor=self.small_factor,
+                    on_trial=progress.tell,
+                )
+            except KeyboardInterrupt:
+                progress.end()
+                told = f"stackwise: interrupted; what is done is stored. To go on: {self._command()}"
+                print(told, file=sys.stderr)
+                return 130
+        return self._told(result)
+
+    def _command(self) -> str:
+        """The command line that asks for the same."""
+        words = ["stackwise", "search", str(self.space)]
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name != "space" and value != field.default:
+                words.append(f"--{field.name.replace('_', '-')}")
+                words += map(str, value) if isinstance(value, tuple) else [str(value)]
+        return shlex.join(words)
+
+    def _told(self, result: SearchResult) -> int:
+        from rich.console import Console
+
+        print(result)
+        console = Console(highlight=False)
+        if console.is_terminal:
+            console.print(result.table(last=_ROWS))
+        else:
+            print(result.to_markdown(last=_ROWS))
+        if len(result.trials) > _ROWS:
+            print(f"and {len(result.trials) - _ROWS} more; --output writes all of them")
+        if self.output is not None:
+            for path in result.save(self.output):
+                print(f"written: {path}")
+        if not result.succeeded:
+            print(f"stackwise: none of {len(result.trials)} trials succeeded", file=sys.stderr)
+            return 1
+        return 0

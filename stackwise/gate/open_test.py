@@ -1,0 +1,162 @@
+"""OpenTest: a test and its trials, round by round, until it is decided or no more rounds are made."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from stackwise.gate.limit import Limit, Limits
+from stackwise.gate.result import Status, TestResult, TrialResult
+from stackwise.gate.round import Ended, Paired
+from stackwise.gate.sequential import Rule
+from stackwise.gate.trial import Trial
+
+__all__ = ["OpenTest"]
+
+# What a test fails with where the base lacks what it calls.
+_LACKING = ("ImportError", "ModuleNotFoundError", "AttributeError", "NameError", "TypeError", "fixture ")
+_UNITS = {"time": "s", "ttft": "s", "tpot": "s", "memory": "B"}
+
+
+@dataclass
+class OpenTest:
+    """A test while it is measured.
+
+    Attributes:
+        nodeid: pytest's name of it.
+        limits: that its metrics are judged by.
+        trials: by metric; those of the first round.
+        base: of each metric what base cost in each round, in the metric's unit.
+        head: the same of head.
+        ended: what came in the place of a measurement; None: nothing yet.
+        own: whether both sides have imported code of their trees for it.
+        seconds: that its rounds took.
+        round_seconds: that the last of them took.
+        reference: of each round the median seconds of each part of a pinned workload; [] without one.
+        order: of each round who was first in its pairs (True: the head), and log(head / base) of the time.
+    """
+
+    nodeid: str
+    limits: Limits
+    trials: dict[str, Trial] = field(default_factory=dict)
+    base: dict[str, list[float]] = field(default_factory=dict)
+    head: dict[str, list[float]] = field(default_factory=dict)
+    ended: Ended | None = None
+    own: bool = False
+    seconds: float = 0.0
+    round_seconds: float = 0.0
+    reference: list[tuple[float, ...]] = field(default_factory=list)
+    order: list[tuple[tuple[bool, ...], tuple[float, ...]]] = field(default_factory=list)
+
+    @property
+    def begun(self) -> bool:
+        """Whether anything was heard of it."""
+        return self.ended is not None or bool(self.order)
+
+    @property
+    def open(self) -> bool:
+        """Whether it needs more rounds."""
+        if self.ended is not None:
+            return False
+        return not self.order or any(not trial.decided for trial in self.trials.values())
+
+    @property
+    def confirming(self) -> bool:
+        """Whether it was flagged, and is in its fresh rounds."""
+        return self.open and any(trial.confirming and not trial.decided for trial in self.trials.values())
+
+    @property
+    def n_trials(self) -> int:
+        """How many trials it has; before its first round, how many it has at most."""
+        if self.begun:
+            return len(self.trials)
+        return sum(limit is not None for limit in self.limits.all)
+
+    def add(self, found: Paired | Ended, rule: Rule) -> None:
+        """What a round found.
+
+        Args:
+            found: of this test.
+            rule: when to decide.
+        """
+        if isinstance(found, Ended):
+            self.ended = found
+            return
+        if not self.order:
+            judged = {metric: self.limits.of(metric) for metric in found.differences}
+            self.trials = {
+                metric: Trial(limit, rule) for metric, limit in judged.items() if limit is not None
+            }
+        self.seconds += found.seconds
+        self.round_seconds = found.seconds
+        self.own = self.own or found.own
+        self.order.append((found.head_first, found.logs))
+        if found.reference:
+            self.reference.append(found.reference)
+        for metric, trial in self.trials.items():
+            if trial.decided:
+                continue
+            if metric not in found.differences:
+                # It could go on like this for ever.
+                trial.conclude(f"round {len(self.order)} had no {metric}")
+                continue
+            trial.add(found.differences[metric], found.base[metric])
+            self.base.setdefault(metric, []).append(found.base[metric])
+            self.head.setdefault(metric, []).append(found.head[metric])
+
+    def result(self, file: str = "", line: int = 0) -> TestResult:
+        """What came of it; its place is where it is written. What is open is decided with what there is."""
+        where: dict[str, Any] = {"file": file, "line": line, "seconds": self.seconds}
+        if not self.begun:
+            return TestResult(self.nodeid, "not begun", {}, "the time was not enough for all tests", **where)
+        reason, detail = "the time is up", ""
+        if self.ended is not None:
+            status, detail = _status(self.ended)
+            # What was found before stands, unless the head is broken.
+            if not self.trials or status in ("crashed on head", "hung on head"):
+                return TestResult(self.nodeid, status, {}, detail, **where)
+            reason = f"it was {status} in round {len(self.order) + 1}: {detail}"
+        if not self.trials:
+            return TestResult(self.nodeid, "skipped", {}, "its marker leaves no metric to be judged", **where)
+        trials = {metric: self._trial(metric, trial, reason) for metric, trial in self.trials.items()}
+        return TestResult(self.nodeid, "measured", trials, detail, reference=tuple(self.reference), **where)
+
+    def _trial(self, metric: str, trial: Trial, reason: str) -> TrialResult:
+        decision = trial.conclude(reason)
+        limit: Limit = trial.limit
+        tolerance, least = map(math.expm1, limit.at(trial.base_level))
+        return TrialResult(
+            decision,
+            _UNITS[metric],
+            tolerance,
+            least,
+            trial.differences,
+            tuple(self.base[metric]),
+            tuple(self.head[metric]),
+        )
+
+
+def _status(ended: Ended) -> tuple[Status, str]:
+    """What is said of a test that was not measured: what is wrong with the head comes first."""
+    for role in ("head", "base"):
+        how, detail = ended.how.get(role), ended.detail.get(role, "")
+        match role, how:
+            case "head", "skipped":
+                return "skipped", detail
+            case "head", "missing":
+                # It was collected where this run was started.
+                return "crashed on head", f"missing in its tree: {detail}"
+            case "head", "hung":
+                return "hung on head", detail
+            case "head", str():
+                return "crashed on head", detail
+            case "base", "skipped" | "missing":
+                return "missing on base", f"{how}: {detail}"
+            case "base", "failed" if detail.startswith(_LACKING):
+                return "missing on base", f"{how}: {detail}"
+            case "base", "hung":
+                return "hung on base", detail
+            case "base", str():
+                return "crashed on base", detail
+    raise AssertionError("a test that was not measured was neither on base nor on head")

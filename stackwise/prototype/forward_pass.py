@@ -1,0 +1,79 @@
+"""ForwardPass: how long a forward pass takes, and what memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from stackwise.benchmark.timing.measurement import Measurement
+
+__all__ = ["ForwardPass"]
+
+
+@dataclass(frozen=True)
+class ForwardPass:
+    """A forward pass in eval mode without gradients, measured.
+
+    Attributes:
+        name: of the model.
+        batch_size: rows.
+        seq_len: positions in each.
+        measurement: raw samples, and how they were taken.
+        parameters: of the model; a tied weight counts once.
+    """
+
+    name: str
+    batch_size: int
+    seq_len: int
+    measurement: Measurement
+    parameters: int
+
+    @property
+    def seconds(self) -> float:
+        """Median of a pass."""
+        return self.measurement.median
+
+    @property
+    def interval(self) -> tuple[float | None, float | None]:
+        """Of the median seconds, at 95 %; None: too few samples for that end."""
+        return self.measurement.p50.low, self.measurement.p50.high
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of a pass over its median seconds."""
+        return self.batch_size * self.seq_len / self.seconds
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """The most memory in use during a pass: on CUDA of tensors, on the CPU of the whole process."""
+        return self.measurement.peak_memory_bytes
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a reader must know about the samples."""
+        return tuple(self.measurement.notes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        low, high = self.interval
+        return {
+            "name": self.name,
+            "batch_size": self.batch_size,
+            "seq_len": self.seq_len,
+            "parameters": self.parameters,
+            "seconds": self.seconds,
+            "low": low,
+            "high": high,
+            "tokens_per_second": self.tokens_per_second,
+            "peak_bytes": self.peak_bytes,
+            "notes": list(self.notes),
+        }
+
+    def __str__(self) -> str:
+        low, high = self.interval
+        within = "" if low is None or high is None else f" ({low * 1e3:.3g} to {high * 1e3:.3g})"
+        memory = "" if self.peak_bytes is None else f", peak {self.peak_bytes / 1e6:,.0f} MB"
+        return (
+            f"{self.name}: {self.batch_size} x {self.seq_len} tokens forward in {self.seconds * 1e3:.3g} ms"
+            f"{within}, {self.tokens_per_second:,.0f} tokens/s{memory}"
+        )

@@ -1,0 +1,182 @@
+"""LossVerdict: what a series of losses says of a training: sound, spiky, diverged, or no number."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from stackwise.argument import check_number, check_sizes
+from stackwise.prototype.prototype_run import Status
+
+__all__ = ["DivergenceRule", "LossVerdict", "SpikeRule", "loss_verdict"]
+
+_SIGMA = 1.4826  # standard deviations of a normal distribution in one MAD
+
+
+@dataclass(frozen=True)
+class SpikeRule:
+    """When a loss is a spike: far above the losses before it, in their own spread and in nats.
+
+    A spike begins where the loss is above the median of the `window` losses before it by more than
+    `n_mads` times their median absolute deviation (scaled to a standard deviation, times 1.4826) and by more
+    than `min_nats`. It lasts until a loss is no longer that far above the same median; what is inside a spike
+    is no part of any window. Both conditions are needed: late in a training the spread may be next to
+    nothing, and of a few rows of a mixed text it is a nat.
+
+    Attributes:
+        n_mads: how many scaled MADs.
+        min_nats: and how many nats.
+        window: of how many losses.
+        history: with fewer losses before it, nothing is a spike.
+
+    Raises:
+        ValueError: a number that is not positive.
+    """
+
+    n_mads: float = 8.0
+    min_nats: float = 0.5
+    window: int = 50
+    history: int = 8
+
+    def __post_init__(self) -> None:
+        check_sizes(window=self.window, history=self.history)
+        for key in ("n_mads", "min_nats"):
+            check_number(key, getattr(self, key), "a finite number > 0", lambda value: value > 0)
+
+    def spikes(self, losses: Sequence[float]) -> list[range]:
+        """The steps of each spike, in order. One that begins is not over before the loss has come back."""
+        found: list[range] = []
+        sound: list[float] = []
+        start: int | None = None
+        level = math.inf
+        for step, loss in enumerate(losses):
+            if start is None:
+                level = self._level(sound)
+            high = not loss <= level  # also what is no number
+            if high and start is None:
+                start = step
+            elif not high and start is not None:
+                found.append(range(start, step))
+                start = None
+            if not high:
+                sound.append(loss)
+        if start is not None:
+            found.append(range(start, len(losses)))
+        return found
+
+    def _level(self, sound: Sequence[float]) -> float:
+        if len(sound) < self.history:
+            return math.inf
+        recent = sound[-self.window :]
+        median = statistics.median(recent)
+        mad = statistics.median(abs(loss - median) for loss in recent)
+        return median + max(self.n_mads * _SIGMA * mad, self.min_nats)
+
+
+@dataclass(frozen=True)
+class DivergenceRule:
+    """When a training has diverged: its loss has risen, and stays up to the end.
+
+    The loss is smoothed by a running median over the last `window` steps, or a tenth of the run where that is
+    fewer (three at least). It has diverged where it ends more than `rise_nats` above the first loss, or more
+    than `lost_nats` above the lowest that it had been; in both cases by more than `n_mads` scaled MADs of the
+    losses around their running median as well. The step at which it left is the first of those from which on
+    the smoothed loss never comes below that level again, or of the unsmoothed ones above it right before.
+
+    Attributes:
+        rise_nats: above the first loss.
+        lost_nats: above the lowest smoothed loss.
+        n_mads: of the noise of the losses.
+        window: of the running median, at most.
+
+    Raises:
+        ValueError: a number that is not positive.
+    """
+
+    rise_nats: float = 0.25
+    lost_nats: float = 0.5
+    n_mads: float = 4.0
+    window: int = 50
+
+    def __post_init__(self) -> None:
+        check_sizes(window=self.window)
+        for key in ("rise_nats", "lost_nats", "n_mads"):
+            check_number(key, getattr(self, key), "a finite number > 0", lambda value: value > 0)
+
+    def step(self, losses: Sequence[float]) -> int | None:
+        """The step at which finite `losses` left for good; None: they did not."""
+        if len(losses) < 3:
+            return None
+        window = max(3, min(self.window, len(losses) // 10))
+        smoothed = [statistics.median(losses[max(0, i + 1 - window) : i + 1]) for i in range(len(losses))]
+        noise = statistics.median(abs(x - s) for x, s in zip(losses, smoothed, strict=True))
+        least = self.n_mads * _SIGMA * noise
+        above_first = losses[0] + max(self.rise_nats, least)
+        # A median of few is not yet one: the best is looked for where the window is full.
+        above_best = min(smoothed[window - 1 :]) + max(self.lost_nats, least)
+        level = min(above_first, above_best)
+        if not smoothed[-1] > level:
+            return None
+        step = len(losses)
+        while step > 0 and smoothed[step - 1] > level:
+            step -= 1
+        while step > 0 and losses[step - 1] > level:
+            step -= 1
+        return step
+
+
+@dataclass(frozen=True)
+class LossVerdict:
+    """The verdict on a run.
+
+    Attributes:
+        status: "nan" before "diverged" before "spiky" before "success".
+        step: of the first trouble; None: a success.
+        spikes: the steps at which spikes began, whatever the status.
+    """
+
+    status: Status
+    step: int | None
+    spikes: tuple[int, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self)
+
+
+def loss_verdict(
+    losses: Sequence[float],
+    gradient_norms: Sequence[float] = (),
+    *,
+    spike: SpikeRule | None = None,
+    divergence: DivergenceRule | None = None,
+) -> LossVerdict:
+    """What the losses of a run, and its gradient norms, say of it.
+
+    - "nan": a loss or a gradient norm is not finite; the step of the first.
+    - "diverged": see `DivergenceRule`.
+    - "spiky": see `SpikeRule`; the step of the first spike. One that the run ends in counts as well.
+    - "success": none of these.
+
+    Args:
+        losses: in nats, one for each step.
+        gradient_norms: as many, or none.
+        spike: None: `SpikeRule()`.
+        divergence: None: `DivergenceRule()`.
+    """
+    spike, divergence = spike or SpikeRule(), divergence or DivergenceRule()
+    broken = min(
+        (i for series in (losses, gradient_norms) for i, x in enumerate(series) if not math.isfinite(x)),
+        default=None,
+    )
+    sound = losses[:broken]
+    spikes = tuple(each.start for each in spike.spikes(sound))
+    if broken is not None:
+        return LossVerdict("nan", broken, spikes)
+    left = divergence.step(losses)
+    if left is not None:
+        return LossVerdict("diverged", left, spikes)
+    return LossVerdict("spiky", spikes[0], spikes) if spikes else LossVerdict("success", None)

@@ -1,0 +1,415 @@
+"""ArchitecturePrototype: an architecture tried out at its production length, long enough for a verdict."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
+from typing import Any
+
+import torch
+from torch import nn
+
+from stackwise.argument import check_number, check_sizes, require
+from stackwise.benchmark.memory.peak import PeakMemory, watch_peak
+from stackwise.benchmark.timing.measurement import measure
+from stackwise.benchmark.workload import model_workload
+from stackwise.config import StackWiseConfig
+from stackwise.device import resolve_device
+from stackwise.model.build import create_rack_from_config
+from stackwise.prototype.forward_pass import ForwardPass
+from stackwise.prototype.loss_verdict import DivergenceRule, SpikeRule, loss_verdict
+from stackwise.prototype.observation import Observation
+from stackwise.prototype.prototype_run import PrototypeRun
+from stackwise.prototype.prototype_training import Data, PrototypeTraining
+from stackwise.prototype.rack_training import RackTraining
+from stackwise.prototype.spec_training import SpecTraining
+from stackwise.prototype.update_clock import UpdateClock
+from stackwise.random_states import random_states_kept
+from stackwise.seed import seeded
+from stackwise.spec import ModelSpec
+from stackwise.stability.faults import Fault, broken
+from stackwise.stability.telemetry import StepBuffer, StepRecord
+from stackwise.training.precision import autocast
+
+__all__ = ["ArchitecturePrototype"]
+
+OnStep = Callable[[int, float], object]
+
+_ENOUGH = 1000  # steps, below which instabilities of a long training need not have begun
+_BATCH_SIZE = 8
+_READ_INTERVAL = 10
+_MEMORY_UPDATES = 2  # the first makes the optimizer's state, the second has it beside all else
+
+
+class ArchitecturePrototype:
+    """An architecture, and what it is tried out on.
+
+    Args:
+        subject: a configuration, whose Rack, data, objective, optimizer, schedule and clipping it then is; or
+            anything that `ModelSpec.of` takes, with its own optimizer and loss.
+        seq_len: positions, those of production; None: the configuration's or the spec's own.
+        batch_size: rows computed at one time; None: the configured ones, or 8, or the most below that
+            divide `effective_batch`.
+        effective_batch: rows of an update, a multiple of `batch_size`: micro-batches are weighted by their
+            number of targets, so that the update is that of the full batch. None: as configured, or
+            `batch_size`.
+        learning_rate: at its peak; None: as configured, or the optimizer's own.
+        data: what to train on instead of the configured: an iterable of micro-batches as trainers take them,
+            started again when it ends, or step -> the batch of the whole update. None: as configured; a spec
+            is trained on what its `make_batch` makes, where it has that, else on text that every CPython
+            carries, byte by byte, or with a vocabulary below 256 on a Markov chain.
+        device: where to run; None: as configured, or the CPU.
+        seed: of weights, data and dropout; None: as configured, or 0.
+
+    Raises:
+        ValueError: sizes that are no positive integers, or do not divide; training that is not of the whole
+            Rack at once, or of several processes; a length that the model does not take.
+        TypeError: a subject that is none.
+    """
+
+    def __init__(
+        self,
+        subject: Any,
+        *,
+        seq_len: int | None = None,
+        batch_size: int | None = None,
+        effective_batch: int | None = None,
+        learning_rate: float | None = None,
+        data: Data | None = None,
+        device: torch.device | str | None = None,
+        seed: int | None = None,
+    ) -> None:
+        given = {"seq_len": seq_len, "batch_size": batch_size, "effective_batch": effective_batch}
+        check_sizes(**{key: value for key, value in given.items() if value is not None})
+        if learning_rate is not None:
+            check_number("learning_rate", learning_rate, "a finite number > 0", lambda lr: lr > 0)
+        if seed is not None:
+            check_sizes(0, seed=seed)
+        self._config: StackWiseConfig | None = None
+        self._spec: ModelSpec | None = None
+        self._notes: list[str] = []
+        self._data, self._learning_rate = data, learning_rate
+        if isinstance(subject, StackWiseConfig):
+            settings = subject.training
+            own_batch, own_effective = settings.batch_size, settings.batch_size * settings.accumulation_steps
+            own_length, device = settings.seq_len, device or settings.device
+            self.seed = settings.seed if seed is None else seed
+        else:
+            self._spec = ModelSpec.of(subject)
+            own_batch, own_effective, own_length = _BATCH_SIZE, None, self._spec.seq_len
+            self.seed = seed or 0
+        self.device = resolve_device(str(device or "cpu"))
+        self.seq_len = own_length if seq_len is None else seq_len
+        self.batch_size, self.effective_batch = _batches(
+            batch_size, effective_batch, own_batch, own_effective
+        )
+        if isinstance(subject, StackWiseConfig):
+            self._config = self._configured(subject)
+        elif self._spec is not None and self._spec.max_length is not None:
+            limit = self._spec.max_length
+            require(self.seq_len <= limit, "seq_len", self.seq_len, f"at most {limit} for {self._spec.name}")
+            if self.seq_len < limit:
+                taken = f"{self.seq_len} of the {limit} that the model takes"
+                self._notes.append(f"seq_len: {taken}; nothing is said of longer ones")
+
+    def run(
+        self,
+        steps: int = _ENOUGH,
+        *,
+        observe_every: int | None = None,
+        spike: SpikeRule | None = None,
+        divergence: DivergenceRule | None = None,
+        faults: Iterable[Fault] = (),
+        on_step: OnStep | None = None,
+    ) -> PrototypeRun:
+        """Train for `steps` updates from fresh weights, and judge; see `loss_verdict` for the rules.
+
+        Loss and gradient norm stay on the device and are read every 10 steps: a run that is no number any
+        more ends then. The schedule is that of a run of `steps`, with a warm-up of the configured share. The
+        caller's random state is untouched; two calls give the same losses, to the bit.
+
+        Args:
+            steps: updates; with fewer than 1000 a note says so.
+            observe_every: steps between two looks at logits and attention, which change nothing in the
+                training; None: a fiftieth of the run. The last step is looked at as well.
+            spike: what counts as a spike; None: `SpikeRule()`.
+            divergence: and what as divergence; None: `DivergenceRule()`.
+            faults: of `stackwise.stability.faults`, that act on model, gradients or weights: to see that a
+                run shows them.
+            on_step: (step, loss), in order, once the loss is on the host. What it raises ends the run and
+                passes through.
+
+        Raises:
+            ValueError: sizes that are no positive integers; data without a batch; a fault that did not act.
+        """
+        check_sizes(steps=steps)
+        every = max(1, steps // 50) if observe_every is None else observe_every
+        check_sizes(observe_every=every)
+        with random_states_kept(), seeded(self.seed, self.device), torch.enable_grad():
+            with watch_peak(self.device) as making:
+                training = self._training(steps)
+            with closing(training):
+                run = _Run(training, steps, every, self.device, on_step)
+                with broken((training.model, training.optimizer), faults):
+                    run.train()
+                return run.result(making.peak, spike, divergence, self._notes)
+
+    def run_training_step(self, iterations: int = 10) -> PrototypeRun:
+        """A few updates: whether it trains at all, what an update costs, and no more than that.
+
+        Raises:
+            ValueError: as of `run`.
+        """
+        return self.run(iterations)
+
+    def run_forward_pass(
+        self,
+        *,
+        min_seconds: float = 1.0,
+        min_calls: int = 5,
+        warmup_seconds: float = 2.0,
+    ) -> ForwardPass:
+        """Measure a forward pass of `batch_size` rows, in eval mode and without gradients.
+
+        Args:
+            min_seconds: as of `stackwise.benchmark.measure`, which warms up until times have settled.
+            min_calls: as there.
+            warmup_seconds: as there.
+
+        Raises:
+            ValueError: numbers out of range.
+        """
+        spec = self._spec if self._config is None else _spec_of(self._config)
+        assert spec is not None
+        workload = model_workload(
+            spec,
+            "forward",
+            batch_size=self.batch_size,
+            seq_len=self.seq_len,
+            device=self.device,
+            seed=self.seed,
+        )
+        found = measure(workload, min_seconds=min_seconds, min_calls=min_calls, warmup_seconds=warmup_seconds)
+        assert workload.model is not None
+        parameters = sum(p.numel() for p in workload.model.parameters())
+        return ForwardPass(spec.name, self.batch_size, self.seq_len, found, parameters)
+
+    def _configured(self, config: StackWiseConfig) -> StackWiseConfig:
+        """The configuration with what was asked for in its place, and notes of what cannot be had."""
+        settings = config.training
+        architecture = settings.training_architecture
+        require(
+            architecture == "rackwise" and not settings.scope.growth,
+            "training.training_architecture",
+            architecture + (" with scope.growth" if settings.scope.growth else ""),
+            "'rackwise' without growth: a verdict is of one curve of losses",
+        )
+        strategy = settings.distributed.strategy
+        require(strategy == "none", "training.distributed.strategy", strategy, "'none': one process")
+        if settings.guard is not None:
+            self._notes.append("training.guard is left out: it would hide what is looked for")
+        for name, seen, own in (
+            ("seq_len", self.seq_len, settings.seq_len),
+            ("rows of an update", self.effective_batch, settings.batch_size * settings.accumulation_steps),
+        ):
+            if seen < own:
+                self._notes.append(f"{name}: {seen} of the {own} configured; nothing is said of longer ones")
+        changed = config.to_dict()
+        training = changed["training"]
+        training |= {
+            "seq_len": self.seq_len,
+            "batch_size": self.batch_size,
+            "accumulation_steps": self.effective_batch // self.batch_size,
+            "seed": self.seed,
+            "device": str(self.device),
+            "guard": None,
+        }
+        for key in ("checkpoint_dir", "resume", "save_interval", "checkpoint", "telemetry"):
+            training.pop(key, None)
+        if self._learning_rate is not None:
+            training["optimizer"] |= {"lr": self._learning_rate}
+        return StackWiseConfig.from_dict(changed)
+
+    def _training(self, steps: int) -> PrototypeTraining:
+        if self._config is None:
+            assert self._spec is not None
+            return SpecTraining(
+                self._spec,
+                seq_len=self.seq_len,
+                batch_size=self.batch_size,
+                accumulation_steps=self.effective_batch // self.batch_size,
+                learning_rate=self._learning_rate,
+                data=self._data,
+                device=self.device,
+                seed=self.seed,
+            )
+        changed = self._config.to_dict()
+        training = changed["training"]
+        warmup = training["schedule"]["warmup_steps"]
+        if warmup is not None:
+            training["schedule"]["warmup_steps"] = warmup * steps // training["max_steps"]
+        training["max_steps"] = steps
+        return RackTraining(StackWiseConfig.from_dict(changed), self._data)
+
+
+class _Run:
+    """One run, step by step."""
+
+    def __init__(
+        self,
+        training: PrototypeTraining,
+        steps: int,
+        observe_every: int,
+        device: torch.device,
+        on_step: OnStep | None,
+    ) -> None:
+        self._training, self._steps, self._every = training, steps, observe_every
+        self._device, self._on_step = device, on_step
+        self._buffer = StepBuffer(2 * _READ_INTERVAL, device)
+        self._clock = UpdateClock(device)
+        self._records: list[StepRecord] = []
+        self._observations: list[tuple[int, Observation]] = []
+        self._broken = False
+        self._peaks: list[PeakMemory] = []
+
+    def train(self) -> None:
+        """All steps, or those up to the first that is no number."""
+        for step in range(self._steps):
+            if step % self._every == 0 or step == self._steps - 1:
+                self._read(self._buffer.drain())
+                if self._broken:
+                    return
+                self._observe(step)
+            if step < _MEMORY_UPDATES:
+                with watch_peak(self._device) as watch:
+                    self._update(step)
+                self._peaks.append(watch.peak)
+            else:
+                self._update(step)
+            if self._buffer.full:
+                self._read(self._buffer.drain())
+            elif (step + 1) % _READ_INTERVAL == 0:
+                self._read(self._buffer.poll())
+            if self._broken:
+                return
+        self._read(self._buffer.drain())
+
+    def result(
+        self,
+        making: PeakMemory,
+        spike: SpikeRule | None,
+        divergence: DivergenceRule | None,
+        notes: Sequence[str],
+    ) -> PrototypeRun:
+        """What became of it."""
+        losses = [record.loss for record in self._records]
+        norms = [record.grad_norm for record in self._records]
+        verdict = loss_verdict(losses, norms, spike=spike, divergence=divergence)
+        lost = verdict.status in ("nan", "diverged")
+        tail = losses[-max(1, len(losses) // 10) :]
+        told = [*notes, *self._training.notes]
+        if self._steps < _ENOUGH:
+            told.append(f"{self._steps} steps: a verdict wants at least {_ENOUGH}")
+        if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self._training.model.modules()):
+            told.append("batch normalisation: its statistics are of micro-batches alone")
+        if (self._training.passes or 0) > 1:
+            told.append(f"data: in pass {self._training.passes} over it, so that some is learned by heart")
+        for _, observation in self._observations[:1]:
+            told += observation.notes
+        seen = self._observations
+        return PrototypeRun(
+            name=self._training.name,
+            status=verdict.status,
+            step=verdict.step,
+            losses=tuple(losses),
+            gradient_norms=tuple(norms),
+            learning_rates=tuple(record.lr for record in self._records),
+            logit_max=tuple((step, each.logit_max) for step, each in seen),
+            attention_entropy=tuple(
+                (step, each.attention_entropy) for step, each in seen if each.attention_entropy
+            ),
+            attention_logit_max=tuple(
+                (step, each.attention_logit_max) for step, each in seen if each.attention_logit_max
+            ),
+            final_loss=math.inf if lost else sum(tail) / len(tail),
+            validation_loss=None if verdict.status == "nan" else self._training.validation_loss(),
+            tokens=sum(record.tokens or 0 for record in self._records),
+            seconds=sum(self._clock.seconds()),
+            tokens_per_second=self._clock.tokens_per_second(),
+            peak_bytes=_added([making, *self._peaks]),
+            notes=tuple(told),
+            spikes=verdict.spikes,
+        )
+
+    def _update(self, step: int) -> None:
+        with self._clock.update():
+            update = self._training.update(step)
+        self._clock.count(update.tokens)
+        skipped = ~(update.loss.isfinite() & update.grad_norm.isfinite())
+        self._buffer.write(
+            step,
+            update.lr,
+            loss=update.loss,
+            grad_norm=update.grad_norm,
+            skipped=skipped,
+            tokens=update.tokens,
+        )
+
+    def _observe(self, step: int) -> None:
+        self._observations.append((step, self._training.observe(step)))
+
+    def _read(self, arrived: Sequence[StepRecord]) -> None:
+        for record in arrived:
+            if self._broken:
+                return
+            self._records.append(record)
+            self._broken = record.skipped
+            if self._on_step is not None:
+                self._on_step(record.step, record.loss)
+
+
+def _batches(
+    batch_size: int | None, effective_batch: int | None, own_batch: int, own_effective: int | None
+) -> tuple[int, int]:
+    """Rows of a micro-batch, and of an update."""
+    if effective_batch is None:
+        if batch_size is None:
+            return own_batch, own_effective or own_batch
+        repeats = (own_effective or own_batch) // own_batch
+        return batch_size, batch_size * repeats
+    if batch_size is None:
+        batch_size = max(n for n in range(1, own_batch + 1) if effective_batch % n == 0)
+    fits = effective_batch % batch_size == 0
+    require(fits, "effective_batch", effective_batch, f"a multiple of batch_size={batch_size}")
+    return batch_size, effective_batch
+
+
+def _added(peaks: Sequence[PeakMemory]) -> int | None:
+    """How far memory in use rose in the last of `peaks` above where the first began."""
+    before, in_use = peaks[0].before, [peak.in_use for peak in peaks[1:]]
+    if before is None or None in in_use:
+        return None
+    on_host = peaks[0].allocated is None
+    mapped = sum(max(0, peak.mapped or 0) for peak in peaks) if on_host else 0  # libraries that came in
+    return max(0, max(each for each in in_use if each is not None) - before - mapped)
+
+
+def _spec_of(config: StackWiseConfig) -> ModelSpec:
+    """The Rack of a configuration, computing in the precision that it trains in."""
+    precision, limit = config.training.precision, config.model.max_seq_len
+    device = torch.device(config.training.device)
+
+    def forward(model: nn.Module, inputs: torch.Tensor) -> Any:
+        with autocast(precision, device):
+            return model(inputs)
+
+    return ModelSpec(
+        build=lambda: create_rack_from_config(config),
+        name=f"{config.model.attention_type} rack, d_model {config.model.d_model}",
+        inputs="tokens",
+        width=config.model.vocab_size,
+        causal=config.model.attention_mode == "causal",
+        max_length=limit,
+        forward=forward,
+    )

@@ -1,0 +1,67 @@
+"""PrototypeTraining: what a representative run drives: a training, one update after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor, nn
+
+from stackwise.prototype.observation import Observation
+from stackwise.training.batch_stream import Batch
+
+__all__ = ["Data", "PrototypeTraining", "Update"]
+
+Data = Iterable[Batch] | Callable[[int], Batch]
+
+
+class Update(NamedTuple):
+    """One update, of which the host knows no more than it must.
+
+    Attributes:
+        loss: scalar on the device, in nats, before the update.
+        grad_norm: scalar on the device, global L2 norm before clipping.
+        lr: of the update.
+        tokens: that it was trained on.
+    """
+
+    loss: Tensor
+    grad_norm: Tensor
+    lr: float
+    tokens: int
+
+
+class PrototypeTraining(Protocol):
+    """A training under way.
+
+    Attributes:
+        name: of the model.
+        notes: what a reader of the run ought to know.
+    """
+
+    name: str
+    notes: list[str]
+
+    @property
+    def model(self) -> nn.Module:
+        """What trains."""
+
+    @property
+    def optimizer(self) -> Any:
+        """What updates it."""
+
+    @property
+    def passes(self) -> int | None:
+        """Passes over the data that have begun; None: each step has batches of its own."""
+
+    def update(self, step: int) -> Update:
+        """Train on the batches of `step`, in order from 0. The host does not wait."""
+
+    def observe(self, step: int) -> Observation:
+        """Look at the weights that the update of `step` will start from, and change nothing."""
+
+    def validation_loss(self) -> float | None:
+        """In nats, of the weights as they are; None: there is no validation data."""
+
+    def close(self) -> None:
+        """Put back what was changed for the training."""

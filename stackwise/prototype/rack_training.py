@@ -1,0 +1,187 @@
+"""RackTraining: a Rack and its data as a configuration says, trained by the trainer's own parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from stackwise.argument import require
+from stackwise.config import StackWiseConfig
+from stackwise.data.create import create_data
+from stackwise.device import resolve_device
+from stackwise.model.build import create_rack_from_config
+from stackwise.prototype.observation import Observation, observe
+from stackwise.prototype.prototype_training import Data, Update
+from stackwise.training.batch_stream import Batch, BatchStream, as_mapping
+from stackwise.training.master import MasterAdamW
+from stackwise.training.objective import Objective
+from stackwise.training.optimizer import FusedOptimizer
+from stackwise.training.phase_model import PhaseModel
+from stackwise.training.precision import autocast, float8_layers
+from stackwise.training.recompute import recomputing
+from stackwise.training.step import MicroBatch, TrainStep
+from stackwise.training.targets import Targets
+from stackwise.training.trainer import ArchitectureTrainer
+
+__all__ = ["RackTraining", "split_rows"]
+
+_PROBE_TOKENS = 4096  # of several rows; one row is as long as it is
+_HEAD_POSITIONS = 1024
+_VALIDATION_BATCHES = 50  # of a whole text, a short run would take longer to evaluate than to train
+
+
+class RackTraining:
+    """See `PrototypeTraining`. The updates are those of `ArchitectureTrainer`, to the bit.
+
+    Make it, and take its updates, inside `seeded(config.training.seed, device)`.
+
+    Args:
+        config: of the model, its data and its training; `max_steps` is the length of the run.
+        data: instead of the configured: what the trainer takes as a dataloader, or step -> the batch of the
+            whole update; None: `create_data(config)`.
+
+    Raises:
+        ValueError: attention that does not fit the objective; from `update`, data that ends.
+    """
+
+    def __init__(self, config: StackWiseConfig, data: Data | None = None) -> None:
+        settings = config.training
+        self.config, self.device = config, resolve_device(settings.device)
+        self.notes: list[str] = []
+        self._trainer = ArchitectureTrainer(config, progress=False)
+        with torch.random.fork_rng([]):  # what is drawn for weights is not missing in the training
+            torch.manual_seed(settings.seed)
+            self.model = create_rack_from_config(config)
+        model = config.model
+        self.name = (
+            f"{model.attention_type} rack, d_model {model.d_model}, "
+            f"{model.architecture.n_stacks} x {model.architecture.blocks_per_stack} blocks"
+        )
+        self._objective = Objective(settings.objective, config.model.vocab_size)
+        self._objective.check(self.model)
+        self._validation = None
+        if data is None:
+            data, self._validation = create_data(config)
+        self._batches: Callable[[int], Sequence[Mapping[str, Tensor]]]
+        self._stream: BatchStream | None
+        if callable(data) and not hasattr(data, "__iter__"):
+            self._of_step, self._stream = data, None
+            self._batches = self._split
+        else:
+            self._stream = BatchStream(data, settings.accumulation_steps)
+            self._batches = self._streamed
+        self.model.to(self.device).train()
+        self._cleanup = ExitStack()
+        if settings.precision == "float8":
+            self._cleanup.enter_context(float8_layers(self.model))
+        phase = PhaseModel(self.model, self._objective)
+        self._step = TrainStep(phase, settings, self.model)
+        self._cleanup.enter_context(recomputing(self.model, settings.recompute, layers=list(phase.blocks)))
+        self._next: tuple[int, list[Targets]] | None = None
+        self._probe: Targets | None = None
+
+    def update(self, step: int) -> Update:
+        """See `PrototypeTraining`."""
+        targets = self._targets(step)
+        self._next = None
+        lr = self._trainer.learning_rate(step)
+        outcome = self._step([MicroBatch(each.sent(self.device)) for each in targets], lr)
+        tokens = sum(each.input_ids.numel() for each in targets)
+        return Update(outcome.loss, outcome.grad_norm, lr, tokens)
+
+    def observe(self, step: int) -> Observation:
+        """See `PrototypeTraining`. What is looked at are the first rows of the first batch."""
+        if self._probe is None:
+            first = self._targets(step)[0]
+            B, T = first.input_ids.shape
+            self._probe = _rows(first, max(1, min(B, _PROBE_TOKENS // T))).to(self.device)
+        probe = self._probe
+
+        def call() -> Tensor:
+            with autocast(self.config.training.precision, self.device):
+                x_BTC = self.model.hidden(probe.input_ids, probe.attention_mask, probe.document_ids)
+                parts = torch.split(x_BTC, _HEAD_POSITIONS, dim=1)
+                return torch.stack([self.model.head(part).abs().amax().float() for part in parts])
+
+        return observe(self.model, call, device=self.device)
+
+    def validation_loss(self) -> float | None:
+        """See `PrototypeTraining`. Of as many batches as `training.eval_batches` says, else of 50 at most."""
+        if self._validation is None:
+            return None
+        self._finish()
+        settings = self.config.training
+        count = _VALIDATION_BATCHES if settings.eval_interval is None else settings.eval_batches
+        self._validation.set_epoch(0)
+        return self._trainer.evaluate(self.model, islice(self._validation, count))
+
+    @property
+    def optimizer(self) -> FusedOptimizer:
+        """See `PrototypeTraining`."""
+        return self._step.optimizer
+
+    @property
+    def passes(self) -> int | None:
+        """See `PrototypeTraining`."""
+        return None if self._stream is None else self._stream.place[0] + 1
+
+    def close(self) -> None:
+        """See `PrototypeTraining`."""
+        self._finish()
+        self._cleanup.close()
+
+    def _finish(self) -> None:
+        if isinstance(self._step.optimizer, MasterAdamW):
+            self._step.optimizer.finish()
+
+    def _targets(self, step: int) -> list[Targets]:
+        """Of the micro-batches of a step, kept until it is trained on: data gives them once."""
+        if self._next is None:
+            seed = self.config.training.seed
+            made = [
+                self._objective.targets(batch, (seed, step, place))
+                for place, batch in enumerate(self._batches(step))
+            ]
+            self._next = step, made
+        assert self._next[0] == step, "one after the other"
+        return self._next[1]
+
+    def _streamed(self, _step: int) -> Sequence[Mapping[str, Tensor]]:
+        assert self._stream is not None
+        return next(self._stream)[1]
+
+    def _split(self, step: int) -> Sequence[Mapping[str, Tensor]]:
+        return split_rows(self._of_step(step), self.config.training.batch_size)
+
+
+def split_rows(batch: Batch, batch_size: int) -> list[Mapping[str, Tensor]]:
+    """A batch as micro-batches of `batch_size` rows, the last of what is left.
+
+    Raises:
+        ValueError: a batch that is none, or without rows.
+    """
+    whole = as_mapping(batch)
+    n_rows = len(whole["input_ids"])
+    require(n_rows > 0, "data: rows of a batch", n_rows, "at least 1")
+    return [
+        {key: each[start : start + batch_size] for key, each in whole.items()}
+        for start in range(0, n_rows, batch_size)
+    ]
+
+
+def _rows(targets: Targets, count: int) -> Targets:
+    def first(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor[:count]
+
+    return Targets(
+        targets.input_ids[:count],
+        targets.labels[:count],
+        targets.count,
+        first(targets.weights),
+        first(targets.attention_mask),
+        first(targets.document_ids),
+    )

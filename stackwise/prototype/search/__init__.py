@@ -1,0 +1,24 @@
+"""Architecture search on Optuna: spaces without invalid members, studies that go on, fronts."""
+
+from stackwise.prototype.search.evaluation import Evaluate, PrototypeEvaluation
+from stackwise.prototype.search.pareto import hypervolume, non_dominated
+from stackwise.prototype.search.score import ScoreWeights, score_config
+from stackwise.prototype.search.search_result import SearchResult
+from stackwise.prototype.search.space import Space
+from stackwise.prototype.search.study import load_search, search_architecture_space
+from stackwise.prototype.search.trial import SearchTrial, TrialOutcome
+
+__all__ = [
+    "Evaluate",
+    "PrototypeEvaluation",
+    "ScoreWeights",
+    "SearchResult",
+    "SearchTrial",
+    "Space",
+    "TrialOutcome",
+    "hypervolume",
+    "load_search",
+    "non_dominated",
+    "score_config",
+    "search_architecture_space",
+]

@@ -1,0 +1,215 @@
+"""Dimension: the values that one key of a search space may take, as choices or as a range."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from optuna import Trial
+
+__all__ = ["Choices", "Dimension", "Range", "read_dimension"]
+
+_POINTS = 17  # of a continuous range, where it is gone through
+
+
+@dataclass(frozen=True)
+class Choices:
+    """One of some values, without an order.
+
+    Attributes:
+        values: plain values, of which no two are equal.
+    """
+
+    values: tuple[Any, ...]
+
+    @property
+    def ends(self) -> tuple[Any, ...]:
+        """What has to be looked at to know that all of it is allowed."""
+        return self.values
+
+    @property
+    def count(self) -> int | None:
+        """How many values there are; None: uncountable."""
+        return len(self.values)
+
+    def lattice(self) -> list[Any]:
+        """The values, numbers in their order."""
+        return sorted(self.values) if _numbers(self.values) else list(self.values)
+
+    def draw(self, source: random.Random) -> Any:
+        """One of them, all alike."""
+        return source.choice(self.values)
+
+    def suggest(self, trial: Trial, key: str) -> Any:
+        """What the sampler of the trial's study proposes."""
+        # A storage keeps scalars; what else there is goes in as JSON.
+        labels = {_label(value): value for value in self.values}
+        return labels[trial.suggest_categorical(key, list(labels))]
+
+    def stored(self, value: Any) -> Any:
+        """`value` as the storage has it."""
+        return _label(value)
+
+    def to_plain(self) -> Any:
+        """As in YAML."""
+        return list(self.values)
+
+
+@dataclass(frozen=True)
+class Range:
+    """A number within bounds, both of them included; integers where both bounds are.
+
+    Attributes:
+        low: the smallest.
+        high: the largest.
+        step: between neighbours; None: 1 of integers, any number else.
+        log: whether equal ratios are equally likely, not equal differences.
+    """
+
+    low: float
+    high: float
+    step: float | None = None
+    log: bool = False
+
+    @property
+    def is_integer(self) -> bool:
+        """Whether its values are integers."""
+        return isinstance(self.low, int) and isinstance(self.high, int)
+
+    @property
+    def ends(self) -> tuple[Any, ...]:
+        """What has to be looked at to know that all of it is allowed: no rule forbids what is between."""
+        return (self.low,) if self.low == self.high else (self.low, self.high)
+
+    @property
+    def count(self) -> int | None:
+        """How many values there are; None: uncountable."""
+        step = self.step or (1 if self.is_integer else None)
+        if step is None:
+            return 1 if self.low == self.high else None
+        return round((self.high - self.low) / step) + 1
+
+    def lattice(self) -> list[Any]:
+        """All values where they are few, else some from end to end."""
+        count = self.count
+        if count is not None and count <= 4 * _POINTS:
+            step = self.step or 1
+            return [self._on(self.low + number * step) for number in range(count)]
+        parts = [number / (_POINTS - 1) for number in range(_POINTS)]
+        if self.log:
+            found = [self.low * (self.high / self.low) ** part for part in parts]
+        else:
+            found = [self.low + (self.high - self.low) * part for part in parts]
+        return list(dict.fromkeys(self._on(value) for value in found))
+
+    def draw(self, source: random.Random) -> Any:
+        """One of them; with `log` uniform in the logarithm."""
+        count = self.count
+        if self.log:
+            # As Optuna draws integers: each has the share of the numbers that are rounded to it.
+            half = 0.5 if self.is_integer else 0.0
+            low, high = math.log(self.low - half), math.log(self.high + half)
+            return self._on(math.exp(source.uniform(low, high)))
+        if count is not None:
+            return self._on(self.low + source.randrange(count) * (self.step or 1))
+        return source.uniform(self.low, self.high)
+
+    def suggest(self, trial: Trial, key: str) -> Any:
+        """What the sampler of the trial's study proposes."""
+        if self.is_integer:
+            step = 1 if self.step is None else int(self.step)
+            return trial.suggest_int(key, int(self.low), int(self.high), step=step, log=self.log)
+        return trial.suggest_float(key, self.low, self.high, step=self.step, log=self.log)
+
+    def stored(self, value: Any) -> Any:
+        """`value` as the storage has it."""
+        return value
+
+    def to_plain(self) -> Any:
+        """As in YAML."""
+        plain: dict[str, Any] = {"low": self.low, "high": self.high}
+        if self.step is not None:
+            plain["step"] = self.step
+        return plain | ({"log": True} if self.log else {})
+
+    def _on(self, value: float) -> Any:
+        """The value of this range that is nearest."""
+        value = min(max(value, self.low), self.high)
+        if self.step is not None:
+            value = self.low + round((value - self.low) / self.step) * self.step
+        return round(value) if self.is_integer else float(value)
+
+
+Dimension = Choices | Range
+
+
+def read_dimension(given: Any) -> Dimension:
+    """A list of choices, or a mapping of `low`, `high`, and `step` or `log`.
+
+    Raises:
+        ValueError: what is neither; the message has no key.
+    """
+    if isinstance(given, Choices | Range):
+        return given
+    if isinstance(given, Mapping):
+        return _read_range(given)
+    if not isinstance(given, list | tuple):
+        raise ValueError(f"got {given!r}; allowed: a list of choices, or {{low, high, step or log}}")
+    if not given:
+        raise ValueError("got []; allowed: at least one choice")
+    labels = []
+    for value in given:
+        try:
+            labels.append(json.dumps(value, allow_nan=False))
+        except (TypeError, ValueError):
+            raise ValueError(f"got {value!r} among its choices; allowed: plain values") from None
+    for number, label in enumerate(labels):
+        if label in labels[:number]:
+            raise ValueError(f"got the choice {given[number]!r} twice; allowed: once")
+    return Choices(tuple(given))
+
+
+def _read_range(given: Mapping[Any, Any]) -> Range:
+    for key in given:
+        if key not in ("low", "high", "step", "log"):
+            raise ValueError(f"got the key {key!r}; allowed: low, high, step, log")
+    for key in ("low", "high"):
+        if not _is_number(given.get(key)):
+            raise ValueError(f"got {given.get(key)!r} for {key}; allowed: a finite number")
+    low, high, step, log = given["low"], given["high"], given.get("step"), given.get("log", False)
+    if low > high:
+        raise ValueError(f"got low={low!r} and high={high!r}; allowed: low <= high")
+    if not isinstance(log, bool):
+        raise ValueError(f"got {log!r} for log; allowed: true, false")
+    integers = isinstance(low, int) and isinstance(high, int)
+    if not integers:
+        low, high = float(low), float(high)
+    if log and step is not None:
+        raise ValueError(f"got step={step!r} beside log=true; allowed: one of them")
+    if log and low <= 0:
+        raise ValueError(f"got low={low!r} beside log=true; allowed: a number above 0")
+    if step is not None:
+        if not _is_number(step) or step <= 0 or (integers and not isinstance(step, int)):
+            raise ValueError(f"got {step!r} for step; allowed: a number above 0, an integer for integers")
+        steps = (high - low) / step
+        if abs(steps - round(steps)) > 1e-9 * max(1.0, steps):
+            raise ValueError(f"got step={step!r}; allowed: a part of high - low = {high - low!r}")
+        step = step if integers else float(step)
+    return Range(low, high, step, log)
+
+
+def _label(value: Any) -> Any:
+    return json.dumps(value) if isinstance(value, list | dict) else value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _numbers(values: tuple[Any, ...]) -> bool:
+    return all(_is_number(value) for value in values)

@@ -1,0 +1,81 @@
+"""Evaluation: what a search does with one configuration under one seed, and what it is told meanwhile."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from stackwise.argument import check_sizes
+from stackwise.config import StackWiseConfig
+from stackwise.prototype.search.trial import TrialOutcome
+
+__all__ = ["Evaluate", "PrototypeEvaluation", "Report"]
+
+Report = Callable[[float, float], None]
+
+
+class Evaluate(Protocol):
+    """Anything that says what a configuration does.
+
+    Called with the configuration, a seed, and `report`: to be called with (part of the training that is done,
+    from 0 to 1; loss), in order; what it raises where the trial is pruned must pass through.
+    With several jobs it is pickled, so that it must be a function or a class of an importable module.
+    """
+
+    def __call__(self, config: StackWiseConfig, seed: int, report: Report) -> TrialOutcome:
+        """What becomes of `config` under `seed`."""
+        ...
+
+
+@dataclass(frozen=True)
+class PrototypeEvaluation:
+    """Train as `ArchitecturePrototype.run` does.
+
+    The loss is that of validation where there is validation data, of the last tenth of training elsewhere;
+    the speed is that of the median update. The peak is what an update held on CUDA. On the CPU, where a
+    process cannot tell tensors from the rest of its memory, it is what `plan_memory` counts: the bytes of
+    all tensors of a step.
+
+    Attributes:
+        steps: updates of each run.
+        device: where to run; None: as configured.
+    """
+
+    steps: int = 1000
+    device: str | None = None
+
+    def __post_init__(self) -> None:
+        check_sizes(steps=self.steps)
+
+    def __call__(self, config: StackWiseConfig, seed: int, report: Report) -> TrialOutcome:
+        """Train `config` from weights of `seed`."""
+        from stackwise.prototype.prototype import ArchitecturePrototype
+
+        prototype = ArchitecturePrototype(config, device=self.device, seed=seed)
+
+        def on_step(step: int, loss: float) -> None:
+            if math.isfinite(loss):
+                report((step + 1) / self.steps, loss)
+
+        run = prototype.run(self.steps, on_step=on_step)
+        reason = "" if run.status == "success" else f"{run.status} at step {run.step}"
+        loss = run.final_loss if run.validation_loss is None else run.validation_loss
+        return TrialOutcome(
+            status=run.status,
+            loss=loss if run.status in ("success", "spiky") else math.inf,
+            tokens_per_second=run.tokens_per_second,
+            peak_bytes=run.peak_bytes if prototype.device.type == "cuda" else _planned_peak(config),
+            reason=reason,
+        )
+
+
+def _planned_peak(config: StackWiseConfig) -> int:
+    from stackwise.training.memory_plan import plan_memory
+
+    # The plan draws nothing that counts, but it builds a Rack.
+    with torch.random.fork_rng(devices=[]):
+        return plan_memory(config, device="cpu").peak

@@ -1,0 +1,87 @@
+"""SearchProgress: what a search has done, as a live line on a terminal, else as a line for each trial."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Self, TextIO
+
+from stackwise.prototype.search.objective import read_objectives
+from stackwise.prototype.search.trial import SearchTrial
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+__all__ = ["SearchProgress"]
+
+
+class SearchProgress:
+    """Tells of each trial as it ends.
+
+    Args:
+        budget: trials that are to be.
+        objectives: names; the first one is told.
+        shown: whether anything is told.
+        out: where; None: standard error.
+    """
+
+    def __init__(
+        self, budget: int, objectives: Sequence[str], *, shown: bool = True, out: TextIO | None = None
+    ) -> None:
+        self._budget, self._objective = budget, read_objectives(objectives)[0]
+        self._shown, self._out = shown, sys.stderr if out is None else out
+        self._done = 0
+        self._best_trial: SearchTrial | None = None
+        self._bar: Progress | None = None
+        self._line: TaskID | None = None
+
+    def __enter__(self) -> Self:
+        if self._shown and self._out.isatty():
+            from rich.console import Console
+            from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+            self._bar = Progress(
+                SpinnerColumn(),
+                TextColumn("{task.description}"),
+                TimeElapsedColumn(),
+                console=Console(file=self._out, highlight=False),
+            )
+            self._line = self._bar.add_task(f"{self._of()}")
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.end()
+
+    def tell(self, trial: SearchTrial) -> None:
+        """Take a trial that has ended."""
+        self._done += 1
+        better = self._best_trial is None or self._objective.cost(trial) < self._objective.cost(
+            self._best_trial
+        )
+        if trial.status == "success" and better:
+            self._best_trial = trial
+        best = "" if self._best_trial is None else f", best {self._told(self._best_trial)}"
+        if self._bar is not None and self._line is not None:
+            self._bar.update(self._line, description=f"{self._of()}{best}")
+        elif self._shown:
+            told = self._told(trial) if trial.status == "success" else f"{trial.status}: {trial.reason}"
+            values = ", ".join(f"{key}={value}" for key, value in trial.values.items())
+            print(f"trial {trial.number}: {told} ({values}){best}", file=self._out, flush=True)
+
+    def end(self) -> None:
+        """Leave the line as it is."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def _of(self) -> str:
+        return f"{self._done} trials done here, of {self._budget} in all"
+
+    def _told(self, trial: SearchTrial) -> str:
+        value = self._objective.of(trial)
+        number = "" if value is None else f" {value:.5g}"
+        return f"{self._objective.name}{number}"

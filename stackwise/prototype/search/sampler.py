@@ -1,0 +1,121 @@
+"""Samplers by name, each of which draws a trial by the trial's own number and not by who asks for it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from stackwise.argument import require
+from stackwise.prototype.search.optuna_import import import_optuna, quiet_optuna
+
+if TYPE_CHECKING:
+    from optuna.samplers import BaseSampler
+    from optuna.trial import FrozenTrial
+
+__all__ = ["INFEASIBLE", "SAMPLERS", "make_sampler"]
+
+SAMPLERS = ("tpe", "random", "gp", "nsga2")
+INFEASIBLE = "infeasible"  # name of the constraint, and user attribute: above 0 of what failed
+
+
+def make_sampler(given: Any, *, budget: int, n_objectives: int, seed: int) -> BaseSampler:
+    """An Optuna sampler by name, or the one that is given, as it is.
+
+    By name it draws each trial from a seed made of `seed` and the trial's number. A search that is resumed,
+    or shared by several processes, neither repeats draws nor depends on who made which.
+
+    - `random`: each key for itself.
+    - `tpe`: tree-structured Parzen estimators, of all keys together; after a third of the budget, of ten at
+      most, that is random.
+    - `gp`: a Gaussian process, for few trials that are dear; one objective with Optuna before 4.4.
+    - `nsga2`: a genetic algorithm, for several objectives; generations of a fifth of the budget, of 4 to 50.
+
+    Args:
+        given: a name, or an Optuna sampler.
+        budget: of trials.
+        n_objectives: of the study.
+        seed: any integer >= 0.
+
+    Raises:
+        ValueError: no name of a sampler.
+    """
+    optuna = import_optuna()
+    if isinstance(given, optuna.samplers.BaseSampler):
+        return given  # type: ignore[no-any-return]
+    named = isinstance(given, str) and given in SAMPLERS
+    require(named, "sampler", given, f"{', '.join(map(repr, SAMPLERS))}, or an Optuna sampler")
+    startup = min(10, max(2, budget // 3))
+    population = min(50, max(4, budget // 5))
+    # Since Optuna 5 a trial says itself whether it kept its constraints.
+    declared = hasattr(optuna.trial.Trial, "set_constraint")
+    constraints: dict[str, Any] = {} if declared else {"constraints_func": _constraints}
+
+    def make(number: int) -> BaseSampler:
+        own = int.from_bytes(hashlib.sha256(f"{seed}/{number}".encode()).digest()[:4], "big")
+        with quiet_optuna() as optuna:
+            match given:
+                case "random":
+                    found = optuna.samplers.RandomSampler(seed=own)
+                case "tpe":
+                    found = optuna.samplers.TPESampler(
+                        seed=own,
+                        n_startup_trials=startup,
+                        multivariate=True,
+                        constant_liar=True,
+                        **constraints,
+                    )
+                case "gp":
+                    found = optuna.samplers.GPSampler(seed=own, n_startup_trials=startup, **constraints)
+                case _:
+                    found = optuna.samplers.NSGAIISampler(seed=own, population_size=population, **constraints)
+        return found  # type: ignore[no-any-return]
+
+    if given == "gp" and n_objectives > 1:
+        version = tuple(int(part) for part in optuna.__version__.split(".")[:2])
+        require(version >= (4, 4), "sampler", given, "'tpe' or 'nsga2' for several objectives")
+    return _by_number(make)
+
+
+def _constraints(trial: FrozenTrial) -> Sequence[float]:
+    return (float(trial.user_attrs.get(INFEASIBLE, 0.0)),)
+
+
+def _by_number(make: Callable[[int], BaseSampler]) -> BaseSampler:
+    """A sampler that is made anew for each trial."""
+    optuna = import_optuna()
+
+    class ByNumber(optuna.samplers.BaseSampler):  # type: ignore[misc,name-defined]
+        """Hands everything on to a sampler that is made for the number of the trial."""
+
+        def __init__(self) -> None:
+            self._number: int | None = None
+            self._inner: BaseSampler | None = None
+
+        def _of(self, trial: FrozenTrial) -> BaseSampler:
+            if self._inner is None or self._number != trial.number:
+                self._number, self._inner = trial.number, make(trial.number)
+            return self._inner
+
+        def reseed_rng(self) -> None:
+            """Nothing: seeds are those of the trials."""
+
+        def infer_relative_search_space(self, study: Any, trial: Any) -> Any:
+            with quiet_optuna():
+                return self._of(trial).infer_relative_search_space(study, trial)
+
+        def sample_relative(self, study: Any, trial: Any, search_space: Any) -> Any:
+            with quiet_optuna():
+                return self._of(trial).sample_relative(study, trial, search_space)
+
+        def sample_independent(self, study: Any, trial: Any, param_name: Any, param_distribution: Any) -> Any:
+            with quiet_optuna():
+                return self._of(trial).sample_independent(study, trial, param_name, param_distribution)
+
+        def before_trial(self, study: Any, trial: Any) -> None:
+            self._of(trial).before_trial(study, trial)
+
+        def after_trial(self, study: Any, trial: Any, state: Any, values: Any) -> None:
+            self._of(trial).after_trial(study, trial, state, values)
+
+    return ByNumber()

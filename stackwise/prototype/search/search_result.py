@@ -1,0 +1,244 @@
+"""SearchResult: the trials of a search, the best of them, their Pareto front, and all of it as files."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stackwise.argument import require
+from stackwise.prototype.search.objective import OBJECTIVES, Objective
+from stackwise.prototype.search.pareto import hypervolume, non_dominated
+from stackwise.prototype.search.trial import SearchTrial
+from stackwise.yaml12 import dump_yaml
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+__all__ = ["SearchResult"]
+
+_MEASURED: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "loss": ("loss", lambda loss: f"{loss:.4f}"),
+    "score": ("score", lambda score: f"{score:.3f}"),
+    "tokens_per_second": ("tokens/s", lambda rate: f"{rate:,.0f}"),
+    "peak_bytes": ("peak", lambda count: f"{count / 2**20:,.1f} MiB"),
+    "parameters": ("parameters", lambda count: f"{count:,}"),
+}
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """What a search has found.
+
+    Attributes:
+        name: of the study.
+        storage: where it is.
+        objectives: what was made small or large.
+        trials: all results by number, failed and pruned ones included.
+        definition: how a trial came to be: space, steps, seeds and what else decides it.
+        notes: what a reader ought to know.
+    """
+
+    name: str
+    storage: str
+    objectives: tuple[Objective, ...]
+    trials: tuple[SearchTrial, ...]
+    definition: dict[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def succeeded(self) -> tuple[SearchTrial, ...]:
+        """Those that ran to their end without trouble."""
+        return tuple(trial for trial in self.trials if trial.status == "success")
+
+    @property
+    def ranked(self) -> tuple[SearchTrial, ...]:
+        """All, the best by the first objective first; then what did not succeed, by number."""
+        first = self.objectives[0]
+        failed = tuple(trial for trial in self.trials if trial.status != "success")
+        return (*sorted(self.succeeded, key=lambda trial: (first.cost(trial), trial.number)), *failed)
+
+    @property
+    def best(self) -> SearchTrial | None:
+        """Of those that succeeded the best by the first objective; None: none did."""
+        return self.ranked[0] if self.succeeded else None
+
+    @property
+    def front_objectives(self) -> tuple[Objective, ...]:
+        """What the front is of: the objectives where they are several, else loss and tokens/s."""
+        if len(self.objectives) > 1:
+            return self.objectives
+        return OBJECTIVES["loss"], OBJECTIVES["tokens_per_second"]
+
+    @property
+    def front(self) -> tuple[SearchTrial, ...]:
+        """Of those that succeeded the ones that no other is at least as good as in all and better in one."""
+        trials = [t for t in self.succeeded if all(each.of(t) is not None for each in self.front_objectives)]
+        points = [[each.cost(trial) for each in self.front_objectives] for trial in trials]
+        return tuple(trials[index] for index in non_dominated(points))
+
+    def hypervolume(self, reference: Sequence[float] | None = None) -> float:
+        """The area that the front dominates, in units of the first objective times the second.
+
+        Two results are compared with the same reference.
+
+        Args:
+            reference: by `front_objectives` a value each that is worse than all that matters; None: the worst
+                of each among those that succeeded.
+
+        Raises:
+            ValueError: objectives that are not two; nothing succeeded, and no reference.
+        """
+        objectives = self.front_objectives
+        names = [each.name for each in objectives]
+        require(len(objectives) == 2, "objectives", names, "two of them: more have no exact area here")
+        trials = [t for t in self.succeeded if all(each.of(t) is not None for each in objectives)]
+        points = [[each.cost(trial) for each in objectives] for trial in trials]
+        if reference is None:
+            require(len(points) > 0, "reference", None, "a value for each objective: nothing has succeeded")
+            corner = [max(column) for column in zip(*points, strict=True)]
+        else:
+            require(len(reference) == 2, "reference", tuple(reference), "a value for each of 2 objectives")
+            corner = [-v if o.maximize else float(v) for v, o in zip(reference, objectives, strict=True)]
+        return hypervolume(points, corner)
+
+    def to_markdown(self, *, last: int | None = None) -> str:
+        """A table of all trials, the best first; `*` marks the front, and a blank is not known.
+
+        Args:
+            last: only so many rows; None: all.
+        """
+        head, rows = self._cells(last)
+        measured = {name for name, _ in _MEASURED.values()}
+        rule = ["---:" if name == "trial" or name in measured else "---" for name in head]
+        lines = [head, rule, *rows]
+        return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in lines)
+
+    def table(self, *, last: int | None = None) -> Table:
+        """The same for a terminal."""
+        from rich.table import Table
+
+        head, rows = self._cells(last)
+        table = Table()
+        measured = {name for name, _ in _MEASURED.values()}
+        for name in head:
+            table.add_column(name, justify="right" if name == "trial" or name in measured else "left")
+        for row in rows:
+            table.add_row(*row)
+        return table
+
+    def to_csv(self) -> str:
+        """One line a trial, by number; a key of the space is a column."""
+        out = io.StringIO()
+        keys = self._keys()
+        measured = list(_MEASURED)
+        writer = csv.writer(out, lineterminator="\n")
+        writer.writerow(["number", "status", "reason", *measured, "seconds", "front", *keys])
+        front = {trial.number for trial in self.front}
+        for trial in self.trials:
+            plain = trial.to_dict()
+            row = [trial.number, trial.status, trial.reason, *(plain[key] for key in measured), trial.seconds]
+            row += [int(trial.number in front), *(_value(trial, key) for key in keys)]
+            writer.writerow(row)
+        return out.getvalue()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        best = self.best
+        return {
+            "name": self.name,
+            "storage": self.storage,
+            "objectives": [each.name for each in self.objectives],
+            "definition": self.definition,
+            "best": None if best is None else best.number,
+            "front": [trial.number for trial in self.front],
+            "front_objectives": [each.name for each in self.front_objectives],
+            "notes": list(self.notes),
+            "trials": [trial.to_dict() for trial in self.trials],
+        }
+
+    def plot(self, path: str | Path) -> Path:
+        """Write an SVG of all trials in the plane of loss and tokens/s, or of the first two objectives.
+
+        Raises:
+            ValueError: no trial has both.
+            ImportError: matplotlib is not installed.
+        """
+        from stackwise.prototype.search.plot import front_svg
+
+        path = Path(path)
+        path.write_text(front_svg(self), encoding="utf-8")
+        return path
+
+    def save(self, folder: str | Path) -> list[Path]:
+        """Write `trials.md`, `trials.csv`, `search.json`, and of what succeeded `best.yaml` and `front.svg`.
+
+        Returns:
+            What was written.
+        """
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        texts = {
+            "trials.md": self.to_markdown() + "\n",
+            "trials.csv": self.to_csv(),
+            "search.json": json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n",
+        }
+        if self.best is not None:
+            texts["best.yaml"] = dump_yaml(self.best.config.to_dict())
+        for name, text in texts.items():
+            (folder / name).write_text(text, encoding="utf-8")
+        written = [folder / name for name in texts]
+        if self.front:
+            written.append(self.plot(folder / "front.svg"))
+        return written
+
+    def __str__(self) -> str:
+        best, first = self.best, self.objectives[0]
+        counts = [f"{len(self.trials)} trials, {len(self.succeeded)} succeeded"]
+        lines = [f"{self.name}: {counts[0]}"]
+        if best is not None:
+            told = ", ".join(f"{key}={_plain(value)}" for key, value in best.values.items())
+            lines.append(f"  best {first.name} {first.of(best):.6g} in trial {best.number}: {told}")
+        lines += [f"  {note}" for note in self.notes]
+        return "\n".join(lines)
+
+    def _cells(self, last: int | None) -> tuple[list[str], list[list[str]]]:
+        """The head and the rows of a table."""
+        keys = self._keys()
+        shown = [key for key in _MEASURED if self._has(key)]
+        head = ["trial", "front", *(_MEASURED[key][0] for key in shown), "status", *keys]
+        rows = []
+        front = {trial.number for trial in self.front}
+        for trial in self.ranked[:last]:
+            measured = [_shown(_MEASURED[key][1], getattr(trial, key)) for key in shown]
+            mark = "*" if trial.number in front else ""
+            status = trial.status if not trial.reason else f"{trial.status}: {trial.reason}"
+            values = [_value(trial, key) for key in keys]
+            rows.append([str(trial.number), mark, *measured, status, *values])
+        return head, rows
+
+    def _keys(self) -> list[str]:
+        """What any trial has values of: a key that was solved for need not be in all."""
+        return list(dict.fromkeys(key for trial in self.trials for key in trial.values))
+
+    def _has(self, key: str) -> bool:
+        return any(getattr(trial, key) is not None for trial in self.trials)
+
+
+def _shown(form: Callable[[Any], str], value: Any) -> str:
+    return "" if value is None or not math.isfinite(value) else form(value)
+
+
+def _value(trial: SearchTrial, key: str) -> str:
+    return _plain(trial.values[key]) if key in trial.values else ""
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return "null" if value is None else str(value)

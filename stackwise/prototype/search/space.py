@@ -1,0 +1,386 @@
+"""Space: the configurations that a search is over, each valid and within its budget by construction."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import itertools
+import json
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self, get_args
+
+from stackwise.config import ConfigError, StackWiseConfig
+from stackwise.config.section import Section
+from stackwise.prototype.search.dimension import Choices, Dimension, read_dimension
+from stackwise.prototype.search.parameter_budget import ParameterBudget, nearest_within
+from stackwise.prototype.search.parameter_count import count_of
+from stackwise.prototype.search.shape import DEPENDENT_KEYS, DERIVED_KEYS, base_sizes, shaped, shaped_model
+from stackwise.yaml12 import load_yaml
+
+__all__ = ["Space", "config_digest"]
+
+_BUDGET_KEYS = ("min_parameters", "max_parameters", "parameters", "tolerance", "solve")
+_KEYS = ("base", "space", *_BUDGET_KEYS)
+# What makes a model larger, one step at a time; a budget is met by moving along these.
+_SIZE_KEYS = (
+    "n_layers",
+    "model.architecture.n_stacks",
+    "model.architecture.blocks_per_stack",
+    "model.n_heads",
+    "model.head_dim",
+    "d_ff_ratio",
+    "model.d_ff",
+    "model.vocab_size",
+)
+_TOGETHER = (
+    ("n_layers", "model.architecture.blocks_per_stack"),
+    ("d_ff_ratio", "model.d_ff"),
+)
+_CHECKED = 512  # combinations of other keys that a budget is checked for
+
+
+@dataclass(frozen=True)
+class Space:
+    """A base configuration, and the values that some of its keys may take.
+
+    Keys are the dotted keys of a configuration, and three on which others depend: `n_layers`, `gqa_ratio` and
+    `d_ff_ratio`. Every draw is a valid configuration: what is constrained is computed from what is drawn, and
+    a draw outside a parameter budget is moved to the nearest sizes inside it. A space in which that
+    cannot be is refused when it is made.
+
+    Attributes:
+        base: what is not searched.
+        dimensions: by key.
+        budget: of parameters; None: any number.
+        source: where it is from, for messages.
+    """
+
+    base: StackWiseConfig
+    dimensions: dict[str, Dimension]
+    budget: ParameterBudget | None = None
+    source: str = "space"
+
+    def __post_init__(self) -> None:
+        problems = [*self._wrong_keys()]
+        if not problems:
+            problems = [*self._wrong_values()]
+        if not problems and self.budget is not None:
+            problems = [*self._outside_budget()]
+        if problems:
+            raise ConfigError(problems, self.source)
+
+    @classmethod
+    def of(cls, space: Space | Mapping[str, Any] | str | Path) -> Space:
+        """Itself, what a mapping describes, or what a YAML file does."""
+        if isinstance(space, Space):
+            return space
+        return cls.from_dict(space) if isinstance(space, Mapping) else cls.from_yaml(space)
+
+    @classmethod
+    def from_yaml(cls, path: str | Path) -> Self:
+        """Read a YAML file; `base` may be the path of another one, as seen from its folder.
+
+        Raises:
+            ConfigError: naming every key that is refused.
+            OSError: the file cannot be read.
+        """
+        path = Path(path)
+        try:
+            content = load_yaml(path.read_bytes())
+        except ValueError as error:
+            raise ConfigError([str(error)], str(path)) from None
+        if isinstance(content, Mapping) and isinstance(content.get("base"), str):
+            content = {**content, "base": StackWiseConfig.from_yaml(path.parent / content["base"])}
+        return cls.from_dict({} if content is None else content, source=str(path))
+
+    @classmethod
+    def from_dict(cls, mapping: Mapping[str, Any], *, source: str = "space") -> Self:
+        """From `base`, `space`, and what bounds the parameters.
+
+        Args:
+            mapping: `base` is a configuration or a mapping of its sections; `space` has by key a list of
+                choices, or `low`, `high`, and `step` or `log`. Either of `min_parameters` and
+                `max_parameters`, or `parameters` with `tolerance` (0.02) and `solve` ("n_layers", or
+                "model.n_heads" or "model.d_ff"): all have as many, and that key is what it takes.
+            source: where it is from, for messages.
+
+        Raises:
+            ConfigError: naming every key that is refused.
+        """
+        if not isinstance(mapping, Mapping):
+            raise ConfigError([f"got {mapping!r}; allowed: a mapping of {', '.join(_KEYS)}"], source)
+        problems = [f"{key}: unknown key; allowed: {', '.join(_KEYS)}" for key in mapping if key not in _KEYS]
+        base, given, dimensions, budget = mapping.get("base", {}), mapping.get("space"), {}, None
+        if not isinstance(base, StackWiseConfig):
+            try:
+                base = StackWiseConfig.from_dict({} if base is None else base, source=source)
+            except ConfigError as error:
+                problems += [f"base.{problem}" for problem in error.problems]
+        if not isinstance(given, Mapping) or not given:
+            problems.append(f"space: got {given!r}; allowed: keys with their choices or ranges")
+            given = {}
+        for key, value in given.items():
+            try:
+                dimensions[str(key)] = read_dimension(value)
+            except ValueError as error:
+                problems.append(f"space.{key}: {error}")
+        try:
+            budget = ParameterBudget.of(*(mapping.get(key) for key in _BUDGET_KEYS))
+        except ValueError as error:
+            problems.append(str(error))
+        if problems:
+            raise ConfigError(problems, source)
+        return cls(base, dimensions, budget, source)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values that describe the same space; `from_dict` reads them."""
+        plain: dict[str, Any] = {"base": self.base.to_dict()}
+        plain["space"] = {key: dimension.to_plain() for key, dimension in self.dimensions.items()}
+        if self.budget is not None and self.budget.target is not None:
+            low, target = self.budget.low, self.budget.target
+            high = self.budget.high or target
+            plain |= {"parameters": target, "tolerance": max(target - low, high - target) / target}
+            plain["solve"] = self.budget.solve
+        elif self.budget is not None:
+            plain |= {"min_parameters": self.budget.low, "max_parameters": self.budget.high}
+        return plain
+
+    @cached_property
+    def size(self) -> int | None:
+        """How many draws differ, before those that come to the same configuration; None: uncountable."""
+        product = 1
+        for dimension in self.dimensions.values():
+            if dimension.count is None:
+                return None
+            product *= dimension.count
+        return product
+
+    def points(self) -> Iterator[dict[str, Any]]:
+        """All draws of a space that has a `size`, in a fixed order."""
+        lattices = []
+        for dimension in self.dimensions.values():
+            count = dimension.count
+            assert count is not None
+            whole = list(dimension.values) if isinstance(dimension, Choices) else _all(dimension, count)
+            lattices.append(whole)
+        for values in itertools.product(*lattices):
+            yield dict(zip(self.dimensions, values, strict=True))
+
+    def sample(self, source: random.Random) -> dict[str, Any]:
+        """A draw, each key for itself; `config` makes it a configuration."""
+        return {key: dimension.draw(source) for key, dimension in self.dimensions.items()}
+
+    def config(self, values: Mapping[str, Any]) -> StackWiseConfig:
+        """The configuration that a draw comes to: valid, and within the budget.
+
+        Args:
+            values: by key of the space, one of its values each.
+
+        Raises:
+            ValueError: a key that is missing or not of this space.
+            ConfigError: a rule of the configuration that relates more than two keys of this space was broken;
+                for the rules of today's configuration there is none.
+        """
+        return self.build(self.settled(values))
+
+    def settled(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """A draw with the sizes that it has within the budget, and what was solved for.
+
+        Raises:
+            ValueError: a key that is missing or not of this space.
+        """
+        if values.keys() != self.dimensions.keys():
+            raise ValueError(f"values: got the keys {sorted(values)}; allowed: {sorted(self.dimensions)}")
+        settled = dict(values) if self.budget is None else self._nearest(values)
+        if settled is None:
+            raise ConfigError([self._no_size(values)], self.source)
+        return settled
+
+    def build(self, settled: Mapping[str, Any]) -> StackWiseConfig:
+        """The configuration that settled values describe.
+
+        Raises:
+            ConfigError: as of `config`.
+        """
+        return StackWiseConfig.from_dict(shaped(self.base, settled), source=self.source)
+
+    def _nearest(self, values: Mapping[str, Any]) -> dict[str, Any] | None:
+        budget = self.budget
+        assert budget is not None
+        settled = budget.settle(values, self._model)
+        if settled is not None:
+            return settled
+        lattices, start = {}, {}
+        for key in _SIZE_KEYS:
+            if key in self.dimensions:
+                lattice = self.dimensions[key].lattice()
+                near = min(range(len(lattice)), key=lambda index: abs(lattice[index] - values[key]))
+                lattices[key], start[key] = lattice, near
+        return nearest_within(start, lattices, lambda sizes: budget.settle({**values, **sizes}, self._model))
+
+    def _model(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        return shaped_model(self._base_model, self._base_sizes, values)
+
+    @cached_property
+    def _base_model(self) -> dict[str, Any]:
+        return self.base.model.to_dict()
+
+    @cached_property
+    def _base_sizes(self) -> dict[str, Any]:
+        return base_sizes(self.base)
+
+    def _wrong_keys(self) -> Iterator[str]:
+        known = [*DEPENDENT_KEYS, *_leaves(StackWiseConfig)]
+        for key in self.dimensions:
+            if key in DERIVED_KEYS:
+                yield f"space.{key}: {DERIVED_KEYS[key]}"
+            elif key not in known:
+                near = difflib.get_close_matches(key, known, n=1)
+                near = near or [each for each in known if each.endswith(f".{key}")][:1]
+                hint = f"did you mean {near[0]!r}? " if near else ""
+                yield f"space.{key}: unknown key; {hint}allowed: the keys of a configuration, {_dependent()}"
+        for one, other in _TOGETHER:
+            if one in self.dimensions and other in self.dimensions:
+                yield f"space.{one}: is given beside {other}, which it decides; allowed: one of them"
+        if self.budget is not None and self.budget.solve in self.dimensions:
+            yield f"space.{self.budget.solve}: is what is solved for; allowed: another key, or another solve"
+        if self.budget is not None and self.budget.solve is not None:
+            for one, other in _TOGETHER:
+                if self.budget.solve == one and other in self.dimensions:
+                    yield f"space.{other}: is decided by solve={one}; allowed: none"
+                if self.budget.solve == other and one in self.dimensions:
+                    yield f"space.{one}: is decided by solve={other}; allowed: none"
+        kinds = self._possible("model.attention_type", self.base.model.attention_type)
+        if "gqa_ratio" in self.dimensions and not {"gqa", "kernel"} & set(kinds):
+            yield f"space.gqa_ratio: is for attention_type 'gqa' or 'kernel', and it is {kinds[0]!r}"
+        ratio = self._base_sizes["gqa_ratio"]
+        if "gqa" in kinds and "gqa_ratio" not in self.dimensions and ratio is None:
+            yield "space.gqa_ratio: got nothing; attention_type 'gqa' needs it, and the base has none"
+        for key in ("n_layers", "gqa_ratio", "model.n_heads", "model.head_dim"):
+            for value in self.dimensions[key].ends if key in self.dimensions else ():
+                if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                    yield f"space.{key}: got {value!r}; allowed: integers >= 1"
+        for value in self.dimensions["d_ff_ratio"].ends if "d_ff_ratio" in self.dimensions else ():
+            if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+                yield f"space.d_ff_ratio: got {value!r}; allowed: numbers above 0"
+
+    def _wrong_values(self) -> Iterator[str]:
+        """Values that are refused by themselves, or beside one of another key.
+
+        A rule of a configuration relates at most two keys that are not computed here, and is monotone in
+        numbers, so that a space whose pairs of ends are allowed holds nothing that is refused.
+        """
+        first = {key: dimension.ends[0] for key, dimension in self.dimensions.items()}
+        if self.budget is not None and self.budget.solve is not None:
+            first |= {self.budget.solve: 8}
+        refused: set[tuple[str, str]] = set()
+        for key, dimension in self.dimensions.items():
+            for value in dimension.ends:
+                alone = self._problem(first | {key: value})
+                # What the first values of the others are to blame for is found beside each of them.
+                if alone is not None and self._alone(first, key, value):
+                    refused.add((key, repr(value)))
+                    yield f"space.{key}: got {value!r}; {alone}"
+        for (key, one), (other, two) in itertools.combinations(self.dimensions.items(), 2):
+            for value, beside in itertools.product(one.ends, two.ends):
+                if (key, repr(value)) in refused or (other, repr(beside)) in refused:
+                    continue
+                problem = self._problem({key: value, other: beside}, rest=first)
+                if problem is not None:
+                    refused |= {(key, repr(value)), (other, repr(beside))}
+                    yield f"space.{key}: got {value!r} beside {other}={beside!r}; {problem}"
+
+    def _alone(self, first: Mapping[str, Any], key: str, value: Any) -> bool:
+        """Whether `value` is refused whatever the values of the other keys are."""
+        others = [
+            (other, each)
+            for other, dimension in self.dimensions.items()
+            for each in dimension.ends
+            if other != key
+        ]
+        return all(self._problem({**first, other: each, key: value}) is not None for other, each in others)
+
+    def _problem(self, values: Mapping[str, Any], rest: Mapping[str, Any] | None = None) -> str | None:
+        try:
+            StackWiseConfig.from_dict(shaped(self.base, {**(rest or {}), **values}))
+        except ConfigError as error:
+            return error.problems[0]
+        return None
+
+    def _outside_budget(self) -> Iterator[str]:
+        """Whether each combination of what is no size has a size within the budget."""
+        others = {
+            key: dimension.ends
+            for key, dimension in self.dimensions.items()
+            if key not in _SIZE_KEYS and (key.startswith("model.") or key in DEPENDENT_KEYS)
+        }
+        sizes = {key: self.dimensions[key].ends[0] for key in self.dimensions if key not in others}
+        products = list(itertools.islice(itertools.product(*others.values()), 64 * _CHECKED))
+        if len(products) > _CHECKED:
+            products = random.Random(0).sample(products, _CHECKED)  # noqa: S311
+        for product in products:
+            values = sizes | dict(zip(others, product, strict=True))
+            if self._nearest(values) is None:
+                yield self._no_size(values)
+                return
+
+    def _no_size(self, values: Mapping[str, Any]) -> str:
+        """Why no size is within the budget beside values of the other keys."""
+        budget = self.budget
+        assert budget is not None
+        sizes = {key: self.dimensions[key].lattice() for key in _SIZE_KEYS if key in self.dimensions}
+        beside = {
+            key: value for key, value in values.items() if key not in sizes and key.startswith("model.")
+        }
+        told = f" beside {', '.join(f'{key}={value!r}' for key, value in beside.items())}" if beside else ""
+        if budget.target is not None:
+            return (
+                f"parameters: got {budget.target}; allowed: a number that {budget.solve} comes within "
+                f"{budget.low} to {budget.high} of{told}, or a larger tolerance"
+            )
+        smallest = count_of(self._model({**values, **{key: each[0] for key, each in sizes.items()}}))
+        largest = count_of(self._model({**values, **{key: each[-1] for key, each in sizes.items()}}))
+        if budget.high is not None and smallest > budget.high:
+            return f"max_parameters: got {budget.high}; allowed: {smallest} or more, the smallest{told}"
+        if largest < budget.low:
+            return f"min_parameters: got {budget.low}; allowed: {largest} or fewer, the largest{told}"
+        return (
+            f"max_parameters: got {budget.low} to {budget.high}; allowed: bounds that hold a size of this"
+            f" space{told}; its sizes go from {smallest} to {largest} in steps that miss them"
+        )
+
+    def _possible(self, key: str, base: Any) -> list[Any]:
+        return list(self.dimensions[key].ends) if key in self.dimensions else [base]
+
+
+def config_digest(config: StackWiseConfig) -> str:
+    """The same text for equal configurations, and for no others."""
+    text = json.dumps(config.to_dict(), sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _all(dimension: Dimension, count: int) -> list[Any]:
+    assert not isinstance(dimension, Choices)
+    step = dimension.step or 1
+    values = [dimension.low + number * step for number in range(count)]
+    return [round(value) if dimension.is_integer else value for value in values]
+
+
+def _leaves(section: type[Section], path: str = "") -> Iterator[str]:
+    """Dotted keys that hold no others."""
+    for name, field in section.model_fields.items():
+        kinds: tuple[Any, ...] = (field.annotation, *get_args(field.annotation))
+        inner = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None)
+        here = f"{path}.{name}".lstrip(".")
+        if inner is None:
+            yield here
+        elif dict not in kinds and field.annotation not in kinds[1:]:
+            yield from _leaves(inner, here)
+
+
+def _dependent() -> str:
+    return ", ".join(DEPENDENT_KEYS)

@@ -1,0 +1,109 @@
+"""Where a study is: a journal file, any storage that Optuna knows, or this process's memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stackwise.argument import require
+from stackwise.prototype.search.optuna_import import import_optuna, quiet_optuna
+
+if TYPE_CHECKING:
+    from optuna.storages import BaseStorage
+
+__all__ = ["JOURNAL", "MEMORY", "open_storage", "place_of"]
+
+JOURNAL = "search.journal"
+MEMORY = "memory"
+_SQLITE_WAIT = 60.0  # seconds, while another process writes
+
+
+def place_of(storage: Any) -> str | BaseStorage:
+    """`storage` as every process of a search can be told of it.
+
+    Args:
+        storage: None is `search.journal` here; a path is a journal file, of a folder the one in it; with "://"
+            an Optuna URL (sqlite:///FILE, postgresql://..., mysql://...); "memory" is lost with the process;
+            an Optuna storage is itself.
+
+    Raises:
+        ValueError: none of these.
+    """
+    optuna = import_optuna()
+    if isinstance(storage, optuna.storages.BaseStorage):
+        return storage  # type: ignore[no-any-return]
+    if storage is None:
+        storage = JOURNAL
+    require(isinstance(storage, str | os.PathLike), "storage", storage, "a path, an Optuna URL, or 'memory'")
+    if isinstance(storage, str) and (storage == MEMORY or "://" in storage):
+        return storage
+    path = Path(storage).absolute()
+    return str(path / JOURNAL if path.is_dir() else path)
+
+
+def open_storage(place: str | BaseStorage, *, create: bool = True) -> BaseStorage:
+    """The storage at a place that `place_of` gave.
+
+    Raises:
+        ValueError: with `create=False`, a file that is not there; one that is no journal.
+        OSError: it cannot be made or read.
+    """
+    if not isinstance(place, str):
+        return place
+    with quiet_optuna() as optuna:
+        if place == MEMORY:
+            return optuna.storages.InMemoryStorage()  # type: ignore[no-any-return]
+        if "://" in place:
+            return _database(optuna, place)
+        path = Path(place)
+        require(create or path.is_file(), "storage", place, "a journal file that is there")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _mend_journal(optuna, path)
+        backend = optuna.storages.journal.JournalFileBackend(place)
+        try:
+            return optuna.storages.JournalStorage(backend)  # type: ignore[no-any-return]
+        except (ValueError, KeyError, TypeError, UnicodeDecodeError) as error:
+            raise ValueError(f"storage: {place} is no journal of Optuna: {error}") from None
+
+
+def _mend_journal(optuna: Any, path: Path) -> None:
+    """Refuse a file of another kind, and take off a last line that was cut off, as where a disk was full.
+
+    Whatever is appended to such a line can never be read again.
+    """
+    if not path.exists() or not path.stat().st_size:
+        return
+    with path.open("rb") as file:
+        try:
+            is_journal = isinstance(json.loads(file.readline()), dict)
+        except ValueError:
+            is_journal = False
+        require(is_journal, "storage", str(path), "a journal of Optuna, or a file that is not there yet")
+        file.seek(-1, os.SEEK_END)
+        if file.read() == b"\n":
+            return
+    lock = optuna.storages.journal.JournalFileSymlinkLock(str(path))
+    lock.acquire()
+    try:
+        whole = path.read_bytes().rpartition(b"\n")[0]
+        os.truncate(path, len(whole) + 1)
+    finally:
+        lock.release()
+
+
+def _database(optuna: Any, url: str) -> BaseStorage:
+    wait = {"connect_args": {"timeout": _SQLITE_WAIT}} if url.startswith("sqlite") else {}
+    for attempt in range(5):
+        try:
+            return optuna.storages.RDBStorage(url, engine_kwargs=wait)  # type: ignore[no-any-return]
+        except (optuna.exceptions.OptunaError, ImportError):
+            raise
+        except Exception as error:
+            # Two processes that make the tables of one database at a time: one of them finds them half there.
+            if attempt == 4 or "already exists" not in str(error):
+                raise OSError(f"storage: {url}: {error}") from error
+            time.sleep(0.2 * (attempt + 1))
+    raise AssertionError("unreachable")

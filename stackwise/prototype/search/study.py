@@ -1,0 +1,321 @@
+"""search_architecture_space: a search on Optuna that can be resumed, shared and read."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import multiprocessing
+import os
+import pickle
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stackwise.argument import check_number, check_sizes, require
+from stackwise.config import StackWiseConfig
+from stackwise.prototype.search.evaluation import Evaluate, PrototypeEvaluation
+from stackwise.prototype.search.objective import read_objectives
+from stackwise.prototype.search.optuna_import import import_optuna, quiet_optuna
+from stackwise.prototype.search.record import read_trial, read_trials
+from stackwise.prototype.search.sampler import make_sampler
+from stackwise.prototype.search.score import ScoreWeights
+from stackwise.prototype.search.search_result import SearchResult
+from stackwise.prototype.search.space import Space
+from stackwise.prototype.search.storage import MEMORY, open_storage, place_of
+from stackwise.prototype.search.worker import OnTrial, Task, open_study, work, work_apart
+
+if TYPE_CHECKING:
+    from optuna import Study
+    from optuna.pruners import BasePruner
+    from optuna.samplers import BaseSampler
+    from optuna.storages import BaseStorage
+
+__all__ = ["load_search", "search_architecture_space"]
+
+_DEFINITION = "stackwise"  # attribute of a study: how its trials come to be
+_POLL = 0.2  # seconds between two looks at what workers have done
+_PATIENCE = 10.0  # seconds that workers have to give their trials back
+
+
+def search_architecture_space(
+    space: Space | Mapping[str, Any] | str | Path,
+    budget: int = 20,
+    *,
+    objective: str | Sequence[str] = "score",
+    sampler: str | BaseSampler = "tpe",
+    pruner: str | BasePruner | None = None,
+    steps: int = 1000,
+    seeds: int = 1,
+    storage: str | Path | BaseStorage | None = None,
+    name: str | None = None,
+    jobs: int = 1,
+    seed: int = 0,
+    device: str | None = None,
+    small_factor: int = 1,
+    weights: ScoreWeights | None = None,
+    evaluate: Evaluate | None = None,
+    on_trial: OnTrial | None = None,
+    stale_seconds: float = 120.0,
+) -> SearchResult:
+    """Search for good architectures among those of a space.
+
+    The budget is that of the study: called again with the same storage, or in a second process or machine at
+    the same time, it makes only what is missing, and returns once all is there. No trial is done twice.
+
+    - What fails is a result: "nan", "diverged", "spiky" as `ArchitecturePrototype` says, "error" where it
+      raised, "pruned" where a pruner ended it. It ranks behind every success, and a sampler is told of it
+      as infeasible.
+    - A draw that comes to a configuration which another trial has is not trained and does not count: another
+      one is drawn, after three in a row one that is in no trial. Where there is none left, the search ends.
+    - What a process was at when it ended is done again, at once on the same machine, after `stale_seconds`
+      on another. What ended its process three times is an error.
+
+    Args:
+        space: a `Space`, a mapping that describes one, or a YAML file.
+        budget: results that the study is to have, failed ones included.
+        objective: "loss", "score", "tokens_per_second", "peak_bytes" or "parameters"; several for a Pareto
+            front.
+        sampler: "tpe", "random", "gp", "nsga2", or an Optuna sampler; see `make_sampler`.
+        pruner: for one objective: None, "median", "hyperband", "wilcoxon" (over `seeds`), or an Optuna
+            pruner. At 16 even points of the first run the mean loss since the last of them is compared.
+        steps: updates of each run; a verdict on stability wants 1000.
+        seeds: runs of each configuration; loss is their mean, and the worst status counts.
+        storage: None: `search.journal` here; a path: that file, or the one in that folder; an Optuna URL; an
+            Optuna storage; "memory": none.
+        name: of the study; None: made of all that decides what a trial is, so that other searches in the same
+            storage are other studies.
+        jobs: processes here, of one thread each; 1: this process.
+        seed: of all draws; the runs have seeds from this one on.
+        device: where to train; None: as configured.
+        small_factor: train what `create_small_variant` makes of each configuration instead of itself.
+        weights: of the score; None: `ScoreWeights()`.
+        evaluate: what is done instead of training an `ArchitecturePrototype`: (configuration, seed, report)
+            -> `TrialOutcome`; see `Evaluate`.
+        on_trial: called here with each trial that ends while this call lasts.
+        stale_seconds: see above.
+
+    Raises:
+        ValueError: naming the argument, or the key of the space; a study of that name that was begun
+            otherwise; a configuration whose training cannot be set up.
+        ImportError: Optuna is not installed.
+        RuntimeError: a worker failed outside of a trial.
+    """
+    import_optuna()
+    check_sizes(budget=budget, steps=steps, seeds=seeds, jobs=jobs, small_factor=small_factor)
+    check_sizes(0, seed=seed)
+    check_number("stale_seconds", stale_seconds, "a number above 0", lambda seconds: seconds > 0)
+    require(
+        evaluate is None or callable(evaluate),
+        "evaluate",
+        evaluate,
+        "None, or a callable (configuration, seed, report) -> TrialOutcome",
+    )
+    place, space = place_of(storage), Space.of(space)
+    shared = isinstance(place, str) and place != MEMORY
+    require(shared or jobs == 1, "jobs", jobs, "1 with a storage that other processes cannot open")
+    weights = ScoreWeights() if weights is None else weights
+    objectives = read_objectives(objective)
+    definition = {
+        "space": space.to_dict(),
+        "objectives": [each.name for each in objectives],
+        "steps": steps,
+        "seeds": seeds,
+        "seed": seed,
+        "small_factor": small_factor,
+        "weights": weights.to_dict(),
+        "evaluate": _name_of(evaluate),
+    }
+    task = Task(
+        place=place,
+        name=_name(definition) if name is None else name,
+        space=space,
+        objectives=objectives,
+        budget=budget,
+        evaluate=PrototypeEvaluation(steps, device) if evaluate is None else evaluate,
+        seeds=seeds,
+        seed=seed,
+        sampler=sampler,
+        pruner=pruner,
+        small_factor=small_factor,
+        weights=weights,
+        stale_seconds=float(stale_seconds),
+    )
+    make_sampler(sampler, budget=budget, n_objectives=len(objectives), seed=seed)
+    if evaluate is None:
+        _can_train(task, device)
+    opened = open_storage(place)
+    study = open_study(task, opened)
+    _agree(study, definition)
+    if jobs == 1:
+        work(task, study, opened, on_trial)
+    else:
+        _work_in_processes(task, study, jobs, on_trial)
+    return _result(study, place, budget)
+
+
+def load_search(storage: str | Path | BaseStorage | None = None, name: str | None = None) -> SearchResult:
+    """What a stored study has so far, finished or not.
+
+    Args:
+        storage: as of `search_architecture_space`.
+        name: of the study; None: the only one there is.
+
+    Raises:
+        ValueError: there is no such study, or several to choose from.
+    """
+    place = place_of(storage)
+    opened = open_storage(place, create=False)
+    with quiet_optuna() as optuna:
+        names = optuna.get_all_study_names(opened)
+        told = ", ".join(map(repr, names)) or "none: there is no study"
+        require(name in names if name is not None else len(names) == 1, "name", name, told)
+        study = optuna.load_study(study_name=name or names[0], storage=opened)
+    require(_DEFINITION in study.user_attrs, "name", study.study_name, "a study of stackwise")
+    return _result(study, place, None)
+
+
+def _result(study: Study, place: Any, budget: int | None) -> SearchResult:
+    definition = study.user_attrs[_DEFINITION]
+    trials = read_trials(study)
+    notes = []
+    if budget is not None and len(trials) < budget:
+        notes.append(f"{len(trials)} of {budget} trials: the space holds no further configuration")
+    if len({trial.worker for trial in trials}) > 1 and _overlap(study):
+        notes.append("trials ran at the same time: their speeds are those of a shared machine, if it was one")
+    if definition["small_factor"] > 1:
+        factor = definition["small_factor"]
+        notes.append(f"what was trained are small variants, {factor} times fewer heads and Blocks")
+    if definition["steps"] < 1000 and definition["evaluate"] is None:
+        notes.append(f"{definition['steps']} steps: a verdict on stability wants at least 1000")
+    return SearchResult(
+        name=study.study_name,
+        storage=place if isinstance(place, str) else type(place).__name__,
+        objectives=read_objectives(definition["objectives"]),
+        trials=trials,
+        definition=definition,
+        notes=tuple(notes),
+    )
+
+
+def _overlap(study: Study) -> bool:
+    """Whether two trials ran at the same time."""
+    spans = sorted(
+        (each.datetime_start, each.datetime_complete)
+        for each in study.get_trials(deepcopy=False)
+        if each.datetime_start is not None and each.datetime_complete is not None
+    )
+    return any(after[0] < before[1] for before, after in itertools.pairwise(spans))
+
+
+def _name_of(evaluate: Evaluate | None) -> str | None:
+    if evaluate is None:
+        return None
+    kind = evaluate if hasattr(evaluate, "__qualname__") else type(evaluate)
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def _name(definition: Mapping[str, Any]) -> str:
+    text = json.dumps(definition, sort_keys=True, default=str)
+    return f"search-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
+
+
+def _agree(study: Study, definition: Mapping[str, Any]) -> None:
+    """See to it that a study has trials of one kind."""
+    there = study.user_attrs.get(_DEFINITION)
+    wanted = json.loads(json.dumps(definition))
+    if there is None:
+        study.set_user_attr(_DEFINITION, wanted)
+        return
+    for key, value in wanted.items():
+        if there.get(key) != value:
+            seen = "another one" if key == "space" else repr(there.get(key))
+            raise ValueError(
+                f"{key}: study {study.study_name!r} was begun with {seen}; allowed: the same, or another name"
+            )
+
+
+def _can_train(task: Task, device: str | None) -> None:
+    """Refuse what no configuration of the space could be trained with, before a trial is spent on it."""
+    from stackwise.prototype.prototype import ArchitecturePrototype
+
+    values = {key: dimension.ends[0] for key, dimension in task.space.dimensions.items()}
+    config: StackWiseConfig = task.stand_in(task.space.config(values))
+    ArchitecturePrototype(config, device=device)
+
+
+def _work_in_processes(task: Task, study: Study, jobs: int, on_trial: OnTrial | None) -> None:
+    """Have processes do it, and take over from one that is killed."""
+    try:
+        pickle.dumps(task)
+    except Exception as error:
+        raise ValueError(
+            f"jobs: got {jobs}; allowed: 1 with what cannot be pickled, or functions of importable modules"
+            f" ({type(error).__name__}: {error})"
+        ) from None
+    context = multiprocessing.get_context("spawn")
+    told = {each.number for each in study.get_trials(deepcopy=False) if each.state.is_finished()}
+
+    def start() -> tuple[SpawnProcess, Connection]:
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=work_apart, args=(task, theirs), daemon=True)
+        process.start()
+        theirs.close()
+        return process, ours
+
+    workers = [start() for _ in range(jobs)]
+    try:
+        while workers:
+            time.sleep(_POLL)
+            _tell_of_new(study, told, on_trial)
+            for worker in list(workers):
+                process, ours = worker
+                if process.is_alive():
+                    continue
+                process.join()
+                workers.remove(worker)
+                failure = _received(ours)
+                if failure is not None:
+                    raise RuntimeError(f"a worker failed: {failure}")
+                if process.exitcode:  # killed from outside; its trial is done again, and not for ever
+                    workers.append(start())
+        _tell_of_new(study, told, on_trial)
+    finally:
+        _end([process for process, _ in workers])
+
+
+def _tell_of_new(study: Study, told: set[int], on_trial: OnTrial | None) -> None:
+    if on_trial is None:
+        return
+    for frozen in study.get_trials(deepcopy=False):
+        if frozen.state.is_finished() and frozen.number not in told:
+            told.add(frozen.number)
+            found = read_trial(frozen)
+            if found is not None:
+                on_trial(found)
+
+
+def _received(ours: Connection) -> str | None:
+    with suppress(EOFError):
+        if ours.poll():
+            return str(ours.recv())
+    return None
+
+
+def _end(processes: Sequence[SpawnProcess]) -> None:
+    """Have workers give their trials back and end; those that do not in time are killed."""
+    for process in processes:
+        if process.is_alive() and process.pid is not None:
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGINT)
+    limit = time.monotonic() + _PATIENCE
+    for process in processes:
+        process.join(max(0.0, limit - time.monotonic()))
+        if process.is_alive():
+            process.kill()
+            process.join()

@@ -1,0 +1,185 @@
+"""Worker: does trials of a study, one after the other, until there are none left."""
+
+from __future__ import annotations
+
+import math
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from stackwise.config import StackWiseConfig
+from stackwise.prototype.search.claims import Claim, Claims
+from stackwise.prototype.search.evaluation import Evaluate
+from stackwise.prototype.search.heartbeat import Heartbeat
+from stackwise.prototype.search.objective import Objective
+from stackwise.prototype.search.optuna_import import import_optuna, quiet_optuna
+from stackwise.prototype.search.process_identity import ProcessIdentity
+from stackwise.prototype.search.pruner import Rungs, make_pruner
+from stackwise.prototype.search.record import finish, finish_pruned, read_trial
+from stackwise.prototype.search.sampler import make_sampler
+from stackwise.prototype.search.score import ScoreWeights
+from stackwise.prototype.search.space import Space
+from stackwise.prototype.search.storage import open_storage
+from stackwise.prototype.search.trial import SearchTrial, TrialOutcome, merge_outcomes
+from stackwise.prototype.shrink import create_small_variant
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+    from optuna import Study
+    from optuna.storages import BaseStorage
+
+__all__ = ["Task", "open_study", "work", "work_apart"]
+
+OnTrial = Callable[[SearchTrial], object]
+
+
+@dataclass(frozen=True)
+class Task:
+    """All that a process needs to know of a search.
+
+    Attributes:
+        place: of the storage.
+        name: of the study.
+        space: what is searched.
+        objectives: what is made small or large.
+        budget: how many results the study is to have.
+        evaluate: what is done with a configuration.
+        seeds: runs of each.
+        seed: of all draws, and the first run's.
+        sampler: name, or an Optuna sampler.
+        pruner: name, an Optuna pruner, or None.
+        small_factor: how many times smaller what is trained is.
+        weights: of the score.
+        stale_seconds: how long a process on another machine may be without a sign of life.
+    """
+
+    place: Any
+    name: str
+    space: Space
+    objectives: tuple[Objective, ...]
+    budget: int
+    evaluate: Evaluate
+    seeds: int
+    seed: int
+    sampler: Any
+    pruner: Any
+    small_factor: int
+    weights: ScoreWeights
+    stale_seconds: float
+
+    def stand_in(self, config: StackWiseConfig) -> StackWiseConfig:
+        """What is trained in the place of a configuration."""
+        return config if self.small_factor == 1 else create_small_variant(config, self.small_factor).config
+
+
+def open_study(task: Task, storage: BaseStorage) -> Study:
+    """The study of a task, begun where it is not there yet.
+
+    Raises:
+        ValueError: one of that name has other objectives.
+    """
+    directions = [each.direction for each in task.objectives]
+    n_objectives = len(directions)
+    with quiet_optuna() as optuna:
+        study: Study = optuna.create_study(
+            storage=storage,
+            study_name=task.name,
+            directions=directions,
+            sampler=make_sampler(task.sampler, budget=task.budget, n_objectives=n_objectives, seed=task.seed),
+            pruner=make_pruner(task.pruner, seeds=task.seeds, n_objectives=n_objectives)
+            or optuna.pruners.NopPruner(),
+            load_if_exists=True,
+        )
+    return study
+
+
+def work(task: Task, study: Study, storage: BaseStorage, on_trial: OnTrial | None = None) -> None:
+    """Do trials in this process until the study has its budget, or its space holds no more.
+
+    An interrupt gives the trial back, and passes through.
+    """
+    worker = ProcessIdentity.of_new_search()
+    try:
+        claims = Claims(
+            study,
+            storage,
+            task.space,
+            task.objectives,
+            task.budget,
+            worker,
+            task.stand_in,
+            seed=task.seed,
+            stale_seconds=task.stale_seconds,
+        )
+        while (claim := claims.next()) is not None:
+            try:
+                with Heartbeat(claim.trial, task.stale_seconds / 6):
+                    finish_claim = _trained(task, study, claim)
+                if claims.owns(claim):
+                    finish_claim()
+            except BaseException:
+                if claims.owns(claim):
+                    claims.release(claim, "interrupted")
+                raise
+            if on_trial is not None:
+                frozen = next(t for t in study.get_trials(deepcopy=False) if t.number == claim.trial.number)
+                found = read_trial(frozen)
+                if found is not None and frozen.state.is_finished():
+                    on_trial(found)
+    finally:
+        worker.end()
+
+
+def work_apart(task: Task, errors: Connection) -> None:
+    """The same as a process of its own, with one thread; what it raises is sent to whoever started it."""
+    import torch
+
+    torch.set_num_threads(1)
+    try:
+        storage = open_storage(task.place)
+        work(task, open_study(task, storage), storage)
+    except KeyboardInterrupt:
+        # The same key may come twice, from the terminal and from who started this.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    except Exception as error:
+        errors.send(f"{type(error).__name__}: {error}")
+
+
+def _trained(task: Task, study: Study, claim: Claim) -> Callable[[], None]:
+    """Do what a trial asks for.
+
+    Returns:
+        What writes it down.
+    """
+    optuna = import_optuna()
+    maximize = task.objectives[0].maximize
+    by_seed = task.pruner == "wilcoxon" or isinstance(task.pruner, optuna.pruners.WilcoxonPruner)
+    rungs = Rungs(claim.trial, maximize=maximize)
+    watched = task.pruner is not None and not by_seed
+    outcomes: list[TrialOutcome] = []
+    try:
+        for number in range(task.seeds):
+            report = rungs.report if watched and number == 0 else _unheard
+            outcome = task.evaluate(claim.trained, task.seed + number, report)
+            outcomes.append(outcome)
+            if not math.isfinite(outcome.loss) or outcome.status not in ("success", "spiky"):
+                break
+            if by_seed:
+                claim.trial.report(-outcome.loss if maximize else outcome.loss, number)
+                if number + 1 < task.seeds and claim.trial.should_prune():
+                    raise optuna.TrialPruned
+    except optuna.TrialPruned:
+        last = merge_outcomes(outcomes).loss if outcomes else rungs.last
+        return lambda: finish_pruned(study, claim.trial, last, outcomes)
+    except Exception as error:  # a configuration that cannot be trained is a result as well
+        told = str(error).strip().split("\n")[0][:300]
+        outcomes.append(TrialOutcome("error", math.inf, reason=f"{type(error).__name__}: {told}"))
+    losses = [each.loss for each in outcomes]
+    merged = merge_outcomes(outcomes)
+    return lambda: finish(study, claim.trial, task.objectives, task.weights, merged, losses)
+
+
+def _unheard(done: float, loss: float) -> None:
+    """Nobody asks."""

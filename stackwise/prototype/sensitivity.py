@@ -1,0 +1,303 @@
+"""Sensitivity: how much the final loss depends on the learning rate, measured over widths."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from torch import nn
+
+from stackwise.argument import check_choice, check_number, check_sizes, require
+from stackwise.config import StackWiseConfig
+from stackwise.prototype.sweep_result import LearningRateSweep
+from stackwise.prototype.sweep_run import PlannedRun, SweepRun
+from stackwise.prototype.sweep_store import SweepStore
+from stackwise.prototype.widen import as_mup, widened
+from stackwise.spec import ModelSpec
+
+__all__ = ["LEARNING_RATES", "Parametrization", "learning_rate_sweep", "plan_sweep"]
+
+LEARNING_RATES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)
+"""Of Wortsman et al. 2023 (arXiv:2309.14322), section 2.2: for AdamW, two to a decade, three decades."""
+
+Parametrization = Literal["standard", "mup"]
+Make = Callable[[int, float], StackWiseConfig | ModelSpec]
+
+
+def learning_rate_sweep(
+    subject: StackWiseConfig | ModelSpec | Make,
+    learning_rates: Sequence[float] | None = None,
+    widths: Sequence[int] = (1, 2, 4),
+    *,
+    steps: int,
+    seeds: Sequence[int] = (0, 1, 2),
+    parametrization: Parametrization | None = None,
+    warmup: float | None = None,
+    jobs: int = 1,
+    store: str | Path | None = None,
+    on_run: Callable[[SweepRun], None] | None = None,
+    **prototype: Any,
+) -> LearningRateSweep:
+    """Train at every width, learning rate and seed, and compare the losses at the end.
+
+    Says how sensitive the loss is to the learning rate (Wortsman et al. 2023, arXiv:2309.14322), which is
+    best at each width, and whether that of a narrow model holds for wider ones. A run that stops being
+    finite has no loss of its own: it counts with that at initialisation, as the definition says; and so does
+    one that ends above it.
+
+    Args:
+        subject: a configuration, which is widened by heads: `n_heads`, `n_kv_heads`, `d_ff` and the ranks of
+            latents grow with `d_model`, the size of a head stays; or a ModelSpec, with `at_width` for widths
+            other than 1, which its own optimizer trains at a constant learning rate; or a function
+            (width, learning rate) -> a configuration or a ModelSpec.
+        learning_rates: of the peak of the schedule; None: `LEARNING_RATES`.
+        widths: how many times as wide as the subject.
+        steps: optimizer steps of each run.
+        seeds: of weights and data; the same ones at every width and learning rate.
+        parametrization: for a configuration. "mup" has the narrowest of `widths` as its base; "standard" has
+            none, and is `initialization="normal"` where the configuration had "mup"; None: as it is.
+        warmup: for a configuration, the share of `steps` over which the learning rate rises; None: as it is.
+        jobs: processes at a time; with several, `subject` has to be picklable. Each run has one thread, so
+            that the number of processes changes no result.
+        store: a file of JSON lines that each run is kept in as it ends, and that runs are read from instead
+            of being made again. What is no configuration is known there by its name alone, `data` by nothing.
+        on_run: called with each run as it ends, in the order of their ends, not with those that were read.
+        **prototype: further arguments of ArchitecturePrototype: `seq_len`, `batch_size`, `effective_batch`,
+            `data`, `device`.
+
+    Raises:
+        ValueError: an empty or repeated list, a value out of range, a width that the subject cannot have, or
+            a subject that cannot be sent to other processes.
+        ConfigError: a learning rate or width that the configuration refuses.
+        TypeError: a subject of another kind.
+    """
+    check_sizes(jobs=jobs)
+    plans = plan_sweep(
+        subject,
+        learning_rates,
+        widths,
+        steps=steps,
+        seeds=seeds,
+        parametrization=parametrization,
+        warmup=warmup,
+        **prototype,
+    )
+    kept = None if store is None else SweepStore(store)
+    known = {} if kept is None else kept.read()
+    found = [known[plan.key] for plan in plans if plan.key in known]
+    missing = [plan for plan in plans if plan.key not in known]
+    if jobs > 1:
+        _check_picklable(missing, jobs)
+    for plan, run in _made(missing, jobs):
+        if kept is not None:
+            kept.keep(plan, run)
+        found.append(run)
+        if on_run is not None:
+            on_run(run)
+    found.sort(key=lambda run: (run.width, run.learning_rate, run.seed))
+    return LearningRateSweep(_name(subject), parametrization or "own", steps, tuple(found))
+
+
+def plan_sweep(
+    subject: StackWiseConfig | ModelSpec | Make,
+    learning_rates: Sequence[float] | None = None,
+    widths: Sequence[int] = (1, 2, 4),
+    *,
+    steps: int,
+    seeds: Sequence[int] = (0, 1, 2),
+    parametrization: Parametrization | None = None,
+    warmup: float | None = None,
+    **prototype: Any,
+) -> list[PlannedRun]:
+    """The runs of `learning_rate_sweep`, the widest first: for who wants to make them elsewhere.
+
+    Args and Raises as of `learning_rate_sweep`.
+    """
+    learning_rates = LEARNING_RATES if learning_rates is None else learning_rates
+    _check(learning_rates, widths, steps, seeds, parametrization, warmup)
+    plans = []
+    for width in sorted(widths, reverse=True):
+        for learning_rate in learning_rates:
+            made = _subject(subject, width, learning_rate, min(widths), parametrization, warmup)
+            for seed in seeds:
+                of_seed = made
+                if isinstance(made, StackWiseConfig):
+                    of_seed = _configured(made, steps, seed, warmup)
+                sets = isinstance(subject, ModelSpec)
+                plans.append(PlannedRun(of_seed, width, learning_rate, seed, steps, sets, dict(prototype)))
+    return plans
+
+
+def _check(
+    learning_rates: Sequence[float],
+    widths: Sequence[int],
+    steps: int,
+    seeds: Sequence[int],
+    parametrization: Parametrization | None,
+    warmup: float | None,
+) -> None:
+    check_sizes(steps=steps)
+    for key, values in (("learning_rates", learning_rates), ("widths", widths), ("seeds", seeds)):
+        require(len(values) > 0, key, list(values), "one or more")
+        require(len(set(values)) == len(values), key, list(values), "each one once")
+    for learning_rate in learning_rates:
+        check_number("learning_rates", learning_rate, "numbers above 0", lambda number: number > 0)
+    for width in widths:
+        check_sizes(widths=width)
+    for seed in seeds:
+        check_sizes(minimum=0, seeds=seed)
+    if parametrization is not None:
+        check_choice("parametrization", parametrization, get_args(Parametrization))
+    if warmup is not None:
+        check_number("warmup", warmup, "a share of the steps, from 0 to 1", lambda share: 0 <= share <= 1)
+
+
+def _subject(
+    subject: Any,
+    width: int,
+    learning_rate: float,
+    base: int,
+    parametrization: Parametrization | None,
+    warmup: float | None,
+) -> StackWiseConfig | ModelSpec:
+    """What is trained at `width`; a configuration with the learning rate in it."""
+    if isinstance(subject, StackWiseConfig):
+        wide = widened(subject, width)
+        if parametrization == "mup":
+            wide = as_mup(wide, base * subject.model.d_model)
+        elif parametrization == "standard":
+            wide = _standard(wide)
+        return _with_learning_rate(wide, learning_rate)
+    require(parametrization is None, "parametrization", parametrization, "None, but for a StackWiseConfig")
+    if isinstance(subject, ModelSpec):
+        require(warmup is None, "warmup", warmup, "None, but for a StackWiseConfig")
+        if width == 1:
+            return subject
+        at_width = subject.at_width
+        if at_width is None:
+            raise ValueError(f"widths: got {width}; allowed: 1, since {subject.name} declares no at_width")
+        return replace(subject, build=partial(at_width, width))
+    if not callable(subject) or isinstance(subject, nn.Module):
+        raise TypeError(
+            f"subject: got {type(subject).__name__}; wanted a StackWiseConfig, a ModelSpec, or a function "
+            "(width, learning rate) -> one of them"
+        )
+    made = subject(width, learning_rate)
+    if not isinstance(made, StackWiseConfig | ModelSpec):
+        kind = type(made).__name__
+        raise TypeError(f"subject: its function returned {kind}; wanted a StackWiseConfig or a ModelSpec")
+    return made
+
+
+def _standard(config: StackWiseConfig) -> StackWiseConfig:
+    if config.model.initialization != "mup":
+        return config
+    changed = config.to_dict()
+    changed["model"] |= {"initialization": "normal", "mup_base_width": None}
+    return StackWiseConfig.from_dict(changed)
+
+
+def _with_learning_rate(config: StackWiseConfig, learning_rate: float) -> StackWiseConfig:
+    """Those that Stacks have for themselves keep their ratio to that of all others."""
+    changed = config.to_dict()
+    optimizer = changed["training"]["optimizer"]
+    for own in optimizer["per_stack"].values():
+        if own["lr"] is not None:
+            own["lr"] *= learning_rate / optimizer["lr"]
+    optimizer["lr"] = float(learning_rate)
+    return StackWiseConfig.from_dict(changed)
+
+
+def _configured(config: StackWiseConfig, steps: int, seed: int, warmup: float | None) -> StackWiseConfig:
+    changed = config.to_dict()
+    training = changed["training"]
+    if warmup is not None:
+        training["schedule"]["warmup_steps"] = round(warmup * steps)
+    training |= {"max_steps": steps, "seed": seed}
+    return StackWiseConfig.from_dict(changed)
+
+
+def _name(subject: Any) -> str:
+    if isinstance(subject, StackWiseConfig):
+        model = subject.model
+        return f"{model.attention_type} of d_model {model.d_model}"
+    return str(getattr(subject, "name", None) or getattr(subject, "__name__", type(subject).__name__))
+
+
+def _made(plans: Sequence[PlannedRun], jobs: int) -> Iterator[tuple[PlannedRun, SweepRun]]:
+    """Every plan with its run, as it ends."""
+    if jobs == 1:
+        for plan in plans:
+            with _one_thread(), _named(plan):
+                run = plan.train()
+            yield plan, run
+        return
+    # A fork of a process in which torch has computed with several threads may never end.
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(jobs, mp_context=context, initializer=_begin_worker)
+    try:
+        waiting = {pool.submit(plan.train): plan for plan in plans}
+        while waiting:
+            done, _ = wait(waiting, return_when=FIRST_COMPLETED)
+            # What ended well is kept, whatever became of another.
+            for future in sorted(done, key=lambda future: future.exception() is not None):
+                plan = waiting.pop(future)
+                with _named(plan):
+                    run = future.result()
+                yield plan, run
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _begin_worker() -> None:
+    """One thread; and no life beyond that of the process that reads its results."""
+    torch.set_num_threads(1)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def follow() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def _named(plan: PlannedRun) -> Iterator[None]:
+    """What is raised within says which run it was."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"in the run of {plan.name}")
+        raise
+
+
+def _check_picklable(plans: Sequence[PlannedRun], jobs: int) -> None:
+    for plan in plans:
+        try:
+            pickle.dumps(plan)
+        except Exception as error:
+            kind = type(plan.subject).__name__
+            raise ValueError(
+                f"jobs: got {jobs}; allowed: 1, since this {kind} cannot be sent to a process: {error}"
+            ) from error

@@ -1,0 +1,228 @@
+"""SpecTraining: any model that a ModelSpec describes, trained by its own optimizer and loss.
+
+Shapes: B batch, T positions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from stackwise.argument import require
+from stackwise.data.batches import IGNORED
+from stackwise.data.tasks import TaskBatches, create_task
+from stackwise.data.text import documentation_text
+from stackwise.data.windows import TokenWindows
+from stackwise.inference import logits_of
+from stackwise.prototype.observation import Observation, observe
+from stackwise.prototype.prototype_training import Data, Update
+from stackwise.prototype.rack_training import split_rows
+from stackwise.spec import ModelSpec
+from stackwise.stability.telemetry import global_norm, gradient_norms
+from stackwise.training.batch_stream import BatchStream
+
+__all__ = ["SpecTraining"]
+
+_BYTES = 256
+_PROBE_POSITIONS = 2048
+_PROBE_TOKENS = 4096
+
+
+class SpecTraining:
+    """See `PrototypeTraining`.
+
+    Gradients of micro-batches are summed, each weighted by its share of all targets of the step: the gradient
+    is that of the mean over the whole batch. What a loss of the spec's own averages over is not seen from
+    outside, and is taken to be the positions that it predicts.
+
+    Make it, and take its updates, inside `seeded(seed, device)`.
+
+    Args:
+        spec: the model.
+        seq_len: T of the data that is made here.
+        batch_size: rows of a micro-batch.
+        accumulation_steps: micro-batches of a step.
+        learning_rate: of the optimizer's first group; others keep their ratio to it. None: as they are.
+        data: micro-batches, or step -> the batch of the whole update: inputs (B, T), or a mapping of these as
+            `input_ids`, and for tokens `labels` (B, T), not shifted, -100 where nothing is predicted, and
+            `attention_mask` (B, T), nonzero at real tokens, which a spec with `masked` takes. None: as
+            `ArchitecturePrototype` says.
+        device: where to train.
+        seed: of weights and data.
+
+    Raises:
+        ValueError: nothing to train; a learning rate for an optimizer that has none. From `update`: labels or
+            a mask beside a loss of the spec's own, a mask for a model that takes none, or another key.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        *,
+        seq_len: int,
+        batch_size: int,
+        accumulation_steps: int = 1,
+        learning_rate: float | None = None,
+        data: Data | None = None,
+        device: torch.device | str = "cpu",
+        seed: int = 0,
+    ) -> None:
+        self.spec, self.name, self.device = spec, spec.name, torch.device(device)
+        self.notes: list[str] = []
+        self.model: nn.Module = spec.create(self.device, seed).train()
+        trainable = [p for p in self.model.parameters() if p.requires_grad]
+        require(bool(trainable), "model", spec.name, "a model with a parameter that trains")
+        self._trainable = trainable
+        self.optimizer = spec.optimizer(trainable)
+        if learning_rate is not None:
+            first = float(self.optimizer.param_groups[0]["lr"])
+            require(first > 0, "learning_rate", learning_rate, "None: the optimizer's own is 0")
+            for group in self.optimizer.param_groups:
+                group["lr"] = learning_rate * (group["lr"] / first)
+        if data is None:
+            data = self._own_data(seq_len, batch_size, accumulation_steps, seed)
+        self._batch_size = batch_size
+        self._batches: Callable[[int], Sequence[Mapping[str, Tensor]]]
+        self._stream: BatchStream | None
+        if callable(data) and not hasattr(data, "__iter__"):
+            self._of_step, self._stream = data, None
+            self._batches = self._split
+        else:
+            self._stream = BatchStream(data, accumulation_steps)
+            self._batches = self._streamed
+        self._next: tuple[int, Sequence[Mapping[str, Tensor]]] | None = None
+        self._probe: Tensor | None = None
+
+    def update(self, step: int) -> Update:
+        """See `PrototypeTraining`."""
+        batches = [self._with_labels(batch) for batch in self._of(step)]
+        self._next = None
+        counts = [self._sent(self._count(batch)) for batch in batches]
+        whole = torch.stack(counts).sum().clamp(min=1)
+        loss = torch.zeros((), device=self.device)
+        for batch, count in zip(batches, counts, strict=True):
+            sent = {key: self._sent(each) for key, each in batch.items()}
+            share = self._share(sent, count, whole)
+            share.backward()  # type: ignore[no-untyped-call]
+            loss = loss + share.detach()
+        norm = global_norm(gradient_norms(self._trainable))
+        lr = float(self.optimizer.param_groups[0]["lr"])
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return Update(loss, norm, lr, sum(_positions(batch["input_ids"]) for batch in batches))
+
+    def observe(self, step: int) -> Observation:
+        """See `PrototypeTraining`. What is looked at are the first rows of the first batch."""
+        if self._probe is None:
+            inputs = self._of(step)[0]["input_ids"]
+            if inputs.shape[1] > _PROBE_POSITIONS:
+                inputs = inputs[:, :_PROBE_POSITIONS]
+                self.notes.append(f"observed on the first {_PROBE_POSITIONS} positions of a row")
+            rows = max(1, _PROBE_TOKENS // inputs.shape[1])
+            self._probe = inputs[:rows].to(self.device)
+        probe = self._probe
+        return observe(self.model, lambda: self.spec.logits(self.model, probe), device=self.device)
+
+    def validation_loss(self) -> float | None:
+        """None: a spec has no validation data."""
+        return None
+
+    @property
+    def passes(self) -> int | None:
+        """See `PrototypeTraining`."""
+        return None if self._stream is None else self._stream.place[0] + 1
+
+    def close(self) -> None:
+        """Nothing was changed."""
+
+    def _of(self, step: int) -> Sequence[Mapping[str, Tensor]]:
+        if self._next is None:
+            self._next = step, self._batches(step)
+        assert self._next[0] == step, "one after the other"
+        return self._next[1]
+
+    def _with_labels(self, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The batch, with labels where some of its tokens are not to be predicted."""
+        known = ("input_ids", "labels", "attention_mask")
+        unknown = sorted(batch.keys() - set(known))
+        require(not unknown, "data: keys of a batch", unknown, ", ".join(known))
+        if batch.keys() == {"input_ids"}:
+            return batch
+        spec = self.spec
+        own = "input_ids alone: the spec has a loss of its own, or takes vectors"
+        require(spec.loss is None and spec.inputs == "tokens", "data: keys of a batch", sorted(batch), own)
+        labels = batch.get("labels", batch["input_ids"])
+        if (mask := batch.get("attention_mask")) is not None:
+            allowed = f"no attention_mask: {spec.name} takes none"
+            require(spec.masked is not None, "data: keys of a batch", sorted(batch), allowed)
+            labels = labels.masked_fill(mask == 0, IGNORED)
+            if spec.causal:  # a token behind padding has nothing that it could be told from
+                labels = torch.where(F.pad(mask[:, :-1], (1, 0)) == 0, IGNORED, labels)
+        return {**batch, "labels": labels}
+
+    def _count(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """How many positions of a micro-batch are predicted, wherever its data is."""
+        inputs, labels = batch["input_ids"], batch.get("labels")
+        shifted = self.spec.inputs == "tokens" and bool(self.spec.causal)
+        if labels is None:
+            return torch.tensor(inputs.shape[0] * (inputs.shape[1] - shifted), dtype=torch.float64)
+        return (labels[:, 1 if shifted else 0 :] != IGNORED).sum().double()
+
+    def _share(self, batch: Mapping[str, Tensor], count: Tensor, whole: Tensor) -> Tensor:
+        """What a micro-batch adds to the mean loss of all `whole` targets, of which it has `count`."""
+        inputs, labels = batch["input_ids"], batch.get("labels")
+        if labels is None:
+            mean = self.spec.loss_of(self.model, inputs)
+            return mean * (count / whole).to(mean.dtype)
+        mask = batch.get("attention_mask")
+        if mask is None:
+            output = self.spec.logits(self.model, inputs)
+        else:
+            assert self.spec.masked is not None
+            output = logits_of(self.spec.masked(self.model, inputs, mask != 0))
+        if self.spec.causal:
+            output, labels = output[:, :-1], labels[:, 1:]
+        wide = output.flatten(0, 1).to(torch.promote_types(output.dtype, torch.float32))
+        total = F.cross_entropy(wide, labels.flatten().long(), ignore_index=IGNORED, reduction="sum")
+        return total / whole.to(total.dtype)
+
+    def _sent(self, tensor: Tensor) -> Tensor:
+        """On the device, by way of pinned memory where that is CUDA: the host does not wait."""
+        if self.device.type != "cuda" or tensor.is_cuda:
+            return tensor.to(self.device)
+        return tensor.pin_memory().to(self.device, non_blocking=True)
+
+    def _streamed(self, _step: int) -> Sequence[Mapping[str, Tensor]]:
+        assert self._stream is not None
+        return next(self._stream)[1]
+
+    def _split(self, step: int) -> Sequence[Mapping[str, Tensor]]:
+        return split_rows(self._of_step(step), self._batch_size)
+
+    def _own_data(self, seq_len: int, batch_size: int, accumulation_steps: int, seed: int) -> Data:
+        """What the spec makes, where it says how; else real text, or a task that can be learned."""
+        spec, rows = self.spec, batch_size * accumulation_steps
+
+        def made(step: int) -> Tensor:
+            return spec.batch(rows, seq_len, seed=seed + 1 + step)
+
+        if spec.make_batch is not None:
+            self.notes.append("data: batches of the spec's own make_batch")
+            return made
+        if spec.inputs == "vectors":
+            self.notes.append("data: random vectors, of which there is nothing to learn but their scale")
+            return made
+        if spec.width >= _BYTES:
+            text = torch.frombuffer(bytearray(documentation_text().encode()), dtype=torch.uint8)
+            return TokenWindows(text, batch_size, seq_len, row_length=seq_len, seed=seed)
+        self.notes.append(
+            f"data: a Markov chain over {spec.width} tokens: too few for the bytes of a text ({_BYTES})"
+        )
+        return TaskBatches(create_task("markov", spec.width, seq_len, seed=seed), batch_size, labels=False)
+
+
+def _positions(inputs: Tensor) -> int:
+    return inputs.shape[0] * inputs.shape[1]

@@ -1,0 +1,64 @@
+"""Sweep plot: the final loss over the learning rate as an SVG, a line a width."""
+
+from __future__ import annotations
+
+import io
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from stackwise.prototype.sweep_result import LearningRateSweep
+
+__all__ = ["draw_sweep", "sweep_svg"]
+
+_INK, _MUTED = "#1f2430", "#8a93a3"
+# Light to dark: the wider, the darker.
+_COLOURS = ("#9cc4e4", "#5b9bd0", "#1f6fb4", "#124a7c", "#0b2c4d", "#05182b")
+
+
+def sweep_svg(sweep: LearningRateSweep) -> str:
+    """The sweep as an SVG, the same text each time.
+
+    A line is the mean over seeds of the loss, at most that at initialisation (dotted); its band is from the
+    lowest to the highest seed, a mark the best learning rate. The legend has the sensitivities.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib as mpl
+        from matplotlib.backends.backend_svg import FigureCanvasSVG
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ImportError("a plot needs matplotlib: pip install 'stackwise[report]'") from None
+    # A hash salt in place of a random one, so that equal sweeps are equal files.
+    with mpl.rc_context({"svg.hashsalt": "stackwise", "svg.fonttype": "none", "font.size": 9}):
+        figure = Figure(figsize=(7, 4.2), layout="constrained")
+        FigureCanvasSVG(figure)
+        draw_sweep(figure.subplots(), sweep)
+        out = io.StringIO()
+        figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
+    return out.getvalue()
+
+
+def draw_sweep(axes: Any, sweep: LearningRateSweep, title: str | None = None) -> None:
+    """Draw a sweep on matplotlib's `axes`, as `sweep_svg` does."""
+    for number, width in enumerate(sweep.widths):
+        losses = sweep.losses(width)
+        colour = _COLOURS[min(number, len(_COLOURS) - 1)]
+        rates, means = list(losses), [fmean(each) for each in losses.values()]
+        label = f"width {width}: sensitivity {sweep.sensitivity(width)}"
+        axes.plot(rates, means, "o-", ms=3, color=colour, label=label)
+        lowest, highest = ([of(each) for each in losses.values()] for of in (min, max))
+        axes.fill_between(rates, lowest, highest, color=colour, alpha=0.2, lw=0)
+        best = sweep.best(width)
+        axes.plot([best.refined], [best.loss], "v", ms=7, color=colour, markeredgecolor=_INK)
+    initial = fmean(sweep.initial_loss(width) for width in sweep.widths)
+    axes.axhline(initial, color=_MUTED, lw=0.8, ls=":")
+    axes.set_xscale("log")
+    axes.set_xlabel("learning rate")
+    axes.set_ylabel("loss at the end, nats")
+    title = f"{sweep.name}, {sweep.parametrization}, {sweep.steps} steps" if title is None else title
+    axes.set_title(title, loc="left", color=_INK, parse_math=False)
+    axes.legend(loc="best", frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)

@@ -1,0 +1,293 @@
+"""LearningRateSweep: the final loss over learning rates and widths, and what it says of both."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from itertools import product
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Literal
+
+from stackwise.argument import check_number, check_sizes, require
+from stackwise.prototype.estimate import Estimate
+from stackwise.prototype.sweep_run import SweepRun
+
+__all__ = ["BestLearningRate", "Drift", "LearningRateSweep", "learning_rate_sensitivity"]
+
+
+def learning_rate_sensitivity(losses: Sequence[float], initial_loss: float) -> float:
+    """By how much the loss is above the best one, on average over learning rates, in nats.
+
+    mean over eta of min(loss(eta), loss at initialisation) - min over eta of loss(eta): the LR sensitivity of
+    Wortsman et al. 2023 (arXiv:2309.14322), section 2.2, where theta = A(eta) are the weights that training
+    at the learning rate eta comes to. A model that is trained equally well at all learning rates has 0.
+
+    Args:
+        losses: at the end of training, one a learning rate. One that is not finite counts as `initial_loss`.
+        initial_loss: before training.
+
+    Raises:
+        ValueError: no losses, or an `initial_loss` that is not finite.
+    """
+    require(len(losses) > 0, "losses", len(losses), "one or more")
+    check_number("initial_loss", initial_loss, "a finite number", lambda _: True)
+    ended = [min(loss, initial_loss) if math.isfinite(loss) else initial_loss for loss in losses]
+    return fmean(ended) - min(ended)
+
+
+@dataclass(frozen=True)
+class BestLearningRate:
+    """Where the loss of a width is lowest.
+
+    Attributes:
+        learning_rate: of those that were tried.
+        loss: there, in nats.
+        refined: the minimum of the parabola through it and its two neighbours, over the logarithm of the
+            learning rate.
+        at_edge: it is the first or the last that was tried: the best one may be beyond, and nothing is
+            refined.
+    """
+
+    learning_rate: float
+    loss: float
+    refined: float
+    at_edge: bool
+
+
+@dataclass(frozen=True)
+class Drift:
+    """How the best learning rate moves as the model gets wider.
+
+    Attributes:
+        log2_best: by width, log2 of the refined best learning rate over that of the narrowest.
+        slope: of log2 of the refined best learning rate over log2 of the width, least squares within each
+            seed. 0: it does not move; -1: twice as wide wants half the learning rate. None: one width.
+        grid_steps: how many steps of the grid are between the lowest and the highest best learning rate.
+        at_edge: widths whose best learning rate is at an end of the grid, so that it may be beyond.
+    """
+
+    log2_best: Mapping[int, float]
+    slope: Estimate | None
+    grid_steps: int
+    at_edge: tuple[int, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {**asdict(self), "log2_best": {str(width): value for width, value in self.log2_best.items()}}
+
+    def __str__(self) -> str:
+        if self.slope is None:
+            return "one width: no drift"
+        text = f"{self.slope} log2 of the best learning rate a doubling of the width"
+        if self.at_edge:
+            text += f"; at an end of the grid: width {', '.join(map(str, self.at_edge))}"
+        return text
+
+
+@dataclass(frozen=True)
+class LearningRateSweep:
+    """What runs at every width, learning rate and seed came to.
+
+    Attributes:
+        name: of what was trained.
+        parametrization: "standard" or "mup", as asked for; "own": as the subject has it.
+        steps: optimizer steps of each run.
+        runs: one of every width, learning rate and seed.
+
+    Raises:
+        ValueError: no runs, one that is missing or there twice, or a loss at initialisation that is not
+            finite.
+    """
+
+    name: str
+    parametrization: Literal["standard", "mup", "own"]
+    steps: int
+    runs: tuple[SweepRun, ...]
+
+    def __post_init__(self) -> None:
+        require(len(self.runs) > 0, "runs", len(self.runs), "one or more")
+        check_sizes(steps=self.steps)
+        keys = [(run.width, run.learning_rate, run.seed) for run in self.runs]
+        require(len(set(keys)) == len(keys), "runs", len(keys), "each width, learning rate and seed once")
+        missing = set(product(self.widths, self.learning_rates, self.seeds)) - set(keys)
+        if missing:
+            width, learning_rate, seed = min(missing)
+            where = f"none of width {width}, learning rate {learning_rate:g}, seed {seed}"
+            require(False, "runs", where, "every width at every learning rate and seed")
+        for run in self.runs:
+            check_number("initial_loss", run.initial_loss, "a finite number", lambda _: True)
+
+    @cached_property
+    def widths(self) -> tuple[int, ...]:
+        """Ascending."""
+        return tuple(sorted({run.width for run in self.runs}))
+
+    @cached_property
+    def learning_rates(self) -> tuple[float, ...]:
+        """Ascending."""
+        return tuple(sorted({run.learning_rate for run in self.runs}))
+
+    @cached_property
+    def seeds(self) -> tuple[int, ...]:
+        """Ascending."""
+        return tuple(sorted({run.seed for run in self.runs}))
+
+    @cached_property
+    def _by_key(self) -> dict[tuple[int, float, int], SweepRun]:
+        return {(run.width, run.learning_rate, run.seed): run for run in self.runs}
+
+    def losses(self, width: int) -> dict[float, tuple[float, ...]]:
+        """By learning rate, what each seed's run counts as: its loss, at most that at initialisation."""
+        self._check_width(width)
+        return {
+            learning_rate: tuple(self._by_key[width, learning_rate, seed].counted for seed in self.seeds)
+            for learning_rate in self.learning_rates
+        }
+
+    def initial_loss(self, width: int) -> float:
+        """In nats, the mean over seeds."""
+        self._check_width(width)
+        return fmean(run.initial_loss for run in self.runs if run.width == width)
+
+    def failed(self, width: int) -> int:
+        """How many runs ended as NaN or diverged."""
+        self._check_width(width)
+        return sum(run.width == width and run.status in ("nan", "diverged") for run in self.runs)
+
+    def sensitivity(self, width: int) -> Estimate:
+        """`learning_rate_sensitivity` of each seed's runs, in nats: mean and t interval over the seeds."""
+        return Estimate.of(self._sensitivities(width))
+
+    def reduction(self, other: LearningRateSweep, width: int) -> Estimate:
+        """By how many nats less sensitive this is than `other`, paired by seed.
+
+        Raises:
+            ValueError: other learning rates or seeds, or a width that one of them does not have.
+        """
+        require(other.seeds == self.seeds, "seeds", other.seeds, f"{self.seeds}, as here")
+        same = other.learning_rates == self.learning_rates
+        require(same, "learning_rates", other.learning_rates, f"{self.learning_rates}, as here")
+        pairs = zip(other._sensitivities(width), self._sensitivities(width), strict=True)
+        return Estimate.of([theirs - own for theirs, own in pairs])
+
+    def best(self, width: int) -> BestLearningRate:
+        """The learning rate with the lowest mean loss over seeds; of equal ones the smallest."""
+        return _best({rate: fmean(losses) for rate, losses in self.losses(width).items()})
+
+    def drift(self) -> Drift:
+        """How the best learning rate moves with the width."""
+        best = {width: self.best(width) for width in self.widths}
+        places = [self.learning_rates.index(each.learning_rate) for each in best.values()]
+        narrowest = best[self.widths[0]].refined
+        slopes = [self._slope(place) for place in range(len(self.seeds))] if len(self.widths) > 1 else []
+        return Drift(
+            {width: math.log2(each.refined / narrowest) for width, each in best.items()},
+            Estimate.of(slopes) if slopes else None,
+            max(places) - min(places),
+            tuple(width for width, each in best.items() if each.at_edge),
+        )
+
+    def transfers(self, within: int = 1) -> bool:
+        """Whether the best learning rates of all widths are within so many steps of the grid of each other.
+
+        False too where one of them is at an end of the grid: where the loss has no minimum that was seen,
+        nothing is shown.
+        """
+        check_sizes(minimum=0, within=within)
+        drift = self.drift()
+        return drift.grid_steps <= within and not drift.at_edge
+
+    def plot(self, path: str | Path) -> Path:
+        """Write an SVG of the loss over the learning rate, a line a width; return its path.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        from stackwise.prototype.sweep_plot import sweep_svg
+
+        path = Path(path)
+        path.write_text(sweep_svg(self), encoding="utf-8")
+        return path
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON; what is not finite is None."""
+        drift = self.drift()
+        return {
+            "name": self.name,
+            "parametrization": self.parametrization,
+            "steps": self.steps,
+            "learning_rates": list(self.learning_rates),
+            "seeds": list(self.seeds),
+            "widths": {
+                str(width): {
+                    "sensitivity": self.sensitivity(width).to_dict(),
+                    "best": asdict(self.best(width)),
+                    "initial_loss": self.initial_loss(width),
+                    "failed": self.failed(width),
+                }
+                for width in self.widths
+            },
+            "drift": drift.to_dict(),
+            "runs": [run.to_dict() for run in self.runs],
+        }
+
+    def __str__(self) -> str:
+        seeds = "1 seed" if len(self.seeds) == 1 else f"{len(self.seeds)} seeds"
+        lines = [f"{self.name}, {self.parametrization}, {self.steps} steps, {seeds}"]
+        rates = "".join(f"{rate:>9.1e}" for rate in self.learning_rates)
+        lines.append(f"{'width':>5} {rates}     best  sensitivity")
+        for width in self.widths:
+            cells = "".join(f"{fmean(losses):>9.3f}" for losses in self.losses(width).values())
+            best = self.best(width)
+            mark = "*" if best.at_edge else " "
+            text = f"{width:>5} {cells} {best.refined:>8.1e}{mark} {self.sensitivity(width)}"
+            failed = self.failed(width)
+            lines.append(text + (f", {failed} failed" if failed else ""))
+        if len(self.widths) > 1:
+            lines.append(f"drift: {self.drift()}")
+        return "\n".join(lines)
+
+    def _check_width(self, width: int) -> None:
+        require(width in self.widths, "width", width, ", ".join(map(str, self.widths)))
+
+    def _sensitivities(self, width: int) -> list[float]:
+        """One a seed."""
+        self._check_width(width)
+        found = []
+        for seed in self.seeds:
+            runs = [self._by_key[width, rate, seed] for rate in self.learning_rates]
+            found.append(learning_rate_sensitivity([run.counted for run in runs], runs[0].initial_loss))
+        return found
+
+    def _slope(self, place: int) -> float:
+        """Of the seed at `place`."""
+        x, y = [], []
+        for width in self.widths:
+            best = _best({rate: losses[place] for rate, losses in self.losses(width).items()})
+            x.append(math.log2(width))
+            y.append(math.log2(best.refined))
+        middle = fmean(x)
+        return sum((a - middle) * b for a, b in zip(x, y, strict=True)) / sum((a - middle) ** 2 for a in x)
+
+
+def _best(losses: Mapping[float, float]) -> BestLearningRate:
+    """Of losses by learning rates in ascending order."""
+    rates = list(losses)
+    place = min(range(len(rates)), key=lambda i: losses[rates[i]])
+    at_edge = place in (0, len(rates) - 1)
+    rate = rates[place]
+    refined = rate if at_edge else _vertex([(math.log(r), losses[r]) for r in rates[place - 1 : place + 2]])
+    return BestLearningRate(rate, losses[rate], refined, at_edge)
+
+
+def _vertex(points: Iterable[tuple[float, float]]) -> float:
+    """exp of where the parabola through three points, the middle one the lowest, is lowest."""
+    (x0, y0), (x1, y1), (x2, y2) = points
+    left, right = (y1 - y0) / (x1 - x0), (y2 - y1) / (x2 - x1)
+    if left == right:  # all three are equal
+        return math.exp(x1)
+    # The slope of the parabola is `left` at the middle of the first two, `right` at that of the last two.
+    return math.exp((x0 + x1) / 2 - left * (x2 - x0) / (2 * (right - left)))

@@ -1,0 +1,339 @@
+"""Model comparison: trained models asked the same, each held against one of them, and how fast they are."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from stackwise.argument import check_choice, require
+from stackwise.benchmark.table import ComparisonTable
+from stackwise.quality.multiple_choice import MultipleChoiceResult
+from stackwise.quality.paired import PairedDifference, difference_of_means, difference_of_shares
+from stackwise.quality.perplexity import PerplexityResult
+from stackwise.quality.proportion import Proportion
+from stackwise.quality.scoring import Scorer
+from stackwise.quality.task import Task, TaskResult
+from stackwise.text_file import write_whole
+
+__all__ = ["ModelComparison", "QualityRow", "compare_quality", "paired_difference"]
+
+
+@dataclass(frozen=True)
+class QualityRow:
+    """What one model is at one task.
+
+    Attributes:
+        architecture: the model's name.
+        task: the task's.
+        metric: what the value is: "acc", "acc_norm", "acc_bytes", or "bits_per_byte", where less is better.
+        value: of the model.
+        standard_error: of it; None: not known.
+        examples: how many there were.
+        difference: to the baseline, from the same examples; None of the baseline itself.
+    """
+
+    architecture: str
+    task: str
+    metric: str
+    value: float
+    standard_error: float | None
+    examples: int
+    difference: PairedDifference | None = None
+
+    @property
+    def less_is_better(self) -> bool:
+        """Whether the value is a cost."""
+        return self.metric == "bits_per_byte"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON and CSV."""
+        found = {key: value for key, value in vars(self).items() if key != "difference"}
+        parts = ("difference", "low", "high", "wins", "losses", "p_value")
+        names = ("difference", "difference_low", "difference_high", "wins", "losses", "p_value")
+        pairs = zip(names, parts, strict=True)
+        return found | {name: self.difference and getattr(self.difference, part) for name, part in pairs}
+
+
+@dataclass(frozen=True)
+class ModelComparison:
+    """Speed and quality of several models in one table.
+
+    Attributes:
+        quality: a row for each task and model.
+        baseline: the model that the others are held against.
+        speed: of the same architectures, as `compare_architectures` gives it; None: not measured.
+        level: that the intervals of differences cover.
+        notes: how the models were asked.
+    """
+
+    quality: tuple[QualityRow, ...]
+    baseline: str
+    speed: ComparisonTable | None = None
+    level: float = 0.95
+    notes: tuple[str, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        if self.speed is not None:
+            _check_speed(self.speed, self.baseline, self.architectures)
+
+    @property
+    def architectures(self) -> list[str]:
+        """Names, the baseline first."""
+        names = dict.fromkeys(row.architecture for row in self.quality)
+        return sorted(names, key=lambda name: name != self.baseline)
+
+    @property
+    def tasks(self) -> list[str]:
+        """Names, in their order."""
+        return list(dict.fromkeys(row.task for row in self.quality))
+
+    def row(self, architecture: str, task: str) -> QualityRow:
+        """What one model is at one task.
+
+        Raises:
+            ValueError: there is no such model or task.
+        """
+        check_choice("architecture", architecture, self.architectures)
+        check_choice("task", task, self.tasks)
+        return next(row for row in self.quality if (row.architecture, row.task) == (architecture, task))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "baseline": self.baseline,
+            "level": self.level,
+            "notes": list(self.notes),
+            "quality": [row.to_dict() for row in self.quality],
+            "speed": self.speed and self.speed.to_dict(),
+        }
+
+    def to_json(self, path: str | Path | None = None) -> str:
+        """All of it; also written to `path` where there is one. What is not finite is a text."""
+        return _written(json.dumps(_finite(self.to_dict()), indent=1, allow_nan=False) + "\n", path)
+
+    def to_csv(self, path: str | Path | None = None) -> str:
+        """A line for each model and each work or task, None as an empty field; also written to `path`."""
+        lines = [{"kind": "quality"} | row.to_dict() for row in self.quality]
+        if self.speed is not None:
+            lines += [{"kind": "speed"} | row for row in self.speed]
+        columns = list(dict.fromkeys(key for line in lines for key in line))
+        text = io.StringIO()
+        writer = csv.DictWriter(text, columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(lines)
+        return _written(text.getvalue(), path)
+
+    def to_markdown(self) -> str:
+        """One row for each model: its speed, and what it is at each task, against the baseline."""
+        header, rows = ["architecture"], [[_plain(name)] for name in self.architectures]
+        if self.speed is not None:
+            for work in dict.fromkeys(self.speed["workload"]):
+                header += [f"{work}, tokens/s", "speed-up"]
+                for line, name in zip(rows, self.architectures, strict=True):
+                    [found] = self.speed.where(architecture=name, workload=work)
+                    line += [_rate(found["tokens_per_second"]), self._speed_up(name, found)]
+        for task in self.tasks:
+            metric = self.row(self.baseline, task).metric
+            header += [f"{_plain(task)}, {metric}", "difference"]
+            for line, name in zip(rows, self.architectures, strict=True):
+                row = self.row(name, task)
+                line += [_with_error(row), "baseline" if row.difference is None else str(row.difference)]
+        lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+        table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+        said = f"Intervals cover {self.level:.0%}; differences are of the same examples, to {self.baseline}."
+        return f"{table}\n\n{said}\n"
+
+    def plot(self, path: str | Path) -> Path:
+        """Draw a panel for each task: what each model is there, over how fast it is, with both intervals.
+
+        Without a speed table the models stand beside each other.
+
+        Args:
+            path: ends in .svg or .png.
+
+        Raises:
+            ImportError: matplotlib is not there: pip install 'stackwise[report]'.
+            ValueError: another ending.
+        """
+        path = Path(path)
+        require(path.suffix in (".svg", ".png"), "path", str(path), "a name ending in .svg or .png")
+        try:
+            drawing = import_module("matplotlib.figure")
+        except ImportError as error:
+            raise ImportError("plot needs matplotlib: pip install 'stackwise[report]'") from error
+        figure = drawing.Figure(figsize=(4.5 * len(self.tasks), 3.6), layout="constrained")
+        panels = figure.subplots(1, len(self.tasks), squeeze=False)[0]
+        work = None if self.speed is None else self.speed["workload"][0]
+        for panel, task in zip(panels, self.tasks, strict=True):
+            for place, name in enumerate(self.architectures):
+                row = self.row(name, task)
+                x, x_error = self._place(name, work, place)
+                part = row.difference
+                y = 0.0 if part is None else part.difference
+                spread = None if part is None else [[y - part.low], [part.high - y]]
+                panel.errorbar([x], [y], yerr=spread, xerr=x_error, fmt="o", capsize=3, label=name)
+            panel.axhline(0.0, color="black", linewidth=0.8)
+            less = ", less is better" if self.row(self.baseline, task).less_is_better else ""
+            panel.set_title(f"{task} ({self.row(self.baseline, task).metric}{less})", fontsize="medium")
+            panel.set_ylabel(f"difference to {self.baseline}")
+            if work is None:
+                panel.set_xticks(range(len(self.architectures)), self.architectures)
+            else:
+                panel.set_xlabel(f"speed-up, {work}")
+        panels[0].legend(fontsize="small")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path)
+        return path
+
+    def _place(self, name: str, work: str | None, place: int) -> tuple[float, list[list[float]] | None]:
+        """Where a model stands from left to right, and how far that is known."""
+        if self.speed is None or work is None:
+            return float(place), None
+        [found] = self.speed.where(architecture=name, workload=work)
+        ratio, low, high = (found[key] for key in ("speed_up", "speed_up_low", "speed_up_high"))
+        if ratio is None:
+            return math.nan, None
+        if low is None or high is None:
+            return ratio, None
+        return ratio, [[max(0.0, ratio - low)], [max(0.0, high - ratio)]]
+
+    def _speed_up(self, name: str, found: Mapping[str, Any]) -> str:
+        if name == self.baseline:
+            return "baseline"
+        if found["speed_up"] is None:
+            return "-"
+        low, high = found["speed_up_low"], found["speed_up_high"]
+        interval = "" if low is None or high is None else f" [{low:.3f}, {high:.3f}]"
+        return f"{found['speed_up']:.3f}{interval}"
+
+
+def compare_quality(
+    models: Mapping[str, Any],
+    tasks: Sequence[Task],
+    tokenizer: Any,
+    *,
+    baseline: str | None = None,
+    speed: ComparisonTable | None = None,
+    level: float = 0.95,
+    **options: Any,
+) -> ModelComparison:
+    """Ask trained models the same questions, and hold each against one of them.
+
+    Args:
+        models: by name, trained models as `Scorer` takes them.
+        tasks: what they are asked; see `load_task`.
+        tokenizer: that all of them were trained with, or a mapping from names to one for each.
+        baseline: the name of the one that the others are held against; None: the first.
+        speed: what `compare_architectures` found of the same architectures, with the same baseline.
+        level: that the intervals of differences cover.
+        **options: of `Scorer`, such as `batch_size`.
+
+    Raises:
+        ValueError: no models or tasks, or two tasks of one name; another baseline; a tokenizer for a model
+            that there is not; or as `Scorer` and the tasks do.
+    """
+    require(bool(models), "models", dict(models), "one or more, by name")
+    names = [task.name for task in tasks]
+    require(bool(names) and len(set(names)) == len(names), "tasks", names, "one or more, each once")
+    baseline = next(iter(models)) if baseline is None else baseline
+    check_choice("baseline", baseline, models)
+    tokenizers = tokenizer if isinstance(tokenizer, Mapping) else dict.fromkeys(models, tokenizer)
+    other = sorted(set(models) ^ set(tokenizers))
+    require(not other, "tokenizer", other, "one for each model")
+    if speed is not None:
+        _check_speed(speed, baseline, models)
+    results: dict[str, dict[str, TaskResult]] = {}
+    notes = []
+    for name, model in models.items():
+        scorer = Scorer(model, tokenizers[name], **options)
+        results[name] = {task.name: task.run(scorer) for task in tasks}
+        notes.append(f"{name}: prefixes: {scorer.model.reuse_note}")
+    rows = [
+        _row(name, task, results[name][task], None if name == baseline else results[baseline][task], level)
+        for task in names
+        for name in models
+    ]
+    return ModelComparison(tuple(rows), baseline, speed, level, tuple(notes))
+
+
+def paired_difference(result: TaskResult, other: TaskResult, *, level: float = 0.95) -> PairedDifference:
+    """How much better one model is at a task than another: of shares, or of bits per byte.
+
+    Raises:
+        ValueError: they are not of the same task, with the same examples.
+    """
+    require(type(result) is type(other), "result", type(other).__name__, type(result).__name__)
+    if isinstance(result, PerplexityResult):
+        assert isinstance(other, PerplexityResult)
+        sizes = [[text.bytes for text in each.texts] for each in (result, other)]
+        require(sizes[0] == sizes[1], "texts", f"{len(sizes[1])} others", f"the same {len(sizes[0])}")
+        costs = [
+            [-text.log_probability / text.bytes / math.log(2) for text in each.texts]
+            for each in (result, other)
+        ]
+        return difference_of_means(costs[0], costs[1], sizes[0], level=level)
+    if isinstance(result, MultipleChoiceResult):
+        assert isinstance(other, MultipleChoiceResult)
+        require(result.questions == other.questions, "questions", "others", "the same")
+    return difference_of_shares(_correct(result), _correct(other), level=level)
+
+
+def _correct(result: TaskResult) -> np.ndarray:
+    assert not isinstance(result, PerplexityResult)
+    return result.correct(result.norm) if isinstance(result, MultipleChoiceResult) else result.correct()
+
+
+def _row(name: str, task: str, result: TaskResult, base: TaskResult | None, level: float) -> QualityRow:
+    difference = None if base is None else paired_difference(result, base, level=level)
+    if isinstance(result, PerplexityResult):
+        return QualityRow(
+            name, task, "bits_per_byte", result.bits_per_byte, None, len(result.texts), difference
+        )
+    figure: Proportion = result.figure
+    return QualityRow(
+        name, task, result.metric, figure.value, figure.standard_error, figure.count, difference
+    )
+
+
+def _check_speed(speed: ComparisonTable, baseline: str, names: Iterable[str]) -> None:
+    require(speed.baseline == baseline, "speed.baseline", speed.baseline, repr(baseline))
+    other = sorted(set(speed["architecture"]) ^ set(names))
+    require(not other, "architectures of the speed table", other, "those that are asked")
+
+
+def _finite(value: Any) -> Any:
+    match value:
+        case dict():
+            return {str(key): _finite(each) for key, each in value.items()}
+        case list() | tuple():
+            return [_finite(each) for each in value]
+        case float() if not math.isfinite(value):
+            return str(value)
+    return value
+
+
+def _with_error(row: QualityRow) -> str:
+    return f"{row.value:.4f}" + ("" if row.standard_error is None else f" ± {row.standard_error:.4f}")
+
+
+def _rate(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}"
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def _written(text: str, path: str | Path | None) -> str:
+    if path is not None:
+        write_whole(Path(path), text)
+    return text

@@ -1,0 +1,194 @@
+"""Continuation: texts that a model writes after others, until a sequence that ends them.
+
+Shapes: B rows, T positions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from stackwise.argument import check_number, check_sizes, require
+from stackwise.quality.language_model import LanguageModel
+from stackwise.quality.scoring import Scorer
+from stackwise.quality.text_tokenizer import TextTokenizer
+from stackwise.seed import seeded
+
+__all__ = ["Sampling", "continue_texts"]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen.
+
+    Attributes:
+        temperature: 0: the most likely one; otherwise logits are divided by it and drawn from.
+        top_k: draw from the k most likely only; None: from all.
+        top_p: draw from the most likely that make up p only.
+        seed: of the draws.
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_number("temperature", self.temperature, "a number >= 0", lambda value: value >= 0)
+        check_number("top_p", self.top_p, "above 0, at most 1", lambda value: 0 < value <= 1)
+        if self.top_k is not None:
+            check_sizes(top_k=self.top_k)
+
+    def __call__(self, logits_BV: Tensor) -> Tensor:
+        """Tokens, int64 (B,)."""
+        if self.temperature == 0:
+            return logits_BV.argmax(-1)
+        logits_BV = logits_BV.float() / self.temperature
+        if self.top_k is not None and self.top_k < logits_BV.shape[-1]:
+            least_B1 = logits_BV.topk(self.top_k).values[:, -1:]
+            logits_BV = logits_BV.masked_fill(logits_BV < least_B1, -torch.inf)
+        if self.top_p < 1:
+            sorted_BV, order_BV = logits_BV.sort(descending=True)
+            p_BV = sorted_BV.softmax(-1)
+            outside_BV = p_BV.cumsum(-1) - p_BV >= self.top_p  # the one that crosses p is inside
+            logits_BV = logits_BV.masked_fill(
+                torch.zeros_like(outside_BV).scatter(-1, order_BV, outside_BV), -torch.inf
+            )
+        return torch.multinomial(logits_BV.softmax(-1), 1)[:, 0]
+
+
+def continue_texts(
+    scorer: Scorer,
+    contexts: Sequence[str],
+    *,
+    max_new_tokens: int,
+    until: Sequence[str] = (),
+    sampling: Sampling | None = None,
+) -> list[str]:
+    """What the model writes after each context.
+
+    A text ends before the first of `until` that it comes to, at the token that ends a text, or after
+    `max_new_tokens`. A context for which there is not that much room is cut at its beginning.
+
+    Args:
+        scorer: a model with a tokenizer; at most its `batch_size` texts are written at once.
+        contexts: one with no text follows the tokenizer's `prefix_token_id`.
+        max_new_tokens: fewer than the model has positions.
+        until: texts that end a continuation and are no part of it.
+        sampling: None: the most likely token each time.
+
+    Raises:
+        ValueError: no room for so many new tokens, or an id that the model has no embedding for.
+    """
+    check_sizes(max_new_tokens=max_new_tokens)
+    limit = scorer.model.max_length
+    if limit is not None:
+        require(
+            max_new_tokens < limit, "max_new_tokens", max_new_tokens, f"below {limit}, as the model reads"
+        )
+    sampling = sampling or Sampling()
+    prompts = []
+    for context in contexts:
+        ids = scorer.texts.encode(context) or [scorer.texts.needed_prefix()]
+        ids = ids if limit is None else ids[-(limit - max_new_tokens) :]
+        allowed = f"below {scorer.model.vocab_size}, the vocabulary of {scorer.model.spec.name}"
+        require(max(ids) < scorer.model.vocab_size, "token id", max(ids), allowed)
+        prompts.append(ids)
+    # Of like length together: the shorter ones of a batch begin to write while the longer ones are read.
+    order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
+    written: dict[int, str] = {}
+    with scorer.model.reading(), seeded(sampling.seed, scorer.model.device):
+        for i in range(0, len(order), scorer.batch_size):
+            some = order[i : i + scorer.batch_size]
+            texts = _written(scorer, [prompts[k] for k in some], max_new_tokens, until, sampling)
+            written.update(zip(some, texts, strict=True))
+    return [written[i] for i in range(len(prompts))]
+
+
+@dataclass
+class _Writing:
+    """One continuation.
+
+    Attributes:
+        prompt: what it follows.
+        new: tokens so far, without the one that ends it.
+        text: None as long as it goes on.
+    """
+
+    prompt: list[int]
+    new: list[int] = field(default_factory=list)
+    text: str | None = None
+
+    def take(self, token: int, texts: TextTokenizer, max_new_tokens: int, until: Sequence[str]) -> None:
+        """One more token, which may end it."""
+        if token == texts.eos_token_id:
+            self.text = texts.decode(self.new)
+            return
+        self.new.append(token)
+        whole = texts.decode(self.new)
+        kept = _cut(whole, until)
+        if kept != whole or len(self.new) == max_new_tokens:
+            self.text = kept
+
+
+def _written(
+    scorer: Scorer,
+    prompts: Sequence[list[int]],
+    max_new_tokens: int,
+    until: Sequence[str],
+    sampling: Sampling,
+) -> list[str]:
+    """Continuations of one batch: all rows are read as far as the shortest, and go on token by token."""
+    lengths = [len(prompt) for prompt in prompts]
+    writings = [_Writing(prompt) for prompt in prompts]
+    read = _reader(scorer.model, len(prompts), max(lengths) + max_new_tokens)
+    # A head may be wider than the vocabulary, to be of a round size.
+    width = min(scorer.model.vocab_size, scorer.texts.vocab_size or scorer.model.vocab_size)
+    position = min(lengths)
+    ids = [prompt[:position] for prompt in prompts]
+    while True:
+        logits_BV = read(torch.tensor(ids, device=scorer.model.device))
+        tokens = sampling(logits_BV[:, :width]).tolist()
+        for writing, token in zip(writings, tokens, strict=True):
+            if position >= len(writing.prompt) and writing.text is None:
+                writing.take(token, scorer.texts, max_new_tokens, until)
+        if all(writing.text is not None for writing in writings):
+            return [writing.text or "" for writing in writings]
+        # A row that is longer goes on with its own text.
+        ids = [
+            [writing.prompt[position] if position < len(writing.prompt) else token]
+            for writing, token in zip(writings, tokens, strict=True)
+        ]
+        position += 1
+
+
+def _reader(model: LanguageModel, batch_size: int, capacity: int) -> Callable[[Tensor], Tensor]:
+    """What takes more tokens (B, T) of each row, and gives the logits (B, V) that follow them."""
+    if model.keeps_cache:
+        cache = model.empty_cache(batch_size, capacity)
+
+        def follow(ids_BT: Tensor) -> Tensor:
+            nonlocal cache
+            logits_BTV, cache = model.follow(ids_BT, cache, first=ids_BT.shape[1] - 1)
+            return logits_BTV[:, -1]
+
+        return follow
+    so_far = torch.empty(batch_size, 0, dtype=torch.int64, device=model.device)
+
+    def again(ids_BT: Tensor) -> Tensor:
+        nonlocal so_far
+        so_far = torch.cat((so_far, ids_BT), dim=1)
+        return model.logits(so_far, so_far.shape[1] - 1)[:, -1]
+
+    return again
+
+
+def _cut(text: str, until: Sequence[str]) -> str:
+    """The text before whatever of `until` comes first."""
+    for end in until:
+        if end:
+            text = text.split(end)[0]
+    return text

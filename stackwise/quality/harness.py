@@ -1,0 +1,94 @@
+"""The harness: tasks of lm-evaluation-harness, run on any language model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stackwise.argument import require
+from stackwise.quality.scoring import Scorer
+
+if TYPE_CHECKING:
+    from stackwise.quality.harness_model import HarnessModel
+
+__all__ = ["harness_model", "run_harness"]
+
+
+def harness_model(model: Any, tokenizer: Any = None, **options: Any) -> HarnessModel:
+    """A model and a tokenizer as a model of lm-evaluation-harness; see `HarnessModel`.
+
+    Raises:
+        ImportError: lm_eval is not installed.
+        ValueError, TypeError: as of `Scorer`.
+    """
+    _require_harness()
+    from stackwise.quality.harness_model import HarnessModel
+
+    return HarnessModel(model, tokenizer, **options)
+
+
+def run_harness(
+    scorer: Scorer,
+    tasks: Sequence[str],
+    *,
+    include: Path | None = None,
+    defaults: bool = True,
+    shots: int | None = None,
+    limit: int | None = None,
+    samples: bool = False,
+) -> dict[str, Any]:
+    """Run tasks of the harness, and return what it returns.
+
+    Args:
+        scorer: a model with a tokenizer.
+        tasks: names of tasks, groups or tags.
+        include: a folder of task files (YAML) of one's own.
+        defaults: whether the harness's own tasks are known too.
+        shots: how many examples each task shows; None: as it says.
+        limit: examples of each task; None: all.
+        samples: keep what was asked and answered, example by example.
+
+    Returns:
+        The harness's results: "results" by task, "groups", "versions", "n-samples" and more.
+
+    Raises:
+        ImportError: lm_eval is not installed.
+        ValueError: a task that the harness does not know, or a folder that is none.
+    """
+    _require_harness()
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    if include is not None:
+        require(include.is_dir(), "include", str(include), "a folder of task files (.yaml)")
+    require(len(tasks) > 0, "tasks", list(tasks), "at least one")
+    path = str(include) if include else None
+    manager = TaskManager(include_path=path, include_defaults=defaults and include is None)
+    unknown = sorted(set(tasks) - set(manager.all_tasks))
+    if unknown and defaults and include is not None:
+        # Not before they are asked for: reading all task files of the harness takes a while.
+        manager = TaskManager(include_path=path)
+        unknown = sorted(set(tasks) - set(manager.all_tasks))
+    if unknown:
+        where = f" or {include}" if include else ""
+        raise ValueError(f"tasks: got {', '.join(unknown)}; allowed: a task of the harness{where}")
+    found: dict[str, Any] = simple_evaluate(
+        model=harness_model(scorer),
+        tasks=list(tasks),
+        num_fewshot=shots,
+        limit=limit,
+        task_manager=manager,
+        bootstrap_iters=0,
+        log_samples=samples,
+    )
+    return found
+
+
+def _require_harness() -> None:
+    try:
+        import lm_eval  # noqa: F401
+    except ImportError as error:
+        raise ImportError(
+            f"lm-evaluation-harness is not installed: pip install 'stackwise[quality]' ({error})"
+        ) from error

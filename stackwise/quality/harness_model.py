@@ -1,0 +1,159 @@
+"""Harness model: any language model, as lm-evaluation-harness asks one. Needs lm_eval to be imported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+
+from stackwise.argument import require
+from stackwise.quality.continuation import Sampling, continue_texts
+from stackwise.quality.perplexity import rolling_windows
+from stackwise.quality.request import TokenRequest
+from stackwise.quality.scoring import Scorer
+
+__all__ = ["HarnessModel"]
+
+# What the harness takes where a model or a task does not say.
+_MAX_LENGTH, _MAX_NEW_TOKENS = 2048, 256
+_NEW_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+_OPTIONS = ("until", "do_sample", "temperature", "top_k", "top_p", *_NEW_TOKENS)
+
+
+class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
+    """A model and a tokenizer that answer every kind of request which tasks of the harness make.
+
+    `lm_eval.simple_evaluate(model=HarnessModel(model, tokenizer), tasks=[...])`.
+
+    Args:
+        model: a `Scorer`, or what it takes.
+        tokenizer: as of `Scorer`.
+        **options: of `Scorer`.
+
+    Raises:
+        ValueError, TypeError: as of `Scorer`; no tokenizer.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any = None, **options: Any) -> None:
+        super().__init__()
+        if isinstance(model, Scorer):
+            for key, given in {"tokenizer": tokenizer, **options}.items():
+                require(given is None, key, given, "what the Scorer was given")
+        self.scorer = model if isinstance(model, Scorer) else Scorer(model, tokenizer, **options)
+        self.tokenizer = self.scorer.texts.inner
+        self.batch_size = self.scorer.batch_size
+        self._device = self.scorer.model.device
+
+    @property
+    def eot_token_id(self) -> int | None:
+        """What ends a text; None: nothing does."""
+        return self.scorer.texts.eos_token_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What stands before a text that follows nothing.
+
+        Raises:
+            ValueError: there is none.
+        """
+        return self.scorer.texts.needed_prefix()
+
+    @property
+    def max_length(self) -> int:
+        """How many tokens are read at once; where the model names no limit, as many as the harness takes."""
+        return self.scorer.model.max_length or _MAX_LENGTH
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Part of the names under which the harness keeps requests."""
+        return self.scorer.texts.name.replace("/", "__")
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        """The ids of a text; unless told otherwise with what the tokenizer puts before one."""
+        return self.scorer.texts.encode(string, begins=add_special_tokens is not False)
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """A conversation as the tokenizer's template writes it.
+
+        Raises:
+            ValueError: the tokenizer has none.
+        """
+        template = getattr(self.tokenizer, "apply_chat_template", None)
+        require(callable(template), "tokenizer", self.scorer.texts.name, "one with a chat template")
+        assert callable(template)
+        text: str = template(
+            chat_history,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+        )
+        return text
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
+    ) -> list[tuple[float, bool]]:
+        asked = [TokenRequest(tuple(request[1]), tuple(request[2])) for request in requests]
+        answers = [(score.log_probability, score.is_greedy) for score in self.scorer.score_tokens(asked)]
+        for request, answer in zip(requests, answers, strict=True):
+            self.cache_hook.add_partial("loglikelihood", request[0], answer)
+        return answers
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:  # noqa: ARG002
+        """The log-probability of each whole text, read in windows."""
+        windows: list[TokenRequest] = []
+        parts = []
+        for (text,) in (request.args for request in requests):
+            start = len(windows)
+            windows += rolling_windows(self.tok_encode(text), self.prefix_token_id, self.max_length)
+            parts.append(slice(start, len(windows)))
+        scores = self.scorer.score_tokens(windows)
+        totals = [sum(score.log_probability for score in scores[part]) for part in parts]
+        for request, total in zip(requests, totals, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return totals
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:  # noqa: ARG002
+        """What the model writes after each context, until a sequence that ends it."""
+        alike: dict[str, list[int]] = {}
+        for i, request in enumerate(requests):
+            alike.setdefault(repr(sorted(request.args[1].items())), []).append(i)
+        written: dict[int, str] = {}
+        for places in alike.values():
+            write = self._writer(requests[places[0]].args[1])
+            written.update(zip(places, write([requests[i].args[0] for i in places]), strict=True))
+        for i, request in enumerate(requests):
+            self.cache_hook.add_partial("generate_until", request.args, written[i])
+        return [written[i] for i in range(len(requests))]
+
+    def _writer(self, asked: dict[str, Any]) -> Callable[[list[str]], list[str]]:
+        """What writes as a task asks for.
+
+        Raises:
+            ValueError: an option that there is not.
+        """
+        for key in asked:
+            require(key in _OPTIONS, "generation_kwargs", key, ", ".join(_OPTIONS))
+        until = asked.get("until") or []
+        counts = [asked[key] for key in _NEW_TOKENS if asked.get(key) is not None]
+        temperature = asked.get("temperature")
+        draws = asked.get("do_sample", bool(temperature))
+        sampling = Sampling(
+            (1.0 if temperature is None else float(temperature)) if draws else 0.0,
+            (asked.get("top_k") or None) if draws else None,
+            float(asked.get("top_p") or 1.0) if draws else 1.0,
+        )
+
+        def write(contexts: list[str]) -> list[str]:
+            return continue_texts(
+                self.scorer,
+                contexts,
+                max_new_tokens=int(counts[0]) if counts else _MAX_NEW_TOKENS,
+                until=[until] if isinstance(until, str) else until,
+                sampling=sampling,
+            )
+
+        return write

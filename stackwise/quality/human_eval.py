@@ -1,0 +1,236 @@
+"""HumanEval: programs from docstrings, and whether they are right (Chen et al. 2021, arXiv:2107.03374)."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stackwise.argument import check_sizes, require
+from stackwise.quality.pass_at_k import PassAtK, estimate_pass_at_k
+from stackwise.quality.sandbox import Execution, Sandbox
+
+__all__ = [
+    "STOPS",
+    "HumanEvalResult",
+    "Problem",
+    "complete_problems",
+    "evaluate_completions",
+    "load_problems",
+]
+
+# What begins something new behind the function (section 3.3 of the paper).
+STOPS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")
+_KEYS = ("task_id", "prompt", "entry_point", "test")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A function to be written.
+
+    Attributes:
+        task_id: its name.
+        prompt: imports, helpers, and the function up to the end of its docstring.
+        entry_point: the function's name.
+        test: defines `check(candidate)`, which raises if the function is wrong.
+        canonical_solution: the rest of the function, as its author wrote it; "": not known.
+    """
+
+    task_id: str
+    prompt: str
+    entry_point: str
+    test: str
+    canonical_solution: str = ""
+
+    def run(self, completion: str, sandbox: Sandbox) -> Execution:
+        """Whether the prompt with this completion is right."""
+        checks = f"{self.test}\ncheck({self.entry_point})\n"
+        return sandbox.run(
+            self.prompt + completion, checks, functions=[self.entry_point], setup=_helpers(self.prompt)
+        )
+
+
+@dataclass(frozen=True)
+class HumanEvalResult:
+    """What came of the completions.
+
+    Attributes:
+        executions: of each problem by its name, of each completion.
+        pass_at: by k.
+    """
+
+    executions: Mapping[str, Sequence[Execution]]
+    pass_at: Mapping[int, PassAtK]
+
+    @property
+    def timed_out(self) -> int:
+        """Completions that were not through in time."""
+        return sum(each.status == "timed out" for row in self.executions.values() for each in row)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {
+            "pass_at": {str(k): found.to_dict() for k, found in self.pass_at.items()},
+            "executions": {name: [each.to_dict() for each in row] for name, row in self.executions.items()},
+        }
+
+    def __str__(self) -> str:
+        lines = [str(found) for found in self.pass_at.values()]
+        if self.timed_out:
+            lines.append(f"{self.timed_out} completions were not through in time")
+        return "\n".join(lines)
+
+
+def load_problems(path: Path | str) -> list[Problem]:
+    """Problems from a file in the published format, one JSON object a line, perhaps compressed (.gz).
+
+    It is at https://github.com/openai/human-eval (data/HumanEval.jsonl.gz).
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: a line that is no problem, or a name that is there twice.
+    """
+    path = Path(path)
+    if path.suffix == ".gz":
+        with gzip.open(path, "rt", encoding="utf-8") as file:
+            lines = file.read().splitlines()
+    else:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    found: dict[str, Problem] = {}
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
+        try:
+            values = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{where}: no JSON: {error}") from None
+        if not isinstance(values, dict):
+            raise ValueError(
+                f"{where}: got a {type(values).__name__}; wanted an object with {', '.join(_KEYS)}"
+            )
+        for key in _KEYS:
+            if not isinstance(values.get(key), str):
+                raise ValueError(f"{where}: {key}: got {values.get(key)!r:.50}; wanted a text")
+        problem = Problem(
+            **{key: values[key] for key in _KEYS},
+            canonical_solution=str(values.get("canonical_solution", "")),
+        )
+        require(
+            problem.entry_point.isidentifier(),
+            f"{where}: entry_point",
+            problem.entry_point,
+            "a function's name",
+        )
+        require(
+            problem.task_id not in found, f"{where}: task_id", problem.task_id, "a name that is there once"
+        )
+        found[problem.task_id] = problem
+    require(bool(found), str(path), "no problem", "one or more")
+    return list(found.values())
+
+
+def complete_problems(
+    complete: Callable[[str, int], Sequence[str]],
+    problems: Sequence[Problem],
+    n: int,
+    *,
+    stops: Sequence[str] = STOPS,
+) -> dict[str, list[str]]:
+    """Completions of each problem, cut where something new begins.
+
+    Args:
+        complete: (prompt, n) -> n texts that go on behind the prompt.
+        problems: by whose name the completions are found.
+        n: of each.
+        stops: at the first of which a text ends.
+
+    Raises:
+        ValueError: `complete` gives another number of texts.
+    """
+    check_sizes(n=n)
+    found = {}
+    for problem in problems:
+        texts = list(complete(problem.prompt, n))
+        require(len(texts) == n, f"{problem.task_id}: complete gave", len(texts), f"n={n} texts")
+        found[problem.task_id] = [_cut(text, stops) for text in texts]
+    return found
+
+
+def evaluate_completions(
+    problems: Sequence[Problem],
+    completions: Mapping[str, Sequence[str]],
+    *,
+    k: Sequence[int] = (1,),
+    execute_generated_code: bool = False,
+    sandbox: Sandbox | None = None,
+    jobs: int = 2,
+    on_execution: Callable[[str, int, Execution], None] | None = None,
+) -> HumanEvalResult:
+    """Run every completion of every problem against its checks.
+
+    Args:
+        problems: each needs its completions.
+        completions: by the problem's name.
+        k: for which pass@k is told; each problem needs as many completions.
+        execute_generated_code: has to be said: True.
+        sandbox: that they are run in; None: one with the usual limits.
+        jobs: that run at one time.
+        on_execution: told of each, as it ends, with the problem's name and the number of the completion.
+
+    Raises:
+        ValueError: not told to execute; a problem without completions, completions of no problem, or too few.
+        stackwise.quality.sandbox.SandboxError: no sandbox can be made here.
+    """
+    if execute_generated_code is not True:
+        raise ValueError(
+            f"execute_generated_code: got {execute_generated_code!r}; allowed: True, since programs that "
+            "nobody has read are run, in a sandbox"
+        )
+    check_sizes(jobs=jobs)
+    require(bool(k), "k", tuple(k), "one number or more")
+    names = [problem.task_id for problem in problems]
+    require(bool(names), "problems", names, "one or more")
+    other = sorted(set(completions) - set(names))
+    require(not other, "completions", other, "names of problems")
+    most = max(k)
+    check_sizes(k=min(k))
+    for name in names:
+        n = len(completions.get(name, ()))
+        require(n >= most, f"completions[{name!r}]", f"{n} of them", f"at least k={most}")
+    held = sandbox or Sandbox()
+    work = [(problem, i, text) for problem in problems for i, text in enumerate(completions[problem.task_id])]
+
+    def run(item: tuple[Problem, int, str]) -> Execution:
+        problem, place, text = item
+        done = problem.run(text, held)
+        if on_execution is not None:
+            on_execution(problem.task_id, place, done)
+        return done
+
+    # Threads do: the work is in other processes.
+    with ThreadPoolExecutor(jobs) as pool:
+        done = list(pool.map(run, work))
+    executions: dict[str, list[Execution]] = {name: [] for name in names}
+    for (problem, _, _), each in zip(work, done, strict=True):
+        executions[problem.task_id].append(each)
+    right = {name: [each.passed for each in row] for name, row in executions.items()}
+    return HumanEvalResult(executions, {each: estimate_pass_at_k(right, each) for each in sorted(set(k))})
+
+
+def _cut(text: str, stops: Sequence[str]) -> str:
+    places = [place for stop in stops if (place := text.find(stop)) >= 0]
+    return text[: min(places, default=len(text))]
+
+
+def _helpers(prompt: str) -> str:
+    """The prompt as code by itself: its last function has a docstring for a body."""
+    try:
+        compile(prompt, "prompt", "exec")
+    except SyntaxError:
+        return prompt + "    pass\n"
+    return prompt

@@ -1,0 +1,252 @@
+"""Language model: anybody's model that says what comes next, as scoring and generation call it.
+
+Shapes: B batch, T positions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stackwise.argument import check_sizes, require
+from stackwise.benchmark.token_stream import empty_cache
+from stackwise.inference import infer, logits_of
+from stackwise.quality.cache_rows import CacheRows
+from stackwise.seed import seeded
+from stackwise.spec import ModelSpec
+
+__all__ = ["LanguageModel"]
+
+_TRIAL = 12
+_LONGEST_TRIAL = 512
+
+
+class LanguageModel:
+    """A causal model of tokens.
+
+    What it can do beyond a plain pass is seen from outside, as `ModelSpec.of` sees it, and tried before it is
+    relied on: a cache whose rows cannot be taken, or that gives other logits than a plain pass, is not used.
+
+    Args:
+        subject: a module, which is used as it is, where it is, and left in the mode that it is in; or what
+            `ModelSpec.of` takes, of which a model is made.
+        device: where it is to be; None: where it is.
+        max_length: how many positions it may read at once; None: as many as it says that it takes.
+        reuse: whether to read what several sequences begin with only once, where the model keeps a cache.
+
+    Attributes:
+        spec: how it is called.
+        model: in the mode that it was in.
+        max_length: as above; None: no limit known.
+
+    Raises:
+        InferenceError, FactoryError, TypeError: as of `ModelSpec.of`.
+        ValueError: it takes no tokens, or its outputs depend on later tokens.
+    """
+
+    def __init__(
+        self,
+        subject: Any,
+        *,
+        device: torch.device | str | None = None,
+        max_length: int | None = None,
+        reuse: bool = True,
+    ) -> None:
+        self.spec, self.model = _described(subject, device)
+        name = self.spec.name
+        require(self.spec.inputs == "tokens", f"{name}: inputs", self.spec.inputs, "'tokens'")
+        require(
+            self.spec.causal is True, f"{name}: causal", self.spec.causal, "True: what comes next is asked"
+        )
+        if max_length is not None:
+            check_sizes(max_length=max_length)
+        known = [limit for limit in (max_length, self.spec.max_length) if limit is not None]
+        self.max_length = min(known) if known else None
+        self._reuse = reuse
+        self._refuse_reading_ahead()
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids are below it."""
+        return self.spec.width
+
+    @cached_property
+    def device(self) -> torch.device:
+        """Where its inputs belong."""
+        return next((p.device for p in self.model.parameters()), torch.device("cpu"))
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """In eval mode, without gradients; each module's mode is put back."""
+        training = [module for module in self.model.modules() if module.training]
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            for module in training:
+                module.training = True
+
+    def logits(self, ids_BT: Tensor, first: int = 0) -> Tensor:
+        """(B, T - first, V): what follows each position from `first` on."""
+        if first and self._keeps_logits:
+            model: Any = _FewerLogits(self.model, ids_BT.shape[1] - first)
+            return logits_of(self.spec.forward(model, ids_BT))
+        return self.spec.logits(self.model, ids_BT)[:, first:]
+
+    def follow(self, ids_BT: Tensor, cache: Any, first: int = 0) -> tuple[Tensor, Any]:
+        """Logits (B, T - first, V) of tokens that follow those in a cache, and the cache with them."""
+        assert self.spec.decode is not None
+        model: Any = self.model
+        if first and self._keeps_logits:
+            model = _FewerLogits(model, ids_BT.shape[1] - first)
+            output, cache = self.spec.decode(model, ids_BT, cache)
+            return logits_of(output), cache
+        output, cache = self.spec.decode(model, ids_BT, cache)
+        return logits_of(output)[:, first:], cache
+
+    def empty_cache(self, batch_size: int, capacity: int) -> Any:
+        """For so many sequences of at most `capacity` tokens; None: it grows by itself."""
+        return empty_cache(self.model, batch_size, capacity)
+
+    @property
+    def keeps_cache(self) -> bool:
+        """Whether it keeps what it has read, and that is to be used."""
+        return self._reuse and self.spec.decode is not None
+
+    @cached_property
+    def cache_rows(self) -> CacheRows | None:
+        """How to take rows of its cache; None: `reuse_note` says why not."""
+        return self._tried_rows[0]
+
+    @property
+    def reuse_note(self) -> str:
+        """Whether what several sequences begin with is read once, and if not, why."""
+        return self._tried_rows[1]
+
+    @cached_property
+    def _tried_rows(self) -> tuple[CacheRows | None, str]:
+        if not self._reuse:
+            return None, "not asked for"
+        if self.spec.decode is None:
+            return None, "the model keeps no cache"
+        n = self._trial_length()
+        if n < 4:
+            return None, f"it takes only {n} positions"
+        with self.reading(), seeded(0, self.device):
+            try:
+                return self._try_rows(n), "what several sequences begin with is read once"
+            except Exception as error:  # whatever goes wrong: this cache cannot be taken apart
+                text = " ".join(str(error).split())[:200]
+                return None, f"its cache is not used: {type(error).__name__}: {text}"
+
+    def _try_rows(self, n: int) -> CacheRows:
+        """Rows of a cache, where what is computed with them is what is computed without.
+
+        Raises:
+            ValueError: it is not.
+            Exception: whatever the model raises.
+        """
+        ids_3T = torch.randint(self.vocab_size, (3, n), device=self.device)
+        half = n - min(n // 2, 5)
+        _, two = self.follow(ids_3T[:2, :half], self.empty_cache(2, n))
+        _, three = self.follow(ids_3T[:, :half], self.empty_cache(3, n))
+        rows = CacheRows(two, three)
+        order = torch.tensor([1, 0, 1, 1], device=self.device)
+        whole_4T = ids_3T[order].clone()
+        whole_4T[:, half:] = torch.randint(self.vocab_size, (4, n - half), device=self.device)
+        wanted = self.logits(whole_4T)[:, half:]
+        for _ in range(2):  # the second time shows that the first has not written into what it took from
+            got, _ = self.follow(whole_4T[:, half:], rows.take(two, order))
+            if not self._are_equal(got, wanted):
+                raise ValueError("other logits than without it")
+        kept, _ = self.follow(whole_4T[:, half:], rows.take(two, order), first=1)
+        if not self._are_equal(kept, wanted[:, 1:]):
+            raise ValueError("other logits where fewer are asked for")
+        return rows
+
+    def _trial_length(self) -> int:
+        """Beyond what a window hides, where that is short enough to be tried."""
+        window = self.spec.window if isinstance(self.spec.window, int) else 0
+        wanted = window + _TRIAL if window + _TRIAL <= _LONGEST_TRIAL else _TRIAL
+        return wanted if self.max_length is None else min(wanted, self.max_length)
+
+    @cached_property
+    def _keeps_logits(self) -> bool:
+        """Whether it leaves out logits that are not asked for, as models of transformers do."""
+        if "logits_to_keep" not in inspect.signature(self.model.forward).parameters:
+            return False
+        ids_1T = torch.arange(3, device=self.device)[None] % self.vocab_size
+        model: Any = _FewerLogits(self.model, 1)
+        with self.reading():
+            try:
+                fewer = logits_of(self.spec.forward(model, ids_1T))
+            except Exception:  # any failure is an answer: it is not asked so
+                return False
+            return self._are_equal(fewer, self.spec.logits(self.model, ids_1T)[:, 2:])
+
+    def _refuse_reading_ahead(self) -> None:
+        """Refuse a model whose outputs depend on what comes later, such as the padding behind a sequence."""
+        n = self._trial_length()
+        if n < 2:
+            return
+        with self.reading(), seeded(0, self.device):
+            ids_1T = torch.randint(self.vocab_size, (1, n), device=self.device)
+            whole, part = (
+                self.spec.logits(self.model, ids_1T),
+                self.spec.logits(self.model, ids_1T[:, : n // 2]),
+            )
+        if not self._are_equal(whole[:, : n // 2], part):
+            raise ValueError(
+                f"{self.spec.name}: its outputs depend on later tokens; allowed: a causal model, "
+                "which is asked what comes next"
+            )
+
+    @staticmethod
+    def _are_equal(one: Tensor, two: Tensor) -> bool:
+        """But for rounding."""
+        if one.shape != two.shape:
+            return False
+        tolerance = 1e-4 if one.dtype in (torch.float32, torch.float64) else 5e-2
+        spread = two.float().max() - two.float().min()
+        return bool((one.float() - two.float()).abs().max() <= tolerance * spread.clamp(min=1e-6))
+
+
+class _FewerLogits:
+    """A model that is asked for the logits of its last `n` positions alone, however it is called."""
+
+    def __init__(self, model: nn.Module, n: int) -> None:
+        self._model, self._n = model, n
+
+    def __call__(self, *inputs: Any, **more: Any) -> Any:
+        return self._model(*inputs, **more, logits_to_keep=self._n)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+def _described(subject: Any, device: torch.device | str | None) -> tuple[ModelSpec, nn.Module]:
+    if isinstance(subject, nn.Module):
+        model = subject if device is None else subject.to(device)
+        training = [module for module in model.modules() if module.training]
+        name = type(model).__name__
+        here = next((p.device for p in model.parameters()), torch.device("cpu"))
+        try:
+            with seeded(0, here):
+                inferred = infer(model.eval(), {"name": name})
+        finally:
+            for module in training:
+                module.training = True
+        return ModelSpec(build=lambda: model, name=name, **inferred), model
+    if callable(subject):
+        # Called once, and not as often as `ModelSpec.of` would: it may load a large model.
+        with seeded(0):
+            return _described(subject(), device)
+    spec = ModelSpec.of(subject)
+    return spec, spec.create("cpu" if device is None else device)

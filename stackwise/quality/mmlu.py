@@ -1,0 +1,131 @@
+"""MMLU: questions of 57 subjects with four lettered choices, after examples of the same subject."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from stackwise.argument import check_sizes, require
+from stackwise.quality.multiple_choice import Question
+
+__all__ = ["SUBJECTS", "mmlu_questions"]
+
+LETTERS = "ABCD"
+# By the groups that results are told in.
+SUBJECTS: dict[str, tuple[str, ...]] = {
+    "stem": (
+        "abstract_algebra",
+        "anatomy",
+        "astronomy",
+        "college_biology",
+        "college_chemistry",
+        "college_computer_science",
+        "college_mathematics",
+        "college_physics",
+        "computer_security",
+        "conceptual_physics",
+        "electrical_engineering",
+        "elementary_mathematics",
+        "high_school_biology",
+        "high_school_chemistry",
+        "high_school_computer_science",
+        "high_school_mathematics",
+        "high_school_physics",
+        "high_school_statistics",
+        "machine_learning",
+    ),
+    "other": (
+        "business_ethics",
+        "clinical_knowledge",
+        "college_medicine",
+        "global_facts",
+        "human_aging",
+        "management",
+        "marketing",
+        "medical_genetics",
+        "miscellaneous",
+        "nutrition",
+        "professional_accounting",
+        "professional_medicine",
+        "virology",
+    ),
+    "social_sciences": (
+        "econometrics",
+        "high_school_geography",
+        "high_school_government_and_politics",
+        "high_school_macroeconomics",
+        "high_school_microeconomics",
+        "high_school_psychology",
+        "human_sexuality",
+        "professional_psychology",
+        "public_relations",
+        "security_studies",
+        "sociology",
+        "us_foreign_policy",
+    ),
+    "humanities": (
+        "formal_logic",
+        "high_school_european_history",
+        "high_school_us_history",
+        "high_school_world_history",
+        "international_law",
+        "jurisprudence",
+        "logical_fallacies",
+        "moral_disputes",
+        "moral_scenarios",
+        "philosophy",
+        "prehistory",
+        "professional_law",
+        "world_religions",
+    ),
+}
+
+
+def mmlu_questions(
+    rows: Iterable[Mapping[str, Any]], examples: Iterable[Mapping[str, Any]] = (), *, shots: int = 5
+) -> list[Question]:
+    """The questions as the harness puts them.
+
+    A line that names the subject, the first `shots` examples of the subject with their answers, the question,
+    its lettered choices, and "Answer:"; what is scored is " A", " B", " C" or " D".
+
+    Args:
+        rows: of the split "test": `question`, four `choices`, `answer` (0 to 3, or the letter), `subject`.
+        examples: of the split "dev", in their order.
+        shots: how many examples are shown; 0: none.
+
+    Raises:
+        ValueError: a row without one of these, or too few examples of a subject.
+    """
+    check_sizes(0, shots=shots)
+    shown: dict[str, list[str]] = {}
+    if shots:
+        for row in examples:
+            subject, text, answer = _read(row)
+            shown.setdefault(subject, []).append(f"{text} {LETTERS[answer]}\n\n")
+    questions = []
+    for row in rows:
+        subject, text, answer = _read(row)
+        some = shown.get(subject, [])[:shots]
+        allowed = f"at most {len(some)}, as many as the split dev has of {subject!r}"
+        require(len(some) == shots, "shots", shots, allowed)
+        about = subject.replace("_", " ")
+        intro = f"The following are multiple choice questions (with answers) about {about}.\n\n"
+        questions.append(Question(intro + "".join(some) + text, tuple(LETTERS), answer, subject))
+    return questions
+
+
+def _read(row: Mapping[str, Any]) -> tuple[str, str, int]:
+    """The subject of a row, its question with choices and "Answer:", and which is right."""
+    for key in ("question", "choices", "answer", "subject"):
+        require(key in row, "row", sorted(row), f"one with {key!r}, as MMLU has it")
+    choices: Sequence[str] = row["choices"]
+    require(len(choices) == len(LETTERS), "choices", len(choices), f"{len(LETTERS)}, as MMLU has")
+    answer = row["answer"]
+    if isinstance(answer, str):
+        require(answer in (*LETTERS, *"0123"), "answer", answer, "A to D, or 0 to 3")
+        answer = LETTERS.index(answer) if answer in LETTERS else int(answer)
+    check_sizes(0, answer=int(answer))
+    require(int(answer) < len(LETTERS), "answer", int(answer), "0 to 3")
+    lines = [f"{letter}. {choice}" for letter, choice in zip(LETTERS, choices, strict=True)]
+    return str(row["subject"]), "\n".join([str(row["question"]).strip(), *lines, "Answer:"]), int(answer)

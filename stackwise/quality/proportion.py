@@ -1,0 +1,56 @@
+"""Proportion: a share of examples, and how far it can be known."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from stackwise.argument import require
+
+__all__ = ["Proportion"]
+
+
+@dataclass(frozen=True)
+class Proportion:
+    """How many of how many.
+
+    Attributes:
+        hits: how many.
+        count: of how many; at least one.
+    """
+
+    hits: int
+    count: int
+
+    @classmethod
+    def of(cls, hits: np.ndarray) -> Proportion:
+        """Of bools (examples,).
+
+        Raises:
+            ValueError: there are none.
+        """
+        require(len(hits) > 0, "examples", 0, "at least one")
+        return cls(int(np.sum(hits)), len(hits))
+
+    @property
+    def value(self) -> float:
+        """0 to 1."""
+        return self.hits / self.count
+
+    @property
+    def standard_error(self) -> float | None:
+        """Of `value` as an estimate for more examples of this kind; None of a single one."""
+        if self.count < 2:
+            return None
+        return math.sqrt(self.value * (1 - self.value) / (self.count - 1))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {"value": self.value, "standard_error": self.standard_error, "examples": self.count}
+
+    def __str__(self) -> str:
+        error = self.standard_error
+        return f"{self.value:.4f}" + ("" if error is None else f" ± {error:.4f}")

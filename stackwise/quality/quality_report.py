@@ -1,0 +1,123 @@
+"""Quality report: what came of the tasks, as text, Markdown and plain values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from stackwise.quality.multiple_choice import MultipleChoiceResult
+from stackwise.quality.perplexity import PerplexityResult
+from stackwise.quality.task import TaskResult
+
+__all__ = ["Figure", "QualityReport"]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A number that a task gave.
+
+    Attributes:
+        task: its name; a part of a task is behind a slash.
+        metric: what the number is.
+        value: the number.
+        standard_error: None: not known.
+        examples: how many it is of; None: not told.
+    """
+
+    task: str
+    metric: str
+    value: float
+    standard_error: float | None = None
+    examples: int | None = None
+
+
+@dataclass
+class QualityReport:
+    """What a model was found to be good for.
+
+    Attributes:
+        model: its name.
+        notes: how it was asked.
+        figures: in the order of the tasks.
+        results: of each task, as plain values.
+    """
+
+    model: str
+    notes: list[str] = field(default_factory=list)
+    figures: list[Figure] = field(default_factory=list)
+    results: dict[str, Any] = field(default_factory=dict)
+
+    def add(self, task: str, result: TaskResult) -> None:
+        """Enter the result of a task of ours."""
+        self.results[task] = result.to_dict()
+        if isinstance(result, PerplexityResult):
+            for metric in ("token_perplexity", "byte_perplexity", "word_perplexity", "bits_per_byte"):
+                self.figures.append(Figure(task, metric, getattr(result, metric), None, len(result.texts)))
+            return
+        found = {task: {result.metric: result.figure}}
+        if isinstance(result, MultipleChoiceResult):
+            found[task] = {"acc": result.accuracy(), "acc_norm": result.accuracy("characters")}
+            for name, each in result.by_group(result.norm).items():
+                found[f"{task}/{name}"] = {result.metric: each}
+        for name, metrics in found.items():
+            for metric, each in metrics.items():
+                self.figures.append(Figure(name, metric, each.value, each.standard_error, each.count))
+
+    def add_harness(self, found: Mapping[str, Any]) -> None:
+        """Enter what `run_harness` returned."""
+        counts = found.get("n-samples", {})
+        for task, results in {**found["results"], **found.get("groups", {})}.items():
+            self.results[task] = dict(results)
+            for key, value in results.items():
+                metric, comma, _ = key.partition(",")
+                if not comma or metric.endswith("_stderr") or not isinstance(value, int | float):
+                    continue
+                error = results.get(key.replace(",", "_stderr,", 1))
+                error = float(error) if isinstance(error, int | float) else None
+                count = counts.get(task, {}).get("effective")
+                self.figures.append(Figure(task, metric, float(value), error, count))
+
+    def lines(self) -> Iterator[str]:
+        """Plain text, for a terminal."""
+        yield self.model
+        yield from (f"  {note}" for note in self.notes)
+        rows = self._rows()
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        for row in rows:
+            yield "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
+
+    def markdown(self) -> str:
+        """The same as a table."""
+        head, *rows = self._rows()
+        lines = [f"# {self.model}", "", *(f"- {note}" for note in self.notes), ""]
+        lines += [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}"]
+        lines += [f"| {' | '.join(row)} |" for row in rows]
+        return "\n".join(lines) + "\n"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {"model": self.model, "notes": self.notes, "results": _plain(self.results)}
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        rows: list[tuple[str, ...]] = [("task", "metric", "value", "standard error", "examples")]
+        for each in self.figures:
+            error = "" if each.standard_error is None else f"{each.standard_error:.4f}"
+            count = "" if each.examples is None else str(each.examples)
+            rows.append((each.task, each.metric, f"{each.value:.4f}", error, count))
+        return rows
+
+
+def _plain(value: Any) -> Any:
+    """Values that JSON has: numbers as Python's own, those that are not finite and all else as text."""
+    match value:
+        case dict():
+            return {str(key): _plain(each) for key, each in value.items()}
+        case list() | tuple():
+            return [_plain(each) for each in value]
+        case None | bool() | int() | str():
+            return value
+        case float() if math.isfinite(value):
+            return float(value)
+    return str(value)

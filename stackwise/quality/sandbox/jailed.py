@@ -1,0 +1,179 @@
+"""Jailed: a process in a jail, seen from outside."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from stackwise.quality.sandbox.limits import SandboxLimits
+
+__all__ = ["Jailed", "SandboxError", "interpreter"]
+
+_HERE = Path(__file__).parent
+_PATIENCE = 10.0  # seconds until a jail is made, and until it is gone
+# What else is there of the system: no programs, no settings.
+_LIBRARIES = ("/lib", "/lib32", "/lib64", "/usr/lib", "/usr/lib32", "/usr/lib64", "/etc/ld.so.cache")
+_FIRST_USER, _USERS = 2**30, 2**29  # numbers that no account has: a limit of processes is for a user
+
+
+class SandboxError(RuntimeError):
+    """A jail could not be made: nothing was run."""
+
+
+class Jailed:
+    """An interpreter in a jail, at work on a file once it is started.
+
+    Args:
+        main: which of the files it runs.
+        files: texts by name, which lie beside it.
+        descriptors: that it has, from 3 on.
+        folder: an empty folder of its own.
+        limits: of what it uses.
+        isolated: False: nothing but the limits holds it.
+    """
+
+    def __init__(
+        self,
+        main: str,
+        files: Mapping[str, str],
+        descriptors: Sequence[int],
+        *,
+        folder: Path,
+        limits: SandboxLimits,
+        isolated: bool,
+    ) -> None:
+        box = Path("/box") if isolated else folder
+        names = ("plain.py", main)
+        texts = {name: (_HERE / name).read_text(encoding="utf-8") for name in names} | dict(files)
+        if not isolated:
+            for name, text in texts.items():
+                (folder / name).write_text(text, encoding="utf-8")
+            (folder / "scratch").mkdir()
+        python, shown, hidden = interpreter()
+        said, control = os.pipe()
+        ready, go = os.pipe()
+        task = {
+            "isolated": isolated,
+            "root": str(folder),
+            "place": str(folder / "scratch"),
+            "python": python,
+            "shown": shown,
+            "hidden": hidden,
+            "files": texts if isolated else {},
+            "main": str(box / main),
+            "descriptors": list(descriptors),
+            "limits": limits.rlimits(),
+            "scratch_bytes": limits.scratch_bytes,
+            "seconds": int(limits.seconds) + 5,
+            "user": _FIRST_USER + random.randrange(_USERS),  # noqa: S311
+            "control": control,
+            "go": ready,
+        }
+        try:
+            self._process = subprocess.Popen(  # noqa: S603
+                [sys.executable, "-I", "-S", str(_HERE / "jail.py")],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env={},
+                cwd="/",
+                pass_fds=[control, ready, *descriptors],
+                start_new_session=True,
+            )
+        finally:
+            os.close(control)
+            os.close(ready)
+        self._said = os.fdopen(said, "rb")
+        self._go = os.fdopen(go, "wb", buffering=0)
+        self._handle: int | None = None
+        self._pid: int | None = None
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps(task).encode())
+            self._process.stdin.close()
+
+    def start(self) -> None:
+        """Let it run.
+
+        Raises:
+            SandboxError: the jail could not be made.
+        """
+        self._pid = self._heard()["pid"]
+        if hasattr(os, "pidfd_open"):
+            self._handle = os.pidfd_open(self._pid)
+        with self._go:
+            self._go.write(b"!")
+
+    @property
+    def output(self) -> int:
+        """The descriptor of what it prints."""
+        assert self._process.stdout is not None
+        return self._process.stdout.fileno()
+
+    def end(self) -> None:
+        """End all of it, at once."""
+        with contextlib.suppress(ProcessLookupError):
+            if self._handle is not None:
+                signal.pidfd_send_signal(self._handle, signal.SIGKILL)
+            elif self._pid is not None:
+                os.kill(self._pid, signal.SIGKILL)
+        if self._pid is not None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_PATIENCE if self._pid is not None else 0.1)
+        self._process.kill()
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout, self._said, self._go):
+            if stream is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    stream.close()
+        if self._handle is not None:
+            os.close(self._handle)
+            self._handle = None
+
+    def problem(self) -> str | None:
+        """Why it could not be made, where that turned out after its first process was there."""
+        os.set_blocking(self._said.fileno(), False)
+        for line in self._said.readlines():
+            message = json.loads(line)
+            if "error" in message:
+                return str(message["error"])
+        return None
+
+    def _heard(self) -> dict[str, Any]:
+        line = self._said.readline()
+        message: dict[str, Any] = json.loads(line) if line else {"error": "it ended at its start"}
+        if "error" in message:
+            raise SandboxError(f"no jail can be made here: {message['error']}")
+        return message
+
+
+def interpreter() -> tuple[str, list[str], list[str]]:
+    """The interpreter, what of the system it needs, and what of that is not to be seen.
+
+    Returns:
+        its path; paths of files and folders; folders below them.
+    """
+    python = os.path.realpath(sys.executable)
+    library = Path(sysconfig.get_path("stdlib")).resolve()
+    maps = Path("/proc/self/maps")
+    mapped = [line.split(maxsplit=5)[-1] for line in maps.read_text().splitlines()] if maps.exists() else []
+    shared = sorted({path for path in mapped if Path(path).name.startswith("libpython")})
+    wanted = [*_LIBRARIES, str(library), python, *shared]
+    shown: list[str] = []
+    for path in wanted:
+        inside = any(path.startswith(f"{other}/") and not Path(other).is_symlink() for other in shown)
+        if os.path.lexists(path) and path not in shown and not inside:
+            shown.append(path)
+    hidden = [str(library / name) for name in ("site-packages", "dist-packages")]
+    return python, shown, hidden

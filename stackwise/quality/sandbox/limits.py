@@ -1,0 +1,54 @@
+"""SandboxLimits: how much a program may use."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from stackwise.argument import check_number, check_sizes
+
+__all__ = ["SandboxLimits"]
+
+
+@dataclass(frozen=True)
+class SandboxLimits:
+    """What each of the two processes of a run, the code and its checks, may use.
+
+    Attributes:
+        seconds: of the clock on the wall, for the whole run.
+        cpu_seconds: of a processor, for each process.
+        memory_bytes: of addresses, for each process (RLIMIT_AS).
+        processes: that exist at one time, threads counted.
+        file_bytes: of a file.
+        open_files: at one time.
+        scratch_bytes: in all of its temporary folder, which is in memory.
+        output_bytes: that are kept of what it prints; the rest is read and dropped.
+    """
+
+    seconds: float = 10.0
+    cpu_seconds: float = 10.0
+    memory_bytes: int = 2**29
+    processes: int = 8
+    file_bytes: int = 2**23
+    open_files: int = 32
+    scratch_bytes: int = 2**25
+    output_bytes: int = 2**16
+
+    def __post_init__(self) -> None:
+        for key in ("seconds", "cpu_seconds"):
+            check_number(key, getattr(self, key), "a number > 0, in seconds", lambda value: value > 0)
+        check_sizes(2**26, memory_bytes=self.memory_bytes)
+        check_sizes(16, open_files=self.open_files)
+        check_sizes(2**20, file_bytes=self.file_bytes, scratch_bytes=self.scratch_bytes)
+        check_sizes(processes=self.processes, output_bytes=self.output_bytes)
+
+    def rlimits(self) -> dict[str, int]:
+        """By the names of setrlimit(2)."""
+        return {
+            "RLIMIT_CPU": math.ceil(self.cpu_seconds),
+            "RLIMIT_AS": self.memory_bytes,
+            "RLIMIT_NPROC": self.processes + 1,  # the one that waits for it
+            "RLIMIT_FSIZE": self.file_bytes,
+            "RLIMIT_NOFILE": self.open_files,
+            "RLIMIT_CORE": 0,
+        }

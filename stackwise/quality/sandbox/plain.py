@@ -1,0 +1,172 @@
+"""Plain values: what two processes hand each other that do not trust each other.
+
+Nothing of this is code: a value arrives as an object of Python's own types, however it compared or printed
+where it came from. Only the standard library is used, since it runs where nothing else is.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Iterator, Mapping, Set
+from typing import Any
+
+__all__ = ["LARGEST", "NotPlainError", "decode", "encode", "pack", "unpack"]
+
+LARGEST = 2**24  # bytes of a message
+_DEEPEST = 100
+_ITEMS = 100_000  # that are taken out of an iterator
+
+
+class NotPlainError(ValueError):
+    """A value that cannot be handed over."""
+
+
+def encode(value: Any, depth: int = 0) -> Any:
+    """The value as what JSON can hold.
+
+    Numbers, texts, bytes, None, and lists, tuples, sets and dicts of them; of their subclasses what they
+    hold. Of an iterator its items, which are taken out of it.
+
+    Raises:
+        NotPlainError: anything else, or too much of it.
+    """
+    if depth > _DEEPEST:
+        raise NotPlainError(f"values lie within each other more than {_DEEPEST} times")
+    if value is None or value is True or value is False:
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, int):
+        return {"int": format(int.__index__(value), "x")}
+    if isinstance(value, float):
+        return {"float": float.hex(value)}
+    if isinstance(value, complex):
+        parts = complex.__add__(value, 0j)
+        return {"complex": [float.hex(parts.real), float.hex(parts.imag)]}
+    if isinstance(value, bytes | bytearray):
+        return {type(value).__name__ if type(value) in (bytes, bytearray) else "bytes": bytes(value).hex()}
+    for name, kind in _ITERABLES.items():
+        if isinstance(value, kind):
+            return {name: [encode(each, depth + 1) for each in kind.__iter__(value)]}
+    if isinstance(value, dict):
+        pairs = dict.items(value)
+        return {"dict": [[encode(k, depth + 1), encode(v, depth + 1)] for k, v in pairs]}
+    if isinstance(value, range):
+        return {"range": [value.start, value.stop, value.step]}
+    if isinstance(value, Mapping | Set):
+        raise NotPlainError(f"a {type(value).__name__} cannot be handed over")
+    if isinstance(value, Iterator):
+        items: list[Any] = []
+        for item in value:
+            if len(items) == _ITEMS:
+                raise NotPlainError(f"an iterator has more than {_ITEMS} items")
+            items.append(encode(item, depth + 1))
+        return {"iterator": items}
+    raise NotPlainError(f"a {type(value).__name__} cannot be handed over")
+
+
+def decode(data: Any, depth: int = 0) -> Any:
+    """What `encode` was given, of Python's own types.
+
+    Raises:
+        NotPlainError: nothing that `encode` makes.
+    """
+    if depth > _DEEPEST + 1:
+        raise NotPlainError("values lie within each other too deep")
+    if data is None or isinstance(data, bool | str):
+        return data
+    if not isinstance(data, dict) or len(data) != 1:
+        raise NotPlainError("not what a value is written as")
+    ((name, held),) = data.items()
+    make = _MAKERS.get(name)
+    if make is None:
+        raise NotPlainError(f"there is no kind of value {name!r:.40}")
+    try:
+        return make(held, depth + 1)
+    except NotPlainError:
+        raise
+    except (TypeError, ValueError, OverflowError) as error:
+        raise NotPlainError(f"not what a value of kind {name!r} is written as: {error}") from None
+
+
+def pack(message: Mapping[str, Any]) -> bytes:
+    """A message as bytes, with its length before it.
+
+    Raises:
+        NotPlainError: it is too long.
+    """
+    body = json.dumps(message).encode()
+    if len(body) > LARGEST:
+        raise NotPlainError(f"{len(body)} bytes cannot be handed over; allowed: {LARGEST}")
+    return struct.pack("!I", len(body)) + body
+
+
+def unpack(read: Callable[[int], bytes]) -> dict[str, Any] | None:
+    """The next message.
+
+    Args:
+        read: gives up to so many bytes; none at the end.
+
+    Returns:
+        the message; None: there are no more.
+
+    Raises:
+        NotPlainError: what came is no message.
+    """
+    head = _exactly(read, 4)
+    if head is None:
+        return None
+    (length,) = struct.unpack("!I", head)
+    if length > LARGEST:
+        raise NotPlainError(f"a message of {length} bytes; allowed: {LARGEST}")
+    body = _exactly(read, length)
+    if body is None:
+        return None
+    try:
+        message = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise NotPlainError(f"no message: {error}") from None
+    if not isinstance(message, dict):
+        raise NotPlainError("no message")
+    return message
+
+
+_ITERABLES: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+
+
+def _complex(real: str, imaginary: str) -> complex:
+    return complex(float.fromhex(real), float.fromhex(imaginary))
+
+
+def _many(kind: Callable[[list[Any]], Any]) -> Callable[[Any, int], Any]:
+    def make(held: Any, depth: int) -> Any:
+        if not isinstance(held, list):
+            raise TypeError("no list")
+        return kind([decode(each, depth) for each in held])
+
+    return make
+
+
+_MAKERS: dict[str, Callable[[Any, int], Any]] = {
+    "int": lambda held, _: int(held, 16),
+    "float": lambda held, _: float.fromhex(held),
+    "complex": lambda held, _: _complex(*held),
+    "bytes": lambda held, _: bytes.fromhex(held),
+    "bytearray": lambda held, _: bytearray.fromhex(held),
+    "range": lambda held, _: range(*held),
+    "dict": lambda held, depth: {decode(k, depth): decode(v, depth) for k, v in held},
+    "iterator": _many(iter),
+    **{name: _many(kind) for name, kind in _ITERABLES.items()},
+}
+
+
+def _exactly(read: Callable[[int], bytes], size: int) -> bytes | None:
+    parts = []
+    while size:
+        part = read(min(size, 2**16))
+        if not part:
+            return None
+        parts.append(part)
+        size -= len(part)
+    return b"".join(parts)

@@ -1,0 +1,219 @@
+"""Sandbox: code that nobody has read is run, and held to checks that it cannot forge.
+
+Two processes in two jails (see `jail.py`): in one the code, in the other the checks, which call functions of
+the code through a channel and get back plain values. So the code has no way to what decides: replaced
+builtins, an object that equals everything, frames and garbage of the interpreter are all in another process
+than the checks. What says that the checks are through is a nonce that only theirs knows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import secrets
+import selectors
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from stackwise.argument import check_choice, require
+from stackwise.quality.sandbox.jailed import Jailed, SandboxError
+from stackwise.quality.sandbox.limits import SandboxLimits
+
+__all__ = ["WITHOUT_ISOLATION", "Execution", "Sandbox", "Status", "isolation_problem"]
+
+Status = Literal["passed", "failed", "timed out"]
+WITHOUT_ISOLATION = "run code that nobody has read with all my rights"
+_MOST_RESULT = 2**16
+
+
+@dataclass(frozen=True)
+class Execution:
+    """What came of a run.
+
+    Attributes:
+        status: "passed": all checks are through; "failed": one is not, or the code ended before; "timed out".
+        reason: why, in a line or a few; "" where it passed.
+        output: what code and checks printed, its beginning.
+        seconds: that it took.
+    """
+
+    status: Status
+    reason: str
+    output: str
+    seconds: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether all checks are through."""
+        return self.status == "passed"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self)
+
+
+class Sandbox:
+    """Runs programs, each in jails of its own.
+
+    A program sees an interpreter with its standard library, a temporary folder in memory, and nothing else:
+    no files, no network, no environment, no process but its own. It needs Linux, as root or with user
+    namespaces. Together the two processes, and all that they start, may hold `processes` times `memory_bytes`
+    each, and files in memory of `open_files` times `file_bytes` for each process.
+
+    Args:
+        limits: of each run.
+        without_isolation: `WITHOUT_ISOLATION`, word for word: where no jail can be made, limits alone will
+            do. A program can then read, write and send whatever this user can.
+
+    Raises:
+        SandboxError: no jail can be made here.
+        ValueError: other words.
+    """
+
+    def __init__(self, limits: SandboxLimits | None = None, *, without_isolation: str | None = None) -> None:
+        self.limits = limits or SandboxLimits()
+        self.isolated = True
+        if without_isolation is not None:
+            check_choice("without_isolation", without_isolation, (WITHOUT_ISOLATION,))
+        problem = isolation_problem()
+        if problem is not None:
+            if without_isolation is None:
+                raise SandboxError(
+                    f"{problem}; code that nobody has read is not run without. Allow user namespaces (sysctl "
+                    "kernel.unprivileged_userns_clone=1, user.max_user_namespaces, "
+                    "kernel.apparmor_restrict_unprivileged_userns=0), or say "
+                    f"without_isolation={WITHOUT_ISOLATION!r}"
+                )
+            self.isolated = False
+
+    def run(self, program: str, test: str, *, functions: Sequence[str], setup: str = "") -> Execution:
+        """Run checks on a program.
+
+        Args:
+            program: the code, which defines functions.
+            test: the checks, which call them by name; an error in it is a failure.
+            functions: names of the functions of `program` that `test` calls. Arguments and results have to be
+                plain: numbers, texts, bytes, None, and lists, tuples, sets and dicts of them; iterators are
+                handed over as their items.
+            setup: code that is run before `test`, where it is, such as what the problem itself defines.
+
+        Raises:
+            SandboxError: no jail could be made.
+            ValueError: no function.
+        """
+        require(
+            bool(functions) and all(name.isidentifier() for name in functions),
+            "functions",
+            tuple(functions),
+            "one name or more",
+        )
+        return _run(program, test, tuple(functions), setup, self.limits, self.isolated)
+
+
+@functools.cache
+def isolation_problem() -> str | None:
+    """Why no jail can be made here; None: one can. Found by making one."""
+    if not hasattr(os, "fork"):
+        return "no jail can be made here: the system has no fork"
+    try:
+        limits = SandboxLimits(seconds=30.0)
+        done = _run("def one(): return 1", "assert one() == 1", ("one",), "", limits, True)
+    except SandboxError as error:
+        return str(error)
+    return None if done.passed else f"no jail can be made here: {done.reason} {done.output}".strip()
+
+
+def _run(
+    program: str, test: str, functions: tuple[str, ...], setup: str, limits: SandboxLimits, isolated: bool
+) -> Execution:
+    began = time.monotonic()
+    nonce = secrets.token_hex(16)
+    task = json.dumps({"setup": setup, "test": test, "names": functions, "nonce": nonce})
+    folder = Path(tempfile.mkdtemp(prefix="stackwise-sandbox-"))
+    with contextlib.ExitStack() as stack:
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        ends = {}
+        for name in ("candidate", "checker"):
+            (folder / name).mkdir()
+        ends["candidate"], ends["checker"] = socket.socketpair()
+        result, told = os.pipe()
+        stack.callback(os.close, result)
+        given = {"candidate": [ends["candidate"].fileno()], "checker": [ends["checker"].fileno(), told]}
+        texts = {"candidate": {"program.py": program}, "checker": {"task.json": task}}
+        jailed = {}
+        try:
+            for name, descriptors in given.items():
+                jailed[name] = Jailed(
+                    f"{name}.py",
+                    texts[name],
+                    descriptors,
+                    folder=folder / name,
+                    limits=limits,
+                    isolated=isolated,
+                )
+                stack.callback(jailed[name].end)
+        finally:
+            os.close(told)
+            for end in ends.values():
+                end.close()
+        for each in jailed.values():
+            each.start()
+        said, output = _heard(result, jailed, began + limits.seconds, limits.output_bytes)
+        if said is None:
+            status, reason = "timed out", f"it was not through after {limits.seconds:g} s"
+        else:
+            status, reason = _judged(said, nonce)
+            if not said:
+                problems = [problem for each in jailed.values() if (problem := each.problem()) is not None]
+                if problems:
+                    raise SandboxError(f"no jail can be made here: {problems[0]}")
+    return Execution(status, reason, output, time.monotonic() - began)  # type: ignore[arg-type]
+
+
+def _heard(result: int, jailed: dict[str, Jailed], deadline: float, most: int) -> tuple[bytes | None, str]:
+    """What the checks said, all of it, or None if it took too long; and what was printed."""
+    said, printed = b"", b""
+    over = False
+    with selectors.DefaultSelector() as selector:
+        for descriptor in (result, *(each.output for each in jailed.values())):
+            os.set_blocking(descriptor, False)
+            selector.register(descriptor, selectors.EVENT_READ)
+        while True:
+            # What was printed before the end is there already.
+            left = 0.0 if over else deadline - time.monotonic()
+            ready = selector.select(max(0.0, left))
+            if left <= 0 and (not over or not ready or len(printed) >= most):
+                return said if over else None, printed.decode(errors="replace")
+            for key, _ in ready:
+                part = os.read(key.fd, 2**16)
+                if not part:
+                    selector.unregister(key.fd)
+                if key.fd == result:
+                    said += part
+                    over = not part or len(said) > _MOST_RESULT
+                else:
+                    printed += part[: most - len(printed)]
+
+
+def _judged(said: bytes, nonce: str) -> tuple[Status, str]:
+    try:
+        message = json.loads(said[4:]) if said else {}
+    except ValueError:
+        message = {}
+    if not isinstance(message, dict):
+        message = {}
+    found = message.get("nonce")
+    if isinstance(found, str) and secrets.compare_digest(found.encode(), nonce.encode()):
+        return "passed", ""
+    if "failed" in message:
+        where = f" ({message['where']} of the test)" if message.get("where") else ""
+        return "failed", f"{message['failed']}{where}"
+    return "failed", "the checks ended before they were through"

@@ -1,0 +1,338 @@
+"""Scoring: how likely a model finds what follows a context, for many contexts at once.
+
+Shapes: B rows, T positions, V vocabulary, N positions that are asked about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from stackwise.argument import check_sizes, require
+from stackwise.quality.language_model import LanguageModel
+from stackwise.quality.prefix import Family, Group, group_by_prefix
+from stackwise.quality.request import Request, Score, TokenRequest, encode_request
+from stackwise.quality.text_tokenizer import TextTokenizer
+
+__all__ = ["Scorer", "loglikelihoods"]
+
+# Logits that are widened to float32 at once.
+_WIDENED = 1 << 26
+# Tokens that a question has to share among its choices to be read before them.
+_LEAST_SHARED = 8
+# How many tokens longer than the shortest a family may be that is read with it.
+_SPREAD = 16
+
+
+class Scorer:
+    """A model and a tokenizer, asked for log-probabilities.
+
+    Requests are read in batches of like length, padded on the right: a causal model does not see what is
+    behind a token, so that no mask is needed. What several of them begin with, as the examples before all
+    questions or a question before its choices, is read once where the model keeps a cache that allows it. In
+    float32 neither that nor the size of a batch changes a log-probability by more than rounding.
+
+    Args:
+        model: a `LanguageModel`, or what it takes.
+        tokenizer: a `TextTokenizer`, or what it takes; None: only tokens are scored.
+        batch_size: the most sequences that are read at once.
+        device, max_length, reuse: as of `LanguageModel`.
+        prefix_token_id: as of `TextTokenizer`.
+
+    Attributes:
+        model: a LanguageModel.
+        tokenizer: a TextTokenizer, or None.
+        tokens_read: how many positions, padding included, the model has computed so far.
+
+    Raises:
+        ValueError, TypeError: as these two do; a batch size below 1; options beside a LanguageModel.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        *,
+        batch_size: int = 32,
+        device: torch.device | str | None = None,
+        max_length: int | None = None,
+        reuse: bool = True,
+        prefix_token_id: int | None = None,
+    ) -> None:
+        check_sizes(batch_size=batch_size)
+        if isinstance(model, LanguageModel):
+            options = {"device": device, "max_length": max_length, "reuse": None if reuse else reuse}
+            for key, given in options.items():
+                require(given is None, key, given, "what the LanguageModel was given")
+            self.model = model
+        else:
+            self.model = LanguageModel(model, device=device, max_length=max_length, reuse=reuse)
+        self.tokenizer = (
+            None if tokenizer is None else TextTokenizer(tokenizer, prefix_token_id=prefix_token_id)
+        )
+        self.batch_size = batch_size
+        self.tokens_read = 0
+
+    @property
+    def texts(self) -> TextTokenizer:
+        """The tokenizer.
+
+        Raises:
+            ValueError: there is none.
+        """
+        if self.tokenizer is None:
+            raise ValueError("tokenizer: got None; allowed: one, since text is to be scored")
+        return self.tokenizer
+
+    def score(self, requests: Iterable[Request | tuple[str, str]]) -> list[Score]:
+        """The score of each request, in their order.
+
+        Raises:
+            ValueError: as `encode_request` and `score_tokens`.
+        """
+        known: dict[str, list[int]] = {}  # choices have their context in common
+        return self.score_tokens(
+            [encode_request(self.texts, context, continuation, known) for context, continuation in requests]
+        )
+
+    def score_tokens(self, requests: Sequence[TokenRequest]) -> list[Score]:
+        """The same of tokens. A context that is too long is cut at its beginning.
+
+        Raises:
+            ValueError: a continuation longer than the model reads, or an id that it has no embedding for.
+        """
+        requests = [request.fitted(self.model.max_length) for request in requests]
+        self._check_ids(requests)
+        sequences: dict[tuple[int, ...], list[int]] = {}
+        for i, request in enumerate(requests):
+            sequences.setdefault((*request.context, *request.continuation[:-1]), []).append(i)
+        answers = _Answers([len(request.continuation) for request in requests])
+        readings = [
+            _Reading(np.asarray(ids), _wanted(requests, asked, len(ids))) for ids, asked in sequences.items()
+        ]
+        with self.model.reading():
+            self._read_all(readings, answers)
+        totals, greedy = answers.sums()
+        return [
+            Score(float(total), bool(best), len(request.continuation), request.cut)
+            for total, best, request in zip(totals, greedy, requests, strict=True)
+        ]
+
+    def _check_ids(self, requests: Sequence[TokenRequest]) -> None:
+        for request in requests:
+            ids = (*request.context, *request.continuation)
+            for worst in (min(ids), max(ids)):
+                allowed = f"0 to {self.model.vocab_size - 1}, the vocabulary of {self.model.spec.name}"
+                require(0 <= worst < self.model.vocab_size, "token id", worst, allowed)
+
+    def _read_all(self, readings: list[_Reading], answers: _Answers) -> None:
+        if not readings:
+            return
+        # Only where there is something to share is it worth while to try whether the model can.
+        groups = group_by_prefix([r.ids for r in readings], [r.first for r in readings])
+        shares = any(group.shared or self._is_shared(f, 0) for group in groups for f in group.families)
+        if not shares or self.model.cache_rows is None:
+            for batch in _batches(range(len(readings)), [len(r.ids) for r in readings], self.batch_size):
+                self._read_plain([readings[i] for i in batch], answers)
+            return
+        for group in groups:
+            self._read_group(group, readings, answers)
+
+    @staticmethod
+    def _is_shared(family: Family, known: int) -> bool:
+        return len(family.members) > 1 and family.shared - known >= _LEAST_SHARED
+
+    def _read_group(self, group: Group, readings: list[_Reading], answers: _Answers) -> None:
+        """Its common beginning, then each family's, then the rest of each sequence."""
+        start, before = group.shared, None
+        if start:
+            first = readings[group.families[0].members[0]]
+            longest = max(len(readings[i].ids) for family in group.families for i in family.members)
+            before = self._read_prefix([first.ids[:start]], None, longest)
+        apart = [i for f in group.families if not self._is_shared(f, start) for i in f.members]
+        for batch in _batches(apart, [len(readings[i].ids) for i in apart], self.batch_size):
+            chosen = [readings[i] for i in batch]
+            if before is None:
+                self._read_plain(chosen, answers)
+            else:
+                self._read_rest(chosen, start, before, [0] * len(chosen), answers)
+        families = [f for f in group.families if self._is_shared(f, start)]
+        for some in _packed(families, self.batch_size):
+            self._read_families(some, start, before, readings, answers)
+
+    def _read_families(
+        self,
+        families: Sequence[Family],
+        start: int,
+        before: Any,
+        readings: list[_Reading],
+        answers: _Answers,
+    ) -> None:
+        """Families of like length, all read as far as the shortest, so that no gap is in the cache."""
+        cut = min(family.shared for family in families)
+        members = [(row, readings[i]) for row, family in enumerate(families) for i in family.members]
+        prefixes = [readings[family.members[0]].ids[start:cut] for family in families]
+        cache = self._read_prefix(prefixes, before, max(len(reading.ids) for _, reading in members))
+        lengths = [len(reading.ids) for _, reading in members]
+        for batch in _batches(range(len(members)), lengths, self.batch_size):
+            rows, some = zip(*(members[i] for i in batch), strict=True)
+            self._read_rest(some, cut, cache, rows, answers)
+
+    def _read_prefix(self, prefixes: Sequence[np.ndarray], before: Any, capacity: int) -> Any:
+        """The cache of sequences of equal length that follow the one in `before`, or nothing."""
+        model, n = self.model, len(prefixes)
+        ids_BT = self._padded(prefixes)
+        cache = model.empty_cache(n, capacity) if before is None else self._taken(before, [0] * n)
+        return model.follow(ids_BT, cache, first=ids_BT.shape[1] - 1)[1]
+
+    def _read_rest(
+        self,
+        readings: Sequence[_Reading],
+        start: int,
+        cache: Any,
+        rows: Sequence[int],
+        answers: _Answers,
+    ) -> None:
+        first = min(reading.first for reading in readings) - start
+        ids_BT = self._padded([reading.ids[start:] for reading in readings])
+        logits_BTV, _ = self.model.follow(ids_BT, self._taken(cache, rows), first)
+        answers.take(logits_BTV, readings, start + first)
+
+    def _read_plain(self, readings: Sequence[_Reading], answers: _Answers) -> None:
+        first = min(reading.first for reading in readings)
+        logits_BTV = self.model.logits(self._padded([reading.ids for reading in readings]), first)
+        answers.take(logits_BTV, readings, first)
+
+    def _taken(self, cache: Any, rows: Sequence[int]) -> Any:
+        assert self.model.cache_rows is not None
+        return self.model.cache_rows.take(cache, torch.tensor(rows, device=self.model.device))
+
+    def _padded(self, sequences: Sequence[np.ndarray]) -> Tensor:
+        """(B, T), with id 0 behind what is shorter."""
+        longest = max(len(ids) for ids in sequences)
+        ids_BT = np.zeros((len(sequences), longest), np.int64)
+        for row, ids in zip(ids_BT, sequences, strict=True):
+            row[: len(ids)] = ids
+        self.tokens_read += ids_BT.size
+        return torch.from_numpy(ids_BT).to(self.model.device, non_blocking=True)
+
+
+def loglikelihoods(
+    model: nn.Module | Any, tokenizer: Any, requests: Iterable[Request | tuple[str, str]], **options: Any
+) -> list[Score]:
+    """How likely `model` finds each continuation after its context.
+
+    Args:
+        model: a module that takes ids and gives logits, a Rack, a model of transformers, a ModelSpec or a
+            factory.
+        tokenizer: of transformers or tokenizers, or any with `encode` and `decode`.
+        requests: pairs of context and continuation.
+        **options: of `Scorer`.
+
+    Raises:
+        ValueError, TypeError: as of `Scorer`.
+    """
+    return Scorer(model, tokenizer, **options).score(requests)
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """Tokens asked about: behind which position, which id, of which request, and its how manieth."""
+
+    position: int
+    token: int
+    request: int
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """What the model reads, and what is asked about it.
+
+    Attributes:
+        ids: (T,).
+        wanted: by position.
+    """
+
+    ids: np.ndarray
+    wanted: tuple[_Wanted, ...]
+
+    @property
+    def first(self) -> int:
+        """The first position that is asked about."""
+        return self.wanted[0].position
+
+
+def _wanted(requests: Sequence[TokenRequest], asked: Sequence[int], length: int) -> tuple[_Wanted, ...]:
+    found = [
+        _Wanted(length - len(requests[i].continuation) + j, token, i)
+        for i in asked
+        for j, token in enumerate(requests[i].continuation)
+    ]
+    return tuple(sorted(found, key=lambda each: each.position))
+
+
+@dataclass
+class _Answers:
+    """Log-probabilities of tokens, kept where they were computed until all are there.
+
+    Attributes:
+        counts: how many tokens each request has.
+    """
+
+    counts: Sequence[int]
+    _requests: list[int] = field(default_factory=list)
+    _found: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def take(self, logits_BTV: Tensor, readings: Sequence[_Reading], start: int) -> None:
+        """Those of a batch whose logits begin with position `start`."""
+        spots: dict[tuple[int, int], int] = {}
+        asked = [(row, each) for row, reading in enumerate(readings) for each in reading.wanted]
+        places = [spots.setdefault((row, each.position - start), len(spots)) for row, each in asked]
+        device = logits_BTV.device
+        row_N, position_N = torch.tensor(list(spots), device=device).T
+        place_M = torch.tensor(places, device=device)
+        token_M = torch.tensor([each.token for _, each in asked], device=device)
+        scores, best = [], []
+        size = max(1, _WIDENED // logits_BTV.shape[-1])
+        sorted_places = torch.tensor(places)
+        for low in range(0, len(spots), size):
+            logits_NV = logits_BTV[row_N[low : low + size], position_N[low : low + size]].float()
+            chosen = ((sorted_places >= low) & (sorted_places < low + size)).nonzero()[:, 0].to(device)
+            place, token = place_M[chosen] - low, token_M[chosen]
+            scores.append(logits_NV[place, token] - logits_NV.logsumexp(-1)[place])
+            best.append(logits_NV.argmax(-1)[place] == token)
+        self._found.append((torch.cat(scores), torch.cat(best)))
+        order = sorted(range(len(places)), key=lambda i: places[i] // size)
+        self._requests += [asked[i][1].request for i in order]
+
+    def sums(self) -> tuple[np.ndarray, np.ndarray]:
+        """Of each request the log-probability, in float64, and whether all its tokens are the likeliest."""
+        if not self._found:
+            return np.zeros(0), np.zeros(0, bool)
+        scores, best = (torch.cat(each).cpu().numpy() for each in zip(*self._found, strict=True))
+        totals = np.bincount(self._requests, scores.astype(np.float64), len(self.counts))
+        return totals, np.bincount(self._requests, best, len(self.counts)) == np.asarray(self.counts)
+
+
+def _batches(items: Sequence[int], lengths: Sequence[int], size: int) -> Iterator[list[int]]:
+    """The longest first, so that a batch that does not fit in memory fails at once."""
+    order = sorted(range(len(items)), key=lambda i: -lengths[i])
+    for i in range(0, len(order), size):
+        yield [items[k] for k in order[i : i + size]]
+
+
+def _packed(families: Sequence[Family], size: int) -> Iterator[list[Family]]:
+    """At most `size` families of like length, the longest first."""
+    packed: list[Family] = []
+    for family in sorted(families, key=lambda f: -f.shared):
+        if len(packed) == size or (packed and packed[0].shared - family.shared > _SPREAD):
+            yield packed
+            packed = []
+        packed.append(family)
+    if packed:
+        yield packed

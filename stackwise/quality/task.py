@@ -1,0 +1,145 @@
+"""Task: what is asked of a model under one name, MMLU, HellaSwag or a file of one's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stackwise.argument import check_sizes, require
+from stackwise.quality.cloze import ClozeResult, score_cloze
+from stackwise.quality.hellaswag import hellaswag_questions
+from stackwise.quality.mmlu import SUBJECTS, mmlu_questions
+from stackwise.quality.multiple_choice import MultipleChoiceResult, Question, score_questions
+from stackwise.quality.perplexity import PerplexityResult, score_texts
+from stackwise.quality.request import Request
+from stackwise.quality.scoring import Scorer
+from stackwise.quality.task_file import Dataset, Row, read_rows
+
+__all__ = ["Task", "TaskResult", "load_task", "load_tasks"]
+
+TaskResult = MultipleChoiceResult | ClozeResult | PerplexityResult
+MMLU = Dataset("mmlu", "cais/mmlu", "all", {"test": ("test",), "dev": ("dev",)})
+HELLASWAG = Dataset("hellaswag", "Rowan/hellaswag", None, {"validation": ("validation", "val")})
+MMLU_SHOTS = 5
+
+
+@dataclass(frozen=True)
+class Task:
+    """Something to ask any model, its data at hand.
+
+    Attributes:
+        name: in reports.
+        examples: how many questions or texts.
+        run: what a Scorer says of it.
+    """
+
+    name: str
+    examples: int
+    run: Callable[[Scorer], TaskResult]
+
+
+def load_tasks(names: Iterable[str], folder: Path | None = None, **options: Any) -> list[Task]:
+    """`load_task` of each, in this order.
+
+    Raises:
+        ValueError: a name twice, or as `load_task` does.
+    """
+    names = list(names)
+    require(len(names) > 0, "tasks", names, "at least one")
+    require(len(set(names)) == len(names), "tasks", names, "each once")
+    return [load_task(name, folder, **options) for name in names]
+
+
+def load_task(
+    name: str,
+    folder: Path | None = None,
+    *,
+    shots: int | None = None,
+    limit: int | None = None,
+    context: int = 1,
+) -> Task:
+    """A task with its data.
+
+    Args:
+        name: "mmlu", "hellaswag", or the path of a JSON Lines or Parquet file whose rows have `context`,
+            `choices` and `answer` (and `subject`), or `context` and `continuation`, or `text`.
+        folder: holds the files of published data sets, in a folder for each; None: from Hugging Face.
+        shots: how many examples MMLU shows; None: 5.
+        limit: take only so many rows, of each subject where there are subjects; None: all.
+        context: of `rolling_windows`, for texts.
+
+    Raises:
+        ValueError: no such task, or rows of another kind.
+        FileNotFoundError, ImportError: as `Dataset.rows` and `read_rows`.
+    """
+    if limit is not None:
+        check_sizes(limit=limit)
+    require(shots is None or name == "mmlu", f"shots of {name}", shots, "none: only mmlu has examples")
+    if name == "mmlu":
+        n_shots = MMLU_SHOTS if shots is None else shots
+        rows = _limited(MMLU.rows("test", folder), limit)
+        examples = MMLU.rows("dev", folder) if n_shots else []
+        groups = tuple(SUBJECTS.items())
+        return _choice_task(name, mmlu_questions(rows, examples, shots=n_shots), "sum", groups)
+    if name == "hellaswag":
+        rows = _limited(HELLASWAG.rows("validation", folder), limit)
+        return _choice_task(name, hellaswag_questions(rows), "characters", ())
+    if Path(name).suffix in (".jsonl", ".parquet"):
+        return _of_file(Path(name), limit, context)
+    raise ValueError(
+        f"task: got {name!r}; allowed: 'mmlu', 'hellaswag', or a .jsonl or .parquet file "
+        "(the harness knows more: --harness)"
+    )
+
+
+def _choice_task(
+    name: str, questions: Sequence[Question], norm: str, groups: tuple[tuple[str, tuple[str, ...]], ...]
+) -> Task:
+    def run(scorer: Scorer) -> TaskResult:
+        return score_questions(scorer, questions, norm=norm, subjects_of=groups)
+
+    return Task(name, len(questions), run)
+
+
+def _of_file(path: Path, limit: int | None, context: int) -> Task:
+    """A task by the keys of its rows."""
+    rows = read_rows(path)
+    require(len(rows) > 0, str(path), "no row", "at least one")
+    rows = _limited(rows, limit)
+    name = path.stem
+    try:
+        if "choices" in rows[0]:
+            return _choice_task(name, [_question(row) for row in rows], "sum", ())
+        if "continuation" in rows[0]:
+            requests = [Request(row["context"], row["continuation"]) for row in rows]
+            return Task(name, len(rows), lambda scorer: score_cloze(scorer, requests))
+        if "text" in rows[0]:
+            texts = [str(row["text"]) for row in rows]
+            return Task(name, len(rows), lambda scorer: score_texts(scorer, texts, context=context))
+    except KeyError as error:
+        raise ValueError(f"{path}: a row has no {error}, as the first one has") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    raise ValueError(
+        f"{path}: got rows with {', '.join(map(repr, rows[0]))}; allowed: context, choices and answer; "
+        "context and continuation; or text"
+    )
+
+
+def _question(row: Row) -> Question:
+    return Question(row["context"], tuple(row["choices"]), row["answer"], str(row.get("subject", "")))
+
+
+def _limited(rows: list[Row], limit: int | None) -> list[Row]:
+    if limit is None:
+        return rows
+    counts: dict[Any, int] = {}
+    kept = []
+    for row in rows:
+        subject = row.get("subject", "")
+        counts[subject] = counts.get(subject, 0) + 1
+        if counts[subject] <= limit:
+            kept.append(row)
+    return kept

@@ -1,0 +1,137 @@
+"""Task file: rows of a data set, from JSON Lines or Parquet, or from Hugging Face."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stackwise.argument import require
+
+__all__ = ["Dataset", "read_rows"]
+
+Row = dict[str, Any]
+_ENDINGS = (".jsonl", ".parquet")
+_ALL = "all"  # where a folder has its parts and all of them together, these
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """A published data set, as files of a folder or from Hugging Face.
+
+    Attributes:
+        name: of its folder.
+        repository: on Hugging Face.
+        configuration: of the repository; None: it has but one.
+        splits: what each split is called, in the order in which it is looked for.
+    """
+
+    name: str
+    repository: str
+    configuration: str | None
+    splits: dict[str, tuple[str, ...]]
+
+    def rows(self, split: str, folder: Path | None) -> list[Row]:
+        """All rows of a split.
+
+        Args:
+            split: one of `splits`.
+            folder: holds a folder `name` with JSON Lines or Parquet files that have the split in their names,
+                as published; None: from Hugging Face.
+
+        Raises:
+            FileNotFoundError: there is no such file, or it cannot be fetched; the message says what to
+                download and where to put it.
+            ImportError: what reads Parquet, or fetches, is not installed.
+            ValueError: a file that is damaged.
+        """
+        if folder is None:
+            return self._fetched(split)
+        files = self._files(split, folder / self.name)
+        if not files:
+            raise FileNotFoundError(
+                f"{folder / self.name}: no file of the split {split}; {self._advice(folder)}"
+            )
+        return [row for file in files for row in read_rows(file)]
+
+    def _files(self, split: str, folder: Path) -> list[Path]:
+        found = sorted(path for path in folder.rglob("*") if path.suffix in _ENDINGS and path.is_file())
+        whole = [path for path in found if _ALL in path.relative_to(folder).parts[:-1]]
+        for called in self.splits[split]:
+            named = [path for path in whole or found if called in re.split("[^a-z]+", path.stem.lower())]
+            if named:
+                return named
+        return []
+
+    def _fetched(self, split: str) -> list[Row]:
+        try:
+            import datasets
+        except ImportError as error:
+            raise ImportError(
+                f"{self.name} from Hugging Face: pip install 'stackwise[quality]' ({error})"
+            ) from error
+        arguments = [self.repository] + ([self.configuration] if self.configuration else [])
+        try:
+            rows = datasets.load_dataset(*arguments, split=self.splits[split][0])
+        except Exception as error:  # each layer of the network has classes of its own
+            text = " ".join(str(error).split())[:300]
+            raise FileNotFoundError(
+                f"{self.name}: Hugging Face could not be read ({type(error).__name__}: {text}); where there "
+                f"is no network, {self._advice(Path('FOLDER'))} and name FOLDER (--data FOLDER)"
+            ) from error
+        return [dict(row) for row in rows]
+
+    def _advice(self, folder: Path) -> str:
+        inside = f"{self.configuration}/" if self.configuration else ""
+        kinds = " and ".join(f"{inside}*{names[0]}*.parquet" for names in self.splits.values())
+        return (
+            f"download {kinds} of https://huggingface.co/datasets/{self.repository} "
+            f"(or the same as .jsonl) into {folder / self.name}"
+        )
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a JSON Lines or Parquet file.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ImportError: pyarrow, which reads Parquet, is not installed.
+        ValueError: another ending, a damaged file, or a line that is no JSON object.
+    """
+    require(path.suffix in _ENDINGS, "file", str(path), f"one that ends in {' or '.join(_ENDINGS)}")
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file")
+    return _parquet(path) if path.suffix == ".parquet" else _json_lines(path)
+
+
+def _json_lines(path: Path) -> list[Row]:
+    rows = []
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{path}:{number}: no JSON: {error}") from None
+            require(isinstance(row, dict), f"{path}:{number}", line.strip()[:60], "a JSON object")
+            rows.append(row)
+    return rows
+
+
+def _parquet(path: Path) -> list[Row]:
+    try:
+        from pyarrow import ArrowInvalid, parquet
+    except ImportError as error:
+        raise ImportError(
+            f"{path}: Parquet needs pyarrow: pip install 'stackwise[quality]' ({error})"
+        ) from error
+    try:
+        table = parquet.read_table(path)
+    except ArrowInvalid as error:
+        raise ValueError(f"{path}: no Parquet file: {error}") from None
+    rows: Sequence[Row] = table.to_pylist()
+    return list(rows)

@@ -1,0 +1,101 @@
+"""What a search is told is what the prototype's run says."""
+
+import math
+
+import optuna
+import pytest
+
+from stackwise.config import StackWiseConfig
+from stackwise.prototype import ArchitecturePrototype, create_small_variant
+from stackwise.prototype.search import PrototypeEvaluation, search_architecture_space
+from stackwise.training.memory_plan import plan_memory
+
+BASE = {
+    "model": {
+        "vocab_size": 16,
+        "d_model": 16,
+        "d_ff": 32,
+        "n_heads": 2,
+        "n_kv_heads": 1,
+        "architecture": {"n_stacks": 1, "blocks_per_stack": 2},
+    },
+    "training": {
+        "batch_size": 2,
+        "seq_len": 8,
+        "precision": "fp32",
+        "device": "cpu",
+        "optimizer": {"lr": 1e-2},
+    },
+    "data": {"task": "copy", "validation_fraction": 0.0},
+}
+
+
+def ignore(done, loss):
+    pass
+
+
+def test_is_the_run():
+    config, heard = StackWiseConfig.from_dict(BASE), []
+    outcome = PrototypeEvaluation(12)(config, 5, lambda done, loss: heard.append((done, loss)))
+    run = ArchitecturePrototype(config, seed=5).run(12)
+    assert (outcome.status, outcome.loss) == (run.status, run.final_loss)
+    assert heard == [((step + 1) / 12, loss) for step, loss in enumerate(run.losses)]
+    assert outcome.peak_bytes == plan_memory(config, device="cpu").peak
+    assert outcome.tokens_per_second > 0
+
+
+def test_validation_goes_before():
+    config = StackWiseConfig.from_dict(BASE | {"data": {"task": "copy", "validation_fraction": 0.05}})
+    outcome = PrototypeEvaluation(4)(config, 0, ignore)
+    run = ArchitecturePrototype(config, seed=0).run(4)
+    assert outcome.loss == run.validation_loss != run.final_loss
+
+
+def test_nan_is_an_outcome():
+    training = BASE["training"] | {"optimizer": {"lr": 1e30}, "grad_clip": None}
+    config = StackWiseConfig.from_dict(BASE | {"training": training})
+    outcome = PrototypeEvaluation(20)(config, 0, ignore)
+    assert (outcome.status, outcome.loss) == ("nan", math.inf)
+    assert outcome.reason.startswith("nan at step ")
+
+
+def test_pruning_ends_the_run():
+    def prune(done, loss):
+        if done >= 0.5:
+            raise optuna.TrialPruned
+
+    with pytest.raises(optuna.TrialPruned):
+        PrototypeEvaluation(20)(StackWiseConfig.from_dict(BASE), 0, prune)
+
+
+def test_a_search_that_trains(tmp_path):
+    space = {
+        "base": BASE,
+        "space": {"model.n_heads": [4, 8], "training.optimizer.lr": [1e-2, 1e30], "n_layers": [4, 8]},
+    }
+    result = search_architecture_space(
+        space,
+        6,
+        objective=("loss", "tokens_per_second", "peak_bytes"),
+        sampler="random",
+        steps=6,
+        small_factor=2,
+        storage=tmp_path / "j",
+    )
+    assert len(result.trials) == 6
+    for trial in result.trials:
+        assert (trial.status == "success") == (trial.values["training.optimizer.lr"] == 1e-2)
+        small = create_small_variant(trial.config, 2).config
+        assert trial.peak_bytes == plan_memory(small, device="cpu").peak
+        assert trial.seconds > 0
+    assert {trial.status for trial in result.trials} == {"success", "nan"}
+    assert any("6 steps: a verdict" in note for note in result.notes)
+
+
+def test_what_cannot_be_trained_is_refused_before():
+    space = {
+        "base": BASE | {"training": BASE["training"] | {"training_architecture": "stackwise"}},
+        "space": {"n_layers": [1, 2]},
+    }
+    with pytest.raises(ValueError, match=r"training\.training_architecture: got 'stackwise'"):
+        search_architecture_space(space, 2, storage="memory")

@@ -1,0 +1,570 @@
+"""Searches without training: samplers, pruners, failures as results, and a budget that is the study's."""
+
+import math
+import os
+import signal
+import warnings
+
+import optuna
+import pytest
+
+from stackwise.prototype.search import (
+    ScoreWeights,
+    TrialOutcome,
+    load_search,
+    search_architecture_space,
+)
+from tests.prototype.search.searches import (
+    FEW,
+    SPACE,
+    bowl,
+    lines_of,
+    moody,
+    start_search,
+    wait_for,
+)
+
+PLAIN = {"sampler": "random", "evaluate": bowl}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def configs_of(result):
+    return [trial.config for trial in result.trials]
+
+
+class TestSamplers:
+    @pytest.mark.parametrize("sampler", ["random", "tpe", "gp"])
+    def test_of_one_objective(self, sampler):
+        result = search_architecture_space(
+            SPACE, 9, objective="loss", sampler=sampler, evaluate=bowl, storage="memory"
+        )
+        assert len(result.trials) == len(result.succeeded) == 9
+        assert result.best.loss == min(trial.loss for trial in result.trials)
+        assert result.ranked[0] is result.best
+
+    @pytest.mark.parametrize("sampler", ["random", "tpe", "nsga2"])
+    def test_of_several(self, sampler):
+        result = search_architecture_space(
+            SPACE,
+            12,
+            objective=("loss", "tokens_per_second", "peak_bytes"),
+            sampler=sampler,
+            evaluate=bowl,
+            storage="memory",
+        )
+        assert len(result.trials) == 12
+        for trial in result.front:
+            for other in result.trials:
+                better = (
+                    other.loss < trial.loss,
+                    other.tokens_per_second > trial.tokens_per_second,
+                    other.peak_bytes < trial.peak_bytes,
+                )
+                worse = (
+                    other.loss > trial.loss,
+                    other.tokens_per_second < trial.tokens_per_second,
+                    other.peak_bytes > trial.peak_bytes,
+                )
+                assert not any(better) or any(worse)
+
+    def test_of_ones_own(self):
+        sampler = optuna.samplers.TPESampler(seed=1, n_startup_trials=2)
+        result = search_architecture_space(SPACE, 4, sampler=sampler, evaluate=bowl, storage="memory")
+        assert len(result.trials) == 4
+
+    @pytest.mark.slow
+    def test_tpe_finds_more_than_chance(self):
+        budget, losses = 40, {}
+        for sampler in ("tpe", "random"):
+            found = [
+                search_architecture_space(
+                    SPACE,
+                    budget,
+                    objective="loss",
+                    sampler=sampler,
+                    evaluate=bowl,
+                    storage="memory",
+                    seed=seed,
+                )
+                for seed in range(2)
+            ]
+            losses[sampler] = [sorted(t.loss for t in each.trials)[budget // 2] for each in found]
+        assert sum(losses["tpe"]) < sum(losses["random"])
+
+    def test_what_is_none_is_refused(self):
+        with pytest.raises(ValueError, match="sampler: got 'grid'; allowed: 'tpe', 'random', 'gp', 'nsga2'"):
+            search_architecture_space(SPACE, 4, sampler="grid", evaluate=bowl, storage="memory")
+
+
+class TestDraws:
+    def test_are_of_the_seed(self):
+        one, again, other = (
+            search_architecture_space(SPACE, 6, storage="memory", seed=seed, **PLAIN) for seed in (3, 3, 4)
+        )
+        assert configs_of(one) == configs_of(again) != configs_of(other)
+
+    @pytest.mark.parametrize("sampler", ["random", "tpe"])
+    def test_of_a_resumed_search_are_those_of_a_whole_one(self, sampler, folder):
+        asked = {"sampler": sampler, "evaluate": bowl, "name": "one"}
+        whole = search_architecture_space(SPACE, 15, storage=folder / "whole", **asked)
+        for budget in (4, 9, 15):
+            result = search_architecture_space(SPACE, budget, storage=folder / "parts", **asked)
+            assert len(result.trials) == budget
+        if sampler == "random":  # TPE takes its startup from the budget
+            assert configs_of(result) == configs_of(whole)
+
+    def test_nothing_is_left_to_do(self, folder):
+        search_architecture_space(SPACE, 5, **PLAIN)
+        assert (folder / "search.journal").is_file()
+        seen = []
+        result = search_architecture_space(SPACE, 5, sampler="random", evaluate=bowl, on_trial=seen.append)
+        assert len(result.trials) == 5 and seen == []
+
+
+class TestDuplicates:
+    def test_each_configuration_is_trained_once(self):
+        trained = []
+
+        def evaluate(config, seed, report):
+            trained.append(config.to_dict()["model"])
+            return bowl(config, seed, report)
+
+        result = search_architecture_space(FEW, 6, sampler="tpe", evaluate=evaluate, storage="memory")
+        assert len(trained) == len(result.trials) == 6
+        assert all(trained.count(each) == 1 for each in trained)
+
+    def test_a_space_without_more_ends_the_search(self):
+        result = search_architecture_space(FEW, 50, storage="memory", **PLAIN)
+        assert len(result.trials) == 6
+        assert result.notes == ("6 of 50 trials: the space holds no further configuration",)
+
+    def test_small_variants_that_are_one_are_trained_once(self):
+        trained = []
+
+        def evaluate(config, seed, report):
+            trained.append(config)
+            return bowl(config, seed, report)
+
+        result = search_architecture_space(
+            {"space": {"n_layers": [8, 16]}},
+            9,
+            sampler="random",
+            evaluate=evaluate,
+            storage="memory",
+            small_factor=8,
+        )
+        assert [trial.parameters for trial in result.trials] != []
+        assert len(trained) == len(result.trials) == len({str(config) for config in trained})
+        assert all(config.model.n_heads == 1 for config in trained)
+        assert any("8 times fewer heads" in note for note in result.notes)
+
+
+class TestFailures:
+    @pytest.mark.parametrize(
+        "objective, sampler",
+        [
+            ("loss", "tpe"),
+            ("score", "tpe"),
+            pytest.param("score", "gp", marks=pytest.mark.slow),
+            (("loss", "tokens_per_second"), "nsga2"),
+            (("loss", "tokens_per_second"), "tpe"),
+        ],
+    )
+    def test_are_results_behind_all_others(self, objective, sampler):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            result = search_architecture_space(
+                SPACE, 24, objective=objective, sampler=sampler, evaluate=moody, storage="memory"
+            )
+        kinds = {trial.status for trial in result.trials}
+        assert kinds >= {"success", "error"} and len(kinds) >= 3
+        assert len(result.trials) == 24
+        reasons = {trial.status: trial.reason for trial in result.trials}
+        expected = {
+            "nan": "nan at step 3",
+            "spiky": "spiky at step 7",
+            "diverged": "diverged at step 9",
+            "error": "RuntimeError: out of memory",
+            "success": "",
+        }
+        assert reasons == {key: value for key, value in expected.items() if key in reasons}
+        statuses = [trial.status for trial in result.ranked]
+        assert statuses == ["success"] * statuses.count("success") + [s for s in statuses if s != "success"]
+        assert all(trial.status == "success" for trial in result.front)
+        assert all(trial.score is None for trial in result.trials if trial.status != "success")
+
+    def test_a_sampler_is_told_the_worst_success_and_that_it_is_infeasible(self, folder):
+        def evaluate(config, seed, report):
+            if config.model.architecture.blocks_per_stack == 1:
+                return TrialOutcome("nan", math.inf)
+            return TrialOutcome("success", float(config.model.d_model), 1.0, 1)
+
+        space = {
+            "base": {"model": {"architecture": {"n_stacks": 1}}},
+            "space": {"n_layers": [1, 2], "model.n_heads": [2, 4]},
+        }
+        search_architecture_space(
+            space, 4, objective="loss", sampler="random", evaluate=evaluate, storage=folder / "j", name="s"
+        )
+        storage = optuna.storages.JournalStorage(
+            optuna.storages.journal.JournalFileBackend(str(folder / "j"))
+        )
+        study = optuna.load_study(study_name="s", storage=storage)
+        done = [t for t in study.trials if t.state == optuna.trial.TrialState.COMPLETE]
+        worst = 2 * math.log(256)  # before any success
+        for trial in done:
+            if trial.user_attrs["infeasible"]:
+                assert trial.value == worst
+            else:
+                value = trial.value
+                worst = value if worst == 2 * math.log(256) else max(worst, value)
+        assert sorted(trial.user_attrs["infeasible"] for trial in done) == [0.0, 0.0, 1.0, 1.0]
+
+    def test_what_was_asked_for_and_not_measured_is_an_error(self):
+        def evaluate(config, seed, report):
+            return TrialOutcome("success", 1.0)
+
+        result = search_architecture_space(
+            FEW, 2, objective=("loss", "tokens_per_second"), evaluate=evaluate, storage="memory"
+        )
+        assert [trial.reason for trial in result.trials] == ["not measured: tokens_per_second"] * 2
+        result = search_architecture_space(FEW, 2, objective="score", evaluate=evaluate, storage="memory")
+        assert {trial.reason for trial in result.trials} == {"not measured: score"}
+        result = search_architecture_space(FEW, 2, objective="loss", evaluate=evaluate, storage="memory")
+        assert len(result.succeeded) == 2
+        free = ScoreWeights(time=0.0, memory=0.0)
+        result = search_architecture_space(
+            FEW, 2, objective="score", evaluate=evaluate, storage="memory", weights=free
+        )
+        assert [trial.score for trial in result.trials] == [-1.0, -1.0]
+
+
+class TestSeeds:
+    def test_loss_is_their_mean_and_the_worst_status_counts(self):
+        def evaluate(config, seed, report):
+            if config.model.n_heads == 4 and seed == 12:
+                return TrialOutcome("spiky", 9.0, 3.0, 5, "spiky at step 1")
+            return TrialOutcome("success", float(seed), float(seed), seed)
+
+        result = search_architecture_space(
+            FEW, 6, objective="loss", seeds=3, seed=10, evaluate=evaluate, storage="memory"
+        )
+        for trial in result.trials:
+            if trial.values["model.n_heads"] == 2:
+                assert (trial.status, trial.losses, trial.loss) == ("success", (10.0, 11.0, 12.0), 11.0)
+                assert (trial.tokens_per_second, trial.peak_bytes) == (11.0, 12)
+            else:
+                assert (trial.status, trial.loss) == ("spiky", 10.0)
+
+    def test_no_further_seed_where_one_broke(self):
+        seen = []
+
+        def evaluate(config, seed, report):
+            seen.append(seed)
+            return TrialOutcome("nan", math.inf)
+
+        search_architecture_space(FEW, 1, seeds=5, evaluate=evaluate, storage="memory")
+        assert seen == [0]
+
+
+class TestPruners:
+    def staircase(self, config, seed, report):
+        """Each trial is worse than all before it, from its first step on."""
+        self.level += 1
+        for step in range(64):
+            report((step + 1) / 64, self.level + (64 - step) / 640)
+            self.steps += 1
+        return TrialOutcome("success", float(self.level), 1.0, 1)
+
+    @pytest.mark.parametrize("objective", ["loss", "score"])
+    @pytest.mark.parametrize("pruner", ["median", "hyperband"])
+    def test_ends_what_is_worse(self, pruner, objective):
+        self.level = self.steps = 0
+        result = search_architecture_space(
+            SPACE,
+            14,
+            objective=objective,
+            sampler="random",
+            pruner=pruner,
+            evaluate=self.staircase,
+            storage="memory",
+        )
+        pruned = [trial for trial in result.trials if trial.status == "pruned"]
+        assert pruned and self.steps < 14 * 64
+        assert result.trials[0].status == "success" and result.best.number == result.trials[0].number
+        assert all(trial.loss > result.best.loss and trial.losses == () for trial in pruned)
+
+    def test_wilcoxon_compares_seeds(self):
+        runs = []
+
+        def evaluate(config, seed, report):
+            runs.append(seed)
+            return TrialOutcome("success", config.model.d_model + seed / 10, 1.0, 1)
+
+        result = search_architecture_space(
+            SPACE,
+            8,
+            objective="loss",
+            sampler="random",
+            pruner="wilcoxon",
+            seeds=8,
+            evaluate=evaluate,
+            storage="memory",
+        )
+        pruned = [trial for trial in result.trials if trial.status == "pruned"]
+        assert pruned and len(runs) < 64
+        assert all(4 <= len(trial.losses) < 8 for trial in pruned)
+
+    def test_of_ones_own(self):
+        self.level = self.steps = 0
+        pruner = optuna.pruners.ThresholdPruner(upper=3.5)
+        result = search_architecture_space(
+            SPACE,
+            6,
+            objective="loss",
+            sampler="random",
+            pruner=pruner,
+            evaluate=self.staircase,
+            storage="memory",
+        )
+        assert [trial.status for trial in result.trials] == ["success"] * 3 + ["pruned"] * 3
+
+    @pytest.mark.parametrize(
+        "asked, said",
+        [
+            ({"pruner": "best"}, "pruner: got 'best'; allowed: None, 'hyperband', 'median', 'wilcoxon'"),
+            ({"pruner": "wilcoxon"}, "seeds: got 1; allowed: 4 or more"),
+            (
+                {"pruner": "median", "objective": ("loss", "parameters")},
+                "pruner: got 'median'; allowed: None with several objectives",
+            ),
+        ],
+        ids=["name", "seeds", "objectives"],
+    )
+    def test_what_cannot_be_is_refused(self, asked, said):
+        with pytest.raises(ValueError) as caught:
+            search_architecture_space(SPACE, 4, evaluate=bowl, storage="memory", **asked)
+        assert said in str(caught.value)
+
+
+class TestStorage:
+    def test_sqlite(self, folder):
+        url = f"sqlite:///{folder}/search.db"
+        search_architecture_space(SPACE, 3, storage=url, **PLAIN)
+        result = search_architecture_space(SPACE, 5, storage=url, **PLAIN)
+        assert len(result.trials) == 5
+        assert load_search(url).trials == result.trials
+        study = optuna.load_study(study_name=result.name, storage=url)
+        assert len([t for t in study.trials if t.state == optuna.trial.TrialState.COMPLETE]) == 5
+
+    def test_a_folder_and_what_optuna_made(self, folder):
+        (folder / "runs").mkdir()
+        search_architecture_space(SPACE, 3, storage=folder / "runs", **PLAIN)
+        assert (folder / "runs/search.journal").is_file()
+        storage = optuna.storages.InMemoryStorage()
+        search_architecture_space(SPACE, 3, storage=storage, **PLAIN)
+        assert len(load_search(storage).trials) == 3
+
+    def test_searches_that_differ_are_other_studies(self, folder):
+        one = search_architecture_space(SPACE, 2, **PLAIN)
+        two = search_architecture_space(SPACE, 2, steps=77, **PLAIN)
+        assert one.name != two.name
+        with pytest.raises(ValueError, match=f"name: got None; allowed: .*{one.name}"):
+            load_search(folder)
+        assert load_search(folder, one.name) == one
+
+    def test_a_study_is_of_one_kind(self):
+        search_architecture_space(SPACE, 2, name="mine", **PLAIN)
+        with pytest.raises(ValueError, match="steps: study 'mine' was begun with 1000; allowed: the same"):
+            search_architecture_space(SPACE, 4, name="mine", steps=50, **PLAIN)
+        with pytest.raises(ValueError, match="space: study 'mine' was begun with another one"):
+            search_architecture_space(FEW, 4, name="mine", **PLAIN)
+        assert len(search_architecture_space(SPACE, 3, name="mine", **PLAIN).trials) == 3
+
+    @pytest.mark.parametrize("text", [b"no journal\n", b"\xff\xfe\n", b"[1]\n"])
+    def test_what_is_no_journal_is_refused(self, folder, text):
+        (folder / "other").write_bytes(text)
+        with pytest.raises(ValueError, match=r"storage: got .*other.*; allowed: a journal of Optuna"):
+            search_architecture_space(SPACE, 2, storage=folder / "other", **PLAIN)
+
+    def test_a_last_line_that_was_cut_off_is_taken_off(self, folder):
+        search_architecture_space(SPACE, 3, storage=folder / "j", name="one", **PLAIN)
+        whole = (folder / "j").read_bytes()
+        (folder / "j").write_bytes(whole + b'{"op_code": 6, "wor')
+        assert len(load_search(folder / "j").trials) == 3
+        assert (folder / "j").read_bytes() == whole
+        assert len(search_architecture_space(SPACE, 4, storage=folder / "j", name="one", **PLAIN).trials) == 4
+
+    def test_what_is_not_there_is_not_shown(self, folder):
+        with pytest.raises(ValueError, match=r"storage: got .*none\.journal.*; allowed: a journal file"):
+            load_search(folder / "none.journal")
+        assert not (folder / "none.journal").exists()
+
+
+@pytest.mark.parametrize(
+    "asked, said",
+    [
+        ({"budget": 0}, "budget: got 0; allowed: an integer >= 1"),
+        ({"jobs": 0}, "jobs: got 0"),
+        ({"seeds": True}, "seeds: got True"),
+        ({"objective": "accuracy"}, "objective: got 'accuracy'; allowed: 'loss', 'score'"),
+        ({"objective": ("loss", "loss")}, "objective: got ('loss', 'loss')"),
+        ({"objective": ()}, "objective: got (); allowed: one or more"),
+        ({"storage": 3}, "storage: got 3"),
+        ({"storage": "memory", "jobs": 2}, "jobs: got 2; allowed: 1 with a storage"),
+        ({"jobs": 2, "evaluate": lambda config, seed, report: None}, "jobs: got 2; allowed: 1 with what"),
+        ({"evaluate": 3}, "evaluate: got 3"),
+        ({"stale_seconds": 0}, "stale_seconds: got 0"),
+    ],
+    ids=[
+        "budget",
+        "jobs",
+        "seeds",
+        "objective",
+        "twice",
+        "none",
+        "storage",
+        "memory",
+        "lambda",
+        "evaluate",
+        "stale",
+    ],
+)
+def test_arguments_are_checked(asked, said):
+    with pytest.raises(ValueError) as caught:
+        search_architecture_space(SPACE, **({"budget": 3, "evaluate": bowl} | asked))
+    assert said in str(caught.value)
+
+
+class TestInterrupt:
+    def test_gives_the_trial_back(self, folder):
+        seen = []
+
+        def evaluate(config, seed, report):
+            seen.append(config)
+            if len(seen) == 3:
+                raise KeyboardInterrupt
+            return bowl(config, seed, report)
+
+        asked = {"sampler": "random", "evaluate": evaluate, "storage": folder / "j", "name": "one"}
+        with pytest.raises(KeyboardInterrupt):
+            search_architecture_space(SPACE, 5, **asked)
+        waiting = load_search(folder / "j")
+        assert [trial.status for trial in waiting.trials] == ["success"] * 2
+        result = search_architecture_space(SPACE, 5, **asked)
+        assert len(result.succeeded) == 5
+        assert seen[3] == seen[2]  # that which was given back is done first
+        assert len({str(config) for config in seen}) == 5
+
+    def test_what_ends_its_process_again_and_again_is_an_error(self, folder):
+        # Three processes that die with one configuration: the trials of processes that are not there.
+        from stackwise.prototype.search import claims
+
+        asked = {"sampler": "random", "evaluate": bowl, "storage": folder / "j", "name": "one"}
+        made = claims.Claims.next
+
+        class Killed(BaseException):
+            pass
+
+        def die(self):
+            made(self)
+            raise Killed
+
+        for _ in range(3):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(claims.Claims, "next", die)
+                with pytest.raises(Killed):
+                    search_architecture_space(SPACE, 2, **asked)
+        result = search_architecture_space(SPACE, 2, **asked)
+        assert [trial.status for trial in result.ranked] == ["success", "error"]
+        assert result.ranked[1].reason == "its process ended, 3 times"
+
+
+@pytest.mark.slow
+class TestProcesses:
+    """Real processes that meet in a storage and nowhere else."""
+
+    def finished(self, process, seconds=300):
+        out, err = process.communicate(timeout=seconds)
+        assert process.returncode == 0, err
+        return int(out)
+
+    @pytest.mark.parametrize("storage", ["journal", "sqlite"])
+    def test_two_do_no_trial_twice(self, folder, storage):
+        place = folder / "j" if storage == "journal" else f"sqlite:///{folder}/search.db"
+        processes = [start_search(folder, place, 24, seconds=0.1) for _ in range(2)]
+        assert [self.finished(process) for process in processes] == [24, 24]
+        lines = lines_of(folder)
+        assert len(lines) == 24
+        assert len({tuple(line[1:]) for line in lines}) == 24
+        result = load_search(place)
+        assert len(result.succeeded) == 24
+
+    def test_two_share_the_last_of_a_finite_space(self, folder):
+        processes = [start_search(folder, folder / "j", 50, seconds=0.2, space=FEW) for _ in range(2)]
+        assert [self.finished(process) for process in processes] == [6, 6]
+        assert len({tuple(line[1:]) for line in lines_of(folder)}) == len(lines_of(folder)) == 6
+
+    def test_sigkill_loses_no_more_than_what_ran(self, folder):
+        process = start_search(folder, folder / "j", 12, seconds=0.5)
+        wait_for(lambda: len(lines_of(folder)) >= 4)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        before = lines_of(folder)
+        stored = load_search(folder / "j")
+        assert len(stored.succeeded) >= len(before) - 1
+        again = start_search(folder, folder / "j", 12, seconds=0.01)
+        assert self.finished(again) == 12
+        result = load_search(folder / "j")
+        assert len(result.succeeded) == 12
+        # What was finished is not done again; what ran is.
+        assert len(lines_of(folder)) in (12, 13)
+        kept = {trial.number: trial for trial in result.trials}
+        assert all(kept[trial.number] == trial for trial in stored.succeeded)
+
+    def test_what_a_neighbour_was_at_is_taken_over(self, folder):
+        first = start_search(folder, folder / "j", 6, seconds=3.0)
+        second = start_search(folder, folder / "j", 6, seconds=0.2)
+        wait_for(lambda: any(line[0] == first.pid for line in lines_of(folder)))
+        first.send_signal(signal.SIGKILL)
+        first.communicate()
+        assert self.finished(second) == 6
+        assert len(load_search(folder / "j").succeeded) == 6
+
+    def test_workers(self, folder):
+        seen = []
+        result = search_architecture_space(
+            SPACE, 10, sampler="random", evaluate=bowl, storage=folder / "j", jobs=2, on_trial=seen.append
+        )
+        assert len(result.succeeded) == 10
+        assert sorted(trial.number for trial in seen) == [trial.number for trial in result.trials]
+        assert 1 <= len({trial.worker for trial in result.trials}) <= 2
+
+    def test_a_worker_that_is_killed_is_replaced(self, folder):
+        inside = "if config.model.n_heads == 2: os.kill(os.getpid(), 9)"
+        program = start_search(folder, folder / "unused", 1)  # writes the program
+        program.kill()
+        program.communicate()
+        text = (folder / "program.py").read_text().replace("sys.argv[3]", repr(str(folder / "log")))
+        text = text.split("if __name__")[0].replace("float(sys.argv[4])", "0.05")
+        text = text.replace(
+            '    return TrialOutcome("success"', f'    {inside}\n    return TrialOutcome("success"'
+        )
+        (folder / "log").unlink(missing_ok=True)
+        (folder / "killing.py").write_text(text)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.syspath_prepend(str(folder))
+            from killing import evaluate
+
+            space = {"space": {"model.n_heads": [2, 4], "n_layers": [1, 2]}}
+            result = search_architecture_space(
+                space, 4, sampler="random", evaluate=evaluate, storage=folder / "j", jobs=2
+            )
+        assert sorted(trial.status for trial in result.trials) == ["error", "error", "success", "success"]
+        assert {trial.reason for trial in result.trials} == {"", "its process ended, 3 times"}
+        assert os.getpid() not in {line[0] for line in lines_of(folder)}

@@ -1,0 +1,98 @@
+"""Results: ranks, front and area by hand; tables and files that are read back."""
+
+import csv
+import io
+import json
+import xml.etree.ElementTree as ET
+
+import pytest
+
+from stackwise.config import StackWiseConfig
+from stackwise.prototype.search import SearchResult, SearchTrial
+from stackwise.prototype.search.objective import read_objectives
+
+
+def trial(number, loss, rate, status="success", **other):
+    config = StackWiseConfig.from_dict({"training": {"seed": number}})
+    reason = "" if status == "success" else f"{status} at step 3"
+    losses = () if loss is None else (loss,)
+    return SearchTrial(
+        number, {"n_layers": number}, config, status, reason, loss, losses, rate, 2**20, 1000, **other
+    )
+
+
+def result(*trials, objective="loss"):
+    return SearchResult("mine", "search.journal", read_objectives(objective), trials)
+
+
+@pytest.fixture
+def found():
+    return result(
+        trial(0, 3.0, 100.0),
+        trial(1, 2.0, 50.0),
+        trial(2, 2.5, 40.0),
+        trial(3, 1.0, 999.0, "spiky"),
+        trial(5, 2.0, 80.0),
+        trial(6, None, None, "error"),
+    )
+
+
+def test_rank_best_and_front(found):
+    assert [each.number for each in found.ranked] == [1, 5, 2, 0, 3, 6]
+    assert found.best.number == 1
+    assert [each.number for each in found.front] == [0, 5]
+    assert [each.name for each in found.front_objectives] == ["loss", "tokens_per_second"]
+    assert result(*found.trials, objective="tokens_per_second").best.number == 0
+    assert result(trial(0, 1.0, 1.0, "nan")).best is None
+
+
+def test_area_by_hand(found):
+    # (4 - 3) x (100 - 20) where only trial 0 is, and (3 - 2) x ... : 1 * 80 + ... of the union by strips.
+    assert found.hypervolume((4.0, 20.0)) == pytest.approx((100 - 20) * (4 - 3) + (80 - 20) * (3 - 2))
+    assert found.hypervolume() == pytest.approx((80 - 40) * (3.0 - 2.0))
+    with pytest.raises(ValueError, match="a value for each of 2 objectives"):
+        found.hypervolume((4.0,))
+    with pytest.raises(ValueError, match="nothing has succeeded"):
+        result(trial(0, 1.0, 1.0, "nan")).hypervolume()
+    with pytest.raises(ValueError, match="two of them"):
+        result(*found.trials, objective=("loss", "peak_bytes", "parameters")).hypervolume()
+
+
+def test_markdown(found):
+    lines = found.to_markdown().splitlines()
+    assert lines[0] == "| trial | front | loss | tokens/s | peak | parameters | status | n_layers |"
+    assert lines[2] == "| 1 |  | 2.0000 | 50 | 1.0 MiB | 1,000 | success | 1 |"
+    assert lines[3] == "| 5 | * | 2.0000 | 80 | 1.0 MiB | 1,000 | success | 5 |"
+    assert lines[-1] == "| 6 |  |  |  | 1.0 MiB | 1,000 | error: error at step 3 | 6 |"
+    assert len(found.to_markdown(last=2).splitlines()) == 4
+    assert found.table(last=2).row_count == 2
+    assert str(found).splitlines() == ["mine: 6 trials, 4 succeeded", "  best loss 2 in trial 1: n_layers=1"]
+
+
+def test_csv_is_read_back(found):
+    rows = list(csv.DictReader(io.StringIO(found.to_csv())))
+    assert [int(row["number"]) for row in rows] == [0, 1, 2, 3, 5, 6]
+    assert [row["front"] for row in rows] == ["1", "0", "0", "0", "1", "0"]
+    assert (rows[0]["loss"], rows[0]["n_layers"], rows[5]["loss"]) == ("3.0", "0", "")
+
+
+def test_files(found, tmp_path):
+    names = [path.name for path in found.save(tmp_path / "out")]
+    assert names == ["trials.md", "trials.csv", "search.json", "best.yaml", "front.svg"]
+    plain = json.loads((tmp_path / "out/search.json").read_text())
+    assert (plain["best"], plain["front"]) == (1, [0, 5])
+    assert tuple(SearchTrial.from_dict(each) for each in plain["trials"]) == found.trials
+    assert StackWiseConfig.from_yaml(tmp_path / "out/best.yaml") == found.best.config
+    svg = (tmp_path / "out/front.svg").read_text()
+    texts = {element.text for element in ET.fromstring(svg).iter() if element.tag.endswith("text")}
+    assert {"loss [nats]", "tokens_per_second [tokens/s]", "mine", "Pareto front", "0", "5"} <= texts
+    found.plot(tmp_path / "again.svg")
+    assert (tmp_path / "again.svg").read_text() == svg
+
+
+def test_nothing_succeeded(tmp_path):
+    nothing = result(trial(0, None, None, "nan"))
+    assert [path.name for path in nothing.save(tmp_path)] == ["trials.md", "trials.csv", "search.json"]
+    with pytest.raises(ValueError, match="trials: got 0; allowed: one or more with loss"):
+        nothing.plot(tmp_path / "none.svg")
+    assert result().to_markdown().startswith("| trial | front |")

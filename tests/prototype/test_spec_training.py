@@ -1,0 +1,265 @@
+"""ArchitecturePrototype on models of others, against training loops written out by hand."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from stackwise.data import documentation_text
+from stackwise.prototype import ArchitecturePrototype
+from stackwise.seed import seeded
+from stackwise.spec import ModelSpec
+from stackwise.stability.faults import GradientExplosion, NanInjection
+
+
+@pytest.fixture
+def tiny(subjects):
+    def make(vocab_size=29, **declared):
+        return ModelSpec.of(
+            lambda: subjects.TinyLM(vocab_size=vocab_size), name="tiny", **{"causal": True} | declared
+        )
+
+    return make
+
+
+def batches_of(count, rows=4, length=12, vocab_size=29, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(vocab_size, (rows, length), generator=generator) for _ in range(count)]
+
+
+def norm_of(parameters):
+    return math.sqrt(sum(p.grad.double().square().sum().item() for p in parameters))
+
+
+def by_hand(spec, batches, loss_of, optimizer_of):
+    model = spec.create(seed=0).train()
+    optimizer = optimizer_of(model.parameters())
+    losses, norms = [], []
+    with seeded(0):
+        for batch in batches:
+            loss = loss_of(model, batch)
+            loss.backward()
+            losses.append(loss.item())
+            norms.append(norm_of(model.parameters()))
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses, norms
+
+
+def test_a_run_is_a_loop_written_out(tiny):
+    spec, batches = tiny(), batches_of(6)
+
+    def loss_of(model, ids):
+        return F.cross_entropy(model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+    losses, norms = by_hand(spec, batches, loss_of, lambda p: torch.optim.AdamW(p, lr=1e-3))
+    run = ArchitecturePrototype(spec, data=batches).run(6)
+    assert run.losses == pytest.approx(losses, rel=1e-6)
+    assert run.gradient_norms == pytest.approx(norms, rel=1e-5)
+    assert run.learning_rates == (1e-3,) * 6
+    assert run.tokens == 6 * 4 * 12
+    assert run.validation_loss is None
+    assert set(dict(run.attention_entropy)[5]) == {""}  # written out in the model's own forward
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 3, 5, 6])
+def test_micro_batches_make_the_update_of_the_full_batch_in_float64(tiny, subjects, batch_size):
+    """Rows with one label, with all, and with none."""
+    generator = torch.Generator().manual_seed(0)
+
+    def data(step):
+        ids = torch.randint(29, (6, 12), generator=torch.Generator().manual_seed(step))
+        keep = torch.rand(6, 12, generator=generator) < torch.tensor([0.05, 1.0, 0.5, 0.0, 0.9, 0.2])[:, None]
+        keep[0, 5] = True
+        return {"input_ids": ids, "labels": ids.masked_fill(~keep, -100)}
+
+    def loss_of(model, batch):
+        labels = batch["labels"][:, 1:].flatten()
+        return F.cross_entropy(model(batch["input_ids"])[:, :-1].flatten(0, 1), labels, ignore_index=-100)
+
+    steps = [data(step) for step in range(5)]
+    spec = tiny(build=lambda: subjects.TinyLM(vocab_size=29).double())
+    losses, norms = by_hand(spec, steps, loss_of, spec.optimizer)
+    prototype = ArchitecturePrototype(
+        spec, batch_size=batch_size, effective_batch=batch_size, data=lambda step: steps[step]
+    )
+    training = prototype._training(5)
+    for step in range(5):
+        update = training.update(step)
+        assert update.loss.dtype == torch.float64
+        assert update.loss.item() == pytest.approx(losses[step], rel=1e-12)
+        assert update.grad_norm.item() == pytest.approx(norms[step], rel=1e-6)  # told in float32
+
+
+def test_padding_is_neither_seen_nor_predicted(tiny, subjects):
+    def masked(model, ids, keep):
+        return model(ids.masked_fill(~keep, 0))
+
+    ids = batches_of(1, rows=2)[0]
+    mask = torch.ones_like(ids)
+    mask[1, 7:] = 0
+    run = ArchitecturePrototype(tiny(masked=masked), data=[{"input_ids": ids, "attention_mask": mask}]).run(1)
+    model = tiny().create(seed=0)
+    with torch.no_grad():
+        whole = F.cross_entropy(model(ids[:1])[0, :-1], ids[0, 1:], reduction="sum")
+        part = F.cross_entropy(model(ids[1:, :7])[0, :-1], ids[1, 1:7], reduction="sum")
+    assert run.losses == (pytest.approx(((whole + part) / (11 + 6)).item(), rel=1e-6),)
+
+
+def test_a_bidirectional_model_predicts_labels_where_they_are(tiny):
+    ids = batches_of(1)[0]
+    labels = ids.masked_fill(torch.arange(12) % 4 > 0, -100)
+    run = ArchitecturePrototype(tiny(causal=False), data=[{"input_ids": ids, "labels": labels}]).run(1)
+    with torch.no_grad():
+        logits = tiny().create(seed=0)(ids)
+    wanted = F.cross_entropy(logits[:, ::4].flatten(0, 1), ids[:, ::4].flatten())
+    assert run.losses == (pytest.approx(wanted.item(), rel=1e-6),)
+
+
+def test_the_learning_rate_keeps_the_ratio_of_groups(tiny):
+    def optimizer(parameters):
+        first, *others = parameters
+        return torch.optim.SGD([{"params": [first], "lr": 0.2}, {"params": others, "lr": 0.05}])
+
+    prototype = ArchitecturePrototype(tiny(optimizer=optimizer), learning_rate=0.4, data=batches_of(2))
+    assert prototype.run(2).learning_rates == (0.4, 0.4)
+    groups = prototype._training(2).optimizer.param_groups
+    assert [group["lr"] for group in groups] == pytest.approx([0.4, 0.1])
+
+
+def test_text_is_what_a_vocabulary_of_bytes_is_trained_on(tiny):
+    prototype = ArchitecturePrototype(tiny(vocab_size=256), seq_len=24, batch_size=3, effective_batch=6)
+    text = documentation_text().encode()
+    training = prototype._training(2)
+    seen = [bytes(row.tolist()) for batch in training._of(0) for row in batch["input_ids"]]
+    assert len(seen) == 6 and all(len(row) == 24 and row in text for row in seen)
+    assert not any("random" in note or "Markov" in note for note in prototype.run(2).notes)
+
+
+def test_a_small_vocabulary_is_trained_on_a_chain_with_a_note(tiny):
+    run = ArchitecturePrototype(tiny()).run(3)
+    assert any("Markov chain over 29 tokens" in note for note in run.notes)
+
+
+def test_random_inputs_are_never_taken_without_a_word(tiny):
+    own = tiny(
+        make_batch=lambda rows, length, generator: torch.randint(5, (rows, length), generator=generator)
+    )
+    assert "data: batches of the spec's own make_batch" in ArchitecturePrototype(own).run(2).notes
+    vectors = ModelSpec.of(nn.Linear(8, 8))
+    notes = ArchitecturePrototype(vectors).run(2).notes
+    assert any(note.startswith("data: random vectors") for note in notes)
+    assert "attention_entropy: no softmax over keys was seen" in notes
+
+
+def counting(rows=8, length=12, vocab_size=29, wrong=()):
+    """Each token is the one before it plus one; in wrong steps it is minus one."""
+
+    def data(step):
+        first = torch.randint(vocab_size, (rows, 1), generator=torch.Generator().manual_seed(step))
+        return (first + (-1 if step in wrong else 1) * torch.arange(length)) % vocab_size
+
+    return data
+
+
+def test_a_planted_nan_ends_the_run_at_its_step(tiny):
+    run = ArchitecturePrototype(tiny(), data=counting()).run(60, faults=[NanInjection(step=23)])
+    assert (run.status, run.step, len(run.losses)) == ("nan", 23, 24)
+
+
+def test_wrong_labels_are_a_spike_at_their_steps(tiny):
+    spec = tiny(optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2))
+    run = ArchitecturePrototype(spec, data=counting(wrong=(120, 160))).run(200, observe_every=200)
+    assert (run.status, run.step, run.spikes) == ("spiky", 120, (120, 160))
+    assert run.final_loss < 0.5
+    assert ArchitecturePrototype(spec, data=counting()).run(200, observe_every=200).status == "success"
+
+
+def test_exploding_gradients_are_a_spike_right_behind_them(tiny):
+    spec = tiny(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.5))
+    sound = ArchitecturePrototype(spec, data=counting()).run(250, observe_every=250)
+    assert sound.status == "success"
+    explosion = GradientExplosion(step=150, factor=300.0)
+    run = ArchitecturePrototype(spec, data=counting()).run(250, faults=[explosion], observe_every=250)
+    assert run.losses[:151] == sound.losses[:151]
+    assert run.gradient_norms[150] == pytest.approx(300 * sound.gradient_norms[150], rel=1e-5)
+    assert run.status in ("spiky", "diverged")
+    assert run.step == 151
+
+
+def test_a_transformers_configuration_is_trained_and_seen():
+    transformers = pytest.importorskip("transformers")
+    settings = transformers.LlamaConfig(
+        vocab_size=256,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+    )
+    run = ArchitecturePrototype(settings, seq_len=32, batch_size=2, effective_batch=4).run(
+        12, observe_every=4
+    )
+    assert run.status == "success"
+    assert run.losses[-1] < run.losses[0]
+    assert [step for step, _ in run.attention_entropy] == [0, 4, 8, 11]
+    assert list(run.attention_entropy[0][1]) == [f"model.layers.{i}.self_attn" for i in range(2)]
+    assert all(0.9 < value <= 1 for value in run.attention_entropy[0][1].values())  # fresh: nearly uniform
+
+
+def test_of_long_rows_the_beginning_is_looked_at(tiny, monkeypatch):
+    monkeypatch.setattr("stackwise.prototype.spec_training._PROBE_POSITIONS", 8)
+    monkeypatch.setattr("stackwise.prototype.spec_training._PROBE_TOKENS", 16)
+    ids = batches_of(1)[0]
+    run = ArchitecturePrototype(tiny(), data=[ids]).run(1)
+    assert "observed on the first 8 positions of a row" in run.notes
+    with torch.no_grad():
+        logits = tiny().create(seed=0)(ids[:2, :8])
+    assert run.logit_max == ((0, pytest.approx(logits.abs().max().item(), rel=1e-6)),)
+
+
+def test_statistics_of_micro_batches_are_told():
+    model = nn.Sequential(nn.Embedding(29, 8), nn.Linear(8, 12), nn.BatchNorm1d(16), nn.Linear(12, 29))
+    spec = ModelSpec.of(model, causal=False)
+    assert any("batch normalisation" in note for note in ArchitecturePrototype(spec).run(2).notes)
+
+
+@pytest.mark.parametrize(
+    "declared, batch, message",
+    [
+        ({}, {"input_ids": 1, "weights": 1}, "allowed: input_ids, labels, attention_mask"),
+        ({}, {"input_ids": 1, "attention_mask": 1}, "no attention_mask: tiny takes none"),
+        (
+            {"loss": lambda model, x: model(x).square().mean()},
+            {"input_ids": 1, "labels": 1},
+            "input_ids alone",
+        ),
+    ],
+    ids=["key", "mask", "own loss"],
+)
+def test_batches_that_cannot_be_trained_on_are_refused(tiny, declared, batch, message):
+    data = [{key: torch.ones(2, 8, dtype=torch.int64) for key in batch}]
+    with pytest.raises(ValueError, match=message):
+        ArchitecturePrototype(tiny(**declared), data=data).run(1)
+
+
+def test_what_ends_is_refused(tiny):
+    with pytest.raises(ValueError, match="dataloader: got no batch"):
+        ArchitecturePrototype(tiny(), data=iter(batches_of(3))).run(4)
+    with pytest.raises(ValueError, match="rows of a batch: got 0"):
+        ArchitecturePrototype(tiny(), data=lambda step: torch.zeros(0, 8, dtype=torch.int64)).run(1)
+
+
+def test_what_does_not_fit_the_model_is_refused(tiny):
+    with pytest.raises(ValueError, match="seq_len: got 65; allowed: at most 64 for tiny"):
+        ArchitecturePrototype(tiny(max_length=64), seq_len=65)
+    told = "seq_len: 16 of the 64 that the model takes; nothing is said of longer ones"
+    assert told in ArchitecturePrototype(tiny(max_length=64)).run(1).notes
+    with pytest.raises(TypeError, match="wanted a function"):
+        ArchitecturePrototype("tiny")
+    frozen = tiny(build=lambda: nn.Embedding(29, 29).requires_grad_(False))
+    with pytest.raises(ValueError, match="a model with a parameter that trains"):
+        ArchitecturePrototype(frozen).run(1)

@@ -1,0 +1,308 @@
+"""Code that wants out, and code that does what it should."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from stackwise.quality.sandbox import (
+    WITHOUT_ISOLATION,
+    Sandbox,
+    SandboxError,
+    SandboxLimits,
+    isolation_problem,
+    sandbox,
+)
+from tests.quality.sandbox.hostile_programs import HOSTILE
+from tests.quality.sandbox.sound_programs import SOUND
+
+needs_jail = pytest.mark.skipif(isolation_problem() is not None, reason=str(isolation_problem()))
+SHORT = SandboxLimits(seconds=1.5)
+LASTING = ("a loop that takes no signal", "reads its channel", "sleeps", "prints without end", "fork bomb")
+# What those that tell of it say, so that silence is no proof.
+SAYS = {
+    "writes outside": r"WROTE \[\]",
+    "traces": r"ATTACHED \[\]",
+    "namespaces": r"MADE \[.*\] False",
+    "connects": r"127.0.0.1 .*\n(.*\n)*.*refused",
+    "reads the environment": r"\{'LC_CTYPE'",
+    "looks for the nonce": r"\[\]",
+    "prints without end": "spam spam",
+}
+CHECKS = "assert double(2) == 4"
+
+
+@pytest.fixture
+def planted(tmp_path):
+    """A secret in a file that anyone may read."""
+    path = tmp_path / "secret.txt"
+    path.write_text("SECRET-1234")
+    path.chmod(0o666)
+    return path
+
+
+@pytest.fixture
+def listener():
+    """A port, and a name, that somebody listens on; what was heard."""
+    heard = []
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as named:
+        port = server.getsockname()[1]
+        named.bind(f"\0stackwise-test-{port}")
+        named.listen()
+
+        def listen(each):
+            while True:
+                try:
+                    each.accept()
+                except OSError:
+                    return
+                heard.append(each)
+
+        threads = [threading.Thread(target=listen, args=(each,), daemon=True) for each in (server, named)]
+        for thread in threads:
+            thread.start()
+        yield port, heard
+        server.shutdown(socket.SHUT_RDWR)
+        named.shutdown(socket.SHUT_RDWR)
+        for thread in threads:
+            thread.join()
+
+
+def processes():
+    """Those of jails, but for what other workers of a parallel run have made."""
+    lines, parents, jailed = {}, {}, set()
+    for folder in Path("/proc").glob("[0-9]*"):
+        pid = int(folder.name)
+        try:
+            status = (folder / "status").read_text()
+            lines[pid] = (folder / "cmdline").read_bytes()
+        except OSError:
+            continue
+        parents[pid] = int(re.search(r"^PPid:\s+(\d+)", status, re.MULTILINE)[1])
+        user = int(re.search(r"^Uid:\s+(\d+)", status, re.MULTILINE)[1])
+        if user >= 2**30 or b"sandbox/jail.py" in lines[pid] or b"/box/" in lines[pid]:
+            jailed.add(pid)
+
+    def of_others(pid):
+        while pid in parents:
+            if pid == os.getpid():
+                return False
+            if b"pytest" in lines[pid]:
+                return True
+            pid = parents[pid]
+        return False
+
+    return {pid for pid in jailed if not of_others(pid)}
+
+
+@needs_jail
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in LASTING[1:4])) for name in HOSTILE],
+)
+def test_hostile(name, planted, listener, monkeypatch):
+    monkeypatch.setenv("STACKWISE_SECRET", "SECRET-5678")
+    port, heard = listener
+    program = HOSTILE[name]
+    for word, value in {
+        "SECRET_PATH": repr(str(planted)),
+        "PORT": str(port),
+        "PARENT": str(os.getpid()),
+    }.items():
+        program = program.replace(word, value)
+    before = processes()
+    began = time.monotonic()
+    limits = SHORT if name in LASTING else SandboxLimits(cpu_seconds=1.0)
+    done = Sandbox(limits).run(program, CHECKS, functions=["double"])
+    assert not done.passed
+    assert time.monotonic() - began < 20
+    seen = done.output + done.reason
+    assert "SECRET" not in seen
+    assert "root:" not in seen
+    assert "BECAME" not in seen
+    assert len(done.output) <= limits.output_bytes
+    assert planted.read_text() == "SECRET-1234"
+    assert [path.name for path in planted.parent.iterdir()] == ["secret.txt"]
+    assert not Path("/escaped").exists()
+    assert heard == []
+    assert processes() <= before
+    assert (done.status == "timed out") == (name in LASTING)
+    if name in SAYS:
+        assert re.search(SAYS[name], done.output)
+
+
+@needs_jail
+@pytest.mark.parametrize(
+    ("program", "checks", "functions"),
+    # A third of them in every run.
+    [pytest.param(*each, id=str(i), marks=[pytest.mark.slow] * bool(i % 3)) for i, each in enumerate(SOUND)],
+)
+def test_sound(program, checks, functions):
+    done = Sandbox().run(program, checks, functions=functions)
+    assert done.passed, done
+    assert done.reason == ""
+
+
+def test_there_are_enough_of_both():
+    assert len(HOSTILE) >= 25
+    assert len(SOUND) >= 25
+
+
+@needs_jail
+@pytest.mark.parametrize("program, checks, functions", SOUND[:3])
+def test_a_sound_program_that_is_asked_for_something_else_fails(program, checks, functions):
+    done = Sandbox().run(program, f"{checks}\nassert f is None", functions=functions)
+    assert done.status == "failed"
+    assert done.reason.startswith("AssertionError")
+
+
+@needs_jail
+def test_what_is_not_plain_is_said():
+    assert "a function cannot be handed over" in (
+        Sandbox().run("def f(g): return g(1)", "f(lambda x: x)", functions=["f"]).reason
+    )
+    assert "a object cannot be handed over" in (
+        Sandbox().run("def f(): return object()", "f()", functions=["f"]).reason
+    )
+
+
+@needs_jail
+def test_setup_is_where_the_checks_are():
+    setup = "def helper(x): return x * 10\ndef f(x):\n    '''What is to be written.'''\n"
+    assert (
+        Sandbox().run("def f(x): return x", "assert helper(f(2)) == 20", functions=["f"], setup=setup).passed
+    )
+
+
+@needs_jail
+def test_what_is_printed_is_kept_up_to_a_limit():
+    limits = SandboxLimits(output_bytes=10)
+    done = Sandbox(limits).run("print('0123456789abc', flush=True)\ndef f(): pass", "f()", functions=["f"])
+    assert (done.output, done.passed) == ("0123456789", True)
+
+
+@needs_jail
+def test_nothing_is_left_where_files_are_made(tmp_path, monkeypatch):
+    monkeypatch.setattr(sandbox.tempfile, "tempdir", str(tmp_path))
+    assert Sandbox().run("def f(): pass", "f()", functions=["f"]).passed
+    assert not [*tmp_path.iterdir()]
+
+
+@needs_jail
+def test_many_at_once():
+    """The limit of processes is of each, and not of all of them."""
+    limits = SandboxLimits(processes=1)
+    results = []
+    threads = [
+        threading.Thread(
+            target=lambda: results.append(
+                Sandbox(limits).run("def f(): return 1", "assert f() == 1", functions=["f"])
+            )
+        )
+        for _ in range(6)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [each.status for each in results] == ["passed"] * 6
+
+
+@needs_jail
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="as root, of whom no limit holds")
+def test_root_is_nobody_inside():
+    program = "import os\ndef f(): return os.getuid(), os.geteuid(), open('/proc/self/status').read()"
+    checks = """
+import re
+user, effective, status = f()
+assert user and effective
+for name in ("CapPrm", "CapEff", "CapInh", "CapAmb"):
+    assert int(re.search(name + r":\\s+(\\w+)", status)[1], 16) == 0, name
+assert "NoNewPrivs:\\t1" in status
+"""
+    assert Sandbox().run(program, checks, functions=["f"]).passed
+
+
+@needs_jail
+def test_when_its_owner_is_killed_nothing_stays():
+    program = "import time\ndef f(): time.sleep(1000)"
+    script = f"""
+from stackwise.quality.sandbox import Sandbox, SandboxLimits
+print("ready", flush=True)
+Sandbox(SandboxLimits(seconds=100)).run({program!r}, "f()", functions=["f"])
+"""
+    before = processes()
+    owner = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
+    assert owner.stdout.readline() == b"ready\n"
+    deadline = time.monotonic() + 30
+    # Two of each: the one outside, the first inside, the program.
+    while len(processes() - before) < 6 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert len(processes() - before) >= 6
+    owner.kill()
+    owner.communicate()
+    while processes() - before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert processes() <= before
+
+
+@pytest.fixture
+def no_jail(monkeypatch):
+    monkeypatch.setattr(sandbox, "isolation_problem", lambda: "no jail can be made here: OSError: unshare")
+
+
+def test_without_a_jail_nothing_is_run(no_jail):
+    with pytest.raises(SandboxError, match=r"no jail can be made here: OSError: unshare; code that nobody"):
+        Sandbox()
+
+
+def test_without_a_jail_if_told_so_in_so_many_words(no_jail, planted):
+    with pytest.raises(
+        ValueError, match=r"without_isolation: got 'yes'; allowed: 'run code that nobody has read"
+    ):
+        Sandbox(without_isolation="yes")
+    held = Sandbox(SHORT, without_isolation=WITHOUT_ISOLATION)
+    assert not held.isolated
+    for program, checks, functions in SOUND[:20:5]:
+        assert held.run(program, checks, functions=functions).passed
+    for name in ("a loop that takes no signal", "os._exit(0)", "equals everything"):
+        assert not held.run(HOSTILE[name], CHECKS, functions=["double"]).passed
+    environment = held.run(
+        "import os\ndef f(): return dict(os.environ)", "assert not f().get('PATH')", functions=["f"]
+    )
+    assert environment.passed
+
+
+def test_where_jails_can_be_made_they_are():
+    if isolation_problem() is None:
+        assert Sandbox(without_isolation=WITHOUT_ISOLATION).isolated
+
+
+@pytest.mark.parametrize("functions", [(), ("a b",), ("",)])
+def test_functions_that_are_none(functions, no_jail):
+    with pytest.raises(ValueError, match=r"functions: got .*; allowed: one name or more"):
+        Sandbox(without_isolation=WITHOUT_ISOLATION).run("", "", functions=functions)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("seconds", 0),
+        ("cpu_seconds", float("nan")),
+        ("memory_bytes", 1000),
+        ("processes", 0),
+        ("file_bytes", 10),
+        ("open_files", 3),
+        ("scratch_bytes", 0),
+        ("output_bytes", 0),
+    ],
+)
+def test_limits_refused(key, value):
+    with pytest.raises(ValueError, match=f"{key}: got"):
+        SandboxLimits(**{key: value})

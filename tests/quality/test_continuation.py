@@ -1,0 +1,110 @@
+"""Continuations: what a model writes, row by row as it would alone, and where it ends."""
+
+import pytest
+import torch
+
+from stackwise.quality import Sampling, Scorer, continue_texts
+
+CONTEXTS = ["Hello", "A rather longer context", "", "x"]
+
+
+def greedy(model, ids, count):
+    """By reading everything again for each token."""
+    ids, new = torch.tensor([ids]), []
+    with torch.no_grad():
+        for _ in range(count):
+            output = model(ids)
+            token = getattr(output, "logits", output)[0, -1].argmax()
+            new.append(token.item())
+            ids = torch.cat((ids, token[None, None]), dim=1)
+    return new
+
+
+def until_end(ids):
+    return ids[: ids.index(257)] if 257 in ids else ids
+
+
+@pytest.mark.parametrize("options", [{}, {"batch_size": 1}, {"reuse": False}, {"batch_size": 3}], ids=str)
+@pytest.mark.parametrize("kind", ["llama", "rack"])
+def test_as_one_by_one(kind, options, request, byte_tokenizer):
+    model = request.getfixturevalue(kind)
+    written = continue_texts(Scorer(model, byte_tokenizer, **options), CONTEXTS, max_new_tokens=9)
+    for context, text in zip(CONTEXTS, written, strict=True):
+        ids = until_end(greedy(model, list(context.encode()) or [256], 9))
+        assert text == byte_tokenizer.decode(ids)
+
+
+class Spelling(torch.nn.Module):
+    """What follows each byte is the next one; after "z" the text ends."""
+
+    def __init__(self):
+        super().__init__()
+        self.next = torch.nn.Embedding(258, 258)
+        with torch.no_grad():
+            table = torch.zeros(258, 258)
+            table[torch.arange(257), torch.arange(1, 258)] = 9.0
+            table[ord("z")] = torch.zeros(258).index_fill(0, torch.tensor([257]), 9.0)
+            self.next.weight.copy_(table)
+
+    def forward(self, ids):
+        return self.next(ids)
+
+
+def test_where_a_text_ends(byte_tokenizer):
+    scorer = Scorer(Spelling(), byte_tokenizer)
+    contexts = ["a", "vw", "x"]
+    assert continue_texts(scorer, contexts, max_new_tokens=4) == ["bcde", "xyz", "yz"]
+    assert continue_texts(scorer, contexts, max_new_tokens=4, until=["e", "yz"]) == ["bcd", "x", ""]
+    assert continue_texts(scorer, contexts, max_new_tokens=4, until=["", "cd"]) == ["b", "xyz", "yz"]
+    assert continue_texts(scorer, [], max_new_tokens=4) == []
+
+
+def test_a_context_is_cut_where_there_is_no_room(byte_tokenizer):
+    seen = []
+
+    class Watching(Spelling):
+        max_seq_len = 16
+
+        def forward(self, ids):
+            seen.append(ids.shape[1])
+            return super().forward(ids)
+
+    scorer = Scorer(Watching(), byte_tokenizer)
+    seen.clear()
+    assert continue_texts(scorer, ["x" * 30 + "a"], max_new_tokens=4) == ["bcde"]
+    assert seen == [12, 13, 14, 15]
+    with pytest.raises(ValueError, match="max_new_tokens: got 16; allowed: below 16"):
+        continue_texts(scorer, ["a"], max_new_tokens=16)
+
+
+def test_draws_have_the_wanted_probabilities():
+    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().expand(20_000, 4)
+
+    def shares(**options):
+        torch.manual_seed(0)
+        return (Sampling(**options)(logits).bincount(minlength=4) / len(logits)).tolist()
+
+    assert shares() == [1, 0, 0, 0]
+    assert shares(temperature=1.0) == pytest.approx([0.5, 0.3, 0.15, 0.05], abs=0.015)
+    half = [p**2 / (0.25 + 0.09 + 0.0225 + 0.0025) for p in (0.5, 0.3, 0.15, 0.05)]
+    assert shares(temperature=0.5) == pytest.approx(half, abs=0.015)
+    assert shares(temperature=1.0, top_k=2) == pytest.approx([0.625, 0.375, 0, 0], abs=0.015)
+    # 0.5 + 0.3 does not reach 0.85: the third, which crosses it, is drawn too.
+    assert shares(temperature=1.0, top_p=0.85) == pytest.approx([0.526, 0.316, 0.158, 0], abs=0.015)
+
+
+def test_a_seed_gives_the_same_texts_and_leaves_the_callers_draws_alone(llama, byte_tokenizer):
+    scorer = Scorer(llama, byte_tokenizer)
+    state = torch.random.get_rng_state()
+    drawn = [
+        continue_texts(scorer, CONTEXTS, max_new_tokens=8, sampling=Sampling(1.0, seed=seed))
+        for seed in (1, 1, 2)
+    ]
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert torch.equal(state, torch.random.get_rng_state())
+
+
+@pytest.mark.parametrize("option, value", [("temperature", -1.0), ("top_p", 0.0), ("top_k", 0)], ids=str)
+def test_options_out_of_range(option, value):
+    with pytest.raises(ValueError, match=f"{option}: got {value}"):
+        Sampling(**{option: value})

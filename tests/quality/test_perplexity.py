@@ -1,0 +1,112 @@
+"""Perplexity: each token once, with the context that there is room for."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stackwise.quality import Request, Scorer, TokenRequest, score_cloze, score_texts
+from stackwise.quality.perplexity import rolling_windows
+
+IDS = st.lists(st.integers(0, 99), max_size=30)
+
+
+@given(IDS, st.integers(1, 9), st.data())
+def test_each_token_is_predicted_once_from_what_is_right_before_it(ids, max_length, data):
+    context = data.draw(st.integers(1, max_length))
+    windows = list(rolling_windows(ids, -1, max_length, context))
+    assert [token for window in windows for token in window.continuation] == ids
+    whole, end = [-1, *ids], 1
+    for window in windows:
+        read = [*window.context, *window.continuation]
+        end += len(window.continuation)
+        assert read == whole[end - len(read) : end]
+        assert len(read) - 1 <= max_length
+    for window in windows[1:]:
+        # All the room is used: no window could have had more context.
+        assert len(window.context) + len(window.continuation) - 1 == max_length
+        assert len(window.context) >= context
+
+
+def test_windows_as_the_harness_documents_them():
+    windows = list(rolling_windows(range(10), -1, 4))
+    assert windows == [
+        TokenRequest((-1,), (0, 1, 2, 3)),
+        TokenRequest((3,), (4, 5, 6, 7)),
+        TokenRequest((5, 6, 7), (8, 9)),
+    ]
+
+
+@given(IDS, st.integers(1, 9), st.data())
+def test_windows_are_those_of_the_harness(ids, max_length, data):
+    utils = pytest.importorskip("lm_eval.utils")
+    context = data.draw(st.integers(1, max_length))
+    theirs = map(utils.make_disjoint_window, utils.get_rolling_token_windows(ids, 7, max_length, context))
+    ours = [(list(w.context), list(w.continuation)) for w in rolling_windows(ids, 7, max_length, context)]
+    assert ours == [(list(a), list(b)) for a, b in theirs]
+
+
+def test_by_hand(llama, byte_tokenizer):
+    texts = ["Café au lait,\nplease. " * 3, "x"]
+    found = score_texts(Scorer(llama, byte_tokenizer), texts)
+    totals = []
+    for text in texts:
+        ids = torch.tensor([[256, *text.encode()]])
+        with torch.no_grad():
+            log_p = llama(ids[:, :-1]).logits[0].double().log_softmax(-1)
+        totals.append(log_p.gather(1, ids[0, 1:, None]).sum().item())
+    assert [text.log_probability for text in found.texts] == pytest.approx(totals, abs=1e-4)
+    n_bytes = sum(len(text.encode()) for text in texts)
+    assert [(t.tokens, t.bytes, t.characters, t.words) for t in found.texts] == [
+        (69, 69, 66, 13),
+        (1, 1, 1, 1),
+    ]
+    assert found.byte_perplexity == found.token_perplexity == pytest.approx(math.exp(-sum(totals) / n_bytes))
+    assert math.log(found.word_perplexity) == pytest.approx(-sum(totals) / 14)
+    assert 2**found.bits_per_byte == pytest.approx(found.byte_perplexity)
+    assert found.to_dict()["texts"] == 2
+
+
+def test_long_texts_are_read_in_windows(llama, byte_tokenizer):
+    text = "All work and no play. " * 30
+    scorer = Scorer(llama, byte_tokenizer)
+    totals = {}
+    for context in (1, 32, 64):
+        ids, total = [256, *text.encode()], 0.0
+        for window in rolling_windows(ids[1:], 256, 64, context):
+            whole = torch.tensor([[*window.context, *window.continuation]])
+            with torch.no_grad():
+                log_p = llama(whole[:, :-1]).logits[0].double().log_softmax(-1)
+            n = len(window.continuation)
+            total += log_p[-n:].gather(1, whole[0, -n:, None]).sum().item()
+        found = score_texts(scorer, [text], context=context, max_length=64)
+        totals[context] = found.log_probability
+        assert found.log_probability == pytest.approx(total, rel=1e-6)
+    assert len(set(totals.values())) == 3
+
+
+def test_errors(rack, llama, byte_tokenizer):
+    with pytest.raises(ValueError, match="max_length: got None, and the model names no longest sequence"):
+        score_texts(Scorer(rack, byte_tokenizer), ["a"])
+    with pytest.raises(ValueError, match="max_length: got 300; allowed: at most 256"):
+        score_texts(Scorer(llama, byte_tokenizer), ["a"], max_length=300)
+    with pytest.raises(ValueError, match=r"texts\[1\]: got ''"):
+        score_texts(Scorer(llama, byte_tokenizer), ["a", ""])
+    with pytest.raises(ValueError, match="texts: got 0"):
+        score_texts(Scorer(llama, byte_tokenizer), [])
+    with pytest.raises(ValueError, match="context: got 5; allowed: 1 to 4"):
+        list(rolling_windows([1], 0, 4, 5))
+
+
+def test_cloze(llama, byte_tokenizer):
+    scorer = Scorer(llama, byte_tokenizer)
+    requests = [("The end of a ", "story"), ("", "Once")]
+    found = score_cloze(scorer, requests)
+    scores = [score.log_probability for score in scorer.score(requests)]
+    assert found.perplexity == pytest.approx(math.exp(-sum(scores) / 2))
+    assert found.figure.count == 2 and found.requests[0] == Request(*requests[0])
+    assert found.correct().tolist() == [score.is_greedy for score in found.scores]
+    with pytest.raises(ValueError, match="requests: got 0"):
+        score_cloze(scorer, [])

@@ -1,0 +1,211 @@
+"""Scoring: log-probabilities as summed by hand in float64, whatever the batch and whatever is read once."""
+
+import random
+
+import pytest
+import torch
+from torch import nn
+
+from stackwise import ModelSpec
+from stackwise.quality import LanguageModel, Scorer, TokenRequest, loglikelihoods
+from stackwise.quality import scoring as scoring_module
+
+OPTIONS = [{}, {"reuse": False}, {"batch_size": 1}, {"batch_size": 3}, {"batch_size": 500}]
+
+
+def requests_of(seed=0, examples=120):
+    """Questions after the same examples, with choices; and some that share nothing."""
+    rng = random.Random(seed)
+
+    def ids(n):
+        return tuple(rng.randrange(256) for _ in range(n))
+
+    shown, found = ids(examples), []
+    for _ in range(6):
+        question = shown + ids(rng.randrange(9, 24))
+        found += [TokenRequest(question, ids(rng.randrange(1, 7))) for _ in range(4)]
+    found += [TokenRequest(ids(1), ids(30)), TokenRequest(ids(50), ids(1)), found[0]]
+    rng.shuffle(found)
+    return found
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("kind", ["llama", "rack"])
+def test_as_by_hand(kind, options, request, by_hand):
+    model, asked = request.getfixturevalue(kind), requests_of()
+    scorer = Scorer(model, **options)
+    scores = scorer.score_tokens(asked)
+    for score, one in zip(scores, asked, strict=True):
+        total, greedy = by_hand(model, one)
+        assert score.log_probability == pytest.approx(total, abs=1e-4, rel=1e-5)
+        assert score.is_greedy == greedy
+        assert (score.tokens, score.cut) == (len(one.continuation), 0)
+    reads_once = scorer.model.reuse_note == "what several sequences begin with is read once"
+    assert reads_once == options.get("reuse", True)
+
+
+@pytest.mark.parametrize("kind", ["llama", "rack"])
+def test_neither_batches_nor_prefixes_change_a_score(kind, request):
+    model, asked = request.getfixturevalue(kind), requests_of(1)
+    found = [
+        [score.log_probability / score.tokens for score in Scorer(model, **options).score_tokens(asked)]
+        for options in OPTIONS
+    ]
+    for other in found[1:]:
+        torch.testing.assert_close(torch.tensor(other), torch.tensor(found[0]), rtol=0, atol=1e-5)
+
+
+def test_greedy_continuations_are_seen(llama):
+    with torch.no_grad():
+        ids = torch.tensor([[1, 2, 3]])
+        for _ in range(3):
+            ids = torch.cat((ids, llama(ids).logits[:, -1:].argmax(-1)), dim=1)
+    best = tuple(ids[0, 3:].tolist())
+    other = (*best[:2], (best[2] + 1) % 258)
+    scores = Scorer(llama).score_tokens([TokenRequest((1, 2, 3), end) for end in (best, other)])
+    assert [score.is_greedy for score in scores] == [True, False]
+
+
+def test_what_is_shared_is_read_once(llama):
+    asked = requests_of()
+    scorers = [Scorer(llama, reuse=reuse, batch_size=8) for reuse in (True, False)]
+    for scorer in scorers:
+        scorer.score_tokens(asked)
+    distinct = {one.context + one.continuation[:-1] for one in asked}
+    assert scorers[1].tokens_read >= sum(map(len, distinct))
+    assert scorers[0].tokens_read < scorers[1].tokens_read / 3
+
+
+def test_choices_that_are_read_alike_are_read_once(llama):
+    asked = [TokenRequest((1, 2, 3), (letter,)) for letter in (4, 5, 6, 7)]
+    scorer = Scorer(llama)
+    scorer.score_tokens(asked)
+    assert scorer.tokens_read == 3
+
+
+def test_long_contexts_are_cut(llama, by_hand):
+    rng = random.Random(0)
+    whole = TokenRequest(tuple(rng.randrange(256) for _ in range(400)), (1, 2, 3))
+    [score] = Scorer(llama).score_tokens([whole])
+    assert score.cut == 400 + 3 - (256 + 1)
+    kept = TokenRequest(whole.context[score.cut :], whole.continuation)
+    assert score.log_probability == pytest.approx(by_hand(llama, kept)[0], abs=1e-4)
+    [shorter] = Scorer(llama, max_length=10).score_tokens([whole])
+    assert shorter.cut == 400 + 3 - 11
+    with pytest.raises(ValueError, match="continuation: got '3 tokens'; allowed: at most 2"):
+        Scorer(llama, max_length=2).score_tokens([whole])
+
+
+def test_a_model_that_keeps_no_cache(subjects, by_hand):
+    torch.manual_seed(0)
+    model = subjects.TinyLM(max_len=200)
+    asked = [TokenRequest(tuple(range(20)), (1, end)) for end in range(4)]
+    scorer = Scorer(model)
+    scores = scorer.score_tokens(asked)
+    for score, one in zip(scores, asked, strict=True):
+        assert score.log_probability == pytest.approx(by_hand(model, one)[0], abs=1e-5)
+    assert scorer.model.reuse_note == "the model keeps no cache"
+
+
+class WrongCache(nn.Module):
+    """What it says with a cache is something else."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(32, 8)
+        self.head = nn.Linear(8, 32)
+
+    def forward(self, input_ids, past_key_values=None, use_cache=False):
+        x = self.embedding(input_ids)
+        # A sum over all tokens so far, in which those of the cache count double.
+        total = x.cumsum(1) + (0 if past_key_values is None else 2 * past_key_values[:, None])
+        output = type("Output", (), {})()
+        output.logits, output.past_key_values = self.head(total), total[:, -1] if use_cache else None
+        return output
+
+
+def test_a_cache_that_says_something_else_is_not_used(by_hand):
+    torch.manual_seed(0)
+    model = WrongCache()
+    asked = [TokenRequest(tuple(range(20)), (1, end)) for end in range(4)]
+    scorer = Scorer(model)
+    scores = scorer.score_tokens(asked)
+    assert scorer.model.reuse_note == "its cache is not used: ValueError: other logits than without it"
+    for score, one in zip(scores, asked, strict=True):
+        ids = torch.tensor([[*one.context, *one.continuation[:-1]]])
+        log_p = model(ids).logits[0].log_softmax(-1)
+        assert score.log_probability == pytest.approx(
+            (log_p[19, 1] + log_p[20, one.continuation[1]]).item(), abs=1e-5
+        )
+
+
+def test_a_model_that_reads_ahead_is_refused(subjects):
+    class Ahead(subjects.TinyLM):
+        def visible(self, seq_len):
+            return torch.ones(seq_len, seq_len, dtype=torch.bool)
+
+    with pytest.raises(ValueError, match="its outputs depend on later tokens"):
+        LanguageModel(Ahead())
+    with pytest.raises(ValueError, match="causal: got False; allowed: True"):
+        LanguageModel(ModelSpec.of(Ahead, causal=False))
+    with pytest.raises(ValueError, match="inputs: got 'vectors'; allowed: 'tokens'"):
+        LanguageModel(nn.Linear(4, 4))
+
+
+def test_a_module_is_used_as_it_is_and_left_in_its_mode(subjects):
+    model = subjects.TinyLM()
+    model.train()
+    model.norm.eval()
+    scorer = Scorer(model)
+    scorer.score_tokens([TokenRequest((1,), (2,))])
+    assert scorer.model.model is model
+    assert model.training and not model.norm.training
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_dropout_is_off(subjects):
+    torch.manual_seed(0)
+    inner = subjects.TinyLM()
+    model = nn.Sequential(inner, nn.Dropout(0.5)).train()
+    asked = [TokenRequest((1, 2, 3), (4, 5))]
+    assert Scorer(model).score_tokens(asked) == Scorer(inner.eval()).score_tokens(asked)
+
+
+def test_a_factory_is_called_once(subjects):
+    made = []
+
+    def build():
+        made.append(subjects.TinyLM())
+        return made[-1]
+
+    assert Scorer(build).model.model is made[0] and len(made) == 1
+
+
+def test_few_logits_are_widened_at_once(llama, monkeypatch):
+    asked = requests_of(2)
+    whole = Scorer(llama).score_tokens(asked)
+    monkeypatch.setattr(scoring_module, "_WIDENED", 3 * 258)
+    parts = Scorer(llama).score_tokens(asked)
+    assert [one.is_greedy for one in whole] == [one.is_greedy for one in parts]
+    for one, two in zip(whole, parts, strict=True):
+        assert one.log_probability == pytest.approx(two.log_probability, abs=1e-6)
+
+
+def test_texts(llama, byte_tokenizer, by_hand):
+    [score] = loglikelihoods(llama, byte_tokenizer, [("ab ", "cd")])
+    wanted, _ = by_hand(llama, TokenRequest((97, 98), (32, 99, 100)))
+    assert score.log_probability == pytest.approx(wanted, abs=1e-5)
+    assert loglikelihoods(llama, byte_tokenizer, []) == []
+
+
+def test_errors_name_what_is_wrong(llama):
+    with pytest.raises(ValueError, match="token id: got 258; allowed: 0 to 257, the vocabulary of Llama"):
+        Scorer(llama).score_tokens([TokenRequest((1,), (258,))])
+    with pytest.raises(ValueError, match="tokenizer: got None"):
+        Scorer(llama).score([("a", "b")])
+    with pytest.raises(ValueError, match="batch_size: got 0"):
+        Scorer(llama, batch_size=0)
+    with pytest.raises(ValueError, match="max_length: got 4; allowed: what the LanguageModel was given"):
+        Scorer(LanguageModel(llama), max_length=4)
+    with pytest.raises(ValueError, match="context: got"):
+        TokenRequest((), (1,))

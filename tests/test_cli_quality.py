@@ -1,0 +1,109 @@
+"""`stackwise quality`: what is asked, and what is printed and written."""
+
+import json
+
+import pytest
+
+from stackwise.cli import main
+
+MODEL = """
+import torch
+from stackwise.model import create_simple_rack
+
+def build():
+    torch.manual_seed(0)
+    return create_simple_rack(1, 1, 16, 32, 2, 256, max_seq_len=128)
+"""
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own_model.py").write_text(MODEL)
+    rows = [{"context": "One is", "choices": ["less", "more"], "answer": i % 2} for i in range(4)]
+    (tmp_path / "quiz.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "text.jsonl").write_text(json.dumps({"text": "Some text. " * 30}) + "\n")
+    return tmp_path
+
+
+def run(*arguments):
+    return main(["quality", "own_model.py:build", "--tokenizer", "byte", "--tasks", *arguments])
+
+
+def test_files_of_ones_own(place, capsys):
+    options = ["--prefix-token-id", "0", "--batch-size", "2", "--report", "out/quality"]
+    assert run("quiz.jsonl,text.jsonl", *options) == 0
+    printed = capsys.readouterr().out
+    assert "prefixes: " in printed
+    rows = [line.split() for line in printed.splitlines()]
+    assert ["quiz", "acc", "0.5000", "0.2887", "4"] in rows
+    found = json.loads((place / "out/quality.json").read_text())
+    assert found["results"]["quiz"]["acc"]["examples"] == 4
+    assert found["results"]["text"]["tokens"] == 330
+    assert "| quiz | acc | 0.5000 | 0.2887 | 4 |" in (place / "out/quality.md").read_text()
+
+
+def test_mmlu_of_a_folder(place, capsys):
+    row = {"question": "Which?", "choices": ["p", "q", "r", "s"], "answer": 1, "subject": "anatomy"}
+    (place / "data/mmlu").mkdir(parents=True)
+    for split in ("test", "dev"):
+        (place / f"data/mmlu/{split}.jsonl").write_text((json.dumps(row) + "\n") * 2)
+    assert run("mmlu", "--data", "data", "--shots", "1", "--limit", "1") == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert any(row[:2] == ["mmlu/stem", "acc"] for row in rows)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["arc"], "task: got 'arc'; allowed: 'mmlu', 'hellaswag'"),
+        (["mmlu", "--data", "nowhere"], "no file of the split test; download"),
+        (["quiz.jsonl", "--include", "."], "include: got"),
+        (["quiz.jsonl", "--shots", "2"], "shots: got 2; allowed: none"),
+        (["quiz.jsonl", "--harness", "--data", "."], "data: got"),
+        (["text.jsonl"], "prefix_token_id: got None"),
+        (["quiz.jsonl", "--report", "a.txt"], "report: got"),
+    ],
+    ids=["task", "data", "include", "shots", "harness", "prefix", "report"],
+)
+def test_errors_in_one_line(place, capsys, arguments, message):
+    assert run(*arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("stackwise: ") and message in error
+
+
+def test_a_tokenizer_is_wanted(place, capsys):
+    assert main(["quality", "own_model.py:build", "--tasks", "quiz.jsonl"]) == 2
+    assert "tokenizer: got none; allowed: byte" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["hf", "stackwise"])
+def test_a_folder_of_weights(place, capsys, kind):
+    import torch
+
+    from stackwise.model import create_simple_rack
+
+    torch.manual_seed(0)
+    rack = create_simple_rack(1, 1, 16, 32, 2, 256, max_seq_len=128, tie_embeddings=False)
+    rack.save_pretrained(place / "weights", format=kind)
+    assert main(["quality", "weights", "--tokenizer", "byte", "--tasks", "quiz.jsonl"]) == 0
+    assert "quiz  acc" in capsys.readouterr().out
+
+
+@pytest.mark.slow  # the harness takes its time to be imported
+def test_the_harness(place, capsys):
+    pytest.importorskip("lm_eval")
+    task = f"""task: own_quiz
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {place}/quiz.jsonl}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{context}}}}"
+doc_to_choice: choices
+doc_to_target: answer
+metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
+"""
+    (place / "tasks").mkdir()
+    (place / "tasks/own.yaml").write_text(task)
+    assert run("own_quiz", "--harness", "--include", "tasks", "--report", "out.json") == 0
+    assert json.loads((place / "out.json").read_text())["results"]["own_quiz"]["acc,none"] == 0.5

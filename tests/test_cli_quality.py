@@ -5,6 +5,7 @@ import json
 import pytest
 
 from stackwise.cli import main
+from stackwise.quality import isolation_problem
 
 MODEL = """
 import torch
@@ -63,8 +64,27 @@ def test_mmlu_of_a_folder(place, capsys):
         (["quiz.jsonl", "--harness", "--data", "."], "data: got"),
         (["text.jsonl"], "prefix_token_id: got None"),
         (["quiz.jsonl", "--report", "a.txt"], "report: got"),
+        ([","], "tasks: got [',']; allowed: at least one, or --human-eval FILE"),
+        ([",", "--harness"], "tasks: got [',']; allowed: at least one"),
+        (["quiz.jsonl", "--samples", "2"], "samples: got 2; allowed: 1 without --human-eval"),
+        (
+            ["quiz.jsonl", "--human-eval", "sums.jsonl"],
+            "execute_generated_code: got False; allowed: --execute-gen",
+        ),
     ],
-    ids=["task", "data", "include", "shots", "harness", "prefix", "report"],
+    ids=[
+        "task",
+        "data",
+        "include",
+        "shots",
+        "harness",
+        "prefix",
+        "report",
+        "comma",
+        "comma of harness",
+        "samples",
+        "programs",
+    ],
 )
 def test_errors_in_one_line(place, capsys, arguments, message):
     assert run(*arguments) == 2
@@ -88,6 +108,61 @@ def test_a_folder_of_weights(place, capsys, kind):
     rack.save_pretrained(place / "weights", format=kind)
     assert main(["quality", "weights", "--tokenizer", "byte", "--tasks", "quiz.jsonl"]) == 0
     assert "quiz  acc" in capsys.readouterr().out
+
+
+def test_files_of_one_name(place, capsys):
+    (place / "other").mkdir()
+    (place / "other/quiz.jsonl").write_text((place / "quiz.jsonl").read_text())
+    assert run("quiz.jsonl", "other/quiz.jsonl", "--report", "out.json") == 0
+    assert json.loads((place / "out.json").read_text())["results"].keys() == {
+        "quiz.jsonl",
+        "other/quiz.jsonl",
+    }
+
+
+def write_problem(place):
+    # Whatever is written, but for a new line, is a comment.
+    prompt = "def double(x):\n    '''Twice x.'''\n    return 2 * x  #"
+    check = "def check(f):\n    assert f(2) == 4\n"
+    row = {"task_id": "own/0", "prompt": prompt, "entry_point": "double", "test": check}
+    (place / "sums.jsonl").write_text(json.dumps(row) + "\n")
+
+
+@pytest.mark.skipif(isolation_problem() is not None, reason=str(isolation_problem()))
+def test_programs(place, capsys):
+    write_problem(place)
+    options = [
+        "--human-eval",
+        "sums.jsonl",
+        "--samples",
+        "10",
+        "--temperature",
+        "0.5",
+        "--max-new-tokens",
+        "2",
+    ]
+    arguments = ["quality", "own_model.py:build", "--tokenizer", "byte", *options]
+    assert main([*arguments, "--execute-generated-code", "--report", "out/programs"]) == 0
+    rows = {
+        row[1]: row for row in (line.split() for line in capsys.readouterr().out.splitlines()) if len(row) > 2
+    }
+    found = json.loads((place / "out/programs.json").read_text())["results"]["human_eval"]
+    assert found["pass_at"].keys() == {"1", "10"} and len(found["executions"]["own/0"]) == 10
+    passed = sum(each["status"] == "passed" for each in found["executions"]["own/0"])
+    assert passed >= 5
+    assert rows["pass@1"] == ["human_eval", "pass@1", f"{passed / 10:.4f}", "1"]
+    assert rows["pass@10"][2] == "1.0000"
+    assert (
+        "pass@100" not in rows and "[0.0%, 100.0%] of 1 problems" in (place / "out/programs.md").read_text()
+    )
+
+
+def test_programs_of_one_temperature_are_one(place, capsys):
+    write_problem(place)
+    arguments = ["quality", "own_model.py:build", "--tokenizer", "byte", "--human-eval", "sums.jsonl"]
+    more = ["--execute-generated-code", "--temperature", "0", "--samples", "2"]
+    assert main([*arguments, *more]) == 2
+    assert "samples: got 2; allowed: 1 with --temperature 0" in capsys.readouterr().err
 
 
 @pytest.mark.slow  # the harness takes its time to be imported

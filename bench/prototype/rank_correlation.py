@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["RankCorrelation", "average_ranks", "rank_correlation", "spearman"]
+__all__ = ["RankCorrelation", "average_ranks", "rank_correlation", "spearman", "stepped_up"]
 
 Numbers = Sequence[float] | npt.NDArray[np.float64]
 _RESAMPLES = 10_000
@@ -73,6 +73,14 @@ def rank_correlation(
     drawn = np.random.default_rng(seed).integers(n, size=(resamples, n))
     low, high = np.percentile(_rhos(x[drawn], y[drawn]), [2.5, 97.5])
     return RankCorrelation(spearman(x, y), float(low), float(high), n)
+
+
+def stepped_up(rho: float | None) -> float | None:
+    """The reliability of the mean of two measurements whose correlation is `rho` (Spearman and Brown 1910).
+
+    None: there is no rho, or it is negative, which no reliability is.
+    """
+    return None if rho is None or rho < 0 else 2 * rho / (1 + rho)
 
 
 def _rhos(x_RN: npt.NDArray[np.float64], y_RN: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

@@ -23,7 +23,7 @@ from rich.table import Table
 from bench.claim import Bar
 from bench.prototype.architectures import ARCHITECTURES, BASE, architecture_config
 from bench.prototype.part import Part, Work
-from bench.prototype.rank_correlation import RankCorrelation, rank_correlation
+from bench.prototype.rank_correlation import RankCorrelation, rank_correlation, stepped_up
 from bench.prototype.runs import digest
 from bench.prototype.shrinks import CHAPTER, FACTOR, OURS, QUARTER, SHRINKS
 from bench.prototype.training import train
@@ -110,15 +110,23 @@ class Found:
         return _pairs(self.speeds[size], self.speeds[FULL_SIZE], median, names)
 
     def regret(self, size: str) -> float | None:
-        """How much worse at full size, in nats, the size's best architecture is than the best one of all."""
-        pairs = self.loss_pairs(size)
+        """How much worse at full size, in nats, the size's best architecture is than the best one of all.
+
+        Of several that are the best at that size, one is as good a choice as another: the mean over them.
+        """
+        pairs = self.loss_pairs(size).values()
         if not pairs:
             return None
-        chosen = min(pairs.values())[1]
+        best = min(small for small, _ in pairs)
+        chosen = mean(full for small, full in pairs if small == best)
         return chosen - min(mean(losses) for losses in self.losses[FULL_SIZE].values())
 
     def between_seeds(self) -> RankCorrelation:
-        """One seed against another, at full size: of a small variant no more can be expected."""
+        """One seed against one other, at full size: how far the order is that of the architectures.
+
+        It is of one run each. The losses that sizes are compared by are means over the seeds, whose order is
+        more reliable; `stepped_up` says of two of them by how much.
+        """
         return _first_two(self.losses[FULL_SIZE])
 
     def between_measurements(self) -> RankCorrelation:
@@ -289,6 +297,7 @@ def figures(found: Found, plan: Plan, best: Mapping[str, float]) -> dict[str, An
         "tokens_per_second": found.speeds,
         "notes": {name: list(notes) for name, notes in found.notes.items() if notes},
         "between_seeds": found.between_seeds().to_dict(),
+        "between_seeds_stepped_up": stepped_up(found.between_seeds().rho),
         "between_measurements": found.between_measurements().to_dict(),
         "shrinks": correlations(found),
     }
@@ -351,7 +360,11 @@ def rows(figures: Mapping[str, Any]) -> str:
     cells += [str(RankCorrelation(**whole[what])) for what in ("loss", "speed")]
     lines.append(f"| the first, of what it has no note about | {' | '.join(cells)} | |")
     again = [RankCorrelation(**figures[key]) for key in ("between_seeds", "between_measurements")]
-    lines.append(f"| full size, done again | | {' | '.join(map(str, again))} | |")
+    cells = [str(each) for each in again]
+    of_two = stepped_up(again[0].rho)
+    if of_two is not None:
+        cells[0] += f"; for the mean of two {of_two:.2f}"
+    lines.append(f"| full size, one run against another | | {' | '.join(cells)} | |")
     return "\n".join(lines)
 
 

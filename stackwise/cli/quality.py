@@ -23,7 +23,7 @@ class Quality:
     model: tyro.conf.Positional[str]
     """A folder with config.json and weights, or MODULE:FACTORY, or path/to/file.py:FACTORY; FACTORY() returns
     the model or a ModelSpec."""
-    tasks: tuple[str, ...]
+    tasks: tuple[str, ...] = ()
     """mmlu, hellaswag, .jsonl or .parquet files, by spaces or commas; with --harness, tasks that it knows."""
     tokenizer: str | None = None
     """byte, a tokenizer.json, or a folder with a tokenizer; none: the folder of the model."""
@@ -35,8 +35,18 @@ class Quality:
     """With --harness: a folder of task files (.yaml) of your own, which need no network."""
     shots: int | None = None
     """How many examples are shown before a question; none: as the task says."""
+    human_eval: Path | None = None
+    """HumanEval.jsonl or .jsonl.gz: programs are written for its problems, and run against their checks."""
+    samples: int = 1
+    """With --human-eval: programs for each problem; pass@k is told for k of 1, 10 and 100 up to it."""
+    temperature: float = 0.8
+    """With --human-eval: of the draws; 0 writes the most likely program."""
+    max_new_tokens: int = 512
+    """With --human-eval: the longest program."""
+    execute_generated_code: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """With --human-eval: yes, run programs that nobody has read, in a sandbox."""
     limit: int | None = None
-    """So many examples of each task, or of each of its subjects; none: all."""
+    """So many examples of each task, or of each of its subjects, or problems; none: all."""
     batch_size: int = 32
     """The most sequences that are read at once."""
     max_length: int | None = None
@@ -59,12 +69,23 @@ class Quality:
         from stackwise.text_file import write_whole
 
         names = [name for some in self.tasks for name in some.split(",") if name]
+        asked = bool(names) or (self.human_eval is not None and not self.tasks)
+        require(asked, "tasks", list(self.tasks), "at least one, or --human-eval FILE")
         require(self.harness or self.include is None, "include", self.include, "none without --harness")
         require(
             not self.harness or self.data is None, "data", self.data, "none with --harness: use --include"
         )
+        require(bool(names) or self.shots is None, "shots", self.shots, "none without --tasks mmlu")
+        require(
+            self.human_eval is not None or self.samples == 1,
+            "samples",
+            self.samples,
+            "1 without --human-eval",
+        )
         files = report_files(self.report) if self.report else []
-        run = self._harness if self.harness else self._tasks(names)
+        runs = [self._harness if self.harness else self._tasks(names)] if names else []
+        if self.human_eval is not None:
+            runs.append(self._programs(self.human_eval))
         model, tokenizer = self._load()
         scorer = Scorer(
             model,
@@ -76,7 +97,8 @@ class Quality:
             prefix_token_id=self.prefix_token_id,
         )
         report = QualityReport(self.model)
-        run(scorer, names, report)
+        for run in runs:
+            run(scorer, names, report)
         report.notes.append(f"prefixes: {scorer.model.reuse_note}")
         for line in report.lines():
             print(line)
@@ -90,12 +112,9 @@ class Quality:
 
     def _tasks(self, names: list[str]) -> Any:
         """Tasks of ours, whose data are read before the model is."""
-        from stackwise.quality.task import load_task
+        from stackwise.quality.task import load_tasks
 
-        shots = {name: self.shots if name == "mmlu" else None for name in names}
-        if self.shots is not None and "mmlu" not in names:
-            raise ValueError(f"shots: got {self.shots}; allowed: none, since only mmlu has examples")
-        tasks = [load_task(name, self.data, shots=shots[name], limit=self.limit) for name in names]
+        tasks = load_tasks(names, self.data, shots=self.shots, limit=self.limit)
 
         def run(scorer: Scorer, _: list[str], report: QualityReport) -> None:
             for task in tasks:
@@ -108,6 +127,54 @@ class Quality:
 
         found = run_harness(scorer, names, include=self.include, shots=self.shots, limit=self.limit)
         report.add_harness(found)
+
+    def _programs(self, file: Path) -> Any:
+        """HumanEval, whose problems are read and whose sandbox is tried before the model is loaded.
+
+        Raises:
+            ValueError: programs may not be run, or numbers out of range.
+            stackwise.quality.sandbox.SandboxError: no sandbox can be made here.
+        """
+        from stackwise.argument import check_sizes, require
+        from stackwise.quality.human_eval import evaluate_completions, generate_completions, load_problems
+        from stackwise.quality.sandbox import Sandbox
+
+        require(
+            self.execute_generated_code,
+            "execute_generated_code",
+            self.execute_generated_code,
+            "--execute-generated-code, since --human-eval runs programs that a model wrote and nobody has "
+            "read, in a sandbox without files and network",
+        )
+        check_sizes(samples=self.samples)
+        require(
+            self.temperature > 0 or self.samples == 1,
+            "samples",
+            self.samples,
+            "1 with --temperature 0, since all would be the same",
+        )
+        if self.limit is not None:
+            check_sizes(limit=self.limit)
+        problems, sandbox = load_problems(file)[: self.limit], Sandbox()
+
+        def run(scorer: Scorer, _: list[str], report: QualityReport) -> None:
+            completions = generate_completions(
+                scorer,
+                problems,
+                self.samples,
+                temperature=self.temperature,
+                max_new_tokens=self.max_new_tokens,
+            )
+            result = evaluate_completions(
+                problems,
+                completions,
+                k=[k for k in (1, 10, 100) if k <= self.samples],
+                execute_generated_code=self.execute_generated_code,
+                sandbox=sandbox,
+            )
+            report.add_human_eval(result)
+
+        return run
 
     def _device(self) -> Any:
         from stackwise.device import resolve_device

@@ -31,7 +31,7 @@ class Search:
     sampler: Literal["tpe", "random", "gp", "nsga2"] = "tpe"
     """How configurations are drawn."""
     pruner: Literal["none", "hyperband", "median", "wilcoxon"] = "none"
-    """What ends trials early; wilcoxon wants 4 seeds or more."""
+    """What ends trials early; wilcoxon wants 5 seeds or more."""
     steps: int = 1000
     """Updates of each run; a verdict on stability wants 1000."""
     seeds: int = 1

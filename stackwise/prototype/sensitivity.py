@@ -66,7 +66,8 @@ def learning_rate_sweep(
         seeds: of weights and data; the same ones at every width and learning rate.
         parametrization: for a configuration. "mup" has the narrowest of `widths` as its base; "standard" has
             none, and is `initialization="normal"` where the configuration had "mup"; None: as it is.
-        warmup: for a configuration, the share of `steps` over which the learning rate rises; None: as it is.
+        warmup: for a configuration, the share of `steps` over which the learning rate rises; None: as the
+            configured one is of `max_steps`.
         jobs: processes at a time; with several, `subject` has to be picklable. Each run has one thread, so
             that the number of processes changes no result.
         store: a file of JSON lines that each run is kept in as it ends, and that runs are read from instead
@@ -221,8 +222,12 @@ def _with_learning_rate(config: StackWiseConfig, learning_rate: float) -> StackW
 def _configured(config: StackWiseConfig, steps: int, seed: int, warmup: float | None) -> StackWiseConfig:
     changed = config.to_dict()
     training = changed["training"]
+    configured = training["schedule"]["warmup_steps"]
     if warmup is not None:
         training["schedule"]["warmup_steps"] = round(warmup * steps)
+    elif configured is not None:
+        # As `ArchitecturePrototype` has it for a run of another length.
+        training["schedule"]["warmup_steps"] = configured * steps // training["max_steps"]
     training |= {"max_steps": steps, "seed": seed}
     return StackWiseConfig.from_dict(changed)
 

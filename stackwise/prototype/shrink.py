@@ -71,7 +71,8 @@ def create_small_variant(
 
     Raises:
         ValueError: `factor` or `seq_len` is below 1; with `mup=True` attention of kind `mqa`, whose one
-            key/value head has no base, or a `factor` that does not divide a number of heads or a rank.
+            key/value head has no base, or a `factor` that does not divide a number of heads, a rank, or
+            `d_ff`.
     """
     check_sizes(factor=factor)
     if seq_len is not None:
@@ -119,7 +120,7 @@ def _require_family(model: ModelConfig, factor: int) -> None:
         "with mup=True what has key/value heads that grow with the width, as 'gqa'; of one head, a step of "
         "Adam moves more the wider what it reads",
     )
-    sizes = {"d_model": model.d_model, **growing_sizes(model)}
+    sizes = {"d_model": model.d_model, "d_ff": model.d_ff, **growing_sizes(model)}
     common = math.gcd(*sizes.values())
     divisors = [n for n in range(1, common + 1) if common % n == 0]
     listed = ", ".join(f"{key}={size}" for key, size in sizes.items())
@@ -207,7 +208,7 @@ def _windows(
                 shares = f"{now[window]} of {n_blocks} Blocks instead of {count} of {len(of_blocks)}"
                 notes.append(f"sliding_window: {shown} in {shares}")
     if seq_len is not None:
-        for window in dict.fromkeys(kept):
+        for window in dict.fromkeys(kept[i % len(kept)] for i in range(n_blocks)):
             if window is not None and window * seq_len % whole:
                 ratio = f"{scaled(window)} of {seq_len} tokens instead of {window} of {whole}"
                 notes.append(f"sliding_window: {ratio}")

@@ -32,9 +32,10 @@ class SweepRun:
         status: as of `PrototypeRun`.
         step: of the first trouble; None: success.
         seconds: that it took.
-        logit_max: largest absolute value of the output near the end; None: it was not finite.
-        attention_logit_max: largest number that a softmax of the attention took there; None: not finite, or
-            not seen.
+        logit_max: largest absolute value of the output before the last update; None: it was not finite, or
+            the run did not get there.
+        attention_logit_max: largest number that a softmax of the attention took there; None: as for
+            `logit_max`, or not seen.
     """
 
     width: int
@@ -64,7 +65,9 @@ class SweepRun:
         else:
             loss = fmean(run.losses[-max(1, len(run.losses) // 10) :])
         loss = loss if math.isfinite(loss) else math.inf
-        attention = [max(by_module.values()) for _, by_module in run.attention_logit_max[-1:]]
+        last = None if run.status == "nan" else len(run.losses) - 1
+        logits = [largest for step, largest in run.logit_max if step == last]
+        attention = [max(of.values()) for step, of in run.attention_logit_max if step == last]
         return cls(
             width,
             learning_rate,
@@ -74,7 +77,7 @@ class SweepRun:
             run.status,
             run.step,
             run.seconds,
-            _finite(run.logit_max[-1][1]) if run.logit_max else None,
+            _finite(logits[0]) if logits else None,
             _finite(attention[0]) if attention else None,
         )
 

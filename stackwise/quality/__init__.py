@@ -9,6 +9,7 @@ from stackwise.quality.human_eval import (
     HumanEvalResult,
     complete_problems,
     evaluate_completions,
+    generate_completions,
     load_problems,
 )
 from stackwise.quality.language_model import LanguageModel
@@ -55,6 +56,7 @@ __all__ = [
     "difference_of_shares",
     "estimate_pass_at_k",
     "evaluate_completions",
+    "generate_completions",
     "harness_model",
     "hellaswag_questions",
     "isolation_problem",

@@ -42,8 +42,19 @@ class ClozeResult:
 
     @property
     def perplexity(self) -> float:
-        """e to the mean negative log-probability of a whole end, as LAMBADA counts it."""
-        return math.exp(-float(np.mean([score.log_probability for score in self.scores])))
+        """e to the mean negative log-probability of a whole end, as LAMBADA counts it.
+
+        Infinite where that is too large for a number.
+        """
+        try:
+            return math.exp(-math.fsum(score.log_probability for score in self.scores) / len(self.scores))
+        except OverflowError:
+            return math.inf
+
+    @property
+    def cut(self) -> int:
+        """How many tokens of contexts were left out for want of room."""
+        return sum(score.cut for score in self.scores)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -51,7 +62,7 @@ class ClozeResult:
             "metric": self.metric,
             "acc": self.figure.to_dict(),
             "perplexity": self.perplexity,
-            "cut_tokens": sum(score.cut for score in self.scores),
+            "cut_tokens": self.cut,
         }
 
 

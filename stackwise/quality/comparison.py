@@ -21,7 +21,7 @@ from stackwise.quality.paired import PairedDifference, difference_of_means, diff
 from stackwise.quality.perplexity import PerplexityResult
 from stackwise.quality.proportion import Proportion
 from stackwise.quality.scoring import Scorer
-from stackwise.quality.task import Task, TaskResult
+from stackwise.quality.task import Task, TaskResult, cut_note
 from stackwise.text_file import write_whole
 
 __all__ = ["ModelComparison", "QualityRow", "compare_quality", "paired_difference"]
@@ -133,7 +133,7 @@ class ModelComparison:
         return _written(text.getvalue(), path)
 
     def to_markdown(self) -> str:
-        """One row for each model: its speed, and what it is at each task, against the baseline."""
+        """One row for each model: its speed, and what it is at each task, beside the baseline; notes."""
         header, rows = ["architecture"], [[_plain(name)] for name in self.architectures]
         if self.speed is not None:
             for work in dict.fromkeys(self.speed["workload"]):
@@ -150,7 +150,8 @@ class ModelComparison:
         lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
         table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
         said = f"Intervals cover {self.level:.0%}; differences are of the same examples, to {self.baseline}."
-        return f"{table}\n\n{said}\n"
+        notes = "".join(f"- {_plain(note)}\n" for note in self.notes)
+        return f"{table}\n\n{said}\n" + (f"\n{notes}" if notes else "")
 
     def plot(self, path: str | Path) -> Path:
         """Draw a panel for each task: what each model is there, over how fast it is, with both intervals.
@@ -179,7 +180,8 @@ class ModelComparison:
                 x, x_error = self._place(name, work, place)
                 part = row.difference
                 y = 0.0 if part is None else part.difference
-                spread = None if part is None else [[y - part.low], [part.high - y]]
+                known = part is not None and math.isfinite(part.low) and math.isfinite(part.high)
+                spread = [[y - part.low], [part.high - y]] if part is not None and known else None
                 panel.errorbar([x], [y], yerr=spread, xerr=x_error, fmt="o", capsize=3, label=name)
             panel.axhline(0.0, color="black", linewidth=0.8)
             less = ", less is better" if self.row(self.baseline, task).less_is_better else ""
@@ -257,6 +259,8 @@ def compare_quality(
         scorer = Scorer(model, tokenizers[name], **options)
         results[name] = {task.name: task.run(scorer) for task in tasks}
         notes.append(f"{name}: prefixes: {scorer.model.reuse_note}")
+        cuts = [cut_note(task, result) for task, result in results[name].items()]
+        notes += [f"{name}: {cut}" for cut in cuts if cut]
     rows = [
         _row(name, task, results[name][task], None if name == baseline else results[baseline][task], level)
         for task in names
@@ -280,7 +284,7 @@ def paired_difference(result: TaskResult, other: TaskResult, *, level: float = 0
             [-text.log_probability / text.bytes / math.log(2) for text in each.texts]
             for each in (result, other)
         ]
-        return difference_of_means(costs[0], costs[1], sizes[0], level=level)
+        return difference_of_means(costs[0], costs[1], sizes[0], level=level, less_is_better=True)
     if isinstance(result, MultipleChoiceResult):
         assert isinstance(other, MultipleChoiceResult)
         require(result.questions == other.questions, "questions", "others", "the same")

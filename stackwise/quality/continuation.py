@@ -19,6 +19,8 @@ from stackwise.seed import seeded
 
 __all__ = ["Sampling", "continue_texts"]
 
+_TAIL = 16  # tokens of a context, which are text enough to see what a tokenizer does at a beginning
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -42,8 +44,14 @@ class Sampling:
         if self.top_k is not None:
             check_sizes(top_k=self.top_k)
 
-    def __call__(self, logits_BV: Tensor) -> Tensor:
-        """Tokens, int64 (B,)."""
+    def __call__(self, logits_BV: Tensor, uniform_B: Tensor | None = None) -> Tensor:
+        """Tokens, int64 (B,).
+
+        Args:
+            logits_BV: floating.
+            uniform_B: float64, 0 to below 1: a number for each row by which its token is drawn; None: the
+                draws are of torch's own generator.
+        """
         if self.temperature == 0:
             return logits_BV.argmax(-1)
         logits_BV = logits_BV.float() / self.temperature
@@ -57,7 +65,12 @@ class Sampling:
             logits_BV = logits_BV.masked_fill(
                 torch.zeros_like(outside_BV).scatter(-1, order_BV, outside_BV), -torch.inf
             )
-        return torch.multinomial(logits_BV.softmax(-1), 1)[:, 0]
+        if uniform_B is None:
+            return torch.multinomial(logits_BV.softmax(-1), 1)[:, 0]
+        sums_BV = logits_BV.double().softmax(-1).cumsum(-1)
+        # The first token whose sum is above the number: one that cannot be drawn adds nothing.
+        found_B1 = torch.searchsorted(sums_BV, uniform_B[:, None] * sums_BV[:, -1:], right=True)
+        return found_B1[:, 0].clamp(max=sums_BV.shape[-1] - 1)
 
 
 def continue_texts(
@@ -67,6 +80,8 @@ def continue_texts(
     max_new_tokens: int,
     until: Sequence[str] = (),
     sampling: Sampling | None = None,
+    seeds: Sequence[int] | None = None,
+    joined: bool = False,
 ) -> list[str]:
     """What the model writes after each context.
 
@@ -79,11 +94,18 @@ def continue_texts(
         max_new_tokens: fewer than the model has positions.
         until: texts that end a continuation and are no part of it.
         sampling: None: the most likely token each time.
+        seeds: of the draws of each context, so that a text depends on no other one; None: all are drawn with
+            the seed of `sampling`, batch by batch.
+        joined: decode a text together with the end of its context. A tokenizer such as that of Llama 2 leaves
+            out a space at the beginning of what it decodes, which belongs to the text; False: as the harness.
 
     Raises:
-        ValueError: no room for so many new tokens, or an id that the model has no embedding for.
+        ValueError: no room for so many new tokens, an id that the model has no embedding for, or another
+            number of seeds than of contexts.
     """
     check_sizes(max_new_tokens=max_new_tokens)
+    if seeds is not None:
+        require(len(seeds) == len(contexts), "seeds", len(seeds), f"one for each of {len(contexts)} contexts")
     limit = scorer.model.max_length
     if limit is not None:
         require(
@@ -103,7 +125,9 @@ def continue_texts(
     with scorer.model.reading(), seeded(sampling.seed, scorer.model.device):
         for i in range(0, len(order), scorer.batch_size):
             some = order[i : i + scorer.batch_size]
-            texts = _written(scorer, [prompts[k] for k in some], max_new_tokens, until, sampling)
+            writings = [_Writing.after(prompts[k], scorer.texts if joined else None) for k in some]
+            generators = None if seeds is None else [torch.Generator().manual_seed(seeds[k]) for k in some]
+            texts = _written(scorer, writings, max_new_tokens, until, sampling, generators)
             written.update(zip(some, texts, strict=True))
     return [written[i] for i in range(len(prompts))]
 
@@ -116,19 +140,40 @@ class _Writing:
         prompt: what it follows.
         new: tokens so far, without the one that ends it.
         text: None as long as it goes on.
+        tail: the end of the prompt, with which it is decoded; none where it is decoded by itself.
+        shown: the text of `tail`.
     """
 
     prompt: list[int]
     new: list[int] = field(default_factory=list)
     text: str | None = None
+    tail: list[int] = field(default_factory=list)
+    shown: str = ""
+
+    @classmethod
+    def after(cls, prompt: list[int], texts: TextTokenizer | None) -> _Writing:
+        """Decoded together with the end of the prompt by `texts`; None: by itself."""
+        if texts is None:
+            return cls(prompt)
+        tail = prompt[-_TAIL:]
+        return cls(prompt, tail=tail, shown=texts.decode(tail))
+
+    def decoded(self, texts: TextTokenizer) -> str:
+        """The text of all new tokens."""
+        if not self.tail:
+            return texts.decode(self.new)
+        whole = texts.decode([*self.tail, *self.new])
+        pairs = enumerate(zip(self.shown, whole, strict=False))
+        parted = (i for i, (one, other) in pairs if one != other)
+        return whole[next(parted, min(len(self.shown), len(whole))) :]
 
     def take(self, token: int, texts: TextTokenizer, max_new_tokens: int, until: Sequence[str]) -> None:
         """One more token, which may end it."""
         if token == texts.eos_token_id:
-            self.text = texts.decode(self.new)
+            self.text = self.decoded(texts)
             return
         self.new.append(token)
-        whole = texts.decode(self.new)
+        whole = self.decoded(texts)
         kept = _cut(whole, until)
         if kept != whole or len(self.new) == max_new_tokens:
             self.text = kept
@@ -136,22 +181,23 @@ class _Writing:
 
 def _written(
     scorer: Scorer,
-    prompts: Sequence[list[int]],
+    writings: Sequence[_Writing],
     max_new_tokens: int,
     until: Sequence[str],
     sampling: Sampling,
+    generators: Sequence[torch.Generator] | None,
 ) -> list[str]:
     """Continuations of one batch: all rows are read as far as the shortest, and go on token by token."""
-    lengths = [len(prompt) for prompt in prompts]
-    writings = [_Writing(prompt) for prompt in prompts]
-    read = _reader(scorer.model, len(prompts), max(lengths) + max_new_tokens)
+    lengths = [len(writing.prompt) for writing in writings]
+    read = _reader(scorer.model, len(writings), max(lengths) + max_new_tokens)
     # A head may be wider than the vocabulary, to be of a round size.
     width = min(scorer.model.vocab_size, scorer.texts.vocab_size or scorer.model.vocab_size)
     position = min(lengths)
-    ids = [prompt[:position] for prompt in prompts]
+    ids = [writing.prompt[:position] for writing in writings]
     while True:
         logits_BV = read(torch.tensor(ids, device=scorer.model.device))
-        tokens = sampling(logits_BV[:, :width]).tolist()
+        writes = [position >= length for length in lengths]
+        tokens = sampling(logits_BV[:, :width], _uniform(generators, writes, logits_BV.device)).tolist()
         for writing, token in zip(writings, tokens, strict=True):
             if position >= len(writing.prompt) and writing.text is None:
                 writing.take(token, scorer.texts, max_new_tokens, until)
@@ -163,6 +209,19 @@ def _written(
             for writing, token in zip(writings, tokens, strict=True)
         ]
         position += 1
+
+
+def _uniform(
+    generators: Sequence[torch.Generator] | None, writes: Sequence[bool], device: torch.device
+) -> Tensor | None:
+    """A number for each row, of its own generator; a row that does not write yet takes none from it."""
+    if generators is None:
+        return None
+    drawn = [
+        torch.rand((), dtype=torch.float64, generator=each).item() if writing else 0.0
+        for each, writing in zip(generators, writes, strict=True)
+    ]
+    return torch.tensor(drawn, dtype=torch.float64, device=device)
 
 
 def _reader(model: LanguageModel, batch_size: int, capacity: int) -> Callable[[Tensor], Tensor]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +15,8 @@ if TYPE_CHECKING:
     from stackwise.quality.harness_model import HarnessModel
 
 __all__ = ["harness_model", "run_harness"]
+
+_RESAMPLES = 1000  # for standard errors that have no formula
 
 
 def harness_model(model: Any, tokenizer: Any = None, **options: Any) -> HarnessModel:
@@ -50,11 +54,13 @@ def run_harness(
         samples: keep what was asked and answered, example by example.
 
     Returns:
-        The harness's results: "results" by task, "groups", "versions", "n-samples" and more.
+        The harness's results: "results" by task, each figure with its standard error where there is one,
+        "groups", "versions", "n-samples" and more.
 
     Raises:
         ImportError: lm_eval is not installed.
-        ValueError: a task that the harness does not know, or a folder that is none.
+        ValueError: a task that the harness does not know, or that asks for options of generation that there
+            are not, told before anything is run; or a folder that is none.
     """
     _require_harness()
     from lm_eval import simple_evaluate
@@ -64,25 +70,63 @@ def run_harness(
         require(include.is_dir(), "include", str(include), "a folder of task files (.yaml)")
     require(len(tasks) > 0, "tasks", list(tasks), "at least one")
     path = str(include) if include else None
-    manager = TaskManager(include_path=path, include_defaults=defaults and include is None)
+
+    class CheckedTasks(TaskManager):  # type: ignore[misc]  # lm_eval has no types
+        """Refuses what cannot be run before anything is."""
+
+        def load(self, *arguments: Any, **more: Any) -> Any:
+            loaded = super().load(*arguments, **more)
+            _check_generation(loaded["tasks"])
+            return loaded
+
+    manager = CheckedTasks(include_path=path, include_defaults=defaults and include is None)
     unknown = sorted(set(tasks) - set(manager.all_tasks))
     if unknown and defaults and include is not None:
         # Not before they are asked for: reading all task files of the harness takes a while.
-        manager = TaskManager(include_path=path)
+        manager = CheckedTasks(include_path=path)
         unknown = sorted(set(tasks) - set(manager.all_tasks))
     if unknown:
         where = f" or {include}" if include else ""
         raise ValueError(f"tasks: got {', '.join(unknown)}; allowed: a task of the harness{where}")
-    found: dict[str, Any] = simple_evaluate(
-        model=harness_model(scorer),
-        tasks=list(tasks),
-        num_fewshot=shots,
-        limit=limit,
-        task_manager=manager,
-        bootstrap_iters=0,
-        log_samples=samples,
-    )
+    with _one_process():
+        found: dict[str, Any] = simple_evaluate(
+            model=harness_model(scorer),
+            tasks=list(tasks),
+            num_fewshot=shots,
+            limit=limit,
+            task_manager=manager,
+            bootstrap_iters=_RESAMPLES,
+            log_samples=samples,
+        )
     return found
+
+
+def _check_generation(tasks: Mapping[str, Any]) -> None:
+    """Refuse options of generation that there are not, with the names of the tasks that ask for them."""
+    from stackwise.quality.harness_model import ALLOWED_OPTIONS, refused_options
+
+    refused = {}
+    for name, task in tasks.items():
+        if task.get_config("output_type") == "generate_until":
+            options = refused_options(task.get_config("generation_kwargs") or {})
+            if options:
+                refused[name] = options
+    require(not refused, "generation_kwargs", refused, ALLOWED_OPTIONS)
+
+
+@contextmanager
+def _one_process() -> Iterator[None]:
+    """The harness resamples without processes of its own: a fork with threads of torch may hang."""
+    key = "DISABLE_MULTIPROC"
+    before = os.environ.get(key)
+    os.environ[key] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[key]
+        else:
+            os.environ[key] = before
 
 
 def _require_harness() -> None:

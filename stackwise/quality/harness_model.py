@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lm_eval.api.instance import Instance
@@ -14,12 +14,38 @@ from stackwise.quality.perplexity import rolling_windows
 from stackwise.quality.request import TokenRequest
 from stackwise.quality.scoring import Scorer
 
-__all__ = ["HarnessModel"]
+__all__ = ["ALLOWED_OPTIONS", "HarnessModel", "refused_options"]
 
 # What the harness takes where a model or a task does not say.
 _MAX_LENGTH, _MAX_NEW_TOKENS = 2048, 256
 _NEW_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 _OPTIONS = ("until", "do_sample", "temperature", "top_k", "top_p", *_NEW_TOKENS)
+# Options that tasks name with values that change nothing.
+_WITHOUT_EFFECT = {
+    "num_beams": (1,),
+    "num_beam_groups": (1,),
+    "num_return_sequences": (1,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "diversity_penalty": (0,),
+    "no_repeat_ngram_size": (0,),
+    "min_p": (0,),
+    "typical_p": (1,),
+    "early_stopping": (False,),
+    "use_cache": (True, False),
+}
+
+
+ALLOWED_OPTIONS = f"{', '.join(_OPTIONS)}; and what has no effect, such as num_beams: 1"
+
+
+def refused_options(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Those options of generation that would change what is written, and that there are not."""
+    return {
+        key: value
+        for key, value in asked.items()
+        if key not in _OPTIONS and value is not None and value not in _WITHOUT_EFFECT.get(key, ())
+    }
 
 
 class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
@@ -135,8 +161,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         Raises:
             ValueError: an option that there is not.
         """
-        for key in asked:
-            require(key in _OPTIONS, "generation_kwargs", key, ", ".join(_OPTIONS))
+        refused = refused_options(asked)
+        require(not refused, "generation_kwargs", refused, ALLOWED_OPTIONS)
         until = asked.get("until") or []
         counts = [asked[key] for key in _NEW_TOKENS if asked.get(key) is not None]
         temperature = asked.get("temperature")

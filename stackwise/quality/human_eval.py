@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from stackwise.argument import check_sizes, require
+from stackwise.quality.continuation import Sampling, continue_texts
 from stackwise.quality.pass_at_k import PassAtK, estimate_pass_at_k
 from stackwise.quality.sandbox import Execution, Sandbox
+from stackwise.quality.scoring import Scorer
 
 __all__ = [
     "STOPS",
@@ -20,6 +23,7 @@ __all__ = [
     "Problem",
     "complete_problems",
     "evaluate_completions",
+    "generate_completions",
     "load_problems",
 ]
 
@@ -161,6 +165,65 @@ def complete_problems(
     return found
 
 
+def generate_completions(
+    scorer: Scorer,
+    problems: Sequence[Problem],
+    n: int,
+    *,
+    temperature: float = 0.8,
+    top_p: float = 0.95,
+    max_new_tokens: int = 512,
+    seed: int = 0,
+    stops: Sequence[str] = STOPS,
+) -> dict[str, list[str]]:
+    """Completions that a model writes of each problem, cut where something new begins.
+
+    Each has a seed of its own, from `seed`, the problem's name and its number: it depends on no other one,
+    but for what the size of a batch does to rounding.
+
+    Args:
+        scorer: a model with a tokenizer; at most its `batch_size` completions are written at once.
+        problems: by whose name the completions are found.
+        n: of each; 1 where `temperature` is 0.
+        temperature, top_p: of the draws, see `Sampling`.
+        max_new_tokens: of each completion.
+        seed: of all of them.
+        stops: at the first of which a completion ends.
+
+    Raises:
+        ValueError: no problem, options out of range, several completions that would all be the same, a prompt
+            that does not fit, or as `continue_texts` does.
+    """
+    check_sizes(n=n)
+    check_sizes(0, seed=seed)
+    sampling = Sampling(temperature, top_p=top_p)
+    require(temperature > 0 or n == 1, "n", n, "1 where temperature is 0, since all would be the same")
+    require(bool(problems), "problems", list(problems), "one or more")
+    check_sizes(max_new_tokens=max_new_tokens)
+    limit = scorer.model.max_length
+    if limit is not None:
+        # A prompt without its beginning would be another problem.
+        longest = max(len(scorer.texts.encode(problem.prompt)) for problem in problems)
+        allowed = (
+            f"at most {limit - longest}: the model reads {limit} tokens, the longest prompt has {longest}"
+        )
+        require(longest + max_new_tokens <= limit, "max_new_tokens", max_new_tokens, allowed)
+    places = [(problem, i) for problem in problems for i in range(n)]
+    texts = continue_texts(
+        scorer,
+        [problem.prompt for problem, _ in places],
+        max_new_tokens=max_new_tokens,
+        until=stops,
+        sampling=sampling,
+        seeds=[_seed_of(seed, problem.task_id, i) for problem, i in places],
+        joined=True,  # the space that a body begins with is a part of the program
+    )
+    found: dict[str, list[str]] = {}
+    for (problem, _), text in zip(places, texts, strict=True):
+        found.setdefault(problem.task_id, []).append(text)
+    return found
+
+
 def evaluate_completions(
     problems: Sequence[Problem],
     completions: Mapping[str, Sequence[str]],
@@ -220,6 +283,11 @@ def evaluate_completions(
         executions[problem.task_id].append(each)
     right = {name: [each.passed for each in row] for name, row in executions.items()}
     return HumanEvalResult(executions, {each: estimate_pass_at_k(right, each) for each in sorted(set(k))})
+
+
+def _seed_of(seed: int, task_id: str, place: int) -> int:
+    digest = hashlib.sha256(f"{seed} {place} {task_id}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1  # torch's seeds have 63 bits
 
 
 def _cut(text: str, stops: Sequence[str]) -> str:

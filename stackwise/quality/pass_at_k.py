@@ -14,6 +14,7 @@ from stackwise.argument import check_sizes, require
 __all__ = ["PassAtK", "estimate_pass_at_k", "pass_at_k"]
 
 _RESAMPLES = 10_000
+_AT_ONCE = 1 << 20  # problems that are drawn
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def estimate_pass_at_k(
     """pass@k of a set of problems, each by its own number of programs, with an interval.
 
     The interval is of the percentile bootstrap over problems: what it covers is the mean over problems of
-    this kind, with the programs of each as they were drawn.
+    this kind, with the programs of each as they were drawn. A single problem says nothing of others: 0 to 1.
 
     Args:
         results: of each problem, of each program whether it is right.
@@ -102,7 +103,17 @@ def estimate_pass_at_k(
         )
     rows = problems.values()
     each = np.array([pass_at_k(len(programs), sum(map(bool, programs)), k) for programs in rows])
+    low, high = _interval(each, level, seed) if len(each) > 1 else (0.0, 1.0)
+    return PassAtK(k, float(each.mean()), low, high, level, len(each))
+
+
+def _interval(each: np.ndarray, level: float, seed: int) -> tuple[float, float]:
+    """Of the mean, from resampled problems; a part of the samples at a time, for the sake of memory."""
     rng = np.random.default_rng(seed)
-    drawn = rng.integers(len(each), size=(_RESAMPLES, len(each)))
-    low, high = np.quantile(each[drawn].mean(axis=1), [(1 - level) / 2, (1 + level) / 2])
-    return PassAtK(k, float(each.mean()), float(low), float(high), level, len(each))
+    rows = max(1, _AT_ONCE // len(each))
+    means = [
+        each[rng.integers(len(each), size=(min(rows, _RESAMPLES - start), len(each)))].mean(axis=1)
+        for start in range(0, _RESAMPLES, rows)
+    ]
+    low, high = np.quantile(np.concatenate(means), [(1 - level) / 2, (1 + level) / 2])
+    return float(low), float(high)

@@ -44,6 +44,7 @@ class PerplexityResult:
     texts: tuple[TextScore, ...]
 
     metric = "byte_perplexity"
+    cut = 0  # windows leave nothing out
 
     @property
     def log_probability(self) -> float:

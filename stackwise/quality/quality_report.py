@@ -7,9 +7,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from stackwise.quality.human_eval import HumanEvalResult
 from stackwise.quality.multiple_choice import MultipleChoiceResult
 from stackwise.quality.perplexity import PerplexityResult
-from stackwise.quality.task import TaskResult
+from stackwise.quality.task import TaskResult, cut_note
 
 __all__ = ["Figure", "QualityReport"]
 
@@ -52,6 +53,8 @@ class QualityReport:
     def add(self, task: str, result: TaskResult) -> None:
         """Enter the result of a task of ours."""
         self.results[task] = result.to_dict()
+        if note := cut_note(task, result):
+            self.notes.append(note)
         if isinstance(result, PerplexityResult):
             for metric in ("token_perplexity", "byte_perplexity", "word_perplexity", "bits_per_byte"):
                 self.figures.append(Figure(task, metric, getattr(result, metric), None, len(result.texts)))
@@ -64,6 +67,13 @@ class QualityReport:
         for name, metrics in found.items():
             for metric, each in metrics.items():
                 self.figures.append(Figure(name, metric, each.value, each.standard_error, each.count))
+
+    def add_human_eval(self, result: HumanEvalResult) -> None:
+        """Enter what came of programs: pass@k, with its interval in the notes."""
+        self.results["human_eval"] = result.to_dict()
+        self.notes += [f"human_eval: {line}" for line in str(result).splitlines()]
+        for k, found in result.pass_at.items():
+            self.figures.append(Figure("human_eval", f"pass@{k}", found.estimate, None, found.n_problems))
 
     def add_harness(self, found: Mapping[str, Any]) -> None:
         """Enter what `run_harness` returned."""

@@ -38,8 +38,9 @@ class Judgement:
     difference: PairedDifference | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return vars(self) | {"difference": self.difference and self.difference.to_dict()}
+        """Plain values, for JSON; what is not finite is a text."""
+        value = self.value if math.isfinite(self.value) else str(self.value)
+        return vars(self) | {"value": value, "difference": self.difference and self.difference.to_dict()}
 
 
 @dataclass(frozen=True)

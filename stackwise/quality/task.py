@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from stackwise.quality.request import Request
 from stackwise.quality.scoring import Scorer
 from stackwise.quality.task_file import Dataset, Row, read_rows
 
-__all__ = ["Task", "TaskResult", "load_task", "load_tasks"]
+__all__ = ["Task", "TaskResult", "cut_note", "load_task", "load_tasks"]
 
 TaskResult = MultipleChoiceResult | ClozeResult | PerplexityResult
 MMLU = Dataset("mmlu", "cais/mmlu", "all", {"test": ("test",), "dev": ("dev",)})
@@ -40,16 +41,45 @@ class Task:
     run: Callable[[Scorer], TaskResult]
 
 
-def load_tasks(names: Iterable[str], folder: Path | None = None, **options: Any) -> list[Task]:
-    """`load_task` of each, in this order.
+def cut_note(task: str, result: TaskResult) -> str | None:
+    """What is to be told of contexts that were cut; None: none were."""
+    if not result.cut:
+        return None
+    return f"{task}: {result.cut:,} tokens at the beginning of contexts were left out, for want of room"
+
+
+def load_tasks(
+    names: Iterable[str],
+    folder: Path | None = None,
+    *,
+    shots: int | None = None,
+    limit: int | None = None,
+    context: int = 1,
+) -> list[Task]:
+    """`load_task` of each, in this order. Files of one name are called by their whole path.
+
+    Args:
+        names: each once.
+        folder: as of `load_task`.
+        shots: of MMLU, which is then one of them.
+        limit, context: as of `load_task`.
 
     Raises:
-        ValueError: a name twice, or as `load_task` does.
+        ValueError: no name, a name twice, shots without MMLU, or as `load_task` does.
     """
     names = list(names)
     require(len(names) > 0, "tasks", names, "at least one")
     require(len(set(names)) == len(names), "tasks", names, "each once")
-    return [load_task(name, folder, **options) for name in names]
+    require(shots is None or "mmlu" in names, "shots", shots, "none, since only mmlu has examples")
+    tasks = [
+        load_task(name, folder, shots=shots if name == "mmlu" else None, limit=limit, context=context)
+        for name in names
+    ]
+    counts = Counter(task.name for task in tasks)
+    return [
+        task if counts[task.name] == 1 else replace(task, name=name)
+        for name, task in zip(names, tasks, strict=True)
+    ]
 
 
 def load_task(

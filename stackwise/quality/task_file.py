@@ -46,7 +46,7 @@ class Dataset:
             FileNotFoundError: there is no such file, or it cannot be fetched; the message says what to
                 download and where to put it.
             ImportError: what reads Parquet, or fetches, is not installed.
-            ValueError: a file that is damaged.
+            ValueError: a file that is damaged, or files of both kinds, which may well be the same rows.
         """
         if folder is None:
             return self._fetched(split)
@@ -60,11 +60,15 @@ class Dataset:
     def _files(self, split: str, folder: Path) -> list[Path]:
         found = sorted(path for path in folder.rglob("*") if path.suffix in _ENDINGS and path.is_file())
         whole = [path for path in found if _ALL in path.relative_to(folder).parts[:-1]]
-        for called in self.splits[split]:
-            named = [path for path in whole or found if called in re.split("[^a-z]+", path.stem.lower())]
-            if named:
-                return named
-        return []
+        by_name = [
+            [path for path in whole or found if called in re.split("[^a-z]+", path.stem.lower())]
+            for called in self.splits[split]
+        ]
+        every = [path for named in by_name for path in named]
+        kinds = {path.suffix for path in every}
+        shown = ", ".join(map(str, every))
+        require(len(kinds) < 2, f"files of the split {split}", shown, "all .jsonl or all .parquet")
+        return next((named for named in by_name if named), [])
 
     def _fetched(self, split: str) -> list[Row]:
         try:

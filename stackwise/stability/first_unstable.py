@@ -34,7 +34,8 @@ class FirstUnstable:
         points: of all lengths that were looked at, the shortest first, each with all its seeds.
         order: the lengths in the order of the looks; those that were looked at again are in it twice.
         notes: what does not fit one length from which on all are unstable; spiky lengths; what memory was too
-            small for; rows that do not divide the tokens of a step.
+            small for; lengths around the find that are not confirmed; rows that do not divide the tokens of a
+            step.
     """
 
     model: str
@@ -153,7 +154,8 @@ def first_unstable_length(
     with fresh seeds. What then does not hold sends the bisection on from there; a longer length that is
     stable is noted. About log2((high - low) / step) + 2 lengths are looked at, and two of them twice.
 
-    Where memory is too small for a length, the search goes on below it.
+    Where memory is too small for a length, the search goes on below it. Where it is for the fresh seeds
+    alone, the find stays as the first ones showed it, with a note.
 
     Args:
         spec: the model.
@@ -200,7 +202,7 @@ def first_unstable_length(
     search = _Search(probe, chosen, fresh, step, on_point)
     search.run(low, high)
     points = [search.points[length] for length in sorted(search.points)]
-    notes = _notes(points, search.first) + token_notes(points, tokens_per_step)
+    notes = _notes(points, search.first) + search.unconfirmed + token_notes(points, tokens_per_step)
     return FirstUnstable(spec.name, low, high, step, search.first, points, search.order, notes)
 
 
@@ -218,6 +220,7 @@ class _Search:
         self._probe, self._seeds, self._fresh, self._step = probe, seeds, fresh, step
         self._on_point = on_point
         self._confirmed = set[int]()
+        self.unconfirmed: list[str] = []
         self.points: dict[int, LengthPoint] = {}
         self.order: list[int] = []
 
@@ -258,7 +261,13 @@ class _Search:
 
     def _confirm(self, seq_len: int) -> None:
         self._confirmed.add(seq_len)
-        self._keep(self.points[seq_len].joined(self._probe.look(seq_len, self._fresh)))
+        again = self._probe.look(seq_len, self._fresh)
+        if again.stopped:
+            # It says nothing against what the first seeds showed.
+            self.unconfirmed.append(f"T={seq_len}: {again.stopped} with fresh seeds: not confirmed")
+            self._keep(self.points[seq_len])
+        else:
+            self._keep(self.points[seq_len].joined(again))
 
     def _keep(self, point: LengthPoint) -> None:
         self.points[point.seq_len] = point

@@ -27,7 +27,8 @@ class LengthPoint:
         loss: mean of the untouched model of the first seed in eval mode, in nats for tokens.
         logit_max: largest |logit|.
         logit_rms: root of the mean square of the logits.
-        step_seconds: of a training step, the device waited for: the median of those behind the first.
+        step_seconds: of a training step, the device waited for: the median of those behind the first, of all
+            seeds that were looked at together; of two looks joined, of the first.
         runs: the training at this length, one a seed.
         peak_bytes: the most memory of one training above what was in use before: of CUDA's tensors, or of
             the process on the CPU; None: it was not measured, or cannot be.
@@ -130,6 +131,7 @@ class LengthPoint:
         return replace(
             base,
             runs=self.runs + other.runs,
+            step_seconds=self.step_seconds,
             peak_bytes=max(peaks, default=None),
             stopped=self.stopped or other.stopped,
         )

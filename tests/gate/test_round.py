@@ -743,3 +743,9 @@ def test_refused(given, tmp_path):
 def test_sampling_refused(given):
     with pytest.raises(ValueError, match=next(iter(given))):
         Sampling(**given)
+
+
+def test_a_head_that_hangs_everywhere_takes_no_longer_than_it_may(sides, tmp_path):
+    sides({A: cost(), B: cost(), C: cost()}, {A: "hang", B: "hang", C: "hang"})
+    found = gate(tmp_path, (A, B, C), most_seconds=1e-9)
+    assert [test.status for test in found.tests] == ["hung on head", "not begun", "not begun"]

@@ -134,6 +134,9 @@ def test_what_becomes_no_number_counts_with_the_initial_loss():
     broken = [run for run in sweep.runs if run.learning_rate == 1e30]
     assert [run.status for run in broken] == ["nan", "nan"]
     assert [run.loss for run in broken] == [math.inf, math.inf]
+    # What was observed is of before the first update, and says nothing of the end.
+    assert [(run.logit_max, run.attention_logit_max) for run in broken] == [(None, None)] * 2
+    assert all(run.logit_max is not None for run in sweep.runs if run.learning_rate == 1e-3)
     assert all(0 < run.step <= 2 for run in broken)
     assert sweep.losses(1)[1e30] == tuple(run.initial_loss for run in broken)
     assert sweep.failed(1) == 2
@@ -184,6 +187,14 @@ def test_learning_rate_seed_steps_and_warmup_are_in_the_configuration():
         assert training.optimizer.per_stack[0].lr == pytest.approx(rate / 2)
         assert training.schedule.warmup_steps == 10
         assert not plan.sets_learning_rate
+
+
+@pytest.mark.parametrize(("configured", "expected"), [(30, 12), (None, None), (0, 0), (1, 0)])
+def test_a_warm_up_that_is_not_asked_for_has_its_share_of_the_steps(configured, expected):
+    own = {"max_steps": 100, "schedule": {"warmup_steps": configured}}
+    [plan] = plan_sweep(config_of(own), [0.01], (1,), steps=40, seeds=(0,))
+    assert plan.subject.training.schedule.warmup_steps == expected
+    assert plan.subject.training.max_steps == 40
 
 
 def test_by_default_the_grid_is_that_of_the_paper():

@@ -387,6 +387,8 @@ class TestNotes:
 
 class TestLength:
     @given(configs(), factors, st.integers(1, 2000))
+    # A window that no Block has loses nothing.
+    @example(config_of((16, 1, 1, 16, 1, 1), sliding_window=[None, 1], training={"seq_len": 2}), 1, 1)
     def test_ratios(self, config, factor, seq_len):
         variant = create_small_variant(config, factor, seq_len=seq_len)
         same = create_small_variant(config, factor).config
@@ -446,7 +448,7 @@ class TestWhatSpeaksOfStacks:
 class TestMup:
     @given(configs(), factors)
     def test_is_a_family_or_refused(self, config, factor):
-        sizes = [config.model.d_model, config.model.n_heads]
+        sizes = [config.model.d_model, config.model.n_heads, config.model.d_ff]
         latent = config.model.latent
         if config.model.attention_type == "mla":
             sizes += [512] if latent is None else [latent.kv_lora_rank, latent.q_lora_rank]
@@ -498,7 +500,7 @@ class TestMup:
 
     def test_the_reason_is_named(self):
         config = config_of((512, 8, 2, 2048, 2, 4))
-        text = r"factor: got 4; .* divides all of d_model=512, n_heads=8, n_kv_heads=2: 1, 2"
+        text = r"factor: got 4; .* divides all of d_model=512, d_ff=2048, n_heads=8, n_kv_heads=2: 1, 2"
         with pytest.raises(ValueError, match=text):
             create_small_variant(config, 4, mup=True)
         config = config_of((512, 8, 1, 2048, 2, 4), attention_type="mqa")
@@ -506,6 +508,13 @@ class TestMup:
             ValueError, match=r"model\.attention_type: got 'mqa'; allowed: with mup=True .*'gqa'"
         ):
             create_small_variant(config, 4, mup=True)
+
+    def test_a_feed_forward_width_that_does_not_divide_is_refused(self):
+        config = config_of((512, 8, 4, 1366, 2, 4))
+        text = r"factor: got 4; .* divides all of d_model=512, d_ff=1366, n_heads=8, n_kv_heads=4: 1, 2$"
+        with pytest.raises(ValueError, match=text):
+            create_small_variant(config, 4, mup=True)
+        assert create_small_variant(config, 2, mup=True).config.model.d_ff == 683
 
     def test_an_original_of_mup_keeps_its_base(self):
         config = config_of((256, 8, 4, 512, 2, 4), initialization="mup", mup_base_width=64)

@@ -60,7 +60,8 @@ def test_difference_of_texts_is_in_bits_per_byte():
         [p / n / math.log(2) for p, n in zip(ps, (10, 20, 30), strict=True)]
         for ps in ((10, 30, 30), (20, 20, 60))
     ]
-    wanted = difference_of_means(*bits, [10, 20, 30])
+    wanted = difference_of_means(*bits, [10, 20, 30], less_is_better=True)
+    assert (found.wins, found.losses) == (2, 1)  # fewer bits are better
     assert (found.low, found.high, found.wins, found.losses) == pytest.approx(
         (wanted.low, wanted.high, wanted.wins, wanted.losses)
     )
@@ -188,6 +189,27 @@ def _scorer(rack):
     from stackwise.quality.scoring import Scorer
 
     return Scorer(rack, ByteTokenizer(["bos", "eos"]))
+
+
+def test_cut_contexts_are_told(racks):
+    long = [Question("a long context " * 10, ("one", "two"), 0)]
+    asked = [Task("long", 1, lambda scorer: score_questions(scorer, long))]
+    found = compare_quality(racks, asked, ByteTokenizer(["bos", "eos"]))
+    # Bytes: the space at the end goes to the choices, which then have 5; 65 fit, the last one unread.
+    cut = 2 * (149 + 5 - 65)
+    note = f"long: {cut} tokens at the beginning of contexts were left out, for want of room"
+    assert [n for n in found.notes if "left out" in n] == [f"plain: {note}", f"fond of a: {note}"]
+    assert f"- fond of a: {note}" in found.to_markdown().splitlines()
+
+
+def test_of_one_text_the_table_has_no_ends(racks, tmp_path):
+    asked = [Task("text", 1, lambda scorer: score_texts(scorer, ["some words"]))]
+    found = compare_quality(racks, asked, ByteTokenizer(["bos", "eos"]))
+    assert "[-inf, +inf]" in found.to_markdown()
+    row = json.loads(found.to_json())["quality"][1]
+    assert (row["difference_low"], row["difference_high"]) == ("-inf", "inf")
+    pytest.importorskip("matplotlib")
+    assert found.plot(tmp_path / "one.png").stat().st_size > 1000
 
 
 def test_another_baseline(racks, tasks):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from stackwise.data.tokenizer import ByteTokenizer
 from stackwise.quality import Sampling, Scorer, continue_texts
 
 CONTEXTS = ["Hello", "A rather longer context", "", "x"]
@@ -108,3 +109,46 @@ def test_a_seed_gives_the_same_texts_and_leaves_the_callers_draws_alone(llama, b
 def test_options_out_of_range(option, value):
     with pytest.raises(ValueError, match=f"{option}: got {value}"):
         Sampling(**{option: value})
+
+
+def test_a_number_draws_what_its_share_is():
+    logits = torch.tensor([0.0, 0.5, 0.3, 0.0, 0.2]).log()
+    uniform = (torch.arange(20_000, dtype=torch.float64) + 0.5) / 20_000
+    drawn = Sampling(1.0)(logits.expand(20_000, 5), uniform).bincount(minlength=5) / 20_000
+    assert drawn.tolist() == pytest.approx([0, 0.5, 0.3, 0, 0.2], abs=1e-4)
+    ends = torch.tensor([0.0, 1.0 - 2**-53], dtype=torch.float64)
+    assert Sampling(1.0, top_k=2)(logits.expand(2, 5), ends).tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("kind", ["llama", "rack"])
+def test_with_seeds_of_their_own_texts_depend_on_no_others(kind, request, byte_tokenizer):
+    model, seeds = request.getfixturevalue(kind), [5, 6, 7, 8]
+    sampling = Sampling(1.0, top_p=0.95)
+
+    def write(contexts, seeds, **options):
+        scorer = Scorer(model, byte_tokenizer, **options)
+        return continue_texts(scorer, contexts, max_new_tokens=8, sampling=sampling, seeds=seeds)
+
+    together = write(CONTEXTS, seeds)
+    assert together == write(CONTEXTS, seeds, batch_size=1) == write(CONTEXTS, seeds, batch_size=3)
+    assert together[::-1] == write(CONTEXTS[::-1], seeds[::-1])
+    assert write(["x"] * 3, [1, 1, 2])[0] == write(["x"] * 3, [3, 1, 2])[1]
+    assert len(set(write(["x"] * 3, [1, 2, 3]))) == 3
+    with pytest.raises(ValueError, match="seeds: got 1; allowed: one for each of 4 contexts"):
+        write(CONTEXTS, [1])
+
+
+class Stripping(ByteTokenizer):
+    """As that of Llama 2: a space at the beginning is taken for the mark of a word, and left out."""
+
+    def decode(self, ids):
+        return super().decode(ids).removeprefix(" ")
+
+
+@pytest.mark.parametrize(("joined", "text"), [(False, '!"#'), (True, ' !"#')])
+def test_a_space_at_the_beginning_is_kept_where_it_is_joined(joined, text):
+    scorer = Scorer(Spelling(), Stripping(["bos", "eos"]))
+    for context in ("\x1f", " b\x1f", "a" * 40 + "\x1f"):
+        assert continue_texts(scorer, [context], max_new_tokens=4, joined=joined) == [text]
+    # An end is looked for in what is kept.
+    assert continue_texts(scorer, ["\x1f"], max_new_tokens=4, until=["#"], joined=True) == [' !"']

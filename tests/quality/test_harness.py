@@ -1,6 +1,7 @@
 """The harness: our adapter beside its own model, request by request; tasks of one's own from a folder."""
 
 import json
+import os
 
 import pytest
 
@@ -94,8 +95,25 @@ metric_list: [{{metric: bits_per_byte}}]
 output_type: generate_until
 doc_to_text: "{{{{question}}}}"
 doc_to_target: "{{{{answer}}}}"
-generation_kwargs: {{until: ["\\n"], max_gen_toks: 4}}
+generation_kwargs: {{until: ["\\n"], max_gen_toks: 4, num_beams: 1}}
 metric_list: [{{metric: exact_match, {means}}}]
+"""
+    )
+    (folder / "beams.yaml").write_text(
+        f"""{shared}task: own_beams
+output_type: generate_until
+doc_to_text: "{{{{question}}}}"
+doc_to_target: "{{{{answer}}}}"
+generation_kwargs: {{until: ["\\n"], num_beams: 4}}
+metric_list: [{{metric: exact_match, {means}}}]
+"""
+    )
+    (folder / "ends.yaml").write_text(
+        f"""{shared}task: own_ends
+output_type: loglikelihood
+doc_to_text: "{{{{question}}}}"
+doc_to_target: " {{{{choices[0]}}}}"
+metric_list: [{{metric: perplexity, aggregation: perplexity, higher_is_better: false}}]
 """
     )
 
@@ -104,14 +122,19 @@ metric_list: [{{metric: exact_match, {means}}}]
 @pytest.mark.parametrize("kind", ["llama", "rack"])
 def test_tasks_of_a_folder(kind, request, byte_tokenizer, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.delenv("DISABLE_MULTIPROC", raising=False)
     write_tasks(tmp_path)
     scorer = Scorer(request.getfixturevalue(kind), byte_tokenizer)
-    names = ["own_choice", "own_texts", "own_written"]
+    names = ["own_choice", "own_texts", "own_written", "own_ends"]
     found = run_harness(scorer, names, include=tmp_path, defaults=False, samples=True)
     own = load_task(str(tmp_path / "own.jsonl")).run(scorer)
     results = found["results"]["own_choice"]
     assert results["acc,none"] == own.accuracy().value
     assert results["acc_norm,none"] == own.accuracy("characters").value
+    assert results["acc_stderr,none"] == pytest.approx(own.accuracy().standard_error)
+    # Without a formula it is of resamples; five texts that cost about the same leave it small.
+    ends = found["results"]["own_ends"]
+    assert 0 < ends["perplexity_stderr,none"] < ends["perplexity,none"]
     answers = [[each[0][0] for each in sample["resps"]] for sample in found["samples"]["own_choice"]]
     flat = [score for scores in answers for score in scores]
     assert flat == pytest.approx([s for scores in own.log_probabilities for s in scores], abs=1e-4)
@@ -119,6 +142,11 @@ def test_tasks_of_a_folder(kind, request, byte_tokenizer, tmp_path, monkeypatch)
     assert all(isinstance(s["resps"][0][0], str) for s in found["samples"]["own_written"])
     with pytest.raises(ValueError, match="tasks: got other; allowed: a task of the harness or "):
         run_harness(scorer, ["other"], include=tmp_path, defaults=False)
+    read = scorer.tokens_read
+    with pytest.raises(ValueError, match=r"generation_kwargs: got \{'own_beams': \{'num_beams': 4\}\}"):
+        run_harness(scorer, ["own_choice", "own_beams"], include=tmp_path, defaults=False)
+    assert scorer.tokens_read == read  # before the run starts
+    assert "DISABLE_MULTIPROC" not in os.environ
 
 
 def test_options_of_generation(llama, byte_tokenizer):
@@ -133,8 +161,17 @@ def test_options_of_generation(llama, byte_tokenizer):
     }
     asked = instances("generate_until", [("a", drawing), ("b", {"until": ["x"], "max_new_tokens": 3})])
     assert model.generate_until(asked) == model.generate_until(asked)
-    with pytest.raises(ValueError, match="generation_kwargs: got 'num_beams'; allowed: until, do_sample"):
+    with pytest.raises(
+        ValueError, match=r"generation_kwargs: got \{'num_beams': 2\}; allowed: until, do_sample"
+    ):
         model.generate_until(instances("generate_until", [("a", {"num_beams": 2})]))
+    plain = {"until": [], "max_gen_toks": 4}
+    neutral = {"num_beams": 1, "repetition_penalty": 1.0, "early_stopping": False, "min_p": None}
+    one, two = (
+        model.generate_until(instances("generate_until", [("a", options)]))
+        for options in (plain, plain | neutral)
+    )
+    assert one == two
     with pytest.raises(ValueError, match="tokenizer: got 'byte'; allowed: one with a chat template"):
         model.apply_chat_template([{"role": "user", "content": "a"}])
 

@@ -4,11 +4,16 @@ import gzip
 import json
 
 import pytest
+import torch
+from torch.nn.functional import one_hot
 
+from stackwise.data.tokenizer import ByteTokenizer
+from stackwise.quality import Scorer
 from stackwise.quality.human_eval import (
     Problem,
     complete_problems,
     evaluate_completions,
+    generate_completions,
     load_problems,
 )
 from stackwise.quality.sandbox import Sandbox, SandboxLimits, isolation_problem
@@ -141,3 +146,69 @@ def test_completed_up_to_what_is_new(problems):
     assert complete_problems(lambda *_: ["a\nif b"], problems[:1], 1, stops=())["Own/0"] == ["a\nif b"]
     with pytest.raises(ValueError, match=r"Own/0: complete gave: got 2; allowed: n=1 texts"):
         complete_problems(lambda *_: ["a", "b"], problems, 1)
+
+
+def test_generated_each_by_its_own_seed(problems, llama, byte_tokenizer):
+    scorer = Scorer(llama, byte_tokenizer)
+    found = generate_completions(scorer, problems, 3, max_new_tokens=8, stops=())
+    assert {name: len(set(row)) for name, row in found.items()} == {"Own/0": 3, "Own/1": 3}
+    alone = generate_completions(
+        Scorer(llama, byte_tokenizer, batch_size=1), problems[1:], 2, max_new_tokens=8, stops=()
+    )
+    assert alone == {"Own/1": found["Own/1"][:2]}
+    other = generate_completions(scorer, problems[1:], 2, max_new_tokens=8, stops=(), seed=1)
+    assert other["Own/1"] != alone["Own/1"]
+
+
+class Writer(torch.nn.Module):
+    """Says the bytes of a text by their places, whatever it has read, and then ends."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(258, 1)
+        self.script = torch.tensor([*text.encode()[1:], 257])
+
+    def forward(self, ids):
+        places = torch.arange(ids.shape[1]).clamp(max=len(self.script) - 1)
+        return 9.0 * one_hot(self.script[places], 258).float().expand(len(ids), -1, -1)
+
+
+class Stripping(ByteTokenizer):
+    """As that of Llama 2: a space at the beginning is taken for the mark of a word, and left out."""
+
+    def decode(self, ids):
+        return super().decode(ids).removeprefix(" ")
+
+
+@needs_jail
+@pytest.mark.parametrize("tokenizer", [ByteTokenizer, Stripping])
+def test_what_a_model_writes_is_run(problems, tokenizer):
+    body = DOUBLE["canonical_solution"]
+    model = Writer(DOUBLE["prompt"] + body + "\n\ndef other():\n    pass\n")
+    scorer = Scorer(model, tokenizer(["bos", "eos"]))
+    completions = generate_completions(scorer, problems[:1], 1, temperature=0, max_new_tokens=60)
+    assert completions == {"Own/0": [body + "\n"]}
+    assert (
+        evaluate_completions(problems[:1], completions, execute_generated_code=True).pass_at[1].estimate == 1
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"n": 0}, "n: got 0"),
+        ({"n": 2, "temperature": 0}, "n: got 2; allowed: 1 where temperature is 0"),
+        ({"n": 1, "temperature": -1}, "temperature: got -1"),
+        ({"n": 1, "top_p": 0}, "top_p: got 0"),
+        ({"n": 1, "seed": -1}, "seed: got -1"),
+        ({"n": 1, "max_new_tokens": 0}, "max_new_tokens: got 0"),
+        (
+            {"n": 1, "max_new_tokens": 256},
+            r"max_new_tokens: got 256; allowed: at most \d+: the model reads 256",
+        ),
+        ({"n": 1, "problems": []}, r"problems: got \[\]"),
+    ],
+)
+def test_generation_that_is_refused(options, message, problems, llama, byte_tokenizer):
+    with pytest.raises(ValueError, match=message):
+        generate_completions(Scorer(llama, byte_tokenizer), **({"problems": problems} | options))

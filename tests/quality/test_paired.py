@@ -1,10 +1,13 @@
 """Paired differences against published figures, other formulas and simulation."""
 
+import json
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.stats import binomtest
+from scipy.stats import binomtest, ttest_rel
 
 from stackwise.quality.paired import difference_of_means, difference_of_shares
 
@@ -101,24 +104,57 @@ def test_standing(table, within, standing):
     assert difference_of_shares(*outcomes(*table)).standing(within) == standing
 
 
-def test_means():
+def test_means_are_students_t():
     rng = np.random.default_rng(1)
-    common = rng.normal(size=400)  # what is hard for one is hard for the other
-    first, second = common + 0.1 + 0.1 * rng.normal(size=400), common
-    found = difference_of_means(first, second)
-    error = np.std(first - second, ddof=1) / 20
+    common = rng.normal(size=30)  # what is hard for one is hard for the other
+    first, second = common + 0.1 + 0.1 * rng.normal(size=30), common
+    found = difference_of_means(first, second, level=0.9)
+    wanted = ttest_rel(first, second).confidence_interval(0.9)
     assert found.difference == pytest.approx(np.mean(first - second))
-    assert (found.low, found.high) == pytest.approx(
-        (found.difference - 1.96 * error, found.difference + 1.96 * error), abs=0.15 * error
-    )
-    assert found.wins + found.losses == 400
-    assert found == difference_of_means(list(first), list(second))
+    assert (found.low, found.high) == pytest.approx((wanted.low, wanted.high))
+    assert found.wins + found.losses == 30
+    assert found == difference_of_means(list(first), list(second), level=0.9)
 
 
 def test_weighted_means():
     found = difference_of_means([1.0, 0.0], [0.0, 0.0], [1, 3])
     assert found.difference == 0.25
-    assert (found.low, found.high) == (0.0, 1.0)
+    # Errors 1 * 0.75 and 3 * -0.25; the 97.5% quantile of one degree of freedom, a Cauchy distribution.
+    reach = math.tan(math.pi * 0.475) * math.sqrt(2 * (0.75**2 + 0.75**2)) / 4
+    assert (found.low, found.high) == pytest.approx((0.25 - reach, 0.25 + reach))
+
+
+@pytest.mark.parametrize("weighted", [False, True], ids=["alike", "weighted"])
+@pytest.mark.parametrize("n", [3, 5, 10, 40])
+def test_intervals_of_means_cover_what_they_say(n, weighted):
+    rng, runs, held = np.random.default_rng(n), 1500, 0
+    for _ in range(runs):
+        parts = 0.3 + rng.normal(size=n)
+        weights = rng.uniform(1, 3, size=n) if weighted else None
+        found = difference_of_means(parts, np.zeros(n), weights)
+        held += found.low <= 0.3 <= found.high
+    # With equal weights it is exact; the standard error of the share is 0.006.
+    assert held / runs == pytest.approx(0.95, abs=0.03 if weighted else 0.02)
+
+
+def test_of_one_example_nothing_is_known_of_others():
+    found = difference_of_means([1.0], [0.5])
+    assert (found.difference, found.low, found.high) == (0.5, -math.inf, math.inf)
+    assert found.standing(10.0) == found.standing(10.0, less_is_better=True) == "open"
+    told = json.loads(json.dumps(found.to_dict(), allow_nan=False))
+    assert (told["difference"], told["low"], told["high"]) == (0.5, "-inf", "inf")
+
+
+def test_of_costs_the_lower_one_wins():
+    found = difference_of_means([1.0, 1.0, 3.0, 1.0], [2.0, 2.0, 2.0, 1.0], less_is_better=True)
+    assert (found.wins, found.losses) == (2, 1)
+    assert difference_of_means([1.0, 3.0], [2.0, 0.0]).wins == 1
+
+
+def test_infinite_surprise_tells_nothing():
+    found = difference_of_means([math.inf, 1.0], [math.inf, 2.0])
+    assert math.isnan(found.difference) and found.standing(0.1) == "open"
+    assert found.to_dict()["low"] == "nan"
 
 
 @pytest.mark.parametrize(

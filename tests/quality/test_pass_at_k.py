@@ -1,6 +1,7 @@
 """pass@k against its definition."""
 
 import itertools
+import tracemalloc
 from fractions import Fraction
 
 import numpy as np
@@ -86,6 +87,24 @@ def test_problems_are_resampled_and_not_programs():
     half = 1.96 * 0.5 / 40**0.5
     assert found.low == pytest.approx(0.5 - half, abs=0.02)
     assert found.high == pytest.approx(0.5 + half, abs=0.02)
+
+
+def test_a_single_problem_says_nothing_of_others():
+    found = estimate_pass_at_k([[True, False, False, True]], 1)
+    assert (found.estimate, found.low, found.high) == (0.5, 0.0, 1.0)
+
+
+def test_many_problems_are_resampled_in_parts():
+    results = [[i % 2 == 0] for i in range(3000)]
+    tracemalloc.start()
+    try:
+        found = estimate_pass_at_k(results, 1)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 64e6  # all samples at once are 480 MB
+    half = 1.96 * 0.5 / 3000**0.5
+    assert (found.low, found.high) == pytest.approx((0.5 - half, 0.5 + half), abs=2e-3)
 
 
 @pytest.mark.parametrize(

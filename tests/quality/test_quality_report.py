@@ -4,10 +4,13 @@ import json
 import math
 
 import numpy as np
+import pytest
 
+from stackwise.quality.cloze import ClozeResult
 from stackwise.quality.multiple_choice import MultipleChoiceResult, Question
 from stackwise.quality.perplexity import PerplexityResult, TextScore
 from stackwise.quality.quality_report import QualityReport
+from stackwise.quality.request import Request, Score
 
 
 def filled():
@@ -31,6 +34,26 @@ def test_lines_and_markdown():
     assert ["text", "bits_per_byte", "2.0000", "1"] in [line.split() for line in lines]
     assert "| quiz | acc | 0.3333 | 0.3333 | 3 |" in report.markdown().splitlines()
     assert "| text | token_perplexity | 16.0000 |  | 1 |" in report.markdown().splitlines()
+
+
+def test_cut_contexts_are_told():
+    report = filled()
+    requests = (Request("a", "b"), Request("c", "d"))
+    report.add("ends", ClozeResult(requests, (Score(-1.0, True, 1, cut=1200), Score(-1.0, False, 1, cut=34))))
+    note = "ends: 1,234 tokens at the beginning of contexts were left out, for want of room"
+    assert report.notes == ["a note", note]
+    assert f"  {note}" in report.lines() and f"- {note}" in report.markdown().splitlines()
+    assert report.to_dict()["results"]["ends"]["cut_tokens"] == 1234
+
+
+def test_a_cloze_that_surprises_beyond_numbers():
+    found = ClozeResult((Request("a", "b"),), (Score(-1e6, False, 1),))
+    assert found.perplexity == math.inf and found.cut == 0
+    report = QualityReport("tiny")
+    report.add("ends", found)
+    assert json.loads(json.dumps(report.to_dict(), allow_nan=False))["results"]["ends"]["perplexity"] == "inf"
+    likely = ClozeResult((Request("a", "b"),) * 2, (Score(-1.0, True, 1), Score(-2.0, False, 1)))
+    assert likely.perplexity == pytest.approx(4.4816890703)
 
 
 def test_json_has_numbers_that_json_has():

@@ -1,5 +1,6 @@
 """What is asked of a model at a task."""
 
+import json
 import math
 
 import pytest
@@ -52,6 +53,16 @@ def test_of_bits_less_is_better():
     assert asked.judge(bits(*low), bits(*high)).verdict == "met"
     assert asked.judge(bits(*high), bits(*low)).verdict == "missed"
     assert asked.judge(bits(1.0, 3.0), bits(2.0, 1.5)).verdict == "inconclusive"
+
+
+def test_a_single_text_tells_nothing_and_is_told_in_json():
+    found = Requirement(within_of_baseline=0.1).judge(bits(1.0), bits(2.0))
+    assert found.verdict == "inconclusive"
+    told = json.loads(json.dumps(found.to_dict(), allow_nan=False))
+    assert told["value"] == pytest.approx(1.0)
+    assert (told["difference"]["low"], told["difference"]["wins"]) == ("-inf", 1)
+    found = Requirement(at_most=1.0).judge(bits(math.inf))
+    assert json.loads(json.dumps(found.to_dict(), allow_nan=False))["value"] == "inf"
 
 
 def test_the_worst_counts():

@@ -1,6 +1,7 @@
 """Tasks: their data in the published formats, on disk or from Hugging Face, and files of one's own."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -89,6 +90,27 @@ def test_files_of_ones_own(tmp_path, llama, byte_tokenizer):
     assert choice.by_subject().keys() == {"s"}
     assert cloze.scores == tuple(scorer.score([("q", " a")]))
     assert [each.tokens for each in text.texts] == [9, 4]
+
+
+def test_files_of_one_name_are_called_by_their_paths(tmp_path):
+    names = [str(tmp_path / f"{place}.jsonl") for place in ("one/quiz", "two/quiz", "two/other")]
+    for name in names:
+        write_lines(Path(name), [{"text": name}])
+    assert [task.name for task in load_tasks(names)] == [*names[:2], "other"]
+    assert [task.name for task in load_tasks(names[1:])] == ["quiz", "other"]
+
+
+def test_shots_are_of_mmlu_alone(folder):
+    assert [task.examples for task in load_tasks(["mmlu", "hellaswag"], folder, shots=1, limit=2)] == [4, 2]
+    with pytest.raises(ValueError, match="shots: got 1; allowed: none, since only mmlu has examples"):
+        load_tasks(["hellaswag"], folder, shots=1)
+
+
+def test_both_formats_in_one_folder_are_refused(folder):
+    (folder / "hellaswag/validation-00000-of-00001.parquet").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"files of the split validation: got .*\.parquet") as caught:
+        load_task("hellaswag", folder)
+    assert "hellaswag_val.jsonl" in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -219,6 +219,24 @@ def test_instability_below_what_memory_lasts_for_is_found():
     assert "T=16: out of memory" in found.notes
 
 
+@pytest.mark.parametrize("full", [6, 7], ids=["below the find", "at the find"])
+def test_memory_that_does_not_last_for_fresh_seeds_leaves_the_find(full):
+    seen = []
+
+    def at(length):
+        if length == full and seen.count(length) >= 1:
+            raise torch.OutOfMemoryError("tried to allocate")
+        return math.nan if length >= 7 else 1.0
+
+    found = first_unstable_length(spec(at), 4, 8, **QUICK, on_point=lambda point: seen.append(point.seq_len))
+    assert (found.first, found.verdict, found.stable_up_to) == (7, "found", 6)
+    assert found.notes == [f"T={full}: out of memory with fresh seeds: not confirmed"]
+    assert {point.seq_len: len(point.runs) for point in found.points} == {4: 1, 6: 1, 7: 1, 8: 1} | {
+        13 - full: 2
+    }
+    assert list(found.order) == seen == [4, 8, 6, 7, 7, 6]
+
+
 def test_fresh_seeds_are_others():
     seen = []
     found = first_unstable_length(

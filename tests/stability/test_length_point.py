@@ -1,6 +1,7 @@
 """The verdict on a length by its seeds; two looks joined; numbers of gradient norms."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -95,6 +96,8 @@ def test_joined_has_the_seeds_of_both():
     full = LengthPoint("m", 8, 4, stopped="out of memory")
     assert one.joined(full).verdict == "out of memory"
     assert one.joined(full).loss == 2.0
+    slow = replace(point(seed_run(2), loss=math.nan), step_seconds=9.0)
+    assert (one.joined(slow).step_seconds, slow.joined(one).step_seconds) == (0.5, 9.0)
 
 
 @pytest.mark.parametrize("stopped", ["out of memory", "not run"])

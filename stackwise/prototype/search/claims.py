@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["BEAT", "Claim", "Claims"]
 
 BEAT = "beat"  # user attribute: a number that grows while the process of a running trial lives
+_WORKER = "worker"  # user attribute: whose a trial is, from before it is drawn on
 _LOST, _DUPLICATE_OF, _SURPLUS, _ATTEMPT = "lost", "duplicate_of", "surplus", "attempt"
 _ATTEMPTS = 3  # of a configuration whose process ended each time, before that is its result
 _DUPLICATES = 3  # draws that were there already, before one that was not is sought among all
@@ -129,10 +131,24 @@ class Claims:
         """A new trial, or one that waits; None: it did not fit, or was there already."""
         with quiet_optuna():
             trial = self._study.ask()
-            before = [each for each in self._results() if each.number < trial.number]
-            if len(before) >= self._budget:
-                self._discard(trial, _SURPLUS, True)
-                return None
+        try:
+            trial.set_user_attr(_WORKER, str(self._worker))
+            return self._claimed(trial)
+        except Exception:
+            with suppress(Exception), quiet_optuna():  # the first error is the one to be told
+                self._study.tell(trial, state=self._states.FAIL, skip_if_finished=True)
+            raise
+        except BaseException:
+            self._lose(self._frozen(trial.number), "interrupted", counts=False)
+            raise
+
+    def _claimed(self, trial: Trial) -> Claim | None:
+        """Draw what a trial is of, and say so."""
+        before = [each for each in self._results() if each.number < trial.number]
+        if len(before) >= self._budget:
+            self._discard(trial, _SURPLUS, True)
+            return None
+        with quiet_optuna():
             drawn = {key: each.suggest(trial, key) for key, each in self._space.dimensions.items()}
         values = self._space.settled(drawn)
         config = self._space.build(values)
@@ -167,7 +183,8 @@ class Claims:
 
     def _is_gone(self, frozen: FrozenTrial) -> bool:
         claimed = Claimed.of(frozen)
-        lives = None if claimed is None else ProcessIdentity.from_text(claimed.worker).lives()
+        worker = frozen.user_attrs.get(_WORKER) if claimed is None else claimed.worker
+        lives = None if worker is None else ProcessIdentity.from_text(worker).lives()
         if lives is not None:
             return not lives
         sign = (claimed is None, frozen.user_attrs.get(BEAT))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import random
@@ -94,12 +95,15 @@ class Range:
             return 1 if self.low == self.high else None
         return round((self.high - self.low) / step) + 1
 
+    def points(self) -> list[Any]:
+        """Every value, of a range that has a count."""
+        assert self.count is not None
+        return [self._on(self.low + number * (self.step or 1)) for number in range(self.count)]
+
     def lattice(self) -> list[Any]:
         """All values where they are few, else some from end to end."""
-        count = self.count
-        if count is not None and count <= 4 * _POINTS:
-            step = self.step or 1
-            return [self._on(self.low + number * step) for number in range(count)]
+        if self.count is not None and self.count <= 4 * _POINTS:
+            return self.points()
         parts = [number / (_POINTS - 1) for number in range(_POINTS)]
         if self.log:
             found = [self.low * (self.high / self.low) ** part for part in parts]
@@ -117,7 +121,7 @@ class Range:
             return self._on(math.exp(source.uniform(low, high)))
         if count is not None:
             return self._on(self.low + source.randrange(count) * (self.step or 1))
-        return source.uniform(self.low, self.high)
+        return self._on(source.uniform(self.low, self.high))
 
     def suggest(self, trial: Trial, key: str) -> Any:
         """What the sampler of the trial's study proposes."""
@@ -141,7 +145,9 @@ class Range:
         """The value of this range that is nearest."""
         value = min(max(value, self.low), self.high)
         if self.step is not None:
+            # Rounding may leave the range by a bit.
             value = self.low + round((value - self.low) / self.step) * self.step
+            value = min(max(value, self.low), self.high)
         return round(value) if self.is_integer else float(value)
 
 
@@ -162,15 +168,15 @@ def read_dimension(given: Any) -> Dimension:
         raise ValueError(f"got {given!r}; allowed: a list of choices, or {{low, high, step or log}}")
     if not given:
         raise ValueError("got []; allowed: at least one choice")
-    labels = []
     for value in given:
         try:
-            labels.append(json.dumps(value, allow_nan=False))
+            json.dumps(value, allow_nan=False)
         except (TypeError, ValueError):
             raise ValueError(f"got {value!r} among its choices; allowed: plain values") from None
-    for number, label in enumerate(labels):
-        if label in labels[:number]:
-            raise ValueError(f"got the choice {given[number]!r} twice; allowed: once")
+    for one, other in itertools.combinations(given, 2):
+        # A study tells values apart as Python does, and keeps lists as their text.
+        if one == other or _label(one) == _label(other):
+            raise ValueError(f"got the choices {one!r} and {other!r}, which are equal; allowed: each once")
     return Choices(tuple(given))
 
 

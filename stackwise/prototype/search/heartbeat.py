@@ -52,5 +52,7 @@ class Heartbeat:
                 since, beats = 0.0, beats + 1
                 try:
                     self._trial.set_user_attr(BEAT, beats)
-                except (optuna.exceptions.UpdateFinishedTrialError, RuntimeError):
-                    return  # others gave up on it; that is noticed when it is finished
+                except Exception as error:
+                    if isinstance(error, optuna.exceptions.UpdateFinishedTrialError):
+                        return  # others gave up on it; that is noticed when it is finished
+                    # A storage that is busy or away may be there again at the next beat.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import uuid
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -49,11 +48,17 @@ class ProcessIdentity:
         _HERE.discard(self.search)
 
     def lives(self) -> bool | None:
-        """Whether it goes on; None: it is on another machine, and only its sign of life can tell."""
+        """Whether it goes on; None: that cannot be told from here, and only its sign of life can.
+
+        So it is on another machine, and where a system says neither which boot this is nor when a process
+        began: a number alone may be that of another process, or of another machine of the same name.
+        """
         if self.machine != _machine():
             return None
-        if self.process == os.getpid() and self.began == (_began(os.getpid()) or ""):
-            return self.search in _HERE
+        if self.process == os.getpid() and self.search in _HERE:
+            return True
+        if _kernel() is None or not self.began:
+            return None
         try:
             os.kill(self.process, 0)
         except (ProcessLookupError, OverflowError):
@@ -61,7 +66,9 @@ class ProcessIdentity:
         except PermissionError:
             pass
         began = _began(self.process)
-        return began is None or (began == self.began and began != _ENDED)
+        if began is None:
+            return None
+        return began == self.began and began != _ENDED and self.process != os.getpid()
 
     def __str__(self) -> str:
         return f"{self.machine}|{self.process}|{self.began}|{self.search}"
@@ -71,11 +78,17 @@ _ENDED = "ended"
 
 
 def _machine() -> str:
-    parts = [platform.node().replace("|", "_")]
-    with suppress(OSError):  # which a system that is no Linux has not
-        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
-        parts.append(str(Path("/proc/self/ns/pid").readlink()))
-    return "/".join(parts)
+    parts = [platform.node().replace("|", "_"), _kernel()]
+    return "/".join(part for part in parts if part is not None)
+
+
+def _kernel() -> str | None:
+    """Which boot of which machine this is, and which numbers of processes; None: the system does not say."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{Path('/proc/self/ns/pid').readlink()}"
+    except OSError:  # it is no Linux
+        return None
 
 
 def _began(process: int) -> str | None:

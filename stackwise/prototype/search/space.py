@@ -163,10 +163,8 @@ class Space:
         """All draws of a space that has a `size`, in a fixed order."""
         lattices = []
         for dimension in self.dimensions.values():
-            count = dimension.count
-            assert count is not None
-            whole = list(dimension.values) if isinstance(dimension, Choices) else _all(dimension, count)
-            lattices.append(whole)
+            whole = dimension.values if isinstance(dimension, Choices) else dimension.points()
+            lattices.append(list(whole))
         for values in itertools.product(*lattices):
             yield dict(zip(self.dimensions, values, strict=True))
 
@@ -361,13 +359,6 @@ def config_digest(config: StackWiseConfig) -> str:
     """The same text for equal configurations, and for no others."""
     text = json.dumps(config.to_dict(), sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _all(dimension: Dimension, count: int) -> list[Any]:
-    assert not isinstance(dimension, Choices)
-    step = dimension.step or 1
-    values = [dimension.low + number * step for number in range(count)]
-    return [round(value) if dimension.is_integer else value for value in values]
 
 
 def _leaves(section: type[Section], path: str = "") -> Iterator[str]:

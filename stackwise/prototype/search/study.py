@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import hashlib
 import itertools
 import json
@@ -15,20 +17,22 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from stackwise.argument import check_number, check_sizes, require
 from stackwise.config import StackWiseConfig
+from stackwise.device import resolve_device
 from stackwise.prototype.search.evaluation import Evaluate, PrototypeEvaluation
 from stackwise.prototype.search.objective import read_objectives
 from stackwise.prototype.search.optuna_import import import_optuna, quiet_optuna
-from stackwise.prototype.search.record import read_trial, read_trials
+from stackwise.prototype.search.record import is_result, read_trial, read_trials
 from stackwise.prototype.search.sampler import make_sampler
 from stackwise.prototype.search.score import ScoreWeights
 from stackwise.prototype.search.search_result import SearchResult
 from stackwise.prototype.search.space import Space
 from stackwise.prototype.search.storage import MEMORY, open_storage, place_of
-from stackwise.prototype.search.worker import OnTrial, Task, open_study, work, work_apart
+from stackwise.prototype.search.worker import READY, OnTrial, Task, open_study, work, work_apart
 
 if TYPE_CHECKING:
     from optuna import Study
@@ -41,6 +45,7 @@ __all__ = ["load_search", "search_architecture_space"]
 _DEFINITION = "stackwise"  # attribute of a study: how its trials come to be
 _POLL = 0.2  # seconds between two looks at what workers have done
 _PATIENCE = 10.0  # seconds that workers have to give their trials back
+_DEATHS = 3  # of each worker without a result between them; what kills three times is an error then
 
 
 def search_architecture_space(
@@ -90,13 +95,15 @@ def search_architecture_space(
             Optuna storage; "memory": none.
         name: of the study; None: made of all that decides what a trial is, so that other searches in the same
             storage are other studies.
-        jobs: processes here, of one thread each; 1: this process.
+        jobs: processes here, of one thread each; 1: this process. A script that asks for more has to be
+            importable: it calls this under `if __name__ == "__main__":`.
         seed: of all draws; the runs have seeds from this one on.
-        device: where to train; None: as configured.
+        device: where to train; None: as configured. Trials of another type of device are another study.
         small_factor: train what `create_small_variant` makes of each configuration instead of itself.
         weights: of the score; None: `ScoreWeights()`.
         evaluate: what is done instead of training an `ArchitecturePrototype`: (configuration, seed, report)
-            -> `TrialOutcome`; see `Evaluate`.
+            -> `TrialOutcome`; see `Evaluate`. A study is known by it: by the name of a function, by what a
+            partial or a dataclass holds of plain values. Any other object wants a `name`.
         on_trial: called here with each trial that ends while this call lasts.
         stale_seconds: see above.
 
@@ -104,7 +111,7 @@ def search_architecture_space(
         ValueError: naming the argument, or the key of the space; a study of that name that was begun
             otherwise; a configuration whose training cannot be set up.
         ImportError: Optuna is not installed.
-        RuntimeError: a worker failed outside of a trial.
+        RuntimeError: a worker failed outside of a trial, or ended before it began, or again and again.
     """
     import_optuna()
     check_sizes(budget=budget, steps=steps, seeds=seeds, jobs=jobs, small_factor=small_factor)
@@ -121,6 +128,15 @@ def search_architecture_space(
     require(shared or jobs == 1, "jobs", jobs, "1 with a storage that other processes cannot open")
     weights = ScoreWeights() if weights is None else weights
     objectives = read_objectives(objective)
+    told = None if evaluate is None else _name_of(evaluate)
+    if evaluate is not None and told is None:
+        require(
+            name is not None or place == MEMORY,
+            "name",
+            name,
+            f"a name of the study, since what evaluate={evaluate!r} does cannot be told from it",
+        )
+        told = _place_of_kind(evaluate)
     definition = {
         "space": space.to_dict(),
         "objectives": [each.name for each in objectives],
@@ -129,7 +145,8 @@ def search_architecture_space(
         "seed": seed,
         "small_factor": small_factor,
         "weights": weights.to_dict(),
-        "evaluate": _name_of(evaluate),
+        "evaluate": told,
+        "device": _device_type(space, device) if evaluate is None else None,
     }
     task = Task(
         place=place,
@@ -213,9 +230,36 @@ def _overlap(study: Study) -> bool:
     return any(after[0] < before[1] for before, after in itertools.pairwise(spans))
 
 
-def _name_of(evaluate: Evaluate | None) -> str | None:
-    if evaluate is None:
+def _device_type(space: Space, device: str | None) -> str | None:
+    """What trials run on; None: that is searched."""
+    if device is None and "training.device" in space.dimensions:
         return None
+    return resolve_device(str(device or space.base.training.device)).type
+
+
+def _name_of(evaluate: Any) -> str | None:
+    """All that tells an evaluation from others, the same in each process; None: it cannot be told."""
+    if isinstance(evaluate, functools.partial):
+        inner = _name_of(evaluate.func)
+        return _called(inner, [evaluate.args, evaluate.keywords])
+    if dataclasses.is_dataclass(evaluate) and not isinstance(evaluate, type):
+        values = {each.name: getattr(evaluate, each.name) for each in dataclasses.fields(evaluate)}
+        return _called(_place_of_kind(evaluate), values)
+    owner = getattr(evaluate, "__self__", None)
+    if owner is not None and not isinstance(owner, type | ModuleType):
+        inner = _name_of(owner)
+        return None if inner is None else f"{inner}.{evaluate.__name__}"
+    return f"{evaluate.__module__}:{evaluate.__qualname__}" if hasattr(evaluate, "__qualname__") else None
+
+
+def _called(name: str | None, values: Any) -> str | None:
+    try:
+        return None if name is None else f"{name}({json.dumps(values, sort_keys=True)})"
+    except (TypeError, ValueError):
+        return None
+
+
+def _place_of_kind(evaluate: Any) -> str:
     kind = evaluate if hasattr(evaluate, "__qualname__") else type(evaluate)
     return f"{kind.__module__}:{kind.__qualname__}"
 
@@ -252,7 +296,7 @@ def _can_train(task: Task, device: str | None) -> None:
 def _work_in_processes(task: Task, study: Study, jobs: int, on_trial: OnTrial | None) -> None:
     """Have processes do it, and take over from one that is killed."""
     try:
-        pickle.dumps(task)
+        pickled = pickle.dumps(task)
     except Exception as error:
         raise ValueError(
             f"jobs: got {jobs}; allowed: 1 with what cannot be pickled, or functions of importable modules"
@@ -263,11 +307,12 @@ def _work_in_processes(task: Task, study: Study, jobs: int, on_trial: OnTrial | 
 
     def start() -> tuple[SpawnProcess, Connection]:
         ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=work_apart, args=(task, theirs), daemon=True)
+        process = context.Process(target=work_apart, args=(pickled, theirs), daemon=True)
         process.start()
         theirs.close()
         return process, ours
 
+    deaths, results = 0, _count_of_results(study)
     workers = [start() for _ in range(jobs)]
     try:
         while workers:
@@ -279,14 +324,34 @@ def _work_in_processes(task: Task, study: Study, jobs: int, on_trial: OnTrial | 
                     continue
                 process.join()
                 workers.remove(worker)
-                failure = _received(ours)
-                if failure is not None:
-                    raise RuntimeError(f"a worker failed: {failure}")
-                if process.exitcode:  # killed from outside; its trial is done again, and not for ever
-                    workers.append(start())
+                said = _received(ours)
+                if READY not in said:
+                    raise RuntimeError(
+                        f"a worker ended with exit code {process.exitcode} before it began; a script that "
+                        'searches with jobs > 1 does so under `if __name__ == "__main__":`'
+                    )
+                if said[-1] != READY:
+                    raise RuntimeError(f"a worker failed: {said[-1]}")
+                if not process.exitcode:
+                    continue
+                # It was killed; its trial is done again, and not for ever. Each of the workers may be at a
+                # configuration of its own that kills it.
+                now = _count_of_results(study)
+                deaths, results = deaths + 1 if now == results else 1, now
+                if deaths > _DEATHS * jobs:
+                    raise RuntimeError(
+                        f"{deaths} workers in a row ended without a result, the last with exit code "
+                        f"{process.exitcode}"
+                    )
+                workers.append(start())
         _tell_of_new(study, told, on_trial)
     finally:
         _end([process for process, _ in workers])
+
+
+def _count_of_results(study: Study) -> int:
+    trials = study.get_trials(deepcopy=False)
+    return sum(each.state.is_finished() and is_result(each) for each in trials)
 
 
 def _tell_of_new(study: Study, told: set[int], on_trial: OnTrial | None) -> None:
@@ -300,11 +365,13 @@ def _tell_of_new(study: Study, told: set[int], on_trial: OnTrial | None) -> None
                 on_trial(found)
 
 
-def _received(ours: Connection) -> str | None:
+def _received(ours: Connection) -> list[str]:
+    """All that a worker which has ended had said."""
+    said: list[str] = []
     with suppress(EOFError):
-        if ours.poll():
-            return str(ours.recv())
-    return None
+        while ours.poll():
+            said.append(str(ours.recv()))
+    return said
 
 
 def _end(processes: Sequence[SpawnProcess]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,9 +31,10 @@ if TYPE_CHECKING:
     from optuna import Study
     from optuna.storages import BaseStorage
 
-__all__ = ["Task", "open_study", "work", "work_apart"]
+__all__ = ["READY", "Task", "open_study", "work", "work_apart"]
 
 OnTrial = Callable[[SearchTrial], object]
+READY = "ready"  # the first that a worker says
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,7 @@ def work(task: Task, study: Study, storage: BaseStorage, on_trial: OnTrial | Non
                 with Heartbeat(claim.trial, task.stale_seconds / 6):
                     finish_claim = _trained(task, study, claim)
                 if claims.owns(claim):
-                    finish_claim()
+                    _write_down(finish_claim, claims, claim)
             except BaseException:
                 if claims.owns(claim):
                     claims.release(claim, "interrupted")
@@ -132,12 +134,19 @@ def work(task: Task, study: Study, storage: BaseStorage, on_trial: OnTrial | Non
         worker.end()
 
 
-def work_apart(task: Task, errors: Connection) -> None:
-    """The same as a process of its own, with one thread; what it raises is sent to whoever started it."""
-    import torch
+def work_apart(pickled: bytes, errors: Connection) -> None:
+    """The same as a process of its own, with one thread; what it raises is sent to whoever started it.
 
-    torch.set_num_threads(1)
+    Args:
+        pickled: a `Task`. What cannot be read here is an error that is told as all others are.
+        errors: where `READY` is sent at once, and after it the error, if there is one.
+    """
+    errors.send(READY)
     try:
+        import torch
+
+        torch.set_num_threads(1)
+        task: Task = pickle.loads(pickled)  # noqa: S301  of the process that started this one
         storage = open_storage(task.place)
         work(task, open_study(task, storage), storage)
     except KeyboardInterrupt:
@@ -145,6 +154,15 @@ def work_apart(task: Task, errors: Connection) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     except Exception as error:
         errors.send(f"{type(error).__name__}: {error}")
+
+
+def _write_down(finish_claim: Callable[[], None], claims: Claims, claim: Claim) -> None:
+    """Finish a trial, unless others give up on it meanwhile, whose word then counts."""
+    try:
+        finish_claim()
+    except Exception:  # what is written of a trial, read back or told depends on how far the others were
+        if claims.owns(claim):
+            raise
 
 
 def _trained(task: Task, study: Study, claim: Claim) -> Callable[[], None]:

@@ -48,7 +48,9 @@ class Candidate:
             raise CandidateError("the process of the candidate ended before it answered")
         if "raised" in reply:
             kind, text = getattr(builtins, str(reply["raised"]), None), str(reply.get("text"))[:_TEXT]
-            if isinstance(kind, type) and issubclass(kind, Exception):
+            # The two that end loops would end those of the checks, without a word.
+            ends = kind in (StopIteration, StopAsyncIteration)
+            if isinstance(kind, type) and issubclass(kind, Exception) and not ends:
                 raise _made(kind, text)
             raise CandidateError(f"{str(reply['raised'])[:100]}: {text}")
         value, after = decode(reply.get("value")), decode(reply.get("args"))

@@ -19,6 +19,10 @@ import signal
 import sys
 from typing import Any
 
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+
+from system_calls import forbid  # type: ignore[import-not-found]
+
 NEW_NAMESPACES = 0x00020000 | 0x20000000 | 0x40000000 | 0x08000000 | 0x04000000  # mounts, PIDs, net, IPC, UTS
 NEW_USERS = 0x10000000
 READ_ONLY, NO_SUID, NO_DEVICES, NO_EXEC = 1, 2, 4, 8
@@ -26,6 +30,7 @@ REMOUNT, BIND, RECURSIVE, PRIVATE = 32, 4096, 16384, 1 << 18
 DETACH = 2
 PARENT_DEATH_SIGNAL, NO_NEW_PRIVILEGES = 1, 38
 INSIDE = 1000  # who it is in a namespace of users
+INODES = 4096  # files and folders in memory: each takes some that no size counts
 DEVICES = ("null", "zero", "full", "random", "urandom")
 
 LIBC = ctypes.CDLL(None, use_errno=True)
@@ -65,10 +70,11 @@ def build(task: dict[str, Any]) -> None:
     """The root of the jail, which becomes the root."""
     new = task["root"]
     mount(None, "/", None, RECURSIVE | PRIVATE)
-    mount("tmpfs", new, "tmpfs", NO_SUID | NO_DEVICES, f"size={task['scratch_bytes']},mode=755")
+    held = f"size={task['scratch_bytes']},nr_inodes={INODES}"
+    mount("tmpfs", new, "tmpfs", NO_SUID | NO_DEVICES, f"{held},mode=755")
     # First, since the interpreter may be in it.
     os.makedirs(new + "/tmp")
-    mount("tmpfs", new + "/tmp", "tmpfs", NO_SUID | NO_DEVICES, f"size={task['scratch_bytes']},mode=1777")
+    mount("tmpfs", new + "/tmp", "tmpfs", NO_SUID | NO_DEVICES, f"{held},mode=1777")
     for path in task["shown"]:
         show(path, new + path)
     for path in task["hidden"]:
@@ -112,14 +118,17 @@ def show(path: str, target: str) -> None:
 def give_up(task: dict[str, Any], as_root: bool) -> None:
     """Limits, and no privileges any more."""
     for name, value in task["limits"].items():
-        resource.setrlimit(getattr(resource, name), (value, value))
+        limit = getattr(resource, name)
+        _, most = resource.getrlimit(limit)
+        least = value if most == resource.RLIM_INFINITY else min(value, most)
+        resource.setrlimit(limit, (least, least))
     if as_root:
         os.setgroups([])
         os.setresgid(task["user"], task["user"], task["user"])
         os.setresuid(task["user"], task["user"], task["user"])
-        if task["isolated"]:
-            call("unshare", NEW_USERS)
     if task["isolated"]:
+        # Whoever is nobody in the innermost one has no rights over what the others have made.
+        call("unshare", NEW_USERS)
         # Where there is no /proc: the limits hold in namespaces that are made inside as well.
         with contextlib.suppress(OSError):
             write("/proc/sys/user/max_user_namespaces", "0")
@@ -129,7 +138,9 @@ def give_up(task: dict[str, Any], as_root: bool) -> None:
 
 def first(task: dict[str, Any], as_root: bool) -> None:
     """The first process of the jail: starts the program, waits for it, and takes all others along."""
-    os.read(task["go"], 1)
+    end_with_parent()
+    if os.read(task["go"], 1) != b"!":  # nobody is there any more who would end it
+        os._exit(1)
     os.setsid()
     # Should nobody be left to end it. The first process of a namespace takes no signal without a handler.
     signal.signal(signal.SIGALRM, lambda *_: os._exit(1))
@@ -154,13 +165,16 @@ def become(task: dict[str, Any]) -> None:
     # Out of the way first: one may be where another is to be.
     for place, each in enumerate([fcntl.fcntl(each, fcntl.F_DUPFD, 3 + len(given)) for each in given]):
         os.dup2(each, 3 + place, inheritable=True)
-    os.closerange(3 + len(given), 256)
+    os.closerange(3 + len(given), 2**16)
+    if sys.platform == "linux":
+        forbid()
     os.execve(task["python"], [task["python"], "-I", "-S", "-B", "-u", task["main"]], {})  # noqa: S606
 
 
 def main() -> None:
     """Make the jail, and stay outside as the one who waits for it."""
     task = json.loads(sys.stdin.read())
+    os.umask(0o022)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     as_root = os.geteuid() == 0

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import random
+import select
 import signal
 import subprocess
 import sys
@@ -71,7 +72,7 @@ class Jailed:
             "files": texts if isolated else {},
             "main": str(box / main),
             "descriptors": list(descriptors),
-            "limits": limits.rlimits(),
+            "limits": limits.rlimits(isolated=isolated),
             "scratch_bytes": limits.scratch_bytes,
             "seconds": int(limits.seconds) + 5,
             "user": _FIRST_USER + random.randrange(_USERS),  # noqa: S311
@@ -92,7 +93,7 @@ class Jailed:
         finally:
             os.close(control)
             os.close(ready)
-        self._said = os.fdopen(said, "rb")
+        self._said, self._isolated = os.fdopen(said, "rb"), isolated
         self._go = os.fdopen(go, "wb", buffering=0)
         self._handle: int | None = None
         self._pid: int | None = None
@@ -126,7 +127,7 @@ class Jailed:
                 signal.pidfd_send_signal(self._handle, signal.SIGKILL)
             elif self._pid is not None:
                 os.kill(self._pid, signal.SIGKILL)
-        if self._pid is not None:
+        if self._pid is not None and not self._isolated and self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -151,7 +152,8 @@ class Jailed:
         return None
 
     def _heard(self) -> dict[str, Any]:
-        line = self._said.readline()
+        ready, _, _ = select.select([self._said], [], [], _PATIENCE)
+        line = self._said.readline() if ready else b""
         message: dict[str, Any] = json.loads(line) if line else {"error": "it ended at its start"}
         if "error" in message:
             raise SandboxError(f"no jail can be made here: {message['error']}")

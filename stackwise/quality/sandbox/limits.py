@@ -42,12 +42,13 @@ class SandboxLimits:
         check_sizes(2**20, file_bytes=self.file_bytes, scratch_bytes=self.scratch_bytes)
         check_sizes(processes=self.processes, output_bytes=self.output_bytes)
 
-    def rlimits(self) -> dict[str, int]:
-        """By the names of setrlimit(2)."""
+    def rlimits(self, *, isolated: bool = True) -> dict[str, int]:
+        """By the names of setrlimit(2). Of processes there is one only where no others of the user count."""
+        processes = {"RLIMIT_NPROC": self.processes + 1} if isolated else {}  # one waits for the program
         return {
+            **processes,
             "RLIMIT_CPU": math.ceil(self.cpu_seconds),
             "RLIMIT_AS": self.memory_bytes,
-            "RLIMIT_NPROC": self.processes + 1,  # the one that waits for it
             "RLIMIT_FSIZE": self.file_bytes,
             "RLIMIT_NOFILE": self.open_files,
             "RLIMIT_CORE": 0,

@@ -9,7 +9,6 @@ than the checks. What says that the checks are through is a nonce that only thei
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import secrets
@@ -32,6 +31,7 @@ __all__ = ["WITHOUT_ISOLATION", "Execution", "Sandbox", "Status", "isolation_pro
 Status = Literal["passed", "failed", "timed out"]
 WITHOUT_ISOLATION = "run code that nobody has read with all my rights"
 _MOST_RESULT = 2**16
+_was_made = False
 
 
 @dataclass(frozen=True)
@@ -115,20 +115,37 @@ class Sandbox:
             tuple(functions),
             "one name or more",
         )
+        for name, text in (("test", test), ("setup", setup)):
+            require(_size(text) is not None, name, "a half of a character", "text that UTF-8 can write")
+        size = _size(program)
+        if size is None or size > self.limits.file_bytes:
+            said = "it is no text that UTF-8 can write" if size is None else f"it has {size} bytes"
+            return Execution("failed", f"the program cannot be run: {said}", "", 0.0)
         return _run(program, test, tuple(functions), setup, self.limits, self.isolated)
 
 
-@functools.cache
 def isolation_problem() -> str | None:
-    """Why no jail can be made here; None: one can. Found by making one."""
+    """Why no jail can be made here; None: one can. Found by making one, until that went well."""
+    global _was_made
     if not hasattr(os, "fork"):
         return "no jail can be made here: the system has no fork"
+    if _was_made:
+        return None
     try:
         limits = SandboxLimits(seconds=30.0)
         done = _run("def one(): return 1", "assert one() == 1", ("one",), "", limits, True)
     except SandboxError as error:
         return str(error)
+    _was_made = done.passed
     return None if done.passed else f"no jail can be made here: {done.reason} {done.output}".strip()
+
+
+def _size(text: str) -> int | None:
+    """Bytes in UTF-8; None: it has half a character."""
+    try:
+        return len(text.encode())
+    except UnicodeEncodeError:
+        return None
 
 
 def _run(
@@ -166,7 +183,8 @@ def _run(
                 end.close()
         for each in jailed.values():
             each.start()
-        said, output = _heard(result, jailed, began + limits.seconds, limits.output_bytes)
+        started = time.monotonic()
+        said, output = _heard(result, jailed, started + limits.seconds, limits.output_bytes)
         if said is None:
             status, reason = "timed out", f"it was not through after {limits.seconds:g} s"
         else:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from bench.prototype.rank_correlation import average_ranks, rank_correlation, spearman
+from bench.prototype.rank_correlation import average_ranks, rank_correlation, spearman, stepped_up
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -44,3 +44,15 @@ def test_interval():
 
 def test_two_are_too_few():
     assert str(rank_correlation([(1.0, 1.0), (2.0, 2.0)])) == "- of 2"
+
+
+def test_the_mean_of_two_is_as_reliable_as_it_is_found_to_be():
+    """The means of two pairs of measurements correlate as the formula says of single ones."""
+    source = np.random.default_rng(0)
+    things = source.normal(size=100_000)
+    one, two, three, four = (things + source.normal(size=things.size) for _ in range(4))
+    single = np.corrcoef(one, two)[0, 1]
+    of_means = np.corrcoef(one + two, three + four)[0, 1]
+    assert stepped_up(single) == pytest.approx(of_means, abs=0.01)
+    assert (stepped_up(0.0), stepped_up(1.0)) == (0.0, 1.0)
+    assert stepped_up(None) is None and stepped_up(-0.2) is None

@@ -42,6 +42,9 @@ def test_correlations():
 def test_regret_is_what_the_choice_costs_at_full_size():
     assert found().regret("ours") == pytest.approx(0.0)
     assert found(chapter_losses=(3.0, 4.0, 2.0)).regret("chapter") == pytest.approx(2.0)
+    # Of full size they have 1.05, 2.05 and 3.05: of two alike one is as good a choice as the other.
+    assert found(chapter_losses=(3.0, 3.0, 4.0)).regret("chapter") == pytest.approx(0.5)
+    assert found(chapter_losses=(3.0, 3.0, 3.0)).regret("chapter") == pytest.approx(1.0)
 
 
 def test_bars_wait_for_all_runs():
@@ -59,6 +62,8 @@ def test_figures_go_through_json_and_become_a_table_and_a_plot(tmp_path):
     assert lines[2].startswith("| `create_small_variant(config, factor=4)` | 4 of 4 | 1.00 [")
     assert "| 3 of 4 | 0.00 [0.00, 0.00] of 3 |" in lines[4]
     assert lines[5].startswith("| the first, of what it has no note about | 3 of 4 | 1.00 [")
+    assert read["between_seeds_stepped_up"] == 1.0
+    assert "of 4; for the mean of two 1.00 | - of 0 |" in lines[6]
     for name in ("one.svg", "two.svg"):
         ranks.draw(read, tmp_path / name)
     assert (tmp_path / "one.svg").read_text() == (tmp_path / "two.svg").read_text()

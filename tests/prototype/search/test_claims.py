@@ -1,5 +1,6 @@
 """Claims: who does what where several ask, and when a process counts as gone."""
 
+import os
 import subprocess
 import sys
 import time
@@ -143,6 +144,59 @@ class TestGone:
         assert states(study) == [FAIL, WAITING]
 
 
+class TestDrawn:
+    """Between a trial's number and its claim."""
+
+    def test_what_was_drawn_by_a_process_that_is_gone_is_given_up_at_once(self, study, asks):
+        one = asks()
+        theirs = ProcessIdentity.of_new_search()
+        study.ask().set_user_attr("worker", str(theirs))
+        one._recover()
+        assert states(study) == [RUNNING]
+        theirs.end()
+        one._recover()
+        assert states(study) == [FAIL]
+
+    def test_it_says_whose_it_is_before_it_is_drawn(self, study, asks, monkeypatch):
+        seen = []
+
+        def settled(self, values):
+            seen.append(study.get_trials()[-1].user_attrs["worker"])
+            return values
+
+        worker = ProcessIdentity.of_new_search()
+        monkeypatch.setattr(Space, "settled", settled)
+        assert asks(worker=worker).next() is not None
+        assert seen == [str(worker)]
+        worker.end()
+
+    def test_an_error_leaves_no_trial_that_runs(self, study, asks):
+        one = asks()
+
+        def stand_in(config):
+            raise RuntimeError("no such variant")
+
+        one._stand_in = stand_in
+        with pytest.raises(RuntimeError, match="no such variant"):
+            one.next()
+        assert states(study) == [FAIL]
+
+    def test_what_is_interrupted_is_given_back(self, study, asks):
+        one, drawn = asks(), []
+
+        def stand_in(config):
+            drawn.append(config)
+            if len(drawn) == 1:
+                raise KeyboardInterrupt
+            return config
+
+        one._stand_in = stand_in
+        with pytest.raises(KeyboardInterrupt):
+            one.next()
+        assert states(study) == [FAIL, WAITING]
+        assert one.next().config == drawn[0]
+
+
 class TestIdentity:
     def test_of_this_process(self):
         identity = ProcessIdentity.of_new_search()
@@ -172,6 +226,25 @@ class TestIdentity:
     def test_of_another_machine(self):
         assert replace(ProcessIdentity.of_new_search(), machine="elsewhere").lives() is None
 
+    @pytest.mark.parametrize("unknown", ["boot", "beginning", "beginning of the other"])
+    def test_what_a_system_does_not_say_is_left_to_the_sign_of_life(self, unknown, monkeypatch):
+        from stackwise.prototype.search import process_identity
+
+        with monkeypatch.context() as patch:
+            if unknown == "boot":
+                patch.setattr(process_identity, "_kernel", lambda: None)
+            if unknown == "beginning":
+                patch.setattr(process_identity, "_began", lambda process: None)
+            ours = ProcessIdentity.of_new_search()
+            assert ours.lives() is True
+            # There is a process of this number; but it may be another one than is meant.
+            theirs = replace(ours, search="another", process=os.getppid(), began=ours.began and "1")
+            if unknown == "beginning of the other":
+                patch.setattr(process_identity, "_began", lambda process: None)
+                theirs = replace(theirs, began="1")
+            assert theirs.lives() is None
+            ours.end()
+
 
 def test_heartbeat(study):
     trial = study.ask()
@@ -187,3 +260,21 @@ def test_heartbeat(study):
     assert last >= 3
     time.sleep(0.05)
     assert beats() == last
+
+
+def test_a_beat_that_fails_is_not_the_last():
+    sent = []
+
+    class Busy:
+        def set_user_attr(self, key, value):
+            sent.append(value)
+            if value in (1, 2):
+                raise (OSError, RuntimeError)[value - 1]("the database is locked")
+            if value == 4:
+                raise optuna.exceptions.UpdateFinishedTrialError
+
+    heartbeat = Heartbeat(Busy(), 0.01)
+    with heartbeat:
+        heartbeat._thread.join(30)  # it ends with a trial that is finished, and with nothing else
+        assert not heartbeat._thread.is_alive()
+    assert sent == [1, 2, 3, 4]

@@ -2,6 +2,7 @@
 
 import random
 
+import optuna
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -55,7 +56,11 @@ def test_log_draws_are_uniform_in_the_logarithm():
         ("abc", "a list of choices"),
         (3, "a list of choices"),
         ([], "at least one choice"),
-        ([1, 2, 1], "got the choice 1 twice"),
+        ([1, 2, 1], "got the choices 1 and 1, which are equal"),
+        ([1, True], "got the choices 1 and True, which are equal"),
+        ([2, 1, 1.0], "got the choices 1 and 1.0, which are equal"),
+        ([[0], [False]], "got the choices [0] and [False], which are equal"),
+        (["[1]", [1]], "got the choices '[1]' and [1], which are equal"),
         ([float("nan")], "plain values"),
         ([object()], "plain values"),
         ({"low": 1}, "got None for high"),
@@ -78,7 +83,18 @@ def test_what_is_none_is_refused(plain, said):
     assert said in str(caught.value)
 
 
-def test_a_true_is_no_one():
-    assert Choices((1, True)).count == 2
-    assert read_dimension([1, True]).values == (1, True)
+def test_ends():
     assert Range(1, 3).ends == (1, 3)
+    assert Choices((1, None)).ends == (1, None)
+
+
+@pytest.mark.parametrize("low, high, step", [(0.1, 0.7, 0.1), (0.2, 0.8, 0.3), (-0.7, -0.1, 0.1)])
+def test_rounding_leaves_no_range(low, high, step):
+    """As 0.1 + 6 * 0.1 does, which is more than 0.7: a study takes no such value back."""
+    dimension = read_dimension({"low": low, "high": high, "step": step})
+    source = random.Random(0)
+    drawn = [dimension.draw(source) for _ in range(200)]
+    for values in (dimension.points(), dimension.lattice(), drawn):
+        assert min(values) == low and max(values) == high
+    distribution = optuna.distributions.FloatDistribution(low, high, step=step)
+    assert all(distribution._contains(value) for value in dimension.points())

@@ -90,6 +90,7 @@ def test_a_search_that_trains(tmp_path):
         assert trial.seconds > 0
     assert {trial.status for trial in result.trials} == {"success", "nan"}
     assert any("6 steps: a verdict" in note for note in result.notes)
+    assert result.definition["device"] == "cpu"
 
 
 def test_what_cannot_be_trained_is_refused_before():

@@ -1,18 +1,31 @@
 """Searches without training: samplers, pruners, failures as results, and a budget that is the study's."""
 
+import importlib
 import math
 import os
+import pickle
 import signal
+import subprocess
+import sys
 import warnings
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 
 import optuna
 import pytest
+import torch
 
 from stackwise.prototype.search import (
     ScoreWeights,
+    Space,
     TrialOutcome,
     load_search,
+    record,
     search_architecture_space,
+    study,
+    worker,
 )
 from tests.prototype.search.searches import (
     FEW,
@@ -31,6 +44,29 @@ PLAIN = {"sampler": "random", "evaluate": bowl}
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+class Number:
+    """What is no plain value."""
+
+    def __radd__(self, other):
+        return other
+
+
+def shifted(config, seed, report, by):
+    found = bowl(config, seed, report)
+    return replace(found, loss=found.loss + by)
+
+
+@dataclass(frozen=True)
+class Shifted:
+    by: float
+
+    def __call__(self, config, seed, report):
+        return shifted(config, seed, report, self.by)
+
+    def twice(self, config, seed, report):
+        return shifted(config, seed, report, 2 * self.by)
 
 
 def configs_of(result):
@@ -299,7 +335,8 @@ class TestPruners:
         assert result.trials[0].status == "success" and result.best.number == result.trials[0].number
         assert all(trial.loss > result.best.loss and trial.losses == () for trial in pruned)
 
-    def test_wilcoxon_compares_seeds(self):
+    @pytest.mark.parametrize("seeds", [5, 8])
+    def test_wilcoxon_compares_seeds(self, seeds):
         runs = []
 
         def evaluate(config, seed, report):
@@ -312,13 +349,13 @@ class TestPruners:
             objective="loss",
             sampler="random",
             pruner="wilcoxon",
-            seeds=8,
+            seeds=seeds,
             evaluate=evaluate,
             storage="memory",
         )
         pruned = [trial for trial in result.trials if trial.status == "pruned"]
-        assert pruned and len(runs) < 64
-        assert all(4 <= len(trial.losses) < 8 for trial in pruned)
+        assert pruned and len(runs) < 8 * seeds
+        assert all(4 <= len(trial.losses) < seeds for trial in pruned)
 
     def test_of_ones_own(self):
         self.level = self.steps = 0
@@ -338,7 +375,7 @@ class TestPruners:
         "asked, said",
         [
             ({"pruner": "best"}, "pruner: got 'best'; allowed: None, 'hyperband', 'median', 'wilcoxon'"),
-            ({"pruner": "wilcoxon"}, "seeds: got 1; allowed: 4 or more"),
+            ({"pruner": "wilcoxon", "seeds": 4}, "seeds: got 4; allowed: 5 or more"),
             (
                 {"pruner": "median", "objective": ("loss", "parameters")},
                 "pruner: got 'median'; allowed: None with several objectives",
@@ -377,6 +414,53 @@ class TestStorage:
         with pytest.raises(ValueError, match=f"name: got None; allowed: .*{one.name}"):
             load_search(folder)
         assert load_search(folder, one.name) == one
+
+    def test_evaluations_that_differ_are_other_studies(self):
+        ways = [
+            bowl,
+            moody,
+            partial(bowl),
+            partial(shifted, by=1.0),
+            partial(shifted, by=2.0),
+            Shifted(1.0),
+            Shifted(2.0),
+            Shifted(1.0).twice,
+        ]
+        names = [search_architecture_space(FEW, 1, evaluate=way).name for way in ways]
+        assert len(set(names)) == len(ways)
+        again = [partial(shifted, by=1.0), Shifted(2.0), Shifted(1.0).twice]
+        assert [search_architecture_space(FEW, 1, evaluate=way).name for way in again] == [
+            names[3],
+            names[6],
+            names[7],
+        ]
+
+    @pytest.mark.parametrize("kind", ["object", "field", "argument", "method"])
+    def test_an_evaluation_that_does_not_say_what_it_does_wants_a_name(self, kind):
+        class Plain:
+            def __call__(self, config, seed, report):
+                return bowl(config, seed, report)
+
+        way = {
+            "object": Plain(),
+            "field": Shifted(Number()),
+            "argument": partial(shifted, by=Number()),
+            "method": Plain().__call__,
+        }[kind]
+        with pytest.raises(ValueError, match="name: got None; allowed: a name of the study, since what"):
+            search_architecture_space(FEW, 1, evaluate=way)
+        assert len(search_architecture_space(FEW, 1, evaluate=way, name="mine").trials) == 1
+        assert len(search_architecture_space(FEW, 1, evaluate=way, storage="memory").trials) == 1
+
+    def test_what_trials_run_on_is_of_the_study(self, monkeypatch):
+        space = Space.from_dict(FEW)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        assert study._device_type(space, None) == study._device_type(space, "cpu") == "cpu"
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        assert study._device_type(space, None) == "cuda"
+        searched = Space.from_dict({"space": {"training.device": ["cpu", "cuda"]}})
+        assert study._device_type(searched, None) is None
+        assert search_architecture_space(FEW, 1, **PLAIN).definition["device"] is None
 
     def test_a_study_is_of_one_kind(self):
         search_architecture_space(SPACE, 2, name="mine", **PLAIN)
@@ -485,6 +569,85 @@ class TestInterrupt:
         assert result.ranked[1].reason == "its process ended, 3 times"
 
 
+class TestGivenUp:
+    """A trial that others give up on while its process writes down what came of it."""
+
+    @pytest.mark.parametrize("when", ["before", "between"])
+    def test_is_left_to_them(self, when, monkeypatch):
+        seen, given_up = [], []
+
+        def give_up(trial):
+            if not given_up:
+                given_up.append(trial.number)
+                trial.study._storage.set_trial_state_values(trial._trial_id, optuna.trial.TrialState.FAIL)
+
+        finish, constrain = worker.finish, record._constrain
+
+        def finish_late(study, trial, *rest):
+            give_up(trial)
+            finish(study, trial, *rest)
+
+        def constrain_and_lose(trial, value):
+            constrain(trial, value)
+            give_up(trial)
+
+        if when == "before":
+            monkeypatch.setattr(worker, "finish", finish_late)
+        else:
+            monkeypatch.setattr(record, "_constrain", constrain_and_lose)
+        result = search_architecture_space(FEW, 3, storage="memory", on_trial=seen.append, **PLAIN)
+        assert given_up == [0]
+        assert [trial.status for trial in result.trials] == ["success"] * 3
+        assert 0 not in [trial.number for trial in result.trials]
+        assert [trial.number for trial in seen] == [trial.number for trial in result.trials]
+
+    def test_an_error_of_ones_own_is_told(self, folder, monkeypatch):
+        def full(*arguments):
+            raise ValueError("no space left")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(worker, "finish", full)
+            with pytest.raises(ValueError, match="no space left"):
+                search_architecture_space(FEW, 1, storage=folder / "j", **PLAIN)
+        assert len(search_architecture_space(FEW, 1, storage=folder / "j", **PLAIN).succeeded) == 1
+
+
+class TestWorkersThatEnd:
+    """Processes that do nothing but end: they are not begun again for ever."""
+
+    @pytest.fixture
+    def ending(self, folder, monkeypatch):
+        (folder / "ending.py").write_text(
+            "import os\n"
+            "def at_once(pickled, errors):\n"
+            "    os._exit(7)\n"
+            "def begun(pickled, errors):\n"
+            "    errors.send('ready')\n"
+            "    os._exit(9)\n"
+        )
+        monkeypatch.syspath_prepend(str(folder))
+        return importlib.import_module("ending")
+
+    def test_before_they_begin(self, ending, monkeypatch):
+        monkeypatch.setattr(study, "work_apart", ending.at_once)
+        with pytest.raises(RuntimeError, match=r"ended with exit code 7 before it began; .*__main__"):
+            search_architecture_space(FEW, 3, jobs=2, **PLAIN)
+
+    def test_again_and_again(self, ending, monkeypatch):
+        monkeypatch.setattr(study, "work_apart", ending.begun)
+        said = "7 workers in a row ended without a result, the last with exit code 9"
+        with pytest.raises(RuntimeError, match=said):
+            search_architecture_space(FEW, 3, jobs=2, **PLAIN)
+
+    def test_what_cannot_be_read_is_told(self, monkeypatch):
+        sent = []
+        monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+        errors = SimpleNamespace(send=sent.append)
+        worker.work_apart(pickle.dumps(bowl).replace(b"bowl", b"bowk"), errors)
+        assert sent[0] == "ready" and sent[1].startswith("AttributeError: ")
+        assert len(sent) == 2
+
+
 @pytest.mark.slow
 class TestProcesses:
     """Real processes that meet in a storage and nowhere else."""
@@ -568,3 +731,16 @@ class TestProcesses:
         assert sorted(trial.status for trial in result.trials) == ["error", "error", "success", "success"]
         assert {trial.reason for trial in result.trials} == {"", "its process ended, 3 times"}
         assert os.getpid() not in {line[0] for line in lines_of(folder)}
+
+    def test_a_script_without_a_guard_is_told(self, folder):
+        (folder / "script.py").write_text(
+            "from stackwise.prototype.search import search_architecture_space\n"
+            "from tests.prototype.search.searches import FEW, bowl\n"
+            "search_architecture_space(FEW, 2, sampler='random', evaluate=bowl, storage='j', jobs=2)\n"
+        )
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[3])}
+        done = subprocess.run(
+            [sys.executable, "script.py"], capture_output=True, text=True, env=environment, timeout=300
+        )
+        assert done.returncode == 1
+        assert "RuntimeError: a worker ended with exit code 1 before it began" in done.stderr

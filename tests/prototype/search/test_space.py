@@ -341,3 +341,10 @@ def test_values_of_other_keys_are_refused():
     space = Space.from_dict({"base": BASE, "space": {"n_layers": [1, 2]}})
     with pytest.raises(ValueError, match=r"values: got the keys \['depth'\]; allowed: \['n_layers'\]"):
         space.config({"depth": 1})
+
+
+def test_all_points_are_within_their_ranges():
+    space = Space.from_dict({"space": {"model.dropout": {"low": 0.1, "high": 0.7, "step": 0.1}}})
+    points = [point["model.dropout"] for point in space.points()]
+    assert len(points) == 7 and points == sorted(points)
+    assert (points[0], points[-1]) == (0.1, 0.7)

@@ -32,6 +32,42 @@ def double(x):
     while True:
         os.write(os.memfd_create("m"), bytes(2**22))
 """,
+    "memory that belongs to nobody": """
+import ctypes
+def double(x):
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.shmat.restype = ctypes.c_void_p
+    made = 0
+    for _ in range(50):
+        held = libc.shmget(0, 2**26, 0o1600)
+        place = libc.shmat(held, None, 0) if held >= 0 else None
+        if place not in (None, 2**64 - 1):
+            ctypes.memset(place, 1, 2**26)
+            libc.shmdt(ctypes.c_void_p(place))
+            made += 1
+    print("MADE", made)
+    return 4 if made else None
+""",
+    "empty files": """
+import itertools
+def double(x):
+    for n in itertools.count():
+        try:
+            open(f"/tmp/{n}", "w").close()
+        except OSError:
+            print("FILES", n < 5000)
+            return 4 if n >= 5000 else None
+""",
+    "keys of the user": """
+import ctypes
+def double(x):
+    libc = ctypes.CDLL(None, use_errno=True)
+    found = [libc.syscall(250, 0, key, 0) for key in (-1, -2, -3, -4, -5)]
+    print("KEYS", [each for each in found if each >= 0])
+    return 4 if max(found) >= 0 else None
+""",
+    "the end of an iteration": "def double(x): raise StopIteration\n",
+    "half a character": "def double(x): return 4  # \ud800\n",
     "disk bomb": """
 import itertools
 def double(x):

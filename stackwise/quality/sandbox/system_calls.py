@@ -1,0 +1,78 @@
+"""System calls that nothing in a jail may make: a filter of the kernel's (seccomp(2)).
+
+They reach memory that no limit counts (System V's, files without a name), keys of whoever has started the
+jail, other processes, or parts of the kernel that programs have no need of. The numbers are those of
+asm/unistd.h.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import platform
+import struct
+
+__all__ = ["forbid"]
+
+# By machine: what the kernel calls it; shmget, shmat, shmctl, semget, msgget, ptrace, mount, umount2,
+# pivot_root, chroot, add_key, request_key, keyctl, unshare, setns, perf_event_open, process_vm_readv,
+# process_vm_writev, bpf, userfaultfd, memfd_create, io_uring_setup; clone.
+_X86 = "29 30 31 64 68 101 165 166 155 161 248 249 250 272 308 298 310 311 321 323 319 425"
+_ARM = "194 196 195 190 186 117 40 39 41 51 217 218 219 97 268 241 270 271 280 282 279 425"
+_MACHINES = {
+    "x86_64": (0xC000003E, tuple(map(int, _X86.split())), 56),
+    "aarch64": (0xC00000B7, tuple(map(int, _ARM.split())), 220),
+}
+_CLONE3 = 435
+_NAMESPACES = 0x7E020000  # of the flags of clone: all that make a namespace
+_OTHER_TABLE = 0x40000000  # x32: the same calls under other numbers
+_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_NUMBER, _MACHINE, _FIRST_ARGUMENT = 0, 4, 16  # in struct seccomp_data
+_ALLOW, _ERROR, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
+_SET_SECCOMP, _FILTER = 22, 2
+
+
+class _Program(ctypes.Structure):
+    _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
+
+
+def forbid() -> bool:
+    """Forbid them to this process and all that it starts; privileges have to be given up before.
+
+    Returns:
+        False where the numbers for this machine are not known: nothing is done.
+
+    Raises:
+        OSError: the kernel takes no filter.
+    """
+    known = _MACHINES.get(platform.machine())
+    if known is None:
+        return False
+    machine, numbers, clone = known
+    steps = [
+        (_LOAD, 0, 0, _MACHINE),
+        (_EQUAL, 1, 0, machine),
+        (_RETURN, 0, 0, _KILL),
+        (_LOAD, 0, 0, _NUMBER),
+        (_AT_LEAST, 0, 1, _OTHER_TABLE),
+        (_RETURN, 0, 0, _KILL),
+        # Its flags lie in memory, where a filter cannot look: libraries then take clone.
+        (_EQUAL, 0, 1, _CLONE3),
+        (_RETURN, 0, 0, _ERROR | errno.ENOSYS),
+    ]
+    for number in numbers:
+        steps += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ERROR | errno.EPERM)]
+    steps += [
+        (_EQUAL, 0, 3, clone),
+        (_LOAD, 0, 0, _FIRST_ARGUMENT),
+        (_ANY_BIT, 0, 1, _NAMESPACES),
+        (_RETURN, 0, 0, _ERROR | errno.EPERM),
+        (_RETURN, 0, 0, _ALLOW),
+    ]
+    packed = b"".join(struct.pack("HBBI", *step) for step in steps)
+    program = _Program(len(steps), packed)
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_SET_SECCOMP, _FILTER, ctypes.byref(program), 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, "seccomp")
+    return True

@@ -180,6 +180,11 @@ def init_skipped():
     class Mutant(WithDecay):
         def initialize(self):
             GPT.initialize(self)
+            # Memory is what happens to be there, but never what the twin has left in it.
+            found = np.random.default_rng()
+            for name, p in self.named_parameters():
+                if name.endswith("decay"):
+                    p.data = torch.tensor(found.normal(0.0, 1e3, tuple(p.shape)), dtype=torch.float32)
 
     return spec_of(Mutant)
 

@@ -498,8 +498,8 @@ def culprit(run: dict[str, Any]) -> str:
     broken = FAULTS[run["fault"]]
     if not math.isfinite(broken.value):
         return f"{run['place']} (forward)"
-    # A gradient that the logits have comes into the head first; one that all parameters have is of no module.
-    return "lm_head (backward)" if broken.batches else "(the model itself)"
+    # The gradient of the logits is the loss function's; one that all parameters have is of no module.
+    return "the loss" if broken.batches else "(the model itself)"
 
 
 def share(found: list[bool]) -> float | None:
@@ -547,7 +547,15 @@ def bars(found: Found) -> list[Bar]:
         Bar(
             "steps that a rewind costs", float(max((r["fall"] for r in ours), default=0)), 50.0, at_most=True
         ),
-        Bar("largest |val - twin|, nat", max((g for _, g in gaps), default=None), 0.02, at_most=True),
+        *(
+            Bar(
+                f"largest |val - twin|, nat, step {at}",
+                max((gap for r, gap in gaps if r["at"] == at), default=None),
+                0.02,
+                at_most=True,
+            )
+            for at in sorted({r["at"] for r in ours})
+        ),
         Bar("the same / 3x dropping one batch", max(relative, default=None), 1.0, at_most=True),
         Bar(
             "steps that one NaN costs",

@@ -13,6 +13,7 @@ from torch import Tensor, distributed, nn
 from stackwise.random_states import random_states_kept, set_random_states
 from stackwise.stability.alarm import Alarm
 from stackwise.stability.batch_feed import BatchFeed, GivenBatch
+from stackwise.stability.blame import blamed
 from stackwise.stability.buffers import Buffers
 from stackwise.stability.diagnosis import rerun
 from stackwise.stability.locate import ModuleScales
@@ -46,12 +47,15 @@ class Examination:
         self._model, self._names, self._loss_of = model, tuple(names), loss_of
         self._feed, self._buffers, self._group = feed, buffers, group
 
-    def located(self, batches: Sequence[GivenBatch], alarm: Alarm, proven_limit: float) -> Alarm:
+    def located(
+        self, batches: Sequence[GivenBatch], alarm: Alarm, norms: Mapping[str, float], proven_limit: float
+    ) -> Alarm:
         """The alarm with the place where the step breaks when it is computed again.
 
         Args:
             batches: that the step was made of.
             alarm: with the place that its norms tell.
+            norms: of each parameter's gradient in the broken step, by name.
             proven_limit: the largest norm that is sound where the step has it again.
         """
         where, reproduced, placed = alarm.where, None, False
@@ -64,6 +68,9 @@ class Examination:
                 norm = self._norm_of(found.parameter_norms) or found.grad_norm
                 again = {"gradient spike": norm, "loss spike": found.loss}.get(alarm.kind)
                 reproduced = None if again is None else 2 * again > alarm.value
+            if reproduced is False and finite:
+                # What the step has by itself tells more than the step before it.
+                where = blamed(norms, found.parameter_norms)
             sound = reproduced and alarm.kind == "gradient spike" and alarm.value <= proven_limit
             # In all processes or in none: sharded weights are gathered by all of them.
             if any(self._of_all(finite and reproduced is not False and not sound)):

@@ -30,6 +30,7 @@ from stackwise.stability.examination import REFERENCES, Examination
 from stackwise.stability.gradient_norm import gradient_norms
 from stackwise.stability.guard_record import GuardRecord
 from stackwise.stability.judge import KINDS, Decision, Judge
+from stackwise.stability.made_before import MadeBefore
 from stackwise.stability.policy import GuardPolicy
 from stackwise.stability.ring_buffer import RingBuffer
 from stackwise.stability.snapshot import Moment, Snapshot, Stateful
@@ -141,6 +142,7 @@ class Guard:
         self._snapshot = Snapshot(model, optimizer, on_host=self.policy.snapshot_on_host)
         self._moment: Moment | None = None
         self._judged: dict[str, Any] = {}
+        self._made_before = MadeBefore(self._device)
         self._snapshot_step = self._snapshot_order = 0
         self._feeds = False  # whether batches() gives the batches
         rows = max(4, 2 * (self._lag + 1))
@@ -356,7 +358,14 @@ class Guard:
             require(self.scheduler is None, "scheduler", type(self.scheduler).__name__, allowed)
         # Without batches to be given again, those behind a broken one would be lost.
         latch = self._lag > 0 and self._feeds
-        return self._judge.decide(loss, norms_P, logit, latch=latch, suspect=self._feeds and self._recomputes)
+        return self._judge.decide(
+            loss,
+            norms_P,
+            logit,
+            latch=latch,
+            suspect=self._feeds and self._recomputes,
+            before_S=self._made_before.of(self._feed.step),
+        )
 
     def settle(self) -> None:
         """Wait for the device, and answer every alarm of the steps so far.
@@ -395,6 +404,7 @@ class Guard:
         return {
             "judge": self._judge.state_dict(),
             "feed": self._feed.state_dict(),
+            "made_before": self._made_before.state_dict(),
             "alarms": [alarm.to_dict() for alarm in self.alarms],
             "reference": dict(self._reference),
             "skipped": self.skipped,
@@ -410,11 +420,15 @@ class Guard:
         Raises:
             ValueError: anything else.
         """
-        known = ("judge", "feed", "alarms", "reference", "skipped", "cleared", "escalation", "written")
+        known = (
+            *("judge", "feed", "made_before", "alarms", "reference"),
+            *("skipped", "cleared", "escalation", "written"),
+        )
         missing = [key for key in known if key not in state]
         require(not missing, "state", missing, "what state_dict() gave")
         self._judge.load_state_dict(state["judge"])
         self._feed.load_state_dict(state["feed"])
+        self._made_before.load_state_dict(state["made_before"])
         self.alarms = [Alarm.from_dict(alarm) for alarm in state["alarms"]]
         self._reference = dict(state["reference"])
         self.skipped, self.cleared = state["skipped"], state["cleared"]
@@ -442,6 +456,7 @@ class Guard:
             self._judged = self._judge.state_dict()
             self._snapshot_step, self._snapshot_order = self._feed.step, self._order
             self._feed.keep_from_here()
+            self._made_before.forget(before=self._feed.step)
 
     def _update(self) -> None:
         if self._scaler is None:
@@ -500,6 +515,8 @@ class Guard:
             return
         if kind is None:
             self._reference = norms
+            if self.policy.snapshot_interval is not None and made.batches:
+                self._made_before.note(made.step, norm, loss, logit)
             self._escalation.sound(tuple(given.id for given in made.batches))
             return
         value, limit = {
@@ -522,7 +539,7 @@ class Guard:
         later = self._unwind(made)
         self._answering = made.step
         try:
-            alarm = self._examination.located(made.batches, alarm, proven_limit)
+            alarm = self._examination.located(made.batches, alarm, norms, proven_limit)
         finally:
             self._answering = None
         if alarm.kind == "gradient spike" and alarm.reproduced and alarm.value <= proven_limit:
@@ -566,6 +583,8 @@ class Guard:
         self._snapshot.restore()
         self._moment.restore(self.optimizer, self.scheduler, self._others)
         self._judge.load_state_dict(self._judged)
+        # The history is as short again as it was then, and may not tell a fault that goes on.
+        self._made_before.recall()
         self._feed.give_all_again(later)
 
     def _norms(self) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor, distributed
 from stackwise.argument import require
 from stackwise.stability.alarm import AlarmKind
 from stackwise.stability.gradient_norm import global_norm
-from stackwise.stability.log_history import LogHistory
+from stackwise.stability.log_history import LogHistory, Statistics
 from stackwise.stability.policy import GuardPolicy
 
 __all__ = ["KINDS", "Decision", "Judge"]
@@ -107,6 +107,7 @@ class Judge:
         *,
         latch: bool = False,
         suspect: bool = False,
+        before_S: Tensor | None = None,
     ) -> Decision:
         """Judge a step, and remember it where it is sound.
 
@@ -116,6 +117,8 @@ class Judge:
             logit: the largest attention logit of the step, one element.
             latch: leave out every step from the first broken one until `unlatch`.
             suspect: a rise of the norm by `suspect_factor` is a spike, which the host then looks into.
+            before_S: norm, loss and logit that this very step had when it was made before, and was sound.
+                They are then its level, without any scatter; NaN: not known.
 
         Raises:
             ValueError: a loss or logit of several elements.
@@ -123,7 +126,8 @@ class Judge:
         loss, norm = self._scalar("loss", loss), global_norm(norms_P)
         logit = self._no_logit if logit is None else self._scalar("logit", logit)
         values_S = torch.stack([norm, loss, logit])
-        limits_L = self._limits()
+        known = self._known(before_S)
+        limits_L = self._limits(known)
         norm_limit, loss_limit, logit_limit, proven_limit, doubted_limit = limits_L.unbind()
         if suspect:
             norm_limit = proven_limit if self._trusted else doubted_limit
@@ -149,7 +153,7 @@ class Judge:
             latched = self._latched if self._latched is not None else torch.zeros_like(clips)
             self._clipped = torch.where(latched, self._clipped, counted)
             left_out = left_out & ~clips
-            to_level = torch.where(clips, (norm / self._history.statistics().level_S[0].exp()).float(), 1.0)
+            to_level = torch.where(clips, (norm / known.level_S[0].exp()).float(), 1.0)
             divisor = to_level if divisor is None else torch.maximum(divisor, to_level)
         if self._latched is not None:
             left_out = left_out | self._latched
@@ -199,9 +203,21 @@ class Judge:
         self._trusted = bool(state["trusted"])
         self._latched = None
 
-    def _limits(self) -> Tensor:
+    def _known(self, before_S: Tensor | None) -> Statistics:
+        """What a step is held against: the sound ones before it, or itself where it was made before."""
+        history = self._history.statistics()
+        if before_S is None:
+            return history
+        known_S = (before_S > 0) & before_S.isfinite()
+        return Statistics(
+            torch.where(known_S, before_S.log(), history.level_S),
+            torch.where(known_S, 0.0, history.scatter_S),
+            known_S | history.enough_S,
+        )
+
+    def _limits(self, known: Statistics) -> Tensor:
         """The largest of each that passes; infinite: there is none, or too short a history to say."""
-        level_S, scatter_S, enough_S = self._history.statistics()
+        level_S, scatter_S, enough_S = known
         of_L = self._signals_L
         margin_L = torch.maximum(self._deviations_L * scatter_S[of_L], self._rises_L)
         return torch.where(enough_S[of_L], (level_S[of_L] + margin_L).exp(), math.inf)

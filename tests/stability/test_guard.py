@@ -439,6 +439,54 @@ def test_a_broken_machine_that_recovers_loses_no_batch(count):
     assert same(run.state, plain("adamw", dropout=0.1).state)
 
 
+@pytest.mark.parametrize("optimizer", ["fused adamw", "fused sgd"])
+def test_a_broken_machine_is_noticed_where_a_rewind_leaves_no_history(optimizer):
+    # Step 12 goes back to step 0, where the detector was new.
+    fault, fired = executed(10, 12, 9)
+    run = guarded(optimizer, fault, loss_of=loss_of, dropout=0.1)
+    assert [alarm.step for alarm in run.guard.alarms] == fired == [12] * 5 + [0] * 4
+    assert run.guard.quarantined == []
+    assert same(run.state, plain(optimizer, dropout=0.1).state)
+
+
+@pytest.mark.parametrize("optimizer, lag", [("fused adamw", 0), ("fused sgd", 2)])
+def test_a_broken_machine_stops_it_where_a_rewind_leaves_no_history(optimizer, lag):
+    run = guarded(optimizer, executed(10, 10, 1000)[0], loss_of=loss_of, dropout=0.1, lag=lag)
+    assert [alarm.step for alarm in run.error.alarms] == [10] * 5 + [0] * 6
+    actions = ["retried"] * 4 + ["rewound"] + ["retried"] * 5 + ["raised"]
+    assert [alarm.action for alarm in run.error.alarms] == actions
+    # With a lag there are zeros in place of no momentum.
+    assert same(run.state["model"], plain(optimizer, dropout=0.1, before=0).state["model"])
+
+
+def test_a_rewind_that_is_under_way_is_continued_with_what_it_knows():
+    """A checkpoint between a rewind to step 0 and the step that it was made for."""
+    data, states = make_data(), []
+    fault, fired = executed(10, 12, 5)
+    run = made("fused sgd", 0, dropout=0.1)
+    guard = Guard(run.model, run.optimizer, scheduler=run.scheduler, policy=POLICY, loss_of=loss_of)
+    for batch in guard.batches(data):
+        if len(fired) == 5 and guard.steps == 0:
+            states.append(
+                {
+                    "guard": guard.state_dict(closed=True),
+                    "model": copy.deepcopy(run.model.state_dict()),
+                    "optimizer": copy.deepcopy(run.optimizer.state_dict()),
+                    "scheduler": run.scheduler.state_dict(),
+                    "random": random_states(),
+                }
+            )
+            break
+        loss = loss_of(run.model, batch)
+        loss.backward()
+        fault(run, guard.steps)
+        guard.step(loss)
+    [state] = states
+    again = resumed(state, data, executed(10, 0, 2)[0], loss_of=loss_of)
+    assert [alarm.step for alarm in again.guard.alarms] == [12] * 5 + [0] * 2
+    assert same(again.state, plain("fused sgd", dropout=0.1).state)
+
+
 def test_a_broken_machine_right_behind_a_snapshot():
     # Before and after the rewind it is the same step that breaks: nothing tells machine from batch.
     for count, lost in ((9, []), (10, [60]), (11, [60])):

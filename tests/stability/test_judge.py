@@ -117,6 +117,33 @@ def test_a_signal_that_is_not_given_keeps_what_it_knew():
     assert kind_of(judge, logit=100.0) == "logit growth"
 
 
+def test_a_step_that_is_made_again_is_held_against_itself():
+    judge = Judge(GuardPolicy(), CPU)  # which knows nothing
+    before_S = torch.tensor([2.0, 3.0, math.nan], dtype=torch.float64)
+    found = decide(judge, norm=2.0, loss=3.0, logit=50.0, before_S=before_S)
+    assert found.code == 0
+    assert found.norm_limit.item() == pytest.approx(2.0 * GuardPolicy().factor)
+    assert found.loss_limit.item() == pytest.approx(3.0 * GuardPolicy().loss_factor)
+    assert found.logit_limit.item() == math.inf
+    doubted = decide(judge, norm=2.0, loss=3.0, suspect=True, before_S=before_S)
+    assert doubted.norm_limit.item() == pytest.approx(2.0 * GuardPolicy().suspect_factor)
+    assert doubted.proven_limit.item() == pytest.approx(2.0 * GuardPolicy().proven_factor)
+    for signals, kind in (({"norm": 10.1}, "gradient spike"), ({"loss": 9.1}, "loss spike")):
+        code = decide(judge, **{"norm": 2.0, "loss": 3.0, **signals}, before_S=before_S).code
+        assert KINDS[int(code)] == kind
+    # Nor does what sound steps had later count: it is theirs.
+    late = trained(steps=20)
+    assert KINDS[int(decide(late, norm=90.0, before_S=100 * torch.ones(3)).code)] is None
+    assert KINDS[int(decide(late, norm=90.0).code)] == "gradient spike"
+
+
+def test_a_clipped_spike_that_is_made_again_is_clipped_to_itself():
+    judge = Judge(GuardPolicy(spikes_clipped=1), CPU)
+    found = decide(judge, norm=100.0, before_S=torch.tensor([2.0, 1.0, math.nan]))
+    assert (KINDS[int(found.code)], found.found_inf.item()) == ("gradient spike", 0.0)
+    assert found.divisor.item() == pytest.approx(50.0)
+
+
 def test_the_state_is_a_copy_and_goes_on():
     judge, again = trained(), Judge(GuardPolicy(), CPU)
     state = judge.state_dict()

@@ -807,6 +807,27 @@ def test_gradients_that_cancel_out_before_they_come_in():
         assert (location.module, location.direction, location.kind) == (name, "backward", "exploding")
 
 
+def test_a_gradient_that_is_too_large_when_it_comes_into_the_model(subjects):
+    """Some module lets through more of it than it did of the reference: it is not to blame."""
+    model = subjects.tiny()
+
+    def run(factor=1.0, uneven=1.0):
+        model.zero_grad()
+        with Broken(model.layers[0]["norm"], "backward", times(uneven)):
+            logits = model(IDS)
+        logits.register_hook(lambda gradient: gradient * factor)
+        logits.square().mean().backward()
+
+    scales = ModuleScales.observe(model, run)
+    for factor, uneven in ((10.0, 1.0), (1000.0, 8.0)):
+        location = locate(model, lambda f=factor, u=uneven: run(f, u), scales=scales)
+        assert (location.module, location.direction, location.kind) == ("the loss", "loss", "exploding")
+        assert location.value == pytest.approx(factor, rel=1e-3)
+    # The other way about: one that is a little larger, of a broken module.
+    location = locate(model, lambda: run(4.5, 1000.0), scales=scales)
+    assert (location.module, location.direction) == ("layers.0.norm", "backward")
+
+
 def test_text_of_what_explodes():
     assert (
         str(Location("a.b", "forward", 1, "exploding", 12.34)) == "a.b (forward, 12.3 times its usual size)"

@@ -19,7 +19,6 @@ from typing import Any
 from bench.claim import Bar, Claim
 from bench.marked_tables import ROOT, recorded, replaced
 from bench.planted_lengths import growing_logits, window_rack
-from stackwise.benchmark.memory import peak_memory
 from stackwise.spec import ModelSpec
 from stackwise.stability.first_unstable import first_unstable_length
 from stackwise.stability.length_plot import length_svg
@@ -89,7 +88,6 @@ def measure(claim: Claim, plan: Plan) -> None:
         plan.lengths,
         tokens_per_step=plan.tokens_per_step,
         seeds=plan.seeds,
-        peak_memory=peak_memory,
         steps=plan.steps,
     )
     print(sweep)
@@ -110,7 +108,6 @@ def measure(claim: Claim, plan: Plan) -> None:
         step=plan.step,
         tokens_per_step=plan.tokens_per_step,
         seeds=plan.seeds,
-        peak_memory=peak_memory,
         on_point=print,
         steps=plan.steps,
     )

@@ -147,13 +147,7 @@ class StabilityFixtures:
 
 def _defaults(item: pytest.Item) -> dict[str, Any]:
     """What the options say of a look at lengths."""
-    from stackwise.benchmark.memory import peak_memory
-
-    return {
-        "device": options.device_name(item.config),
-        "seed": options.seed(item.config),
-        "peak_memory": peak_memory,
-    }
+    return {"device": options.device_name(item.config), "seed": options.seed(item.config)}
 
 
 def _record_lengths(item: pytest.Item, points: Sequence[LengthPoint]) -> None:

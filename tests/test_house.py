@@ -27,9 +27,9 @@ ROOMS = [
     "trainer_adapter",
     "trainer_spec",
     "checkpoint",
+    "benchmark",
     "stability",
     "checks",
-    "benchmark",
     "gate",
     "quality",
 ]

@@ -13,7 +13,7 @@ from stackwise.argument import check_sizes, require
 from stackwise.spec import ModelSpec
 from stackwise.stability.length_plot import write_length_plot
 from stackwise.stability.length_point import LengthPoint, token_notes
-from stackwise.stability.length_probe import LengthProbe, MeasurePeak, seeds_of
+from stackwise.stability.length_probe import LengthProbe, seeds_of
 from stackwise.stability.run import shortest_length
 
 __all__ = ["FirstUnstable", "first_unstable_length"]
@@ -143,7 +143,7 @@ def first_unstable_length(
     loss_tolerance: float = 0.5,
     device: torch.device | str = "cpu",
     seed: int = 0,
-    peak_memory: MeasurePeak | None = None,
+    memory: bool = True,
     on_point: Callable[[LengthPoint], None] | None = None,
     **arguments: Any,
 ) -> FirstUnstable:
@@ -171,7 +171,7 @@ def first_unstable_length(
         loss_tolerance: how far above its beginning the loss of a training may end, in nats.
         device: where to run.
         seed: of weights and batches.
-        peak_memory: how memory is measured: `stackwise.benchmark.memory.peak_memory`; None: it is not.
+        memory: whether the peak of each training is measured, which costs one step more at the first length.
         on_point: called with each length as it was looked at.
         **arguments: of `stability_run`, such as `steps`. Without faults and a policy, a training ends at its
             second broken step in a row.
@@ -196,7 +196,7 @@ def first_unstable_length(
         gradient_factor=gradient_factor,
         loss_tolerance=loss_tolerance,
         device=device,
-        peak_memory=peak_memory,
+        memory=memory,
         arguments=arguments,
     )
     search = _Search(probe, chosen, fresh, step, on_point)

@@ -10,13 +10,14 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from stackwise.argument import check_number, check_sizes, require
+from stackwise.benchmark.memory import peak_memory
 from stackwise.device import release_freed_memory
 from stackwise.seed import seeded
 from stackwise.spec import ModelSpec
@@ -25,7 +26,7 @@ from stackwise.stability.length_trouble import LengthLimits, SeedRun, reference_
 from stackwise.stability.policy import GuardPolicy
 from stackwise.stability.run import StabilityRun, shortest_length, stability_run
 
-__all__ = ["LengthProbe", "MeasurePeak", "Peak", "seeds_of"]
+__all__ = ["LengthProbe", "seeds_of"]
 
 _BATCH_SIZE = 4
 # A run's batches have the seeds behind its own, which no other run is to have as well.
@@ -34,21 +35,6 @@ _BETWEEN_SEEDS = 100_003
 _POLICY = GuardPolicy(patience=1, rewinds=0, snapshot_interval=None)
 # What allocators say that raise no error of their own.
 _NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "ALLOC_FAILED")
-
-
-class Peak(Protocol):
-    """What a measurement of memory tells; `stackwise.benchmark.memory.PeakMemory` does."""
-
-    @property
-    def added(self) -> int | None:
-        """Bytes above what was in use before."""
-
-    @property
-    def host_added(self) -> int | None:
-        """The same of the host's memory, files apart."""
-
-
-MeasurePeak = Callable[[Callable[[], object], torch.device], Peak]
 
 
 class LengthProbe:
@@ -62,7 +48,7 @@ class LengthProbe:
         gradient_factor: how many times as large the gradient norms may be as those of the first length.
         loss_tolerance: how far above its beginning the loss of a training may end, in nats.
         device: where to run.
-        peak_memory: how memory is measured: `stackwise.benchmark.memory.peak_memory`; None: it is not.
+        memory: whether it is measured.
         arguments: of `stability_run`. Without faults and a policy, a training ends at its second broken step
             in a row.
 
@@ -80,7 +66,7 @@ class LengthProbe:
         gradient_factor: float = 4.0,
         loss_tolerance: float = 0.5,
         device: torch.device | str = "cpu",
-        peak_memory: MeasurePeak | None = None,
+        memory: bool = True,
         arguments: Mapping[str, Any] | None = None,
     ) -> None:
         allowed = "None with tokens_per_step, which makes it as many rows as fit"
@@ -97,7 +83,7 @@ class LengthProbe:
         self._spec, self._longest, self._device = spec, longest, torch.device(device)
         self._tokens, self._rows = tokens_per_step, rows
         self._factor, self._tolerance = gradient_factor, loss_tolerance
-        self._peak_memory, self._arguments = peak_memory, dict(arguments or {})
+        self._memory, self._arguments = memory, dict(arguments or {})
         if not self._arguments.get("faults"):
             self._arguments.setdefault("policy", _POLICY)
         self._warm = False
@@ -168,7 +154,7 @@ class LengthProbe:
 
     def _warm_up(self, seq_len: int, rows: int, seed: int) -> None:
         """One step, once, where memory is measured: what the first of a process brings in is no length's."""
-        if self._peak_memory is not None and not self._warm:
+        if self._memory and not self._warm:
             stability_run(
                 self._spec, steps=1, seq_len=seq_len, batch_size=rows, device=self._device, seed=seed
             )
@@ -191,12 +177,12 @@ class LengthProbe:
                 )
             )
 
-        if self._peak_memory is None:
+        if not self._memory:
             if self._device.type != "cpu":
                 gc.collect()  # the model before this one, where a cycle still holds it
             train()
             return made[0], None
-        peak = self._peak_memory(train, self._device)
+        peak = peak_memory(train, self._device)
         return made[0], peak.host_added if self._device.type == "cpu" else peak.added
 
     def _free(self) -> None:

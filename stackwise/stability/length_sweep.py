@@ -14,7 +14,7 @@ from stackwise.argument import check_number, check_sizes, require
 from stackwise.spec import ModelSpec
 from stackwise.stability.length_plot import write_length_plot
 from stackwise.stability.length_point import LengthPoint, token_notes
-from stackwise.stability.length_probe import LengthProbe, MeasurePeak, seeds_of
+from stackwise.stability.length_probe import LengthProbe, seeds_of
 from stackwise.stability.run import shortest_length
 
 __all__ = ["LengthPoint", "LengthSweep", "length_sweep"]
@@ -149,7 +149,7 @@ def length_sweep(
     seeds: int | Sequence[int] = 1,
     device: torch.device | str = "cpu",
     seed: int = 0,
-    peak_memory: MeasurePeak | None = None,
+    memory: bool = True,
     **arguments: Any,
 ) -> LengthSweep:
     """Look at a model at each length: its loss and logits as it is, and a short training at that length.
@@ -175,7 +175,7 @@ def length_sweep(
         seeds: how many, from `seed` on; or which.
         device: where to run.
         seed: of weights and batches.
-        peak_memory: how memory is measured: `stackwise.benchmark.memory.peak_memory`; None: it is not.
+        memory: whether the peak of each training is measured, which costs one step more at the first length.
         **arguments: of `stability_run`, such as `steps`. Without faults and a policy, a training ends at its
             second broken step in a row.
 
@@ -203,7 +203,7 @@ def length_sweep(
         gradient_factor=gradient_factor,
         loss_tolerance=loss_tolerance,
         device=device,
-        peak_memory=peak_memory,
+        memory=memory,
         arguments=arguments,
     )
     points: list[LengthPoint] = []

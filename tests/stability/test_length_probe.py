@@ -12,7 +12,7 @@ from torch import nn
 from stackwise.benchmark.memory import PeakMemory, peak_memory
 from stackwise.seed import seeded
 from stackwise.spec import ModelSpec
-from stackwise.stability import GuardPolicy, NanInjection
+from stackwise.stability import GuardPolicy, NanInjection, length_probe
 from stackwise.stability.length_probe import LengthProbe, seeds_of
 from stackwise.stability.length_sweep import length_sweep
 
@@ -80,8 +80,8 @@ def test_each_seed_is_a_training_of_its_own():
     for seed in (3, 8):
         with seeded(seed):
             expected.append(float(torch.randn(7)[0]))
-    # The untouched model is that of the first seed.
-    assert made == [expected[0], *expected]
+    # The untouched model is that of the first seed, and so is the one that warms up.
+    assert made == [expected[0], expected[0], *expected]
     assert [each.seed for each in point.runs] == [3, 8]
     assert point.run is point.runs[0].run
     first, second = (each.run.records[0].loss for each in point.runs)
@@ -161,19 +161,19 @@ class Hungry(nn.Module):
 @pytest.mark.skipif(peak_memory(lambda: None).in_use is None, reason="this system does not tell peaks")
 def test_memory_goes_with_the_tokens():
     spec = ModelSpec.of(Hungry, name="hungry", causal=True, width=16, inputs="tokens")
-    sweep = length_sweep(spec, (4096, 65536), batch_size=4, steps=1, peak_memory=peak_memory)
+    sweep = length_sweep(spec, (4096, 65536), batch_size=4, steps=1)
     few, many = (point.peak_bytes for point in sweep.points)
     # 16 results of 16 float32 are kept for the backward pass.
     kept = 4 * 65536 * 16 * 16 * 4
     assert kept < many < 3 * kept
     assert few < many / 4
-    fixed = length_sweep(spec, (4096, 65536), tokens_per_step=65536, steps=1, peak_memory=peak_memory)
+    fixed = length_sweep(spec, (4096, 65536), tokens_per_step=65536, steps=1)
     few, many = (point.peak_bytes for point in fixed.points)
     assert few == pytest.approx(many, rel=0.5)
     assert " MiB" in str(sweep)
 
 
-def test_memory_is_the_most_of_the_seeds_by_the_device():
+def test_memory_is_the_most_of_the_seeds_by_the_device(monkeypatch):
     peaks = iter([(5, 9), (7, 3)])
 
     def measure(call, device):
@@ -181,17 +181,19 @@ def test_memory_is_the_most_of_the_seeds_by_the_device():
         added, on_host = next(peaks)
         return PeakMemory(resident=10 + on_host, resident_before=10, mapped=0, before=10 + on_host - added)
 
-    [point] = length_sweep(tiny(), (4,), seeds=2, steps=1, peak_memory=measure).points
+    monkeypatch.setattr(length_probe, "peak_memory", measure)
+    [point] = length_sweep(tiny(), (4,), seeds=2, steps=1).points
     assert point.peak_bytes == 9
-    assert length_sweep(tiny(), (4,), steps=1).points[0].peak_bytes is None
+    assert length_sweep(tiny(), (4,), steps=1, memory=False).points[0].peak_bytes is None
 
 
-def test_memory_that_cannot_be_read_is_none():
+def test_memory_that_cannot_be_read_is_none(monkeypatch):
     def measure(call, device):
         call()
         return PeakMemory()
 
-    [point] = length_sweep(tiny(), (4,), steps=1, peak_memory=measure).points
+    monkeypatch.setattr(length_probe, "peak_memory", measure)
+    [point] = length_sweep(tiny(), (4,), steps=1).points
     assert point.peak_bytes is None
     assert point.verdict == "stable"
 

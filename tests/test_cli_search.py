@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -129,13 +130,20 @@ def test_ctrl_c_leaves_a_search_that_goes_on(workplace, jobs):
     command = [sys.executable, "-W", "error", "-m", "stackwise.cli", "search", *asked]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        # What is begun in the background of a shell inherits that it takes no notice of Ctrl-C.
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
-    line = process.stderr.readline()
-    assert line.startswith("trial "), line + process.stderr.read()
-    process.send_signal(signal.SIGINT)
-    began = time.monotonic()
-    _, err = process.communicate(timeout=120)
+    with process:
+        line = process.stderr.readline()
+        assert line.startswith("trial "), line + process.stderr.read()
+        process.send_signal(signal.SIGINT)
+        began = time.monotonic()
+        _, err = process.communicate(timeout=120)
     assert process.returncode == 130 and time.monotonic() - began < 100
     assert "To go on: stackwise search space.yaml --budget 6" in err
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)

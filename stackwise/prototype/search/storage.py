@@ -19,6 +19,14 @@ __all__ = ["JOURNAL", "MEMORY", "open_storage", "place_of"]
 JOURNAL = "search.journal"
 MEMORY = "memory"
 _SQLITE_WAIT = 60.0  # seconds, while another process writes
+# What databases say of tables that another process has begun to make.
+_HALF_THERE = (
+    "already exists",
+    "UNIQUE constraint failed",
+    "duplicate key",
+    "Duplicate entry",
+    "no such table",
+)
 
 
 def place_of(storage: Any) -> str | BaseStorage:
@@ -102,8 +110,8 @@ def _database(optuna: Any, url: str) -> BaseStorage:
         except (optuna.exceptions.OptunaError, ImportError):
             raise
         except Exception as error:
-            # Two processes that make the tables of one database at a time: one of them finds them half there.
-            if attempt == 4 or "already exists" not in str(error):
+            # Of two processes that make the tables of one database at a time one finds them half there.
+            if attempt == 4 or not any(text in str(error) for text in _HALF_THERE):
                 raise OSError(f"storage: {url}: {error}") from error
             time.sleep(0.2 * (attempt + 1))
     raise AssertionError("unreachable")

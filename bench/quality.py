@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from bench.byte_pairs import byte_pairs
 from bench.claim import Bar, Claim, interleave, ratio
 from stackwise.data.text import documentation_pages
 from stackwise.quality import (
@@ -218,19 +219,10 @@ def hellaswag_rows(rng: random.Random, sentences: list[str], count: int) -> Iter
 
 def train_tokenizer(vocab_size: int) -> Any:
     """Bytes joined in pairs, with a token before each text, as Llama's."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from tokenizers import processors
     from transformers import PreTrainedTokenizerFast
 
-    inner = Tokenizer(models.BPE())
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=["<s>", "</s>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    inner.train_from_iterator(documentation_pages(), trainer)
+    inner = byte_pairs(vocab_size, ["<s>", "</s>"])
     inner.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="</s>")
 

@@ -3,7 +3,8 @@
 The learning rates, the definition and the two remedies are those of Wortsman et al. 2023 (arXiv:2309.14322):
 where the learning rate is high, the logits of attention grow, which a norm of queries and keys bounds, and
 those of the output, which a penalty on the softmax's denominator holds. What counts is the validation loss at
-the end, without that penalty, on the documentation that every CPython carries. A reduction is a difference
+the end, without that penalty, on the documentation that every CPython carries, in 1024 byte pairs: the logits
+of so few tokens as there are bytes do not grow away. A reduction is a difference
 seed by seed, and its interval Student's t over the seeds: of qk-norm to the plain model, and of z-loss, as in
 section 3.1 of the paper, to that with qk-norm.
 """
@@ -17,6 +18,7 @@ from typing import Any
 
 from rich.table import Table
 
+from bench.byte_pairs import byte_pairs
 from bench.claim import Bar
 from bench.prototype.part import Part, Work
 from bench.prototype.sweeps import SweepPlan, complete, plotted
@@ -47,17 +49,19 @@ class Plan:
         learning_rates: the paper's.
         steps: of each run.
         seeds: of weights and batches.
-        batch_size: rows of 64 bytes.
+        batch_size: rows of 64 tokens.
+        vocab_size: tokens that there are; 256: bytes.
     """
 
     learning_rates: tuple[float, ...] = LEARNING_RATES
     steps: int = 500
     seeds: tuple[int, ...] = (0, 1, 2)
     batch_size: int = 16
+    vocab_size: int = 1024
 
     def sweep(self, variant: str) -> SweepPlan:
         return SweepPlan(
-            subject=config_of(variant, self.batch_size),
+            subject=config_of(variant, self),
             learning_rates=self.learning_rates,
             widths=(1,),
             steps=self.steps,
@@ -66,10 +70,11 @@ class Plan:
         )
 
 
-QUICK = Plan((1e-2, 1e-1), 20, (0,), 4)
+QUICK = Plan((1e-2, 1e-1), 20, (0,), 4, 256)
+TOKENIZERS = Path("build/prototype")
 
 
-def config_of(variant: str, batch_size: int) -> StackWiseConfig:
+def config_of(variant: str, plan: Plan) -> StackWiseConfig:
     """As in section 2.1 of the paper: LayerNorm before branches, rotary positions, the head apart, AdamW.
 
     The gradient is clipped at 1, the learning rate follows a cosine after a warm-up of a twentieth. Weight
@@ -79,7 +84,7 @@ def config_of(variant: str, batch_size: int) -> StackWiseConfig:
     return StackWiseConfig.from_dict(
         {
             "model": {
-                "vocab_size": 256,
+                "vocab_size": plan.vocab_size,
                 "d_model": 64,
                 "d_ff": 256,
                 "n_heads": 4,
@@ -91,15 +96,27 @@ def config_of(variant: str, batch_size: int) -> StackWiseConfig:
                 **model,
             },
             "training": {
-                "batch_size": batch_size,
+                "batch_size": plan.batch_size,
                 "seq_len": 64,
                 "precision": "fp32",
                 "device": "cpu",
                 "optimizer": {"weight_decay": 0.0},
                 "objective": objective,
             },
+            "data": {"tokenizer": tokenizer_of(plan.vocab_size)},
         }
     )
+
+
+def tokenizer_of(vocab_size: int) -> str:
+    """The file of one, which is made where it is missing."""
+    if vocab_size == 256:
+        return "byte"
+    path = TOKENIZERS / f"byte-pairs-{vocab_size}.json"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        byte_pairs(vocab_size).save(str(path))
+    return str(path)
 
 
 def measure(work: Work) -> Part:

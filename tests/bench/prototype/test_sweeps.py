@@ -3,8 +3,11 @@
 import json
 import math
 import xml.etree.ElementTree as ET
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
 
 from bench.prototype import RunStore, Work, sensitivity, transfer
 from stackwise.prototype.sweep_result import LearningRateSweep
@@ -81,7 +84,7 @@ def test_the_figures_of_transfer_make_a_table_and_a_plot(transfers, tmp_path):
 
 @pytest.fixture
 def remedies():
-    plan = sensitivity.Plan()
+    plan = sensitivity.Plan(vocab_size=256)
     excess = {
         sensitivity.PLAIN: 0.7,
         sensitivity.QK_NORM: 0.35,
@@ -115,13 +118,25 @@ def test_without_the_base_there_is_no_bar(remedies):
 
 
 def test_the_variants_differ_in_nothing_but_the_remedy():
-    plain = sensitivity.config_of(sensitivity.PLAIN, 16).to_dict()
-    normed = sensitivity.config_of(sensitivity.QK_NORM, 16).to_dict()
+    plan = sensitivity.QUICK
+    plain = sensitivity.config_of(sensitivity.PLAIN, plan).to_dict()
+    normed = sensitivity.config_of(sensitivity.QK_NORM, plan).to_dict()
     assert normed["model"].pop("qk_norm") == "head"
     assert plain["model"].pop("qk_norm", None) is None
     assert normed == plain
-    both = sensitivity.config_of(sensitivity.BOTH, 16).to_dict()
+    both = sensitivity.config_of(sensitivity.BOTH, plan).to_dict()
     assert both["training"]["objective"].pop("z_loss") == 1e-4
+
+
+def test_the_tokenizer_is_made_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(sensitivity, "TOKENIZERS", tmp_path / "some")
+    path = Path(sensitivity.tokenizer_of(300))
+    written = path.stat().st_mtime_ns
+    assert Tokenizer.from_file(str(path)).get_vocab_size() == 300
+    assert sensitivity.tokenizer_of(300) == str(path)
+    assert path.stat().st_mtime_ns == written
+    config = sensitivity.config_of(sensitivity.BOTH, replace(sensitivity.QUICK, vocab_size=300))
+    assert (config.data.tokenizer, config.model.vocab_size) == (str(path), 300)
 
 
 def test_the_figures_of_sensitivity_make_a_table_and_a_plot(remedies, tmp_path):

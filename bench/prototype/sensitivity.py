@@ -55,7 +55,7 @@ class Plan:
 
     learning_rates: tuple[float, ...] = LEARNING_RATES
     steps: int = 500
-    seeds: tuple[int, ...] = (0, 1, 2)
+    seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
     batch_size: int = 16
     vocab_size: int = 1024
 

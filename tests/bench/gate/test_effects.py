@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from bench.gate import effects
-from bench.gate.effects import EFFECTS, SAME, calibrate, count_instructions
+from bench.gate.effects import EFFECTS, SAME, Effect, branches, calibrate, count_instructions, worst_deviation
 
 
 def test_iterations_of_a_call_whose_steps_are_known():
@@ -73,3 +73,34 @@ def test_instructions_of_pure_python():
     """2 000 steps more of 20 000 are a tenth more instructions."""
     found = count_instructions("python", 2000)
     assert found["share"] == pytest.approx(0.1, rel=0.02)
+
+
+def test_branches_add_what_was_calibrated():
+    def of(branch, effect):
+        return {
+            "iterations": 0 if effect.sleeps else round(1000 * effect.share),
+            "sleep_seconds": 0.01 if effect.sleeps else 0.0,
+            "change": effect.share,
+        }
+
+    found = {"gemm": {"effects": {branch: of(branch, effect) for branch, effect in EFFECTS.items()}}}
+    made = branches(found)
+    assert made["up02"].iterations == {"gemm": 20}
+    assert made["up02"].sleep_seconds == {}
+    assert made["wait"].sleep_seconds == {"gemm": 0.01}
+    assert made[SAME].iterations == {"gemm": 0}
+    assert worst_deviation(found) == 0.0
+    found["gemm"]["effects"]["up05"]["change"] = 0.06
+    assert worst_deviation(found) == pytest.approx(0.2)
+
+
+def test_names_of_effects():
+    assert [str(effect) for effect in EFFECTS.values()] == [
+        "A/A",
+        "1%",
+        "2%",
+        "5%",
+        "10%",
+        "5% of sleep",
+    ]
+    assert str(Effect(0.02)) == "2%"

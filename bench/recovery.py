@@ -549,7 +549,7 @@ def bars(found: Found) -> list[Bar]:
         ),
         *(
             Bar(
-                f"largest |val - twin|, nat, step {at}",
+                f"largest distance from the twin, nat, step {at}",
                 max((gap for r, gap in gaps if r["at"] == at), default=None),
                 0.02,
                 at_most=True,

@@ -47,6 +47,7 @@ class BatchFeed:
         self.hand: list[GivenBatch] = []
         self._again: deque[GivenBatch] = deque()
         self._kept: list[GivenBatch] = []
+        self._before: list[GivenBatch] = []  # those that are kept though they are given no more
         self._frontier: dict[str, Any] | None = None  # random states of the next batch that is new
         self._epoch, self._index = 0, 0  # of the next batch that is new
         self._next_step = 0
@@ -147,8 +148,18 @@ class BatchFeed:
             self._next_step += 1
         return hand
 
-    def keep_from_here(self) -> None:
-        """What was given until now need not be given again after a rewind."""
+    def drop_hand(self) -> None:
+        """Nobody makes a step of what is in hand."""
+        self._stand_back(self.hand)
+        self.hand = []
+
+    def keep_from_here(self, references: int = 0) -> None:
+        """What was given until now need not be given again after a rewind.
+
+        The last `references` batches are kept all the same, for `sound_before`.
+        """
+        before = [each for each in (*self._before, *self._kept) if each not in self.hand]
+        self._before = before[-references:] if references else []
         self._kept = list(self.hand)
 
     def keep_last(self, steps: int) -> None:
@@ -163,7 +174,8 @@ class BatchFeed:
     def sound_before(self, given: Sequence[GivenBatch], count: int) -> list[GivenBatch]:
         """The last `count` that were kept, given before `given`, and are not in quarantine."""
         place = next((i for i, each in enumerate(self._kept) if each in given), len(self._kept))
-        return [each for each in self._kept[:place] if each.id not in self.quarantined][-count:]
+        known = (*self._before, *self._kept[:place])
+        return [each for each in known if each.id not in self.quarantined][-count:]
 
     def give_again(self, given: Sequence[GivenBatch]) -> None:
         """Go on with these, which were given last, and then with what comes after them."""
@@ -218,4 +230,4 @@ class BatchFeed:
         self._again = deque(
             GivenBatch(g["step"], hashable(g["id"]), g["batch"], g["random"]) for g in state["again"]
         )
-        self.hand, self._kept = [], []
+        self.hand, self._kept, self._before = [], [], []

@@ -11,7 +11,7 @@ import math
 import os
 import platform
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ from stackwise.stability.gradient_norm import global_norm, gradient_norms
 from stackwise.stability.locate import locate
 from stackwise.stability.recomputation import recomputation
 
-__all__ = ["Bundle", "Replay", "histogram", "replay", "rerun"]
+__all__ = ["Bundle", "Replay", "forget_gradients", "histogram", "replay", "rerun"]
 
 _FORMAT = 1
 _FILES = ("bundle.json", "tensors.safetensors", "weights.safetensors")
@@ -206,6 +206,9 @@ def rerun(
     loss_of: Callable[[nn.Module, Any], Tensor],
     scales: Any = None,
     group: distributed.ProcessGroup | None = None,
+    *,
+    named: Sequence[tuple[str, nn.Parameter]] = (),
+    loss_scale: float = 1.0,
 ) -> Replay:
     """Forward and backward over `batches` under hooks. Random states and buffers are put back, gradients go.
 
@@ -215,12 +218,14 @@ def rerun(
         loss_of: the loss of one, as it is given to `backward`.
         scales: `ModuleScales` of sound steps; None: only what is not finite is found.
         group: of processes that all compute the step again, and that average their gradients.
+        named: parameters that are trained and may be none of the model's, with their names.
+        loss_scale: what losses are multiplied with before their backward pass; norms are divided by it.
     """
     losses: list[float] = []
     where = ""
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     # Not by zero_grad: to whoever watches that, the step would be over.
-    _forget_gradients(model)
+    forget_gradients(model, named)
     with recomputation(), random_states_kept(), torch.enable_grad():
         for given in batches:
 
@@ -228,19 +233,20 @@ def rerun(
                 set_random_states(given.random)
                 loss = loss_of(model, given.batch)
                 losses.append(float(loss.detach()))
-                loss.backward()  # type: ignore[no-untyped-call]
+                (loss if loss_scale == 1.0 else loss * loss_scale).backward()  # type: ignore[no-untyped-call]
 
             location = locate(model, run, scales=scales)
             if location is not None and not where:
                 of_loss = location.direction == "loss"
                 where = location.module if of_loss else f"{location.module} ({location.direction})"
+    everything = _with_others(model, named)
     if group is not None:
-        _average_gradients(model, group)
-    named = [(name, p) for name, p in model.named_parameters() if p.grad is not None]
-    norms_P = gradient_norms(p for _, p in named)
+        _average_gradients(everything.values(), group)
+    known = {name: p for name, p in everything.items() if p.grad is not None}
+    norms_P = gradient_norms(known.values()) / loss_scale
     total = float(global_norm(norms_P))
-    norms = dict(zip((name for name, _ in named), norms_P.tolist(), strict=True))
-    _forget_gradients(model)
+    norms = dict(zip(known, norms_P.tolist(), strict=True))
+    forget_gradients(model, named)
     with torch.no_grad():
         for name, buffer in model.named_buffers():
             if name in buffers and buffer.shape == buffers[name].shape:
@@ -248,10 +254,17 @@ def rerun(
     return Replay(sum(losses), total, norms, where)
 
 
-def _average_gradients(model: nn.Module, group: distributed.ProcessGroup) -> None:
+def _with_others(model: nn.Module, named: Sequence[tuple[str, nn.Parameter]]) -> dict[str, nn.Parameter]:
+    """The model's parameters by name, and those of `named` that are none of them."""
+    found = dict(model.named_parameters())
+    mine = {id(p) for p in found.values()}
+    return found | {name: p for name, p in named if id(p) not in mine}
+
+
+def _average_gradients(parameters: Iterable[nn.Parameter], group: distributed.ProcessGroup) -> None:
     """Over the processes; where they are averaged already, as by DDP, that changes nothing."""
     processes = distributed.get_world_size(group)
-    for p in model.parameters():
+    for p in parameters:
         if p.requires_grad and not hasattr(p, "full_tensor"):
             # Every process has to ask for the same ones, also where one has no gradient of it.
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
@@ -259,8 +272,9 @@ def _average_gradients(model: nn.Module, group: distributed.ProcessGroup) -> Non
             p.grad /= processes
 
 
-def _forget_gradients(model: nn.Module) -> None:
-    for p in model.parameters():
+def forget_gradients(model: nn.Module, named: Sequence[tuple[str, nn.Parameter]] = ()) -> None:
+    """Those of the model, and of the parameters in `named`."""
+    for p in (*model.parameters(), *(p for _, p in named)):
         p.grad = None
 
 

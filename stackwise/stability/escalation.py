@@ -37,6 +37,7 @@ class Escalation:
         self.in_row = self._sound = self._rewinds = 0
         # Batches that were rewound from, and may be innocent.
         self._doubtful: tuple[Hashable, ...] | None = None
+        self._sound_since = True  # whether a step was sound since then
 
     def sound(self, batches: tuple[Hashable, ...]) -> None:
         """A step was made as it was; `batches` are the ids of what it was made of."""
@@ -44,6 +45,7 @@ class Escalation:
             self._doubtful = None
         self.in_row = 0
         self._sound += 1
+        self._sound_since = True
         if self._sound >= (self._policy.snapshot_interval or self._policy.history):
             self._rewinds = 0
 
@@ -57,6 +59,7 @@ class Escalation:
         self._sound = 0
         if rewinds:
             self._doubtful = alarm.batch if innocent else None
+            self._sound_since = False
             self._rewinds += 1
             self.in_row = 0
             return Answer("rewound", innocent, first)
@@ -74,8 +77,8 @@ class Escalation:
             return False
         early = self.in_row < self._policy.patience
         if alarm.batch == self._doubtful:
-            return early and not self._sound
-        return early or rewinds or (self._doubtful is not None and not self._sound)
+            return early and not self._sound_since
+        return early or rewinds or (self._doubtful is not None and not self._sound_since)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values."""
@@ -84,10 +87,11 @@ class Escalation:
             "sound": self._sound,
             "rewinds": self._rewinds,
             "doubtful": self._doubtful,
+            "sound_since": self._sound_since,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` gave."""
         self.in_row, self._sound, self._rewinds = state["in_row"], state["sound"], state["rewinds"]
-        doubtful = state["doubtful"]
+        doubtful, self._sound_since = state["doubtful"], state["sound_since"]
         self._doubtful = None if doubtful is None else tuple(map(hashable, doubtful))

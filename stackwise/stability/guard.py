@@ -113,13 +113,8 @@ class Guard:
         self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
         self.policy = policy or GuardPolicy()
         self._others = dict(others or {})
-        names = {id(p): name for name, p in model.named_parameters()}
-        optimized = [p for group_ in optimizer.param_groups for p in group_["params"]]
-        require(bool(optimized), "optimizer", "no parameters", "at least one")
-        devices = {p.device for p in optimized}
-        require(len(devices) == 1, "parameters", sorted(map(str, devices)), "all on one device")
-        self._device = devices.pop()
-        self._named = [(names.get(id(p), f"parameter {i}"), p) for i, p in enumerate(optimized)]
+        self._named = _named_parameters(model, optimizer)
+        self._device = self._named[0][1].device
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         if self._scaler is not None:
             allowed = "other names: the scaler goes back as well"
@@ -145,8 +140,7 @@ class Guard:
         self._made_before = MadeBefore(self._device)
         self._snapshot_step = self._snapshot_order = 0
         self._feeds = False  # whether batches() gives the batches
-        rows = max(4, 2 * (self._lag + 1))
-        self._rows: RingBuffer[_Made] = RingBuffer(rows, _SCALARS + len(self._named), self._device)
+        self._rows = self._made_rows()
         self._arrived: deque[tuple[_Made, list[float]]] = deque()
         self._under_way: deque[_Made] = deque()
         self._order = 0
@@ -163,9 +157,14 @@ class Guard:
         # A rise that may be sound is computed again before it is an alarm, where that can be done.
         self._recomputes = loss_of is not None and self.policy.suspect_factor is not None
         self._recomputes &= not self.policy.spikes_clipped
-        optimized_names = [name for name, _ in self._named]
         self._examination = Examination(
-            model, optimized_names, loss_of, self._feed, self._buffers, self._group
+            model,
+            lambda: self._named,
+            loss_of,
+            lambda: self._feed,
+            self._buffers,
+            self._group,
+            lambda: self._loss_scale,
         )
         self._answering: int | None = None
 
@@ -197,10 +196,13 @@ class Guard:
             loader: gone through once. After `load_state_dict` it has to go on from its own place,
             fast_forward: or else is read over up to there.
 
+        What an earlier loop was given and made no step of is not part of the first step of this one.
+
         Raises:
             GuardError: training is broken for good.
         """
         require(self._lag == 0 or not self._under_way, "batches", "steps under way", "no other loop before")
+        self._feed.drop_hand()
         self._feeds = True
         # What a loop does between epochs, to learning rates for one, is not undone by a rewind.
         self.renew_snapshot()
@@ -252,6 +254,7 @@ class Guard:
         Raises:
             ValueError: as `step`.
         """
+        self._see_parameters()
         with torch.no_grad():
             norms_P = self._norms()
             if scale is not None:
@@ -286,7 +289,8 @@ class Guard:
 
     def hold_scaler(self) -> None:
         """Forget what a scaler noted of a step that is left out: its scale stays, and so does its count."""
-        if self._scaler is not None:
+        # Without clipping nobody may have asked the scaler yet: it has noted nothing.
+        if self._scaler is not None and _has_noted(self._scaler):
             state = self._scaler.state_dict()
             self._scaler.update()
             self._scaler.load_state_dict(state)
@@ -371,9 +375,18 @@ class Guard:
         """Wait for the device, and answer every alarm of the steps so far.
 
         Raises:
+            ValueError: between a batch and its step, with steps under way.
             GuardError: training is broken for good.
         """
+        self._check_settles()
         self._settle(0)
+
+    def _check_settles(self) -> None:
+        """Refuse what an alarm could not be answered in: batches of the step at hand are given already."""
+        mixed = bool(self._feed.hand) and bool(self._under_way)
+        require(
+            not mixed, "settle", "steps under way and a batch in hand", "a moment behind step(), or lag=0"
+        )
 
     def records(self) -> list[GuardRecord]:
         """What has arrived since the last call, oldest first, the last 1024 at most. Nothing waits."""
@@ -398,9 +411,12 @@ class Guard:
         in_hand = bool(self._feed.hand)
         allowed = "a moment between step() and the next batch"
         require(closed or not in_hand, "state_dict", "a batch in hand", allowed)
-        # An alarm of theirs could not be answered before the step at hand is made.
-        require(not (in_hand and self._under_way), "state_dict", "steps under way", f"{allowed}, or lag=0")
+        self._check_settles()
+        alarms = len(self.alarms)
         self._settle(0)
+        # Weights and scheduler may have been taken before, as they were then.
+        undone = "alarms that undid steps" if len(self.alarms) > alarms else ""
+        require(not undone, "state_dict", undone, "settle() before any state is taken")
         return {
             "judge": self._judge.state_dict(),
             "feed": self._feed.state_dict(),
@@ -455,7 +471,7 @@ class Guard:
             self._moment = Moment(self.optimizer, self.scheduler, self._others)
             self._judged = self._judge.state_dict()
             self._snapshot_step, self._snapshot_order = self._feed.step, self._order
-            self._feed.keep_from_here()
+            self._feed.keep_from_here(REFERENCES)
             self._made_before.forget(before=self._feed.step)
 
     def _update(self) -> None:
@@ -587,6 +603,24 @@ class Guard:
         self._made_before.recall()
         self._feed.give_all_again(later)
 
+    @property
+    def _loss_scale(self) -> float:
+        """What the loss is multiplied with before its backward pass."""
+        return 1.0 if self._scaler is None else float(self._scaler.get_scale())
+
+    def _see_parameters(self) -> None:
+        """Take in what the optimizer was given since, as where a part of the model is not frozen any more."""
+        if sum(len(group["params"]) for group in self.optimizer.param_groups) == len(self._named):
+            return
+        self._named = _named_parameters(self.model, self.optimizer)
+        self._present = ((), ())
+        self._arrived += self._rows.drain()
+        self._rows = self._made_rows()
+        self.renew_snapshot()
+
+    def _made_rows(self) -> RingBuffer[_Made]:
+        return RingBuffer(max(4, 2 * (self._lag + 1)), _SCALARS + len(self._named), self._device)
+
     def _norms(self) -> Tensor:
         """Of each gradient, in the order of `_names`."""
         return gradient_norms(p for _, p in self._named)
@@ -598,6 +632,25 @@ class Guard:
             names = (name for (name, _), has in zip(self._named, present, strict=True) if has)
             self._present = (present, tuple(names))
         return self._present[1]
+
+
+def _named_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[str, nn.Parameter]]:
+    """Those that are optimized, with their names in the model.
+
+    Raises:
+        ValueError: none, or on several devices.
+    """
+    names = {id(p): name for name, p in model.named_parameters()}
+    optimized = [p for group in optimizer.param_groups for p in group["params"]]
+    require(bool(optimized), "optimizer", "no parameters", "at least one")
+    devices = {p.device for p in optimized}
+    require(len(devices) == 1, "parameters", sorted(map(str, devices)), "all on one device")
+    return [(names.get(id(p), f"parameter {i}"), p) for i, p in enumerate(optimized)]
+
+
+def _has_noted(scaler: torch.amp.GradScaler) -> bool:
+    """Whether gradients were unscaled since its last update."""
+    return any(state["found_inf_per_device"] for state in scaler._per_optimizer_states.values())
 
 
 def _everyone() -> distributed.ProcessGroup | None:

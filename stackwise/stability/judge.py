@@ -118,7 +118,7 @@ class Judge:
             latch: leave out every step from the first broken one until `unlatch`.
             suspect: a rise of the norm by `suspect_factor` is a spike, which the host then looks into.
             before_S: norm, loss and logit that this very step had when it was made before, and was sound.
-                They are then its level, without any scatter; NaN: not known.
+                Where the history is too short they are its level, without any scatter; NaN: not known.
 
         Raises:
             ValueError: a loss or logit of several elements.
@@ -204,11 +204,12 @@ class Judge:
         self._latched = None
 
     def _known(self, before_S: Tensor | None) -> Statistics:
-        """What a step is held against: the sound ones before it, or itself where it was made before."""
+        """What a step is held against: sound ones before it; where there are too few, what it had itself."""
         history = self._history.statistics()
         if before_S is None:
             return history
-        known_S = (before_S > 0) & before_S.isfinite()
+        # Where the history is long enough it is that of the first time, which tells more than one number.
+        known_S = (before_S > 0) & before_S.isfinite() & ~history.enough_S
         return Statistics(
             torch.where(known_S, before_S.log(), history.level_S),
             torch.where(known_S, 0.0, history.scatter_S),

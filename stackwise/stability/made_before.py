@@ -22,7 +22,8 @@ _SIGNALS = 3
 class MadeBefore:
     """The signals of sound steps since the last snapshot.
 
-    A step made again with the same weights and batches has them again: no history tells as much of it.
+    A step made again with the same weights and batches has them again, and right behind the snapshot there
+    may be no history that tells as much.
 
     Args:
         device: where steps are judged.
@@ -34,8 +35,8 @@ class MadeBefore:
         self._again: dict[int, Tensor] = {}
 
     def note(self, step: int, norm: float, loss: float, logit: float) -> None:
-        """A step was sound; logit NaN: it was not given."""
-        self._noted[step] = (norm, loss, logit)
+        """A step was sound; logit NaN: it was not given. Made again it is what it was the first time."""
+        self._noted.setdefault(step, (norm, loss, logit))
 
     def forget(self, *, before: int) -> None:
         """No step before this one will be made again."""

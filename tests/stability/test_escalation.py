@@ -50,6 +50,19 @@ def test_a_batch_that_breaks_in_the_loop_behind_a_rewind_too_is_to_blame():
     assert answers(escalation, [LOOP]) == [("skipped", False)]
 
 
+def test_another_batch_later_has_as_much_patience():
+    """What was put down to the batch that was rewound from is over with a sound step."""
+    escalation = Escalation(POLICY)
+    answers(escalation, [LOOP] * 3)
+    for i in range(2):
+        escalation.sound(((0, i),))
+    assert answers(escalation, [LOOP]) == [("skipped", False)]
+    escalation.sound(((0, 6),))
+    other = with_batch(LOOP, 7)
+    expected = [("retried", True), ("retried", True), ("skipped", False)]
+    assert answers(escalation, [other] * 3, can_rewind=False) == expected
+
+
 def test_a_loop_that_stays_broken_behind_a_rewind_loses_no_batch():
     escalation = Escalation(POLICY)
     answers(escalation, [LOOP] * 3)

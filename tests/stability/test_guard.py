@@ -487,6 +487,14 @@ def test_a_rewind_that_is_under_way_is_continued_with_what_it_knows():
     assert same(again.state, plain("fused sgd", dropout=0.1).state)
 
 
+@pytest.mark.parametrize("at", [14, 15, 16])
+def test_a_module_is_named_right_behind_a_snapshot_too(at):
+    # It is taken at 15. What is too large is so against the batches before.
+    data = make_data()
+    run = guarded("sgd", data=data, loss_of=steep(data, 1000, at))
+    assert [(alarm.step, alarm.where) for alarm in run.guard.alarms] == [(at, "the loss")]
+
+
 def test_a_broken_machine_right_behind_a_snapshot():
     # Before and after the rewind it is the same step that breaks: nothing tells machine from batch.
     for count, lost in ((9, []), (10, [60]), (11, [60])):
@@ -975,6 +983,7 @@ def test_a_run_that_is_continued_ends_the_same(at, lag):
         fault(run, step)
         guard.step(loss)
         if made_steps == at:
+            guard.settle()
             kept = guard.state_dict()
             states.append(
                 copy.deepcopy(
@@ -995,6 +1004,154 @@ def test_a_run_that_is_continued_ends_the_same(at, lag):
     assert again.guard.quarantined == guard.quarantined
     assert again.guard.steps == N
     assert same(again.state, final)
+
+
+def test_a_state_is_refused_that_undoes_what_was_saved_before_it():
+    run = made("fused sgd", 0)
+    guard = Guard(run.model, run.optimizer, policy=POLICY, lag=4)
+    for batch in guard.batches(make_data()):
+        loss = loss_of(run.model, batch)
+        loss.backward()
+        element(math.nan, 30)(run, guard.steps)
+        guard.step(loss)
+        if guard.steps == 32:
+            with pytest.raises(ValueError, match=r"alarms that undid steps'; allowed: settle\(\) before"):
+                guard.state_dict()
+            assert guard.state_dict()["skipped"] == 1  # by now it is what it says
+            break
+
+
+def test_alarms_cannot_be_answered_between_the_batches_of_a_step():
+    run = made("fused sgd", 0)
+    guard = Guard(run.model, run.optimizer, policy=POLICY, lag=4)
+    for given, batch in enumerate(guard.batches(make_data()), start=1):
+        (loss_of(run.model, batch) / 2).backward()
+        if given == 21:
+            with pytest.raises(ValueError, match=r"settle: .* a batch in hand"):
+                guard.settle()
+            break
+        if given % 2 == 0:
+            guard.step(loss_of(run.model, batch))
+
+
+def test_what_was_given_before_an_end_is_not_of_the_next_epoch():
+    run = made("sgd", 0)
+    guard = Guard(run.model, run.optimizer, policy=POLICY, loss_of=loss_of)
+    for _ in guard.batches(make_data()):
+        break  # without a step
+    for batch in guard.batches(make_data(1)):
+        loss = loss_of(run.model, batch)
+        run.optimizer.zero_grad()
+        loss.backward()
+        element(math.nan, 0)(run, guard.steps)
+        guard.step(loss)
+        if guard.alarms:
+            break
+    assert guard.alarms[0].batch == ((0, 1),)
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_parameters_that_the_optimizer_is_given_later_are_judged(lag):
+    torch.manual_seed(0)
+    model = Small()
+    head = list(model.head.parameters())
+    rest = [p for name, p in model.named_parameters() if not name.startswith("head.")]
+    for p in rest:
+        p.requires_grad_(False)
+    optimizer = torch.optim.AdamW(head, lr=3e-3, fused=True)
+    guard = Guard(model, optimizer, policy=POLICY, loss_of=loss_of, lag=lag)
+    for batch in guard.batches(make_data()):
+        if guard.steps == 30:
+            for p in rest:
+                p.requires_grad_(True)
+            if len(optimizer.param_groups) == 1:
+                optimizer.add_param_group({"params": rest})
+        loss = loss_of(model, batch)
+        loss.backward()
+        if guard.steps == 40:
+            model.layers[1].up.weight.grad.view(-1)[7] = math.nan
+        guard.step(loss)
+    assert {alarm.step for alarm in guard.alarms} == {40}
+    assert guard.alarms[0].where == "layers.1.up.weight"
+    assert all(bool(p.isfinite().all()) for p in model.parameters())
+    assert "layers.1.up.weight" in guard.records()[-1].parameter_norms
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_a_parameter_of_no_module_is_computed_again_as_well(lag):
+    """One that the loss has: its gradient is neither forgotten too late nor left out."""
+    torch.manual_seed(0)
+    model, gain = nn.Linear(8, 1), nn.Parameter(torch.ones(()))
+    data = list(torch.randn(40, 32, 8))
+    data[20] = data[20] * 2  # four times the gradient, of the batch itself
+
+    def compute(model, batch):
+        return (gain * model(batch) - batch.sum(-1, keepdim=True)).square().mean() + 0 * gain
+
+    optimizer = torch.optim.SGD([*model.parameters(), gain], lr=1e-4, fused=True)
+    guard = Guard(model, optimizer, policy=POLICY, loss_of=compute, lag=lag)
+    for _ in range(2):
+        for batch in guard.batches(data):
+            loss = compute(model, batch)
+            loss.backward()
+            guard.step(loss)
+    assert guard.alarms == []
+    assert guard.cleared > 0
+    assert gain.grad is None
+
+
+def test_a_spike_of_fp16_is_computed_again_with_its_scale():
+    """What a float16 backward pass loses without a scale is no fault of the loop."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 1)
+    data = list(torch.randn(40, 32, 8))
+    data[20] = data[20] * 3
+
+    class Half(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient.half().float()
+
+    def compute(model, batch):
+        return 1e-7 * Half.apply(model(batch) - batch.sum(-1, keepdim=True)).square().mean()
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    scaler = torch.amp.GradScaler("cpu")
+    policy = GuardPolicy(snapshot_interval=20, loss_factor=None)
+    guard = Guard(model, optimizer, policy=policy, loss_of=compute, scaler=scaler)
+    for batch in guard.batches(data):
+        loss = compute(model, batch)
+        scaler.scale(loss).backward()
+        guard.step(loss)
+    assert guard.alarms == []
+    assert guard.cleared > 0
+
+
+def test_a_scaler_that_was_not_asked_is_held():
+    model = nn.Linear(2, 1)
+    guard = Guard(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), scaler=torch.amp.GradScaler("cpu"), policy=POLICY
+    )
+    guard.hold_scaler()  # as where nothing is clipped, so that nobody unscaled
+
+
+def test_small_gradients_for_a_while_make_no_alarms_of_a_rewind():
+    fault, fired = element(math.nan, *range(49, 54)), []  # behind the snapshot at 45
+
+    def faults(run, step):
+        fault(run, step)
+        if 45 <= step < 49 and step not in fired:
+            fired.append(step)
+            times(0.02, step)(run, step)
+
+    run = guarded("sgd", faults)
+    assert [alarm.step for alarm in run.guard.alarms] == list(range(49, 54))
+    assert run.guard.alarms[-1].action == "rewound"
+    assert same(run.state, plain("sgd", leave_out=range(49, 54)).state)
 
 
 def test_the_detector_survives_a_checkpoint():
@@ -1177,9 +1334,12 @@ def main(rank, place, lag):
         loss = loss_of(model, batch)
         loss.backward()
         given.append(step)
-        if step == 35 and not fired:  # behind the backward pass, and so small that it would pass
+        if step == 35 and step not in fired:  # behind the backward pass, and so small that it would pass
             for p in model.parameters():
                 p.grad.mul_(4)
+            fired.append(step)
+        if step == 32 and rank == 1 and step not in fired:  # what this process is told of its loss
+            loss = loss.detach() * 100
             fired.append(step)
         guard.step(loss)
     weights = torch.cat([p.detach().flatten() for p in model.parameters()])
@@ -1192,7 +1352,8 @@ def main(rank, place, lag):
     assert everyone[0] == everyone[1], everyone
     assert found == [(20, "non-finite loss", "skipped"), (25, "loss spike", "skipped"),
                      (26, "loss spike", "skipped"), (27, "loss spike", "rewound"),
-                     (35, "gradient spike", "retried")], found
+                     (32, "loss spike", "retried"), (35, "gradient spike", "retried")], found
+    assert guard.alarms[4].value > guard.alarms[4].limit  # also where it was sound
     # The same with the batches left out, in this process alone.
     torch.manual_seed(0)
     alone = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))

@@ -107,6 +107,8 @@ class AcceleratedGuard:
         self._loss: Tensor | None = None
         self._n_given = 0
         self._sizes: dict[int, int] = {}  # of steps with fewer batches than others, by number
+        self._sharded = engine == "FSDP"
+        accelerator.register_save_state_pre_hook(self._before_saving)
 
     def batches(self, loader: Iterable[Any], *, fast_forward: bool = False) -> Iterator[Any]:
         """See `Guard.batches`. What is given again is accumulated as it was."""
@@ -169,6 +171,17 @@ class AcceleratedGuard:
     def settle(self) -> None:
         """See `Guard.settle`."""
         self.guard.settle()
+
+    def _before_saving(self, models: list[nn.Module], weights: list[Any], _folder: str) -> None:
+        """Answer alarms before anything is saved, which they may undo."""
+        alarms = len(self.guard.alarms)
+        self.settle()
+        if len(self.guard.alarms) > alarms:
+            undone = "alarms that undid steps"
+            require(
+                not self._sharded, "save_state", undone, "guard.settle() before it: shards are saved already"
+            )
+            weights[:] = [self._accelerator.get_state_dict(model, unwrap=False) for model in models]
 
     def state_dict(self) -> dict[str, Any]:
         """See `Guard.state_dict`. Within an accumulation it is that of the step before, as weights are.

@@ -284,9 +284,11 @@ def _exploding(trace: Trace, scales: ModuleScales, factor: float) -> Iterator[Lo
     for direction, each in ways:
         known = [(call, 1.0 if i is None else i, o) for call, i, o in each if o is not None]
         came_broken = list(_from_outside(direction, each, factor))
-        # It comes before all calls; but those behind a large fault may grow some times more by chance.
+        # What comes into the outermost call of the first one was there before all of them. Those behind a large
+        # fault may grow some times more by chance.
         most = max((out / max(1.0, came_in) for _, came_in, out in known), default=1.0)
-        yield from (location for location in came_broken if location.value**2 > most)
+        first = list(each[0][0].chain())[-1] if each else None
+        yield from (location for call, location in came_broken if call is first and location.value**2 > most)
         by_itself = [(call, out) for call, came_in, out in known if out > factor * max(1.0, came_in)]
         crossing = [(call, out) for call, came_in, out in known if out > factor >= came_in]
         for call, out in by_itself + crossing:
@@ -296,7 +298,7 @@ def _exploding(trace: Trace, scales: ModuleScales, factor: float) -> Iterator[Lo
                     if grew is not None and grew > factor:
                         yield Location(name, "parameter", 0, "exploding", grew)
             yield Location(call.module, direction, call.number, "exploding", out)
-        yield from came_broken
+        yield from (location for _, location in came_broken)
     grew = ratio("loss", "", 0)
     if grew is not None and grew > factor:
         yield Location(_LOSS, "loss", 0, "exploding", grew)
@@ -304,14 +306,14 @@ def _exploding(trace: Trace, scales: ModuleScales, factor: float) -> Iterator[Lo
 
 def _from_outside(
     direction: Direction, calls: list[tuple[Call, float | None, float | None]], factor: float
-) -> Iterator[Location]:
-    """What came into the model exploding: its input, or the gradient that the loss gave its output."""
+) -> Iterator[tuple[Call, Location]]:
+    """What came into a call that none is around, exploding: its input, or a gradient of its output."""
     for call, came_in, _ in calls:
         if call.parent is None and came_in is not None and came_in > factor:
             if direction == "backward":
-                yield Location(_LOSS, "loss", 0, "exploding", came_in)
+                yield call, Location(_LOSS, "loss", 0, "exploding", came_in)
             else:
-                yield Location(call.module, "input", call.number, "exploding", came_in)
+                yield call, Location(call.module, "input", call.number, "exploding", came_in)
 
 
 def _as_gradients_left(trace: Trace, calls: list[Call]) -> list[Call]:

@@ -229,12 +229,40 @@ def test_what_is_saved_within_an_accumulation_goes_on_with_its_batches(tmp_path)
     assert same(*states)
 
 
+@pytest.mark.parametrize("saves_at", [21, 22, 24, 26])
+@pytest.mark.parametrize("bad", [(20,), (19, 20, 21)], ids=["skipped", "rewound"])
+def test_what_is_saved_while_an_alarm_is_under_way_has_answered_it(tmp_path, bad, saves_at):
+    """accelerate takes weights and scheduler before the guard's state, whose answer may undo steps."""
+
+    def train(run, *, stops_at=None, **arguments):
+        guard = AcceleratedGuard(
+            run.accelerator, run.model, run.optimizer, run.scheduler, policy=POLICY, lag=4
+        )
+        run.accelerator.register_for_checkpointing(guard)
+        if arguments:
+            run.accelerator.load_state(str(tmp_path))
+        for number, batch in enumerate(guard.batches(run.loader, **arguments), start=1):
+            with run.accelerator.accumulate(run.model):
+                loss = loss_of(run.model, batch)
+                run.accelerator.backward(loss)
+                guard.step(loss)
+            if number == stops_at:
+                run.accelerator.save_state(str(tmp_path))
+                break
+        return run
+
+    whole = train(Run(rows(bad), kind="fused"))
+    train(Run(rows(bad), kind="fused"), stops_at=saves_at)
+    resumed = train(Run(rows(bad), kind="fused"), fast_forward=True)
+    assert same(resumed.state, whole.state)
+
+
 def test_with_a_lag_nothing_is_saved_within_an_accumulation():
     run = Run(rows(), per_update=4, kind="fused")
     guard = AcceleratedGuard(run.accelerator, run.model, run.optimizer, policy=POLICY, lag=2)
     for number, batch in enumerate(guard.batches(run.loader)):
         if number == 13:
-            with pytest.raises(ValueError, match=r"state_dict: got 'steps under way'; allowed: .* or lag=0"):
+            with pytest.raises(ValueError, match=r"settle: got 'steps under way and a batch in hand'"):
                 guard.state_dict()
         with run.accelerator.accumulate(run.model):
             loss = loss_of(run.model, batch)

@@ -56,6 +56,7 @@ class PeakMeter:
 
         Raises:
             MemoryLimitError: more than the test's marker max_memory allows.
+            TypeError: `call` is a model, or its class.
         """
         __tracebackhide__ = True
         from stackwise.benchmark.memory import peak_memory
@@ -116,7 +117,8 @@ class MemoryFixtures:
 
         Call it with a function without arguments, or a TrainerSpec. `steps`, `warmup`, `tolerance` given
         here, as `stackwise.benchmark.memory.memory_growth` takes them, win over the marker's. Returns its
-        MemoryGrowth; raises MemoryGrowthError where that is not flat.
+        MemoryGrowth; raises MemoryGrowthError where that is not flat, and TypeError where a model, or what
+        makes one, was given for a step.
         """
         item = request.node
         marked = markers.no_memory_growth_of(item)
@@ -161,10 +163,13 @@ def limited(item: pytest.Item) -> Iterator[None]:
 
     with watch_peak(options.device_name(item.config)) as watch:
         yield
+    beyond = ""
     try:
         require_within(item, loads_of(watch.peak, options.device_name(item.config)))
     except MemoryLimitError as error:
-        pytest.fail(str(error), pytrace=False)
+        beyond = str(error)
+    if beyond:  # outside of the handler: the message would be shown a second time, as its context
+        pytest.fail(beyond, pytrace=False)
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,10 @@ from pytest_stackwise import benchmark_settings, device, markers, memory, option
 
 if TYPE_CHECKING:
     from stackwise.benchmark.generation import GenerationMeasurement
+    from stackwise.benchmark.memory.peak import PeakMemory
     from stackwise.benchmark.timing.measurement import Measurement
     from stackwise.benchmark.workload import Workload
+    from stackwise.spec import ModelSpec
 
     Found = Measurement | GenerationMeasurement
 
@@ -28,6 +30,11 @@ __all__ = ["ThroughputError", "fixtures"]
 
 _MACHINE = "stackwise"
 _LONGEST = 128  # default positions of a row
+_NEW_TOKENS = 32  # that of `model_workload`
+_ELSE = (
+    "throughput also takes a TrainerSpec, and a Workload: stackwise.benchmark.callable_workload(function) "
+    "makes one of any function"
+)
 # What is no keyword of `measure`.
 _SHAPE = ("mode", "batch_size", "seq_len", "new_tokens", "dtype", "compile", "loop", "device")
 
@@ -100,7 +107,7 @@ class WithBenchmark(Gated):
         stackwise_clock: ReplayClock,
         benchmark: Any,
         seq_len: int | None,
-    ) -> Callable[..., Found]:
+    ) -> Iterator[Callable[..., Found]]:
         """Measure a model at work, a training step, or a Workload of one's own.
 
             @pytest.mark.min_tokens_per_second(20_000)
@@ -118,24 +125,32 @@ class WithBenchmark(Gated):
         one that was chosen is a note.
         """
         _owe(request.node)
+        is_called = False
 
         def run(subject: Any, *, against: Any = None, **arguments: Any) -> Found:
+            nonlocal is_called
             del against  # what a gate compares with
             __tracebackhide__ = True
+            is_called = True
             notes: tuple[str, ...] = ()
             if not benchmark.disabled:
                 arguments, notes = benchmark_settings.followed(request.node, arguments)
-            found, record = _measure(request.node, subject, seq_len, benchmark.disabled, arguments, notes)
+            found, record, peak = _measure(
+                request.node, subject, seq_len, benchmark.disabled, arguments, notes
+            )
             calls = record.get("calls_per_sample", 1)
             stackwise_clock.load(found.seconds, calls)
             benchmark.extra_info.update(record)
             benchmark.pedantic(stackwise_clock.advance, rounds=len(found.seconds), iterations=calls)
             if not benchmark.disabled:
                 self._measured[request.node.nodeid] = record["device"]
-            _hold_to_limits(request.node, found, record["device"], benchmark.disabled)
+            _hold_to_limits(request.node, found, peak, record["device"], benchmark.disabled)
             return found
 
-        return run
+        yield run
+        if is_called:
+            # What was refused never came to the replay, and pytest-benchmark would warn that nobody used it.
+            benchmark.skipped = True
 
     def pytest_benchmark_update_json(self, output_json: dict[str, Any]) -> None:
         """Add the percentiles of our samples to those that pytest-benchmark has in `stats`."""
@@ -178,8 +193,8 @@ class Alone(Gated):
         def run(subject: Any, *, against: Any = None, **arguments: Any) -> Found:
             del against  # what a gate compares with
             __tracebackhide__ = True
-            found, record = _measure(request.node, subject, seq_len, False, arguments)
-            _hold_to_limits(request.node, found, record["device"], False)
+            found, record, peak = _measure(request.node, subject, seq_len, False, arguments)
+            _hold_to_limits(request.node, found, peak, record["device"], False)
             return found
 
         return run
@@ -202,7 +217,8 @@ def _measure(
     disabled: bool,
     arguments: dict[str, Any],
     notes: tuple[str, ...] = (),
-) -> tuple[Found, dict[str, Any]]:
+) -> tuple[Found, dict[str, Any], PeakMemory | None]:
+    """What was measured, the record of it, and where the test has a limit of memory, the peak to judge."""
     from stackwise.benchmark.generation import measure_generation
     from stackwise.benchmark.timing.measurement import measure
     from stackwise.benchmark.workload import Workload
@@ -211,7 +227,7 @@ def _measure(
         raise RuntimeError("throughput: call it once in a test; parametrize the test for more")
     records.pay(item, "throughput")
     shape = _shape(item, seq_len, arguments)
-    peak = arguments.pop("peak", "published")
+    rates = arguments.pop("peak", "published")
     default = options.device_name(item.config)
     with ExitStack() as held:
         own = subject.device if isinstance(subject, Workload) else None
@@ -230,11 +246,13 @@ def _measure(
             found = measure(workload, **arguments)
         else:
             found = measure_generation(workload, **arguments)
-        if disabled and markers.max_memory_of(item) is not None:
-            found = _with_memory(workload, found)
+        limited = markers.max_memory_of(item) is not None
+        peak = _peak_of(workload) if limited else None
+        if peak is not None:
+            found = replace(found, peak_memory_bytes=peak.in_use)
         found = replace(found, notes=(*found.notes, *notes))
-        used = None if disabled else workload.utilization(found.median, peak)
-        floor = None if disabled else workload.floor(peak)
+        used = None if disabled else workload.utilization(found.median, rates)
+        floor = None if disabled else workload.floor(rates)
     record = {
         **shape,
         **found.to_dict(),
@@ -246,7 +264,7 @@ def _measure(
         "measured": not disabled,
     }
     records.add(item, "throughput", {"test": item.nodeid, **record})
-    return found, record
+    return found, record, peak
 
 
 def _found_once(workload: Workload) -> Found:
@@ -277,14 +295,31 @@ def _workload(item: pytest.Item, subject: Any, shape: dict[str, Any]) -> tuple[W
         _refuse(shape, ("batch_size", "seq_len"), "a TrainerSpec has its own, batch_size and seq_len apart")
         return (made := trainer_workload(subject, seed=seed, **shape)), _record(made, subject.name, {})
     check_shape(**{key: value for key, value in shape.items() if key != "device"})
-    spec = ModelSpec.of(subject)
+    try:
+        spec = ModelSpec.of(subject)
+    except TypeError as error:
+        error.add_note(_ELSE)
+        raise
     defaults = {"mode": "forward", "batch_size": 1, "device": options.device_name(item.config)}
     shape = {**defaults, **shape}
     if "seq_len" not in shape:
-        to_come = {"decode": 1, "generate": shape.get("new_tokens", 32)}.get(shape["mode"], 0)
-        shape["seq_len"] = _LONGEST if spec.max_length is None else min(_LONGEST, spec.max_length - to_come)
+        shape["seq_len"] = _default_length(spec, shape)
     made = model_workload(spec, seed=seed, **shape)
     return made, _record(made, spec.name, shape)
+
+
+def _default_length(spec: ModelSpec, shape: dict[str, Any]) -> int:
+    """Positions of a row where nobody says how many: what is to come has room behind them."""
+    if spec.max_length is None:
+        return _LONGEST
+    to_come: int = {"decode": 1, "generate": shape.get("new_tokens", _NEW_TOKENS)}.get(shape["mode"], 0)
+    if shape["mode"] == "generate" and to_come >= spec.max_length:
+        given = "" if "new_tokens" in shape else " (the default)"
+        raise ValueError(
+            f"new_tokens: got {to_come}{given}; allowed: 1 to {spec.max_length - 1}, since {spec.name} takes "
+            f"{spec.max_length} positions, of which the prompt has one at least"
+        )
+    return min(_LONGEST, spec.max_length - to_come)
 
 
 def _record(workload: Workload, name: str, shape: dict[str, Any]) -> dict[str, Any]:
@@ -295,9 +330,16 @@ def _record(workload: Workload, name: str, shape: dict[str, Any]) -> dict[str, A
         "seq_len": workload.seq_len or None,
         "new_tokens": workload.new_tokens or None,
         "device": str(workload.device),
-        "dtype": shape.get("dtype"),
+        "dtype": shape.get("dtype") or _dtype_of(workload),
         "compile": shape.get("compile", False),
     }
+
+
+def _dtype_of(workload: Workload) -> str | None:
+    """Of the weights, of all kinds that there are; None where no model is known."""
+    weights = () if workload.model is None else workload.model.parameters()
+    dtypes = {str(each.dtype).removeprefix("torch.") for each in weights if each.is_floating_point()}
+    return "/".join(sorted(dtypes)) or None
 
 
 def _refuse(shape: dict[str, Any], allowed: tuple[str, ...], reason: str) -> None:
@@ -306,17 +348,32 @@ def _refuse(shape: dict[str, Any], allowed: tuple[str, ...], reason: str) -> Non
             raise ValueError(f"{key}: got {value!r}; allowed: none here, {reason}")
 
 
-def _with_memory(workload: Workload, found: Found) -> Found:
-    """The same with the peak of memory, which is no matter of time: it is judged even where none is taken."""
-    from stackwise.benchmark.memory.peak import peak_memory_bytes
+def _peak_of(workload: Workload) -> PeakMemory:
+    """The peak of memory of one more call: a measurement keeps no more than a number of its own.
 
-    if workload.prepare is not None:
-        workload.prepare()
-    return replace(found, peak_memory_bytes=peak_memory_bytes(workload.call, workload.device))
+    It is no matter of time: it is judged even where none is taken.
+    """
+    from stackwise.benchmark.memory.peak import watch_peak
+
+    prepare = workload.prepare_alone or workload.prepare
+    if prepare is not None:
+        prepare()
+    with watch_peak(workload.device) as watch:
+        workload.call()
+    return watch.peak
 
 
-def _hold_to_limits(item: pytest.Item, found: Found, device_name: str, disabled: bool) -> None:
+def _hold_to_limits(
+    item: pytest.Item, found: Found, peak: PeakMemory | None, device_name: str, disabled: bool
+) -> None:
     """Fail a test beyond the limits of its markers; skip it where it cannot be told.
+
+    Args:
+        item: the test.
+        found: what was measured.
+        peak: what max_memory is held against; None: the test has no such marker.
+        device_name: where it was measured.
+        disabled: whether that was one call.
 
     Raises:
         MemoryLimitError: more memory than max_memory allows.
@@ -326,13 +383,11 @@ def _hold_to_limits(item: pytest.Item, found: Found, device_name: str, disabled:
     wanted = markers.min_tokens_per_second_of(item)
     if wanted is not None and not disabled:
         _require_speed(found, wanted)
-    peak = found.peak_memory_bytes
-    if markers.max_memory_of(item) is not None:
-        where = "by this process" if device_name == "cpu" else f"by tensors on {device_name}"
+    if peak is not None:
         # It skips where memory cannot be read, and with it what comes behind.
-        memory.require_within(item, [] if peak is None else [memory.Load(where, peak)])
-    elif peak is not None:
-        item.user_properties.append(("stackwise.peak_memory_bytes", peak))
+        memory.require_within(item, memory.loads_of(peak, device_name))
+    elif found.peak_memory_bytes is not None:
+        item.user_properties.append(("stackwise.peak_memory_bytes", found.peak_memory_bytes))
     if wanted is not None and disabled:
         pytest.skip("min_tokens_per_second: benchmarks are disabled, and one call is no measurement")
 

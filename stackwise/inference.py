@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import inspect
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from textwrap import shorten
 from typing import Any
@@ -55,11 +55,39 @@ _LIMITS = (
 _SETTINGS = ("config", "cfg", "args", "params")
 
 
+_MASK = "attention_mask"
 _ASSUMED_CAUSAL = "assumed causal (say causal=False if not)"
 
 
 class InferenceError(ValueError):
     """A model's way of being called could not be inferred and has to be declared."""
+
+
+@dataclass(frozen=True)
+class _WithMask(CallForm):
+    """The same for a model that cannot do without a mask: it is given one that hides nothing."""
+
+    def __call__(self, model: nn.Module, inputs: Tensor, **more: Any) -> Any:
+        ones = torch.ones(inputs.shape[:2], dtype=torch.long, device=inputs.device)
+        return super().__call__(model, inputs, **{_MASK: ones, **more})
+
+    def _call(self) -> str:
+        return f"{super()._call()} and {_MASK}= of ones"
+
+
+@dataclass
+class _Vain:
+    """Calls that did not give logits.
+
+    Attributes:
+        errors: why not -> inputs.
+        missing: name of the inputs in a dict -> what else the model looked for in it.
+        examples: ModelSpecs that may be meant, as code, and how likely that is.
+    """
+
+    errors: dict[str, list[str]] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
+    examples: list[tuple[int, str]] = field(default_factory=list)
 
 
 @dataclass
@@ -155,29 +183,43 @@ def cast(inputs: Tensor, model: nn.Module) -> Tensor:
 @torch.no_grad()
 def _try_calls(model: nn.Module, known: dict[str, Any]) -> tuple[CallForm | None, _Trial]:
     """How the model can be called (None: as declared), and what that gave."""
-    tried: dict[str, list[str]] = {}
-    forms = [None] if "forward" in known else list(call_forms(model))
+    vain = _Vain()
+    forms = [None] if "forward" in known else [*call_forms(model), *_masked_forms(model)]
     for form in forms:
-        trial = _try_form(model, known, known["forward"] if form is None else form, tried)
+        trial = _try_form(model, known, known["forward"] if form is None else form, vain)
         if trial is not None:
             return None if form is None else replace(form, element=trial.element), trial
-    lines = [f"{', '.join(dict.fromkeys(inputs))}: {error}" for error, inputs in tried.items()]
+    lines = [f"{', '.join(dict.fromkeys(inputs))}: {error}" for error, inputs in vain.errors.items()]
+    if "forward" not in known:
+        vain.examples += _examples_by_missing(model, known, vain.missing)
+        vain.examples += _examples_by_signature(model, known)
+    example = max(vain.examples, key=lambda each: each[0], default=(0, ""))[1]
     raise InferenceError(
         f"{known['name']}: no call was found that gives (batch, positions, width). Declare inputs=, width= "
         "and forward= in ModelSpec.of(factory, ...). Tried:\n  "
         + "\n  ".join(lines or ["nothing: no layers seen"])
+        + (f"\nFor example: {example}" if example else "")
     )
 
 
+def _masked_forms(model: nn.Module) -> Iterator[CallForm]:
+    """The call forms of a model without a default for its mask, with one of ones."""
+    mask = inspect.signature(model.forward).parameters.get(_MASK)
+    if mask is not None and mask.default is mask.empty:
+        for form in call_forms(model):
+            if not form.in_batch:
+                yield _WithMask(form.keyword, with_targets=form.with_targets)
+
+
 def _try_form(
-    model: nn.Module, known: dict[str, Any], forward: Callable[..., Any], tried: dict[str, list[str]]
+    model: nn.Module, known: dict[str, Any], forward: Callable[..., Any], vain: _Vain
 ) -> _Trial | None:
-    """What a call gives; None: it cannot be called so, and in `tried` (error -> inputs) is why."""
+    """What a call gives; None: it cannot be called so, and in `vain` is why."""
 
     def attempt(inputs: Tensor) -> tuple[_Trial, int] | None:
         """The trial, and how wide its logits are."""
         device = next((p.device for p in model.parameters()), inputs.device)
-        given, trial = cast(inputs.to(device), model), _Trial()
+        given, trial, output = cast(inputs.to(device), model), _Trial(), None
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of a call that is none of the model's
@@ -191,11 +233,15 @@ def _try_form(
             logits = logits_of(output)
         except Exception as error:  # any failure is an answer: this is not how it is called
             text = shorten(f"{type(error).__name__}: {error}", _LONGEST_ERROR, placeholder=" ...")
-            tried.setdefault(text, []).append(_describe(inputs))
+            vain.errors.setdefault(text, []).append(_describe(inputs))
+            if isinstance(forward, CallForm) and output is not None:
+                vain.examples += _examples_by_output(model, known, forward, inputs, output)
+            elif isinstance(forward, CallForm) and forward.in_batch and isinstance(error, KeyError):
+                vain.missing[str(forward.keyword)] = str(next(iter(error.args), ""))
             return None
         if logits.ndim == 3 and logits.shape[:2] == inputs.shape[:2] and logits.is_floating_point():
             return trial, logits.shape[-1]
-        tried.setdefault(f"output of shape {tuple(logits.shape)}", []).append(_describe(inputs))
+        vain.errors.setdefault(f"output of shape {tuple(logits.shape)}", []).append(_describe(inputs))
         return None
 
     kinds = (known["inputs"],) if "inputs" in known else ("tokens", "vectors")
@@ -221,6 +267,74 @@ def _try_form(
                     trial.attributes = {"inputs": "vectors", "width": width, "seq_len": seq_len}
                     return trial
     return None
+
+
+def _examples_by_output(
+    model: nn.Module, known: Mapping[str, Any], form: CallForm, inputs: Tensor, output: Any
+) -> Iterator[tuple[int, str]]:
+    """What came back under another name than that of logits."""
+    kind = "vectors" if inputs.is_floating_point() else "tokens"
+    width = inputs.shape[-1] if kind == "vectors" else max(_vocabulary_candidates(model), default=0)
+    mapping = isinstance(output, Mapping)
+    parts = output if mapping else getattr(output, "__dict__", {})
+    for name, part in parts.items():
+        if isinstance(part, Tensor) and part.ndim == 3 and part.shape[:2] == inputs.shape[:2]:
+            place = f'["{name}"]' if mapping else f".{name}"
+            text = _example_text(known, kind, width, _written(form) + place)
+            yield 5 if part.shape[-1] == width else 4, text
+
+
+def _examples_by_missing(
+    model: nn.Module, known: Mapping[str, Any], missing: Mapping[str, str]
+) -> Iterator[tuple[int, str]]:
+    """What the model looked for in a dict: the inputs, or beside them, where it has looked for those too."""
+    inputs = next((name for name in missing if name in missing.values()), None)
+    for sought in list(missing.values())[:1]:
+        batch = f'"{sought}": x' if inputs is None else f'"{inputs}": x, "{missing[inputs]}": ...'
+        for rank, kind, width in _likely_inputs(model, known):
+            yield rank + 2, _example_text(known, kind, width, f"m({{{batch}}})")
+
+
+def _examples_by_signature(model: nn.Module, known: Mapping[str, Any]) -> Iterator[tuple[int, str]]:
+    """What the arguments that have no default show of it; nothing, where there is but one, as usual."""
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    named = inspect.signature(model.forward).parameters.values()
+    required = [p for p in named if p.default is p.empty and p.kind not in variadic]
+    by_name = [p for p in required if p.kind is p.KEYWORD_ONLY]
+    if len(required) < 2 and not by_name:
+        return
+    first = next((p for p in required if p not in by_name), by_name[0] if by_name else required[0])
+    others = [f"{p.name}=..." for p in required if p is not first]
+    call = ", ".join([f"{first.name}=x" if first in by_name else "x", *others])
+    for rank, kind, width in _likely_inputs(model, known):
+        yield rank, _example_text(known, kind, width, f"m({call})")
+
+
+def _likely_inputs(model: nn.Module, known: Mapping[str, Any]) -> Iterator[tuple[int, str, int]]:
+    """Kind and width of what the layers of a model take, with how likely that is."""
+    sizes = {"tokens": _vocabulary_candidates(model)[-1:], "vectors": _width_candidates(model)[:1]}
+    for rank, kind in ((1, "tokens"), (0, "vectors")):
+        if known.get("inputs", kind) == kind:
+            yield from ((rank, kind, width) for width in sizes[kind])
+
+
+def _example_text(known: Mapping[str, Any], kind: str, width: int, call: str) -> str:
+    """A ModelSpec that may be meant, as code; what is declared wins."""
+    width = known.get("width", width)
+    return f'ModelSpec.of({known["name"]}, inputs="{kind}", width={width}, forward=lambda m, x: {call})'
+
+
+def _written(form: CallForm) -> str:
+    """A call in this form, as code."""
+    more = ["targets=x"] if form.with_targets else []
+    if isinstance(form, _WithMask):
+        more.append(f"{_MASK}=torch.ones(x.shape[:2], dtype=torch.long)")
+    if form.in_batch:
+        batch = [f'"{form.keyword}": x']
+        if form.complete:
+            batch += [f'"{_MASK}": torch.ones(x.shape[:2], dtype=torch.long)', '"labels": x']
+        return f"m({{{', '.join(batch)}}})"
+    return f"m({', '.join(['x' if form.keyword is None else f'{form.keyword}=x', *more])})"
 
 
 def _in(output: Any, name: str) -> Any:

@@ -15,15 +15,16 @@ class RewoundCache:
     """A cache that is put back to how it was, by a copy of what has never been used.
 
     Args:
-        cache: holds the context. It is kept, and not used itself.
+        fill: makes a cache that holds the context. It is kept, and not used itself.
         name: of the model, in errors.
 
     Raises:
         TypeError: a cache that cannot be copied.
     """
 
-    def __init__(self, cache: Any, name: str) -> None:
-        self._kept, self._name = cache, name
+    def __init__(self, fill: Callable[[], Any], name: str) -> None:
+        self._fill, self._name = fill, name
+        self._kept: Any = fill()
         self._copy: Any = None
         self._fresh = False
         self.rewind()
@@ -31,6 +32,8 @@ class RewoundCache:
     def rewind(self) -> None:
         """Make the copy that the next `take` gives. Costs what the cache's bytes cost to copy."""
         self._copy = None  # its memory serves the next one
+        if self._kept is None:
+            self._kept = self._fill()
         try:
             self._copy = copy.deepcopy(self._kept)
         except Exception as error:
@@ -38,6 +41,15 @@ class RewoundCache:
                 f"decode: the cache of {self._name}, a {type(self._kept).__name__}, cannot be copied, so "
                 f"that no second call would find it as the first did: {type(error).__name__}: {error}"
             ) from error
+        self._fresh = True
+
+    def rewind_alone(self) -> None:
+        """Have the next `take` give the cache that is kept, so that there is no other in memory.
+
+        As a model has it that nobody measures. The next `rewind` fills another.
+        """
+        self._copy = None
+        self._copy, self._kept = self._fill() if self._kept is None else self._kept, None
         self._fresh = True
 
     def take(self) -> Any:

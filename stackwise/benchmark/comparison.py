@@ -15,7 +15,7 @@ from stackwise.benchmark.timing.cache_state import CACHE_STATES
 from stackwise.benchmark.timing.clock import CLOCKS
 from stackwise.benchmark.timing.interleaved import Interleaved, interleave
 from stackwise.benchmark.timing.measurement import Measurement, measure
-from stackwise.benchmark.token_stream import LOOPS
+from stackwise.benchmark.token_stream import ALL_AGAIN, LOOPS
 from stackwise.benchmark.workload import PEAKS, Workload, check_shape, model_workload
 from stackwise.device import fingerprint, resolve_device
 from stackwise.spec import ModelSpec
@@ -55,7 +55,7 @@ class ComparisonConfig:
         cases: the work.
         device: "auto", "cpu", "cuda" or "cuda:N".
         dtype: of weights and inputs, as a string; None: as each model is made.
-        compile: as in `model_workload`; of generation only with `loop="own"`.
+        compile: as in `model_workload`; of generation only with `loop="own"`, else with a note.
         loop: of generation: "common" or "own".
         rounds: in each of which every architecture has a turn.
         turn_seconds: of samples in one turn.
@@ -133,6 +133,12 @@ class ComparisonConfig:
         # The common loop of a generation grows by a token at each step, and is not compiled.
         common = case.mode == "generate" and self.loop == "common"
         return False if common else self.compile
+
+    def notes(self, case: Case) -> tuple[str, ...]:
+        """What of these settings does not hold for a case."""
+        if self._compile(case) == self.compile:
+            return ()
+        return ("not compiled: the common loop grows by a token at each step",)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -251,13 +257,25 @@ def compare_architectures(
         One row for each case and architecture. `speed_up` is the median over rounds of the baseline's time
         over that of the architecture, above 1 where that is faster, with `speed_up_low` and `speed_up_high`
         of 95 % confidence; None, with a note, where a GPU held its clocks down in too many rounds.
-        `memory_bytes` is the most that the model and one call held, above what the process held without them.
+        `memory_bytes` is the most that the model and one call held, above what the process held without them:
+        on the CPU of resident pages, and no less than weights, buffers, gradients and the optimizer's state
+        have; a note says where that is what is told. `execution` says how the work was done.
         `floor_seconds` is the least time that decoding a token can take, and `bound` says by what.
 
     Raises:
         ValueError: no architectures, another baseline, or settings outside their range.
+        TypeError: architectures or settings that are no mapping.
     """
+    if not isinstance(architectures, Mapping):
+        raise TypeError(
+            f"architectures: got {type(architectures).__name__}; wanted a mapping of names to models, such "
+            "as {'llama': ..., 'rack': ...}"
+        )
     require(bool(architectures), "architectures", dict(architectures), "one or more, by name")
+    if not isinstance(config, ComparisonConfig | Mapping | None):
+        raise TypeError(
+            f"config: got {type(config).__name__}; wanted a ComparisonConfig, a mapping of its keys, or None"
+        )
     if not isinstance(config, ComparisonConfig):
         config = ComparisonConfig.from_dict({} if config is None else config)
     baseline = next(iter(architectures)) if baseline is None else baseline
@@ -293,7 +311,7 @@ def _rows(
         cache=config.cache,
     )
     return [
-        _Row(config, case, name, baseline, workload, found).values(counts[name], memory[name])
+        _Row(config, case, name, baseline, workload, found).values(counts[name], *memory[name])
         for name, workload in workloads.items()
     ]
 
@@ -310,7 +328,7 @@ class _Row:
     found: Interleaved
     notes: list[str] = field(default_factory=list)
 
-    def values(self, n_parameters: int, memory: int | None) -> dict[str, Any]:
+    def values(self, n_parameters: int, memory: int | None, memory_note: str | None) -> dict[str, Any]:
         """By column."""
         measured = self.found.measurements[self.name]
         low = high = ratio = None
@@ -323,6 +341,12 @@ class _Row:
             ratio, low, high = speed_up.median, speed_up.low, speed_up.high
         if not measured.steady:
             self.notes.append(f"not steady: {measured.warmup.reason}")
+        self.notes.extend(self.config.notes(self.case))
+        execution = "; ".join(f"{key}: {value}" for key, value in measured.execution.items())
+        if ALL_AGAIN in execution:
+            self.notes.append(ALL_AGAIN)
+        if memory_note is not None:
+            self.notes.append(memory_note)
         used = self.workload.utilization(measured.median, self.config.peak)
         floor = self.workload.floor(self.config.peak)
         return {
@@ -349,7 +373,7 @@ class _Row:
             "mbu": used and used.mbu,
             "floor_seconds": floor and floor.seconds,
             "bound": floor and floor.bound,
-            "execution": "; ".join(f"{key}: {value}" for key, value in measured.execution.items()),
+            "execution": execution,
             "note": "; ".join((*self.notes, *measured.notes)) or None,
         }
 
@@ -370,22 +394,31 @@ class _Row:
         return dict(zip(names, found, strict=True))
 
 
-def _memory_alone(config: ComparisonConfig, spec: ModelSpec, case: Case) -> int | None:
-    """The most that a model and one call of it hold, above what the process held before.
+def _memory_alone(config: ComparisonConfig, spec: ModelSpec, case: Case) -> tuple[int | None, str | None]:
+    """The most that a model and one call of it hold, above what the process held before, and a note on it.
 
     What the process keeps of a model that is gone, such as libraries, workspaces and tables, is there before:
     a model that is not looked at has seen to it. Nor is a first call looked at, which makes states of the
     optimizer.
+
+    What is resident on the CPU rises by less than a model has where the C library still held pages that it
+    had freed. A model holds at least what it cannot do without.
     """
     device = resolve_device(config.device)
     _call(config.workload(spec, case))
     before = peak_memory_bytes(lambda: None, device)
     workload = config.workload(spec, case)
     _call(workload)
-    if workload.prepare is not None:
-        workload.prepare()
+    prepare = workload.prepare_alone or workload.prepare
+    if prepare is not None:
+        prepare()
     peak = peak_memory_bytes(workload.call, device)
-    return None if before is None or peak is None else max(0, peak - before)
+    if before is None or peak is None:
+        return None, None
+    held, added = workload.held_bytes(), peak - before
+    if added >= max(1, held):
+        return added, None
+    return held or None, "memory: that of weights and what belongs to them, as what is resident rose by less"
 
 
 def _call(workload: Workload) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -25,7 +25,7 @@ from stackwise.benchmark.timing.host_state import host_state
 from stackwise.benchmark.timing.measurement import uncollected
 from stackwise.benchmark.timing.percentile import Percentile, percentile
 from stackwise.benchmark.timing.warmup import warm_up
-from stackwise.benchmark.workload import Workload
+from stackwise.benchmark.workload import Workload, check_workload
 
 __all__ = ["LATENCIES", "GenerationMeasurement", "generate_once", "measure_generation"]
 
@@ -48,9 +48,17 @@ class GenerationMeasurement(Conditions):
     """
 
     workload: str
-    token_seconds: tuple[tuple[float, ...], ...]
+    token_seconds: tuple[tuple[float, ...], ...] = field(repr=False)
     batch_size: int
     prompt_tokens: int
+
+    def __str__(self) -> str:
+        n = len(self.token_seconds)
+        gap = f", TPOT {statistics.median(self.tpot) * 1e3:.3f} ms" if self.tpot else ""
+        return (
+            f"{self.workload}: TTFT {statistics.median(self.ttft) * 1e3:.3f} ms{gap}, "
+            f"{self.tokens_per_second:,.0f} tokens/s, {n} generation{'' if n == 1 else 's'}"
+        )
 
     @property
     def new_tokens(self) -> int:
@@ -170,6 +178,7 @@ def measure_generation(
 
     Raises:
         ValueError: another workload or clock, or numbers out of range.
+        TypeError: no workload.
     """
     _check_generates(workload)
     check_choice("clock", clock, CLOCKS)
@@ -208,7 +217,7 @@ def measure_generation(
         clock=clock,
         host=host,
         gpu=tuple(state for state in states if state is not None),
-        notes=notes_of(host, sensor),
+        notes=notes_of(host, sensor, workload.notes()),
     )
 
 
@@ -217,11 +226,17 @@ def generate_once(workload: Workload) -> GenerationMeasurement:
     _check_generates(workload)
     times = (_host_times(workload),)
     return GenerationMeasurement(
-        workload.name, times, workload.batch_size, workload.seq_len, execution=workload.execution()
+        workload.name,
+        times,
+        workload.batch_size,
+        workload.seq_len,
+        execution=workload.execution(),
+        notes=workload.notes(),
     )
 
 
 def _check_generates(workload: Workload) -> None:
+    check_workload(workload)
     wanted = "what model_workload(spec, 'generate', ...) makes"
     require(workload.each_token is not None, "workload", workload.name, wanted)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from stackwise.argument import check_choice, require
+from stackwise.benchmark.memory.byte_text import byte_text
 
 __all__ = ["ComparisonTable"]
 
@@ -32,23 +33,26 @@ _SHOWN: dict[str, tuple[str, Callable[[Any], str]]] = {
     "itl_p95_seconds": ("ITL p95 ms", lambda seconds: f"{seconds * 1e3:.3f}"),
     "itl_p99_seconds": ("ITL p99 ms", lambda seconds: f"{seconds * 1e3:.3f}"),
     "tpot_seconds": ("TPOT ms", lambda seconds: f"{seconds * 1e3:.3f}"),
-    "memory_bytes": ("memory", lambda count: f"{count / 2**20:,.1f} MiB"),
+    "memory_bytes": ("memory", byte_text),
     "mfu": ("MFU", lambda part: f"{part:.1%}"),
     "hfu": ("HFU", lambda part: f"{part:.1%}"),
     "mbu": ("MBU", lambda part: f"{part:.1%}"),
     "floor_seconds": ("floor ms", lambda seconds: f"{seconds * 1e3:.3f}"),
     "bound": ("bound", str),
+    "execution": ("execution", str),
     "note": ("note", str),
 }
-_LABELS = {"architecture", "workload", "mode", "bound", "note"}
+_LABELS = {"architecture", "workload", "mode", "bound", "execution", "note"}
+_KEYS = ("architecture", "workload")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ComparisonTable:
     """One row for each architecture and workload; what was not measured or is not known is None, never 0.
 
-    `len(table)`, iteration over rows, `table["speed_up"]` (a column) and `table.where(architecture="llama")`
-    work as one knows them from data frames; `to_pandas` gives one.
+    `str(table)` is its Markdown, which a notebook shows. `len(table)`, iteration over rows,
+    `table["speed_up"]` (a column) and `table.where(architecture="llama")` work as one knows them from data
+    frames; `to_pandas` gives one.
 
     Attributes:
         rows: all with the same keys, in the same order.
@@ -70,6 +74,17 @@ class ComparisonTable:
     def columns(self) -> list[str]:
         """Names, in their order."""
         return list(self.rows[0]) if self.rows else []
+
+    def __str__(self) -> str:
+        return self.to_markdown()
+
+    def __repr__(self) -> str:
+        names = [", ".join(dict.fromkeys(map(str, self[key]))) for key in _KEYS if key in self.columns]
+        what = ": " + " at ".join(names) if names else ""
+        return f"ComparisonTable({len(self)} rows{what}; baseline {self.baseline!r})"
+
+    def _repr_markdown_(self) -> str:
+        return self.to_markdown()
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -118,18 +133,31 @@ class ComparisonTable:
     def to_markdown(self, columns: Sequence[str] | None = None) -> str:
         """A table for people: of the columns that say something, or of those named.
 
+        How the work was done is told where it was not done alike within a workload.
+
         Raises:
             ValueError: a column that there is not.
         """
         for column in columns or ():
             check_choice("column", column, [*self.columns, "speed_up_interval"])
         rows = [dict(row) | {"speed_up_interval": _interval(row)} for row in self.rows]
-        names = list(columns or [n for n in _SHOWN if any(row.get(n) is not None for row in rows)])
+        hidden = set() if self._is_done_in_several_ways else {"execution"}
+        telling = [n for n in _SHOWN if any(row.get(n) is not None for row in rows)]
+        names = list(columns or [name for name in telling if name not in hidden])
         header = [_SHOWN[name][0] if name in _SHOWN else name for name in names]
         cells = [[_cell(name, row[name]) for name in names] for row in rows]
         right = ["---" if name in _LABELS else "---:" for name in names]
         lines = ["| " + " | ".join(line) + " |" for line in (header, right, *cells)]
         return "\n".join(lines) + "\n"
+
+    @property
+    def _is_done_in_several_ways(self) -> bool:
+        """Whether in some workload one row was executed unlike another."""
+        ways: dict[Any, Any] = {}
+        return any(
+            ways.setdefault(row.get("workload"), row.get("execution")) != row.get("execution")
+            for row in self.rows
+        )
 
     def to_csv(self, path: str | Path | None = None) -> str:
         """All columns, None as an empty field; also written to `path` where there is one."""

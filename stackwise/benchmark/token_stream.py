@@ -6,19 +6,22 @@ Shapes: B batch, T prompt, V vocabulary.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from dataclasses import dataclass
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from stackwise.inference import logits_of
+from stackwise.inference import cast, logits_of
 from stackwise.spec import ModelSpec
 
-__all__ = ["LOOPS", "OnToken", "TokenStream", "empty_cache", "token_stream"]
+__all__ = ["ALL_AGAIN", "LOOPS", "OnToken", "TokenStream", "empty_cache", "of_last", "token_stream"]
 
 LOOPS = ("common", "own")
+ALL_AGAIN = "all tokens again: the model keeps no cache"
+_TRIAL = 3  # positions
 OnToken = Callable[[Tensor], object]
 
 
@@ -43,7 +46,8 @@ def token_stream(spec: ModelSpec, model: nn.Module, loop: str, *, compiled: bool
         spec: of the model.
         model: in eval mode.
         loop: "common": the same loop for every model, with the cache that it keeps; where it keeps none,
-            all tokens are computed again for each new one. "own": what the model itself offers, a method
+            all tokens are computed again for each new one. Logits are computed for the last position alone
+            where the model can be asked for it, see `of_last`. "own": what the model itself offers, a method
             `stream(prompt, max_new_tokens=)` or transformers' `generate`.
         compiled: own loop: ask `stream` for `compile=True`.
 
@@ -51,9 +55,11 @@ def token_stream(spec: ModelSpec, model: nn.Module, loop: str, *, compiled: bool
         ValueError: a loop of its own that the model does not have, or that cannot be compiled.
     """
     if loop == "common":
-        if spec.decode is None:
-            return TokenStream(_again(spec, model), "greedy, all tokens again: the model keeps no cache")
-        return TokenStream(_cached(spec, model), "greedy, with the cache of the model")
+        last = of_last(spec, model)
+        way = ALL_AGAIN if spec.decode is None else "with the cache of the model"
+        told = f"greedy, {way}" + ("" if last else "; logits of all positions of a pass")
+        run = _again if spec.decode is None else _cached
+        return TokenStream(run(last or spec, model), told)
     if callable(getattr(model, "stream", None)):
         return TokenStream(_streamed(model, compiled), "the model's own stream()")
     if callable(getattr(model, "generate", None)) and hasattr(model, "generation_config"):
@@ -73,6 +79,80 @@ def empty_cache(model: nn.Module, batch_size: int, capacity: int) -> Any:
     """
     make = getattr(model, "new_cache", None)
     return make(batch_size, capacity) if callable(make) else None
+
+
+def of_last(spec: ModelSpec, model: nn.Module) -> ModelSpec | None:
+    """`spec` with calls that compute the logits of each row's last position alone; None: the model has none.
+
+    Where only the next token is wanted, the head of all positions is work that nobody asked for. Models of
+    transformers take `logits_to_keep`; others have methods `hidden`, with the arguments of `forward`, and
+    `head`, of which `forward` is made. What is found is tried before it is relied on.
+
+    Args:
+        spec: of the model.
+        model: in eval mode.
+    """
+    return next((each for each in _asking(spec, model) if _is_last_of(each, spec, model)), None)
+
+
+def _asking(spec: ModelSpec, model: nn.Module) -> Iterator[ModelSpec]:
+    """The spec with each way of asking for the last position that the model seems to have."""
+    decode = spec.decode
+
+    def asked(ask: Callable[..., Any]) -> ModelSpec:
+        return replace(
+            spec,
+            forward=lambda model, inputs: spec.forward(_Asked(model, ask), inputs),  # type: ignore[arg-type]
+            decode=decode and (lambda model, inputs, cache: decode(_Asked(model, ask), inputs, cache)),  # type: ignore[arg-type]
+        )
+
+    if "logits_to_keep" in inspect.signature(model.forward).parameters:
+        yield asked(_keeping_one)
+    if all(callable(getattr(model, name, None)) for name in ("hidden", "head")):
+        yield asked(_head_of_last)
+
+
+class _Asked:
+    """A model that is called by `ask`, whoever calls it."""
+
+    def __init__(self, model: nn.Module, ask: Callable[..., Any]) -> None:
+        self._model, self._ask = model, ask
+
+    def __call__(self, *inputs: Any, **more: Any) -> Any:
+        return self._ask(self._model, *inputs, **more)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+def _keeping_one(model: nn.Module, *inputs: Any, **more: Any) -> Any:
+    return model(*inputs, **more, logits_to_keep=1)
+
+
+def _head_of_last(model: Any, *inputs: Any, **more: Any) -> Any:
+    return model.head(model.hidden(*inputs, **more)[:, -1:])
+
+
+@torch.no_grad()
+def _is_last_of(asked: ModelSpec, spec: ModelSpec, model: nn.Module) -> bool:
+    """Whether a call of `asked` gives the last of the logits that one of `spec` gives, but for rounding."""
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    inputs = cast(spec.batch(1, min(_TRIAL, spec.max_length or _TRIAL), device=device), model)
+
+    def logits(each: ModelSpec) -> Tensor:
+        if each.decode is None:
+            return each.logits(model, inputs)
+        return logits_of(each.decode(model, inputs, empty_cache(model, *inputs.shape[:2]))[0])
+
+    whole = logits(spec)[:, -1:]
+    try:
+        last = logits(asked)
+    except Exception:  # any failure is an answer: it is not asked so
+        return False
+    if last.shape != whole.shape:
+        return False
+    tolerance = 1e-4 if whole.dtype in (torch.float32, torch.float64) else 5e-2
+    return torch.allclose(last.float(), whole.float(), rtol=0.0, atol=tolerance * float(whole.abs().max()))
 
 
 def _cached(spec: ModelSpec, model: nn.Module) -> Callable[[Tensor, int, OnToken], None]:

@@ -5,11 +5,11 @@ Shapes: B batch, T positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from types import FunctionType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,15 @@ from stackwise.benchmark.flops.measured_peak import measured_peak
 from stackwise.benchmark.flops.peak_rate import PeakRate, multiplies_in_tf32, published_peak
 from stackwise.benchmark.flops.roofline import Roofline, decode_floor
 from stackwise.benchmark.flops.utilization import Utilization, utilization
-from stackwise.benchmark.token_stream import LOOPS, OnToken, TokenStream, empty_cache, token_stream
+from stackwise.benchmark.token_stream import (
+    ALL_AGAIN,
+    LOOPS,
+    OnToken,
+    TokenStream,
+    empty_cache,
+    of_last,
+    token_stream,
+)
 from stackwise.spec import ModelSpec
 from stackwise.trainer_spec import TrainerSpec
 
@@ -33,6 +41,7 @@ __all__ = [
     "Workload",
     "callable_workload",
     "check_shape",
+    "check_workload",
     "model_workload",
     "ready_model",
     "trainer_workload",
@@ -49,6 +58,7 @@ COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-
 PEAKS = ("published", "measured")
 _COUNTED = ("forward", "train", "prefill", "decode")
 _CONTINUES = ("prefill", "decode", "generate")
+_DEFAULT_OPTIMIZER = next(each.default for each in fields(ModelSpec) if each.name == "optimizer")
 
 
 @dataclass(frozen=True)
@@ -62,7 +72,8 @@ class Workload:
         tokens: how many one call handles; 0 where that means nothing.
         execution: asked after a call, how the work was done: the kernels that were chosen, say.
         prepare: puts back what a call has changed. Called before each call and outside of its time; a call
-            that was not prepared prepares itself. None: a call changes nothing that the next one sees.
+            that was not prepared prepares itself. None: a call changes nothing that the next one sees, or,
+            of "train", goes on where the last one was.
         model: what is called, for those who count its work; None: not known.
         mode: one of MODES; None: something else.
         batch_size: rows; 0: not known.
@@ -74,6 +85,13 @@ class Workload:
             again for each new one, nor in a loop of others, which may accumulate, freeze or cast.
         recompute: of train, what the backward pass computes a second time: "none", or "blocks", every layer;
             None: not known.
+        logits: of prefill, whether the head is computed for "all" positions or for the "last" one of each
+            row; None: as is usual in its mode.
+        prepare_alone: in place of `prepare`, before a call whose memory is looked at: nothing is held then to
+            put back later. None: as `prepare`.
+        held_bytes: what a call cannot do without: weights and buffers, and in training gradients and the
+            optimizer's state. Asked after a call.
+        notes: asked after the calls, what a reader must know of them.
     """
 
     name: str
@@ -90,6 +108,10 @@ class Workload:
     each_token: Callable[[OnToken], None] | None = None
     counted: bool = True
     recompute: Recompute | None = "none"
+    logits: Literal["all", "last"] | None = None
+    prepare_alone: Callable[[], object] | None = None
+    held_bytes: Callable[[], int] = int
+    notes: Callable[[], tuple[str, ...]] = tuple
 
     def utilization(self, seconds: float, peak: str = "published") -> Utilization | None:
         """What part of its device's best rates a call of `seconds` uses; None of work of unknown size.
@@ -115,6 +137,7 @@ class Workload:
             peak=known,
             dtype=dtype,
             tf32=multiplies_in_tf32(self.device),
+            logits=self.logits,
             recompute=self.recompute or "none",
         )
         if self.recompute is not None:
@@ -152,7 +175,7 @@ class Workload:
 
 
 def model_workload(
-    spec: ModelSpec,
+    spec: Any,
     mode: str,
     *,
     batch_size: int,
@@ -164,17 +187,20 @@ def model_workload(
     loop: str = "common",
     seed: int = 0,
 ) -> Workload:
-    """A model at work. Inputs are random, and the same at each call, as is the state that it starts from.
+    """A model at work. Inputs are random, and the same at each call; so, except in training, is the state.
 
     - "forward": logits of all B x T positions, in eval mode without gradients.
-    - "train": forward and backward pass and the update of `spec.optimizer`.
-    - "prefill": a prompt of T tokens into an empty cache.
+    - "train": forward and backward pass and the update of `spec.optimizer`. Each call goes on from the
+      weights that the one before has left. Weights that are not finite afterwards are told in the notes; of
+      the optimizer that a spec has by itself, `eps` is raised to what the dtype can hold.
+    - "prefill": a prompt of T tokens into an empty cache, and the logits of the last. A model that cannot be
+      asked for these alone computes those of all T, and `execution` says so.
     - "decode": one more token of each row, at a context of T tokens. The cache is put back before each call
       and outside of its time. A model that keeps no cache computes all T + 1 positions again.
     - "generate": a prompt of T tokens, then `new_tokens` of the most likely tokens, from an empty cache.
 
     Args:
-        spec: the model.
+        spec: the model; anything that `ModelSpec.of` understands.
         mode: one of these.
         batch_size: B.
         seq_len: T.
@@ -190,6 +216,7 @@ def model_workload(
     Raises:
         ValueError: another mode, dtype, loop or way to compile; sizes that are no positive integers or
             beyond the model; a model that has no next token: one that is not causal, or takes vectors.
+        FactoryError, InferenceError, TypeError: as of `ModelSpec.of`.
     """
     check_shape(
         mode=mode,
@@ -200,31 +227,39 @@ def model_workload(
         compile=compile,
         loop=loop,
     )
+    spec = ModelSpec.of(spec)
     _check_continues(spec, mode, seq_len, {"decode": 1, "generate": new_tokens}.get(mode, 0))
     device = torch.device(device)
-    model, spec_ = ready_model(
-        spec, device=device, dtype=dtype, compile=compile if mode != "generate" else False, seed=seed
-    )
+    model, _ = ready_model(spec, device=device, dtype=dtype, seed=seed)
+    # Where one token follows, the head of all others is no part of the work.
+    last = of_last(spec, model) if mode == "prefill" or (mode == "decode" and spec.decode is None) else None
+    spec_ = _compiled_spec(last or spec, compile if mode != "generate" else False)
     model.train(mode == "train")
     inputs = spec.batch(batch_size, seq_len + (mode == "decode"), device=device, seed=seed)
     told: dict[str, str] = {}
     prepare: Callable[[], object] | None = None
+    prepare_alone: Callable[[], object] | None = None
+    optimizer: torch.optim.Optimizer | None = None
     each_token: Callable[[OnToken], None] | None = None
     tokens = batch_size * seq_len
     match mode:
         case "forward":
             call = _forward(spec_, model, inputs)
         case "train":
-            call = _train(spec_, model, inputs)
+            optimizer, raised = _optimizer(spec, model)
+            call = _train(spec_, model, inputs, optimizer)
+            told |= raised
         case "prefill":
             call = _prefill(spec_, model, inputs)
             told["prefill"] = (
                 "into an empty cache" if spec.decode else "a forward pass: the model keeps no cache"
-            )
+            ) + ("" if last else "; logits of all positions")
         case "decode":
-            call, prepare = _decode(spec, spec_, model, inputs)
+            call, rewound = _decode(spec, spec_, model, inputs)
+            if rewound is not None:
+                prepare, prepare_alone = rewound.rewind, rewound.rewind_alone
             tokens = batch_size
-            told["decode"] = _how_decoded(spec, prepare is not None)
+            told["decode"] = _how_decoded(spec, rewound is not None)
         case _:
             stream = token_stream(spec, model, loop, compiled=bool(compile))
             each_token = _each_token(stream, inputs, new_tokens)
@@ -248,6 +283,10 @@ def model_workload(
         each_token,
         mode != "decode" or spec.decode is not None,
         _recomputed_by(model) if mode == "train" else "none",
+        ("last" if last else "all") if mode == "prefill" else None,
+        prepare_alone,
+        partial(_held_bytes, model, optimizer),
+        partial(_notes, model) if mode == "train" else tuple,
     )
 
 
@@ -288,6 +327,7 @@ def trainer_workload(
         seq_len,
         counted=False,
         recompute=None,
+        notes=lambda: _notes(run.model),
     )
 
 
@@ -315,6 +355,20 @@ def callable_workload(
     check_sizes(minimum=0, tokens=tokens)
     own = getattr(call, "__name__", type(call).__name__)
     return Workload(name or own, call, torch.device(device), tokens, dict, prepare)
+
+
+def check_workload(workload: Any, key: str = "workload") -> None:
+    """Refuse what is no workload: a model, say, of which nobody has said what it is to do.
+
+    Raises:
+        TypeError: naming the argument, what it is and what is wanted.
+    """
+    if not isinstance(workload, Workload):
+        got = f"the class {workload.__name__}" if isinstance(workload, type) else type(workload).__name__
+        raise TypeError(
+            f"{key}: got {got}; wanted a Workload, as of model_workload(model, mode, batch_size=, seq_len=), "
+            "trainer_workload or callable_workload"
+        )
 
 
 def check_shape(
@@ -357,16 +411,19 @@ def ready_model(
     model = spec.create(device, seed).eval()
     if dtype is not None:
         model = model.to(DTYPES[dtype])
+    return model, _compiled_spec(spec, compile)
+
+
+def _compiled_spec(spec: ModelSpec, compile: bool | str) -> ModelSpec:  # noqa: A002
+    """The spec whose calls are compiled, if that was asked for."""
     if not compile:
-        return model, spec
+        return spec
     mode = None if compile is True else str(compile)
 
     def own(function: Callable[..., Any] | None) -> Callable[..., Any] | None:
         return None if function is None else _compiled(function, mode)
 
-    return model, replace(
-        spec, forward=_compiled(spec.forward, mode), decode=own(spec.decode), loss=own(spec.loss)
-    )
+    return replace(spec, forward=_compiled(spec.forward, mode), decode=own(spec.decode), loss=own(spec.loss))
 
 
 def _compiled(function: Callable[..., Any], mode: str | None) -> Callable[..., Any]:
@@ -402,9 +459,34 @@ def _forward(spec: ModelSpec, model: nn.Module, inputs: Tensor) -> Callable[[], 
     return forward
 
 
-def _train(spec: ModelSpec, model: nn.Module, inputs: Tensor) -> Callable[[], None]:
-    optimizer = spec.optimizer(p for p in model.parameters() if p.requires_grad)
+def _optimizer(spec: ModelSpec, model: nn.Module) -> tuple[torch.optim.Optimizer, dict[str, str]]:
+    """That of the spec, and what was changed of it, for people.
 
+    In float16 the 1e-8 of AdamW is 0, as is the mean of small squares: weights would be NaN after a step.
+    What is added instead is the gradient whose square just gets lost in that mean, so that no step is longer
+    than one of a gradient that does not.
+    """
+    optimizer = spec.optimizer(p for p in model.parameters() if p.requires_grad)
+    told = {}
+    if spec.optimizer is _DEFAULT_OPTIMIZER:
+        for group in optimizer.param_groups:
+            least = max(_smallest(p.dtype) for p in group["params"])
+            lost = (least / (1 - group["betas"][1])) ** 0.5
+            if lost > group["eps"]:
+                told["optimizer"] = f"AdamW with eps={lost:.2g}, as the dtype has no {group['eps']:g}"
+                group["eps"] = lost
+    return optimizer, told
+
+
+def _smallest(dtype: torch.dtype) -> float:
+    """Above 0; there is nothing between."""
+    info = torch.finfo(dtype)
+    return info.smallest_normal * info.eps
+
+
+def _train(
+    spec: ModelSpec, model: nn.Module, inputs: Tensor, optimizer: torch.optim.Optimizer
+) -> Callable[[], None]:
     def train() -> None:
         spec.loss_of(model, inputs).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
@@ -428,8 +510,8 @@ def _prefill(spec: ModelSpec, model: nn.Module, inputs: Tensor) -> Callable[[], 
 
 def _decode(
     spec: ModelSpec, timed: ModelSpec, model: nn.Module, inputs: Tensor
-) -> tuple[Callable[[], None], Callable[[], object] | None]:
-    """A call as `timed` makes it, and what puts its cache back. All but the last input are in the cache."""
+) -> tuple[Callable[[], None], RewoundCache | None]:
+    """A call as `timed` makes it, and the cache to put back. All but the last input are in the cache."""
     decode, timed_decode = spec.decode, timed.decode
     if decode is None or timed_decode is None:
         return _forward(timed, model, inputs), None
@@ -440,18 +522,24 @@ def _decode(
         with torch.no_grad():
             timed_decode(model, last, cache)
 
+    @torch.no_grad()
+    def fill() -> Any:
+        return decode(model, context, empty_cache(model, *inputs.shape[:2]))[1]
+
+    kept = RewoundCache(fill, spec.name)
     with torch.no_grad():
-        cache = decode(model, context, empty_cache(model, *inputs.shape[:2]))[1]
-        kept = RewoundCache(cache, spec.name)
-        if not is_changed_by(lambda tried: decode(model, last, tried), kept.take()):
-            return (lambda: step(cache)), None
-    return (lambda: step(kept.take())), kept.rewind
+        changed = is_changed_by(lambda tried: decode(model, last, tried), kept.take())
+    if not changed:
+        kept.rewind_alone()
+        cache = kept.take()
+        return (lambda: step(cache)), None
+    return (lambda: step(kept.take())), kept
 
 
 def _how_decoded(spec: ModelSpec, rewinds: bool) -> str:
     if spec.decode is None:
-        return "all tokens again: the model keeps no cache"
-    return "with a cache" + (", put back from a copy that is in memory too" if rewinds else "")
+        return ALL_AGAIN
+    return "with a cache" + (", put back from a copy" if rewinds else "")
 
 
 def _each_token(stream: TokenStream, prompt: Tensor, new_tokens: int) -> Callable[[OnToken], None]:
@@ -484,6 +572,36 @@ def _check_continues(spec: ModelSpec, mode: str, seq_len: int, n_new: int) -> No
             f"seq_len: got {seq_len}, and {n_new} more to come; {spec.name} takes at most {spec.max_length} "
             "positions"
         )
+
+
+def _held_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
+    """Of weights and buffers; with an optimizer also of gradients and of what it keeps.
+
+    No more than there are: what a subclass of tensors has in memory, as a quantised weight, need not be what
+    its shape and dtype say, and does not count.
+    """
+    weights = list(model.parameters())
+    held: list[Any] = [*weights, *model.buffers()]
+    if optimizer is not None:
+        held += [p for p in weights if p.requires_grad]  # of the size of its gradient
+        held += [value for state in optimizer.state.values() for value in state.values()]
+    return sum(each.nbytes for each in held if type(each) in (Tensor, nn.Parameter))
+
+
+def _notes(model: nn.Module) -> tuple[str, ...]:
+    """Whether a model that was trained still has weights to train."""
+    broken = list(_not_finite(model))
+    if not broken:
+        return ()
+    more = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
+    return (f"weights are not finite: {broken[0]}{more}; what was timed is no training",)
+
+
+def _not_finite(model: nn.Module) -> Iterator[str]:
+    """Names of floating-point parameters with an infinity or a NaN."""
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and not bool(torch.isfinite(parameter.detach()).all()):
+            yield name
 
 
 def _recomputed_by(model: nn.Module) -> Recompute | None:

@@ -21,6 +21,15 @@ _SECTIONS = ("checks", "stability", "throughput", "memory", "quality")
 _LATENCIES = ("ttft", "itl", "tpot")
 _TAILS = ("p95", "p99")
 _SHARES = ("mfu", "hfu", "mbu")
+_PROCESS = "process "  # before the bytes of a whole process
+# What `execution` says of most work, and a reader takes for granted.
+_USUAL = {
+    "attention": "sdpa",
+    "compile": "1 graph",
+    "prefill": "into an empty cache",
+    "decode": "with a cache",
+    "generate": "greedy, with the cache of the model",
+}
 _MARKS = {
     "passed": "PASS",
     "failed": "FAIL",
@@ -144,7 +153,8 @@ class Report:
         if self.throughput:
             yield "throughput"
             for row in self.throughput:
-                yield f"  {row['model']}  {_shape_text(row)}  {_rate_text(row)}"
+                test = f"{row['test']}  " if row.get("test") else ""
+                yield f"  {test}{row['model']}  {_shape_text(row)}  {_rate_text(row)}"
                 for note in row.get("notes") or ():
                     yield f"    note: {note}"
         if self.memory:
@@ -324,16 +334,18 @@ def _rate_text(row: dict[str, Any]) -> str:
     if not row["measured"]:
         return "called once, not measured (benchmarks are disabled)"
     rate = f"{_rate(row)} tokens/s, " if _rate(row) else ""
-    parts = [f"{rate}median {row['median_seconds'] * 1e3:.2f} ms of {row['calls']} calls"]
+    parts = [f"{rate}median {_time(row['median_seconds'])} of {row['calls']} calls"]
     parts += [f"{name} {value}" for name in ("p95", "p99") if (value := _percentile(row, name))]
     if not row["steady"]:
-        parts.append("not steady")
+        parts.append(f"not steady{_unsteady(row)}")
     if _throttled(row):
         parts.append(f"throttled ({_throttled(row)})")
-    parts.append(f"peak memory {_bytes(row['peak_memory_bytes'])}")
+    parts += [_execution(row)] if _execution(row) else []
+    memory = _peak(row)
+    parts.append(memory if memory.startswith(_PROCESS) else f"peak memory {memory}")
     parts += [f"{name.upper()} {value}" for name in _SHARES if (value := _share(row, name))]
     if _floor(row):
-        parts.append(f"no faster than {_floor(row)} ms, {row['bound']}-bound")
+        parts.append(f"no faster than {_floor(row)}, {row['bound']}-bound")
     parts += [f"{name.upper()} {value}" for name in _LATENCIES if (value := _latency(row, name))]
     parts += [f"ITL {name} {value}" for name in _TAILS if (value := _latency(row, "itl", name))]
     if "cache" in row:
@@ -346,37 +358,42 @@ def _rate_text(row: dict[str, Any]) -> str:
 def _throughput_table(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
     """Header and rows; of columns that are not of every record those that say something."""
     columns: dict[str, list[str]] = {
+        "test": [row.get("test") or "" for row in rows],
         "model": [row["model"] for row in rows],
         "workload": [_shape_text(row) for row in rows],
-        "median ms": [f"{row['median_seconds'] * 1e3:.2f}" for row in rows],
-        "p95 ms": [_percentile(row, "p95").removesuffix(" ms") for row in rows],
-        "p99 ms": [_percentile(row, "p99").removesuffix(" ms") for row in rows],
+        "median": [_time(row["median_seconds"]) for row in rows],
+        "p95": [_percentile(row, "p95") for row in rows],
+        "p99": [_percentile(row, "p99") for row in rows],
         "tokens/s": [_rate(row) for row in rows],
-        "peak memory": [_bytes(row["peak_memory_bytes"]) for row in rows],
+        "peak memory": [_peak(row) for row in rows],
         **{name.upper(): [_share(row, name) for row in rows] for name in _SHARES},
-        "floor ms": [_floor(row) for row in rows],
+        "floor": [_floor(row) for row in rows],
         "bound": [row.get("bound") or "" for row in rows],
         **{f"{name.upper()} p50": [_latency(row, name) for row in rows] for name in _LATENCIES},
         **{f"ITL {name}": [_latency(row, "itl", name) for row in rows] for name in _TAILS},
         "calls": [str(row["calls"]) for row in rows],
         "clock, cache": [f"{row.get('clock', 'host')}, {row.get('cache', 'warm')}" for row in rows],
-        "steady": [("yes" if row["steady"] else "no") if row["measured"] else "not measured" for row in rows],
+        "execution": [_execution(row) for row in rows],
+        "steady": [
+            ("yes" if row["steady"] else f"no{_unsteady(row)}") if row["measured"] else "not measured"
+            for row in rows
+        ],
         "throttled": [_throttled(row) for row in rows],
         "notes": ["; ".join(row.get("notes") or ()) for row in rows],
     }
-    always = {"model", "workload", "median ms", "tokens/s", "peak memory", "calls", "clock, cache", "steady"}
+    always = {"model", "workload", "median", "tokens/s", "peak memory", "calls", "clock, cache", "steady"}
     header = [name for name, cells in columns.items() if name in always or any(cells)]
     return header, [[columns[name][place] for name in header] for place in range(len(rows))]
 
 
 def _percentile(row: dict[str, Any], name: str) -> str:
-    """In ms; "" where it is withheld."""
-    return _milliseconds(row.get("percentiles"), name)
+    """With its unit; "" where it is withheld."""
+    return _percentile_time(row.get("percentiles"), name)
 
 
 def _latency(row: dict[str, Any], name: str, percentile: str = "p50") -> str:
-    """A percentile of a latency of generation, in ms; "" where there is none, or it is withheld."""
-    return _milliseconds((row.get("latencies") or {}).get(name), percentile)
+    """A percentile of a latency of generation; "" where there is none, or it is withheld."""
+    return _percentile_time((row.get("latencies") or {}).get(name), percentile)
 
 
 def _throttled(row: dict[str, Any]) -> str:
@@ -386,9 +403,28 @@ def _throttled(row: dict[str, Any]) -> str:
 
 
 def _floor(row: dict[str, Any]) -> str:
-    """The least time that the work can take, in ms; "" where that is not known."""
+    """The least time that the work can take; "" where that is not known."""
     seconds = row.get("floor_seconds")
-    return "" if seconds is None else f"{seconds * 1e3:.3g}"
+    return "" if seconds is None else _time(seconds)
+
+
+def _unsteady(row: dict[str, Any]) -> str:
+    """Why the warm-up ended before the time had settled, in brackets; "" where that is not known."""
+    reason = (row.get("warmup") or {}).get("reason")
+    return f" ({reason})" if reason else ""
+
+
+def _execution(row: dict[str, Any]) -> str:
+    """How the work was done, where that says more than the usual."""
+    told = {key: how for key, how in (row.get("execution") or {}).items() if _USUAL.get(key) != how}
+    return ", ".join(how if key == row["mode"] else f"{key}: {how}" for key, how in told.items())
+
+
+def _peak(row: dict[str, Any]) -> str:
+    """The peak of memory: on a GPU that of tensors, else of the whole process, and it says so."""
+    count = row["peak_memory_bytes"]
+    whole = count is not None and not row["device"].startswith("cuda")
+    return f"{_PROCESS if whole else ''}{_bytes(count)}"
 
 
 def _memory_text(row: dict[str, Any]) -> str:
@@ -408,9 +444,18 @@ def _growth_lines(row: dict[str, Any]) -> list[str]:
     return [*row["reasons"], *types]
 
 
-def _milliseconds(percentiles: dict[str, Any] | None, name: str) -> str:
+def _percentile_time(percentiles: dict[str, Any] | None, name: str) -> str:
     value = ((percentiles or {}).get(name) or {}).get("value")
-    return "" if value is None else f"{value * 1e3:.2f} ms"
+    return "" if value is None else _time(value)
+
+
+def _time(seconds: float) -> str:
+    """With three digits, in us, ms or s: the largest of which it is one at least."""
+    rounded = float(f"{seconds:.3g}")
+    scale, unit = (1.0, "s") if rounded >= 1 else (1e3, "ms") if rounded >= 1e-3 else (1e6, "us")
+    value = seconds * scale
+    digits = f"{value:.0f}" if value >= 100 else f"{value:#.3g}".removesuffix(".")
+    return f"{digits} {unit}"
 
 
 def _rate(row: dict[str, Any]) -> str:

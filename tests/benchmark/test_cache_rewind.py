@@ -1,6 +1,7 @@
 """A cache that is put back, and what of a cache counts as changed."""
 
 import threading
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -21,7 +22,7 @@ class Kept(Slotted):
 
 
 def test_a_cache_is_as_it_was_each_time():
-    kept = RewoundCache({"keys": torch.zeros(2), "length": 1}, "model")
+    kept = RewoundCache(lambda: {"keys": torch.zeros(2), "length": 1}, "model")
     for _ in range(3):
         cache = kept.take()
         assert cache["length"] == 1
@@ -33,7 +34,7 @@ def test_a_cache_is_as_it_was_each_time():
 def test_a_copy_is_made_ahead_of_its_use(monkeypatch):
     made = []
     monkeypatch.setattr("stackwise.benchmark.cache_rewind.copy.deepcopy", lambda cache: made.append(1) or {})
-    kept = RewoundCache({}, "model")
+    kept = RewoundCache(dict, "model")
     kept.take()
     assert len(made) == 1
     kept.rewind()
@@ -43,9 +44,36 @@ def test_a_copy_is_made_ahead_of_its_use(monkeypatch):
     assert len(made) == 3
 
 
+def test_a_cache_alone():
+    """Nothing is kept beside the one that is used; afterwards all goes on as before."""
+    made = weakref.WeakSet()
+
+    class Cache:
+        def __init__(self):
+            self.length = 4
+            made.add(self)
+
+        def __deepcopy__(self, memo):
+            return Cache()
+
+    kept = RewoundCache(Cache, "model")
+    assert len(made) == 2
+    for _ in range(2):
+        kept.rewind_alone()
+        assert len(made) == 1
+        cache = kept.take()
+        assert cache.length == 4
+        cache.length += 1
+        del cache
+    for _ in range(2):
+        kept.rewind()
+        assert len(made) == 2
+        assert kept.take().length == 4
+
+
 def test_a_cache_that_cannot_be_copied():
     with pytest.raises(TypeError, match="decode: the cache of model, a dict, cannot be copied, so that no"):
-        RewoundCache({"lock": threading.Lock()}, "model")
+        RewoundCache(lambda: {"lock": threading.Lock()}, "model")
 
 
 def grow_tensor(cache):

@@ -4,11 +4,13 @@ import gc
 import json
 import time
 import weakref
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from stackwise.benchmark import comparison, workload
@@ -34,6 +36,7 @@ def _no_collections(monkeypatch):
 
 
 QUICK = {"rounds": 6, "turn_seconds": 1e-4, "warmup_seconds": 0.0}
+MiB = 2**20
 SMALL = {"min_seconds": 0.0, "min_calls": 3, "warmup_seconds": 0.0}
 
 
@@ -142,10 +145,40 @@ def test_what_was_not_steady_is_told(subjects, monkeypatch):
 def test_memory_is_that_of_each_alone(subjects, monkeypatch):
     """What the process held before is none of it, nor what a first call makes."""
     found_by(monkeypatch)
-    peaks = iter([100, 170, 100, 120])
+    peaks = iter([100 * MiB, 170 * MiB, 100 * MiB, 120 * MiB])
     monkeypatch.setattr(comparison, "peak_memory_bytes", lambda call, device: call() or next(peaks))
     a, b = compare_architectures({"a": subjects.gru, "b": subjects.gru}, CASE)
-    assert (a["memory_bytes"], b["memory_bytes"]) == (70, 20)
+    assert (a["memory_bytes"], b["memory_bytes"]) == (70 * MiB, 20 * MiB)
+    assert a["note"] is b["note"] is None
+
+
+@pytest.mark.parametrize("rise", [-5, 0, 5])
+@pytest.mark.parametrize("mode", ["forward", "train"])
+def test_memory_is_never_below_what_a_model_holds(subjects, monkeypatch, mode, rise):
+    """Pages that were resident all the time hide a small model from its process."""
+    found_by(monkeypatch)
+    peaks = iter([MiB, MiB + rise])
+    monkeypatch.setattr(comparison, "peak_memory_bytes", lambda call, device: call() or next(peaks))
+    config = {"cases": [{"mode": mode, "batch_size": 1, "seq_len": 4}]}
+    [row] = compare_architectures({"a": subjects.gru}, config)
+    weights = list(subjects.gru().parameters())
+    size = sum(p.nbytes for p in weights)
+    # In training gradients, two means, and of each weight a count of steps.
+    assert row["memory_bytes"] == (size if mode == "forward" else 4 * size + 4 * len(weights))
+    assert "what is resident rose by less" in row["note"]
+
+
+def test_memory_of_nothing_is_not_known(monkeypatch):
+    """A model without weights, whose call nobody could see: None, never 0."""
+    found_by(monkeypatch, memory=MiB)
+
+    class OneHot(nn.Module):
+        def forward(self, ids):
+            return nn.functional.one_hot(ids, 7).float()
+
+    spec = ModelSpec(OneHot, "one hot", "tokens", 7, causal=True)
+    [row] = compare_architectures({"a": spec}, CASE)
+    assert row["memory_bytes"] is None
 
 
 class Ledger:
@@ -156,7 +189,7 @@ class Ledger:
 
     def peak(self, call, device):
         call()
-        return 100 * len(self.models) + self.kept
+        return 100 * MiB * len(self.models) + self.kept
 
     def architecture(self, subjects):
         ledger = self
@@ -180,7 +213,75 @@ def test_nobody_pays_for_what_all_use(subjects, monkeypatch, mode):
     monkeypatch.setattr(comparison, "peak_memory_bytes", ledger.peak)
     names = {name: ledger.architecture(subjects) for name in "ab"}
     config = {"cases": [{"mode": mode, "batch_size": 1, "seq_len": 4}], **QUICK}
-    assert compare_architectures(names, config)["memory_bytes"] == [100, 100]
+    assert compare_architectures(names, config)["memory_bytes"] == [100 * MiB, 100 * MiB]
+
+
+def test_memory_of_decoding_has_one_cache(subjects, monkeypatch):
+    """What is kept to put the cache back is ours, and no model's."""
+    caches = weakref.WeakSet()
+
+    class Cache:
+        def __init__(self, length):
+            self.length = length
+            caches.add(self)
+
+        def __deepcopy__(self, memo):
+            return Cache(self.length)
+
+    def decode(model, inputs, cache):
+        cache = Cache(0) if cache is None else cache
+        cache.length += inputs.shape[1]
+        return model(inputs), cache
+
+    seen = []
+    monkeypatch.setattr(
+        comparison, "peak_memory_bytes", lambda call, device: call() or seen.append(len(caches)) or MiB
+    )
+    spec = ModelSpec.of(subjects.gru, decode=decode)
+    compare_architectures({"a": spec}, {"cases": [{"mode": "decode", "seq_len": 4}], **QUICK})
+    assert seen == [0, 1]
+
+
+def test_how_the_work_was_done_is_shown(subjects, monkeypatch):
+    found_by(monkeypatch)
+
+    def interleave(workloads, **how):
+        measurements = {
+            name: Measurement(
+                name, (1.0,) * 10, 4, warmup=WarmUp(3, 1.0, True, None), execution=each.execution()
+            )
+            for name, each in workloads.items()
+        }
+        return Interleaved(measurements, dict.fromkeys(workloads, (1.0,) * 10), 10)
+
+    monkeypatch.setattr(comparison, "interleave", interleave)
+    config = {"cases": [{"mode": "decode", "seq_len": 4}]}
+    alike = compare_architectures({"a": subjects.gru, "b": subjects.gru}, config)
+    assert "execution" not in alike.to_markdown().splitlines()[0]
+    assert alike["note"] == ["all tokens again: the model keeps no cache"] * 2
+    unlike = compare_architectures({"a": subjects.gru, "b": subjects.llama}, config)
+    assert "execution" in unlike.to_markdown().splitlines()[0]
+    assert "decode: with a cache" in str(unlike)
+
+
+def test_generation_that_is_not_compiled_is_told(subjects):
+    config = ComparisonConfig((Case("generate", 1, 4, 2), Case("forward", 1, 4)), compile=True, **QUICK)
+    note = "not compiled: the common loop grows by a token at each step"
+    assert config.notes(config.cases[0]) == (note,)
+    assert config.notes(config.cases[1]) == ()
+    [row] = compare_architectures({"a": subjects.gru}, replace(config, cases=config.cases[:1]))
+    assert note in row["note"]
+    own = replace(config, loop="own")
+    assert own.notes(own.cases[0]) == ()
+    plain = replace(config, compile=False)
+    assert plain.notes(plain.cases[0]) == ()
+
+
+def test_training_that_breaks_its_weights_is_told(subjects):
+    spec = ModelSpec.of(subjects.gru, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e38))
+    config = {"cases": [{"mode": "train", "seq_len": 4}], **QUICK}
+    [row] = compare_architectures({"a": spec}, config)
+    assert "weights are not finite: embedding.weight and " in row["note"]
 
 
 def test_models_of_one_case_are_gone_before_those_of_the_next(subjects):
@@ -269,6 +370,10 @@ def test_other_architectures(subjects):
         compare_architectures({})
     with pytest.raises(ValueError, match="baseline: got 'llama'; allowed: 'gru'"):
         compare_architectures({"gru": subjects.gru}, baseline="llama")
+    with pytest.raises(TypeError, match="architectures: got list; wanted a mapping of names to models"):
+        compare_architectures([subjects.gru, subjects.llama])
+    with pytest.raises(TypeError, match="config: got list; wanted a ComparisonConfig, a mapping"):
+        compare_architectures({"gru": subjects.gru}, ["forward"])
 
 
 class TestArchitectureBenchmark:

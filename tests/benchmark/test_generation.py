@@ -3,6 +3,7 @@
 import gc
 import json
 import statistics
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -178,6 +179,13 @@ def test_a_real_model(subjects, name):
     assert len(generate_once(workload).token_seconds) == 1
 
 
+def test_what_the_workload_tells(subjects):
+    workload = model_workload(ModelSpec.of(subjects.gru), "generate", batch_size=1, seq_len=4, new_tokens=2)
+    workload = replace(workload, notes=lambda: ("mind this",))
+    for found in (measure_generation(workload, **QUICK), generate_once(workload)):
+        assert "mind this" in found.notes
+
+
 def test_another_workload(subjects):
     workload = model_workload(ModelSpec.of(subjects.gru), "decode", batch_size=1, seq_len=4)
     for function in (measure_generation, generate_once):
@@ -201,3 +209,12 @@ def test_device_clock_reads_events(subjects):
     result = measure_generation(workload, clock="device", **QUICK)
     assert result.clock == "device"
     assert all(list(times) == sorted(times) for times in result.token_seconds)
+
+
+def test_as_text():
+    found = GenerationMeasurement("rack generate", ((0.5, 0.75, 1.0), (0.5, 0.75, 1.0)), 2, 16)
+    assert str(found) == "rack generate: TTFT 500.000 ms, TPOT 250.000 ms, 6 tokens/s, 2 generations"
+    assert str(replace(found, token_seconds=((0.5,),))) == (
+        "rack generate: TTFT 500.000 ms, 4 tokens/s, 1 generation"
+    )
+    assert "0.75" not in repr(found)

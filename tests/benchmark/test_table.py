@@ -94,13 +94,37 @@ def test_markdown_shows_what_is_known(table):
         "speed-up": "1.250",
         "95 %": "1.200 to 1.300",
         "p50 ms": "12.500",
-        "memory": "3.0 MiB",
+        "memory": "3 MiB",
         "MFU": "41.2%",
         "MBU": "-",
         "note": "-",
     }
     assert shown[1]["note"] == "a/b c"
     assert shown[2]["95 %"] == "-"
+
+
+def test_how_the_work_was_done_is_shown_where_it_differs():
+    told = [row | {"execution": "attention: sdpa"} for row in (ROW, BASE, DECODE)]
+    assert "execution" not in ComparisonTable(tuple(told), "llama").to_markdown()
+    told[2]["execution"] = "decode: with a cache"  # the only row of its workload
+    assert "execution" not in ComparisonTable(tuple(told), "llama").to_markdown()
+    told[1]["execution"] = "attention: eager"
+    header, _, *rows = ComparisonTable(tuple(told), "llama").to_markdown().splitlines()
+    assert cells(header)[-2:] == ["execution", "note"]
+    assert [cells(row)[-2] for row in rows] == ["attention: sdpa", "attention: eager", "decode: with a cache"]
+
+
+def test_little_memory_is_not_written_as_none():
+    table = ComparisonTable((ROW | {"memory_bytes": 51_200},), "rack")
+    assert "| 50 KiB |" in str(table)
+
+
+def test_as_text(table):
+    assert str(table) == table._repr_markdown_() == table.to_markdown()
+    assert repr(table) == (
+        "ComparisonTable(3 rows: rack, llama at train 4 x 128, decode 1 x 128; baseline 'llama')"
+    )
+    assert repr(ComparisonTable((), "llama")) == "ComparisonTable(0 rows; baseline 'llama')"
 
 
 def test_markdown_of_chosen_columns(table):

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from stackwise.benchmark.token_stream import empty_cache, token_stream
+from stackwise.benchmark.token_stream import empty_cache, of_last, token_stream
+from stackwise.model import Rack
 from stackwise.spec import ModelSpec
 
 N_NEW = 6
@@ -123,3 +124,33 @@ def test_room_is_taken_at_once(subjects):
     rack = subjects.rack()
     assert empty_cache(rack, 3, 11).capacity == 11
     assert empty_cache(subjects.llama(), 3, 11) is None
+
+
+class TestOfLast:
+    @pytest.mark.parametrize("name", ["rack", "window_rack", "llama", "gpt2"])
+    @torch.no_grad()
+    def test_the_last_logits_alone(self, prepared, name):
+        spec, model, prompt = prepared(name)
+        expected = spec.logits(model, prompt)[:, -1:]
+        last = of_last(spec, model)
+        torch.testing.assert_close(last.logits(model, prompt), expected)
+        output, _ = last.decode(model, prompt, empty_cache(model, 2, 5))
+        torch.testing.assert_close(getattr(output, "logits", output), expected)
+
+    @pytest.mark.parametrize("name", ["x_decoder", "gru", "bert"])
+    def test_none(self, prepared, name):
+        spec, model, _ = prepared(name)
+        assert of_last(spec, model) is None
+
+    def test_methods_of_these_names_that_mean_something_else(self, subjects):
+        class Named(Rack):
+            def hidden(self, *inputs, **more):
+                return 2 * super().hidden(*inputs, **more) + 1
+
+            def forward(self, input_ids, cache=None):
+                return self.head((self.hidden(input_ids, cache=cache) - 1) / 2)
+
+        rack = subjects.rack()
+        rack.__class__ = Named
+        spec = ModelSpec.of(lambda: rack)
+        assert of_last(spec, spec.create().eval()) is None

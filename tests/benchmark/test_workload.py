@@ -9,12 +9,19 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from stackwise.benchmark import Workload, call_once, model_workload, workload
+from stackwise.benchmark import Workload, call_once, measure, model_workload, workload
 from stackwise.benchmark.cache_rewind import RewoundCache
+from stackwise.benchmark.flops.closed_form import model_flops
+from stackwise.benchmark.flops.counted import count_flops
 from stackwise.benchmark.flops.peak_rate import PeakRate
+from stackwise.benchmark.generation import generate_once, measure_generation
+from stackwise.benchmark.timing import measurement
+from stackwise.benchmark.timing.graph_replay import graph_replay
+from stackwise.benchmark.timing.interleaved import interleave
 from stackwise.benchmark.workload import MODES, callable_workload, check_shape, trainer_workload
 from stackwise.inference import logits_of
 from stackwise.model import create_simple_rack
+from stackwise.model.backend import using
 from stackwise.spec import ModelSpec
 from stackwise.trainer_spec import TrainerSpec
 
@@ -231,13 +238,14 @@ def test_prefill_starts_with_nothing(subjects, name):
     spec = ModelSpec.of(getattr(subjects, name))
     watched_spec, seen = kept_logits(spec)
     made = model_workload(watched_spec, "prefill", batch_size=2, seq_len=7, seed=3)
+    seen.clear()
     for _ in range(3):
         made.call()
     expected = spec.logits(spec.create(seed=3).eval(), spec.batch(2, 7, seed=3))[:, -1]
     assert [shape for shape, _ in seen] == [(2, 7)] * 3
     for _, logits in seen:
         torch.testing.assert_close(logits, expected)
-    assert made.execution()["prefill"] == "into an empty cache"
+    assert made.execution()["prefill"].startswith("into an empty cache")
 
 
 @pytest.mark.parametrize("prepared", [True, False])
@@ -330,10 +338,10 @@ class TestCompile:
         yield
         torch._dynamo.reset()
 
-    @pytest.mark.parametrize("mode", ["forward", "train", "decode"])
+    @pytest.mark.parametrize("mode", ["forward", "train", "prefill", "decode"])
     def test_modes(self, subjects, mode):
         # The compiler looks classes up by their module, which those of `subjects` do not have.
-        spec = ModelSpec.of(subjects.rack if mode == "decode" else tables)
+        spec = ModelSpec.of(subjects.rack if mode in ("prefill", "decode") else tables)
         made = model_workload(spec, mode, batch_size=2, seq_len=4, compile=True)
         made.call()
         assert made.execution()["compile"] == "1 graph"
@@ -519,3 +527,159 @@ class TestExecution:
 
     def test_of_a_model_that_says_nothing(self):
         assert self.told(nn.Sequential(nn.Embedding(11, 4), nn.Linear(4, 11))) == {}
+
+
+class TestWorkIsWhatIsCounted:
+    """What MFU divides is what a call computes: counted operation by operation, and in closed form."""
+
+    @pytest.fixture(params=["rack", "llama", "gpt2"])
+    def spec(self, subjects, request):
+        def factory():
+            model = getattr(subjects, request.param)()
+            if request.param != "rack":
+                model.set_attn_implementation("eager")  # whose products are counted one by one
+            return model
+
+        with using("math"):
+            yield ModelSpec.of(factory, name=request.param)
+
+    @pytest.mark.parametrize("mode", ["forward", "train", "prefill", "decode"])
+    def test_modes(self, spec, mode):
+        made = model_workload(spec, mode, batch_size=2, seq_len=9)
+        counted = count_flops(made.call)
+        assert counted.uncounted == ()
+        known = model_flops(made.model, batch_size=2, seq_len=9, mode=mode, logits=made.logits)
+        assert counted.total == known.model()
+        assert made.logits == ("last" if mode == "prefill" else None)
+
+    @pytest.mark.parametrize("loop", ["common", "own"])
+    def test_generation(self, spec, loop):
+        """Logits of the prompt's last position, then those of one token each."""
+        made = model_workload(spec, "generate", batch_size=2, seq_len=9, new_tokens=4, loop=loop)
+        steps = [model_flops(made.model, batch_size=2, seq_len=9, mode="prefill")]
+        steps += [model_flops(made.model, batch_size=2, seq_len=9 + n, mode="decode") for n in range(3)]
+        assert count_flops(made.call).total == sum(step.model() for step in steps)
+
+    @pytest.mark.parametrize("mode", ["prefill", "decode", "generate"])
+    def test_without_a_cache(self, spec, mode):
+        made = model_workload(replace(spec, decode=None), mode, batch_size=2, seq_len=9, new_tokens=1)
+        passed = model_flops(made.model, batch_size=2, seq_len=9 + (mode == "decode"), mode="prefill")
+        assert count_flops(made.call).total == passed.model()
+
+
+def test_a_model_that_cannot_be_asked_for_its_last_logits(subjects, monkeypatch):
+    """It computes all of them: that is told, and MFU counts them."""
+    asked = []
+    monkeypatch.setattr(workload, "utilization", lambda model, **how: asked.append(how["logits"]))
+    made = model_workload(ModelSpec.of(subjects.x_decoder), "prefill", batch_size=1, seq_len=4)
+    assert made.execution()["prefill"] == "into an empty cache; logits of all positions"
+    made.utilization(1.0)
+    model_workload(ModelSpec.of(subjects.rack), "prefill", batch_size=1, seq_len=4).utilization(1.0)
+    model_workload(ModelSpec.of(subjects.rack), "forward", batch_size=1, seq_len=4).utilization(1.0)
+    assert asked == ["all", "last", None]
+    made = model_workload(ModelSpec.of(subjects.x_decoder), "generate", batch_size=1, seq_len=4)
+    assert made.execution()["generate"].endswith(
+        "with the cache of the model; logits of all positions of a pass"
+    )
+
+
+class TestTrainingStaysFinite:
+    @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+    @pytest.mark.parametrize("name", ["rack", "llama", "gru"])
+    def test_by_the_default_optimizer(self, subjects, name, dtype):
+        made = model_workload(
+            ModelSpec.of(getattr(subjects, name)), "train", batch_size=2, seq_len=8, dtype=dtype
+        )
+        start = weights(made.model)
+        for _ in range(5):
+            made.call()
+        assert all(p.isfinite().all() for p in made.model.parameters())
+        moved = max((p.detach() - start[key]).abs().max() for key, p in made.model.named_parameters())
+        assert 1e-4 < moved < 0.05
+        assert made.notes() == ()
+        told = {"optimizer": "AdamW with eps=0.0077, as the dtype has no 1e-08"}
+        assert {key: value for key, value in made.execution().items() if key == "optimizer"} == (
+            told if dtype == "float16" else {}
+        )
+
+    def test_an_optimizer_of_ones_own_is_left_alone_and_told_of(self, subjects):
+        spec = ModelSpec.of(subjects.gru, optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3))
+        made = model_workload(spec, "train", batch_size=2, seq_len=8, dtype="float16")
+        found = call_once(made)
+        assert "optimizer" not in found.execution
+        [note] = found.notes
+        assert note.startswith("weights are not finite: embedding.weight")
+        assert note.endswith("what was timed is no training")
+        assert any("weights are not finite" in each for each in measure(made, **QUICK).notes)
+
+    def test_of_anybodys_loop(self, subjects):
+        def step(model, optimizer, batch):
+            with torch.no_grad():
+                model.embedding.weight[0, 0] = float("inf")
+            return model(batch["input_ids"]).mean().detach()
+
+        made = trainer_workload(TrainerSpec.from_function(step, subjects.gru, seq_len=5), batch_size=3)
+        assert made.notes() == ()
+        assert call_once(made).notes == (
+            "weights are not finite: embedding.weight; what was timed is no training",
+        )
+
+
+QUICK = {"min_seconds": 0.0, "min_calls": 2, "warmup_seconds": 0.0}
+
+
+class TestWhatIsNoWorkload:
+    def test_a_model_is_taken_as_by_a_spec(self, subjects):
+        for model in (subjects.GRULM, subjects.gru, subjects.gru()):
+            made = model_workload(model, "forward", batch_size=1, seq_len=4)
+            made.call()
+            assert isinstance(made.model, subjects.GRULM)
+
+    def test_what_is_no_model(self):
+        with pytest.raises(TypeError, match=r"model: got int; wanted a function .* or a ModelSpec"):
+            model_workload(3, "forward", batch_size=1, seq_len=4)
+
+    @pytest.mark.parametrize("take", [measure, call_once, measure_generation, generate_once, graph_replay])
+    def test_what_cannot_be_measured(self, subjects, take):
+        wrongs = {"the class GRULM": subjects.GRULM, "GRULM": subjects.gru(), "NoneType": None}
+        for got, wrong in wrongs.items():
+            with pytest.raises(
+                TypeError, match=rf"workload: got {got}; wanted a Workload, as of model_workload\("
+            ):
+                take(wrong)
+
+    def test_what_cannot_be_interleaved(self, subjects):
+        with pytest.raises(TypeError, match=r"workloads\['a'\]: got the class GRULM; wanted a Workload"):
+            interleave({"a": subjects.GRULM})
+        with pytest.raises(TypeError, match="workloads: got list; wanted a mapping of names to workloads"):
+            interleave([])
+
+
+def test_a_peak_of_memory_has_no_copy_of_the_cache(subjects, monkeypatch):
+    made = model_workload(ModelSpec.of(subjects.llama), "decode", batch_size=1, seq_len=4)
+    asked = []
+    watched = replace(made, prepare_alone=lambda: asked.append("alone") or made.prepare_alone())
+    monkeypatch.setattr(measurement, "peak_memory_bytes", lambda call, device: asked.append("peak") or call())
+    measure(watched, **QUICK)
+    assert asked == ["alone", "peak"]
+
+
+def test_bytes_that_are_held(subjects):
+    """A weight that is packed has fewer bytes than its shape and dtype say: a floor leaves it out."""
+
+    class Packed(torch.Tensor):
+        pass
+
+    def packed():
+        model = subjects.gru()
+        model.head.weight = nn.Parameter(model.head.weight.detach().as_subclass(Packed))
+        return model
+
+    spec = ModelSpec.of(subjects.gru)
+    plain, fewer = (
+        model_workload(each, "forward", batch_size=1, seq_len=4).held_bytes()
+        for each in (spec, replace(spec, build=packed))
+    )
+    assert plain == sum(p.nbytes for p in subjects.gru().parameters())
+    assert fewer == plain - subjects.gru().head.weight.nbytes
+    assert callable_workload(list).held_bytes() == 0

@@ -451,3 +451,45 @@ def test_limits_on_a_gpu(pytester, run):
         """
     )
     run("--gpu").assert_outcomes(passed=2, failed=1)
+
+
+def test_models_are_refused_by_name(pytester, folder, run):
+    pytester.makepyfile(
+        """
+        import models
+        from stackwise import ModelSpec
+        def test_class(no_memory_growth): no_memory_growth(models.Plain)
+        def test_factory(no_memory_growth): no_memory_growth(lambda: models.Plain())
+        def test_model(no_memory_growth): no_memory_growth(models.Plain())
+        def test_spec(no_memory_growth): no_memory_growth(ModelSpec.of(models.plain))
+        def test_peak(peak_memory): peak_memory(models.Plain())
+        """
+    )
+    result = run()
+    result.assert_outcomes(failed=5)
+    wanted = "wanted a function that makes one step, or a TrainerSpec"
+    result.stdout.fnmatch_lines(
+        [
+            f"E *TypeError: step: got Plain, a class of nn.Module; {wanted}",
+            f"E *TypeError: step: its first call returned Plain(), an nn.Module; {wanted}",
+            f"E *TypeError: step: got Plain(), an nn.Module; {wanted}",
+            f"E *TypeError: step: got ModelSpec; {wanted}",
+            "E *TypeError: call: got Plain(), an nn.Module; wanted a function that makes one call",
+        ]
+    )
+
+
+@needs_reset
+def test_the_message_of_a_whole_test_is_told_once(pytester, folder, run):
+    pytester.makepyfile(
+        """
+        import pytest
+        @pytest.mark.max_memory("10 MB")
+        def test_beyond(): pass
+        """
+    )
+    result = run("-rN")
+    result.assert_outcomes(failed=1)
+    text = result.stdout.str()
+    assert text.count("were in use by this process at the peak") == 1
+    assert "During handling" not in text

@@ -39,7 +39,7 @@ def test_section_has_every_kind_of_record(pytester, run):
             "  caught *plain  T=16, 4 steps, nan_injection(step=2*",
             " *step 2: non-finite loss nan in *; update skipped",
             "throughput",
-            "  plain  forward 1 x 4 on cpu *",
+            "  *::test_speed  plain  forward 1 x 4 float32 on cpu *",
             "verdict: FAIL (checks: 1 passed, 1 failed; stability: 1 caught; *; 1 test failed)",
         ]
     )

@@ -163,7 +163,9 @@ def test_disabled_benchmarks_are_called_once_and_say_so(pytester, folder, run, r
     pytester.makepyfile(CALL)
     result = run("--benchmark-disable", "--stackwise-report=out.json")
     result.assert_outcomes(passed=1)
-    result.stdout.fnmatch_lines(["*plain  train 2 x 8 on cpu  called once, not measured*"])
+    result.stdout.fnmatch_lines(
+        ["*::test_speed  plain  train 2 x 8 float32 on cpu  called once, not measured*"]
+    )
     assert len(json.loads((folder / "measured.json").read_text())["seconds"]) == 1
     assert report()["throughput"][0]["measured"] is False
 
@@ -225,8 +227,8 @@ def test_without_benchmark_the_summary_is_still_there(pytester, run, report):
         [
             "*= stackwise =*",
             "throughput",
-            "  plain  forward 2 x 4 on cpu  * tokens/s, median * ms of * calls*peak memory *, warm cache",
-            "  plain  forward 2 x 8 on cpu  * tokens/s, median * ms of * calls*peak memory *, warm cache",
+            "  *::test_speed[[]T4]  plain  forward 2 x 4 float32 on cpu  * tokens/s, median *, warm cache",
+            "  *::test_speed[[]T8]  plain  forward 2 x 8 float32 on cpu  * tokens/s, median *, warm cache",
             "verdict: PASS (throughput: 2 measured)",
         ]
     )
@@ -316,7 +318,7 @@ def test_generation_is_told_in_the_summary(pytester, run):
     result = run()
     result.assert_outcomes(passed=1)
     result.stdout.fnmatch_lines(
-        ["  rack  generate 1 x 4 + 3 on cpu  * tokens/s, median *, TTFT * ms, ITL * ms, TPOT * ms*"]
+        ["  *  rack  generate 1 x 4 + 3 float32 on cpu  * tokens/s, *, TTFT * ?s, ITL * ?s, TPOT * ?s*"]
     )
 
 
@@ -349,7 +351,7 @@ def test_dtype_and_compile_are_settings_like_any_other(pytester, run, report):
     records = report()["throughput"]
     assert [(r["dtype"], r["compile"]) for r in records] == [("float64", False), ("bfloat16", True)]
     assert ["compile" in record["execution"] for record in records] == [False, True]
-    result.stdout.fnmatch_lines(["  rack  forward 1 x 4 bfloat16 compiled on cpu  *"])
+    result.stdout.fnmatch_lines(["  *  rack  forward 1 x 4 bfloat16 compiled on cpu  *"])
 
 
 def test_training_step_of_anybodys_loop(pytester, run, report):
@@ -383,7 +385,7 @@ def test_anything_that_can_be_called(pytester, run, report):
     [record] = report()["throughput"]
     assert (record["model"], record["mode"], record["batch_size"]) == ("nothing", "call", None)
     assert record["calls_per_sample"] > 1
-    result.stdout.fnmatch_lines(["  nothing  call on cpu  median *"])
+    result.stdout.fnmatch_lines(["  *  nothing  call on cpu  median *"])
 
 
 def test_short_calls_are_replayed_with_their_iterations(pytester, folder, run):
@@ -424,6 +426,77 @@ def test_settings_that_the_subject_has_itself(pytester, run, subject, key):
     result = run()
     assert result.parseoutcomes()["failed"] == 1
     result.stdout.fnmatch_lines([f"E *{key}: got *; allowed: none here, a * has its own*"])
+
+
+def test_dtype_is_that_of_the_weights_where_none_was_asked_for(pytester, run, report):
+    pytester.makepyfile(
+        """
+        import models, pytest, torch
+        from stackwise.benchmark.workload import callable_workload
+        def half(): return models.plain().to(torch.bfloat16)
+        def mixed():
+            model = models.plain()
+            model.head.to(torch.float64)
+            model.forward = lambda ids: model.head(model.embedding(ids).double())
+            return model
+        @pytest.mark.parametrize("factory", [half, mixed, models.plain])
+        def test_speed(throughput, factory): throughput(factory, seq_len=4, **models.QUICK)
+        def test_asked(throughput): throughput(half, dtype="float32", seq_len=4, **models.QUICK)
+        def test_step(throughput): throughput(models.loop_spec(), **models.QUICK)
+        def test_call(throughput): throughput(callable_workload(list), **models.QUICK)
+        """
+    )
+    result = run("--stackwise-report=out.json")
+    result.assert_outcomes(passed=6)
+    found = [record["dtype"] for record in report()["throughput"]]
+    assert found == ["bfloat16", "float32/float64", "float32", "float32", "float32", None]
+    result.stdout.fnmatch_lines(["  *::test_speed[[]half]  half  forward 1 x 4 bfloat16 on cpu  *"])
+
+
+@pytest.mark.parametrize("plugins", [(), ("-p", "no:benchmark")], ids=["with benchmark", "alone"])
+def test_what_is_no_model_is_told_what_else_can_be_measured(pytester, run, plugins):
+    pytester.makepyfile("def test_speed(throughput): throughput(lambda: [1.0])")
+    result = run(*plugins)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(
+        [
+            "E *TypeError: model: got list; wanted a function *",
+            "E *TrainerSpec*Workload*callable_workload(function)*",
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "texts"),
+    [
+        ("mode='generate', new_tokens=12", ["new_tokens: got 12; allowed: 1 to 11", "takes 12 positions"]),
+        ("mode='generate'", ["new_tokens: got 32 (the default); allowed: 1 to 11"]),
+    ],
+)
+def test_more_new_tokens_than_positions(pytester, run, arguments, texts):
+    pytester.makepyfile(
+        f"""
+        import models
+        from stackwise import ModelSpec
+        def test_speed(throughput): throughput(ModelSpec.of(models.plain, max_length=12), {arguments})
+        """
+    )
+    result = run()
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines([f"E *{text}*" for text in texts[:1]])
+    assert all(text in result.stdout.str() for text in texts)
+    assert "seq_len: got" not in result.stdout.str()
+
+
+@pytest.mark.parametrize(
+    ("call", "warnings"),
+    [("throughput(models.plain, mode='backward')", 0), ("throughput(3)", 0), ("pass", 1)],
+)
+def test_a_refusal_is_not_called_an_unused_benchmark_too(pytester, run, call, warnings):
+    pytester.makepyfile(f"import models\ndef test_speed(throughput): {call}\ndef test_two(): assert True")
+    result = run("-W", "default")
+    assert result.parseoutcomes().get("warnings", 0) == warnings
+    assert ("was not used at all" in result.stdout.str()) == bool(warnings)
 
 
 class TestLimits:
@@ -469,6 +542,15 @@ class TestLimits:
     def test_memory_is_no_matter_of_time(self, pytester, run, limit, counts):
         pytester.makepyfile(self.TEST.format(marker=f"max_memory('{limit}')"))
         run("--benchmark-disable").assert_outcomes(**counts)
+
+    @pytest.mark.parametrize("argument", ["--benchmark-enable", "--benchmark-disable"])
+    def test_memory_tells_what_was_there_before(self, pytester, run, argument):
+        pytester.makepyfile(self.TEST.format(marker="max_memory('1 MiB')"))
+        result = run(argument)
+        result.assert_outcomes(failed=1)
+        result.stdout.fnmatch_lines(
+            ["E *max_memory: * in use by this process at the peak, * of that before the measured call; *"]
+        )
 
     def test_work_without_tokens(self, pytester, run):
         pytester.makepyfile(

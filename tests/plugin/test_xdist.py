@@ -99,7 +99,7 @@ def test_two_workers_agree_with_a_serial_run(pytester, folder, run, run_apart, r
     assert (folder / "spread.md").read_text().count("## Stability") == 1
     # pytest-benchmark is off under xdist: nothing may look like a measurement.
     assert [record["measured"] for record in report("spread.json")["throughput"]] == [False]
-    spread.stdout.fnmatch_lines(["*plain  forward 1 x 4 on cpu  called once, not measured*"])
+    spread.stdout.fnmatch_lines(["*plain  forward 1 x 4 float32 on cpu  called once, not measured*"])
 
 
 def test_model_that_is_not_there_is_named(pytester, run_apart):

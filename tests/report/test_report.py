@@ -260,8 +260,8 @@ def test_lines_of_throughput():
     ]
     header, measured, unsteady, called, _ = Report(throughput=rows).lines()
     assert header == "throughput"
-    assert "rack  train 4 x 128 on cpu  40,960 tokens/s, median 12.50 ms of 80 calls" in measured
-    assert "peak memory 300 MiB" in measured
+    assert "rack  train 4 x 128 on cpu  40,960 tokens/s, median 12.5 ms of 80 calls" in measured
+    assert "process 300 MiB" in measured and "peak memory" not in measured
     assert "not steady" not in measured
     assert "not steady" in unsteady
     assert "peak memory not available" in unsteady
@@ -326,9 +326,9 @@ def test_markdown():
     assert cells(throughput[2]) == [
         "rack",
         "train 4 x 128 on cpu",
-        "12.50",
+        "12.5 ms",
         "40,960",
-        "300 MiB",
+        "process 300 MiB",
         "80",
         "host, warm",
         "yes",
@@ -501,15 +501,15 @@ def test_lines_of_throughput_say_what_is_known():
         ]
     ).lines()
     assert "train 4 x 128 bfloat16 compiled on cpu" in line
-    assert "p95 13.10 ms" in line
+    assert "p95 13.1 ms" in line
     assert "p99" not in line, "it is withheld"
     assert "MFU 41.2%" in line
     assert "MBU" not in line
     assert line.endswith("cold cache, device clock")
     assert "generate 4 x 128 + 16 on cpu" in generation
-    assert "MBU 50.0%, TTFT 3.00 ms, ITL 0.60 ms" in generation
+    assert "MBU 50.0%, TTFT 3.00 ms, ITL 600 us" in generation
     assert "TPOT" not in generation
-    assert "call on cpu  median 12.50 ms of 80 calls" in call
+    assert "call on cpu  median 12.5 ms of 80 calls" in call
     assert "tokens/s" not in call
 
 
@@ -518,8 +518,8 @@ def test_table_of_throughput_has_the_columns_that_say_something():
     assert cells(table[0]) == [
         "model",
         "workload",
-        "median ms",
-        "p95 ms",
+        "median",
+        "p95",
         "tokens/s",
         "peak memory",
         "MFU",
@@ -530,8 +530,8 @@ def test_table_of_throughput_has_the_columns_that_say_something():
         "clock, cache",
         "steady",
     ]
-    assert cells(table[2])[3:8] == ["13.10", "40,960", "300 MiB", "41.2%", ""]
-    assert cells(table[3])[8:12] == ["3.00 ms", "0.60 ms", "80", "host, warm"]
+    assert cells(table[2])[3:8] == ["13.1 ms", "40,960", "process 300 MiB", "41.2%", ""]
+    assert cells(table[3])[8:12] == ["3.00 ms", "600 us", "80", "host, warm"]
 
 
 NOTED = GENERATION | {
@@ -552,7 +552,7 @@ def test_lines_have_what_a_reader_must_know():
     lines = list(Report(throughput=[NOTED, FLOOR, RECOMPUTED, RECOMPUTED | {"hfu": 0.3}]).lines())
     noted, first, second, floor, recomputed, plain = lines[1:7]
     assert "throttled (power cap in 3 of 9, hardware thermal slowdown in 1 of 9)" in noted
-    assert "ITL 0.60 ms, ITL p95 0.90 ms, ITL p99 2.10 ms" in noted
+    assert "ITL 600 us, ITL p95 900 us, ITL p99 2.10 ms" in noted
     assert (first, second) == ("    note: the call waits for the device", "    note: threads spin")
     assert "no faster than 1.23 ms, memory-bound" in floor
     assert "MFU 30.0%, HFU 40.0%" in recomputed
@@ -563,12 +563,93 @@ def test_table_has_them_too():
     [table] = tables(Report(throughput=[NOTED, FLOOR, RECOMPUTED]).markdown())
     header = cells(table[0])
     rows = [dict(zip(header, cells(line), strict=True)) for line in table[2:]]
-    assert [(row["ITL p95"], row["ITL p99"]) for row in rows] == [("0.90 ms", "2.10 ms"), ("", ""), ("", "")]
+    assert [(row["ITL p95"], row["ITL p99"]) for row in rows] == [("900 us", "2.10 ms"), ("", ""), ("", "")]
     reasons = "power cap in 3 of 9, hardware thermal slowdown in 1 of 9"
     assert [row["throttled"] for row in rows] == [reasons, "", ""]
     assert [row["notes"] for row in rows] == ["the call waits for the device; threads spin", "", ""]
-    assert [(row["floor ms"], row["bound"]) for row in rows] == [("", ""), ("1.23", "memory"), ("", "")]
+    assert [(row["floor"], row["bound"]) for row in rows] == [("", ""), ("1.23 ms", "memory"), ("", "")]
     assert [(row["MFU"], row["HFU"]) for row in rows] == [("", ""), ("", "2.0%"), ("30.0%", "40.0%")]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (3.217e-6, "3.22 us"),
+        (4e-8, "0.0400 us"),
+        (0.00099949, "999 us"),
+        (0.0009996, "1.00 ms"),
+        (0.0125, "12.5 ms"),
+        (0.1, "100 ms"),
+        (0.99961, "1.00 s"),
+        (59.96, "60.0 s"),
+        (1234.5, "1234 s"),
+        (0.0, "0.00 us"),
+    ],
+)
+def test_times_have_three_digits_and_their_unit(seconds, text):
+    row = THROUGHPUT | {"median_seconds": seconds, "percentiles": percentiles(p95=seconds)}
+    _, line, _ = Report(throughput=[row]).lines()
+    assert f"median {text} of 80 calls, p95 {text}, " in line
+    [table] = tables(Report(throughput=[row]).markdown())
+    assert cells(table[2])[2:4] == [text, text]
+
+
+def test_a_measurement_is_read_back_to_its_test():
+    rows = [{"test": "t.py::test_speed[T8]", **THROUGHPUT}, THROUGHPUT]
+    _, named, bare, _ = Report(throughput=rows).lines()
+    assert named.startswith("  t.py::test_speed[T8]  rack  train 4 x 128 on cpu  ")
+    assert bare.startswith("  rack  train 4 x 128 on cpu  ")
+    [table] = tables(Report(throughput=rows).markdown())
+    assert [cells(line)[:2] for line in table] == [
+        ["test", "model"],
+        ["---", "---"],
+        ["t.py::test_speed[T8]", "rack"],
+        ["", "rack"],
+    ]
+
+
+def test_why_it_was_not_steady_is_told():
+    reason = "two windows differed by 3.1% after 40 calls"
+    row = THROUGHPUT | {"steady": False, "warmup": {"steady": False, "reason": reason}}
+    _, line, _ = Report(throughput=[row]).lines()
+    assert f", not steady ({reason}), " in line
+    [table] = tables(Report(throughput=[row]).markdown())
+    assert cells(table[2])[-1] == f"no ({reason})"
+
+
+@pytest.mark.parametrize(
+    ("mode", "execution", "told"),
+    [
+        ("forward", {"attention": "sdpa", "compile": "1 graph"}, ""),
+        ("forward", {"attention": "eager"}, "attention: eager"),
+        ("decode", {"decode": "with a cache"}, ""),
+        (
+            "decode",
+            {"attention": "sdpa", "decode": "all tokens again: the model keeps no cache"},
+            "all tokens again: the model keeps no cache",
+        ),
+        ("forward", {"compile": "3 graphs"}, "compile: 3 graphs"),
+        ("prefill", {"prefill": "into an empty cache"}, ""),
+        ("generate", {"generate": "greedy, with the cache of the model"}, ""),
+    ],
+)
+def test_execution_is_told_where_it_says_more_than_the_usual(mode, execution, told):
+    row = THROUGHPUT | {"mode": mode, "execution": execution}
+    _, line, _ = Report(throughput=[row]).lines()
+    assert (f", {told}, process" in line) if told else "calls, process" in line
+    header, _, cell = tables(Report(throughput=[row]).markdown())[0]
+    assert dict(zip(cells(header), cells(cell), strict=True)).get("execution", "") == told
+
+
+def test_memory_of_tensors_and_of_the_process_are_told_apart():
+    rows = [THROUGHPUT | {"device": "cuda:0"}, THROUGHPUT, THROUGHPUT | {"peak_memory_bytes": None}]
+    _, gpu, cpu, untold, _ = Report(throughput=rows).lines()
+    assert "peak memory 300 MiB" in gpu and "process" not in gpu
+    assert "process 300 MiB" in cpu and "peak memory" not in cpu
+    assert "peak memory not available" in untold
+    [table] = tables(Report(throughput=rows).markdown())
+    place = cells(table[0]).index("peak memory")
+    assert [cells(line)[place] for line in table[2:]] == ["300 MiB", "process 300 MiB", "not available"]
 
 
 PEAK = {

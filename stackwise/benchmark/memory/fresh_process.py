@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from stackwise.argument import check_number, require
-from stackwise.benchmark.memory.peak import PeakMemory, high_water_mark, watch_peak
+from stackwise.benchmark.memory.peak import PeakMemory, high_water_mark, is_plain_call, kind_of, watch_peak
 from stackwise.factory import load_factory
 
 __all__ = ["FreshPeak", "FreshProcessError", "fresh_peak_memory"]
@@ -163,8 +163,8 @@ def main(folder: str) -> None:
 
 def _measured(request: _Request) -> FreshPeak:
     call = _found(request)(*request.arguments)
-    if not callable(call):
-        raise TypeError(f"returned {type(call).__name__}; wanted what is measured, a function")
+    if not is_plain_call(call):
+        raise TypeError(f"returned {kind_of(call)}; wanted what is measured, a function")
     before = high_water_mark()
     with watch_peak(request.device) as watch:
         call()

@@ -19,13 +19,16 @@ from statistics import median
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from stackwise.argument import check_number, check_sizes, require
 from stackwise.benchmark.memory import live_memory
 from stackwise.benchmark.memory.byte_text import byte_text
 from stackwise.benchmark.memory.live_memory import Bytes, Earlier, bytes_now, census
+from stackwise.benchmark.memory.peak import is_plain_call, kind_of
 from stackwise.benchmark.memory.trend import LEAST_STEPS, Trend, trend
-from stackwise.trainer_spec import TrainerSpec
+from stackwise.spec import ModelSpec
+from stackwise.trainer_spec import TrainerSpec, TrainingRun
 
 __all__ = ["GrowingPlace", "GrowingType", "MemoryGrowth", "check_growth", "memory_growth"]
 
@@ -42,6 +45,7 @@ _NODE = "autograd "
 _PLAIN = ("collections", "functools", "weakref")
 _TORCH, _PYTHON = str(Path(torch.__file__).parent), sysconfig.get_path("stdlib")
 _LOOKING = (live_memory.__file__, tracemalloc.__file__)
+_STEP = "a function that makes one step, or a TrainerSpec"
 _COUNTED = ("tensors", "nodes", "objects", "callables", "hooks")
 
 
@@ -296,13 +300,18 @@ def memory_growth(
         seed: of the run that is made of a TrainerSpec.
 
     Raises:
+        TypeError: `step` is a model or its class, or at its first call makes a model or a training instead
+            of a step: nothing would be trained, and nothing grow.
         ValueError: a number out of range.
         RuntimeError: on CUDA, there is no such device.
     """
     check_growth(steps=steps, warmup=warmup, tolerance=tolerance)
     device = torch.device(device)
     call = _steps_of(step, device, seed) if isinstance(step, TrainerSpec) else step
-    for _ in range(warmup):
+    if not is_plain_call(call):
+        raise TypeError(f"step: got {kind_of(step)}; wanted {_STEP}")
+    _refuse_made(call())
+    for _ in range(warmup - 1):
         call()
     with _collected_by_hand() as earlier:
         held = _Held(device, steps)
@@ -324,6 +333,13 @@ def memory_growth(
         types=alive.types(),
         places=alive.places(),
     )
+
+
+def _refuse_made(result: object) -> None:
+    """Refuse a step whose first call has made what was to be trained."""
+    if isinstance(result, nn.Module | ModelSpec | TrainerSpec | TrainingRun):
+        run = ", a TrainingRun" if isinstance(result, TrainingRun) else ""
+        raise TypeError(f"step: its first call returned {kind_of(result)}{run}; wanted {_STEP}")
 
 
 def _make(call: Callable[[], object]) -> None:

@@ -9,10 +9,20 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from stackwise.device import release_freed_memory
 
-__all__ = ["PeakMemory", "PeakWatch", "high_water_mark", "peak_memory", "peak_memory_bytes", "watch_peak"]
+__all__ = [
+    "PeakMemory",
+    "PeakWatch",
+    "high_water_mark",
+    "is_plain_call",
+    "kind_of",
+    "peak_memory",
+    "peak_memory_bytes",
+    "watch_peak",
+]
 
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
@@ -171,14 +181,19 @@ def peak_memory(call: Callable[[], object], device: torch.device | str = "cpu") 
     What an earlier call kept or cached makes a difference: call it once before for the peak of a steady
     state, and not for that of a first call. On the CPU the process counts as a whole, with all that else is
     in it; `stackwise.benchmark.memory.fresh_peak_memory` gives a call a process of its own.
+
+    Raises:
+        TypeError: `call` is a model, a class of models, or cannot be called.
     """
+    if not is_plain_call(call):
+        raise TypeError(f"call: got {kind_of(call)}; wanted a function that makes one call")
     with watch_peak(device) as watch:
         call()
     return watch.peak
 
 
 def peak_memory_bytes(call: Callable[[], object], device: torch.device) -> int | None:
-    """`peak_memory(call, device).in_use`: the most memory in use at any moment of one call.
+    """`in_use` of `peak_memory`: the most memory in use at any moment of one call.
 
     On CUDA: bytes held by tensors, the model's included. On the CPU under Linux: resident bytes of
     the whole process, its high-water mark reset before the call (proc(5), clear_refs). Elsewhere,
@@ -186,7 +201,26 @@ def peak_memory_bytes(call: Callable[[], object], device: torch.device) -> int |
     """
     if device.type != "cuda" and not _reset_high_water_mark():
         return None
-    return peak_memory(call, device).in_use
+    with watch_peak(device) as watch:
+        call()
+    return watch.peak.in_use
+
+
+def is_plain_call(value: object) -> bool:
+    """Whether this may be meant as a call without arguments.
+
+    A model is none: it wants a batch. Nor is a class of models, which can be called, but only makes one.
+    """
+    is_class = isinstance(value, type) and issubclass(value, nn.Module)
+    return callable(value) and not is_class and not isinstance(value, nn.Module)
+
+
+def kind_of(value: object) -> str:
+    """What was given instead, for the reader of an error: "Tiny, a class of nn.Module"."""
+    if isinstance(value, type):
+        return f"{value.__name__}, a class of nn.Module" if issubclass(value, nn.Module) else value.__name__
+    name = type(value).__name__
+    return f"{name}(), an nn.Module" if isinstance(value, nn.Module) else name
 
 
 def high_water_mark() -> int | None:

@@ -33,7 +33,7 @@ class Conditions:
     execution: dict[str, str] = field(default_factory=dict)
     clock: str = "host"
     host: HostState | None = None
-    gpu: tuple[GpuState, ...] = ()
+    gpu: tuple[GpuState, ...] = field(default=(), repr=False)
     notes: tuple[str, ...] = ()
 
     @property

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from stackwise.argument import check_sizes
-from stackwise.benchmark.workload import Workload
+from stackwise.benchmark.workload import Workload, check_workload
 
 __all__ = ["graph_replay"]
 
@@ -32,7 +32,9 @@ def graph_replay(workload: Workload, *, warmup_calls: int = 3) -> Workload:
         ValueError: a workload on another device, fewer than three calls, or a call that cannot be captured:
             what torch says of it is the cause. Nor can one that puts something back before each call, since a
             replay goes on where the capture did.
+        TypeError: no workload.
     """
+    check_workload(workload)
     device = workload.device
     if device.type != "cuda":
         raise ValueError(

@@ -11,7 +11,7 @@ import math
 import random
 import statistics
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from stackwise.argument import check_choice, check_number, check_sizes, require
@@ -20,7 +20,7 @@ from stackwise.benchmark.timing.gpu_state import GpuSensor, GpuState
 from stackwise.benchmark.timing.host_state import host_state
 from stackwise.benchmark.timing.measurement import Measurement, Sampler, uncollected
 from stackwise.benchmark.timing.percentile import percentile
-from stackwise.benchmark.workload import Workload
+from stackwise.benchmark.workload import Workload, check_workload
 
 __all__ = ["Interleaved", "Ratio", "interleave"]
 
@@ -64,7 +64,7 @@ class Interleaved:
     """
 
     measurements: dict[str, Measurement]
-    rounds: dict[str, tuple[float, ...]]
+    rounds: dict[str, tuple[float, ...]] = field(repr=False)
     n_rounds: int
     discarded: tuple[int, ...] = ()
 
@@ -137,7 +137,12 @@ def interleave(
 
     Raises:
         ValueError: no workloads, or on several devices; numbers out of range; what `measure` refuses.
+        TypeError: no mapping of names to workloads.
     """
+    if not isinstance(workloads, Mapping):
+        raise TypeError(f"workloads: got {type(workloads).__name__}; wanted a mapping of names to workloads")
+    for name, workload in workloads.items():
+        check_workload(workload, f"workloads[{name!r}]")
     require(len(workloads) > 0, "workloads", workloads, "one or more, by name")
     devices = {workload.device for workload in workloads.values()}
     require(len(devices) == 1, "workloads", sorted(map(str, devices)), "all of them on one device")

@@ -20,7 +20,7 @@ from stackwise.benchmark.timing.gpu_state import READING_INTERVAL, GpuSensor, Gp
 from stackwise.benchmark.timing.host_state import HostState, host_state
 from stackwise.benchmark.timing.percentile import Percentile, percentile
 from stackwise.benchmark.timing.warmup import WarmUp, warm_up
-from stackwise.benchmark.workload import Workload
+from stackwise.benchmark.workload import Workload, check_workload
 
 __all__ = ["Measurement", "Sampler", "call_once", "measure", "uncollected"]
 
@@ -41,10 +41,19 @@ class Measurement(Conditions):
     """
 
     workload: str
-    seconds: tuple[float, ...]
+    seconds: tuple[float, ...] = field(repr=False)
     tokens: int
     cache: str = field(default="warm", kw_only=True)
     calls_per_sample: int = field(default=1, kw_only=True)
+
+    def __str__(self) -> str:
+        middle, rate, n = self.p50, self.tokens_per_second, len(self.seconds)
+        parts = [f"{self.workload}: {self.median * 1e3:.3f} ms"]
+        if middle.low is not None and middle.high is not None:
+            parts[0] += f" ({middle.low * 1e3:.3f} to {middle.high * 1e3:.3f})"
+        if rate is not None:
+            parts.append(f"{rate:,.0f} tokens/s")
+        return ", ".join([*parts, f"{n} sample{'' if n == 1 else 's'}"])
 
     @property
     def median(self) -> float:
@@ -161,8 +170,9 @@ class Sampler:
         """The peak of memory in one more call, after which no sample can be taken."""
         # What flushes the cache would be part of it.
         self._flush, self._closed = None, True
-        if self._workload.prepare is not None:
-            self._workload.prepare()
+        prepare = self._workload.prepare_alone or self._workload.prepare
+        if prepare is not None:
+            prepare()
         return peak_memory_bytes(self._workload.call, self._workload.device)
 
     def measurement(
@@ -187,7 +197,7 @@ class Sampler:
             calls_per_sample=self.calls_per_sample,
             host=host,
             gpu=tuple(gpu),
-            notes=(*self._notes, *self._clock.notes, *notes),
+            notes=(*self._notes, *self._clock.notes, *workload.notes(), *notes),
         )
 
     @property
@@ -267,7 +277,9 @@ def measure(
     Raises:
         ValueError: another clock or cache state, one that the workload's device does not have, or numbers out
             of range.
+        TypeError: no workload.
     """
+    check_workload(workload)
     check_number("min_seconds", min_seconds, "a number >= 0", lambda value: value >= 0)
     check_sizes(0, min_calls=min_calls)
     host, sensor = host_state(), GpuSensor(workload.device)
@@ -297,11 +309,22 @@ def measure(
 
 
 def call_once(workload: Workload) -> Measurement:
-    """One timed call without warm-up: that it runs is shown, how fast it is, is not."""
+    """One timed call without warm-up: that it runs is shown, how fast it is, is not.
+
+    Raises:
+        TypeError: no workload.
+    """
+    check_workload(workload)
     if workload.prepare is not None:
         workload.prepare()
     seconds = time_call(workload.call, workload.device)
-    return Measurement(workload.name, (seconds,), workload.tokens, execution=workload.execution())
+    return Measurement(
+        workload.name,
+        (seconds,),
+        workload.tokens,
+        execution=workload.execution(),
+        notes=workload.notes(),
+    )
 
 
 @contextmanager

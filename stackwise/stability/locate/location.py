@@ -284,8 +284,8 @@ def _exploding(trace: Trace, scales: ModuleScales, factor: float) -> Iterator[Lo
     for direction, each in ways:
         known = [(call, 1.0 if i is None else i, o) for call, i, o in each if o is not None]
         came_broken = list(_from_outside(direction, each, factor))
-        # What comes into the outermost call of the first one was there before all of them. Those behind a large
-        # fault may grow some times more by chance.
+        # What comes into the outermost call of the first one was there before all of them. Those behind a
+        # large fault may grow some times more by chance.
         most = max((out / max(1.0, came_in) for _, came_in, out in known), default=1.0)
         first = list(each[0][0].chain())[-1] if each else None
         yield from (location for call, location in came_broken if call is first and location.value**2 > most)

@@ -35,6 +35,10 @@ def no_function():
     return 3
 
 
+def a_model():
+    return torch.nn.Linear(2, 2)
+
+
 def sleeps(file):
     def call():
         if os.fork() == 0:

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from stackwise.benchmark.memory import growth
 from stackwise.benchmark.memory.growth import check_growth, memory_growth
 from stackwise.benchmark.memory.live_memory import Bytes, bytes_now
+from stackwise.spec import ModelSpec
 from stackwise.trainer_spec import TrainerSpec
 
 WIDTH, STEPS = 16, 24
@@ -821,3 +822,50 @@ def test_leak_on_a_gpu():
     assert found.verdict == "grows"
     assert found.device.per_step == pytest.approx(100_000, rel=0.05)
     assert memory_growth(lambda: torch.zeros(25_000, device="cuda"), device="cuda").verdict == "flat"
+
+
+class Tiny(nn.Linear):
+    """A model that needs no arguments: called without any, the class itself looks like a step."""
+
+    made = 0
+
+    def __init__(self):
+        super().__init__(2, 2)
+        type(self).made += 1
+
+
+class Driven:
+    """A training: its class makes one, and no step."""
+
+    def __init__(self):
+        self.model = nn.Linear(2, 2)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+    def step(self, batch):
+        return self.model(batch).sum()
+
+
+@pytest.mark.parametrize(
+    ("step", "got"),
+    [
+        (Tiny, "got Tiny, a class of nn.Module"),
+        (Tiny(), "got Tiny(), an nn.Module"),
+        (ModelSpec(Tiny, "tiny", "vectors", 2), "got ModelSpec"),
+        (lambda: Tiny(), "its first call returned Tiny(), an nn.Module"),
+        (lambda: ModelSpec(Tiny, "tiny", "vectors", 2), "its first call returned ModelSpec"),
+        (Driven, "its first call returned Driven, a TrainingRun"),
+        (None, "got NoneType"),
+    ],
+    ids=["class", "model", "spec", "factory", "factory of a spec", "factory of a run", "nothing"],
+)
+def test_a_model_is_no_step(step, got):
+    made = Tiny.made
+    with pytest.raises(TypeError) as raised:
+        memory_growth(step, steps=8, warmup=2)
+    wanted = "wanted a function that makes one step, or a TrainerSpec"
+    assert str(raised.value) == f"step: {got}; {wanted}"
+    assert Tiny.made <= made + 1
+
+
+def test_a_class_that_is_no_model_may_be_a_step():
+    assert memory_growth(dict, steps=8, warmup=2).verdict == "flat"

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from torch import nn
 
 from stackwise.benchmark.memory import peak as memory
 from stackwise.benchmark.memory.peak import (
@@ -16,6 +17,7 @@ from stackwise.benchmark.memory.peak import (
     peak_memory_bytes,
     watch_peak,
 )
+from stackwise.spec import ModelSpec
 
 CPU = torch.device("cpu")
 MB = 1_000_000
@@ -271,3 +273,22 @@ def test_peak_on_a_gpu():
     assert peak.reserved >= peak.allocated > kept.nbytes
     assert peak.device_delta >= 20 * MB
     assert peak_memory_bytes(lambda: None, device) < peak.allocated
+
+
+@pytest.mark.parametrize(
+    ("call", "got"),
+    [
+        (nn.Identity, "Identity, a class of nn.Module"),
+        (nn.Identity(), "Identity(), an nn.Module"),
+        (ModelSpec(nn.Identity, "identity", "vectors", 2), "ModelSpec"),
+    ],
+    ids=["class", "model", "spec"],
+)
+def test_a_model_is_no_call(call, got):
+    with pytest.raises(TypeError) as raised:
+        peak_memory(call)
+    assert str(raised.value) == f"call: got {got}; wanted a function that makes one call"
+
+
+def test_how_much_it_takes_to_make_a_model_can_be_asked():
+    assert isinstance(peak_memory(lambda: nn.Linear(2, 2)), PeakMemory)

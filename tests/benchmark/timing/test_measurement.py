@@ -438,3 +438,13 @@ def test_percentiles_of_many_samples():
     assert result.p99.low < result.p99.value < result.p99.high
     assert result.percentile(25, confidence=0.5).confidence == 0.5
     assert result.tokens_per_second is None, "it has no tokens: a rate of 0 would be another thing"
+
+
+def test_as_text():
+    """One line for people; its repr has no samples, of which there may be thousands."""
+    few = Measurement("rack decode", (0.001, 0.003, 0.002), 4)
+    assert str(few) == "rack decode: 2.000 ms, 2,000 tokens/s, 3 samples"
+    many = replace(few, seconds=(0.002,) * 9 + (0.0015, 0.0025), tokens=0)
+    assert str(many) == "rack decode: 2.000 ms (2.000 to 2.000), 11 samples"
+    assert "0.001" not in repr(few)
+    assert "rack decode" in repr(few)

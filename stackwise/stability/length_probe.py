@@ -48,7 +48,7 @@ class LengthProbe:
         gradient_factor: how many times as large the gradient norms may be as those of the first length.
         loss_tolerance: how far above its beginning the loss of a training may end, in nats.
         device: where to run.
-        memory: whether it is measured.
+        memory: whether it is measured, of the first seed of each look.
         arguments: of `stability_run`. Without faults and a policy, a training ends at its second broken step
             in a row.
 
@@ -121,7 +121,11 @@ class LengthProbe:
         loss, logit_max, logit_rms = self._untouched(seq_len, seeds[0])
         self._warm_up(seq_len, rows, seeds[0])
         clock = _Clock(self._spec)
-        trained = [self._train(clock, seq_len, rows, seed) for seed in seeds]
+        # What a training takes goes with its shapes, and not with its seed.
+        trained = [
+            self._train(clock, seq_len, rows, seed, watched=self._memory and number == 0)
+            for number, seed in enumerate(seeds)
+        ]
         limits = LengthLimits(self._reference or (), self._factor, self._tolerance)
         runs = tuple(
             SeedRun(seed, run, troubles_of(run, limits))
@@ -129,7 +133,6 @@ class LengthProbe:
         )
         if self._reference is None:
             self._reference = reference_norms(runs)
-        known = [peak for _, peak in trained if peak is not None]
         return LengthPoint(
             self._spec.name,
             seq_len,
@@ -139,7 +142,7 @@ class LengthProbe:
             logit_rms,
             clock.step_seconds(),
             runs,
-            max(known, default=None),
+            trained[0][1],
         )
 
     def _untouched(self, seq_len: int, seed: int) -> tuple[float, float, float]:
@@ -160,8 +163,10 @@ class LengthProbe:
             )
             self._warm = True
 
-    def _train(self, clock: _Clock, seq_len: int, rows: int, seed: int) -> tuple[StabilityRun, int | None]:
-        """A training, and the memory that it took."""
+    def _train(
+        self, clock: _Clock, seq_len: int, rows: int, seed: int, *, watched: bool
+    ) -> tuple[StabilityRun, int | None]:
+        """A training, and the memory that it took; None: nobody watched, or it cannot be read."""
         made: list[StabilityRun] = []
 
         def train() -> None:
@@ -177,7 +182,7 @@ class LengthProbe:
                 )
             )
 
-        if not self._memory:
+        if not watched:
             if self._device.type != "cpu":
                 gc.collect()  # the model before this one, where a cycle still holds it
             train()

@@ -173,18 +173,19 @@ def test_memory_goes_with_the_tokens():
     assert " MiB" in str(sweep)
 
 
-def test_memory_is_the_most_of_the_seeds_by_the_device(monkeypatch):
-    peaks = iter([(5, 9), (7, 3)])
+def test_memory_is_that_of_the_host_of_the_first_seed(monkeypatch):
+    asked = []
 
     def measure(call, device):
         call()
-        added, on_host = next(peaks)
-        return PeakMemory(resident=10 + on_host, resident_before=10, mapped=0, before=10 + on_host - added)
+        asked.append(device)
+        return PeakMemory(resident=19, resident_before=10, mapped=0, before=14)
 
     monkeypatch.setattr(length_probe, "peak_memory", measure)
     [point] = length_sweep(tiny(), (4,), seeds=2, steps=1).points
-    assert point.peak_bytes == 9
+    assert (point.peak_bytes, len(point.runs), len(asked)) == (9, 2, 1)
     assert length_sweep(tiny(), (4,), steps=1, memory=False).points[0].peak_bytes is None
+    assert len(asked) == 1
 
 
 def test_memory_that_cannot_be_read_is_none(monkeypatch):

@@ -171,7 +171,7 @@ def first_unstable_length(
         loss_tolerance: how far above its beginning the loss of a training may end, in nats.
         device: where to run.
         seed: of weights and batches.
-        memory: whether the peak of a training at each length is measured: one step more, at the first of them.
+        memory: whether the peak of a training at each length is measured: one step more, at the first.
         on_point: called with each length as it was looked at.
         **arguments: of `stability_run`, such as `steps`. Without faults and a policy, a training ends at its
             second broken step in a row.

@@ -175,7 +175,7 @@ def length_sweep(
         seeds: how many, from `seed` on; or which.
         device: where to run.
         seed: of weights and batches.
-        memory: whether the peak of a training at each length is measured: one step more, at the first of them.
+        memory: whether the peak of a training at each length is measured: one step more, at the first.
         **arguments: of `stability_run`, such as `steps`. Without faults and a policy, a training ends at its
             second broken step in a row.
 

@@ -1,4 +1,4 @@
-"""`python -m bench.stability_table`: what the benches of guard and checkpoints wrote, put into the pages."""
+"""`python -m bench.stability_table`: what the benches of guard, checkpoints and leaks wrote, in the pages."""
 
 from __future__ import annotations
 
@@ -64,6 +64,7 @@ MARKS: dict[str, dict[str, tuple[Callable[[Record], str], str]]] = {
         "guard overhead": (bar_rows, "guard_overhead"),
     },
     "docs/locating.md": {"locate": (bar_rows, "locate")},
+    "docs/memory-tests.md": {"growth": (bar_rows, "growth")},
 }
 
 

@@ -25,7 +25,7 @@ from bench.overhead import CLIP, LR, QUICK, SHAPES, build
 from bench.peer_models import Shape
 from stackwise.model.compilation import compiled
 from stackwise.stability.guard import Guard, GuardPolicy
-from stackwise.stability.snapshot import Snapshot
+from stackwise.stability.guard.snapshot import Snapshot
 from stackwise.training.objective import next_token_loss
 
 LIMIT = 1.02

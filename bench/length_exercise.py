@@ -20,11 +20,10 @@ from bench.claim import Bar, Claim
 from bench.marked_tables import ROOT, recorded, replaced
 from bench.planted_lengths import growing_logits, window_rack
 from stackwise.spec import ModelSpec
-from stackwise.stability.first_unstable import first_unstable_length
-from stackwise.stability.length_plot import length_svg
-from stackwise.stability.length_point import LengthPoint
-from stackwise.stability.length_sweep import length_sweep
-from stackwise.stability.length_trouble import SeedRun, Trouble
+from stackwise.stability.lengths import first_unstable_length, length_sweep
+from stackwise.stability.lengths.plot import length_svg
+from stackwise.stability.lengths.point import LengthPoint
+from stackwise.stability.lengths.trouble import SeedRun, Trouble
 from stackwise.stability.run import StabilityRun
 from stackwise.stability.telemetry import StepRecord
 from stackwise.text_file import write_whole

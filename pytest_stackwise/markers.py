@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
+    from pytest_stackwise.latency import LatencyLimit
     from stackwise.gate.limit import Limits
     from stackwise.quality.requirement import Requirement
     from stackwise.stability import Fault
@@ -22,6 +23,7 @@ __all__ = [
     "faults_of",
     "gate_of",
     "lengths_of",
+    "max_latency_of",
     "max_memory_of",
     "min_tokens_per_second_of",
     "no_memory_growth_of",
@@ -68,6 +70,8 @@ loop='common'): what the throughput fixture measures; mode: forward, train, pref
 max_memory(limit): the test fails where more memory, such as "2 GiB", was in use at any moment of its call: \
 by tensors on CUDA or added on the host, by the whole process where none are on CUDA
 min_tokens_per_second(rate): the test fails where the throughput fixture measures fewer
+max_latency(p50=None, p95=None, p99=None, of=None): the test fails where the throughput fixture measures \
+more; p95="20ms"; of: of a generation 'ttft', 'itl', 'tpot' or 'e2e'
 gate(time="2%", memory="1%", ttft="5%", tpot="2%", floor=None, memory_floor=None): with --stackwise-against \
 the test fails where more than this share is slower, or takes more memory, than the base; None: not judged; \
 floor="50us": less than this is nothing
@@ -111,6 +115,7 @@ _NEEDS = {
     "throughput": ("throughput",),
     "gate": ("benchmark", "throughput"),
     "min_tokens_per_second": ("throughput",),
+    "max_latency": ("throughput",),
     "quality": ("quality",),
     "no_memory_growth": ("no_memory_growth",),
 }
@@ -150,6 +155,7 @@ def validate(item: pytest.Item) -> None:
     throughput_of(item)
     max_memory_of(item)
     min_tokens_per_second_of(item)
+    max_latency_of(item)
     no_memory_growth_of(item)
     quality_of(item)
     if item.get_closest_marker("gate"):
@@ -274,6 +280,17 @@ def min_tokens_per_second_of(item: pytest.Item) -> float | None:
     with _refused(item, marker):
         check_number("rate", rate, "a finite number > 0", lambda value: value > 0)
     return float(rate)
+
+
+def max_latency_of(item: pytest.Item) -> list[LatencyLimit]:
+    """What markers max_latency allow: of each kind of latency, the closest."""
+    found: dict[str | None, LatencyLimit] = {}
+    for marker in item.iter_markers("max_latency"):
+        from pytest_stackwise.latency import LatencyLimit
+
+        limit: LatencyLimit = _call(item, marker, LatencyLimit.read)
+        found.setdefault(limit.of, limit)
+    return list(found.values())
 
 
 def no_memory_growth_of(item: pytest.Item) -> dict[str, Any]:

@@ -12,9 +12,8 @@ from pytest_stackwise.faults import declared_faults
 
 if TYPE_CHECKING:
     from stackwise.stability import StabilityRun
-    from stackwise.stability.first_unstable import FirstUnstable
-    from stackwise.stability.length_point import LengthPoint
-    from stackwise.stability.length_sweep import LengthSweep
+    from stackwise.stability.lengths import FirstUnstable, LengthSweep
+    from stackwise.stability.lengths.point import LengthPoint
     from stackwise.stability.recovery import Recovery
 
 __all__ = ["RecoveryFailedError", "StabilityFixtures", "parametrize_lengths"]
@@ -100,7 +99,7 @@ class StabilityFixtures:
                 assert length_sweep(spec, trained_length=256).problems == []
 
         Call it with anything that `ModelSpec.of` understands and the keyword arguments of
-        `stackwise.stability.length_sweep.length_sweep`; `lengths` are those of the marker, unless they are
+        `stackwise.stability.lengths.length_sweep`; `lengths` are those of the marker, unless they are
         given. Returns its LengthSweep, which holds the lengths against each other; `first_unstable` is the
         shortest of them that is unstable, or None. Memory is measured as well.
         """
@@ -112,7 +111,7 @@ class StabilityFixtures:
         def run(model: Any, lengths: Sequence[int] | None = None, **arguments: Any) -> LengthSweep:
             records.pay(item, "length_sweep")
             from stackwise.spec import ModelSpec
-            from stackwise.stability.length_sweep import length_sweep
+            from stackwise.stability.lengths import length_sweep
 
             chosen = marked if lengths is None else lengths
             sweep = length_sweep(ModelSpec.of(model), chosen, **(_defaults(item) | arguments))
@@ -129,14 +128,14 @@ class StabilityFixtures:
                 assert first_unstable_length(spec, 512, 4096, step=64, tokens_per_step=4096).first is None
 
         Call it with anything that `ModelSpec.of` understands, the shortest and the longest length, and the
-        keyword arguments of `stackwise.stability.first_unstable.first_unstable_length`. Returns its
+        keyword arguments of `stackwise.stability.lengths.first_unstable_length`. Returns its
         FirstUnstable. Memory is measured as well.
         """
         item = request.node
 
         def run(model: Any, low: int, high: int, **arguments: Any) -> FirstUnstable:
             from stackwise.spec import ModelSpec
-            from stackwise.stability.first_unstable import first_unstable_length
+            from stackwise.stability.lengths import first_unstable_length
 
             found = first_unstable_length(ModelSpec.of(model), low, high, **(_defaults(item) | arguments))
             _record_lengths(item, found.points)

@@ -201,7 +201,7 @@ class Alone(Gated):
 
 
 def _owe(item: pytest.Item) -> None:
-    names = ["throughput", "min_tokens_per_second"]
+    names = ["throughput", "min_tokens_per_second", "max_latency"]
     if "peak_memory" not in getattr(item, "fixturenames", ()):
         names.append("max_memory")
     for name in names:
@@ -239,6 +239,11 @@ def _measure(
             # round would wait for ever.
             held.close()
             held.enter_context(device.lock(str(workload.device)))
+        latencies = markers.max_latency_of(item)
+        if latencies:
+            from pytest_stackwise.latency import least_arguments
+
+            arguments = least_arguments(latencies, workload) | arguments
         found: Found
         if disabled:
             found = _found_once(workload)
@@ -378,18 +383,24 @@ def _hold_to_limits(
     Raises:
         MemoryLimitError: more memory than max_memory allows.
         ThroughputError: fewer tokens per second than min_tokens_per_second wants.
+        LatencyError: more time than max_latency allows.
     """
     __tracebackhide__ = True
-    wanted = markers.min_tokens_per_second_of(item)
+    wanted, latencies = markers.min_tokens_per_second_of(item), markers.max_latency_of(item)
     if wanted is not None and not disabled:
         _require_speed(found, wanted)
+    if latencies and not disabled:
+        from pytest_stackwise.latency import require_within
+
+        require_within(latencies, found)
     if peak is not None:
         # It skips where memory cannot be read, and with it what comes behind.
         memory.require_within(item, memory.loads_of(peak, device_name))
     elif found.peak_memory_bytes is not None:
         item.user_properties.append(("stackwise.peak_memory_bytes", found.peak_memory_bytes))
-    if wanted is not None and disabled:
-        pytest.skip("min_tokens_per_second: benchmarks are disabled, and one call is no measurement")
+    for name, asked in (("min_tokens_per_second", wanted is not None), ("max_latency", bool(latencies))):
+        if asked and disabled:
+            pytest.skip(f"{name}: benchmarks are disabled, and one call is no measurement")
 
 
 def _require_speed(found: Found, wanted: float) -> None:

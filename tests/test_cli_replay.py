@@ -7,14 +7,14 @@ import torch
 
 from stackwise.cli import main
 from stackwise.random_states import random_states
-from stackwise.stability.batch_feed import GivenBatch
-from stackwise.stability.diagnosis import Bundle
 from stackwise.stability.guard import Guard
+from stackwise.stability.guard.batch_feed import GivenBatch
+from stackwise.stability.guard.diagnosis import Bundle
 
 RUN = """
 import torch
 from torch import nn
-from stackwise.stability.diagnosis import Bundle
+from stackwise.stability.guard.diagnosis import Bundle
 
 class Run:
     def __init__(self, broken=True):

@@ -25,7 +25,7 @@ _TEST = '''\
 
 import torch
 
-from stackwise.stability.detector import DeviceDetector
+from stackwise.stability.guard.detector import DeviceDetector
 
 
 def test_limits_of_a_step(benchmark):

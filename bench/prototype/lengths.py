@@ -20,8 +20,7 @@ from bench.claim import Bar
 from bench.planted_lengths import PLANTED, VOCAB_SIZE, planted_spec
 from bench.prototype.part import Part, Work
 from stackwise import ModelSpec, create_simple_rack
-from stackwise.stability.first_unstable import first_unstable_length
-from stackwise.stability.length_sweep import length_sweep
+from stackwise.stability.lengths import first_unstable_length, length_sweep
 
 __all__ = ["HEALTHY", "Plan", "healthy_spec", "look_at_healthy", "measure", "rows", "search_planted"]
 

@@ -31,7 +31,7 @@ class Replay:
         """Print the alarm, and what the step gives now."""
         from stackwise.device import resolve_device
         from stackwise.factory import load_factory
-        from stackwise.stability.diagnosis import Bundle, replay
+        from stackwise.stability.guard.diagnosis import Bundle, replay
 
         bundle = Bundle.read(self.bundle)
         device = resolve_device(self.device)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from stackwise.argument import check_number, check_sizes, require
-from stackwise.stability.gradient_monitor import GradientMonitor
+from stackwise.stability.telemetry.gradient_monitor import GradientMonitor
 
 __all__ = ["GradientController", "GradientWarning"]
 

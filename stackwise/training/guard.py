@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from stackwise.config import TrainingConfig
 from stackwise.model.rack import Rack
 from stackwise.random_states import random_states, set_random_states
-from stackwise.stability.alarm import Alarm
-from stackwise.stability.batch_feed import BatchFeed
-from stackwise.stability.guard import Decision, Guard, GuardPolicy
+from stackwise.stability.guard import Alarm, Decision, Guard, GuardPolicy
+from stackwise.stability.guard.batch_feed import BatchFeed
 from stackwise.stability.telemetry import StepRecord, global_norm
 from stackwise.training.batch_stream import BatchStream
 from stackwise.training.processes import Processes

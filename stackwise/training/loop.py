@@ -24,8 +24,7 @@ from stackwise.device import release_freed_memory
 from stackwise.model.mode import evaluating
 from stackwise.model.rack import Rack
 from stackwise.model.surgery import set_identity
-from stackwise.stability.alarm import Alarm
-from stackwise.stability.guard import GuardError
+from stackwise.stability.guard import Alarm, GuardError
 from stackwise.stability.telemetry import StepBuffer, StepRecord
 from stackwise.training.batch_stream import Batch, BatchStream
 from stackwise.training.block_store import BlockStore

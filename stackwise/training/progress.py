@@ -10,7 +10,7 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from stackwise.stability.alarm import Alarm
+from stackwise.stability.guard import Alarm
 from stackwise.stability.telemetry import StepRecord
 
 __all__ = ["TrainingProgress"]

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol, Self
 
-from stackwise.stability.alarm import Alarm
+from stackwise.stability.guard import Alarm
 from stackwise.stability.telemetry import StepRecord
 
 __all__ = ["JsonLinesLog", "LoggedLines", "RecordLog", "TensorBoardLog", "read_json_lines"]

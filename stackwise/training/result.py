@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NotRequired, TypedDict
 
 from stackwise.model.rack import Rack
-from stackwise.stability.alarm import Alarm
+from stackwise.stability.guard import Alarm
 from stackwise.stability.telemetry import StepRecord, mean_loss
 from stackwise.training.evaluation import ValidationRecord
 from stackwise.training.phase_model import blocks_of

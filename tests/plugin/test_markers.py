@@ -7,7 +7,7 @@ FAULTS += ("embedding_explosion", "bit_flip", "half_overflow")
 FAULTS += ("label_corruption", "corrupt_sample", "unreadable_sample", "worker_death", "out_of_memory")
 FAULTS += ("slow_rank", "dead_rank", "process_signal", "disk_full", "short_write", "bit_rot")
 NAMES = ("gpu", "stability", "recovers", *FAULTS, "seq_lengths", "throughput")
-NAMES += ("max_memory", "min_tokens_per_second", "no_memory_growth", "quality", "gate")
+NAMES += ("max_memory", "min_tokens_per_second", "max_latency", "no_memory_growth", "quality", "gate")
 INT_FROM_0, INT_FROM_1 = "an integer >= 0", "an integer >= 1"
 TARGETS = "'loss', 'activation[:PATTERN]', 'gradient[:PATTERN]', 'weight[:PATTERN]'"
 
@@ -235,3 +235,19 @@ def test_marker_of_a_module_is_for_the_tests_that_read_it(pytester, run):
         """
     )
     run().assert_outcomes(passed=2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ("", "p50, p95, p99: got None; allowed: a time such as '20ms' for one of them at least"),
+        ("p95=20", "p95: got 20; allowed: a string such as '50us': a number and one of ns, us, ms, s"),
+        ("p50='0ms'", "p50: got '0ms'; allowed: a time above 0"),
+        ("p50='1ms', of='first'", "of: got 'first'; allowed: 'ttft', 'itl', 'tpot', 'e2e'"),
+        ("p90='1ms'", "p90"),
+        ("'1ms'", "takes keyword arguments only"),
+    ],
+)
+def test_max_latency_is_refused(pytester, run, arguments, text):
+    marked(pytester, f"max_latency({arguments})", "throughput")
+    refused(run(), "max_latency", text)

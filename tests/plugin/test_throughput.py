@@ -1,6 +1,7 @@
 """Throughput as tests: our samples, pytest-benchmark's files and options."""
 
 import json
+import re
 import statistics
 
 import pytest
@@ -516,6 +517,8 @@ class TestLimits:
             ("min_tokens_per_second(1e15)", {"failed": 1}),
             ("max_memory('100 GiB')", {"passed": 1}),
             ("max_memory('1 MiB')", {"failed": 1}),
+            ("max_latency(p50='100s')", {"passed": 1}),
+            ("max_latency(p95='1ns')", {"failed": 1}),
         ],
     )
     def test_limit(self, pytester, run, plugins, marker, counts):
@@ -531,12 +534,75 @@ class TestLimits:
         assert report()["throughput"][0]["measured"] is True
         assert json.loads((folder / "bench.json").read_text())["benchmarks"][0]["stats"]["rounds"] > 0
 
-    def test_one_call_is_no_measurement(self, pytester, run):
+    @pytest.mark.parametrize("marker", ["min_tokens_per_second(1)", "max_latency(p50='100s')"])
+    def test_one_call_is_no_measurement(self, pytester, run, marker):
         """Never green: where benchmarks are disabled nothing is known of a rate."""
-        pytester.makepyfile(self.TEST.format(marker="min_tokens_per_second(1)"))
+        pytester.makepyfile(self.TEST.format(marker=marker))
         result = run("--benchmark-disable", "-rs")
         result.assert_outcomes(skipped=1)
-        result.stdout.fnmatch_lines(["*min_tokens_per_second: benchmarks are disabled*"])
+        result.stdout.fnmatch_lines([f"*{marker.partition('(')[0]}: benchmarks are disabled*"])
+
+    def test_as_many_calls_are_made_as_a_percentile_takes(self, pytester, run, report):
+        pytester.makepyfile(self.TEST.format(marker="max_latency(p50='100s', p95='100s')"))
+        run("--stackwise-report=out.json").assert_outcomes(passed=1)
+        (row,) = report()["throughput"]
+        assert row["samples"] >= 200
+        assert row["calls_per_sample"] == 1
+        assert row["percentiles"]["p95"]["value"] > 0
+
+    def test_a_percentile_that_is_not_known_is_no_pass(self, pytester, run):
+        pytester.makepyfile(
+            """
+            import models, pytest
+            @pytest.mark.max_latency(p95="100s")
+            def test_speed(throughput):
+                throughput(models.plain, seq_len=8, **{**models.QUICK, "min_calls": 7, "min_seconds": 0})
+            """
+        )
+        result = run()
+        result.assert_outcomes(failed=1)
+        result.stdout.fnmatch_lines(["E *max_latency: p95 is not known of 7 samples: it takes 200, *"])
+
+    def test_latencies_of_a_generation(self, pytester, run):
+        """Several markers, one of each kind; of two of a kind the closer one counts."""
+        pytester.makepyfile(
+            """
+            import models, pytest
+            @pytest.mark.max_latency(p50="1ns")
+            @pytest.mark.max_latency(p50="1ns", of="tpot")
+            class TestIt:
+                @pytest.mark.max_latency(p50="100s")
+                @pytest.mark.max_latency(p50="2ns", of="ttft")
+                @pytest.mark.max_latency(p95="100s", of="itl")
+                def test_speed(self, throughput):
+                    throughput(models.plain, mode="generate", seq_len=4, new_tokens=21, **models.QUICK)
+            """
+        )
+        result = run()
+        result.assert_outcomes(failed=1)
+        (line,) = [each for each in result.outlines if each.startswith("E ") and "LatencyError" in each]
+        assert re.search(r"max_latency: p50 of TTFT was .*; allowed: at most 0.002 us", line)
+        assert re.search(r"p50 of TPOT was .*; allowed: at most 0.001 us", line)
+        assert "ITL" not in line
+
+    @pytest.mark.parametrize(
+        ("marker", "arguments", "text"),
+        [
+            ("p50='1s', of='ttft'", "mode='decode'", "of: got 'ttft'; allowed: none here, since"),
+            ("p50='1s'", "mode='generate', new_tokens=1", "new_tokens: got 1; allowed: 2 or more"),
+        ],
+    )
+    def test_a_latency_that_the_work_does_not_have(self, pytester, run, marker, arguments, text):
+        pytester.makepyfile(
+            f"""
+            import models, pytest
+            @pytest.mark.max_latency({marker})
+            def test_speed(throughput): throughput(models.plain, seq_len=4, {arguments})
+            """
+        )
+        result = run()
+        result.assert_outcomes(failed=1)
+        result.stdout.fnmatch_lines([f"E *{text}*"])
 
     @pytest.mark.parametrize(("limit", "counts"), [("100 GiB", {"passed": 1}), ("1 MiB", {"failed": 1})])
     def test_memory_is_no_matter_of_time(self, pytester, run, limit, counts):
@@ -567,7 +633,9 @@ class TestLimits:
             ["E *min_tokens_per_second: list does not say how many tokens it handles*"]
         )
 
-    @pytest.mark.parametrize("marker", ["min_tokens_per_second(1)", "max_memory('1 GiB')"])
+    @pytest.mark.parametrize(
+        "marker", ["min_tokens_per_second(1)", "max_memory('1 GiB')", "max_latency(p50='1s')"]
+    )
     def test_marked_test_that_measures_nothing(self, pytester, run, marker):
         pytester.makepyfile(
             f"""

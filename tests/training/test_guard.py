@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from stackwise.cli import main
 from stackwise.config import GuardConfig
-from stackwise.stability.diagnosis import Bundle
 from stackwise.stability.guard import GuardError, GuardPolicy
+from stackwise.stability.guard.diagnosis import Bundle
 from stackwise.training import ArchitectureTrainer, NonFiniteStepError, TrainingTerminated
 from stackwise.training import loop as loop_module
 from stackwise.training.guard import PhaseGuard, guard_policy

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from stackwise.argument import check_number, require
-from stackwise.stability.guard import Decision, Guard
-from stackwise.stability.policy import GuardPolicy
-from stackwise.stability.snapshot import Stateful
+from stackwise.stability.guard import Decision, Guard, GuardPolicy
+from stackwise.stability.guard.snapshot import Stateful
 
 try:
     from accelerate import Accelerator  # type: ignore[import-untyped, unused-ignore]

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from stackwise.argument import require
 from stackwise.stability.adapters.outer_loop import OuterLoop
-from stackwise.stability.guard import Guard
-from stackwise.stability.policy import GuardPolicy
-from stackwise.stability.snapshot import Stateful
+from stackwise.stability.guard import Guard, GuardPolicy
+from stackwise.stability.guard.snapshot import Stateful
 
 try:
     from lightning.pytorch import Callback

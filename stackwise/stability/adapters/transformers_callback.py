@@ -18,10 +18,8 @@ from torch import Tensor, nn
 from stackwise.argument import require
 from stackwise.stability.adapters.outer_loop import OuterLoop
 from stackwise.stability.adapters.state_file import read_state, write_state
-from stackwise.stability.alarm import Alarm
-from stackwise.stability.guard import Guard
-from stackwise.stability.policy import GuardPolicy
-from stackwise.stability.snapshot import Stateful
+from stackwise.stability.guard import Alarm, Guard, GuardPolicy
+from stackwise.stability.guard.snapshot import Stateful
 
 try:
     from transformers import Trainer, TrainerCallback

@@ -1,0 +1,7 @@
+"""Inference: how a model can be called, and what it claims, as far as that shows from outside."""
+
+from stackwise.inference.infer import infer
+from stackwise.inference.output import cast, logits_of
+from stackwise.inference.trial import InferenceError
+
+__all__ = ["InferenceError", "cast", "infer", "logits_of"]

@@ -1,0 +1,57 @@
+"""Output: the logits in what a model returns, wherever they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+__all__ = ["cast", "logit_places", "logits_of", "part_of"]
+
+
+def logits_of(output: Any) -> Tensor:
+    """The logits in a model's output: itself, `.logits`, `["logits"]`, or the first of a tuple.
+
+    Raises:
+        TypeError: none of these is a tensor.
+    """
+    found = output
+    if not isinstance(found, Tensor):
+        if hasattr(output, "logits"):
+            found = output.logits
+        elif isinstance(output, Mapping):
+            found = output.get("logits")
+        elif isinstance(output, tuple | list) and output:
+            found = output[0]
+    if not isinstance(found, Tensor):
+        raise TypeError(
+            f"output: got {type(output).__name__}; wanted a tensor, or logits in an object or dict"
+        )
+    return found
+
+
+def cast(inputs: Tensor, model: nn.Module) -> Tensor:
+    """Floating-point inputs in the model's own dtype; ids as they are."""
+    if not inputs.is_floating_point():
+        return inputs
+    return inputs.to(next((p.dtype for p in model.parameters() if p.is_floating_point()), inputs.dtype))
+
+
+def part_of(output: Any, name: str) -> Any:
+    """What an output names so, as an item or as an attribute; None: nothing."""
+    return output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
+
+
+def logit_places(output: Any, inputs: Tensor) -> list[int]:
+    """Where in a tuple of outputs, if it is one that names none, logits may be."""
+    if not isinstance(output, tuple | list) or hasattr(output, "logits"):
+        return []
+    return [
+        place
+        for place, each in enumerate(output)
+        if isinstance(each, Tensor)
+        and each.ndim == 3
+        and each.shape[:2] == inputs.shape[:2]
+        and each.is_floating_point()
+    ]

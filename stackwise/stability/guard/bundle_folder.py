@@ -1,0 +1,88 @@
+"""BundleFolder: where a run writes down its broken steps."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from torch import Tensor, distributed, nn
+
+from stackwise.stability.guard.alarm import Alarm
+from stackwise.stability.guard.batch_feed import GivenBatch
+from stackwise.stability.guard.diagnosis import Bundle
+from stackwise.stability.guard.policy import GuardPolicy
+
+__all__ = ["BundleFolder"]
+
+
+class BundleFolder:
+    """The first `policy.max_bundles` of a run; rank 0 writes them, of its own batches.
+
+    Args:
+        folder: that they are in; None: none are written.
+        policy: how many, and whether with weights.
+        group: of processes that train together, all of which have to ask; None: this one alone.
+
+    Attributes:
+        written: how many so far.
+    """
+
+    def __init__(
+        self, folder: Path | str | None, policy: GuardPolicy, group: distributed.ProcessGroup | None
+    ) -> None:
+        self._folder = None if folder is None else Path(folder)
+        self._policy, self._group = policy, group
+        self.written = 0
+
+    def write(
+        self, model: nn.Module, batches: Sequence[GivenBatch], alarm: Alarm, norms: Mapping[str, float]
+    ) -> Alarm:
+        """The alarm with its bundle, where one is written.
+
+        Args:
+            model: as it was before the broken step.
+            batches: that the step was made of.
+            alarm: what is known of it.
+            norms: of its gradients, by parameter.
+        """
+        if self._folder is None or self.written >= self._policy.max_bundles:
+            return alarm
+        self.written += 1
+        first = self._group is None or distributed.get_rank(self._group) == 0
+        weights: dict[str, Tensor] | None = {} if self._policy.bundle_weights else None
+        if weights is not None:
+            # In every process, one after the other: weights in shards are gathered.
+            for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+                whole = _whole(tensor.detach())
+                if first:
+                    weights[name] = whole.to("cpu", copy=True)
+        place = [""]
+        if first:
+            folder = self._free(alarm.step)
+            alarm = replace(alarm, bundle=str(folder))
+            notes = {"policy": self._policy.to_dict()}
+            bundle = Bundle(alarm.to_dict(), batches, dict(norms), model.training, weights, notes)
+            try:
+                place = [str(bundle.write(folder))]
+            except (OSError, ValueError, TypeError) as error:
+                # Training can do without it.
+                warnings.warn(f"no diagnostic bundle of step {alarm.step}: {error}", stacklevel=2)
+        if self._group is not None:
+            source = distributed.get_global_rank(self._group, 0)
+            distributed.broadcast_object_list(place, src=source, group=self._group)
+        return replace(alarm, bundle=place[0])
+
+    def _free(self, step: int) -> Path:
+        """A folder that is not there yet: a run before this one may have written some."""
+        assert self._folder is not None
+        number = self.written
+        while (folder := self._folder / f"step-{step:08d}-{number}").exists():
+            number += 1
+        return folder
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return whole

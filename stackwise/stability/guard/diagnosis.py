@@ -1,0 +1,325 @@
+"""Diagnosis: what is known of a broken step, as a folder from which it can be computed again.
+
+A bundle has `bundle.json` (step, alarm, batches, norms and their histogram, versions), `tensors.safetensors`
+(the batches and the random states) and, where it was asked for, `weights.safetensors`. No pickles.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, distributed, nn
+
+from stackwise.argument import require
+from stackwise.checkpoint import tree
+from stackwise.random_states import random_states_kept, set_random_states
+from stackwise.stability.guard.batch_feed import GivenBatch
+from stackwise.stability.locate import locate
+from stackwise.stability.recomputation import recomputation
+from stackwise.stability.telemetry.gradient_norm import global_norm, gradient_norms
+
+__all__ = ["Bundle", "Replay", "forget_gradients", "histogram", "replay", "rerun"]
+
+_FORMAT = 1
+_FILES = ("bundle.json", "tensors.safetensors", "weights.safetensors")
+_MAX_JSON = 64 * 2**20  # bytes: random states and norms are far below
+
+
+class Replay(NamedTuple):
+    """A broken step computed again.
+
+    Attributes:
+        loss: sum over its batches.
+        grad_norm: global L2 norm of the sum of their gradients.
+        parameter_norms: of each parameter's gradient, by name.
+        where: the place that broke first; "": nothing did.
+    """
+
+    loss: float
+    grad_norm: float
+    parameter_norms: dict[str, float]
+    where: str
+
+    @property
+    def broken(self) -> bool:
+        """Whether loss or gradient is not finite, or a place was found."""
+        return bool(self.where) or not (math.isfinite(self.loss) and math.isfinite(self.grad_norm))
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A broken step, as it is in a folder.
+
+    Attributes:
+        alarm: plain values of the alarm.
+        batches: what the step was made of, in order.
+        norms: gradient norm of each parameter, by name.
+        training: whether the model was in training mode.
+        weights: parameters and buffers before the step, by name; None: they were not kept.
+        notes: versions and other plain values.
+    """
+
+    alarm: dict[str, Any]
+    batches: Sequence[GivenBatch]
+    norms: dict[str, float]
+    training: bool = True
+    weights: Mapping[str, Tensor] | None = None
+    notes: Mapping[str, Any] | None = None
+
+    def write(self, folder: Path | str) -> Path:
+        """Write it as `folder`, which is there whole or not at all.
+
+        Raises:
+            ValueError: the folder is there, or a batch has something that cannot be told without pickles.
+            OSError: the disk does not take it; nothing is left of it then.
+        """
+        folder = Path(folder)
+        require(not folder.exists(), "folder", str(folder), "one that is not there yet")
+        tensors: dict[str, Tensor] = {}
+        batches = [
+            {
+                "step": given.step,
+                "id": tree.encode(given.id, ("id", i), tensors),
+                "batch": tree.encode(given.batch, ("batch", i), tensors),
+                "random": tree.encode(given.random, ("random", i), tensors),
+            }
+            for i, given in enumerate(self.batches)
+        ]
+        told = {
+            "format": _FORMAT,
+            "alarm": tree.encode(self.alarm, ("alarm",), tensors),
+            "batches": batches,
+            "norms": tree.encode(self.norms, ("norms",), tensors),
+            "histogram": histogram(self.norms),
+            "training": self.training,
+            "weights": self.weights is not None,
+            "versions": {"python": platform.python_version(), "torch": torch.__version__},
+            "notes": tree.encode(dict(self.notes or {}), ("notes",), tensors),
+        }
+        part = folder.with_name(f".{folder.name}.{os.getpid()}")
+        try:
+            part.mkdir(parents=True)
+            save_file({name: _plain(tensor) for name, tensor in tensors.items()}, part / _FILES[1])
+            if self.weights is not None:
+                save_file({name: _plain(tensor) for name, tensor in self.weights.items()}, part / _FILES[2])
+            (part / _FILES[0]).write_text(json.dumps(told, indent=1, allow_nan=False) + "\n")
+            part.rename(folder)
+        except BaseException:
+            shutil.rmtree(part, ignore_errors=True)
+            raise
+        return folder
+
+    @classmethod
+    def read(cls, folder: Path | str) -> Bundle:
+        """What `write` wrote.
+
+        Raises:
+            ValueError: the folder is no bundle, or a damaged one; the message names the file.
+        """
+        folder = Path(folder)
+        place = folder / _FILES[0]
+        try:
+            require(place.stat().st_size <= _MAX_JSON, str(place), place.stat().st_size, "a bundle's size")
+            told = json.loads(place.read_text(encoding="utf-8"))
+            place = folder / _FILES[1]
+            tensors = load_file(place)
+            place = folder / _FILES[2]
+            weights = load_file(place) if told["weights"] else None
+            place = folder / _FILES[0]
+            require(told["format"] == _FORMAT, "format", told["format"], str(_FORMAT))
+
+            def untold(plain: Any) -> Any:
+                # In memory of its own: what is mapped lies anywhere, and sums round by where they begin.
+                return tree.decode(plain, lambda name, shape, _: tensors[name].reshape(shape).clone())
+
+            batches = [
+                GivenBatch(int(each["step"]), *(untold(each[key]) for key in ("id", "batch", "random")))
+                for each in told["batches"]
+            ]
+            return cls(
+                alarm=untold(told["alarm"]),
+                batches=batches,
+                norms=untold(told["norms"]),
+                training=bool(told["training"]),
+                weights=weights,
+                notes=untold(told["notes"]),
+            )
+        except (
+            OSError,
+            SafetensorError,
+            KeyError,
+            TypeError,
+            IndexError,
+            RecursionError,
+            ValueError,
+        ) as error:
+            raise ValueError(f"{place}: no bundle, or a damaged one: {error!r}") from error
+
+
+def replay(
+    bundle: Bundle | Path | str,
+    model: nn.Module,
+    loss_of: Callable[[nn.Module, Any], Tensor],
+    device: torch.device | str | None = None,
+) -> Replay:
+    """Compute a broken step again, with its weights (where the bundle has them), batches and random states.
+
+    The model keeps the weights of the bundle; gradients are forgotten, random states are as before.
+
+    Args:
+        bundle: itself, or its folder.
+        model: built as it was.
+        loss_of: the loss of a batch.
+        device: where the batches go; None: where the model is.
+
+    Raises:
+        ValueError: no bundle, or weights that do not fit the model.
+    """
+    bundle = bundle if isinstance(bundle, Bundle) else Bundle.read(bundle)
+    if bundle.weights is not None:
+        _load(model, bundle.weights)
+    first = next(model.parameters(), None)
+    device = torch.device(device) if device is not None else first.device if first is not None else None
+    was_training = model.training
+    model.train(bundle.training)
+    try:
+        batches = [GivenBatch(b.step, b.id, _moved(b.batch, device), b.random) for b in bundle.batches]
+        return rerun(model, batches, loss_of)
+    finally:
+        model.train(was_training)
+
+
+def rerun(
+    model: nn.Module,
+    batches: Sequence[GivenBatch],
+    loss_of: Callable[[nn.Module, Any], Tensor],
+    scales: Any = None,
+    group: distributed.ProcessGroup | None = None,
+    *,
+    named: Sequence[tuple[str, nn.Parameter]] = (),
+    loss_scale: float = 1.0,
+) -> Replay:
+    """Forward and backward over `batches` under hooks. Random states and buffers are put back, gradients go.
+
+    Args:
+        model: with the weights of the step.
+        batches: of the step.
+        loss_of: the loss of one, as it is given to `backward`.
+        scales: `ModuleScales` of sound steps; None: only what is not finite is found.
+        group: of processes that all compute the step again, and that average their gradients.
+        named: parameters that are trained and may be none of the model's, with their names.
+        loss_scale: what losses are multiplied with before their backward pass; norms are divided by it.
+    """
+    losses: list[float] = []
+    where = ""
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    # Not by zero_grad: to whoever watches that, the step would be over.
+    forget_gradients(model, named)
+    with recomputation(), random_states_kept(), torch.enable_grad():
+        for given in batches:
+
+            def run(given: GivenBatch = given) -> None:
+                set_random_states(given.random)
+                loss = loss_of(model, given.batch)
+                losses.append(float(loss.detach()))
+                (loss if loss_scale == 1.0 else loss * loss_scale).backward()  # type: ignore[no-untyped-call]
+
+            location = locate(model, run, scales=scales)
+            if location is not None and not where:
+                of_loss = location.direction == "loss"
+                where = location.module if of_loss else f"{location.module} ({location.direction})"
+    everything = _with_others(model, named)
+    if group is not None:
+        _average_gradients(everything.values(), group)
+    known = {name: p for name, p in everything.items() if p.grad is not None}
+    norms_P = gradient_norms(known.values()) / loss_scale
+    total = float(global_norm(norms_P))
+    norms = dict(zip(known, norms_P.tolist(), strict=True))
+    forget_gradients(model, named)
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name in buffers and buffer.shape == buffers[name].shape:
+                buffer.copy_(buffers[name])
+    return Replay(sum(losses), total, norms, where)
+
+
+def _with_others(model: nn.Module, named: Sequence[tuple[str, nn.Parameter]]) -> dict[str, nn.Parameter]:
+    """The model's parameters by name, and those of `named` that are none of them."""
+    found = dict(model.named_parameters())
+    mine = {id(p) for p in found.values()}
+    return found | {name: p for name, p in named if id(p) not in mine}
+
+
+def _average_gradients(parameters: Iterable[nn.Parameter], group: distributed.ProcessGroup) -> None:
+    """Over the processes; where they are averaged already, as by DDP, that changes nothing."""
+    processes = distributed.get_world_size(group)
+    for p in parameters:
+        if p.requires_grad and not hasattr(p, "full_tensor"):
+            # Every process has to ask for the same ones, also where one has no gradient of it.
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            distributed.all_reduce(p.grad, group=group)
+            p.grad /= processes
+
+
+def forget_gradients(model: nn.Module, named: Sequence[tuple[str, nn.Parameter]] = ()) -> None:
+    """Those of the model, and of the parameters in `named`."""
+    for p in (*model.parameters(), *(p for _, p in named)):
+        p.grad = None
+
+
+def histogram(norms: Mapping[str, float]) -> dict[str, Any]:
+    """How many parameters have a gradient norm of which decade: plain values.
+
+    Returns:
+        `decades` from the lowest power of ten on, `counts` of norms in [10**d, 10**(d+1)), and how many are
+        `zero` and `non_finite`.
+    """
+    finite = [norm for norm in norms.values() if math.isfinite(norm)]
+    decades = [math.floor(math.log10(norm)) for norm in finite if norm > 0]
+    shown = list(range(min(decades), max(decades) + 1)) if decades else []
+    return {
+        "decades": shown,
+        "counts": [decades.count(decade) for decade in shown],
+        "zero": sum(norm == 0 for norm in finite),
+        "non_finite": len(norms) - len(finite),
+    }
+
+
+def _load(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    mine = dict([*model.named_parameters(), *model.named_buffers()])
+    missing = sorted(mine.keys() ^ weights.keys())
+    require(not missing, "weights", missing[:3], "the names of this model's parameters and buffers")
+    for name, own in mine.items():
+        fits = own.shape == weights[name].shape
+        require(fits, f"weights[{name!r}]", tuple(weights[name].shape), str(tuple(own.shape)))
+    with torch.no_grad():
+        for name, own in mine.items():
+            own.copy_(weights[name])
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """On the host, whole, sharing memory with no other."""
+    whole: Tensor = tensor.detach()
+    whole = whole.full_tensor() if hasattr(whole, "full_tensor") else whole
+    return whole.to("cpu", copy=True).contiguous()
+
+
+def _moved(value: Any, device: torch.device | None) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {key: _moved(each, device) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_moved(each, device) for each in value)
+    return value

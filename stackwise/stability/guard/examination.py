@@ -1,0 +1,135 @@
+"""Examination: a broken step computed again, to know whether its batches broke it, and where."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+
+from stackwise.random_states import random_states_kept, set_random_states
+from stackwise.stability.buffers import Buffers
+from stackwise.stability.guard.alarm import Alarm
+from stackwise.stability.guard.batch_feed import BatchFeed, GivenBatch
+from stackwise.stability.guard.blame import blamed
+from stackwise.stability.guard.diagnosis import Replay, forget_gradients, rerun
+from stackwise.stability.locate import ModuleScales
+
+__all__ = ["REFERENCES", "Examination"]
+
+REFERENCES = 2  # sound batches that a spike is compared with
+_VOTES = (None, False, True)  # whether it broke again, the one that counts last
+
+
+class Examination:
+    """Of the steps of one training; every process of `group` has to ask at the same step.
+
+    Args:
+        model: what is trained.
+        named: gives the parameters that are optimized, with their names.
+        loss_of: the loss of (model, batch); None: no step can be computed again.
+        feed: gives what has the sound batches before a broken one.
+        buffers: put back behind each look.
+        group: of processes that train together; None: this one alone.
+        loss_scale: gives what the loss is multiplied with before its backward pass.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        named: Callable[[], Sequence[tuple[str, nn.Parameter]]],
+        loss_of: Callable[[nn.Module, Any], Tensor] | None,
+        feed: Callable[[], BatchFeed],
+        buffers: Buffers,
+        group: distributed.ProcessGroup | None,
+        loss_scale: Callable[[], float],
+    ) -> None:
+        self._model, self._named, self._loss_of = model, named, loss_of
+        self._feed, self._buffers, self._group = feed, buffers, group
+        self._loss_scale = loss_scale
+
+    def located(
+        self, batches: Sequence[GivenBatch], alarm: Alarm, norms: Mapping[str, float], proven_limit: float
+    ) -> Alarm:
+        """The alarm with the place where the step breaks when it is computed again.
+
+        Args:
+            batches: that the step was made of.
+            alarm: with the place that its norms tell.
+            norms: of each parameter's gradient in the broken step, by name.
+            proven_limit: the largest norm that is sound where the step has it again.
+        """
+        where, reproduced, placed = alarm.where, None, False
+        if self._loss_of is not None and batches:
+            finite = alarm.kind not in ("non-finite loss", "non-finite gradient")
+            found = self._again(batches)
+            reproduced = found.broken
+            if finite and self._loss_scale() != 1.0 and not math.isfinite(found.grad_norm):
+                reproduced = None  # it overflowed at this scale, and had not in the loop
+            elif finite and not reproduced:
+                # The logit is not computed again: nothing is known of it.
+                norm = self._norm_of(found.parameter_norms) or found.grad_norm
+                again = {"gradient spike": norm, "loss spike": found.loss}.get(alarm.kind)
+                mine = alarm.limit is None or alarm.value > alarm.limit
+                reproduced = None if again is None or not mine else 2 * again > alarm.value
+            if reproduced is False and finite:
+                # What the step has by itself tells more than the step before it.
+                where = blamed(norms, found.parameter_norms)
+            sound = reproduced and alarm.kind == "gradient spike" and alarm.value <= proven_limit
+            # In all processes or in none: sharded weights are gathered by all of them.
+            if any(self._of_all(finite and reproduced is not False and not sound)):
+                found = self._again(batches, self._scales(batches))
+            where, placed = found.where or where, bool(found.where)
+            self._buffers.keep()
+        # Of those for whom it broke again the first that knows where; to others gradients came broken. Who
+        # saw nothing of it, as of a loss of another process, knows nothing.
+        everyone = self._of_all((where, reproduced, placed, alarm.value, alarm.limit))
+        where, reproduced, _, value, limit = max(
+            everyone, key=lambda each: (_VOTES.index(each[1]), each[2], bool(each[0]))
+        )
+        return replace(alarm, where=where, reproduced=reproduced, value=value, limit=limit)
+
+    def _again(self, batches: Sequence[GivenBatch], scales: ModuleScales | None = None) -> Replay:
+        assert self._loss_of is not None
+        return rerun(
+            self._model,
+            batches,
+            self._loss_of,
+            scales,
+            self._group,
+            named=self._named(),
+            loss_scale=self._loss_scale(),
+        )
+
+    def _of_all(self, mine: Any) -> list[Any]:
+        """What each process has, in the order of their ranks."""
+        if self._group is None:
+            return [mine]
+        everyone: list[Any] = [None] * distributed.get_world_size(self._group)
+        distributed.all_gather_object(everyone, mine, self._group)
+        return everyone
+
+    def _norm_of(self, norms: Mapping[str, float]) -> float:
+        """Of the parameters that are optimized."""
+        return math.hypot(*(norms[name] for name, _ in self._named() if name in norms))
+
+    def _scales(self, batches: Sequence[GivenBatch]) -> ModuleScales | None:
+        """Of the last sound batches that are still kept."""
+        assert self._loss_of is not None
+        model, loss_of = self._model, self._loss_of
+        sound = self._feed().sound_before(batches, REFERENCES)
+        if not sound:
+            return None
+
+        def run(given: GivenBatch) -> None:
+            set_random_states(given.random)
+            loss_of(model, given.batch).backward()  # type: ignore[no-untyped-call]
+
+        with random_states_kept(), torch.enable_grad():
+            scales = ModuleScales.observe(model, *(lambda given=given: run(given) for given in sound))
+        forget_gradients(model, self._named())
+        self._buffers.restore()
+        return scales

@@ -1,0 +1,650 @@
+"""Guard: notices a broken step before its update is made; leaves it out, goes back, or stops and says why.
+
+A step is judged on the device. The host learns of an alarm when its row has arrived: on the CPU at once,
+elsewhere some steps later. In between every update is left out (the alarm is latched), so that weights,
+optimizer and buffers are those before the broken step when the host answers; the batches given meanwhile are
+given again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+
+from stackwise.argument import check_sizes, require
+from stackwise.stability.buffers import Buffers
+from stackwise.stability.guard.alarm import Alarm, GuardError
+from stackwise.stability.guard.batch_feed import BatchFeed, GivenBatch
+from stackwise.stability.guard.blame import blamed
+from stackwise.stability.guard.bundle_folder import BundleFolder
+from stackwise.stability.guard.escalation import Escalation
+from stackwise.stability.guard.examination import REFERENCES, Examination
+from stackwise.stability.guard.guard_record import GuardRecord
+from stackwise.stability.guard.judge import KINDS, Decision, Judge
+from stackwise.stability.guard.made_before import MadeBefore
+from stackwise.stability.guard.policy import GuardPolicy
+from stackwise.stability.guard.snapshot import Moment, Snapshot, Stateful
+from stackwise.stability.guard.update_hold import UpdateHold
+from stackwise.stability.telemetry.gradient_norm import gradient_norms
+from stackwise.stability.telemetry.ring_buffer import RingBuffer
+
+__all__ = ["Guard"]
+
+_SCALARS = 10  # of a row, before the norms
+_LAG = 4  # steps after which the host asks for a row of another device
+_KEPT_RECORDS = 1024
+
+
+@dataclass(frozen=True, eq=False)
+class _Made:
+    """A step that was made, and of which the host has no answer yet."""
+
+    step: int
+    batches: Sequence[GivenBatch]
+    names: tuple[str, ...]
+    before: Moment | None  # None: the host knows at once
+    order: int
+
+
+class Guard:
+    """Watches the training of any model with any torch optimizer.
+
+    Args:
+        model: whose parameters are trained.
+        optimizer: on a device other than the CPU one that leaves steps out by itself (`found_inf`): AdamW,
+            Adam or SGD of torch with `fused=True`, or one that has the attribute.
+        scheduler: advanced with each update that is made, and not with those left out.
+        policy: what counts as broken, and what is done.
+        loss_of: the loss of (model, batch) as it is given to `backward()`: of a step of n batches each one's
+            part. With it a broken step is computed again, to know whether its batches broke it, and to name
+            the module; None: parameters are named by their norms.
+        batch_id: by which a batch is known; None: (epoch, place in it). With one of its own a batch is left
+            out in later epochs as well.
+        others: objects whose state goes back with a rewind, by name.
+        bundles: folder for diagnostic bundles; None: none are written.
+        group: of processes that train together, and that decide as one; None: all there are.
+        scaler: of the loss, where training is in float16. A gradient that overflows is no alarm while the
+            scale is above 1: the scaler answers it, and the batch is not to blame. Needs `lag` 0.
+        lag: steps between a step and the host's answer. None: 0 on the CPU or with a scaler, else 4. With 0
+            the host waits at each step where the device is not the CPU, and any optimizer will do.
+
+    Attributes:
+        alarms: in order.
+        skipped: updates that were left out, also those of which a rewind has undone the rest.
+        cleared: steps that were computed again on suspicion, and then made as they were.
+
+    Raises:
+        ValueError: nothing to train, parameters on several devices, an optimizer that cannot leave
+            a step out.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        scheduler: Stateful | None = None,
+        policy: GuardPolicy | None = None,
+        loss_of: Callable[[nn.Module, Any], Tensor] | None = None,
+        batch_id: Callable[[Any], Hashable] | None = None,
+        others: Mapping[str, Stateful] | None = None,
+        bundles: Path | str | None = None,
+        group: distributed.ProcessGroup | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        lag: int | None = None,
+    ) -> None:
+        self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
+        self.policy = policy or GuardPolicy()
+        self._others = dict(others or {})
+        self._named = _named_parameters(model, optimizer)
+        self._device = self._named[0][1].device
+        self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        if self._scaler is not None:
+            allowed = "other names: the scaler goes back as well"
+            require("scaler" not in self._others, "others", "scaler", allowed)
+            self._others["scaler"] = self._scaler
+        at_once = self._device.type == "cpu" or self._scaler is not None
+        self._lag = lag if lag is not None else 0 if at_once else _LAG
+        check_sizes(0, lag=self._lag)
+        # Whether the scheduler advances depends on whether the scaler leaves the step out.
+        require(self._scaler is None or self._lag == 0, "lag", self._lag, "0 with a scaler")
+        self._hold = UpdateHold(optimizer, by_itself=self._lag > 0)
+        self._group = group or _everyone()
+        # Ids are of one process: another would leave out other batches, and wait for this one.
+        allowed = "None in several processes: all leave out the same place of an epoch"
+        require(batch_id is None or self._group is None, "batch_id", batch_id, allowed)
+        self._judge = Judge(self.policy, self._device, self._group)
+        self._feed = BatchFeed(batch_id)
+        self._buffers = Buffers(model)
+        self._buffers.keep()
+        self._snapshot = Snapshot(model, optimizer, on_host=self.policy.snapshot_on_host)
+        self._moment: Moment | None = None
+        self._judged: dict[str, Any] = {}
+        self._made_before = MadeBefore(self._device)
+        self._snapshot_step = self._snapshot_order = 0
+        self._feeds = False  # whether batches() gives the batches
+        self._rows = self._made_rows()
+        self._arrived: deque[tuple[_Made, list[float]]] = deque()
+        self._under_way: deque[_Made] = deque()
+        self._order = 0
+        # Of the step at hand, once it is judged.
+        self._open: tuple[tuple[str, ...], Moment | None] | None = None
+        self._overflowed = False
+        self._present: tuple[tuple[bool, ...], tuple[str, ...]] = ((), ())
+        self._records: deque[GuardRecord] = deque(maxlen=_KEPT_RECORDS)
+        self._reference: dict[str, float] = {}
+        self.alarms: list[Alarm] = []
+        self.skipped = self.cleared = 0
+        self._escalation = Escalation(self.policy)
+        self._bundles = BundleFolder(bundles, self.policy, self._group)
+        # A rise that may be sound is computed again before it is an alarm, where that can be done.
+        self._recomputes = loss_of is not None and self.policy.suspect_factor is not None
+        self._recomputes &= not self.policy.spikes_clipped
+        self._examination = Examination(
+            model,
+            lambda: self._named,
+            loss_of,
+            lambda: self._feed,
+            self._buffers,
+            self._group,
+            lambda: self._loss_scale,
+        )
+        self._answering: int | None = None
+
+    @property
+    def steps(self) -> int:
+        """Number of the step at hand, or of the next one: it counts batches, also those left out.
+
+        After a rewind it is that of the snapshot; each batch keeps the number that it had. While a broken
+        step is computed again, it is that of this step.
+        """
+        return self._feed.step if self._answering is None else self._answering
+
+    @property
+    def quarantined(self) -> list[Hashable]:
+        """Ids of the batches that are not given again."""
+        return list(self._feed.quarantined)
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """What the snapshot holds: one time the parameters, buffers and state of the optimizer."""
+        return self._snapshot.nbytes
+
+    def batches(self, loader: Iterable[Any], *, fast_forward: bool = False) -> Iterator[Any]:
+        """The batches of an epoch, some of them again after a rewind, without those in quarantine.
+
+        Each call is one epoch. Batches since the last snapshot are kept, not copied: do not write into them.
+
+        Args:
+            loader: gone through once. After `load_state_dict` it has to go on from its own place,
+            fast_forward: or else is read over up to there.
+
+        What an earlier loop was given and made no step of is not part of the first step of this one.
+
+        Raises:
+            GuardError: training is broken for good.
+        """
+        require(self._lag == 0 or not self._under_way, "batches", "steps under way", "no other loop before")
+        self._feed.drop_hand()
+        self._feeds = True
+        # What a loop does between epochs, to learning rates for one, is not undone by a rewind.
+        self.renew_snapshot()
+        given = self._feed.batches(loader, fast_forward=fast_forward, ending=lambda: self._settle(0))
+        for batch in given:
+            if len(self._feed.hand) == 1:
+                self._before_step()
+            yield batch
+
+    def step(self, loss: Tensor, *, logit: Tensor | None = None) -> Decision:
+        """Behind the backward pass: judge, clip, update, advance the scheduler, forget the gradients.
+
+        Args:
+            loss: of the step, one element.
+            logit: the largest attention logit, one element; None: it is no signal.
+
+        Returns:
+            the decision, on the device.
+
+        Raises:
+            ValueError: no gradient; a scheduler on another device than the CPU without `batches`.
+            GuardError: training is broken for good.
+        """
+        if self._scaler is not None:
+            self._scaler.unscale_(self.optimizer)
+        decision = self.judge_step(loss, logit=logit)
+        if self.makes_update(decision):
+            self._update()
+        else:
+            self.hold_scaler()
+        try:
+            self.close_step(decision)
+        finally:
+            self.optimizer.zero_grad(set_to_none=True)
+        return decision
+
+    # The parts of `step`, for a loop of others that updates by itself.
+
+    def judge_step(
+        self, loss: Tensor, *, logit: Tensor | None = None, scale: Tensor | None = None
+    ) -> Decision:
+        """Judge the step at hand, behind its last backward pass and before gradients are clipped.
+
+        Args:
+            loss: of the step, one element.
+            logit: the largest attention logit, one element; None: it is no signal.
+            scale: what the gradients are multiplied with now, one element; None: they are not.
+
+        Raises:
+            ValueError: as `step`.
+        """
+        self._see_parameters()
+        with torch.no_grad():
+            norms_P = self._norms()
+            if scale is not None:
+                norms_P = norms_P / scale.to(norms_P.device, torch.float32)
+        require(len(norms_P) > 0, "gradients", "none", "backward() before step()")
+        decision = self.decide(loss, norms_P, logit)
+        self._overflowed = False
+        if self._scaler is not None and KINDS[int(decision.code.item())] == "non-finite gradient":
+            self._overflowed = self._scaler.get_scale() > 1.0
+        if self._overflowed:
+            decision = decision._replace(code=torch.zeros_like(decision.code))
+        before = Moment(self.optimizer, self.scheduler) if self._lag and self._feeds else None
+        self._open = self._names(), before
+        return decision
+
+    @torch.no_grad()
+    def makes_update(self, decision: Decision) -> bool:
+        """Whether the optimizer is to be called now, which is all that is left to do.
+
+        With a lag always: the optimizer has been told to leave the step out by itself. Also where a scaler
+        answers an overflow. Else buffers are as before the step, and gradients divided as was decided.
+        """
+        if self._overflowed:
+            return True
+        if self._lag == 0 and decision.found_inf.item():
+            self._buffers.restore()
+            return False
+        self._hold.take(decision)
+        if self._lag:
+            self._buffers.restore(decision.found_inf.bool())
+        return True
+
+    def hold_scaler(self) -> None:
+        """Forget what a scaler noted of a step that is left out: its scale stays, and so does its count."""
+        # Without clipping nobody may have asked the scaler yet: it has noted nothing.
+        if self._scaler is not None and _has_noted(self._scaler):
+            state = self._scaler.state_dict()
+            self._scaler.update()
+            self._scaler.load_state_dict(state)
+
+    def close_step(self, decision: Decision) -> None:
+        """Behind the update, or where it was left out, and behind the scheduler: answer what has arrived.
+
+        Raises:
+            GuardError: training is broken for good.
+        """
+        assert self._open is not None, "judge_step() first"
+        if self._scaler is None:
+            self._hold.release()
+        names, before = self._open
+        self._open = None
+        self._conclude(decision, names, before)
+
+    def give(self, batch: Any, identity: Hashable) -> None:
+        """Take a batch that a loop of others has drawn, as `batches` gives those of a loop of one's own.
+
+        None may be left that is `to_give_again`.
+
+        Args:
+            batch: kept until the next snapshot, not copied.
+            identity: by which it is known.
+        """
+        self._feeds = True
+        self._feed.give(batch, identity)
+        if len(self._feed.hand) == 1:
+            self._before_step()
+
+    @property
+    def to_give_again(self) -> int:
+        """How many batches the next step has, where it is one that is to be made again; else 0."""
+        return self._feed.next_again
+
+    @property
+    def gives_again(self) -> bool:
+        """Whether the step at hand is one that is made again."""
+        return self._feed.gives_again
+
+    def give_again(self) -> Any:
+        """The next of them, with the random states that it had."""
+        batch = self._feed.give_next()
+        if len(self._feed.hand) == 1:
+            self._before_step()
+        return batch
+
+    def take_up(self) -> None:
+        """Behind the last of them: random states as they were before."""
+        self._feed.take_up()
+
+    def renew_snapshot(self) -> None:
+        """Take a new snapshot at the next batch. What was done before it is not made again."""
+        self._moment = None
+
+    def decide(self, loss: Tensor, norms_P: Tensor, logit: Tensor | None = None) -> Decision:
+        """Judge a step on the device. `step` does this, and all that follows from it.
+
+        Args:
+            loss: one element.
+            norms_P: L2 norm of each gradient, before clipping.
+            logit: the largest attention logit.
+        """
+        if self._lag and not self._feeds:
+            allowed = (
+                "none, or guard.batches(loader), or lag=0: the host does not know yet whether to advance it"
+            )
+            require(self.scheduler is None, "scheduler", type(self.scheduler).__name__, allowed)
+        # Without batches to be given again, those behind a broken one would be lost.
+        latch = self._lag > 0 and self._feeds
+        return self._judge.decide(
+            loss,
+            norms_P,
+            logit,
+            latch=latch,
+            suspect=self._feeds and self._recomputes,
+            before_S=self._made_before.of(self._feed.step),
+        )
+
+    def settle(self) -> None:
+        """Wait for the device, and answer every alarm of the steps so far.
+
+        Raises:
+            ValueError: between a batch and its step, with steps under way.
+            GuardError: training is broken for good.
+        """
+        self._check_settles()
+        self._settle(0)
+
+    def _check_settles(self) -> None:
+        """Refuse what an alarm could not be answered in: batches of the step at hand are given already."""
+        mixed = bool(self._feed.hand) and bool(self._under_way)
+        require(
+            not mixed, "settle", "steps under way and a batch in hand", "a moment behind step(), or lag=0"
+        )
+
+    def records(self) -> list[GuardRecord]:
+        """What has arrived since the last call, oldest first, the last 1024 at most. Nothing waits."""
+        records = list(self._records)
+        self._records.clear()
+        return records
+
+    def state_dict(self, *, closed: bool = False) -> dict[str, Any]:
+        """What a run that is continued needs beside model, optimizer and scheduler: waits for the device.
+
+        Histories, counts, quarantine, alarms, the place in the data, and batches still to be given again. The
+        snapshot is not in it: a new one is taken where the run goes on.
+
+        Args:
+            closed: batches may be in hand; it is the state of the last closed step. Those that `batches` gave
+                are then among the ones to be given again, and those of `give` are its loop's.
+
+        Raises:
+            ValueError: between a batch and its step, unless `closed`; then, with steps under way.
+            GuardError: training is broken for good.
+        """
+        in_hand = bool(self._feed.hand)
+        allowed = "a moment between step() and the next batch"
+        require(closed or not in_hand, "state_dict", "a batch in hand", allowed)
+        self._check_settles()
+        alarms = len(self.alarms)
+        self._settle(0)
+        # Weights and scheduler may have been taken before, as they were then.
+        undone = "alarms that undid steps" if len(self.alarms) > alarms else ""
+        require(not undone, "state_dict", undone, "settle() before any state is taken")
+        return {
+            "judge": self._judge.state_dict(),
+            "feed": self._feed.state_dict(),
+            "made_before": self._made_before.state_dict(),
+            "alarms": [alarm.to_dict() for alarm in self.alarms],
+            "reference": dict(self._reference),
+            "skipped": self.skipped,
+            "cleared": self.cleared,
+            "escalation": self._escalation.state_dict(),
+            "written": self._bundles.written,
+            "scaler": None if self._scaler is None else self._scaler.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` gave, behind those of model, optimizer and scheduler.
+
+        Raises:
+            ValueError: anything else.
+        """
+        known = (
+            *("judge", "feed", "made_before", "alarms", "reference"),
+            *("skipped", "cleared", "escalation", "written"),
+        )
+        missing = [key for key in known if key not in state]
+        require(not missing, "state", missing, "what state_dict() gave")
+        self._judge.load_state_dict(state["judge"])
+        self._feed.load_state_dict(state["feed"])
+        self._made_before.load_state_dict(state["made_before"])
+        self.alarms = [Alarm.from_dict(alarm) for alarm in state["alarms"]]
+        self._reference = dict(state["reference"])
+        self.skipped, self.cleared = state["skipped"], state["cleared"]
+        self._escalation.load_state_dict(state["escalation"])
+        self._bundles.written = state["written"]
+        if self._scaler is not None and state.get("scaler"):
+            self._scaler.load_state_dict(state["scaler"])
+        self._moment = None
+        self._buffers.keep()
+
+    def _before_step(self) -> None:
+        self._buffers.keep()
+        interval = self.policy.snapshot_interval
+        if interval is None:
+            self._feed.keep_last(REFERENCES + self._lag)
+            return
+        # Not among alarms; but where there is none, as in a run that is continued, they have changed nothing.
+        if self._escalation.in_row and self._moment is not None:
+            return
+        # So early that one which alarms put off is no more than the interval behind.
+        due = max(1, interval - self.policy.patience - self._lag)
+        if self._moment is None or self._feed.step - self._snapshot_step >= due:
+            self._snapshot.take()
+            self._moment = Moment(self.optimizer, self.scheduler, self._others)
+            self._judged = self._judge.state_dict()
+            self._snapshot_step, self._snapshot_order = self._feed.step, self._order
+            self._feed.keep_from_here(REFERENCES)
+            self._made_before.forget(before=self._feed.step)
+
+    def _update(self) -> None:
+        if self._scaler is None:
+            self.optimizer.step()
+        else:
+            self._scaler.step(self.optimizer)
+            self._scaler.update()
+        if self.scheduler is not None and not self._overflowed:
+            self.scheduler.step()  # type: ignore[attr-defined]
+
+    def _conclude(self, decision: Decision, names: tuple[str, ...], before: Moment | None) -> None:
+        d = decision
+        divisor = torch.ones_like(d.found_inf) if d.divisor is None else d.divisor
+        step = self._feed.step
+        made = _Made(step, self._feed.take_hand(), names, before, self._order)
+        require(bool(made.batches) or not self._feeds, "step", step, "one for each batch that batches() gave")
+        self._order += 1
+        scalars = (
+            d.loss,
+            d.norm,
+            d.logit,
+            d.code,
+            d.found_inf,
+            d.norm_limit,
+            d.proven_limit,
+            d.loss_limit,
+            d.logit_limit,
+            divisor,
+        )
+        self._rows.write(made, scalars, d.norms_P)
+        self._under_way.append(made)
+        if not self._feeds:
+            self._buffers.keep()
+        self._settle(self._lag)
+
+    def _settle(self, may_stay: int) -> None:
+        """Answer the rows of all but the last `may_stay` steps: at the same step in every process."""
+        self._arrived += self._rows.poll()
+        due = len(self._rows) + len(self._arrived) - may_stay
+        if due > len(self._arrived):
+            self._arrived += self._rows.drain()
+        for _ in range(due):
+            made, row = self._arrived.popleft()
+            if self._under_way and self._under_way[0] is made:  # else it is to be made again
+                self._under_way.popleft()
+                self._read(made, row)
+
+    def _read(self, made: _Made, row: list[float]) -> None:
+        loss, norm, logit, code, found_inf, norm_limit, proven_limit = row[:7]
+        loss_limit, logit_limit, divisor = row[7:_SCALARS]
+        norms = dict(zip(made.names, row[_SCALARS:], strict=False))
+        kind = KINDS[int(code)]
+        record = GuardRecord(made.step, loss, norm, norms, norm_limit, divisor, kind, bool(found_inf))
+        self._records.append(record)
+        if kind is None and found_inf:  # an overflow, which the scaler has answered
+            return
+        if kind is None:
+            self._reference = norms
+            if self.policy.snapshot_interval is not None and made.batches:
+                self._made_before.note(made.step, norm, loss, logit)
+            self._escalation.sound(tuple(given.id for given in made.batches))
+            return
+        value, limit = {
+            "logit growth": (logit, logit_limit),
+            "loss spike": (loss, loss_limit),
+            "gradient spike": (norm, norm_limit),
+            "non-finite gradient": (norm, None),
+            "non-finite loss": (loss, None),
+        }[kind]
+        ids = tuple(given.id for given in made.batches) or None
+        limit = None if limit is None or math.isinf(limit) else limit
+        alarm = Alarm(made.step, kind, value, limit, blamed(norms, self._reference), batch=ids)
+        if not found_inf:
+            self.alarms.append(replace(alarm, action="clipped"))
+        else:
+            self._answer(made, alarm, norms, proven_limit)
+
+    def _answer(self, made: _Made, alarm: Alarm, norms: Mapping[str, float], proven_limit: float) -> None:
+        """The update was left out, and with a lag all that came after it. Say where, and go on somewhere."""
+        later = self._unwind(made)
+        self._answering = made.step
+        try:
+            alarm = self._examination.located(made.batches, alarm, norms, proven_limit)
+        finally:
+            self._answering = None
+        if alarm.kind == "gradient spike" and alarm.reproduced and alarm.value <= proven_limit:
+            self.cleared += 1
+            self._judge.trust()
+            self._feed.give_again([*made.batches, *later])
+            return
+        self.skipped += 1
+        answer = self._escalation.answer(alarm, can_rewind=self._moment is not None)
+        if answer.innocent:
+            later = [*made.batches, *later]
+        else:
+            self._feed.quarantine(made.batches)
+        alarm = replace(alarm, action=answer.action)
+        if answer.first or answer.action == "raised":
+            alarm = self._bundles.write(self.model, made.batches, alarm, norms)
+        self.alarms.append(alarm)
+        if answer.action == "rewound":
+            self._rewind(later)
+            return
+        self._feed.give_again(later)
+        if answer.action == "raised":
+            raise GuardError(alarm, self.alarms)
+
+    def _unwind(self, made: _Made) -> list[GivenBatch]:
+        """Undo what the host did for steps behind `made`, which the device has left out; their batches."""
+        if made.before is None:
+            return []
+        made.before.restore(self.optimizer, self.scheduler)
+        self._judge.unlatch()
+        if self._snapshot_order > made.order:
+            # Taken behind the broken step, of the very state before it.
+            self._moment = Moment(self.optimizer, self.scheduler, self._others)
+            self._snapshot_step = made.step + 1
+        later = [given for other in self._under_way for given in other.batches]
+        self._under_way.clear()
+        return later
+
+    def _rewind(self, later: Sequence[GivenBatch]) -> None:
+        assert self._moment is not None
+        self._snapshot.restore()
+        self._moment.restore(self.optimizer, self.scheduler, self._others)
+        self._judge.load_state_dict(self._judged)
+        # The history is as short again as it was then, and may not tell a fault that goes on.
+        self._made_before.recall()
+        self._feed.give_all_again(later)
+
+    @property
+    def _loss_scale(self) -> float:
+        """What the loss is multiplied with before its backward pass."""
+        return 1.0 if self._scaler is None else float(self._scaler.get_scale())
+
+    def _see_parameters(self) -> None:
+        """Take in what the optimizer was given since, as where a part of the model is not frozen any more."""
+        if sum(len(group["params"]) for group in self.optimizer.param_groups) == len(self._named):
+            return
+        self._named = _named_parameters(self.model, self.optimizer)
+        self._present = ((), ())
+        self._arrived += self._rows.drain()
+        self._rows = self._made_rows()
+        self.renew_snapshot()
+
+    def _made_rows(self) -> RingBuffer[_Made]:
+        return RingBuffer(max(4, 2 * (self._lag + 1)), _SCALARS + len(self._named), self._device)
+
+    def _norms(self) -> Tensor:
+        """Of each gradient, in the order of `_names`."""
+        return gradient_norms(p for _, p in self._named)
+
+    def _names(self) -> tuple[str, ...]:
+        """Of the parameters that have a gradient: most often the same as a step before, and kept then."""
+        present = tuple(p.grad is not None for _, p in self._named)
+        if present != self._present[0]:
+            names = (name for (name, _), has in zip(self._named, present, strict=True) if has)
+            self._present = (present, tuple(names))
+        return self._present[1]
+
+
+def _named_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[str, nn.Parameter]]:
+    """Those that are optimized, with their names in the model.
+
+    Raises:
+        ValueError: none, or on several devices.
+    """
+    names = {id(p): name for name, p in model.named_parameters()}
+    optimized = [p for group in optimizer.param_groups for p in group["params"]]
+    require(bool(optimized), "optimizer", "no parameters", "at least one")
+    devices = {p.device for p in optimized}
+    require(len(devices) == 1, "parameters", sorted(map(str, devices)), "all on one device")
+    return [(names.get(id(p), f"parameter {i}"), p) for i, p in enumerate(optimized)]
+
+
+def _has_noted(scaler: torch.amp.GradScaler) -> bool:
+    """Whether gradients were unscaled since its last update."""
+    return any(state["found_inf_per_device"] for state in scaler._per_optimizer_states.values())
+
+
+def _everyone() -> distributed.ProcessGroup | None:
+    """All processes, where there are several."""
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return None
+    return distributed.group.WORLD if distributed.get_world_size() > 1 else None

@@ -1,0 +1,133 @@
+"""The plot of lengths: gradient norms over the sequence length, as an SVG, with the first unstable one."""
+
+from __future__ import annotations
+
+import io
+import math
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stackwise.argument import require
+from stackwise.stability.lengths.point import LengthPoint
+from stackwise.text_file import write_whole
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["length_svg", "write_length_plot"]
+
+_INK, _MUTED = "#1f2430", "#8a93a3"
+_COLOURS = {"stable": "#2a7f4f", "spiky": "#c98a1b", "unstable": "#c23b2b"}
+_LEAST_SPAN = 20.0  # of the axis of norms, from its lower end to its upper one
+
+
+def write_length_plot(
+    path: str | Path, points: Sequence[LengthPoint], title: str, first: int | None = None
+) -> Path:
+    """`length_svg` as a file.
+
+    Raises:
+        ValueError: another ending than .svg, or no length was run.
+        ImportError: matplotlib is not installed.
+    """
+    path = Path(path)
+    require(path.suffix == ".svg", "path", path.name, "a name that ends in .svg")
+    text = length_svg(points, title, first)
+    write_whole(path, text)
+    return path
+
+
+def length_svg(points: Sequence[LengthPoint], title: str, first: int | None = None) -> str:
+    """Gradient norms over the sequence length, as an SVG, the same text each time.
+
+    A dot is the median norm of a seed's training, the thin line above it reaches up to its largest one. Its
+    colour is the verdict on its length. A norm that is not finite has no place on the axis: such a seed is a
+    cross above all others.
+
+    Args:
+        points: in any order; those that were not run are left out.
+        title: above the plot.
+        first: the first unstable length, marked; None: there is none.
+
+    Raises:
+        ValueError: no length was run.
+        ImportError: matplotlib is not installed.
+    """
+    shown = sorted((point for point in points if point.runs), key=lambda point: point.seq_len)
+    require(bool(shown), "points", len(points), "at least one length that was run")
+    try:
+        import matplotlib as mpl
+        from matplotlib.backends.backend_svg import FigureCanvasSVG
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("a plot needs matplotlib: pip install 'stackwise[report]'") from error
+    # A hash salt in place of a random one, so that equal sweeps are equal files.
+    with mpl.rc_context({"svg.hashsalt": "stackwise", "svg.fonttype": "none", "font.size": 9}):
+        figure = Figure(figsize=(7.5, 4), layout="constrained")
+        FigureCanvasSVG(figure)
+        axes = figure.subplots()
+        _draw(axes, shown)
+        if first is not None:
+            axes.axvline(first, color=_COLOURS["unstable"], lw=1, ls="--")
+            axes.annotate(
+                f"first unstable: {first}",
+                (first, 0.5),
+                xycoords=("data", "axes fraction"),
+                color=_COLOURS["unstable"],
+                xytext=(4, 0),
+                textcoords="offset points",
+                rotation=90,
+                va="center",
+            )
+        axes.set_title(title, loc="left", color=_INK, parse_math=False)
+        axes.set_xlabel("sequence length")
+        axes.set_ylabel("gradient norm")
+        axes.spines[["top", "right"]].set_visible(False)
+        out = io.StringIO()
+        figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
+    return out.getvalue()
+
+
+def _draw(axes: Axes, points: Sequence[LengthPoint]) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    finite = [n for point in points for each in point.runs for n in each.gradient_norms if 0 < n < math.inf]
+    top = 2 * max(finite, default=1.0)
+    told = set[str]()
+    middles: list[tuple[int, float]] = []
+    for point in points:
+        colour = _COLOURS[point.verdict]
+        medians = []
+        for number, each in enumerate(point.runs):
+            norms = [norm for norm in each.gradient_norms if 0 < norm < math.inf]
+            # Beside each other, so that seeds that agree are seen as several.
+            place = point.seq_len * 1.012 ** (number - (len(point.runs) - 1) / 2)
+            label = "" if point.verdict in told else point.verdict
+            told.add(point.verdict)
+            if len(norms) < len(each.gradient_norms) or not norms:
+                axes.plot([place], [top], "x", ms=5, color=colour, label=label)
+                continue
+            medians.append(statistics.median(norms))
+            axes.plot([place, place], [medians[-1], max(norms)], "-", lw=0.8, color=colour)
+            axes.plot([place], [medians[-1]], "o", ms=3.5, color=colour, label=label)
+        if medians:
+            middles.append((point.seq_len, statistics.median(medians)))
+    axes.plot(*zip(*middles, strict=True) if middles else ([], []), "-", lw=0.8, color=_MUTED, zorder=0)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    places = [point.seq_len for point in points]
+    # Ticks at the lengths themselves, as far as they do not run into each other.
+    ticks = [n for n, before in zip(places, [0, *places], strict=False) if n > 1.25 * before]
+    axes.set_xticks(ticks, labels=[str(n) for n in ticks], rotation=45 if len(ticks) > 8 else 0)
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda norm, _: f"{norm:g}"))
+    axes.yaxis.set_minor_locator(NullLocator())
+    # Norms that hardly differ are not to look as if they did.
+    low, high = axes.get_ylim()
+    widen = max(1.0, math.sqrt(_LEAST_SPAN / (high / low)))
+    axes.set_ylim(low / widen, high * widen)
+    axes.set_xlim(places[0] / 1.2, places[-1] * 1.2)
+    axes.legend(loc="best", frameon=False)

@@ -1,0 +1,181 @@
+"""LengthPoint: what one sequence length showed: loss, logits, the training of each seed, time and memory."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from stackwise.stability.lengths.trouble import SeedRun
+from stackwise.stability.run import StabilityRun
+
+__all__ = ["LengthPoint", "LengthVerdict", "token_notes"]
+
+LengthVerdict = Literal["stable", "spiky", "unstable", "out of memory", "not run"]
+
+
+@dataclass(frozen=True, repr=False)
+class LengthPoint:
+    """What a length showed.
+
+    Attributes:
+        model: the spec's name.
+        seq_len: T.
+        batch_size: rows of a training step.
+        loss: mean of the untouched model of the first seed in eval mode, in nats for tokens.
+        logit_max: largest |logit|.
+        logit_rms: root of the mean square of the logits.
+        step_seconds: of a training step, the device waited for: the median of those behind the first, of all
+            seeds that were looked at together; of two looks joined, of the first.
+        runs: the training at this length, one a seed.
+        peak_bytes: the most memory of one training above what was in use before: of CUDA's tensors, or of
+            the process on the CPU; None: it was not measured, or cannot be.
+        stopped: "out of memory", of the length at which it ended; "not run", of longer ones; "": neither.
+    """
+
+    model: str
+    seq_len: int
+    batch_size: int
+    loss: float = math.nan
+    logit_max: float = math.nan
+    logit_rms: float = math.nan
+    step_seconds: float = math.nan
+    runs: tuple[SeedRun, ...] = ()
+    peak_bytes: int | None = None
+    stopped: Literal["", "out of memory", "not run"] = ""
+
+    @property
+    def run(self) -> StabilityRun:
+        """The training of the first seed.
+
+        Raises:
+            ValueError: memory did not last for it.
+        """
+        if not self.runs:
+            raise ValueError(f"run: T={self.seq_len} has none: {self.stopped}")
+        return self.runs[0].run
+
+    @property
+    def finite(self) -> bool:
+        """Whether loss and logits of the untouched model are."""
+        return all(map(math.isfinite, (self.loss, self.logit_max, self.logit_rms)))
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of the training steps."""
+        return self.batch_size * self.seq_len / self.step_seconds if self.step_seconds > 0 else math.nan
+
+    @property
+    def gradient_median(self) -> float:
+        """Of the norms of all steps and seeds; NaN where there is none."""
+        norms = self._gradient_norms
+        return statistics.median(norms) if norms else math.nan
+
+    @property
+    def gradient_max(self) -> float:
+        """The largest of all steps and seeds, infinite where one is not finite; NaN where there is none."""
+        return max(self._gradient_norms, default=math.nan)
+
+    @property
+    def troubled_seeds(self) -> list[int]:
+        """The seeds whose training is in trouble."""
+        return [each.seed for each in self.runs if each.troubles]
+
+    @property
+    def verdict(self) -> LengthVerdict:
+        """The length in a word.
+
+        Unstable is what is not finite in any seed, and what is in trouble in more than half of the seeds.
+        In trouble in fewer, it is spiky: another choice of weights or batches trains well. One seed alone
+        tells no chance from a rule: a spike that its guard lets pass is then a chance.
+        """
+        if self.stopped:
+            return self.stopped
+        troubles = [trouble for each in self.runs for trouble in each.troubles]
+        if not self.finite or any(trouble.kind in ("non-finite", "fault") for trouble in troubles):
+            return "unstable"
+        if not troubles:
+            return "stable"
+        if len(self.runs) == 1:
+            chance = self.run.verdict == "stable" and all(trouble.kind == "spike" for trouble in troubles)
+            return "spiky" if chance else "unstable"
+        return "unstable" if 2 * len(self.troubled_seeds) > len(self.runs) else "spiky"
+
+    @property
+    def why(self) -> str:
+        """What is wrong, with the numbers, of the first seed in trouble, and in how many; "": nothing."""
+        if self.stopped:
+            return self.stopped
+        said = []
+        if not self.finite:
+            said.append(f"loss {self.loss:.4g}, largest logit {self.logit_max:.4g}: not finite")
+        troubled = [each for each in self.runs if each.troubles]
+        if troubled:
+            first = "; ".join(trouble.text for trouble in troubled[0].troubles)
+            said.append(f"training of seed {troubled[0].seed}: {first}")
+            if len(self.runs) > 1:
+                said.append(f"{len(troubled)} of {len(self.runs)} seeds")
+        return "; ".join(said)
+
+    @property
+    def _gradient_norms(self) -> list[float]:
+        return [norm for each in self.runs for norm in each.gradient_norms]
+
+    def joined(self, other: LengthPoint) -> LengthPoint:
+        """The same with the seeds of another of the same length as well."""
+        assert self.seq_len == other.seq_len, (self.seq_len, other.seq_len)
+        base = other if self.finite and not other.finite and not other.stopped else self
+        peaks = [each for each in (self.peak_bytes, other.peak_bytes) if each is not None]
+        return replace(
+            base,
+            runs=self.runs + other.runs,
+            step_seconds=self.step_seconds,
+            peak_bytes=max(peaks, default=None),
+            stopped=self.stopped or other.stopped,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON: those of the first seed's training, and "length" with all that is here."""
+        numbers = {key: value for key, value in vars(self).items() if key != "runs"}
+        numbers |= {
+            "finite": self.finite,
+            "tokens_per_second": self.tokens_per_second,
+            "gradient_median": self.gradient_median,
+            "gradient_max": self.gradient_max,
+            "why": self.why,
+            "seeds": [each.to_dict() for each in self.runs],
+        }
+        return {**self._first(), "length": numbers}
+
+    def _first(self) -> dict[str, Any]:
+        if not self.runs:
+            told = {"model": self.model, "seq_len": self.seq_len, "verdict": self.verdict}
+            empty = {key: list[Any]() for key in ("faults", "fired", "alarms", "records")}
+            return told | empty | {"stopped": self.stopped}
+        first = self.run.to_dict()
+        return first if self.verdict == "stable" else first | {"verdict": self.verdict}
+
+    def __str__(self) -> str:
+        if not self.runs:
+            return f"T={self.seq_len:<6} {self.verdict}"
+        memory = "" if self.peak_bytes is None else f"{self.peak_bytes / 2**20:>8,.0f} MiB "
+        return (
+            f"T={self.seq_len:<6} {self.batch_size:>4} rows  loss {self.loss:<8.4g} "
+            f"largest logit {self.logit_max:<8.4g} gradient norm {self.gradient_median:<8.4g} "
+            f"at most {self.gradient_max:<8.4g} {self.tokens_per_second:>10,.0f} tokens/s "
+            f"{memory} {self.verdict}"
+        )
+
+    def __repr__(self) -> str:
+        return f"<T={self.seq_len}: {self.verdict}>"
+
+
+def token_notes(points: Sequence[LengthPoint], tokens_per_step: int | None) -> list[str]:
+    """Which lengths do not divide the tokens of a step, in one sentence; []: all do."""
+    rows = [(p.seq_len, p.batch_size, p.batch_size * p.seq_len) for p in points if p.stopped != "not run"]
+    other = [f"{n} x {length} = {tokens}" for length, n, tokens in rows if tokens != tokens_per_step]
+    if tokens_per_step is None or not other:
+        return []
+    return [f"not {tokens_per_step} tokens a step, which they do not divide: {', '.join(other)}"]

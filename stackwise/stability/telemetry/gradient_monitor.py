@@ -1,0 +1,177 @@
+"""GradientMonitor: the gradient norm of every parameter, in anybody's training loop.
+
+Shapes: P parameters with a gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from stackwise.argument import check_sizes, require
+from stackwise.stability.telemetry.gradient_norm import first_non_finite, global_norm, gradient_norms
+from stackwise.stability.telemetry.ring_buffer import RingBuffer
+
+__all__ = ["GradientMonitor", "GradientRecord", "GradientState"]
+
+
+class GradientState(NamedTuple):
+    """The gradients of one step, on the device.
+
+    Attributes:
+        total_norm: global L2 norm, float32 scalar; `torch.nn.utils.clip_grads_with_norm_` takes it.
+        found_inf: float32 scalar, 1 where `total_norm` is not finite, else 0.
+        norms_P: L2 norm of each gradient, float32, in the order of the parameters.
+    """
+
+    total_norm: Tensor
+    found_inf: Tensor
+    norms_P: Tensor
+
+
+@dataclass(frozen=True)
+class GradientRecord:
+    """The gradients of one step, on the host.
+
+    Attributes:
+        step: as given to `observe`, or counted from 0.
+        total_norm: global L2 norm.
+        parameter_norms: L2 norm of each gradient by the parameter's name.
+    """
+
+    step: int
+    total_norm: float
+    parameter_norms: dict[str, float]
+
+    @property
+    def first_non_finite(self) -> str | None:
+        """Name of the first parameter with a non-finite gradient, in the order of the model."""
+        return first_non_finite(self.parameter_norms)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self)
+
+
+class GradientMonitor:
+    """Norms of all gradients after each backward pass, without making the host wait.
+
+    Args:
+        parameters: a model, or its names and parameters. Those that join a model later are not seen.
+        capacity: steps that may be under way. What has arrived is kept until `records` is called.
+
+    Raises:
+        ValueError: no parameters, one name twice, or a capacity below 2.
+    """
+
+    def __init__(
+        self, parameters: nn.Module | Iterable[tuple[str, nn.Parameter]], *, capacity: int = 64
+    ) -> None:
+        check_sizes(minimum=2, capacity=capacity)
+        named = parameters.named_parameters() if isinstance(parameters, nn.Module) else parameters
+        self._named = list(named)
+        names = [name for name, _ in self._named]
+        require(bool(names), "parameters", names, "at least one")
+        twice = (
+            sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+        )
+        require(not twice, "parameters", twice, "each name once")
+        self._capacity = capacity
+        self._rows: RingBuffer[tuple[int, tuple[str, ...]]] | None = None
+        self._unread: list[GradientRecord] = []
+        self._guarded: list[torch.optim.Optimizer] = []
+        self._present: tuple[tuple[bool, ...], tuple[str, ...]] = ((), ())
+        self._next_step = 0
+
+    def observe(self, step: int | None = None) -> GradientState:
+        """Take the norms of the gradients as they are: after the backward pass, before they are clipped.
+
+        Args:
+            step: number of the record; None: one more than before.
+
+        Raises:
+            ValueError: no gradient at all, or a sparse one.
+        """
+        require(
+            any(p.grad is not None for _, p in self._named),
+            "gradients",
+            "none",
+            "backward() before observe()",
+        )
+        step = self._next_step if step is None else step
+        self._next_step = step + 1
+        with torch.no_grad():
+            norms_P = gradient_norms(p for _, p in self._named)
+            total = global_norm(norms_P)
+            found_inf = (~total.isfinite()).float()
+        for optimizer in self._guarded:
+            optimizer.found_inf = found_inf  # type: ignore[attr-defined]
+        if self._rows is None:
+            self._rows = RingBuffer(self._capacity, 1 + len(self._named), norms_P.device)
+        self._make_room(self._rows)
+        self._rows.write((step, self._names()), (total,), norms_P)
+        return GradientState(total, found_inf, norms_P)
+
+    def records(self) -> list[GradientRecord]:
+        """Records that have arrived since the last call, oldest first. The host does not wait."""
+        if self._rows is not None:
+            self._keep(self._rows.poll())
+        return self._hand_out()
+
+    def drain(self) -> list[GradientRecord]:
+        """Every record since the last call. Waits for the device."""
+        if self._rows is not None:
+            self._keep(self._rows.drain())
+        return self._hand_out()
+
+    def guard(self, optimizer: torch.optim.Optimizer) -> None:
+        """From now on leave steps with a non-finite gradient out, on the device.
+
+        Each `observe` sets `optimizer.found_inf`, which a fused optimizer reads in the pass that updates the
+        weights: where it is 1, neither weights nor state change. `torch.amp.GradScaler` sets the
+        same attribute by itself and needs no guard.
+
+        Raises:
+            ValueError: an optimizer that would not read it.
+        """
+        kind = type(optimizer).__name__
+        if not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW | torch.optim.SGD):
+            reads = hasattr(optimizer, "found_inf")
+            require(reads, "optimizer", kind, "Adam, AdamW or SGD of torch, or one that has `found_inf`")
+        else:
+            for index, group in enumerate(optimizer.param_groups):
+                allowed = "True: only the fused kernels of torch read found_inf"
+                require(
+                    bool(group.get("fused")), f"param_groups[{index}]['fused']", group.get("fused"), allowed
+                )
+        self._guarded.append(optimizer)
+
+    def _names(self) -> tuple[str, ...]:
+        """Of the parameters that have a gradient: most often the same as a step before, and kept then."""
+        present = tuple(p.grad is not None for _, p in self._named)
+        if present != self._present[0]:
+            names = (name for (name, _), has in zip(self._named, present, strict=True) if has)
+            self._present = (present, tuple(names))
+        return self._present[1]
+
+    def _make_room(self, rows: RingBuffer[tuple[int, tuple[str, ...]]]) -> None:
+        """Read what has arrived from half full on; a loop that never reads is not a loop that stops.
+
+        It is full only where the device is `capacity` steps behind, and then the host waits for one of them.
+        """
+        if 2 * len(rows) >= rows.capacity:
+            self._keep(rows.poll())
+        if rows.full:
+            self._keep(rows.drain())
+
+    def _keep(self, rows: list[tuple[tuple[int, tuple[str, ...]], list[float]]]) -> None:
+        for (step, names), (total, *norms) in rows:
+            self._unread.append(GradientRecord(step, total, dict(zip(names, norms, strict=False))))
+
+    def _hand_out(self) -> list[GradientRecord]:
+        records, self._unread = self._unread, []
+        return records

@@ -1,0 +1,168 @@
+"""Diagnosis: a bundle comes back as it was, is computed again to the bit, and a damaged one is refused."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch import nn
+
+from stackwise.random_states import random_states
+from stackwise.stability.guard.batch_feed import GivenBatch
+from stackwise.stability.guard.blame import blamed
+from stackwise.stability.guard.diagnosis import Bundle, histogram, replay
+
+
+def make_model():
+    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, 1))
+
+
+def loss_of(model, batch):
+    return (model(batch["x"]) - batch["more"][0]).square().mean()
+
+
+@pytest.fixture
+def broken():
+    torch.manual_seed(3)
+    model = make_model()
+    states = random_states()
+    batch = {"x": torch.randn(8, 4), "more": (torch.ones(8, 1), [1, "text", None, math.inf])}
+    weights = {n: t.detach().clone() for n, t in [*model.named_parameters(), *model.named_buffers()]}
+    given = GivenBatch(12, ("a", 3), batch, states)
+    alarm = {"step": 12, "kind": "gradient spike", "value": math.inf, "batch": (("a", 3),)}
+    return model, Bundle(alarm, [given], {"0.weight": 10.0, "3.bias": math.nan}, True, weights, {"seed": 3})
+
+
+def same(a, b):
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, np.ndarray):
+        return a.dtype == b.dtype and np.array_equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, list | tuple):
+        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
+    return a == b or (a != a and b != b)
+
+
+def test_a_bundle_comes_back(broken, tmp_path):
+    _, bundle = broken
+    folder = bundle.write(tmp_path / "deep" / "step")
+    again = Bundle.read(folder)
+    assert same(again.alarm, bundle.alarm)
+    assert same(again.norms, bundle.norms)
+    assert again.notes == {"seed": 3}
+    [given] = again.batches
+    assert (given.step, given.id) == (12, ("a", 3))
+    assert same(given.batch, bundle.batches[0].batch)
+    assert same(given.random, bundle.batches[0].random)
+    assert same(dict(again.weights), dict(bundle.weights))
+    assert sorted(p.name for p in tmp_path.joinpath("deep").iterdir()) == ["step"]
+    told = json.loads((folder / "bundle.json").read_text())
+    assert told["histogram"] == {"decades": [1], "counts": [1], "zero": 0, "non_finite": 1}
+    with pytest.raises(ValueError, match="folder: got"):
+        bundle.write(folder)
+
+
+def test_the_step_is_computed_again_to_the_bit(broken, tmp_path):
+    model, bundle = broken
+    folder = bundle.write(tmp_path / "step")
+    torch.set_rng_state(bundle.batches[0].random["torch"])
+    expected = loss_of(model, bundle.batches[0].batch)  # the dropout of the step
+    expected.backward()
+    other = make_model().eval()
+    before = torch.get_rng_state()
+    found = replay(folder, other, loss_of)
+    assert found.loss == expected.item()
+    norms = {name: p.grad.norm().item() for name, p in model.named_parameters()}
+    assert found.parameter_norms == pytest.approx(norms, rel=1e-5, abs=1e-7)
+    assert found.grad_norm == pytest.approx(math.hypot(*norms.values()), rel=1e-5)
+    assert not found.broken
+    assert not other.training
+    assert all(p.grad is None for p in other.parameters())
+    assert torch.equal(torch.get_rng_state(), before)
+    assert same(dict(other.named_buffers()), {n: bundle.weights[n] for n, _ in other.named_buffers()})
+
+
+def test_without_weights_those_of_the_model_are_taken(broken, tmp_path):
+    model, bundle = broken
+    bare = Bundle(bundle.alarm, bundle.batches, bundle.norms)
+    folder = bare.write(tmp_path / "step")
+    with torch.no_grad():
+        model[3].weight[0, 0] = math.nan
+    found = replay(folder, model, loss_of)
+    assert found.broken
+    assert "3.weight" in found.where
+
+
+def test_weights_of_another_model_are_refused(broken, tmp_path):
+    folder = broken[1].write(tmp_path / "step")
+    with pytest.raises(ValueError, match="weights: got"):
+        replay(folder, nn.Linear(4, 1), loss_of)
+    wider = nn.Sequential(nn.Linear(4, 7), nn.BatchNorm1d(7), nn.Dropout(0.5), nn.Linear(7, 1))
+    with pytest.raises(ValueError, match=r"weights\['0.weight'\]: got \(6, 4\)"):
+        replay(folder, wider, loss_of)
+
+
+def test_what_needs_a_pickle_is_refused_and_leaves_nothing(tmp_path):
+    bundle = Bundle({}, [GivenBatch(0, 0, {"x": object()}, {})], {})
+    with pytest.raises(ValueError, match=r"batch.0.x: got builtins.object"):
+        bundle.write(tmp_path / "step")
+    assert list(tmp_path.iterdir()) == []
+
+
+@given(data=st.data())
+def test_damage_is_an_error_that_names_the_file(data, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bundle") / "step"
+    weights = {"w": torch.arange(3.0)}
+    Bundle({"step": 1}, [GivenBatch(1, 2, torch.ones(2), {})], {"w": 1.0}, True, weights).write(folder)
+    name = data.draw(st.sampled_from(["bundle.json", "tensors.safetensors", "weights.safetensors"]))
+    content = (folder / name).read_bytes()
+    cut = data.draw(st.integers(0, len(content) - 3))  # behind it JSON has a newline
+    (folder / name).write_bytes(content[:cut])
+    with pytest.raises(ValueError, match="no bundle, or a damaged one"):
+        Bundle.read(folder)
+
+
+def test_no_bundle(tmp_path):
+    with pytest.raises(ValueError, match=r"bundle.json: no bundle"):
+        Bundle.read(tmp_path)
+
+
+def test_files_are_safetensors(broken, tmp_path):
+    folder = broken[1].write(tmp_path / "step")
+    assert sorted(p.name for p in folder.iterdir()) == [
+        "bundle.json",
+        "tensors.safetensors",
+        "weights.safetensors",
+    ]
+    assert load_file(folder / "weights.safetensors").keys() == dict(broken[1].weights).keys()
+
+
+def test_histogram():
+    norms = {"a": 0.5, "b": 0.11, "c": 20.0, "d": 0.0, "e": math.inf, "f": math.nan}
+    assert histogram(norms) == {"decades": [-1, 0, 1], "counts": [2, 0, 1], "zero": 1, "non_finite": 2}
+    assert histogram({}) == {"decades": [], "counts": [], "zero": 0, "non_finite": 0}
+
+
+@pytest.mark.parametrize(
+    "norms, reference, where",
+    [
+        ({"a.w": 10.0, "a.b": 10.0, "c.w": 10.0}, {"a.w": 1.0, "a.b": 1.0, "c.w": 1.0}, "(the model itself)"),
+        ({"x.a.w": 10.0, "x.a.b": 9.0, "x.c.w": 1.1}, {"x.a.w": 1.0, "x.a.b": 1.0, "x.c.w": 1.0}, "x.a"),
+        ({"x.a.w": 10.0, "x.c.w": 9.0, "y.w": 1.1}, {"x.a.w": 1.0, "x.c.w": 1.0, "y.w": 1.0}, "x"),
+        ({"x.a.w": 10.0, "y.w": 50.0}, {"x.a.w": 1.0, "y.w": 40.0}, "x.a.w"),
+        ({"x.a.w": 10.0, "y.w": 50.0}, {}, "y.w"),
+        ({"x.a.w": 1.0, "y.w": 2.0}, {"x.a.w": 1.0, "y.w": 2.0}, "y.w"),
+        ({"a": math.nan, "b": 1.0}, {}, "a"),
+        (dict.fromkeys("abcde", math.inf) | {"f": 1.0}, {}, "a, b, c and 2 more"),
+        (dict.fromkeys("abcde", math.inf), {}, "(the model itself)"),
+        ({}, {}, ""),
+    ],
+)
+def test_blame(norms, reference, where):
+    assert blamed(norms, reference) == where

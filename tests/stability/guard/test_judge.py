@@ -1,0 +1,159 @@
+"""Judge: its limits against NumPy, what each signal is told apart by, and what it remembers."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stackwise.stability.guard import GuardPolicy
+from stackwise.stability.guard.judge import KINDS, Judge
+
+CPU = torch.device("cpu")
+NUMBERS = st.lists(st.floats(2.0**-20, 2.0**20, width=32), min_size=4, max_size=20)
+
+
+def expected_limit(numbers, deviations, factor, recent=8):
+    logs = np.log(np.asarray(numbers, dtype=np.float64))
+    changes = np.diff(logs)
+    mad = np.median(np.abs(changes - np.median(changes)))
+    return float(np.exp(np.median(logs[-recent:]) + max(deviations * mad, np.log(factor))))
+
+
+def decide(judge, norm=1.0, loss=1.0, logit=None, **options):
+    logit = None if logit is None else torch.tensor(logit)
+    return judge.decide(torch.tensor(loss), torch.tensor([norm]), logit, **options)
+
+
+def kind_of(judge, **signals):
+    return KINDS[int(decide(judge, **signals).code)]
+
+
+def trained(policy=None, steps=8):
+    judge = Judge(policy or GuardPolicy(), CPU)
+    for _ in range(steps):
+        decide(judge, logit=1.0)
+    return judge
+
+
+@given(NUMBERS, NUMBERS, st.floats(0.0, 20.0), st.floats(1.01, 2.0), st.floats(2.0, 50.0))
+def test_each_signal_has_the_limits_of_its_own_numbers(norms, losses, deviations, suspect, factor):
+    count = min(len(norms), len(losses))
+    norms, losses = norms[:count], losses[:count]
+    policy = GuardPolicy(
+        deviations=deviations,
+        factor=factor,
+        suspect_factor=suspect,
+        proven_factor=factor + 1,
+        loss_factor=factor,
+        minimum=count,  # nothing is a spike before
+    )
+    judge, doubting = Judge(policy, CPU), Judge(policy, CPU)
+    for norm, loss in zip(norms, losses, strict=True):
+        decide(judge, norm, loss)
+        decide(doubting, norm, loss, suspect=True)
+    found, doubted = decide(judge), decide(doubting, suspect=True)
+    assert found.norm_limit.item() == pytest.approx(expected_limit(norms, deviations, factor), rel=1e-9)
+    assert found.proven_limit.equal(found.norm_limit)
+    assert found.loss_limit.item() == pytest.approx(expected_limit(losses, deviations, factor), rel=1e-9)
+    assert found.logit_limit.item() == math.inf
+    assert doubted.norm_limit.item() == pytest.approx(expected_limit(norms, 0.0, suspect), rel=1e-9)
+    assert doubted.proven_limit.item() == pytest.approx(
+        expected_limit(norms, deviations, factor + 1), rel=1e-9
+    )
+
+
+@pytest.mark.parametrize(
+    "signals, kind",
+    [
+        ({}, None),
+        ({"norm": 100.0}, "gradient spike"),
+        ({"loss": 100.0}, "loss spike"),
+        ({"logit": 100.0}, "logit growth"),
+        ({"logit": math.inf}, "logit growth"),
+        ({"logit": math.nan}, None),
+        ({"norm": math.inf}, "non-finite gradient"),
+        ({"norm": math.nan}, "non-finite gradient"),
+        ({"loss": math.nan}, "non-finite loss"),
+        ({"loss": -math.inf}, "non-finite loss"),
+        # The worst of several, and each of them by itself.
+        ({"norm": 100.0, "loss": 100.0, "logit": 100.0}, "gradient spike"),
+        ({"norm": 100.0, "loss": math.nan}, "non-finite loss"),
+        ({"norm": math.nan, "loss": math.nan}, "non-finite loss"),
+    ],
+)
+def test_kinds(signals, kind):
+    assert kind_of(trained(), **signals) == kind
+
+
+@pytest.mark.parametrize("signal, key", [("loss", "loss_factor"), ("logit", "logit_factor")])
+def test_a_signal_without_a_factor_may_rise_as_it_likes(signal, key):
+    judge = trained(GuardPolicy(**{key: None}))
+    assert kind_of(judge, **{signal: 1e30}) is None
+    assert kind_of(trained(), **{signal: 1e30}) is not None
+
+
+def test_a_largest_logit_holds_from_the_first_step():
+    judge = Judge(GuardPolicy(logit_limit=50.0), CPU)
+    assert kind_of(judge, logit=49.0) is None
+    assert kind_of(judge, logit=51.0) == "logit growth"
+
+
+def test_a_broken_step_is_remembered_by_no_signal():
+    judge = trained()
+    before = judge.state_dict()["logs"]
+    decide(judge, norm=100.0, loss=1.01, logit=1.01)
+    assert judge.state_dict()["logs"].nan_to_num(7.0).equal(before.nan_to_num(7.0))
+    decide(judge, norm=1.01, loss=1.01, logit=1.01)
+    assert judge.state_dict()["logs"][:, -1].tolist() == pytest.approx([math.log(1.01)] * 3, rel=1e-6)
+
+
+def test_a_signal_that_is_not_given_keeps_what_it_knew():
+    judge = trained()
+    for _ in range(20):
+        decide(judge)
+    assert kind_of(judge, logit=100.0) == "logit growth"
+
+
+def test_a_step_that_is_made_again_is_held_against_itself():
+    judge = Judge(GuardPolicy(), CPU)  # which knows nothing
+    before_S = torch.tensor([2.0, 3.0, math.nan], dtype=torch.float64)
+    found = decide(judge, norm=2.0, loss=3.0, logit=50.0, before_S=before_S)
+    assert found.code == 0
+    assert found.norm_limit.item() == pytest.approx(2.0 * GuardPolicy().factor)
+    assert found.loss_limit.item() == pytest.approx(3.0 * GuardPolicy().loss_factor)
+    assert found.logit_limit.item() == math.inf
+    doubted = decide(judge, norm=2.0, loss=3.0, suspect=True, before_S=before_S)
+    assert doubted.norm_limit.item() == pytest.approx(2.0 * GuardPolicy().suspect_factor)
+    assert doubted.proven_limit.item() == pytest.approx(2.0 * GuardPolicy().proven_factor)
+    for signals, kind in (({"norm": 10.1}, "gradient spike"), ({"loss": 9.1}, "loss spike")):
+        code = decide(judge, **{"norm": 2.0, "loss": 3.0, **signals}, before_S=before_S).code
+        assert KINDS[int(code)] == kind
+    # A history that is long enough is the one of the first time.
+    late = trained(steps=20)
+    low_S = torch.full((3,), 0.01, dtype=torch.float64)
+    assert decide(late, norm=1.0, before_S=low_S).norm_limit == decide(trained(steps=20)).norm_limit
+
+
+def test_a_clipped_spike_that_is_made_again_is_clipped_to_itself():
+    judge = Judge(GuardPolicy(spikes_clipped=1), CPU)
+    found = decide(judge, norm=100.0, before_S=torch.tensor([2.0, 1.0, math.nan]))
+    assert (KINDS[int(found.code)], found.found_inf.item()) == ("gradient spike", 0.0)
+    assert found.divisor.item() == pytest.approx(50.0)
+
+
+def test_the_state_is_a_copy_and_goes_on():
+    judge, again = trained(), Judge(GuardPolicy(), CPU)
+    state = judge.state_dict()
+    decide(judge, norm=2.0)
+    again.load_state_dict(state)
+    assert kind_of(again, loss=100.0) == "loss spike"
+    assert again.state_dict()["logs"].nan_to_num(7.0).equal(state["logs"].nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("logs", [None, 3, torch.zeros(5), torch.zeros(2, 5)])
+def test_another_state_is_refused(logs):
+    with pytest.raises(ValueError, match=r"state\['logs'\]"):
+        trained().load_state_dict({"logs": logs, "clipped": torch.zeros(()), "trusted": False})

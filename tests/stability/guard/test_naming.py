@@ -1,0 +1,266 @@
+"""What an alarm names, and whose fault it says it is: that of the batch or of the machine."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from stackwise.random_states import random_states
+from stackwise.stability.guard import Guard
+from tests.stability.guard.guarded_run import (
+    POLICY,
+    element,
+    guarded,
+    loss_of,
+    made,
+    make_data,
+    plain,
+    resumed,
+    same,
+    times,
+)
+
+
+def executed(factor, step, count):
+    """Gradients multiplied at so many executed steps from `step` on, whatever their batches."""
+    fired = []
+
+    def fault(run, now):
+        if (fired or now == step) and len(fired) < count:
+            times(factor, now)(run, now)
+            fired.append(now)
+
+    return fault, fired
+
+
+def broken_output(run, value, *steps, layer=1, backward=False):
+    """Inside layers.1.up, forward or backward, each time that it is computed at these steps."""
+
+    def forward(_module, _args, output):
+        if run.guard.steps in steps:
+            return output.index_fill(1, torch.tensor([3]), value) if not backward else output
+        return None
+
+    def gradient(_module, _inputs, gradients):
+        return tuple(None if g is None else g * value for g in _inputs) if run.guard.steps in steps else None
+
+    up = run.model.layers[layer].up
+    return up.register_full_backward_hook(gradient) if backward else up.register_forward_hook(forward)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("lag", [0, 2])
+def test_the_module_is_named_by_computing_the_step_again(backward, lag):
+    hooked = []
+
+    def watch(run, step):
+        if not hooked:
+            hooked.append(broken_output(run, math.nan, 30, backward=backward))
+
+    run = guarded("fused adamw", watch=watch, loss_of=loss_of, lag=lag, dropout=0.1)
+    [alarm] = run.guard.alarms
+    assert alarm.step == 30
+    assert alarm.kind == ("non-finite gradient" if backward else "non-finite loss")
+    assert alarm.where == f"layers.1.up ({'backward' if backward else 'forward'})"
+    assert alarm.reproduced is True
+    if lag == 0:
+        # Computing it again left no trace: neither in random states nor in buffers.
+        other = guarded("fused adamw", element(math.nan, 30), dropout=0.1)
+        assert same(run.state, other.state)
+
+
+def test_a_fault_that_does_not_come_again_says_so():
+    run = guarded("sgd", executed(math.nan, 30, 1)[0], loss_of=loss_of)
+    [alarm] = run.guard.alarms
+    assert (alarm.reproduced, alarm.action) == (False, "retried")
+    assert str(alarm).endswith("update skipped, step made again; not so when computed again")
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+@pytest.mark.parametrize("optimizer", ["fused adamw", "fused sgd"])
+def test_a_broken_machine_loses_no_batch(optimizer, lag):
+    fault, fired = executed(10, 60, 1)
+    run = guarded(optimizer, fault, loss_of=loss_of, dropout=0.1, lag=lag)
+    assert [alarm.step for alarm in run.guard.alarms] == fired == [60]
+    assert run.guard.quarantined == []
+    assert run.guard.skipped == 1
+    assert same(run.state, plain(optimizer, dropout=0.1).state)
+
+
+@pytest.mark.parametrize(
+    "count", [2, 5, 10, *(pytest.param(count, marks=pytest.mark.slow) for count in (3, 4, 6, 7, 8, 9))]
+)
+def test_a_broken_machine_that_recovers_loses_no_batch(count):
+    fault, fired = executed(10, 65, count)
+    run = guarded("adamw", fault, loss_of=loss_of, dropout=0.1)
+    assert [alarm.step for alarm in run.guard.alarms] == fired
+    actions = ["retried"] * 4 + ["rewound"] + ["retried"] * 5
+    assert [alarm.action for alarm in run.guard.alarms] == actions[:count]
+    assert run.guard.quarantined == []
+    assert same(run.state, plain("adamw", dropout=0.1).state)
+
+
+@pytest.mark.parametrize("optimizer", ["fused adamw", "fused sgd"])
+def test_a_broken_machine_is_noticed_where_a_rewind_leaves_no_history(optimizer):
+    # Step 12 goes back to step 0, where the detector was new.
+    fault, fired = executed(10, 12, 9)
+    run = guarded(optimizer, fault, loss_of=loss_of, dropout=0.1)
+    assert [alarm.step for alarm in run.guard.alarms] == fired == [12] * 5 + [0] * 4
+    assert run.guard.quarantined == []
+    assert same(run.state, plain(optimizer, dropout=0.1).state)
+
+
+@pytest.mark.parametrize("optimizer, lag", [("fused adamw", 0), ("fused sgd", 2)])
+def test_a_broken_machine_stops_it_where_a_rewind_leaves_no_history(optimizer, lag):
+    run = guarded(optimizer, executed(10, 10, 1000)[0], loss_of=loss_of, dropout=0.1, lag=lag)
+    assert [alarm.step for alarm in run.error.alarms] == [10] * 5 + [0] * 6
+    actions = ["retried"] * 4 + ["rewound"] + ["retried"] * 5 + ["raised"]
+    assert [alarm.action for alarm in run.error.alarms] == actions
+    # With a lag there are zeros in place of no momentum.
+    assert same(run.state["model"], plain(optimizer, dropout=0.1, before=0).state["model"])
+
+
+def test_a_rewind_that_is_under_way_is_continued_with_what_it_knows():
+    """A checkpoint between a rewind to step 0 and the step that it was made for."""
+    data, states = make_data(), []
+    fault, fired = executed(10, 12, 5)
+    run = made("fused sgd", 0, dropout=0.1)
+    guard = Guard(run.model, run.optimizer, scheduler=run.scheduler, policy=POLICY, loss_of=loss_of)
+    for batch in guard.batches(data):
+        if len(fired) == 5 and guard.steps == 0:
+            states.append(
+                {
+                    "guard": guard.state_dict(closed=True),
+                    "model": copy.deepcopy(run.model.state_dict()),
+                    "optimizer": copy.deepcopy(run.optimizer.state_dict()),
+                    "scheduler": run.scheduler.state_dict(),
+                    "random": random_states(),
+                }
+            )
+            break
+        loss = loss_of(run.model, batch)
+        loss.backward()
+        fault(run, guard.steps)
+        guard.step(loss)
+    [state] = states
+    again = resumed(state, data, executed(10, 0, 2)[0], loss_of=loss_of)
+    assert [alarm.step for alarm in again.guard.alarms] == [12] * 5 + [0] * 2
+    assert same(again.state, plain("fused sgd", dropout=0.1).state)
+
+
+@pytest.mark.parametrize("at", [14, 15, 16])
+def test_a_module_is_named_right_behind_a_snapshot_too(at):
+    # It is taken at 15. What is too large is so against the batches before.
+    data = make_data()
+    run = guarded("sgd", data=data, loss_of=steep(data, 1000, at))
+    assert [(alarm.step, alarm.where) for alarm in run.guard.alarms] == [(at, "the loss")]
+
+
+def test_a_broken_machine_right_behind_a_snapshot():
+    # Before and after the rewind it is the same step that breaks: nothing tells machine from batch.
+    for count, lost in ((9, []), (10, [60]), (11, [60])):
+        fault, fired = executed(10, 60, count)
+        run = guarded("adamw", fault, loss_of=loss_of)
+        assert [alarm.step for alarm in run.guard.alarms] == fired
+        assert [place for _, place in run.guard.quarantined] == lost
+        assert (run.error is None) == (count < 11)
+
+
+def test_a_broken_machine_that_does_not_recover_stops_it():
+    fault, fired = executed(10, 65, 1000)
+    run = guarded("adamw", fault, loss_of=loss_of)
+    assert [alarm.step for alarm in run.error.alarms] == fired
+    assert len(fired) == 11
+    assert fired[:5] == [65] * 5
+    [again] = set(fired[5:])
+    assert 45 <= again < 65
+    assert run.guard.quarantined == []
+    assert same(run.state, plain("adamw", before=again).state)
+
+
+def test_what_breaks_in_the_loop_alone_is_put_down_to_the_batch_in_the_end():
+    run = guarded("sgd", element(math.nan, 35), loss_of=loss_of)
+    assert [alarm.step for alarm in run.guard.alarms] == [35] * 6
+    assert [alarm.action for alarm in run.guard.alarms] == ["retried"] * 4 + ["rewound", "skipped"]
+    assert {alarm.reproduced for alarm in run.guard.alarms} == {False}
+    assert run.guard.alarms[0].where == "layers.1.up.weight"
+    assert run.guard.quarantined == [(0, 35)]
+    assert same(run.state, plain("sgd", leave_out=[35]).state)
+
+
+def steep(data, factor, *places):
+    """The loss of batches, some of which have a gradient so many times as large."""
+    chosen = {id(data[place]) for place in places}
+
+    def compute(model, batch):
+        logits = model(batch[0])
+        if id(batch) in chosen:
+            logits.register_hook(lambda gradient: gradient * factor)
+        return F.cross_entropy(logits, batch[1])
+
+    return compute
+
+
+@pytest.mark.parametrize("lag", [0, 3])
+@pytest.mark.parametrize("optimizer", ["fused adamw", "fused sgd"])
+def test_a_rise_that_is_of_the_batch_is_no_alarm(optimizer, lag):
+    data = make_data()
+    compute = steep(data, 5, 30, 31, 60)
+    run = guarded(optimizer, data=data, loss_of=compute, dropout=0.1, lag=lag)
+    assert run.guard.alarms == []
+    assert run.guard.cleared >= 2
+    assert run.guard.skipped == 0
+    assert same(run.state, plain(optimizer, data=data, dropout=0.1, compute=compute).state)
+
+
+def test_a_rise_of_the_machine_is_an_alarm_where_it_is_small():
+    # 4 is below `factor`: nothing but another computation tells that it is not sound.
+    run = guarded("adamw", executed(4, 60, 1)[0], loss_of=loss_of)
+    [alarm] = run.guard.alarms
+    assert (alarm.step, alarm.action, alarm.reproduced) == (60, "retried", False)
+    assert alarm.limit < alarm.value < 5 * alarm.limit / POLICY.suspect_factor
+    assert guarded("adamw", executed(4, 60, 1)[0]).guard.alarms == []
+
+
+@pytest.mark.parametrize("lag", [0, 3])
+def test_a_rise_of_the_batch_is_an_alarm_where_it_is_large(lag):
+    data = make_data()
+    compute = steep(data, 100, 60)
+    run = guarded("fused adamw", data=data, loss_of=compute, lag=lag)
+    [alarm] = run.guard.alarms
+    assert (alarm.step, alarm.kind, alarm.action) == (60, "gradient spike", "skipped")
+    assert alarm.reproduced is True
+    assert run.guard.quarantined == [(0, 60)]
+    assert same(run.state, plain("fused adamw", data=data, leave_out=[60]).state)
+
+
+def test_a_step_that_is_trusted_is_so_after_a_checkpoint():
+    data = make_data()
+    compute = steep(data, 5, 60)
+    run = made("sgd", 0)
+    guard = Guard(run.model, run.optimizer, scheduler=run.scheduler, policy=POLICY, loss_of=compute)
+    for batch in guard.batches(data):
+        loss = compute(run.model, batch)
+        loss.backward()
+        guard.step(loss)
+        if guard.steps == 60 and guard.state_dict()["judge"]["trusted"]:
+            break
+    other = Guard(run.model, run.optimizer, scheduler=run.scheduler, policy=POLICY, loss_of=compute)
+    other.load_state_dict(guard.state_dict())
+    for batch in other.batches(data, fast_forward=True):
+        loss = compute(run.model, batch)
+        loss.backward()
+        other.step(loss)
+    assert (other.alarms, other.cleared) == ([], 1)
+    assert same(run.state, plain("sgd", data=data, compute=compute).state)
+
+
+def test_a_broken_batch_is_the_fault_of_the_batch():
+    data = make_data()
+    data[30] = (data[30][0], torch.full_like(data[30][1], -100))  # 0 / 0
+    run = guarded("sgd", data=data, loss_of=loss_of)
+    [alarm] = run.guard.alarms
+    assert (alarm.step, alarm.kind, alarm.reproduced) == (30, "non-finite loss", True)
+    assert "loss" in alarm.where

@@ -1,0 +1,105 @@
+"""Several processes decide as one."""
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+RANKS = """
+import math, sys
+import torch
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+from stackwise.stability.guard import Guard, GuardPolicy
+
+def main(rank, place, lag):
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", init_method=f"file://{place}", rank=rank, world_size=2)
+    torch.manual_seed(0)
+    inner = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    model = DistributedDataParallel(inner)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, fused=True)
+    loss_of = lambda m, batch: (m(batch) - 1).square().mean()
+    policy = GuardPolicy(snapshot_interval=8, patience=3)
+    guard = Guard(model, optimizer, policy=policy, lag=lag, loss_of=loss_of)
+    generator = torch.Generator().manual_seed(rank)
+    data = [torch.randn(32, 4, generator=generator) for _ in range(40)]
+    # Only one process has it: a batch that is not finite, later three that are far too large.
+    if rank == 1:
+        data[20][3, 3] = math.nan
+    if rank == 0:
+        for step in (25, 26, 27):
+            data[step] *= 100
+    given, fired = [], []
+    for batch in guard.batches(data):
+        step = guard.steps
+        loss = loss_of(model, batch)
+        loss.backward()
+        given.append(step)
+        if step == 35 and step not in fired:  # behind the backward pass, and so small that it would pass
+            for p in model.parameters():
+                p.grad.mul_(4)
+            fired.append(step)
+        if step == 32 and rank == 1 and step not in fired:  # what this process is told of its loss
+            loss = loss.detach() * 100
+            fired.append(step)
+        guard.step(loss)
+    weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+    both = [torch.empty_like(weights) for _ in range(2)]
+    distributed.all_gather(both, weights)
+    assert torch.equal(*both)
+    found = [(a.step, a.kind, a.action) for a in guard.alarms]
+    everyone = [None, None]
+    distributed.all_gather_object(everyone, (found, given))
+    assert everyone[0] == everyone[1], everyone
+    assert found == [(20, "non-finite loss", "skipped"), (25, "loss spike", "skipped"),
+                     (26, "loss spike", "skipped"), (27, "loss spike", "rewound"),
+                     (32, "loss spike", "retried"), (35, "gradient spike", "retried")], found
+    assert guard.alarms[4].value > guard.alarms[4].limit  # also where it was sound
+    # The same with the batches left out, in this process alone.
+    torch.manual_seed(0)
+    alone = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    other = torch.optim.SGD(alone.parameters(), lr=0.05, fused=True)
+    all_data = []
+    for r in range(2):
+        generator = torch.Generator().manual_seed(r)
+        all_data.append([torch.randn(32, 4, generator=generator) for _ in range(40)])
+    for step, pair in enumerate(zip(*all_data)):
+        if step not in (20, 25, 26, 27):
+            (sum(loss_of(alone, batch) for batch in pair) / 2).backward()
+            other.step()
+            other.zero_grad()
+    for a, b in zip(alone.parameters(), inner.parameters()):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+    # Without averages of its own a step computed again would be that of one process.
+    raw = Guard(inner, optimizer, policy=policy, loss_of=loss_of)
+    for step, batch in enumerate(raw.batches(data[28:])):
+        loss_of(inner, batch).backward()
+        for p in inner.parameters():
+            distributed.all_reduce(p.grad)
+            p.grad.div_(2)
+            if raw.steps == 8 and raw.skipped == 0:
+                p.grad.mul_(4)
+        raw.step(loss_of(inner.eval(), batch))
+        inner.train()
+    assert [(a.step, a.action) for a in raw.alarms] == [(8, "retried")], raw.alarms
+    distributed.destroy_process_group()
+
+if __name__ == "__main__":
+    import torch.multiprocessing as mp
+    for lag in (0, 2):
+        mp.spawn(main, (f"{sys.argv[1]}-{lag}", lag), nprocs=2)
+    print("both agree")
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_decide_as_one(tmp_path):
+    script = tmp_path / "ranks.py"
+    script.write_text(RANKS)
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path / "store")], capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, textwrap.shorten(done.stderr[-3000:], 3000)
+    assert "both agree" in done.stdout

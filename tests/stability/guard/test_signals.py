@@ -1,0 +1,83 @@
+"""What is judged, and what is clipped."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from stackwise.stability.guard import Guard, GuardPolicy
+from tests.stability.guard.guarded_run import (
+    OPTIMIZERS,
+    N,
+    Small,
+    element,
+    guarded,
+    loss_of,
+    make_data,
+    plain,
+    times,
+)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "fused adamw", "fused sgd"])
+def test_clipping_is_that_of_torch(optimizer):
+    run = guarded(optimizer, policy=GuardPolicy(clip=0.6))
+
+    def clip(twin, step):
+        nn.utils.clip_grad_norm_(twin.model.parameters(), 0.6)
+
+    twin = plain(optimizer, clip)
+    for a, b in zip(run.model.parameters(), twin.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    divisors = [record.divisor for record in run.guard.records()]
+    assert max(divisors) > 1.0 == min(divisors)
+    assert run.guard.alarms == []
+
+
+def test_first_spikes_may_be_clipped_to_the_level():
+    norms = {}
+
+    def watch(run, step):
+        if step == 61:
+            norms.update({r.step: r for r in run.guard.records()})
+
+    run = guarded("sgd", times(10, 60, 61, 62), policy=GuardPolicy(spikes_clipped=2), watch=watch)
+    assert [(a.step, a.action) for a in run.guard.alarms] == [
+        (60, "clipped"),
+        (61, "clipped"),
+        (62, "skipped"),
+    ]
+    level = sorted(norms[step].total_norm for step in range(52, 60))
+    assert norms[60].total_norm / norms[60].divisor == pytest.approx(math.sqrt(level[3] * level[4]), rel=1e-5)
+    assert run.guard.quarantined == [(0, 62)]
+    assert run.scheduler.last_epoch == N - 1
+    nan = guarded("sgd", element(math.nan, 60), policy=GuardPolicy(spikes_clipped=2))
+    assert [a.action for a in nan.guard.alarms] == ["skipped"]
+
+
+def test_loss_and_logits_are_signals():
+    torch.manual_seed(0)
+    model = Small()
+    guard = Guard(model, OPTIMIZERS["sgd"](model.parameters()), policy=GuardPolicy(logit_limit=80.0))
+    for step, batch in enumerate(make_data(count=70)):
+        loss = loss_of(model, batch)
+        loss.backward()
+        logit = torch.tensor({40: 900.0, 50: 90.0}.get(step, 30.0))
+        guard.step(loss * 4 if step == 30 else loss, logit=logit)
+    found = [(a.step, a.kind, a.value) for a in guard.alarms]
+    assert [f[:2] for f in found] == [(30, "loss spike"), (40, "logit growth"), (50, "logit growth")]
+    assert guard.alarms[1].limit == pytest.approx(80.0)
+    assert found[2][2] == 90.0
+
+
+def test_signals_can_be_left_out():
+    torch.manual_seed(0)
+    model = Small()
+    policy = GuardPolicy(loss_factor=None, logit_factor=None)
+    guard = Guard(model, OPTIMIZERS["sgd"](model.parameters()), policy=policy)
+    for step, batch in enumerate(make_data(count=50)):
+        loss = loss_of(model, batch)
+        loss.backward()
+        guard.step(loss * (40 if step == 30 else 1), logit=torch.tensor(1e6 if step == 35 else 1.0))
+    assert guard.alarms == []

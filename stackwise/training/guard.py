@@ -280,6 +280,11 @@ class PhaseGuard(Guard):
         left_out = torch.maximum(decision.found_inf, answered.float())
         return decision._replace(found_inf=left_out, divisor=divisor, norm=norm, norms_P=norms_P)
 
+    @property
+    def _loss_scale(self) -> float:
+        scale = self._step.loss_scale
+        return 1.0 if scale is None else float(scale.divisor())
+
     def _norms(self) -> Tensor:
         return self._step.gradient_norms()
 

@@ -135,16 +135,16 @@ class TrainStep:
         """Gradients of a step, times the loss scale where there is one; its loss in nats, a scalar."""
         loss = torch.zeros((), device=self.device)
         for share, summed in self._shares(self.model, batches, self._total):
-            scaled = self.loss_scale.scale(summed) if self.loss_scale else summed
-            scaled.backward()  # type: ignore[no-untyped-call]
+            self._scaled(summed).backward()  # type: ignore[no-untyped-call]
             loss = loss + share.detach()
         return self.processes.sum(loss)
 
     def again(self, batches: Sequence[MicroBatch]) -> Tensor:
-        """A step of which the last backward pass is the caller's, as it is written: not compiled, not scaled.
+        """A step of which the last backward pass is the caller's, as it is written: not compiled.
 
-        Every process has to call, and to call `backward()` on what it gets. With DDP each has the gradient of
-        its own batches, so that the one whose batches broke is known.
+        Where there is a loss scale the caller's has it as well. Every process has to call, and to call
+        `backward()` on what it gets. With DDP each has the gradient of its own batches, so that the one whose
+        batches broke is known.
 
         Returns:
             the loss of the step, as if all processes had these batches; its gradient is that of the last of
@@ -154,10 +154,13 @@ class TrainStep:
         loss = last = torch.zeros((), device=self.device)
         for place, (share, last) in enumerate(self._shares(model, batches, _total), start=1):
             if place < len(batches):
-                last.backward()  # type: ignore[no-untyped-call]
+                self._scaled(last).backward()  # type: ignore[no-untyped-call]
             loss = loss + share.detach()
         # Not what the last of them is, but what all are together.
         return last + (loss * self.processes.world_size - last).detach()
+
+    def _scaled(self, loss: Tensor) -> Tensor:
+        return self.loss_scale.scale(loss) if self.loss_scale else loss
 
     def gradient_norms(self) -> Tensor:
         """L2 norm of each gradient as it is without a loss scale: float32, in the order of the optimizer."""

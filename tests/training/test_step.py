@@ -9,6 +9,7 @@ import torch
 
 from stackwise.config import TrainingConfig
 from stackwise.model import create_simple_rack
+from stackwise.training.loss_scale import LossScale
 from stackwise.training.objective import Objective, next_token_loss
 from stackwise.training.phase_model import PhaseModel
 from stackwise.training.step import MicroBatch, TrainStep
@@ -138,3 +139,20 @@ def test_frozen_weights_keep_their_dtype_and_their_bits():
     step.optimizer.finish()
     after = rack.get_stack(0).state_dict()
     assert all(after[name].equal(before[name]) for name in before)
+
+
+def test_again_is_the_same_step_with_its_loss_scale():
+    """Of several batches the last backward pass is the caller's, and all have one scale."""
+    rack = rack_of()
+    objective = Objective(settings().objective, rack.vocab_size)
+    step = TrainStep(PhaseModel(rack, objective), settings(), rack)
+    step.loss_scale = LossScale(torch.device("cpu"), initial=2.0**40)
+    batches = [MicroBatch(objective.targets(batch(seed), (0,))) for seed in range(3)]
+    loss = step.backward(batches)
+    wanted = [p.grad.clone() for p in step.model.parameters()]
+    step.optimizer.zero_grad()
+    again = step.again(batches)
+    step.loss_scale.scale(again).backward()
+    torch.testing.assert_close(again.detach(), loss)
+    for p, gradient in zip(step.model.parameters(), wanted, strict=True):
+        torch.testing.assert_close(p.grad, gradient, rtol=1e-4, atol=1e-4 * float(gradient.abs().max()))

@@ -119,14 +119,14 @@ class Examination:
     def _scales(self, batches: Sequence[GivenBatch]) -> ModuleScales | None:
         """Of the last sound batches that are still kept."""
         assert self._loss_of is not None
-        model, loss_of = self._model, self._loss_of
+        model, loss_of, loss_scale = self._model, self._loss_of, self._loss_scale()
         sound = self._feed().sound_before(batches, REFERENCES)
         if not sound:
             return None
 
         def run(given: GivenBatch) -> None:
             set_random_states(given.random)
-            loss_of(model, given.batch).backward()  # type: ignore[no-untyped-call]
+            (loss_of(model, given.batch) * loss_scale).backward()  # type: ignore[no-untyped-call]
 
         with random_states_kept(), torch.enable_grad():
             scales = ModuleScales.observe(model, *(lambda given=given: run(given) for given in sound))

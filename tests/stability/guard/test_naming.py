@@ -5,10 +5,11 @@ import math
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from stackwise.random_states import random_states
-from stackwise.stability.guard import Guard
+from stackwise.stability.guard import Guard, GuardPolicy
 from tests.stability.guard.guarded_run import (
     POLICY,
     element,
@@ -264,3 +265,36 @@ def test_a_broken_batch_is_the_fault_of_the_batch():
     [alarm] = run.guard.alarms
     assert (alarm.step, alarm.kind, alarm.reproduced) == (30, "non-finite loss", True)
     assert "loss" in alarm.where
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_gradients_are_held_against_those_of_the_same_scale(scaled):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+    data = list(torch.randn(40, 32, 8))
+    given = []
+
+    class Broken(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient * (1e4 if given[-1] is data[20] else 1.0)
+
+    model[1].forward = lambda x: Broken.apply(x).tanh()
+
+    def compute(model, batch):
+        given.append(batch)
+        return (model(batch) - batch.sum(-1, keepdim=True)).square().mean()
+
+    scaler = torch.amp.GradScaler("cpu", enabled=scaled)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    policy = GuardPolicy(snapshot_interval=20)
+    guard = Guard(model, optimizer, policy=policy, loss_of=compute, scaler=scaler)
+    for batch in guard.batches(data):
+        loss = compute(model, batch)
+        scaler.scale(loss).backward()
+        guard.step(loss)
+    assert [(alarm.step, alarm.where) for alarm in guard.alarms] == [(20, "1 (backward)")]

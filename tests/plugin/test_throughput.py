@@ -543,7 +543,14 @@ class TestLimits:
         result.stdout.fnmatch_lines([f"*{marker.partition('(')[0]}: benchmarks are disabled*"])
 
     def test_as_many_calls_are_made_as_a_percentile_takes(self, pytester, run, report):
-        pytester.makepyfile(self.TEST.format(marker="max_latency(p50='100s', p95='100s')"))
+        pytester.makepyfile(
+            """
+            import models, pytest
+            @pytest.mark.max_latency(p50="100s", p95="100s")
+            def test_speed(throughput):
+                throughput(models.plain, seq_len=8, min_seconds=0, warmup_seconds=0)
+            """
+        )
         run("--stackwise-report=out.json").assert_outcomes(passed=1)
         (row,) = report()["throughput"]
         assert row["samples"] >= 200
@@ -575,7 +582,8 @@ class TestLimits:
                 @pytest.mark.max_latency(p50="2ns", of="ttft")
                 @pytest.mark.max_latency(p95="100s", of="itl")
                 def test_speed(self, throughput):
-                    throughput(models.plain, mode="generate", seq_len=4, new_tokens=21, **models.QUICK)
+                    shape = {"mode": "generate", "seq_len": 4, "new_tokens": 21}
+                    throughput(models.plain, **shape, min_seconds=0, warmup_seconds=0)
             """
         )
         result = run()

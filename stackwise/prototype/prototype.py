@@ -282,7 +282,7 @@ class _Run:
                     return
                 self._observe(step)
             if step < _MEMORY_UPDATES:
-                with watch_peak(self._device) as watch:
+                with watch_peak(self._device, collect=False) as watch:  # as it was for the making
                     self._update(step)
                 self._peaks.append(watch.peak)
             else:

@@ -150,7 +150,7 @@ _WATCHES: list[PeakWatch] = []
 
 
 @contextmanager
-def watch_peak(device: torch.device | str = "cpu") -> Iterator[PeakWatch]:
+def watch_peak(device: torch.device | str = "cpu", *, collect: bool = True) -> Iterator[PeakWatch]:
     """Inside, the most memory in use is watched.
 
     Garbage is collected first, and freed memory that torch or the C library still keeps is given back, so
@@ -160,9 +160,11 @@ def watch_peak(device: torch.device | str = "cpu") -> Iterator[PeakWatch]:
 
     Args:
         device: whose memory `in_use` is about.
+        collect: False: garbage stays, where the caller has just had it collected.
     """
     device = torch.device(device)
-    gc.collect()
+    if collect:
+        gc.collect()
     for outer in _WATCHES:
         outer._look()
     watch = PeakWatch(device)

@@ -127,14 +127,19 @@ def _is_tied(model: nn.Module, vocab_size: int) -> bool:
 
 
 def _same_shape(model: nn.Module, vocab_size: int, tied: bool) -> LlamaSize | None:
-    """Width, depth and heads of a model all of whose layers have the softmax attention of a Llama."""
+    """Width, depth and heads of a model all of whose layers have the softmax attention of a Llama.
+
+    How far each of them sees, which may differ, is no matter of size.
+    """
     shape = read_shape(model).shape
     if shape is None or not shape.layers:
         return None
-    kinds = {attention for layer in shape.layers for attention in layer.attention}
-    first = next(iter(kinds), None)
-    if len(kinds) != 1 or not isinstance(first, SoftmaxShape):
+    every = [attention for layer in shape.layers for attention in layer.attention]
+    softmax = [each for each in every if isinstance(each, SoftmaxShape)]
+    kinds = {(each.n_heads, each.n_kv_heads, each.head_dim) for each in softmax}
+    if len(kinds) != 1 or len(softmax) < len(every):
         return None
+    first = softmax[0]
     if first.n_heads * first.head_dim != shape.d_model or first.head_dim % 2:
         return None
     heads = (first.n_heads, first.n_kv_heads)

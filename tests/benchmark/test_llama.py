@@ -18,7 +18,9 @@ def rack(**changes):
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"tie_embeddings": False}, {"d_ff": 333}], ids=["tied", "untied", "odd"]
+    "changes",
+    [{}, {"tie_embeddings": False}, {"d_ff": 333}, {"sliding_window": [8, None, None]}],
+    ids=["tied", "untied", "odd", "a window here and there"],
 )
 def test_a_model_of_known_sizes(changes):
     spec = llama_baseline(lambda: rack(**changes))

@@ -13,7 +13,7 @@ from typing import Any
 from bench.marked_tables import ROOT, Record, bar_rows, recorded, replaced
 from bench.prototype import lengths, ranks, search, sensitivity, transfer
 
-__all__ = ["DRAWN", "MARKS", "draw_all", "part_bars", "written"]
+__all__ = ["DRAWN", "MARKS", "draw_all", "part_bars", "part_tables", "written"]
 
 Figures = Mapping[str, Any]
 ROWS: dict[str, Callable[[Figures], str]] = {
@@ -30,15 +30,15 @@ DRAWN: dict[str, Callable[[Figures, Path], None]] = {
 }
 
 
-def part_rows(part: str, record: Record) -> str:
-    """The table of a part.
+def part_tables(part: str, record: Record) -> str:
+    """What a part found, and its bars.
 
     Raises:
         ValueError: the last full run was without it.
     """
     if part not in record["figures"]:
         raise ValueError(f"bench.prototype: no figures of {part}; `python -m bench.prototype --only {part}`")
-    return ROWS[part](record["figures"][part])
+    return f"{ROWS[part](record['figures'][part]).rstrip()}\n\n{part_bars(part, record)}"
 
 
 def part_bars(part: str, record: Record) -> str:
@@ -48,8 +48,9 @@ def part_bars(part: str, record: Record) -> str:
 
 # page -> mark -> what stands there
 MARKS: dict[str, dict[str, Callable[[Record], str]]] = {
-    "README.md": {"prototype": bar_rows},
-    "docs/prototype.md": {f"prototype {part}": partial(part_rows, part) for part in ROWS},
+    "docs/prototype.md": {
+        f"prototype {part}": partial(part_tables, part) for part in ("transfer", "sensitivity")
+    },
 }
 
 

@@ -42,7 +42,7 @@ def test_a_part_that_was_not_run_is_told():
     with pytest.raises(
         ValueError, match=r"no figures of lengths; `python -m bench.prototype --only lengths`"
     ):
-        table.part_rows("lengths", RECORD)
+        table.part_tables("lengths", RECORD)
 
 
 def test_what_was_not_run_is_not_drawn(tmp_path):
@@ -52,6 +52,7 @@ def test_what_was_not_run_is_not_drawn(tmp_path):
 def test_a_page_has_its_table(tmp_path, monkeypatch):
     monkeypatch.setattr(marked_tables, "ROOT", tmp_path)
     monkeypatch.setattr(marked_tables, "RESULTS", tmp_path)
+    monkeypatch.setattr(table, "MARKS", {"README.md": {"prototype": marked_tables.bar_rows}})
     (tmp_path / "cpu").mkdir()
     (tmp_path / "cpu" / "prototype.json").write_text(json.dumps(RECORD))
     page = "before\n<!-- prototype -->\nold\n<!-- end of prototype -->\nbehind\n"

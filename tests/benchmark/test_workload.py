@@ -511,7 +511,7 @@ class TestExecution:
 
     @pytest.mark.parametrize("mode", ["forward", "train"])
     def test_of_a_rack(self, mode):
-        rack = create_simple_rack(1, 1, 16, 24, 2, 11, sliding_window=2)
+        rack = create_simple_rack(1, 1, 16, 24, 2, 11, softcap=30.0)
         assert self.told(rack, mode) == {"attention": "sliced"}
 
     def test_of_a_transformers_model(self):

@@ -67,9 +67,20 @@ def test_gradients_agree():
 class TestRules:
     @pytest.mark.parametrize(
         "T, window, expected",
-        [(40, None, "sdpa"), (40, 30, "sdpa"), (40, 20, "sliced"), (40, 1, "sliced"), (40, 40, "sdpa")],
+        [
+            (1100, None, "sdpa"),
+            (1100, 140, "sdpa"),
+            (1100, 137, "sliced"),
+            (1024, 1, "sliced"),
+            (1023, 1, "sdpa"),
+        ],
     )
     def test_windows_far_below_the_length_are_sliced(self, T, window, expected):
+        assert attend(*tensors(T), mask_of(T, window=window))[1] == expected
+
+    @pytest.mark.parametrize("T, window, expected", [(1100, 551, "sdpa"), (1100, 550, "sliced")])
+    def test_compiled_slices_win_earlier(self, T, window, expected, monkeypatch):
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
         assert attend(*tensors(T), mask_of(T, window=window))[1] == expected
 
     @pytest.mark.parametrize(

@@ -20,12 +20,13 @@ from bench.marked_tables import ROOT
 __all__ = ["FAST", "SLOW", "compare_own_history"]
 
 FAST, SLOW = "f48a9cb", "f48a9cb^"
+# Modules have the names of then.
 _TEST = '''\
 """The detector's limits as the guard asks for them in a step."""
 
 import torch
 
-from stackwise.stability.guard.detector import DeviceDetector
+from stackwise.stability.detector import DeviceDetector
 
 
 def test_limits_of_a_step(benchmark):

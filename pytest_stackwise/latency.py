@@ -74,13 +74,11 @@ class LatencyLimit:
 
 
 def least_arguments(limits: Sequence[LatencyLimit], workload: Workload) -> dict[str, Any]:
-    """What `measure` or `measure_generation` has to be told for the limits to be judged.
+    """What `measure` or `measure_generation` has to be told for the limits, one or more, to be judged.
 
     Raises:
         ValueError: the work has no such latency.
     """
-    if not limits:
-        return {}
     found = {"min_calls": max(limit.least_calls(workload) for limit in limits)}
     if workload.each_token is None and any(set(limit.seconds) - {50} for limit in limits):
         found["calls_per_sample"] = 1  # a mean of several hides the slow ones

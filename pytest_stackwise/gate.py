@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -27,6 +27,8 @@ __all__ = ["GateWarning", "RegressionError", "create"]
 
 _FIXTURES = ("benchmark", "throughput")
 _CALLABLE = "callable"
+# Limits that `throughput` holds a test to where it measures by itself.
+_ABSOLUTE = ("min_tokens_per_second", "max_latency", "max_memory")
 # What is of the run that talks to the user alone, by the names that argparse keeps it under.
 _OWN = frozenset(
     {
@@ -79,8 +81,11 @@ def create(config: pytest.Config) -> Gate | None:
     Raises:
         pytest.UsageError: an option has another value than is allowed.
     """
+    # First: a side has those of `addopts` too, without --stackwise-against of the command line.
+    if config.pluginmanager.hasplugin("stackwise_side.plugin"):
+        return None
     asked = options.gate(config)
-    if asked is None or config.pluginmanager.hasplugin("stackwise_side.plugin"):
+    if asked is None:
         return None
     if records.is_worker(config) or config.getoption("numprocesses", None):
         raise pytest.UsageError("--stackwise-against: the gate has the machine to itself; allowed: no -n")
@@ -102,6 +107,7 @@ class Gate:
     def __init__(self, config: pytest.Config, asked: options.GateOptions) -> None:
         self.config, self.asked = config, asked
         self.result: GateResult | None = None
+        self._interrupted = False
         self._written: list[str] = []
 
     @pytest.hookimpl(tryfirst=True)
@@ -120,23 +126,27 @@ class Gate:
         for item in items:
             # Its fixtures are for the processes of the sides: here nothing is set up.
             item.setup = lambda: None  # type: ignore[method-assign]
+            item.get_closest_marker = _without_max_memory(item)  # type: ignore[method-assign]
             item.runtest = _Verdict(item, by_name[item.nodeid], self)  # type: ignore[method-assign]
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Write what was asked for; an exit code of its own where something could not be told.
+        """Write what was asked for; an exit code of its own where something could not be told, or nothing.
 
         Only where nothing has failed.
         """
-        from stackwise.gate.result import EXIT_INCONCLUSIVE
+        from stackwise.gate.result import EXIT_INCONCLUSIVE, EXIT_NOTHING
 
         if self.result is None:
             return
         # What has failed may have been expected to: the run knows, and here it has passed.
         outcomes = {test.outcome(self.asked.missing) for test in self.result.tests}
-        is_open = "inconclusive" in (*outcomes, self.result.outcome)  # nothing compared is no test's outcome
-        if is_open and session.exitstatus == pytest.ExitCode.OK:
-            session.exitstatus = EXIT_INCONCLUSIVE
+        # Tests of other kinds may have been inconclusive before.
+        if session.exitstatus in (pytest.ExitCode.OK, EXIT_INCONCLUSIVE):
+            if not self.result.compared:
+                session.exitstatus = EXIT_NOTHING
+            elif "inconclusive" in outcomes:
+                session.exitstatus = EXIT_INCONCLUSIVE
         from stackwise.gate.report import publish
 
         try:
@@ -145,7 +155,8 @@ class Gate:
                 self._written.append(self._keep(self.asked.history))
         except (OSError, ValueError) as error:
             self._written.append(f"not written: {error}")
-            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+            if not self._interrupted:
+                session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Show what came of all tests."""
@@ -158,7 +169,9 @@ class Gate:
             terminalreporter.write_line(line)
 
     def _keep(self, place: str) -> str:
-        """Put what was found of the head into the history."""
+        """Put what was found of the head into the history, unless the run was interrupted."""
+        if self._interrupted:
+            return "gate: nothing was kept in the history, as the run was interrupted"
         from stackwise.gate.history import open_store
         from stackwise.gate.history.checkout import Checkout
         from stackwise.gate.history.machine import Machine
@@ -176,7 +189,7 @@ class Gate:
         return f"gate: kept {len(results)} results in the history"
 
     def _compare(self, items: Sequence[pytest.Item]) -> GateResult:
-        from stackwise.gate.session import GateError, run_gate
+        from stackwise.gate.session import GateError, GateInterruptedError, run_gate
 
         with _terminable():
             try:
@@ -193,9 +206,13 @@ class Gate:
                         most_seconds=self.asked.seconds,
                         seed=options.seed(self.config),
                         environment=self._environment(),
-                        notes=[*map(_told, renamed)],
+                        notes=[*map(_told, renamed), *_not_judged(items)],
                         on_progress=self._show,
                     )
+            except GateInterruptedError as interrupted:
+                # To be published; pytest ends as after any Ctrl-C.
+                self.result, self._interrupted = interrupted.result, True
+                raise
             except (GateError, OSError, ValueError) as error:
                 raise pytest.UsageError(f"--stackwise-against: {error}") from None
 
@@ -368,6 +385,24 @@ def _place(item: pytest.Item, root: Path) -> tuple[str, int]:
     return str(path.relative_to(root) if path.is_relative_to(root) else path), (item.location[1] or 0) + 1
 
 
+def _without_max_memory(item: pytest.Item) -> Callable[..., Any]:
+    """`get_closest_marker` of a test that measures nothing here: the memory would be that of this process."""
+    marker_of = item.get_closest_marker
+
+    def closest(name: str, default: Any = None) -> Any:
+        return default if name == "max_memory" else marker_of(name, default)
+
+    return closest
+
+
+def _not_judged(items: Sequence[pytest.Item]) -> list[str]:
+    """A sentence on the limits that `throughput` would hold tests to: beside a base they are not judged."""
+    timed = [item for item in items if "throughput" in getattr(item, "fixturenames", ())]
+    counts = {name: sum(bool(item.get_closest_marker(name)) for item in timed) for name in _ABSOLUTE}
+    told = [f"{name} of {n} {'test' if n == 1 else 'tests'}" for name, n in counts.items() if n]
+    return [f"not judged beside a base: {', '.join(told)}"] if told else []
+
+
 def _told(renamed: Renamed) -> str:
     if renamed.new is None:
         return f"{renamed.old} is on the base and no longer on the head"
@@ -379,6 +414,8 @@ def _terminable() -> Iterator[None]:
     """Within, SIGTERM ends the run as Ctrl-C does: no process and no tree stays behind."""
 
     def interrupt(*_: object) -> None:
+        # A second one would keep the first from clearing up.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         raise KeyboardInterrupt("SIGTERM")
 
     try:

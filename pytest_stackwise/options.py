@@ -110,7 +110,7 @@ def add_options(parser: pytest.Parser) -> None:
     group.addoption(
         "--stackwise-missing",
         metavar="WHAT",
-        help="gate: what a test is that the base does not have: fail, warn or create (default: warn)",
+        help="gate: how to treat a test that the base does not have: fail, warn or create (default: warn)",
     )
     group.addoption(
         "--stackwise-build",
@@ -252,7 +252,7 @@ class GateOptions:
         against: the base.
         head: the revision of the head; None: the files as they are.
         limits: of tests that say nothing.
-        missing: what a test is that the base does not have.
+        missing: how to treat a test that the base does not have.
         build: a command for both trees; None: there is none.
         seconds: after which no round is begun; None: no limit.
         timeout: seconds after which a silent process hangs.
@@ -280,12 +280,20 @@ def gate(config: pytest.Config) -> GateOptions | None:
     against = _text(config, "against")
     if against is None:
         # In a configuration file they are for the runs that have one.
-        for name in ("head", "build", "gate_report", "gate_seconds", "history"):
+        for name in _GATE[1:]:
             if config.getoption(f"stackwise_{name}") is not None:
                 raise pytest.UsageError(
                     f"--stackwise-{name.replace('_', '-')}: allowed with --stackwise-against"
                 )
         return None
+    if not against:  # a variable of the CI that is not set; as a folder it would be this one
+        allowed = "a revision, ./FOLDER, a wheel, 'callable'"
+        raise pytest.UsageError(f"--stackwise-against: got {against!r}; allowed: {allowed}")
+    for name in ("head", "build"):
+        if against == "callable" and config.getoption(f"stackwise_{name}") is not None:
+            raise pytest.UsageError(
+                f"--stackwise-{name}: allowed with a base of its own, not with 'callable': there is one tree"
+            )
     from stackwise.gate.limit import Limits, parse_limits
 
     missing: Any = _text(config, "missing") or "warn"
@@ -294,12 +302,7 @@ def gate(config: pytest.Config) -> GateOptions | None:
     limits = Limits()
     if given := _text(config, "gate"):
         try:
-            parsed: dict[str, Any] = dict(parse_limits(given))
-            if parsed.get("memory_floor") is not None:
-                from pytest_stackwise.byte_size import byte_size
-
-                parsed["memory_floor"] = byte_size("memory_floor", parsed["memory_floor"])
-            limits = limits.changed(**parsed)
+            limits = limits.changed(**parse_limits(given))
         except ValueError as error:
             raise pytest.UsageError(f"--stackwise-gate: {error}") from None
     on_command_line = config.getoption("stackwise_gate_report") is not None

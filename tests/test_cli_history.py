@@ -14,7 +14,7 @@ from stackwise.gate.history.machine import Machine
 from stackwise.gate.history.point import Result, Run
 from stackwise.gate.history.reference import ReferenceTime
 from stackwise.gate.history.store import Store
-from stackwise.gate.result import EXIT_INCONCLUSIVE, GateResult, TestResult, TrialResult
+from stackwise.gate.result import EXIT_INCONCLUSIVE, EXIT_NOTHING, GateResult, TestResult, TrialResult
 from stackwise.gate.verdict import Decision, Verdict
 
 TEST = "bench/test_a.py::test_step[1]"
@@ -189,6 +189,11 @@ def test_judge_says_where_nothing_is_known(save, steady, capsys):
     )
 
 
+def test_judge_of_a_report_in_which_nothing_is_judged(save, steady, capsys):
+    assert run("judge", save(), "--store", steady, "--limits", "time=none") == EXIT_NOTHING
+    assert capsys.readouterr().out.startswith("nothing to judge: ")
+
+
 def test_judge_does_not_hold_a_commit_to_itself(save, steady, tmp_path, capsys):
     report = save(0.012)
     for number in range(8):
@@ -203,7 +208,9 @@ def test_judge_does_not_hold_a_commit_to_itself(save, steady, tmp_path, capsys):
     [
         (160.0, "memory", "160 B"),
         (3.5 * 2**20, "memory", "3.5 MiB"),
-        (2.0**45, "memory", "3.277e+04 GiB"),
+        (2.0**45, "memory", "32 TiB"),
+        (0.0, "memory", "0 B"),
+        (0.0, "time", "0 ns"),
         (12.0, "time", "12 s"),
         (0.25, "ttft", "250 ms"),
         (3e-5, "tpot", "30 us"),

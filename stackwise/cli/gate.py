@@ -18,7 +18,10 @@ __all__ = ["Gate"]
 
 @dataclass(frozen=True)
 class Gate:
-    """Compare the benchmarks of two revisions; exit code 1 where one got worse, 7 where it is not known."""
+    """Compare the benchmarks of two revisions.
+
+    Exit code 1 where one got worse, 7 where it is not known, 5 where nothing was compared.
+    """
 
     base: tyro.conf.Positional[str]
     """The old side: a revision, ./FOLDER, a wheel, or "callable": what each test names as `against`. A file
@@ -30,13 +33,17 @@ class Gate:
     limits: str | None = None
     """Of tests whose marker `gate` does not say, such as time=2%,memory=1%,floor=50us."""
     missing: str | None = None
-    """What a test is that the base does not have: fail, warn or create."""
+    """How to treat a test that the base does not have: fail, warn or create."""
     seconds: float | None = None
     """Begin no round after this time; what is open then is INCONCLUSIVE."""
+    timeout: float | None = None
+    """A process that says nothing for so many seconds hangs; none: 600."""
     build: str | None = None
     """Run this command in both trees before, to compile extensions, say."""
     report: str | None = None
     """Write the result here: .md, .json, or both where the name has no ending."""
+    history: str | None = None
+    """Keep what was found of head here: an SQLite file, or postgresql://USER:PASSWORD@HOST/DATABASE."""
 
     def run(self) -> int:
         """Hand over to pytest, which finds the tests, and return its exit code."""
@@ -52,8 +59,10 @@ class Gate:
             "gate": self.limits,
             "missing": self.missing,
             "gate-seconds": self.seconds,
+            "gate-timeout": self.timeout,
             "build": self.build,
             "gate-report": self.report,
+            "history": self.history,
         }
         given = [f"--stackwise-{name}={value}" for name, value in options.items() if value is not None]
         command = [sys.executable, "-m", "pytest", *given, *self.tests]
@@ -72,9 +81,9 @@ class Gate:
             head.endswith(".json"), "head", self.head, "a file that pytest-benchmark has saved, as base is"
         )
         check_choice("missing", missing, ("fail", "warn", "create"))
-        for name in ("tests", "seconds", "build"):
+        for name in ("tests", "seconds", "timeout", "build", "history"):
             given = getattr(self, name)
-            require(not given, name, given, "none where saved files are compared: nothing is run")
+            require(given in (None, ()), name, given, "none where saved files are compared: nothing is run")
         limits = Limits() if self.limits is None else Limits().changed(**parse_limits(self.limits))
         files = report_files(Path(self.report)) if self.report else ()
         result = compare_stored(base, Path(head), limits, missing=cast("Missing", missing))

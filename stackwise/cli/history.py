@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
+from stackwise.amount import byte_text, time_text
+
 if TYPE_CHECKING:
     from stackwise.gate.history.machine import Machine
     from stackwise.gate.history.point import Series
@@ -216,7 +218,10 @@ class Add(OneReport):
 
 @dataclass(frozen=True, kw_only=True)
 class Judge(OneReport):
-    """Hold head of a gate's report to the history; exit code 1 where it got worse, 7 where nobody knows."""
+    """Hold head of a gate's report to the history.
+
+    Exit code 1 where it got worse, 7 where nobody knows, 5 where the report has nothing to judge.
+    """
 
     branch: str = "main"
     """Whose results count."""
@@ -233,7 +238,7 @@ class Judge(OneReport):
         from stackwise.gate.history.checkout import Checkout
         from stackwise.gate.history.record import judge_run, results_of
         from stackwise.gate.limit import Limits, parse_limits
-        from stackwise.gate.result import EXIT_INCONCLUSIVE
+        from stackwise.gate.result import EXIT_INCONCLUSIVE, EXIT_NOTHING
         from stackwise.gate.verdict import Verdict
 
         limits = Limits() if self.limits is None else Limits().changed(**parse_limits(self.limits))
@@ -259,7 +264,10 @@ class Judge(OneReport):
         verdicts = {each.decision.verdict for each in found.values()}
         if Verdict.REGRESSED in verdicts:
             return 1
-        return EXIT_INCONCLUSIVE if not verdicts or Verdict.INCONCLUSIVE in verdicts else 0
+        if not verdicts:
+            print("nothing to judge: no test of the report has a metric with a limit")
+            return EXIT_NOTHING
+        return EXIT_INCONCLUSIVE if Verdict.INCONCLUSIVE in verdicts else 0
 
 
 Action = (
@@ -317,8 +325,4 @@ def _line(series: Series) -> str:
 
 
 def _cost(level: float, metric: str) -> str:
-    if metric == "memory":
-        power = max(0, min(3, int(math.log2(level) // 10)))
-        return f"{level / 1024**power:.4g} {('B', 'KiB', 'MiB', 'GiB')[power]}"
-    power = max(0, min(3, math.ceil(-math.log10(level) / 3)))
-    return f"{level * 1000**power:.4g} {('s', 'ms', 'us', 'ns')[power]}"
+    return byte_text(level) if metric == "memory" else time_text(level)

@@ -8,13 +8,12 @@ from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
 from typing import Any
 
+from stackwise.amount import parse_bytes, parse_seconds
 from stackwise.argument import check_choice, check_number, require
 
-__all__ = ["METRICS", "Limit", "Limits", "parse_limits", "parse_seconds", "parse_share"]
+__all__ = ["METRICS", "Limit", "Limits", "parse_limits", "parse_share"]
 
 _SHARE = re.compile(r"(?P<number>\d+(?:\.\d+)?) ?%", re.ASCII)
-_SECONDS = re.compile(r"(?P<number>\d+(?:\.\d+)?) ?(?P<unit>ns|us|ms|s)", re.ASCII)
-_UNITS = {"ns": Fraction(1, 10**9), "us": Fraction(1, 10**6), "ms": Fraction(1, 1000), "s": Fraction(1)}
 
 
 def parse_share(key: str, value: Any) -> float:
@@ -28,18 +27,6 @@ def parse_share(key: str, value: Any) -> float:
     share = float(Fraction(match["number"]) / 100) if match else 0.0
     require(0 < share <= 10, key, value, "a string such as '2%', above 0% and at most 1000%")
     return share
-
-
-def parse_seconds(key: str, value: Any) -> float:
-    """A time: "50us" is 5e-05 seconds.
-
-    Raises:
-        ValueError: naming `key`, the value and what is allowed.
-    """
-    match = _SECONDS.fullmatch(value) if isinstance(value, str) else None
-    require(match is not None, key, value, "a string such as '50us': a number and one of ns, us, ms, s")
-    assert match is not None
-    return float(Fraction(match["number"]) * _UNITS[match["unit"]])
 
 
 def parse_limits(text: str) -> dict[str, str | None]:
@@ -133,7 +120,8 @@ class Limits:
 
         Args:
             given: for each metric a share such as "2%", or None: it is not judged. `floor`: a time such as
-                "50us", of all metrics in seconds. `memory_floor`: bytes. A floor that is None stays as it is.
+                "50us", of all metrics in seconds. `memory_floor`: "64 KiB", or bytes. A floor that is None
+                stays as it is.
 
         Raises:
             ValueError: an unknown key, or a value that is not understood; it names both.
@@ -150,15 +138,14 @@ class Limits:
                 limits[metric] = (
                     None if asked is None else Limit(parse_share(metric, asked), None, kept.floor)
                 )
-        floors = {"memory": given.get("memory_floor")}
-        if floors["memory"] is not None:
-            check_number("memory_floor", floors["memory"], "bytes, a number >= 0", lambda value: value >= 0)
+        floors: dict[str, float] = {}
+        if given.get("memory_floor") is not None:
+            floors["memory"] = parse_bytes("memory_floor", given["memory_floor"], least=0)
         if given.get("floor") is not None:
-            seconds = parse_seconds("floor", given["floor"])
-            floors |= dict.fromkeys(("time", "ttft", "tpot"), seconds)
+            floors |= dict.fromkeys(("time", "ttft", "tpot"), parse_seconds("floor", given["floor"]))
         for metric, floor in floors.items():
             limit = limits[metric]
-            if limit is not None and floor is not None:
+            if limit is not None:
                 limits[metric] = replace(limit, floor=floor)
         return Limits(**limits)
 

@@ -34,6 +34,7 @@ class OpenTest:
         seconds: that its rounds took.
         round_seconds: that the last of them took.
         reference: of each round the median seconds of each part of a pinned workload; [] without one.
+        tokens: that a call of base handles, and one of head; 0: the work does not say.
         order: of each round who was first in its pairs (True: the head), and log(head / base) of the time.
     """
 
@@ -47,6 +48,7 @@ class OpenTest:
     seconds: float = 0.0
     round_seconds: float = 0.0
     reference: list[tuple[float, ...]] = field(default_factory=list)
+    tokens: tuple[int, int] = (0, 0)
     order: list[tuple[tuple[bool, ...], tuple[float, ...]]] = field(default_factory=list)
 
     @property
@@ -91,7 +93,7 @@ class OpenTest:
         self.seconds += found.seconds
         self.round_seconds = found.seconds
         self.own = self.own or found.own
-        self.order.append((found.head_first, found.logs))
+        self.tokens = found.tokens
         if found.reference:
             self.reference.append(found.reference)
         for metric, trial in self.trials.items():
@@ -99,18 +101,27 @@ class OpenTest:
                 continue
             if metric not in found.differences:
                 # It could go on like this for ever.
-                trial.conclude(f"round {len(self.order)} had no {metric}")
+                trial.conclude(f"round {len(self.order) + 1} had no {metric}")
                 continue
-            trial.add(found.differences[metric], found.base[metric])
             self.base.setdefault(metric, []).append(found.base[metric])
             self.head.setdefault(metric, []).append(found.head[metric])
+            trial.add(found.differences[metric], found.base[metric])
+        # Last: where Ctrl-C comes within the first round, the test is one that was not begun.
+        self.order.append((found.head_first, found.logs))
 
-    def result(self, file: str = "", line: int = 0) -> TestResult:
-        """What came of it; its place is where it is written. What is open is decided with what there is."""
+    def result(self, file: str = "", line: int = 0, *, interrupted: bool = False) -> TestResult:
+        """What came of it. What is open is decided with what there is.
+
+        Args:
+            file: where it is written.
+            line: in `file`.
+            interrupted: why no more rounds are made; else the time is up.
+        """
         where: dict[str, Any] = {"file": file, "line": line, "seconds": self.seconds}
         if not self.begun:
-            return TestResult(self.nodeid, "not begun", {}, "the time was not enough for all tests", **where)
-        reason, detail = "the time is up", ""
+            detail = "interrupted" if interrupted else "the time was not enough for all tests"
+            return TestResult(self.nodeid, "not begun", {}, detail, **where)
+        reason, detail = "interrupted" if interrupted else "the time is up", ""
         if self.ended is not None:
             status, detail = _status(self.ended)
             # What was found before stands, unless the head is broken.
@@ -120,7 +131,8 @@ class OpenTest:
         if not self.trials:
             return TestResult(self.nodeid, "skipped", {}, "its marker leaves no metric to be judged", **where)
         trials = {metric: self._trial(metric, trial, reason) for metric, trial in self.trials.items()}
-        return TestResult(self.nodeid, "measured", trials, detail, reference=tuple(self.reference), **where)
+        more: dict[str, Any] = {"reference": tuple(self.reference), "tokens": self.tokens}
+        return TestResult(self.nodeid, "measured", trials, detail, **more, **where)
 
     def _trial(self, metric: str, trial: Trial, reason: str) -> TrialResult:
         decision = trial.conclude(reason)

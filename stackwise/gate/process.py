@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import signal
 import socket
 import subprocess
@@ -23,10 +22,10 @@ from stackwise.gate.side.channel import (
     Channel,
     ChannelClosedError,
 )
+from stackwise.gate.twins import Twin, Twins, by_chance
 
 __all__ = ["SideFailedError", "SideProcess"]
 
-_PADDING = 4096  # most characters that the environment is longer by
 _PATIENCE = 5.0  # seconds that a process has to end by itself
 _LOOK = 1.0  # seconds after which it is looked whether a silent process is still there
 _TAIL = 3000  # characters of what it printed
@@ -47,8 +46,9 @@ class SideFailedError(RuntimeError):
 class SideProcess:
     """A process of a side, that runs pytest on the tests it is given.
 
-    What is by chance in a process is by chance here: hash seed, size of the environment, and with both where
-    things lie in memory. It is a session of its own, so that nothing that it starts outlives it.
+    What is by chance in a process is by chance here: hash seed, size of the environment, and where things lie
+    in memory, of which twins have the same. It is a session of its own, so that nothing that it starts
+    outlives it.
 
     Args:
         role: "base" or "head".
@@ -62,6 +62,7 @@ class SideProcess:
         seconds: the most time between two of its messages.
         seed: of what is by chance.
         environment: variables beyond those of this process.
+        twins: of which it is to be one, that have the seed already; None: it is a process of its own.
     """
 
     def __init__(
@@ -78,24 +79,37 @@ class SideProcess:
         seconds: float,
         seed: int,
         environment: Mapping[str, str] = {},
+        twins: Twins | None = None,
     ) -> None:
         self.role, self._seconds, self._log = role, seconds, log
-        chance = random.Random(seed)  # noqa: S311
-        own, theirs = socket.socketpair()
-        self._channel = Channel(own)
         inherited = os.environ.get("PYTHONPATH")
         variables = {
-            **os.environ,
             **environment,
             "PYTHONPATH": os.pathsep.join([*map(str, import_path), *([inherited] if inherited else [])]),
-            "PYTHONHASHSEED": str(chance.randrange(2**32)),
-            "STACKWISE_GATE_PADDING": "x" * chance.randrange(_PADDING),
-            DESCRIPTOR: str(theirs.fileno()),
             ROLE: role,
             TREE: "" if tree is None else str(tree),
             TESTS: os.pathsep.join(map(str, tests)),
             FOREIGN: os.pathsep.join(map(str, foreign)),
         }
+        self._process: subprocess.Popen[bytes] | Twin
+        if twins is not None:
+            log.write_bytes(b"")
+            try:
+                self._process, self._channel = twins.become(
+                    "pytest",
+                    arguments,
+                    folder=folder,
+                    import_path=import_path,
+                    environment=variables,
+                    log=log,
+                )
+            except ChannelClosedError as error:
+                twins.end()
+                raise SideFailedError("crashed", f"no process could be started: {error}") from None
+            return
+        own, theirs = socket.socketpair()
+        self._channel = Channel(own)
+        variables = {**os.environ, **variables, **by_chance(seed), DESCRIPTOR: str(theirs.fileno())}
         try:
             with log.open("wb") as output:
                 self._process = subprocess.Popen(  # noqa: S603
@@ -162,7 +176,7 @@ class SideProcess:
         if not hasattr(os, "sched_setaffinity"):  # pragma: no cover - macOS
             return
         # Of the main thread, whose number is that of the process; other threads stay where they are.
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError, ChannelClosedError):
             os.sched_setaffinity(
                 self._process.pid, os.sched_getaffinity(0) if processor is None else {processor}
             )
@@ -179,15 +193,17 @@ class SideProcess:
         an interpreter away takes longer than a round has for a test.
         """
         self._channel.close()
+        if isinstance(self._process, Twin):
+            self._process.end()
+            return
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
     def _gone(self) -> SideFailedError:
-        deadline = time.monotonic() + _PATIENCE
-        while self._process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.01)
-        code = self._process.returncode
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_PATIENCE)
+        code = self._process.poll()
         if code is not None and code < 0:
             with contextlib.suppress(ValueError):
                 return SideFailedError(

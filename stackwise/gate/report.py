@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from stackwise.amount import byte_text, time_text
 from stackwise.argument import require
 from stackwise.gate.result import GateResult, Outcome, TestResult, TrialResult
 from stackwise.gate.verdict import Verdict
@@ -31,8 +32,6 @@ __all__ = [
 
 CODE_QUALITY = ".codequality.json"
 
-_SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
-_BYTES = ((2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "B"))
 # GitHub shows ten annotations of a level in a step, and drops the others without a word.
 _MOST_ANNOTATIONS = 10
 
@@ -41,7 +40,7 @@ def test_text(test: TestResult) -> str:
     """What came of one test, a line for each metric, the worst first; of one that was not measured, why."""
     if not test.trials:
         return f"{test.status}: {test.detail}" if test.detail else test.status
-    return "\n".join(_trial_text(metric, trial) for metric, trial in _worst_first(test))
+    return "\n".join(_trial_text(test, *each) for each in _worst_first(test))
 
 
 test_text.__test__ = False  # type: ignore[attr-defined] # for pytest, which takes the name for a test
@@ -126,6 +125,9 @@ def junit_properties(test: TestResult) -> list[tuple[str, str]]:
             for name, value in values.items()
             if not isinstance(value, float) or math.isfinite(value)
         ]
+    if (rates := test.tokens_per_second) is not None:
+        sides = zip(("base", "head"), rates, strict=True)
+        found += [(f"gate_tokens_per_second_{side}", f"{rate:.6g}") for side, rate in sides]
     return found
 
 
@@ -194,6 +196,7 @@ def publish(result: GateResult, paths: Iterable[Path] = ()) -> list[str]:
 def _summary(result: GateResult) -> str:
     counts = Counter(str(test.verdict) if test.trials else test.status for test in result.tests)
     told = ", ".join(f"{number} {name}" for name, number in sorted(counts.items())) or "no tests"
+    told = told if result.compared else f"nothing was compared: {told}"
     return (
         f"{result.verdict}: {result.head} against {result.base}: {told}; {result.rounds} rounds in "
         f"{result.seconds:.0f} s"
@@ -203,7 +206,7 @@ def _summary(result: GateResult) -> str:
 def _finding(test: TestResult) -> str:
     """In one line what is wrong with a test: not what is right with its other metrics."""
     wrong = [(metric, trial) for metric, trial in _worst_first(test) if not trial.decision.verdict.ok]
-    return _one_line("; ".join(_trial_text(*each) for each in wrong) or test_text(test))
+    return _one_line("; ".join(_trial_text(test, *each) for each in wrong) or test_text(test))
 
 
 def _rows(test: TestResult) -> list[tuple[str, str, str, str, str]]:
@@ -216,7 +219,7 @@ def _rows(test: TestResult) -> list[tuple[str, str, str, str, str]]:
             test.nodeid,
             metric,
             _levels(trial),
-            f"{_change(trial)} {_interval(trial)}  {_rounds(trial)}",
+            f"{_change(trial)} {_interval(trial)}  {_rounds(trial)}  {_rates(test, metric)}".rstrip(),
         )
         for metric, trial in test.trials.items()
     ]
@@ -231,7 +234,7 @@ def _table_rows(test: TestResult) -> list[list[str]]:
             str(trial.decision.verdict),
             name,
             metric,
-            *_each_level(trial),
+            *_each_cost(test, metric, trial),
             _change(trial),
             _interval(trial),
             _share(trial.tolerance),
@@ -241,10 +244,11 @@ def _table_rows(test: TestResult) -> list[list[str]]:
     ]
 
 
-def _trial_text(metric: str, trial: TrialResult) -> str:
-    decision = trial.decision
+def _trial_text(test: TestResult, metric: str, trial: TrialResult) -> str:
+    decision, rates = trial.decision, _rates(test, metric)
+    beside = f" ({rates})" if rates else ""
     return (
-        f"{metric} {decision.verdict}: {_levels(trial)}, {_change(trial)} {_interval(trial)} at "
+        f"{metric} {decision.verdict}: {_levels(trial)}{beside}, {_change(trial)} {_interval(trial)} at "
         f"{decision.level:.1%}, tolerance {_share(trial.tolerance)}: {decision.reason}{_unlike(trial)}"
     )
 
@@ -270,23 +274,31 @@ def _levels(trial: TrialResult) -> str:
 
 
 def _each_level(trial: TrialResult) -> tuple[str, str]:
-    """What base costs, the median of rounds, and what head does by the estimate.
-
-    The median of head's own rounds would say something else beside the estimate: sides are compared within
-    rounds, and the machine is not equally fast in all of them.
-    """
-    if not trial.base:
+    if trial.levels is None:
         return "not known", "not known"
-    base, estimate = statistics.median(trial.base), trial.decision.estimate
-    head = base * (1 + estimate) if math.isfinite(estimate) else statistics.median(trial.head)
-    return _level(base, trial.unit), _level(head, trial.unit)
+    base, head = trial.levels
+    text = byte_text if trial.unit == "B" else time_text
+    return text(base), text(head)
 
 
-def _level(value: float, unit: str) -> str:
-    """In the largest unit of which it holds one."""
-    units = _BYTES if unit == "B" else _SECONDS
-    scale, name = next(((scale, name) for scale, name in units if value >= scale), units[-1])
-    return f"{value / scale:.4g} {name}"
+def _each_cost(test: TestResult, metric: str, trial: TrialResult) -> list[str]:
+    """The levels, each with its tokens per second where they are known."""
+    rates = _each_rate(test, metric)
+    if not rates:
+        return list(_each_level(trial))
+    return [f"{level} ({rate} tokens/s)" for level, rate in zip(_each_level(trial), rates, strict=True)]
+
+
+def _rates(test: TestResult, metric: str) -> str:
+    """Tokens per second of both sides; "" where they are not known."""
+    rates = _each_rate(test, metric)
+    return f"{' -> '.join(rates)} tokens/s" if rates else ""
+
+
+def _each_rate(test: TestResult, metric: str) -> list[str]:
+    """Tokens per second of base and head, beside the time that they are of; [] elsewhere."""
+    rates = test.tokens_per_second if metric == "time" else None
+    return [f"{rate:,.0f}" if rate >= 1000 else f"{rate:.4g}" for rate in rates or ()]
 
 
 def _change(trial: TrialResult) -> str:

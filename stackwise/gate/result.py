@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Self, get_args
 
@@ -10,9 +11,20 @@ from stackwise.argument import check_choice, require
 from stackwise.gate.hodges_lehmann import HodgesLehmann, hodges_lehmann
 from stackwise.gate.verdict import Decision, Verdict
 
-__all__ = ["EXIT_INCONCLUSIVE", "GateResult", "Missing", "Outcome", "Status", "TestResult", "TrialResult"]
+__all__ = [
+    "EXIT_INCONCLUSIVE",
+    "EXIT_NOTHING",
+    "GateResult",
+    "Missing",
+    "Outcome",
+    "Status",
+    "TestResult",
+    "TrialResult",
+]
 
 EXIT_INCONCLUSIVE = 7
+# That of pytest where it finds no tests.
+EXIT_NOTHING = 5
 
 Status = Literal[
     "measured",
@@ -62,6 +74,18 @@ class TrialResult:
     head: tuple[float, ...]
 
     @property
+    def levels(self) -> tuple[float, float] | None:
+        """What base costs, the median of rounds, and what head does by the estimate; None without rounds.
+
+        The median of head's own rounds would say something else beside the estimate: sides are compared
+        within rounds, and the machine is not equally fast in all of them.
+        """
+        if not self.base:
+            return None
+        base, estimate = statistics.median(self.base), self.decision.estimate
+        return base, base * (1 + estimate) if math.isfinite(estimate) else statistics.median(self.head)
+
+    @property
     def robust(self) -> HodgesLehmann | None:
         """The centre of the differences of all rounds, which no wild one moves, at 95 %; None without rounds.
 
@@ -103,6 +127,7 @@ class TestResult:
         seconds: that its rounds took, without the start of their processes.
         reference: of each round the seconds of each part of the pinned workload that was timed among its
             pairs; none without it.
+        tokens: that a call of base handles, and one of head; 0: the work does not say.
     """
 
     __test__ = False  # for pytest, which takes the name for a test
@@ -115,6 +140,7 @@ class TestResult:
     line: int = 0
     seconds: float = 0.0
     reference: tuple[tuple[float, ...], ...] = ()
+    tokens: tuple[int, int] = (0, 0)
 
     def __post_init__(self) -> None:
         check_choice("status", self.status, get_args(Status))
@@ -137,6 +163,18 @@ class TestResult:
                 return verdict
         return Verdict.INCONCLUSIVE
 
+    @property
+    def tokens_per_second(self) -> tuple[float, float] | None:
+        """Of base and of head, by the time of a call, whose verdict is theirs.
+
+        None where a side does not say how many tokens it handles, or the time is not judged.
+        """
+        time = self.trials.get("time")
+        levels = None if time is None else time.levels
+        if levels is None or not all(self.tokens):
+            return None
+        return self.tokens[0] / levels[0], self.tokens[1] / levels[1]
+
     def outcome(self, missing: Missing) -> Outcome:
         """What it is to the run.
 
@@ -158,17 +196,24 @@ class TestResult:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
-        trials = {metric: trial.to_dict() for metric, trial in self.trials.items()}
-        reference = [list(each) for each in self.reference]
-        return {**asdict(self), "trials": trials, "reference": reference, "verdict": str(self.verdict)}
+        rates = self.tokens_per_second
+        return {
+            **asdict(self),
+            "trials": {metric: trial.to_dict() for metric, trial in self.trials.items()},
+            "reference": [list(each) for each in self.reference],
+            "tokens": list(self.tokens),
+            "tokens_per_second": rates and list(rates),
+            "verdict": str(self.verdict),
+        }
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
         """What `to_dict` gave, also where it went through JSON."""
-        kept = {key: value for key, value in values.items() if key != "verdict"}
+        kept = {key: value for key, value in values.items() if key not in ("verdict", "tokens_per_second")}
         trials = {metric: TrialResult.from_dict(trial) for metric, trial in values["trials"].items()}
         reference = tuple(tuple(each) for each in values["reference"])
-        return cls(**{**kept, "trials": trials, "reference": reference})
+        tokens = tuple(values.get("tokens", (0, 0)))  # older files have none
+        return cls(**{**kept, "trials": trials, "reference": reference, "tokens": tokens})
 
 
 @dataclass(frozen=True)
@@ -209,13 +254,23 @@ class GateResult:
         require(len(names) == len(set(names)), "tests", names, "tests of different names")
 
     @property
+    def compared(self) -> bool:
+        """Whether anything was: a metric of a test has an estimate, or new tests are to pass ("create").
+
+        Nothing was where all tests are skipped or broken, say, or no saved run is of the head's machine.
+        """
+        if self.missing == "create" and any(test.status == "missing on base" for test in self.tests):
+            return True
+        trials = [trial for test in self.tests for trial in test.trials.values()]
+        return any(math.isfinite(trial.decision.estimate) for trial in trials)
+
+    @property
     def outcome(self) -> Outcome:
-        """The worst of its tests; "inconclusive" where nothing was compared, but for new tests as asked."""
+        """The worst of its tests; "inconclusive" at best where nothing was compared."""
         outcomes = [test.outcome(self.missing) for test in self.tests]
-        new = self.missing == "create" and any(test.status == "missing on base" for test in self.tests)
-        if not new and not any(test.trials for test in self.tests):
+        if not self.compared:
             outcomes.append("inconclusive")
-        return max(outcomes, key=_ORDER.index, default="inconclusive")
+        return max(outcomes, key=_ORDER.index)
 
     @property
     def verdict(self) -> Verdict:
@@ -230,8 +285,9 @@ class GateResult:
 
     @property
     def exit_code(self) -> int:
-        """Of a command that says no more than this: 0 passed, 1 failed, 7 inconclusive."""
-        return {"failed": 1, "inconclusive": EXIT_INCONCLUSIVE}.get(self.outcome, 0)
+        """Of a command that says no more than this: 0 passed, 1 failed, 5 nothing compared, 7 undecided."""
+        undecided = EXIT_INCONCLUSIVE if self.compared else EXIT_NOTHING
+        return {"failed": 1, "inconclusive": undecided}.get(self.outcome, 0)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON; `version` is that of their form."""

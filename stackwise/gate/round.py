@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from stackwise.argument import check_choice, check_number, check_sizes
 from stackwise.gate.process import SideFailedError, SideProcess
-from stackwise.gate.turns import ORDERS, turns
+from stackwise.gate.turns import ORDERS, difference, turns
 
 __all__ = ["SIDES", "Ended", "Paired", "Sampling", "Starter", "run_round"]
 
@@ -44,8 +44,8 @@ class Sampling:
     """
 
     seconds: float = 0.3
-    pairs: int = 96
-    slice_seconds: float = 0.002
+    pairs: int = 192
+    slice_seconds: float = 0.001
     warm_up_seconds: float = 0.1
     memory: bool = True
     reference: Callable[[], tuple[float, ...]] | None = None
@@ -65,12 +65,14 @@ class Paired:
     Attributes:
         base: of each metric the median cost of the base, in the metric's unit.
         head: the same of the head.
-        differences: of each metric the median over pairs of log(head / base).
+        differences: of each metric log(head / base): the median over the pairs in which the base came first,
+            and over those in which the head did, and of both the mean.
         head_first: of each pair whether the head was first.
         logs: of each pair log(head / base) of the time.
         seconds: that this took, with what the test does around its calls.
         own: whether each side has imported code of its own tree, beside the tests.
         reference: the median seconds of each part of a pinned workload, timed among the pairs; () without it.
+        tokens: that a call of base handles, and one of head; 0: the work does not say.
     """
 
     base: dict[str, float]
@@ -81,6 +83,7 @@ class Paired:
     seconds: float = 0.0
     own: bool = True
     reference: tuple[float, ...] = ()
+    tokens: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,7 @@ class _Side:
         self.not_collected: dict[str, str] = {}  # by file
         self.ended: dict[str, tuple[str, str]] = {}
         self.only_once: dict[str, bool] = {}
+        self.tokens: dict[str, int] = {}
         self.own = False
 
     def collect(self) -> None:
@@ -132,6 +136,7 @@ class _Side:
                 raise SideFailedError("crashed", f"it told of {message.get('test')} in the place of {test}")
             if message.get("ready"):
                 self.only_once[test] = message["only_once"]
+                self.tokens[test] = message.get("tokens", 0)
                 return True
             if "ended" in message:
                 self.ended.setdefault(test, (message["ended"], message["detail"]))
@@ -262,7 +267,8 @@ def _test(test: str, sides: dict[str, _Side], sampling: Sampling, rng: random.Ra
     ended = {role: side.ended[test] for role, side in sides.items() if test in side.ended}
     if ended or found is None:
         return Ended({r: how for r, (how, _) in ended.items()}, {r: why for r, (_, why) in ended.items()})
-    return replace(found, own=all(side.own for side in sides.values()))
+    tokens = (sides["base"].tokens[test], sides["head"].tokens[test])
+    return replace(found, own=all(side.own for side in sides.values()), tokens=tokens)
 
 
 def _measure(test: str, sides: dict[str, _Side], sampling: Sampling, rng: random.Random) -> Paired:
@@ -304,7 +310,7 @@ def _measure(test: str, sides: dict[str, _Side], sampling: Sampling, rng: random
         ]
         for metric in metrics
     }
-    differences = {metric: statistics.median(values) for metric, values in logs.items()}
+    differences = {metric: difference(values, order) for metric, values in logs.items()}
     if held["base"]:
         differences["memory"] = math.log(held["head"]["memory"] / held["base"]["memory"])
     return Paired(

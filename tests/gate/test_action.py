@@ -96,6 +96,7 @@ def test_all_inputs(job):
         (7, "fail", "INCONCLUSIVE", 7),
         (7, "warn", "INCONCLUSIVE", 0),
         (4, "warn", "ERROR", 4),
+        (5, "warn", "ERROR", 5),
     ],
 )
 def test_exit_codes(job, code, inconclusive, verdict, returned):
@@ -103,6 +104,7 @@ def test_exit_codes(job, code, inconclusive, verdict, returned):
     assert done.returncode == returned
     assert job.output.read_text() == f"verdict={verdict}\n"
     assert ("::warning" in done.stdout) == (code == 7 and inconclusive == "warn")
+    assert ("nothing was compared" in done.stdout) == (code == 5)
 
 
 def test_a_base_that_was_not_checked_out_is_fetched(job):
@@ -136,3 +138,9 @@ def test_no_base_is_an_error(job, base):
 def test_an_unknown_choice_is_an_error(job):
     done = job.run(base="abc", inconclusive="pass")
     assert done.returncode == 2 and "inconclusive: got 'pass'; allowed: fail, warn" in done.stdout
+
+
+def test_the_page_describes_every_input():
+    page = (Path(__file__).parents[2] / "docs" / "gate.md").read_text()
+    rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", page[page.index("| input | default |") :], re.MULTILINE)
+    assert set(re.findall(r"\w+", " ".join(rows))) == set(ACTION["inputs"])

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from stackwise.gate.limit import METRICS, Limit, Limits, parse_limits, parse_seconds, parse_share
+from stackwise.gate.limit import METRICS, Limit, Limits, parse_limits, parse_share
 
 
 @pytest.mark.parametrize(("text", "share"), [("2%", 0.02), ("0.5%", 0.005), ("12.5 %", 0.125), ("100%", 1.0)])
@@ -16,19 +16,6 @@ def test_a_share(text, share):
 def test_what_is_no_share_is_refused(value):
     with pytest.raises(ValueError, match=r"time: got .*; allowed: a string such as '2%'"):
         parse_share("time", value)
-
-
-@pytest.mark.parametrize(
-    ("text", "seconds"), [("50us", 5e-5), ("1.5 ms", 1.5e-3), ("2s", 2.0), ("10ns", 1e-8), ("0us", 0.0)]
-)
-def test_a_time(text, seconds):
-    assert parse_seconds("floor", text) == seconds
-
-
-@pytest.mark.parametrize("value", ["50", 50, "50 µs", "50 min", "-1us", None, "us"], ids=repr)
-def test_what_is_no_time_is_refused(value):
-    with pytest.raises(ValueError, match=r"floor: got .*; allowed: a string such as '50us'"):
-        parse_seconds("floor", value)
 
 
 def test_a_limit_is_in_logarithms_at_its_level():
@@ -109,17 +96,23 @@ def test_a_floor_that_is_none_stays_as_it_is():
     assert limits.changed(floor=None, memory_floor=None) == limits
 
 
-@pytest.mark.parametrize("value", ["1 MiB", -1, math.nan], ids=repr)
-def test_a_floor_of_memory_is_a_number(value):
-    with pytest.raises(ValueError, match="memory_floor: got"):
+@pytest.mark.parametrize(("value", "floor"), [("1 MiB", 2**20), ("0 B", 0), (4096, 4096), (0, 0)])
+def test_a_floor_of_memory(value, floor):
+    assert Limits().changed(memory_floor=value).memory == Limit(0.01, floor=floor)
+
+
+@pytest.mark.parametrize("value", ["65536", "1 mb", -1, 0.5, math.nan], ids=repr)
+def test_what_is_no_floor_of_memory_is_refused(value):
+    with pytest.raises(ValueError, match=r"memory_floor: got .*; allowed: a string such as '2 GiB'"):
         Limits().changed(memory_floor=value)
 
 
 def test_limits_on_the_command_line():
-    given = parse_limits("time=3%, memory=none,floor = 50us")
-    assert given == {"time": "3%", "memory": None, "floor": "50us"}
+    given = parse_limits("time=3%, ttft=none,floor = 50us, memory_floor=1MiB")
+    assert given == {"time": "3%", "ttft": None, "floor": "50us", "memory_floor": "1MiB"}
     limits = Limits().changed(**given)
-    assert (limits.time, limits.memory) == (Limit(0.03, floor=5e-5), None)
+    assert (limits.time, limits.ttft) == (Limit(0.03, floor=5e-5), None)
+    assert limits.memory == Limit(0.01, floor=2**20)
 
 
 @pytest.mark.parametrize("text", ["", "time", "=2%", "time=2%,", "time=2%,time=3%"], ids=repr)

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import sys
 import time
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from stackwise.gate import side
 from stackwise.gate.process import SideFailedError, SideProcess
+from stackwise.gate.twins import Twins
 
 TESTS = """
 import os, signal, sys, time
@@ -82,9 +84,11 @@ def test_killed(benchmark):
 """
 
 
-@pytest.fixture
-def start(tmp_path, monkeypatch):
-    made = []
+@pytest.fixture(params=["twins", "alone"])
+def start(request, tmp_path, monkeypatch):
+    made, twins = [], request.param == "twins"
+    if twins and sys.platform != "linux":
+        pytest.skip("there are no twins")
     tree = tmp_path / "tree"
     tree.mkdir()
     (tree / "pytest.ini").write_text("[pytest]\naddopts = --strict-markers --strict-config\n")
@@ -111,6 +115,7 @@ def start(tmp_path, monkeypatch):
             log=tmp_path / "log",
             seconds=seconds,
             seed=1,
+            twins=Twins(1, tmp_path / "twins.log") if twins else None,
         )
         made.append(process)
         process.send(tests=[f"test_it.py::{name}" for name in tests])

@@ -221,3 +221,28 @@ def test_rounds_that_are_unlike_the_others_are_told():
 def test_a_tolerance_that_a_floor_has_raised_stays_legible():
     small = replace(SLOWER.trials["memory"], tolerance=138.8)
     assert "tolerance 139 times:" in test_text(TestResult("a", trials={"memory": small}))
+
+
+def test_tokens_per_second_stand_beside_the_time():
+    found = replace(SLOWER, tokens=(60, 60))
+    time_line, memory_line = test_text(found).splitlines()
+    assert time_line.startswith("time REGRESSED: 1.2 ms -> 1.26 ms (50,000 -> 47,619 tokens/s), +5.00%")
+    assert "tokens" not in memory_line
+    memory_row, time_row, *_ = terminal_lines(gate(found))
+    assert time_row.endswith("8 rounds, confirmed  50,000 -> 47,619 tokens/s")
+    assert "tokens" not in memory_row
+    assert "| 1.2 ms (50,000 tokens/s) | 1.26 ms (47,619 tokens/s) |" in markdown(gate(found))
+    properties = dict(junit_properties(found))
+    assert properties["gate_tokens_per_second_base"] == "50000"
+    assert properties["gate_tokens_per_second_head"] == "47619"
+    slow = replace(OPEN, trials={"time": trial(Verdict.PASS, 0.0, 8.0)}, tokens=(1, 1))
+    assert " (0.125 -> 0.125 tokens/s), " in test_text(slow)
+
+
+def test_that_nothing_was_compared_is_told():
+    skipped = gate(TestResult("a", "skipped", detail="no GPU"))
+    assert terminal_lines(skipped)[-1].startswith(
+        "INCONCLUSIVE: feature against main: nothing was compared: 1 skipped; "
+    )
+    assert "nothing was compared" in markdown(skipped)
+    assert "nothing was compared" not in markdown(RESULT)

@@ -9,7 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stackwise.gate.result import EXIT_INCONCLUSIVE, GateResult, Missing, Status, TestResult, TrialResult
+from stackwise.gate.result import (
+    EXIT_INCONCLUSIVE,
+    EXIT_NOTHING,
+    GateResult,
+    Missing,
+    Status,
+    TestResult,
+    TrialResult,
+)
 from stackwise.gate.verdict import Decision, Verdict
 
 COSTS = st.lists(st.floats(1e-9, 1e12), max_size=5).map(tuple)
@@ -52,7 +60,7 @@ METRICS = st.sampled_from(["time", "memory", "ttft", "tpot"])
 def some_tests(draw):
     status = draw(st.sampled_from(get_args(Status)))
     found = draw(st.dictionaries(METRICS, TRIALS, min_size=1)) if status == "measured" else {}
-    lines, times = st.integers(0, 10_000), st.floats(1e-9, 1e3)
+    lines, times, counts = st.integers(0, 10_000), st.floats(1e-9, 1e3), st.integers(0, 10**9)
     return TestResult(
         draw(TEXT),
         status,
@@ -62,6 +70,7 @@ def some_tests(draw):
         draw(lines),
         draw(st.floats(0, 1e6)),
         draw(st.lists(st.tuples(times, times), max_size=3).map(tuple)),
+        draw(st.tuples(counts, counts)),
     )
 
 
@@ -160,7 +169,7 @@ def test_every_status_has_been_thought_of():
         ([Verdict.PASS, Verdict.IMPROVED], "passed", "IMPROVED", 0),
         ([Verdict.INCONCLUSIVE, Verdict.IMPROVED], "inconclusive", "INCONCLUSIVE", 7),
         ([Verdict.PASS, Verdict.REGRESSED, Verdict.INCONCLUSIVE], "failed", "REGRESSED", 1),
-        ([], "inconclusive", "INCONCLUSIVE", 7),
+        ([], "inconclusive", "INCONCLUSIVE", 5),
     ],
     ids=["pass", "improved", "inconclusive", "regressed", "nothing"],
 )
@@ -180,9 +189,58 @@ def test_a_warning_does_not():
     assert replace(result, missing="fail").exit_code == 1
 
 
-def test_the_exit_code_is_none_of_pytests_own():
+@pytest.mark.parametrize(
+    ("statuses", "missing", "code"),
+    [
+        (["skipped"], "warn", 5),
+        (["crashed on base", "not begun"], "warn", 5),
+        (["missing on base"], "warn", 5),
+        (["missing on base"], "create", 0),
+        (["missing on base", "not begun"], "create", 7),
+        (["skipped", "crashed on head"], "warn", 1),
+    ],
+)
+def test_where_nothing_was_compared_is_no_matter_of_doubt(statuses, missing, code):
+    tests = [TestResult(str(place), status) for place, status in enumerate(statuses)]
+    assert gate(*tests, missing=missing).exit_code == code
+    # With one that was compared, doubt is doubt.
+    more = gate(*tests, measured("a", Verdict.INCONCLUSIVE), missing=missing)
+    assert more.compared and more.exit_code == (1 if code == 1 else 7)
+
+
+def test_what_has_no_estimate_was_not_compared():
+    unknown = Decision(Verdict.INCONCLUSIVE, math.nan, -math.inf, math.inf, 0.0, 1, False, "another machine")
+    result = gate(TestResult("a", trials={"time": replace(trial(), decision=unknown, base=())}))
+    assert not result.compared and result.exit_code == EXIT_NOTHING
+    again = GateResult.from_dict(json.loads(json.dumps(result.to_dict())))
+    assert not again.compared
+
+
+def test_the_exit_code_of_doubt_is_none_of_pytests_own():
     assert EXIT_INCONCLUSIVE == 7
     assert EXIT_INCONCLUSIVE not in {int(code) for code in pytest.ExitCode}
+    assert EXIT_NOTHING == pytest.ExitCode.NO_TESTS_COLLECTED
+
+
+def test_tokens_per_second_are_those_of_the_time():
+    slower = replace(trial(), decision=decision(Verdict.REGRESSED, 0.25), base=(0.5, 0.4, 0.6))
+    told = TestResult("a", trials={"memory": trial(), "time": slower}, tokens=(100, 100))
+    assert told.tokens_per_second == pytest.approx((200.0, 160.0))
+    values = told.to_dict()
+    assert values["tokens_per_second"] == pytest.approx([200.0, 160.0])
+    for less in (
+        replace(told, tokens=(0, 100)),
+        replace(told, trials={"memory": trial()}),
+        replace(told, trials={"time": replace(slower, base=())}),
+    ):
+        assert less.tokens_per_second is None and less.to_dict()["tokens_per_second"] is None
+
+
+def test_a_file_from_before_there_were_tokens_is_read():
+    values = json.loads(json.dumps(gate(measured("a", Verdict.PASS)).to_dict()))
+    for key in ("tokens", "tokens_per_second"):
+        del values["tests"][0][key]
+    assert GateResult.from_dict(values) == gate(measured("a", Verdict.PASS))
 
 
 def test_trials_come_with_a_measurement_alone():

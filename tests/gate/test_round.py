@@ -15,7 +15,7 @@ from stackwise.gate.limit import Limit, Limits
 from stackwise.gate.process import SideFailedError
 from stackwise.gate.round import Ended, Paired, Sampling, run_round
 from stackwise.gate.sequential import Rule
-from stackwise.gate.session import GateError, Launch, Progress, run_gate
+from stackwise.gate.session import GateError, GateInterruptedError, Launch, Progress, run_gate
 from stackwise.gate.tree import Tree
 from stackwise.gate.verdict import Verdict
 
@@ -74,8 +74,9 @@ class Script:
             case "hang":
                 self.answers += [SideFailedError("hung", "nothing was heard of it for 9 s")]
             case _:
-                once = bool(self.tests[self.now].get("only_once"))
-                self.answers += [{"test": self.now, "ready": True, "only_once": once}]
+                given = {"only_once": False, "tokens": 0} | self.tests[self.now]
+                told = {key: given[key] for key in ("only_once", "tokens")}
+                self.answers += [{"test": self.now, "ready": True, **told}]
 
     def _failed(self, when):
         self.answers += [{"test": self.now, "ended": "failed", "when": when, "detail": "E  Oops"}]
@@ -162,6 +163,22 @@ def test_costs_levels_and_differences():
     )
     # The second to be measured takes nine pairs (of 0.11 s) and five (of 0.2 s).
     assert [sum(test == name for test, *_ in log) for name in (A, B)] == [18, 10]
+
+
+def test_being_second_costs_both_sides_the_same():
+    """Of the pairs of either order the median is far away; that of all lies anywhere between the two."""
+    reads, noise = itertools.count(), random.Random(0)
+
+    class Second(dict):
+        def __getitem__(self, key):
+            value = super().__getitem__(key)
+            if key != "time":
+                return value
+            return value * (1.2 if next(reads) % 2 else 1.0) * math.exp(noise.gauss(0, 0.003))
+
+    for seed in range(20):
+        found, _ = play({A: Second(cost())}, {A: Second(cost(0.105))}, seed=seed, tests=(A,))
+        assert found[A].differences["time"] == pytest.approx(math.log(1.05), abs=0.01)
 
 
 def test_sides_take_turns():
@@ -365,6 +382,7 @@ def sides(monkeypatch):
             return made
 
         monkeypatch.setattr(session, "SideProcess", start)
+        monkeypatch.setattr(session, "_FORKS", False)
         return rounds
 
     return of
@@ -749,3 +767,48 @@ def test_a_head_that_hangs_everywhere_takes_no_longer_than_it_may(sides, tmp_pat
     sides({A: cost(), B: cost(), C: cost()}, {A: "hang", B: "hang", C: "hang"})
     found = gate(tmp_path, (A, B, C), most_seconds=1e-9)
     assert [test.status for test in found.tests] == ["hung on head", "not begun", "not begun"]
+
+
+def test_an_interruption_leaves_what_was_decided(sides, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    jitter = random.Random(0)
+
+    def until_stopped(number):
+        if number == 6:
+            raise KeyboardInterrupt
+        return cost(0.1 * math.exp(jitter.gauss(0, 0.1)))
+
+    rounds = sides({A: cost(), B: until_stopped, C: "skip"}, {A: cost(), B: cost(), C: "skip"})
+    with pytest.raises(GateInterruptedError) as stopped:
+        gate(tmp_path, (A, B, C))
+    found = stopped.value.result
+    decided, still_open, skipped = found.tests
+    assert decided.verdict == Verdict.PASS
+    assert still_open.trials["time"].decision.verdict == Verdict.INCONCLUSIVE
+    assert still_open.trials["time"].decision.reason.endswith("; interrupted")
+    assert len(still_open.trials["time"].differences) == 6
+    assert skipped.status == "skipped"
+    assert found.notes == ("the run was interrupted: what was open then is INCONCLUSIVE",)
+    assert not any(process.alive for pair in rounds for process in pair.values())
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_interruption_before_anything_was_measured(sides, tmp_path):
+    def stopped_at_once(_):
+        raise KeyboardInterrupt
+
+    sides({A: cost()}, {A: stopped_at_once})
+    with pytest.raises(KeyboardInterrupt) as stopped:
+        gate(tmp_path, (A,))
+    [found] = stopped.value.result.tests
+    assert (found.status, found.detail) == ("not begun", "interrupted")
+
+
+def test_tokens_of_a_call_are_those_of_its_side(sides, tmp_path):
+    sides({A: cost(tokens=512), B: cost(tokens=512)}, {A: cost(tokens=512), B: cost(tokens=256)})
+    found = gate(tmp_path)
+    assert [test.tokens for test in found.tests] == [(512, 512), (512, 256)]
+    assert found.tests[0].tokens_per_second == pytest.approx((5120.0, 5120.0))
+    assert found.notes == (
+        f"{B}: a call handles 512 tokens on the base, 256 on the head: it is not the same work",
+    )

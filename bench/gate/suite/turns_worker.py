@@ -1,22 +1,26 @@
 """One side, for the ablations: makes calls when it is told to, and says how long one took.
 
-It reads lines "NAME CALLS", prepares NAME the first time it is asked for, and answers each with seconds.
+It is told of `name` and `calls` in lines of JSON, prepares the name the first time, and answers with
+`seconds`.
 """
 
 import functools
 import gc
-import sys
+import json
+import os
+import socket
 import time
 
 from subject.work import make
 
 made = functools.cache(make)
 gc.disable()
-for line in sys.stdin:
-    name, calls = line.split()
-    call = made(name)
-    start = time.perf_counter()
-    for _ in range(int(calls)):
-        call()
-    print((time.perf_counter() - start) / int(calls), flush=True)
-    gc.collect()
+with socket.socket(fileno=int(os.environ["STACKWISE_GATE_CHANNEL"])) as end, end.makefile("rw") as channel:
+    for line in channel:
+        told = json.loads(line)
+        call, calls = made(told["name"]), range(told["calls"])
+        start = time.perf_counter()
+        for _ in calls:
+            call()
+        print(json.dumps({"seconds": (time.perf_counter() - start) / len(calls)}), file=channel, flush=True)
+        gc.collect()

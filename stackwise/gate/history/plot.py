@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 import statistics
 from collections.abc import Sequence
@@ -13,9 +12,11 @@ from stackwise.gate.history.change_point import change_points
 from stackwise.gate.history.judgement import WINDOW
 from stackwise.gate.history.point import Point
 from stackwise.gate.history.store_url import HistoryError
+from stackwise.svg import drawn
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 __all__ = ["series_svg"]
 
@@ -47,18 +48,10 @@ def series_svg(points: Sequence[Point], title: str, *, last: int = WINDOW, seed:
         HistoryError: matplotlib is not installed.
     """
     require(len(points) > 0, "points", len(points), "one or more")
-    try:
-        import matplotlib as mpl
-        from matplotlib.backends.backend_svg import FigureCanvasSVG
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise HistoryError("a plot needs matplotlib: pip install 'stackwise[report]'") from None
     referenced = points[-1].reference is not None
     shown = [point for point in points if (point.reference is not None) == referenced][-last:]
-    # A hash salt in place of a random one, so that equal histories are equal files.
-    with mpl.rc_context({"svg.hashsalt": "stackwise", "svg.fonttype": "none", "font.size": 9}):
-        figure = Figure(figsize=(9, 5 if referenced else 3.6), layout="constrained")
-        FigureCanvasSVG(figure)
+
+    def draw(figure: Figure) -> None:
         if referenced:
             above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
             _draw_reference(below, shown)
@@ -67,9 +60,11 @@ def series_svg(points: Sequence[Point], title: str, *, last: int = WINDOW, seed:
         _draw_costs(above, shown, seed)
         above.set_title(title, loc="left", color=_INK, parse_math=False)
         below.set_xlabel(f"result, {shown[0].created:%Y-%m-%d} to {shown[-1].created:%Y-%m-%d}")
-        out = io.StringIO()
-        figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
-    return out.getvalue()
+
+    try:
+        return drawn((9, 5 if referenced else 3.6), draw)
+    except ImportError as error:
+        raise HistoryError(str(error)) from None
 
 
 def _draw_costs(axes: Axes, points: Sequence[Point], seed: int) -> None:

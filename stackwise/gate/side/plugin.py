@@ -117,17 +117,23 @@ class SidePlugin:
             if workload_of is None:
                 pytest.fail("this side's stackwise is older than its gate", pytrace=False)
             workload = workload_of(request, subject, arguments)
+            tokens = int(workload.tokens)
             if workload.each_token is not None:
-                self.serve(request.node.nodeid, Streamed(workload.each_token))
+                self.serve(request.node.nodeid, Streamed(workload.each_token), tokens)
             else:
-                self.serve(request.node.nodeid, Repeated(workload.call, workload.prepare))
+                self.serve(request.node.nodeid, Repeated(workload.call, workload.prepare), tokens)
             found_once = getattr(fixtures, "found_once", None)  # older ones have none
             return None if found_once is None else found_once(workload)
 
         return run
 
-    def serve(self, nodeid: str, subject: Subject) -> list[float]:
+    def serve(self, nodeid: str, subject: Subject, tokens: int = 0) -> list[float]:
         """Do what the gate asks for until it asks for no more.
+
+        Args:
+            nodeid: of the test.
+            subject: what is measured.
+            tokens: that a call handles; 0: nobody says.
 
         Returns:
             seconds of one call, for each turn that was measured.
@@ -137,7 +143,7 @@ class SidePlugin:
         self._served.add(nodeid)
         settle()
         taken: list[float] = []
-        self._send(test=nodeid, ready=True, only_once=subject.only_once)
+        self._send(test=nodeid, ready=True, only_once=subject.only_once, tokens=tokens)
         while True:
             match self._receive():
                 case {"warm_up": seconds}:

@@ -1,10 +1,12 @@
 """The plot: an SVG with every result, each change and each verdict, the same bytes each time."""
 
+import sys
 import xml.etree.ElementTree as ET
 from datetime import UTC, datetime, timedelta
 
 import pytest
 
+from stackwise.gate.history import HistoryError
 from stackwise.gate.history.baseline import Standing
 from stackwise.gate.history.plot import series_svg
 from stackwise.gate.history.point import Point
@@ -66,3 +68,9 @@ def test_results_of_another_kind_are_left_out():
 def test_no_points_are_refused():
     with pytest.raises(ValueError, match="points: got 0"):
         series_svg([], "t")
+
+
+def test_missing_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(HistoryError, match=r"a plot needs matplotlib: pip install 'stackwise\[report\]'"):
+        series_svg(points([0.0]), "t")

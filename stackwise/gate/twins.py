@@ -1,0 +1,196 @@
+"""Twins: processes of both sides that begin as one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from stackwise.gate.side import twin as program
+from stackwise.gate.side.channel import DESCRIPTOR, Channel, ChannelClosedError
+
+__all__ = ["Twin", "Twins", "by_chance"]
+
+_PADDING = 4096  # most characters that the environment is longer by
+_COUNT = 2
+_PATIENCE = 60.0  # seconds that an interpreter has to start
+
+
+def by_chance(seed: int) -> dict[str, str]:
+    """Variables of the environment that a process has by chance: its hash seed and where its stack lies."""
+    chance = random.Random(seed)  # noqa: S311
+    return {
+        "PYTHONHASHSEED": str(chance.randrange(2**32)),
+        "STACKWISE_GATE_PADDING": "x" * chance.randrange(_PADDING),
+    }
+
+
+class Twins:
+    """Two processes that are forks of one, which has done nothing: see `stackwise.gate.side.twin`.
+
+    Where one of them is ended both are, and they end when this process does.
+
+    Args:
+        seed: of what is by chance.
+        log: for what is printed before one of them is told what to be.
+
+    Attributes:
+        left: how many of them are still to be had.
+    """
+
+    def __init__(self, seed: int, log: Path) -> None:
+        pairs = [socket.socketpair() for _ in range(1 + _COUNT)]
+        self._channels = [Channel(own) for own, _ in pairs]
+        self._parent = self._channels.pop(0)
+        self._descriptors = [theirs.fileno() for _, theirs in pairs[1:]]
+        self._pids: list[int] = []
+        self._codes: dict[int, int] = {}
+        self._ended = False
+        try:
+            with log.open("wb") as output:
+                self._process = subprocess.Popen(  # noqa: S603
+                    [sys.executable, program.__file__, *(str(theirs.fileno()) for _, theirs in pairs)],
+                    env={**os.environ, **by_chance(seed)},
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=[theirs.fileno() for _, theirs in pairs],
+                    start_new_session=True,
+                )
+        except BaseException:
+            for channel in (self._parent, *self._channels):
+                channel.close()
+            raise
+        finally:
+            for _, theirs in pairs:
+                theirs.close()
+
+    @property
+    def left(self) -> int:  # noqa: D102
+        return len(self._channels)
+
+    def become(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        *,
+        folder: Path,
+        import_path: Sequence[Path],
+        environment: Mapping[str, str],
+        log: Path,
+    ) -> tuple[Twin, Channel]:
+        """Let the next of them be what `python -m MODULE` would be.
+
+        Args:
+            module: its name.
+            arguments: of the module.
+            folder: in which it runs.
+            import_path: what comes first of `sys.path`, behind the folder.
+            environment: variables beyond those of this process.
+            log: the file for what it prints.
+
+        Raises:
+            ChannelClosedError: it is gone.
+        """
+        number = _COUNT - len(self._channels)
+        channel = self._channels.pop(0)
+        channel.send(
+            {
+                "module": module,
+                "arguments": list(arguments),
+                "folder": str(folder),
+                "import_path": list(map(str, import_path)),
+                "environment": {**environment, DESCRIPTOR: str(self._descriptors[number])},
+                "log": str(log),
+            }
+        )
+        return Twin(self, number), channel
+
+    def pid(self, number: int) -> int:
+        """The number of a process.
+
+        Raises:
+            ChannelClosedError: it was never there.
+        """
+        while not self._pids:
+            if not self._hear(_PATIENCE):
+                raise ChannelClosedError(f"no process was there after {_PATIENCE:g} s")
+        return self._pids[number]
+
+    def code(self, number: int, seconds: float = 0.0) -> int | None:
+        """With what a process has ended, below 0 the signal; None: it has not, within so many seconds."""
+        deadline = time.monotonic() + seconds
+        try:
+            while not self._ended and number not in self._codes:
+                if not self._hear(max(0.0, deadline - time.monotonic())):
+                    break
+        except ChannelClosedError:  # what has forked them is gone
+            return self._codes.get(number, self._process.wait())
+        return self._codes.get(number)
+
+    def end(self) -> None:
+        """End both and all that they have started, at once."""
+        if self._ended:
+            return
+        self.code(0)  # hear what there is to be heard
+        self._ended = True
+        for channel in (self._parent, *self._channels):
+            channel.close()
+        self._channels = []
+        try:
+            self._process.wait(_PATIENCE)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        if self._process.returncode != 0:  # it was ended itself, and has not ended them
+            for pid in self._pids:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(pid, signal.SIGKILL)
+        self._codes = dict.fromkeys(range(_COUNT), -signal.SIGKILL) | self._codes
+
+    def _hear(self, seconds: float) -> bool:
+        message = self._parent.receive(seconds)
+        if message is None:
+            return False
+        self._pids = message.get("pids", self._pids)
+        if "twin" in message:
+            self._codes[message["twin"]] = message["code"]
+        return True
+
+
+class Twin:
+    """One of them, as a `subprocess.Popen`."""
+
+    def __init__(self, twins: Twins, number: int) -> None:
+        self._twins, self._number = twins, number
+
+    @property
+    def pid(self) -> int:
+        """Its number, which is that of its session."""
+        return self._twins.pid(self._number)
+
+    def poll(self) -> int | None:
+        """With what it has ended, below 0 the signal; None: it has not."""
+        return self._twins.code(self._number)
+
+    def wait(self, timeout: float) -> int:
+        """The same, once it has.
+
+        Raises:
+            subprocess.TimeoutExpired: it has not within so many seconds.
+        """
+        code = self._twins.code(self._number, timeout)
+        if code is None:
+            raise subprocess.TimeoutExpired("a side of the gate", timeout)
+        return code
+
+    def end(self) -> None:
+        """End it, its twin, and all that they have started."""
+        self._twins.end()

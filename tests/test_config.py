@@ -174,6 +174,7 @@ FLOATS = {
     "training.guard.suspect_factor": (2, [1.0, 1, 0, -1.0]),
     "training.guard.proven_factor": (3, [1.0, 1, 0, -1.0]),
     "training.guard.loss_factor": (2, [1.0, 1, 0, -1.0]),
+    "training.guard.logit_factor": (2, [1.0, 1, 0, -1.0]),
     "data.validation_fraction": (0, [-0.1, 1.0, 1, 2]),
 }
 BOOLEANS = [
@@ -245,6 +246,7 @@ MAY_BE_NULL = {
     "training.objective.logits_chunk",
     "training.guard.suspect_factor",
     "training.guard.loss_factor",
+    "training.guard.logit_factor",
     "training.guard.snapshot_interval",
     "data.task",
     *NULLABLE_TEXTS,
@@ -996,6 +998,7 @@ def valid_guards(draw):
         "suspect_factor": suspect,
         "proven_factor": draw(above_one if suspect is None else st.floats(suspect, 1e6)),
         "loss_factor": draw(st.none() | above_one),
+        "logit_factor": draw(st.none() | above_one),
         "recent": recent,
         "minimum": minimum,
         "history": max(recent, minimum),

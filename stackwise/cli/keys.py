@@ -283,6 +283,7 @@ MEANINGS = {
     "training.guard.suspect_factor": "a rise of it that has the step computed again; null: factor counts",
     "training.guard.proven_factor": "a rise of it that is never a spike where the step then has it again",
     "training.guard.loss_factor": "a rise of the loss that is never a spike; null: it has only to be finite",
+    "training.guard.logit_factor": "a rise of what attention logits are at most that is no spike; null: any",
     "training.guard.recent": "sound steps that give the level",
     "training.guard.minimum": "sound steps before there can be a spike",
     "training.guard.history": "sound steps that give the scatter; at least recent and minimum",

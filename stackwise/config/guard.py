@@ -30,6 +30,7 @@ class GuardConfig(Section):
     suspect_factor: _Factor | None = 2.5
     proven_factor: _Factor = 30.0
     loss_factor: _Factor | None = 3.0
+    logit_factor: _Factor | None = None
     recent: Size = 8
     minimum: Size = 4
     history: Size = 128

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from stackwise.argument import check_choice
+from stackwise.logit_bound import note_logits
 from stackwise.model.mask import AttentionMask
 from stackwise.model.sliced import sliced_attention
 
@@ -60,6 +61,7 @@ def attend(
     Returns:
         (B, H, T, D of the values), and the name of the backend that ran.
     """
+    note_logits(q_BHTD, k_BKSD, scale)
     name = _choose(q_BHTD, k_BKSD, v_BKSD, mask, scale, softcap, dropout)
     return _call(name, q_BHTD, k_BKSD, v_BKSD, mask, scale, softcap, dropout), name
 

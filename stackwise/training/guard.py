@@ -46,7 +46,7 @@ def guard_policy(settings: TrainingConfig) -> GuardPolicy:
         suspect_factor=guard.suspect_factor,
         proven_factor=guard.proven_factor,
         loss_factor=guard.loss_factor,
-        logit_factor=None,
+        logit_factor=guard.logit_factor,
         recent=guard.recent,
         history=guard.history,
         minimum=guard.minimum,
@@ -262,7 +262,7 @@ class PhaseGuard(Guard):
         self._step.set_rate(lr)
         loss = self._step.backward(micro_batches)
         self.count.end()
-        self.step(loss)
+        self.step(loss, logit=self._step.logit())
         self._take_in()
         return self.count.done == number + 1
 

@@ -142,6 +142,14 @@ class Processes:
         distributed.all_reduce(total)
         return total
 
+    def maximum(self, values: Tensor) -> Tensor:
+        """The largest over all processes, element by element, the same in each; as `sum`."""
+        if self.mesh is None:
+            return values
+        largest = values.detach().clone()
+        distributed.all_reduce(largest, distributed.ReduceOp.MAX)
+        return largest
+
     def as_in_main(self, value: T) -> T:
         """What rank 0 has of a value of the host, in each process; every process has to call."""
         if self.mesh is None:

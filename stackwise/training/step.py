@@ -10,12 +10,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from stackwise.config import TrainingConfig
+from stackwise.logit_bound import LogitBound, watching
 from stackwise.model.compilation import compiled
 from stackwise.model.rack import Rack
-from stackwise.stability.telemetry import global_norm, gradient_norms, norms_by_rows
+from stackwise.stability.telemetry import clip_divisor, global_norm, gradient_norms, norms_by_rows
 from stackwise.training.distributed import gradient_sync, is_sharded
 from stackwise.training.loss_scale import create_loss_scale
-from stackwise.training.optimizer import clip_divisor, create_optimizer
+from stackwise.training.optimizer import create_optimizer
 from stackwise.training.phase_model import PhaseModel
 from stackwise.training.precision import autocast
 from stackwise.training.processes import Processes
@@ -93,6 +94,8 @@ class TrainStep:
             rack=rack,
         )
         self.loss_scale = create_loss_scale(settings.precision, self.device)
+        watched = settings.guard is not None and settings.guard.logit_factor is not None
+        self._logit_bound = LogitBound(self.device) if watched else None
         self._names = {id(p): name for name, p in (rack or optimized or model).named_parameters()}
         # The loss is compiled with the model: logits are then reduced as they are widened.
         self.take(model)
@@ -134,10 +137,18 @@ class TrainStep:
     def backward(self, batches: Sequence[MicroBatch]) -> Tensor:
         """Gradients of a step, times the loss scale where there is one; its loss in nats, a scalar."""
         loss = torch.zeros((), device=self.device)
-        for share, summed in self._shares(self.model, batches, self._total):
-            self._scaled(summed).backward()  # type: ignore[no-untyped-call]
-            loss = loss + share.detach()
+        with watching(self._logit_bound):
+            for share, summed in self._shares(self.model, batches, self._total):
+                self._scaled(summed).backward()  # type: ignore[no-untyped-call]
+                loss = loss + share.detach()
         return self.processes.sum(loss)
+
+    def logit(self) -> Tensor | None:
+        """What the attention logits of the last `backward` are at most, in any process: `LogitBound`.
+
+        None where nobody asks for it, as `guard.logit_factor` does. Every process has to call.
+        """
+        return None if self._logit_bound is None else self.processes.maximum(self._logit_bound.take())
 
     def again(self, batches: Sequence[MicroBatch]) -> Tensor:
         """A step of which the last backward pass is the caller's, as it is written: not compiled.

@@ -19,6 +19,9 @@ from stackwise.benchmark.flops.closed_form import model_flops
 from stackwise.benchmark.flops.peak_rate import peak_flops
 from stackwise.checkpoint import Termination
 from stackwise.config import StackWiseConfig
+from stackwise.model.attention import Attention
+from stackwise.model.kernel import KernelAttention
+from stackwise.model.latent import LatentAttention
 from stackwise.model.mode import evaluating
 from stackwise.model.rack import Rack
 from stackwise.seed import seeded
@@ -220,6 +223,13 @@ class ArchitectureTrainer:
             "per_unit",
             "'shared' for a Rack with tie_embeddings: its head is the embedding, which all units have",
         )
+        if settings.guard is not None and settings.guard.logit_factor is not None:
+            require(
+                any(_has_logits(module) for module in rack.modules()),
+                "training.guard.logit_factor",
+                settings.guard.logit_factor,
+                "null for a Rack without softmax attention, which has no logits",
+            )
         blocks = blocks_of(rack)
         trains = [any(p.requires_grad for p in block.parameters()) for block in blocks]
         phases = plan_phases([rack.get_stack(i).num_blocks for i in range(len(rack.stacks))], settings)
@@ -350,3 +360,7 @@ class ArchitectureTrainer:
         total = "total_stacks" if settings.training_architecture == "stackwise" else "total_blocks"
         result[total] = sum(phase.unit.stack is not None for phase in phases)  # type: ignore[literal-required]
         return result
+
+
+def _has_logits(module: nn.Module) -> bool:
+    return isinstance(module, Attention | LatentAttention) and not isinstance(module, KernelAttention)

@@ -188,6 +188,56 @@ def test_what_is_finite(run, forward, backward, factor, kind):
     assert alarm.where.startswith("final_norm")
 
 
+LOGITS = {
+    "rackwise": {},
+    "autocast": {"precision": "bf16"},
+    "accumulated": {"accumulation_steps": 2},
+    "recomputed": {"recompute": {"kind": "full"}},
+    "selected": {"recompute": {"kind": "selective"}},
+}
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+@pytest.mark.parametrize("name", LOGITS)
+def test_attention_logits_that_grow(run, name, lag):
+    """Queries of one Block are a hundred times as long; loss and gradient say nothing of it."""
+    per_step, is_bad = LOGITS[name].get("accumulation_steps", 1), []
+    batches = with_bad((STEPS + 1) * per_step, 6 * per_step)
+
+    def prepare(rack):
+        attention = rack.stacks[1].blocks[0].attention
+        n_queries = attention.n_heads * attention.head_dim
+
+        def hook(_module, _inputs, output):
+            q, rest = output.tensor_split([n_queries], dim=-1)
+            return torch.cat([q * (100.0 if is_bad[-1] else 1.0), rest], dim=-1)
+
+        rack.embedding.register_forward_pre_hook(
+            lambda _module, inputs: is_bad.append(bool((inputs[0][:, 0] == BAD).any()))
+        )
+        attention.qkv.register_forward_hook(hook)
+
+    quiet = {"loss_factor": None, "suspect_factor": None, "factor": 1e9, "proven_factor": 1e9}
+    guard = GUARD | quiet | {"logit_factor": 5.0}
+    plain = run(without(batches, range(6 * per_step, 7 * per_step)), LOGITS[name], guard=None)
+    guarded = run(batches, LOGITS[name], factor=1.0, prepare=prepare, guard=guard, lag=lag)
+    same(guarded, plain)
+    alarms = guarded[1]["alarms"]
+    assert {(alarm.kind, alarm.batch[0][1]) for alarm in alarms} == {("logit growth", 6 * per_step)}
+    assert all(alarm.value > 10 * alarm.limit / 5 for alarm in alarms)
+    assert alarms[0].where.startswith("stacks.1.blocks.0.attention.qkv")
+
+
+def test_without_logits_there_is_no_signal_of_them(make_config, make_rack):
+    config = make_config(
+        model={"attention_type": "kernel"}, training={"guard": {"logit_factor": 5.0}, "max_steps": 1}
+    )
+    with pytest.raises(
+        ValueError, match=r"training\.guard\.logit_factor: got 5\.0; allowed: null for a Rack"
+    ):
+        ArchitectureTrainer(config, progress=False).train_architecture(make_rack(config), clean(1))
+
+
 def test_a_spike_that_is_clipped_is_taken(run):
     """To the level of those before it; its record is one of the run."""
     is_bad = []
@@ -326,6 +376,7 @@ def test_the_configuration_refuses_what_a_policy_does(data):
         "suspect_factor",
         "proven_factor",
         "loss_factor",
+        "logit_factor",
         "recent",
         "minimum",
         "history",
@@ -333,7 +384,9 @@ def test_the_configuration_refuses_what_a_policy_does(data):
     ]
     keys += ["patience", "rewinds", "snapshot_interval", "max_bundles"]
     values = data.draw(st.dictionaries(st.sampled_from(keys), numbers, max_size=3))
-    optional = data.draw(st.dictionaries(st.sampled_from(["loss_factor", "snapshot_interval"]), st.none()))
+    optional = data.draw(
+        st.dictionaries(st.sampled_from(["loss_factor", "logit_factor", "snapshot_interval"]), st.none())
+    )
     values |= optional
     verdicts = []
     for build in (GuardConfig.from_dict, GuardPolicy.from_dict):
@@ -345,9 +398,9 @@ def test_the_configuration_refuses_what_a_policy_does(data):
 
 
 def test_the_policy_is_what_the_configuration_says(make_config):
-    guard = {"patience": 2, "loss_factor": None, "history": 9, "bundle_dir": "bundles"}
+    guard = {"patience": 2, "loss_factor": None, "logit_factor": 3.0, "history": 9, "bundle_dir": "bundles"}
     policy = guard_policy(make_config(training={"guard": guard, "grad_clip": 0.5}).training)
-    assert policy == GuardPolicy(clip=0.5, logit_factor=None, patience=2, loss_factor=None, history=9)
+    assert policy == GuardPolicy(clip=0.5, logit_factor=3.0, patience=2, loss_factor=None, history=9)
     assert guard_policy(make_config(training={"guard": {}}).training) == GuardPolicy(
         clip=1.0, logit_factor=None
     )
@@ -368,6 +421,7 @@ class Scaled:
             gradient_norms=lambda: self.weight.weight.grad.norm().reshape(1) / self.scale.divisor(),
             set_rate=lambda lr: None,
             backward=self.backward,
+            logit=lambda: None,
             again=self.again,
         )
         self.faults = {}

@@ -38,9 +38,14 @@ from bench.peer_models import Shape
 from stackwise import ArchitectureTrainer, StackWiseConfig
 from stackwise.model import Rack
 from stackwise.model.compilation import compiled
-from stackwise.stability.telemetry import GradientMonitor, GradientRecord, LossRecord, LossTracker
+from stackwise.stability.telemetry import (
+    GradientMonitor,
+    GradientRecord,
+    LossRecord,
+    LossTracker,
+    clip_divisor,
+)
 from stackwise.training.objective import Objective, next_token_loss
-from stackwise.training.optimizer import clip_divisor
 from stackwise.training.phase_model import PhaseModel
 from stackwise.training.precision import autocast
 from stackwise.training.step import TrainStep

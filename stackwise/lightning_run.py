@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from stackwise.loader_epoch import epoch_of
 from stackwise.random_states import random_states, set_random_states
 
-__all__ = ["LightningRun", "copies", "is_lightning_module"]
+__all__ = ["LightningRun", "copies", "is_lightning_module", "step_arguments"]
 
 Batch = Any
 
@@ -41,6 +41,14 @@ def copies(module: nn.Module) -> Callable[[], nn.Module]:
     """A factory of copies of `module` as it is now."""
     original = copy.deepcopy(module)
     return lambda: copy.deepcopy(original)
+
+
+def step_arguments(function: Callable[..., Any], batch: Any, number: int) -> tuple[Any, ...]:
+    """Of a step of a module, such as `training_step`, which may or may not take the number of the batch."""
+    kinds = [each.kind for each in inspect.signature(function).parameters.values()]
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    takes_number = sum(kind in positional for kind in kinds) > 1 or inspect.Parameter.VAR_POSITIONAL in kinds
+    return (batch, number) if takes_number else (batch,)
 
 
 class LightningRun:
@@ -111,7 +119,8 @@ class LightningRun:
 
     def loss(self, batch: Batch) -> Tensor:
         """Of `training_step`: what it returns, or its "loss"."""
-        output = _called(self.model.training_step, batch, self._number)
+        step: Any = self.model.training_step
+        output = step(*step_arguments(step, batch, self._number))
         loss = output["loss"] if isinstance(output, Mapping) else output
         if not isinstance(loss, Tensor):
             raise TypeError(f"training_step: returned {type(output).__name__}; wanted a loss")
@@ -192,7 +201,8 @@ class LightningRun:
                 for number, batch in enumerate(batches):
                     log.rows = _rows(batch)
                     self._call("on_validation_batch_start", batch, number)
-                    output = _called(self.model.validation_step, batch, number)
+                    step: Any = self.model.validation_step
+                    output = step(*step_arguments(step, batch, number))
                     log.returned(output)
                     self._call("on_validation_batch_end", output, batch, number)
                 log.rows = None
@@ -334,16 +344,6 @@ def _only(found: Any) -> Any:
             )
         return found[0] if found else None
     return found
-
-
-def _called(function: Any, batch: Batch, number: int) -> Any:
-    """A step of the module, which may or may not take the number of the batch."""
-    kinds = [each.kind for each in inspect.signature(function).parameters.values()]
-    positional = [
-        k for k in kinds if k in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY)
-    ]
-    takes_number = len(positional) > 1 or inspect.Parameter.VAR_POSITIONAL in kinds
-    return function(batch, number) if takes_number else function(batch)
 
 
 def _clip(

@@ -51,6 +51,28 @@ def made():
 """
 
 
+NARROW = """
+import torch
+from torch import nn
+
+class Narrow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.half().float()
+
+class Run:
+    def __init__(self):
+        self.model = nn.Linear(4, 1)
+
+    def loss(self, batch):
+        return Narrow.apply(self.model(batch).square().mean())
+"""
+
+
 @pytest.fixture
 def bundle(tmp_path, monkeypatch):
     """Of the second step, which divides by zero in the activation."""
@@ -94,6 +116,18 @@ def test_a_model_is_made_once(tmp_path, monkeypatch, capsys):
     # Of random weights, where the bundle has none, the same each time.
     assert main(["replay", str(bundle), "counted.py:made"]) == 0
     assert capsys.readouterr().out == shown
+
+
+@pytest.mark.parametrize("scale, code", [(2.0**16, 1), (2.0**15, 0), (None, 0)])
+def test_the_loss_is_scaled_as_it_was(tmp_path, monkeypatch, capsys, scale, code):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "narrow.py").write_text(NARROW)
+    batch = GivenBatch(0, 0, torch.ones(2, 4), random_states())
+    notes = {} if scale is None else {"loss_scale": scale}
+    alarm = {"step": 0, "kind": "non-finite gradient"}
+    folder = Bundle(alarm, [batch], {}, notes=notes).write(tmp_path / "bundle")
+    assert main(["replay", str(folder), "narrow.py:Run"]) == code
+    assert ("breaks first: the loss" if code else "nothing breaks") in capsys.readouterr().out
 
 
 def test_what_is_no_training_is_refused(bundle, capsys):

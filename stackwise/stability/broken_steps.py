@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from stackwise.seed import seeded
 from stackwise.spec import ModelSpec
 from stackwise.stability.faults import Acted, Anatomy, Fault, TargetNotReachedError
+from stackwise.stability.recomputation import is_reference
 
 __all__ = ["BrokenSteps"]
 
@@ -78,9 +79,9 @@ class BrokenSteps:
             fault.before_step(model, optimizer, self._noting(step, fault))
 
     def loss_of(self, model: nn.Module, inputs: Tensor) -> Tensor:
-        """The loss of a batch, broken whenever it is asked for."""
+        """The loss of a batch, broken whenever it is asked for, but where others are held against it."""
         step = self.step_of(inputs)
-        active = self._active(step)
+        active = [] if is_reference() else self._active(step)
         inputs = inputs.clone()
         with ExitStack() as stack:
             for fault in active:

@@ -28,6 +28,7 @@ from stackwise.model.block import Block
 from stackwise.model.build import create_rack_from_config
 from stackwise.model.layout import Layout
 from stackwise.model.rack import Rack
+from stackwise.tensor_tree import tensors_of
 from stackwise.training.cross_entropy import chunked_cross_entropy
 from stackwise.training.objective import Objective
 from stackwise.training.phase_model import PhaseModel, blocks_of, only_training
@@ -35,7 +36,7 @@ from stackwise.training.precision import autocast, frozen_precision
 from stackwise.training.recompute import recomputing
 from stackwise.training.scope import Phase, plan_phases
 from stackwise.training.step import MicroBatch, TrainStep
-from stackwise.training.storage_meter import StepFacts, StorageMeter, tensors_of, uncollected, watch
+from stackwise.training.storage_meter import StepFacts, StorageMeter, uncollected, watch
 from stackwise.training.targets import Targets, next_token_targets
 
 __all__ = ["MemoryPlan", "PhasePlan", "plan_memory"]

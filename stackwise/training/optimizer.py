@@ -15,6 +15,7 @@ from stackwise.model.attention import Attention
 from stackwise.model.block import Block
 from stackwise.model.initialization import learning_rate_multipliers
 from stackwise.model.rack import Rack
+from stackwise.stability.telemetry import clip_divisor
 from stackwise.training.master import MasterAdamW
 from stackwise.training.muon import Muon
 
@@ -240,13 +241,3 @@ def create_optimizer(
     optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(beta1, beta2), eps=config.eps, fused=True)
     optimizer.found_inf = optimizer.grad_scale = None  # type: ignore[attr-defined]
     return cast("FusedOptimizer", optimizer)
-
-
-def clip_divisor(total_norm: Tensor, max_norm: float) -> Tensor:
-    """What gradients are divided by so that their global norm is at most `max_norm`: at least 1.
-
-    Args:
-        total_norm: their global L2 norm, a scalar tensor.
-        max_norm: the limit.
-    """
-    return ((total_norm + 1e-6) / max_norm).clamp(min=1.0)

@@ -12,13 +12,13 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from stackwise.benchmark.flops.counted import operation_flops
+from stackwise.tensor_tree import tensors_of
 from stackwise.training.phase_model import PhaseModel
 from stackwise.training.step import TrainStep
 
-__all__ = ["StepFacts", "StorageMeter", "tensors_of", "uncollected", "watch"]
+__all__ = ["StepFacts", "StorageMeter", "uncollected", "watch"]
 
 
 @dataclass
@@ -123,8 +123,3 @@ def uncollected() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
-
-
-def tensors_of(tree: object) -> list[Tensor]:
-    """The tensors in nested containers."""
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]

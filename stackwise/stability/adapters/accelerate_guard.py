@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from stackwise.argument import check_number, require
+from stackwise.stability.adapters.engine import check_engine, scale_of
 from stackwise.stability.guard import Decision, Guard, GuardPolicy
 from stackwise.stability.guard.snapshot import Stateful
 
@@ -20,8 +21,6 @@ except ImportError as error:
     raise ImportError(f"{__name__} needs accelerate: pip install accelerate") from error
 
 __all__ = ["AcceleratedGuard"]
-
-_ENGINES = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP")  # whose gradients are in the parameters
 
 
 class AcceleratedGuard:
@@ -80,10 +79,7 @@ class AcceleratedGuard:
         require(policy.clip is None, "clip", policy.clip, "None: max_grad_norm clips")
         if max_grad_norm is not None:
             check_number("max_grad_norm", max_grad_norm, "a number above 0, or None", lambda norm: norm > 0)
-        engine = accelerator.distributed_type.value
-        sharded = engine == "FSDP" and not accelerator.is_fsdp2
-        wanted = "one process, DDP or FSDP2, whose gradients are those of the parameters"
-        require(engine in _ENGINES and not sharded, "distributed_type", engine, wanted)
+        self._sharded = check_engine(accelerator)
         self._accelerator, self._model, self._optimizer = accelerator, model, optimizer
         self._scheduler, self._max_grad_norm = scheduler, max_grad_norm
         inner: Any = optimizer
@@ -106,7 +102,6 @@ class AcceleratedGuard:
         self._loss: Tensor | None = None
         self._n_given = 0
         self._sizes: dict[int, int] = {}  # of steps with fewer batches than others, by number
-        self._sharded = engine == "FSDP"
         accelerator.register_save_state_pre_hook(self._before_saving)
 
     def batches(self, loader: Iterable[Any], *, fast_forward: bool = False) -> Iterator[Any]:
@@ -149,8 +144,7 @@ class AcceleratedGuard:
         if not accelerator.sync_gradients:
             return None
         total, self._loss = self._loss, None
-        scaler = accelerator.scaler
-        scale = None if scaler is None else scaler.scale(torch.ones((), device=loss.device))
+        scale = scale_of(accelerator.scaler, loss.device)
         if self._n_given != accelerator.gradient_accumulation_steps:
             self._sizes[self.guard.steps] = self._n_given
         self._n_given = 0
@@ -191,11 +185,13 @@ class AcceleratedGuard:
         Raises:
             ValueError: within an accumulation with a lag, where the host does not know yet of that step.
         """
-        return self.guard.state_dict(closed=True)
+        # Pairs: keys that are numbers would not come back as such from JSON.
+        return {**self.guard.state_dict(closed=True), "sizes": [list(pair) for pair in self._sizes.items()]}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """See `Guard.load_state_dict`."""
         self.guard.load_state_dict(state_dict)
+        self._sizes = dict(state_dict.get("sizes", ()))
         self._loss, self._n_given = None, 0
         accelerator = self._accelerator
         accelerator.step -= accelerator.step % accelerator.gradient_accumulation_steps

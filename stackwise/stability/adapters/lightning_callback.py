@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from stackwise.argument import require
+from stackwise.lightning_run import step_arguments
+from stackwise.stability.adapters.engine import scale_of
 from stackwise.stability.adapters.outer_loop import OuterLoop
 from stackwise.stability.guard import Guard, GuardPolicy
 from stackwise.stability.guard.snapshot import Stateful
@@ -139,8 +141,7 @@ class GuardCallback(Callback):  # type: ignore[misc, unused-ignore]
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:  # noqa: ARG002
         """The loss of a batch, divided by the batches of a step, and scaled where there is a scaler."""
         assert self._loop is not None
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
-        scale = None if scaler is None else scaler.scale(torch.ones((), device=loss.device))
+        scale = scale_of(getattr(trainer.precision_plugin, "scaler", None), loss.device)
         self._loop.add_loss(loss.detach() if scale is None else loss.detach() / scale)
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:  # noqa: ARG002
@@ -243,14 +244,7 @@ class GuardCallback(Callback):  # type: ignore[misc, unused-ignore]
         return _loss_in(output) / int(self._trainer.accumulate_grad_batches)
 
     def _arguments(self, given: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Of `training_step`, which may or may not take the number of the batch."""
-        parameters = inspect.signature(self._module.training_step).parameters.values()
-        kinds = [p.kind for p in parameters]
-        positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        takes_number = (
-            sum(kind in positional for kind in kinds) > 1 or inspect.Parameter.VAR_POSITIONAL in kinds
-        )
-        return (given["batch"], given["batch_idx"]) if takes_number else (given["batch"],)
+        return step_arguments(self._module.training_step, given["batch"], given["batch_idx"])
 
     def _is_last(self) -> bool:
         """Whether the batch at hand is the last of its epoch."""

@@ -12,10 +12,10 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, Self
 
-import torch
 from torch import Tensor, nn
 
 from stackwise.argument import require
+from stackwise.stability.adapters.engine import check_engine, scale_of
 from stackwise.stability.adapters.outer_loop import OuterLoop
 from stackwise.stability.adapters.state_file import read_state, write_state
 from stackwise.stability.guard import Alarm, Guard, GuardPolicy
@@ -32,7 +32,6 @@ except ImportError as error:
 __all__ = ["GuardCallback"]
 
 _LOG = logging.getLogger(__name__)
-_ENGINES = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP")  # of accelerate, whose gradients are in the parameters
 
 
 class GuardCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
@@ -122,10 +121,7 @@ class GuardCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         require(trainer is not None, "trainer", None, allowed)
         self._release()
         accelerator = trainer.accelerator
-        engine = accelerator.distributed_type.value
-        sharded = engine == "FSDP" and not getattr(accelerator, "is_fsdp2", False)
-        wanted = "one process, DDP or FSDP2, whose gradients are those of the parameters"
-        require(engine in _ENGINES and not sharded, "distributed_type", engine, wanted)
+        check_engine(accelerator)
         self._optimizer = trainer.optimizer
         optimizer = self._optimizer
         while not type(optimizer).__module__.startswith("torch.") and hasattr(optimizer, "optimizer"):
@@ -211,9 +207,7 @@ class GuardCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         loss = self._training_step(model, inputs, *args, **kwargs)
         loop.add_loss(loss)
         if trainer.accelerator.sync_gradients:
-            scaler = getattr(trainer.accelerator, "scaler", None)
-            scale = None if scaler is None else scaler.scale(torch.ones((), device=loss.device))
-            loop.judge(scale)
+            loop.judge(scale_of(getattr(trainer.accelerator, "scaler", None), loss.device))
         return loss
 
     def _watch_updates(self) -> None:

@@ -17,6 +17,7 @@ from stackwise.argument import check_number, require
 from stackwise.stability.faults.fault import Acted, Anatomy, Fault, matching
 from stackwise.stability.faults.output import first_tensor, with_first
 from stackwise.stability.faults.place import breaks
+from stackwise.stability.recomputation import is_reference
 
 __all__ = ["LogitGrowth"]
 
@@ -96,6 +97,8 @@ class LogitGrowth(Fault):
 
     def _argument(self, acted: Acted) -> Any:
         def scale(_: nn.Module, args: Any, kwargs: Any) -> Any:
+            if is_reference():
+                return args, kwargs
             query = args[0] if args else kwargs["query"]
             scaled = query * self.factor
             if breaks(query, scaled):
@@ -118,7 +121,7 @@ class LogitGrowth(Fault):
             return y_F * factors_F
 
         def scale(_module: nn.Module, _args: Any, output: Any) -> Any:
-            if (before := first_tensor(output)) is None:
+            if is_reference() or (before := first_tensor(output)) is None:
                 return output
             after = scaled(before)
             if breaks(before, after):

@@ -24,7 +24,7 @@ from stackwise.stability.faults.fault import Acted, Anatomy, Fault, states_of, w
 from stackwise.stability.faults.graph import reaches
 from stackwise.stability.faults.patch import patched
 from stackwise.stability.faults.subject import IN_PLACE, Subject, is_compiled
-from stackwise.stability.recomputation import is_recomputation
+from stackwise.stability.recomputation import is_recomputation, is_reference
 
 __all__ = ["Injection", "TargetNotReachedError", "broken"]
 
@@ -311,7 +311,7 @@ class Injection:
 
     def _broken_batch(self, batch: Batch, seam: str) -> Batch:
         """Of all the places where a batch passes by, the first in a step is where it is broken."""
-        if self._batch_seam not in ("", seam):
+        if is_reference() or self._batch_seam not in ("", seam):
             return batch
         for number, fault in self._active():
             acted: list[bool] = []
@@ -323,6 +323,8 @@ class Injection:
 
     def _broken_loss(self, loss: Tensor) -> Tensor:
         """A fault has acted where a gradient flows through what it made of the loss."""
+        if is_reference():
+            return loss
         for number, fault in self._active():
             acted: list[bool] = []
             loss = fault.on_loss(loss, partial(acted.append, True))

@@ -17,6 +17,7 @@ from stackwise.argument import check_sizes, require
 from stackwise.stability.faults.batch import described, parts_of, with_part
 from stackwise.stability.faults.fault import Acted, Anatomy, Fault, matching, states_of
 from stackwise.stability.faults.output import first_tensor, with_first
+from stackwise.stability.recomputation import is_reference
 
 __all__ = ["PlaceFault", "breaks", "local", "place_of"]
 
@@ -167,7 +168,7 @@ class PlaceFault(Fault):
             return
 
         def change(_module: nn.Module, _args: Any, output: Any) -> Any:
-            if (before := first_tensor(output)) is None:
+            if is_reference() or (before := first_tensor(output)) is None:
                 return output
             changed = self.changed(before)
             if breaks(before, changed):

@@ -43,7 +43,7 @@ class BatchFeed:
 
     def __init__(self, batch_id: Callable[[Any], Hashable] | None = None) -> None:
         self._batch_id = batch_id
-        self.quarantined: list[Hashable] = []
+        self.quarantined: dict[Hashable, None] = {}  # by id, in the order in which they came
         self.hand: list[GivenBatch] = []
         self._again: deque[GivenBatch] = deque()
         self._kept: list[GivenBatch] = []
@@ -58,11 +58,6 @@ class BatchFeed:
         """Number of the step in hand, or else of the one that is next."""
         first = self.hand[0] if self.hand else self._again[0] if self._again else None
         return self._next_step if first is None else first.step
-
-    @property
-    def pending(self) -> int:
-        """Batches that are to be given again."""
-        return len(self._again)
 
     def batches(
         self, loader: Iterable[Any], *, fast_forward: bool = False, ending: Callable[[], object]
@@ -134,7 +129,8 @@ class BatchFeed:
 
     def _new(self, source: Iterator[Any]) -> GivenBatch | None:
         for batch in source:
-            identity = (self._epoch, self._index) if self._batch_id is None else self._batch_id(batch)
+            place = self._epoch, self._index
+            identity = place if self._batch_id is None else hashable(self._batch_id(batch))
             self._index += 1
             if identity not in self.quarantined:
                 return GivenBatch(self._next_step, identity, batch, random_states())
@@ -169,7 +165,7 @@ class BatchFeed:
 
     def quarantine(self, given: Sequence[GivenBatch]) -> None:
         """Give these never again."""
-        self.quarantined += [each.id for each in given if each.id not in self.quarantined]
+        self.quarantined |= dict.fromkeys(each.id for each in given)
 
     def sound_before(self, given: Sequence[GivenBatch], count: int) -> list[GivenBatch]:
         """The last `count` that were kept, given before `given`, and are not in quarantine."""
@@ -225,7 +221,7 @@ class BatchFeed:
         require(isinstance(state.get("again"), list | tuple), "again", state.get("again"), "a list")
         self._epoch, self._index = state["epoch"], state["index"]
         self._next_step = state["next_step"]
-        self.quarantined = [hashable(identity) for identity in state["quarantined"]]
+        self.quarantined = dict.fromkeys(map(hashable, state["quarantined"]))
         self._frontier = state["frontier"]
         self._again = deque(
             GivenBatch(g["step"], hashable(g["id"]), g["batch"], g["random"]) for g in state["again"]

@@ -11,7 +11,7 @@ from torch import Tensor, distributed, nn
 
 from stackwise.stability.guard.alarm import Alarm
 from stackwise.stability.guard.batch_feed import GivenBatch
-from stackwise.stability.guard.diagnosis import Bundle
+from stackwise.stability.guard.diagnosis import Bundle, whole
 from stackwise.stability.guard.policy import GuardPolicy
 
 __all__ = ["BundleFolder"]
@@ -37,7 +37,12 @@ class BundleFolder:
         self.written = 0
 
     def write(
-        self, model: nn.Module, batches: Sequence[GivenBatch], alarm: Alarm, norms: Mapping[str, float]
+        self,
+        model: nn.Module,
+        batches: Sequence[GivenBatch],
+        alarm: Alarm,
+        norms: Mapping[str, float],
+        loss_scale: float,
     ) -> Alarm:
         """The alarm with its bundle, where one is written.
 
@@ -46,6 +51,7 @@ class BundleFolder:
             batches: that the step was made of.
             alarm: what is known of it.
             norms: of its gradients, by parameter.
+            loss_scale: what its loss was multiplied with before its backward pass.
         """
         if self._folder is None or self.written >= self._policy.max_bundles:
             return alarm
@@ -55,14 +61,14 @@ class BundleFolder:
         if weights is not None:
             # In every process, one after the other: weights in shards are gathered.
             for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-                whole = _whole(tensor.detach())
+                gathered = whole(tensor.detach())
                 if first:
-                    weights[name] = whole.to("cpu", copy=True)
+                    weights[name] = gathered.to("cpu", copy=True)
         place = [""]
         if first:
             folder = self._free(alarm.step)
             alarm = replace(alarm, bundle=str(folder))
-            notes = {"policy": self._policy.to_dict()}
+            notes = {"policy": self._policy.to_dict(), "loss_scale": loss_scale}
             bundle = Bundle(alarm.to_dict(), batches, dict(norms), model.training, weights, notes)
             try:
                 place = [str(bundle.write(folder))]
@@ -81,8 +87,3 @@ class BundleFolder:
         while (folder := self._folder / f"step-{step:08d}-{number}").exists():
             number += 1
         return folder
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return whole

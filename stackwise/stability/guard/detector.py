@@ -62,8 +62,8 @@ class SpikeDetector:
         return math.exp(level + max(self.deviations * scatter, math.log(self.factor)))
 
     def accept(self, norm: float) -> None:
-        """Remember the norm of a sound step."""
-        if norm > 0:
+        """Remember the norm of a sound step; one that is not positive and finite says nothing."""
+        if 0 < norm < math.inf:
             self._log_norms.append(math.log(norm))
 
 

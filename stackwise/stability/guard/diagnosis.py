@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, distributed, nn
 
-from stackwise.argument import require
+from stackwise.argument import check_number, require
 from stackwise.checkpoint import tree
 from stackwise.random_states import random_states_kept, set_random_states
 from stackwise.stability.guard.batch_feed import GivenBatch
@@ -29,7 +29,7 @@ from stackwise.stability.locate import locate
 from stackwise.stability.recomputation import recomputation
 from stackwise.stability.telemetry.gradient_norm import global_norm, gradient_norms
 
-__all__ = ["Bundle", "Replay", "forget_gradients", "histogram", "replay", "rerun"]
+__all__ = ["Bundle", "Replay", "forget_gradients", "histogram", "replay", "rerun", "scaled", "whole"]
 
 _FORMAT = 1
 _FILES = ("bundle.json", "tensors.safetensors", "weights.safetensors")
@@ -67,7 +67,7 @@ class Bundle:
         norms: gradient norm of each parameter, by name.
         training: whether the model was in training mode.
         weights: parameters and buffers before the step, by name; None: they were not kept.
-        notes: versions and other plain values.
+        notes: versions and other plain values; "loss_scale" is one of them.
     """
 
     alarm: dict[str, Any]
@@ -76,6 +76,17 @@ class Bundle:
     training: bool = True
     weights: Mapping[str, Tensor] | None = None
     notes: Mapping[str, Any] | None = None
+
+    @property
+    def loss_scale(self) -> float:
+        """What losses were multiplied with before their backward pass; 1 where the notes do not tell.
+
+        Raises:
+            ValueError: no number above 0.
+        """
+        scale = (self.notes or {}).get("loss_scale", 1.0)
+        check_number("loss_scale", scale, "a number above 0", lambda value: value > 0)
+        return float(scale)
 
     def write(self, folder: Path | str) -> Path:
         """Write it as `folder`, which is there whole or not at all.
@@ -175,7 +186,8 @@ def replay(
 ) -> Replay:
     """Compute a broken step again, with its weights (where the bundle has them), batches and random states.
 
-    The model keeps the weights of the bundle; gradients are forgotten, random states are as before.
+    Its loss is scaled as it was then: what overflowed in float16 does so again. The model keeps the weights
+    of the bundle; gradients are forgotten, random states are as before.
 
     Args:
         bundle: itself, or its folder.
@@ -195,7 +207,7 @@ def replay(
     model.train(bundle.training)
     try:
         batches = [GivenBatch(b.step, b.id, _moved(b.batch, device), b.random) for b in bundle.batches]
-        return rerun(model, batches, loss_of)
+        return rerun(model, batches, loss_of, loss_scale=bundle.loss_scale)
     finally:
         model.train(was_training)
 
@@ -233,7 +245,7 @@ def rerun(
                 set_random_states(given.random)
                 loss = loss_of(model, given.batch)
                 losses.append(float(loss.detach()))
-                (loss if loss_scale == 1.0 else loss * loss_scale).backward()  # type: ignore[no-untyped-call]
+                scaled(loss, loss_scale).backward()  # type: ignore[no-untyped-call]
 
             location = locate(model, run, scales=scales)
             if location is not None and not where:
@@ -252,6 +264,17 @@ def rerun(
             if name in buffers and buffer.shape == buffers[name].shape:
                 buffer.copy_(buffers[name])
     return Replay(sum(losses), total, norms, where)
+
+
+def scaled(loss: Tensor, loss_scale: float) -> Tensor:
+    """What the backward pass of a loss starts from.
+
+    The scale is a float32 tensor, as that of `torch.amp.GradScaler`: times a number a loss would stay in
+    float16, and overflow where it does not in training.
+    """
+    if loss_scale == 1.0:
+        return loss
+    return loss * torch.tensor(loss_scale, dtype=torch.float32, device=loss.device)
 
 
 def _with_others(model: nn.Module, named: Sequence[tuple[str, nn.Parameter]]) -> dict[str, nn.Parameter]:
@@ -308,11 +331,15 @@ def _load(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
             own.copy_(weights[name])
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """Itself; where it is sharded (DTensor) gathered, for which all processes have to ask."""
+    gathered: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return gathered
+
+
 def _plain(tensor: Tensor) -> Tensor:
     """On the host, whole, sharing memory with no other."""
-    whole: Tensor = tensor.detach()
-    whole = whole.full_tensor() if hasattr(whole, "full_tensor") else whole
-    return whole.to("cpu", copy=True).contiguous()
+    return whole(tensor.detach()).to("cpu", copy=True).contiguous()
 
 
 def _moved(value: Any, device: torch.device | None) -> Any:

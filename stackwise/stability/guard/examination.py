@@ -15,8 +15,9 @@ from stackwise.stability.buffers import Buffers
 from stackwise.stability.guard.alarm import Alarm
 from stackwise.stability.guard.batch_feed import BatchFeed, GivenBatch
 from stackwise.stability.guard.blame import blamed
-from stackwise.stability.guard.diagnosis import Replay, forget_gradients, rerun
+from stackwise.stability.guard.diagnosis import Replay, forget_gradients, rerun, scaled
 from stackwise.stability.locate import ModuleScales
+from stackwise.stability.recomputation import recomputation
 
 __all__ = ["REFERENCES", "Examination"]
 
@@ -67,8 +68,10 @@ class Examination:
             finite = alarm.kind not in ("non-finite loss", "non-finite gradient")
             found = self._again(batches)
             reproduced = found.broken
-            if finite and self._loss_scale() != 1.0 and not math.isfinite(found.grad_norm):
-                reproduced = None  # it overflowed at this scale, and had not in the loop
+            # It had not in the loop: neither whether it breaks again nor where tells of the alarm.
+            overflowed = finite and self._loss_scale() != 1.0 and not math.isfinite(found.grad_norm)
+            if overflowed:
+                reproduced = None
             elif finite and not reproduced:
                 # The logit is not computed again: nothing is known of it.
                 norm = self._norm_of(found.parameter_norms) or found.grad_norm
@@ -80,9 +83,10 @@ class Examination:
                 where = blamed(norms, found.parameter_norms)
             sound = reproduced and alarm.kind == "gradient spike" and alarm.value <= proven_limit
             # In all processes or in none: sharded weights are gathered by all of them.
-            if any(self._of_all(finite and reproduced is not False and not sound)):
+            if any(self._of_all(finite and not overflowed and reproduced is not False and not sound)):
                 found = self._again(batches, self._scales(batches))
-            where, placed = found.where or where, bool(found.where)
+            if not overflowed:
+                where, placed = found.where or where, bool(found.where)
             self._buffers.keep()
         # Of those for whom it broke again the first that knows where; to others gradients came broken. Who
         # saw nothing of it, as of a loss of another process, knows nothing.
@@ -126,9 +130,9 @@ class Examination:
 
         def run(given: GivenBatch) -> None:
             set_random_states(given.random)
-            (loss_of(model, given.batch) * loss_scale).backward()  # type: ignore[no-untyped-call]
+            scaled(loss_of(model, given.batch), loss_scale).backward()  # type: ignore[no-untyped-call]
 
-        with random_states_kept(), torch.enable_grad():
+        with recomputation("sound"), random_states_kept(), torch.enable_grad():
             scales = ModuleScales.observe(model, *(lambda given=given: run(given) for given in sound))
         forget_gradients(model, self._named())
         self._buffers.restore()

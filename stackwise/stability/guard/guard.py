@@ -32,7 +32,7 @@ from stackwise.stability.guard.made_before import MadeBefore
 from stackwise.stability.guard.policy import GuardPolicy
 from stackwise.stability.guard.snapshot import Moment, Snapshot, Stateful
 from stackwise.stability.guard.update_hold import UpdateHold
-from stackwise.stability.telemetry.gradient_norm import gradient_norms
+from stackwise.stability.telemetry.gradient_norm import GradientNames, gradient_norms
 from stackwise.stability.telemetry.ring_buffer import RingBuffer
 
 __all__ = ["Guard"]
@@ -104,6 +104,7 @@ class Guard:
         self.policy = policy or GuardPolicy()
         self._others = dict(others or {})
         self._named = _named_parameters(model, optimizer)
+        self._names = GradientNames(self._named)
         self._device = self._named[0][1].device
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         if self._scaler is not None:
@@ -137,7 +138,6 @@ class Guard:
         # Of the step at hand, once it is judged.
         self._open: tuple[tuple[str, ...], Moment | None] | None = None
         self._overflowed = False
-        self._present: tuple[tuple[bool, ...], tuple[str, ...]] = ((), ())
         self._records: deque[GuardRecord] = deque(maxlen=_KEPT_RECORDS)
         self._reference: dict[str, float] = {}
         self.alarms: list[Alarm] = []
@@ -561,7 +561,7 @@ class Guard:
             self._feed.quarantine(made.batches)
         alarm = replace(alarm, action=answer.action)
         if answer.first or answer.action == "raised":
-            alarm = self._bundles.write(self.model, made.batches, alarm, norms)
+            alarm = self._bundles.write(self.model, made.batches, alarm, norms, self._loss_scale)
         self.alarms.append(alarm)
         if answer.action == "rewound":
             self._rewind(later)
@@ -603,7 +603,7 @@ class Guard:
         if sum(len(group["params"]) for group in self.optimizer.param_groups) == len(self._named):
             return
         self._named = _named_parameters(self.model, self.optimizer)
-        self._present = ((), ())
+        self._names = GradientNames(self._named)
         self._arrived += self._rows.drain()
         self._rows = self._made_rows()
         self.renew_snapshot()
@@ -612,16 +612,8 @@ class Guard:
         return RingBuffer(max(4, 2 * (self._lag + 1)), _SCALARS + len(self._named), self._device)
 
     def _norms(self) -> Tensor:
-        """Of each gradient, in the order of `_names`."""
+        """Of each gradient, in the order of `self._names()`."""
         return gradient_norms(p for _, p in self._named)
-
-    def _names(self) -> tuple[str, ...]:
-        """Of the parameters that have a gradient: most often the same as a step before, and kept then."""
-        present = tuple(p.grad is not None for _, p in self._named)
-        if present != self._present[0]:
-            names = (name for (name, _), has in zip(self._named, present, strict=True) if has)
-            self._present = (present, tuple(names))
-        return self._present[1]
 
 
 def _named_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[str, nn.Parameter]]:

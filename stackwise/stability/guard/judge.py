@@ -17,7 +17,7 @@ from stackwise.argument import require
 from stackwise.stability.guard.alarm import AlarmKind
 from stackwise.stability.guard.log_history import LogHistory, Statistics
 from stackwise.stability.guard.policy import GuardPolicy
-from stackwise.stability.telemetry.gradient_norm import global_norm
+from stackwise.stability.telemetry.gradient_norm import clip_divisor, global_norm
 
 __all__ = ["KINDS", "Decision", "Judge"]
 
@@ -144,7 +144,7 @@ class Judge:
             distributed.all_reduce(code, distributed.ReduceOp.MAX, self._group)
         divisor = None
         if self._policy.clip is not None:
-            divisor = ((norm + 1e-6) / self._policy.clip).clamp(min=1.0)
+            divisor = clip_divisor(norm, self._policy.clip)
         left_out = code > 0
         if self._policy.spikes_clipped:
             clips = (code == _SPIKE) & (self._clipped < self._policy.spikes_clipped)

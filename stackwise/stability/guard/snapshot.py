@@ -86,12 +86,6 @@ class Snapshot:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, on_host: bool = True) -> None:
         self._model, self._optimizer, self._on_host = model, optimizer, on_host
         self._kept: dict[_Key, Any] = {}
-        self._taken = False
-
-    @property
-    def taken(self) -> bool:
-        """Whether there is anything to put back."""
-        return self._taken
 
     @property
     def nbytes(self) -> int:
@@ -107,7 +101,6 @@ class Snapshot:
         self._kept = {key: value for key, value in self._kept.items() if key in values}
         for key, value in values.items():
             self._kept[key] = self._copied(value, self._kept.get(key))
-        self._taken = True
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -116,16 +109,16 @@ class Snapshot:
         Raises:
             ValueError: a tensor of another shape than it had.
         """
-        assert self._taken, "take() first"
+        assert self._kept, "take() first"
         for key, tensor in self._tensors():
             self._put_back(tensor, self._kept[key], " ".join(map(str, key)))
+        of_number: dict[int, dict[Any, Any]] = {}
+        for (what, which, *rest), value in self._kept.items():
+            if what == "optimizer":
+                of_number.setdefault(which, {})[rest[0]] = value
         state = self._optimizer.state
         for number, p in enumerate(self._parameters()):
-            kept = {
-                key[2]: value
-                for key, value in self._kept.items()
-                if isinstance(key, tuple) and key[:2] == ("optimizer", number)
-            }
+            kept = of_number.get(number, {})
             if not kept:
                 state.pop(p, None)
                 continue

@@ -1,6 +1,7 @@
 """Lengths: from which sequence length on does training go wrong, and in what way?"""
 
 from stackwise.stability.lengths.first_unstable import FirstUnstable, first_unstable_length
+from stackwise.stability.lengths.point import LengthPoint
 from stackwise.stability.lengths.sweep import LengthSweep, length_sweep
 
-__all__ = ["FirstUnstable", "LengthSweep", "first_unstable_length", "length_sweep"]
+__all__ = ["FirstUnstable", "LengthPoint", "LengthSweep", "first_unstable_length", "length_sweep"]

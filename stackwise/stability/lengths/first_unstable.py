@@ -12,7 +12,7 @@ import torch
 from stackwise.argument import check_sizes, require
 from stackwise.spec import ModelSpec
 from stackwise.stability.lengths.plot import write_length_plot
-from stackwise.stability.lengths.point import LengthPoint, token_notes
+from stackwise.stability.lengths.point import LengthPoint, reference_notes, token_notes
 from stackwise.stability.lengths.probe import LengthProbe, seeds_of
 from stackwise.stability.run import shortest_length
 
@@ -34,8 +34,8 @@ class FirstUnstable:
         points: of all lengths that were looked at, the shortest first, each with all its seeds.
         order: the lengths in the order of the looks; those that were looked at again are in it twice.
         notes: what does not fit one length from which on all are unstable; spiky lengths; what memory was too
-            small for; lengths around the find that are not confirmed; rows that do not divide the tokens of a
-            step.
+            small for; lengths around the find that are not confirmed; that growth was not judged; rows that
+            do not divide the tokens of a step.
     """
 
     model: str
@@ -202,7 +202,8 @@ def first_unstable_length(
     search = _Search(probe, chosen, fresh, step, on_point)
     search.run(low, high)
     points = [search.points[length] for length in sorted(search.points)]
-    notes = _notes(points, search.first) + search.unconfirmed + token_notes(points, tokens_per_step)
+    notes = _notes(points, search.first) + search.unconfirmed
+    notes += reference_notes(points) + token_notes(points, tokens_per_step)
     return FirstUnstable(spec.name, low, high, step, search.first, points, search.order, notes)
 
 

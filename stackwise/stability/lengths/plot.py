@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 import statistics
 from collections.abc import Sequence
@@ -11,10 +10,11 @@ from typing import TYPE_CHECKING
 
 from stackwise.argument import require
 from stackwise.stability.lengths.point import LengthPoint
-from stackwise.text_file import write_whole
+from stackwise.svg import drawn, write_svg
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 __all__ = ["length_svg", "write_length_plot"]
 
@@ -32,11 +32,7 @@ def write_length_plot(
         ValueError: another ending than .svg, or no length was run.
         ImportError: matplotlib is not installed.
     """
-    path = Path(path)
-    require(path.suffix == ".svg", "path", path.name, "a name that ends in .svg")
-    text = length_svg(points, title, first)
-    write_whole(path, text)
-    return path
+    return write_svg(path, length_svg(points, title, first))
 
 
 def length_svg(points: Sequence[LengthPoint], title: str, first: int | None = None) -> str:
@@ -57,16 +53,8 @@ def length_svg(points: Sequence[LengthPoint], title: str, first: int | None = No
     """
     shown = sorted((point for point in points if point.runs), key=lambda point: point.seq_len)
     require(bool(shown), "points", len(points), "at least one length that was run")
-    try:
-        import matplotlib as mpl
-        from matplotlib.backends.backend_svg import FigureCanvasSVG
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("a plot needs matplotlib: pip install 'stackwise[report]'") from error
-    # A hash salt in place of a random one, so that equal sweeps are equal files.
-    with mpl.rc_context({"svg.hashsalt": "stackwise", "svg.fonttype": "none", "font.size": 9}):
-        figure = Figure(figsize=(7.5, 4), layout="constrained")
-        FigureCanvasSVG(figure)
+
+    def draw(figure: Figure) -> None:
         axes = figure.subplots()
         _draw(axes, shown)
         if first is not None:
@@ -85,9 +73,8 @@ def length_svg(points: Sequence[LengthPoint], title: str, first: int | None = No
         axes.set_xlabel("sequence length")
         axes.set_ylabel("gradient norm")
         axes.spines[["top", "right"]].set_visible(False)
-        out = io.StringIO()
-        figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
-    return out.getvalue()
+
+    return drawn((7.5, 4), draw)
 
 
 def _draw(axes: Axes, points: Sequence[LengthPoint]) -> None:

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from stackwise.amount import byte_text
 from stackwise.stability.lengths.trouble import SeedRun
 from stackwise.stability.run import StabilityRun
 
-__all__ = ["LengthPoint", "LengthVerdict", "token_notes"]
+__all__ = ["LengthPoint", "LengthVerdict", "reference_notes", "token_notes"]
 
 LengthVerdict = Literal["stable", "spiky", "unstable", "out of memory", "not run"]
 
@@ -160,7 +161,7 @@ class LengthPoint:
     def __str__(self) -> str:
         if not self.runs:
             return f"T={self.seq_len:<6} {self.verdict}"
-        memory = "" if self.peak_bytes is None else f"{self.peak_bytes / 2**20:>8,.0f} MiB "
+        memory = "" if self.peak_bytes is None else f"{byte_text(self.peak_bytes):>12} "
         return (
             f"T={self.seq_len:<6} {self.batch_size:>4} rows  loss {self.loss:<8.4g} "
             f"largest logit {self.logit_max:<8.4g} gradient norm {self.gradient_median:<8.4g} "
@@ -179,3 +180,17 @@ def token_notes(points: Sequence[LengthPoint], tokens_per_step: int | None) -> l
     if tokens_per_step is None or not other:
         return []
     return [f"not {tokens_per_step} tokens a step, which they do not divide: {', '.join(other)}"]
+
+
+def reference_notes(points: Sequence[LengthPoint]) -> list[str]:
+    """That no growth of gradient norms was judged, in one sentence; []: it was, or nothing was to be.
+
+    Args:
+        points: the shortest length, which the others are held against, first.
+    """
+    shortest, *others = points
+    troubled = bool(shortest.runs) and all(each.troubles for each in shortest.runs)
+    if not troubled or not any(point.runs for point in others):
+        return []
+    where = f"T={shortest.seq_len}, where every seed is in trouble itself"
+    return [f"gradient growth is not judged: it is held against {where}"]

@@ -19,7 +19,8 @@ from torch import Tensor
 from stackwise.argument import check_number, check_sizes, require
 from stackwise.benchmark.memory import peak_memory
 from stackwise.device import release_freed_memory
-from stackwise.seed import seeded
+from stackwise.out_of_memory import is_out_of_memory
+from stackwise.seed import chosen_seeds, seeded
 from stackwise.spec import ModelSpec
 from stackwise.stability.guard.policy import GuardPolicy
 from stackwise.stability.lengths.point import LengthPoint
@@ -33,8 +34,6 @@ _BATCH_SIZE = 4
 _BETWEEN_SEEDS = 100_003
 # Where no fault is injected, a training that breaks twice in a row has shown all that there is to see.
 _POLICY = GuardPolicy(patience=1, rewinds=0, snapshot_interval=None)
-# What allocators say that raise no error of their own.
-_NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "ALLOC_FAILED")
 
 
 class LengthProbe:
@@ -87,7 +86,8 @@ class LengthProbe:
         if not self._arguments.get("faults"):
             self._arguments.setdefault("policy", _POLICY)
         self._warm = False
-        self._reference: tuple[float, ...] | None = None
+        self._first: int | None = None  # the length that the others are held against
+        self._reference: tuple[float, ...] = ()
         # Refused now, and not behind the lengths before it.
         spec.batch(self.rows(longest), longest)
 
@@ -106,7 +106,7 @@ class LengthProbe:
         try:
             point = self._look(seq_len, rows, seeds)
         except (MemoryError, RuntimeError) as error:
-            if not _is_out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
             point = LengthPoint(self._spec.name, seq_len, rows, stopped="out of memory")
         if point.stopped:
@@ -126,12 +126,15 @@ class LengthProbe:
             self._train(clock, seq_len, rows, seed, watched=self._memory and number == 0)
             for number, seed in enumerate(seeds)
         ]
-        limits = LengthLimits(self._reference or (), self._factor, self._tolerance)
+        limits = LengthLimits(self._reference, self._factor, self._tolerance)
         runs = tuple(
             SeedRun(seed, run, troubles_of(run, limits))
             for seed, (run, _) in zip(seeds, trained, strict=True)
         )
-        if self._reference is None:
+        if self._first is None:
+            self._first = seq_len
+        # Where all seeds of the first look were in trouble, a second one at that length may have sound ones.
+        if seq_len == self._first and not self._reference:
             self._reference = reference_norms(runs)
         return LengthPoint(
             self._spec.name,
@@ -204,20 +207,7 @@ def seeds_of(seeds: int | Sequence[int], first: int, key: str = "seeds") -> tupl
     Raises:
         ValueError: none, or one of them twice.
     """
-    if isinstance(seeds, int):
-        check_sizes(**{key: seeds})
-        return tuple(first + i * _BETWEEN_SEEDS for i in range(seeds))
-    chosen = tuple(seeds)
-    require(bool(chosen), key, chosen, "at least one")
-    for seed in chosen:
-        check_sizes(0, **{key: seed})
-    require(len(set(chosen)) == len(chosen), key, chosen, "each once")
-    return chosen
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    known = isinstance(error, torch.OutOfMemoryError | MemoryError)
-    return known or any(text.lower() in str(error).lower() for text in _NO_MEMORY)
+    return chosen_seeds(seeds, first, apart=_BETWEEN_SEEDS, key=key)
 
 
 class _Clock:

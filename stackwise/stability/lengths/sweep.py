@@ -13,11 +13,11 @@ import torch
 from stackwise.argument import check_number, check_sizes, require
 from stackwise.spec import ModelSpec
 from stackwise.stability.lengths.plot import write_length_plot
-from stackwise.stability.lengths.point import LengthPoint, token_notes
+from stackwise.stability.lengths.point import LengthPoint, reference_notes, token_notes
 from stackwise.stability.lengths.probe import LengthProbe, seeds_of
 from stackwise.stability.run import shortest_length
 
-__all__ = ["LengthPoint", "LengthSweep", "length_sweep"]
+__all__ = ["LengthSweep", "length_sweep"]
 
 
 @dataclass(frozen=True, repr=False)
@@ -97,7 +97,7 @@ class LengthSweep:
             if point.verdict in ("spiky", "out of memory", "not run"):
                 why = f": {point.why}" if point.verdict == "spiky" else ""
                 said.append(f"T={point.seq_len}: {point.verdict}{why}")
-        return said + token_notes(self.points, self.tokens_per_step)
+        return [*said, *reference_notes(self.points), *token_notes(self.points, self.tokens_per_step)]
 
     @property
     def _known(self) -> LengthPoint | None:

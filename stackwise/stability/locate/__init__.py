@@ -1,18 +1,7 @@
 """Locating: where in a model a broken step broke first, forward or backward."""
 
-from stackwise.stability.locate.first_module import (
-    first_nan_module,
-    first_nonfinite_module,
-    nonfinite_gradients,
-)
+from stackwise.stability.locate.first_module import first_nan_module, first_nonfinite_module
 from stackwise.stability.locate.location import Location, locate
 from stackwise.stability.locate.module_scales import ModuleScales
 
-__all__ = [
-    "Location",
-    "ModuleScales",
-    "first_nan_module",
-    "first_nonfinite_module",
-    "locate",
-    "nonfinite_gradients",
-]
+__all__ = ["Location", "ModuleScales", "first_nan_module", "first_nonfinite_module", "locate"]

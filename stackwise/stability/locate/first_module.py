@@ -15,7 +15,6 @@ __all__ = [
     "ROOT",
     "first_nan_module",
     "first_nonfinite_module",
-    "nonfinite_gradients",
     "shown_name",
     "uncompiled",
 ]
@@ -100,11 +99,6 @@ def uncompiled(model: nn.Module) -> AbstractContextManager[Any]:
             eager: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
             return eager
     return nullcontext()
-
-
-def nonfinite_gradients(model: nn.Module) -> list[str]:
-    """Names of the parameters whose gradient has a NaN or an infinity."""
-    return [n for n, p in model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
 
 
 def _is_sound(value: Any, *, negative: bool = False) -> bool:

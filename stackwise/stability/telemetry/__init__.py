@@ -1,7 +1,13 @@
 """Telemetry: what a training step leaves behind, without making the host wait for the device."""
 
+from stackwise.stability.telemetry.attention_logit import AttentionLogit
 from stackwise.stability.telemetry.gradient_monitor import GradientMonitor, GradientRecord, GradientState
-from stackwise.stability.telemetry.gradient_norm import global_norm, gradient_norms, norms_by_rows
+from stackwise.stability.telemetry.gradient_norm import (
+    clip_divisor,
+    global_norm,
+    gradient_norms,
+    norms_by_rows,
+)
 from stackwise.stability.telemetry.loss_tracker import (
     LossRecord,
     LossState,
@@ -13,6 +19,7 @@ from stackwise.stability.telemetry.ring_buffer import RingBuffer
 from stackwise.stability.telemetry.step_record import StepBuffer, StepRecord, mean_loss
 
 __all__ = [
+    "AttentionLogit",
     "GradientMonitor",
     "GradientRecord",
     "GradientState",
@@ -23,6 +30,7 @@ __all__ = [
     "StepBuffer",
     "StepRecord",
     "bits_per_byte",
+    "clip_divisor",
     "global_norm",
     "gradient_norms",
     "mean_loss",

@@ -13,7 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from stackwise.argument import check_sizes, require
-from stackwise.stability.telemetry.gradient_norm import first_non_finite, global_norm, gradient_norms
+from stackwise.stability.found_inf import check_leaves_out, start_momentum
+from stackwise.stability.telemetry.gradient_norm import (
+    GradientNames,
+    first_non_finite,
+    global_norm,
+    gradient_norms,
+)
 from stackwise.stability.telemetry.ring_buffer import RingBuffer
 
 __all__ = ["GradientMonitor", "GradientRecord", "GradientState"]
@@ -74,6 +80,7 @@ class GradientMonitor:
         check_sizes(minimum=2, capacity=capacity)
         named = parameters.named_parameters() if isinstance(parameters, nn.Module) else parameters
         self._named = list(named)
+        self._names = GradientNames(self._named)
         names = [name for name, _ in self._named]
         require(bool(names), "parameters", names, "at least one")
         twice = (
@@ -84,7 +91,6 @@ class GradientMonitor:
         self._rows: RingBuffer[tuple[int, tuple[str, ...]]] | None = None
         self._unread: list[GradientRecord] = []
         self._guarded: list[torch.optim.Optimizer] = []
-        self._present: tuple[tuple[bool, ...], tuple[str, ...]] = ((), ())
         self._next_step = 0
 
     def observe(self, step: int | None = None) -> GradientState:
@@ -109,6 +115,7 @@ class GradientMonitor:
             total = global_norm(norms_P)
             found_inf = (~total.isfinite()).float()
         for optimizer in self._guarded:
+            start_momentum(optimizer)
             optimizer.found_inf = found_inf  # type: ignore[attr-defined]
         if self._rows is None:
             self._rows = RingBuffer(self._capacity, 1 + len(self._named), norms_P.device)
@@ -136,27 +143,10 @@ class GradientMonitor:
         same attribute by itself and needs no guard.
 
         Raises:
-            ValueError: an optimizer that would not read it.
+            ValueError: an optimizer that would not read it; SGD with dampening.
         """
-        kind = type(optimizer).__name__
-        if not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW | torch.optim.SGD):
-            reads = hasattr(optimizer, "found_inf")
-            require(reads, "optimizer", kind, "Adam, AdamW or SGD of torch, or one that has `found_inf`")
-        else:
-            for index, group in enumerate(optimizer.param_groups):
-                allowed = "True: only the fused kernels of torch read found_inf"
-                require(
-                    bool(group.get("fused")), f"param_groups[{index}]['fused']", group.get("fused"), allowed
-                )
+        check_leaves_out(optimizer)
         self._guarded.append(optimizer)
-
-    def _names(self) -> tuple[str, ...]:
-        """Of the parameters that have a gradient: most often the same as a step before, and kept then."""
-        present = tuple(p.grad is not None for _, p in self._named)
-        if present != self._present[0]:
-            names = (name for (name, _), has in zip(self._named, present, strict=True) if has)
-            self._present = (present, tuple(names))
-        return self._present[1]
 
     def _make_room(self, rows: RingBuffer[tuple[int, tuple[str, ...]]]) -> None:
         """Read what has arrived from half full on; a loop that never reads is not a loop that stops.

@@ -13,7 +13,14 @@ from torch import Tensor, nn
 
 from stackwise.argument import require
 
-__all__ = ["first_non_finite", "global_norm", "gradient_norms", "norms_by_rows"]
+__all__ = [
+    "GradientNames",
+    "clip_divisor",
+    "first_non_finite",
+    "global_norm",
+    "gradient_norms",
+    "norms_by_rows",
+]
 
 # Squares of float32 overflow above 2**64. Times 2**-80 those of its largest value do not, and what that
 # loses is nothing beside a sum that overflowed without it.
@@ -109,3 +116,34 @@ def norms_by_rows(gradients: Sequence[Tensor]) -> Tensor:
 def first_non_finite(norms: dict[str, float] | None) -> str | None:
     """The first of named norms that is infinite or no number; None where there is none."""
     return next((name for name, norm in (norms or {}).items() if not math.isfinite(norm)), None)
+
+
+def clip_divisor(total_norm: Tensor, max_norm: float) -> Tensor:
+    """What gradients are divided by so that their global norm is at most `max_norm`: at least 1.
+
+    Args:
+        total_norm: their global L2 norm, a scalar tensor.
+        max_norm: the limit.
+    """
+    return ((total_norm + 1e-6) / max_norm).clamp(min=1.0)
+
+
+class GradientNames:
+    """Tells which parameters have a gradient.
+
+    Args:
+        named: parameters with their names.
+    """
+
+    def __init__(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
+        self._named = named
+        self._present: tuple[bool, ...] = ()
+        self._names: tuple[str, ...] = ()
+
+    def __call__(self) -> tuple[str, ...]:
+        """Their names, in the order of `gradient_norms`: most often as a step before, and kept then."""
+        present = tuple(p.grad is not None for _, p in self._named)
+        if present != self._present:
+            self._names = tuple(name for (name, _), has in zip(self._named, present, strict=True) if has)
+            self._present = present
+        return self._names

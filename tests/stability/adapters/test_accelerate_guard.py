@@ -229,6 +229,45 @@ def test_what_is_saved_within_an_accumulation_goes_on_with_its_batches(tmp_path)
     assert same(*states)
 
 
+def test_a_short_step_that_is_to_be_made_again_is_as_short_after_a_resume(tmp_path):
+    def train(run, *, saves=False, **arguments):
+        guard = AcceleratedGuard(
+            run.accelerator, run.model, run.optimizer, run.scheduler, policy=POLICY, loss_of=loss_of
+        )
+        run.accelerator.register_for_checkpointing(guard)
+        if arguments:
+            run.accelerator.load_state(str(tmp_path))
+        for batch in guard.batches(run.loader, **arguments):
+            # 41 batches: the last step of the epoch, 10, has one.
+            breaks = saves and guard.guard.steps == 10 and not guard.guard.alarms
+            with run.accelerator.accumulate(run.model):
+                loss = loss_of(run.model, batch)
+                run.accelerator.backward(loss)
+                if breaks:
+                    run.model[0].weight.grad[0, 0] = float("nan")
+                guard.step(loss)
+            if breaks:
+                run.accelerator.save_state(str(tmp_path))
+        return guard.guard
+
+    whole = Run(rows(), per_update=4)
+    first = train(whole, saves=True)
+    assert [(alarm.step, alarm.action) for alarm in first.alarms] == [(10, "retried")]
+    resumed = Run(rows(), per_update=4)
+    again = train(resumed, fast_forward=True)
+    assert again.steps == first.steps == 11
+    assert same(resumed.state, whole.state)
+
+
+def test_a_state_from_before_there_were_sizes_is_taken():
+    run = Run(rows())
+    guard = AcceleratedGuard(run.accelerator, run.model, run.optimizer, policy=POLICY)
+    state = guard.state_dict()
+    del state["sizes"]
+    guard.load_state_dict(state)
+    assert guard.state_dict()["sizes"] == []
+
+
 @pytest.mark.parametrize("saves_at", [21, 22, 24, 26])
 @pytest.mark.parametrize("bad", [(20,), (19, 20, 21)], ids=["skipped", "rewound"])
 def test_what_is_saved_while_an_alarm_is_under_way_has_answered_it(tmp_path, bad, saves_at):

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from stackwise.stability.guard import Guard, GuardError, GuardPolicy
+from stackwise.stability.guard.diagnosis import Bundle
 
 N = 60
 POLICY = GuardPolicy(snapshot_interval=8, patience=3)
@@ -160,6 +161,33 @@ def test_clipping_divides_what_is_unscaled(kind):
     for a, b in zip(run.model.parameters(), twin.model.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
     assert same(run.state["scaler"], twin.state["scaler"])
+
+
+def test_a_loss_in_float16_puts_no_sound_batch_into_quarantine():
+    def half(model, batch):
+        return (loss_of(model, batch) / 8 + 2.0).half()  # times the scale above what float16 holds
+
+    run = Run("sgd", init_scale=2.0**15, growth_interval=1000)
+    guard = Guard(run.model, run.optimizer, policy=POLICY, loss_of=half, scaler=run.scaler)
+    for batch in guard.batches(data()):
+        loss = half(run.model, batch)
+        run.scaler.scale(loss).backward()
+        # What breaks it is not in the batch: it does not come again.
+        guard.step(loss * math.nan if guard.steps == 30 and not guard.alarms else loss)
+    [alarm] = guard.alarms
+    assert (alarm.step, alarm.kind, alarm.action) == (30, "non-finite loss", "retried")
+    assert alarm.reproduced is False
+    assert guard.quarantined == []
+
+
+def test_a_bundle_tells_the_scale_of_its_step(tmp_path):
+    run, scales = Run("sgd"), []
+    guard = Guard(run.model, run.optimizer, loss_of=loss_of, scaler=run.scaler, bundles=tmp_path)
+    for batch in guard.batches(data((30,))):
+        scales.append(run.scaler.get_scale())
+        guard.step(run.backward(batch, None))
+    [alarm] = guard.alarms
+    assert Bundle.read(alarm.bundle).loss_scale == scales[30] > 2.0**16
 
 
 def test_its_state_is_kept():

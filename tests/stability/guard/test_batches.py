@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from stackwise.stability.guard import Guard, GuardPolicy
+from stackwise.stability.guard.batch_feed import BatchFeed
 from tests.stability.guard.guarded_run import (
     OPTIMIZERS,
     POLICY,
@@ -180,3 +181,13 @@ def test_one_step_for_each_batch():
     loss.backward()
     with pytest.raises(ValueError, match="step: got 1; allowed: one for each batch"):
         guard.step(loss)
+
+
+def test_an_id_that_is_a_list_is_known_as_a_tuple():
+    feed = BatchFeed(lambda batch: [batch, "text"])
+    for _ in feed.batches([3, 4], ending=lambda: None):
+        feed.quarantine(feed.take_hand())
+    assert list(feed.quarantined) == [(3, "text"), (4, "text")]
+    again = BatchFeed(lambda batch: [batch, "text"])
+    again.load_state_dict(feed.state_dict())
+    assert list(again.batches([3, 5, 4], ending=lambda: None)) == [5]

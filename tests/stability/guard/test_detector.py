@@ -223,6 +223,16 @@ def test_what_is_not_remembered_on_the_device(value, sound):
     assert detector.limit().item() == before == pytest.approx(6.0)
 
 
+@pytest.mark.parametrize("norm", [math.nan, math.inf, 0.0, -1.0])
+def test_what_is_not_remembered_on_the_host(norm):
+    detector = SpikeDetector(minimum=2, recent=1)
+    detector.accept(2.0)
+    detector.accept(norm)
+    assert detector.limit() is None
+    detector.accept(2.0)
+    assert detector.limit() == pytest.approx(6.0)
+
+
 def test_state_of_the_device():
     detector, again = DeviceDetector(CPU, history=32), DeviceDetector(CPU, history=32)
     for norm in steady(50):

@@ -14,7 +14,7 @@ from torch import nn
 from stackwise.random_states import random_states
 from stackwise.stability.guard.batch_feed import GivenBatch
 from stackwise.stability.guard.blame import blamed
-from stackwise.stability.guard.diagnosis import Bundle, histogram, replay
+from stackwise.stability.guard.diagnosis import Bundle, histogram, replay, rerun
 
 
 def make_model():
@@ -97,6 +97,53 @@ def test_without_weights_those_of_the_model_are_taken(broken, tmp_path):
     found = replay(folder, model, loss_of)
     assert found.broken
     assert "3.weight" in found.where
+
+
+class Narrow(torch.autograd.Function):
+    """Its gradient passes through float16."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.half().float()
+
+
+def test_a_bundle_is_replayed_at_its_loss_scale(broken, tmp_path):
+    model, bundle = broken
+
+    def replayed(notes):
+        told = Bundle(bundle.alarm, bundle.batches, {}, True, bundle.weights, notes)
+        folder = told.write(tmp_path / str(len(list(tmp_path.iterdir()))))
+        return replay(folder, model, lambda model, batch: Narrow.apply(loss_of(model, batch)))
+
+    found = replayed({"loss_scale": 2.0**16})
+    assert (found.broken, found.where) == (True, "the loss")
+    sound = replayed({"loss_scale": 2.0**15})
+    old = replayed({})
+    assert not sound.broken
+    assert not old.broken
+    assert sound.grad_norm == pytest.approx(old.grad_norm, rel=1e-5)
+    for scale in ("much", 0.0, math.inf):
+        with pytest.raises(ValueError, match=r"loss_scale: got .*; allowed: a number above 0"):
+            replayed({"loss_scale": scale})
+
+
+def test_a_loss_in_float16_is_scaled_as_in_training(broken):
+    model, bundle = broken
+
+    def half(model, batch):
+        loss = loss_of(model, batch)
+        return (loss - loss.detach() + 2.0).half()
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**15)
+    assert scaler.scale(torch.tensor(2.0, dtype=torch.float16)).item() == 2.0**16
+    found = rerun(model, bundle.batches, half, loss_scale=2.0**15)
+    assert (found.loss, found.where, found.broken) == (2.0, "", False)
+    plain = rerun(model, bundle.batches, loss_of)
+    assert found.parameter_norms == pytest.approx(plain.parameter_norms, rel=1e-3, abs=1e-6)
 
 
 def test_weights_of_another_model_are_refused(broken, tmp_path):

@@ -9,7 +9,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from stackwise.random_states import random_states
+from stackwise.stability.faults import LossSpike, broken
 from stackwise.stability.guard import Guard, GuardPolicy
+from stackwise.stability.recomputation import is_recomputation
 from tests.stability.guard.guarded_run import (
     POLICY,
     element,
@@ -298,3 +300,50 @@ def test_gradients_are_held_against_those_of_the_same_scale(scaled):
         scaler.scale(loss).backward()
         guard.step(loss)
     assert [(alarm.step, alarm.where) for alarm in guard.alarms] == [(20, "1 (backward)")]
+
+
+def test_what_overflows_only_when_it_is_computed_again_names_no_place():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+    data = list(torch.randn(40, 32, 8))
+    given = []
+
+    class Broken(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            if given[-1] is not data[20]:
+                return gradient
+            return gradient * (math.inf if is_recomputation() else 1e4)
+
+    model[1].forward = lambda x: Broken.apply(x).tanh()
+
+    def compute(model, batch):
+        given.append(batch)
+        return (model(batch) - batch.sum(-1, keepdim=True)).square().mean()
+
+    scaler = torch.amp.GradScaler("cpu")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    guard = Guard(model, optimizer, policy=GuardPolicy(snapshot_interval=20), loss_of=compute, scaler=scaler)
+    for batch in guard.batches(data):
+        loss = compute(model, batch)
+        scaler.scale(loss).backward()
+        guard.step(loss)
+    [alarm] = guard.alarms
+    assert (alarm.step, alarm.kind, alarm.reproduced) == (20, "gradient spike", None)
+    assert alarm.where == "0"  # as its norms say
+
+
+def test_sound_steps_are_without_the_fault_of_the_broken_one():
+    run = made("sgd", 0)
+    guard = Guard(run.model, run.optimizer, policy=POLICY, loss_of=loss_of)
+    with broken((run.model, run.optimizer), [LossSpike(step=60, factor=1e3)]):
+        for batch in guard.batches(make_data()):
+            loss = loss_of(run.model, batch)
+            loss.backward()
+            guard.step(loss)
+    [alarm] = guard.alarms
+    assert (alarm.kind, alarm.where, alarm.reproduced) == ("gradient spike", "the loss", True)

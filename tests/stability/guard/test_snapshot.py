@@ -58,7 +58,6 @@ def test_everything_comes_back(name, before):
     model = Tied()
     optimizer = OPTIMIZERS[name](model.parameters())
     snapshot = Snapshot(model, optimizer)
-    assert not snapshot.taken
     train(model, optimizer, 1, seed=9)  # an older one is written over
     snapshot.take()
     train(model, optimizer, before, seed=1)

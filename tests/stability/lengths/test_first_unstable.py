@@ -10,6 +10,7 @@ from torch import nn
 from bench.planted_lengths import PLANTED, half_sum, planted_spec, untrained_positions, window_rack
 from stackwise.spec import ModelSpec
 from stackwise.stability.lengths import first_unstable_length
+from stackwise.stability.lengths.probe import LengthProbe
 
 SLOW = pytest.mark.slow
 QUICK = {"seeds": 1, "steps": 1}
@@ -179,9 +180,27 @@ BAD, SOUND = [True] * 6, []
     ],
 )
 def test_chance_is_told_from_what_holds(fates, first, noted):
-    found = first_unstable_length(chancy(fates), 8, 12, seeds=3, steps=8)
+    found = first_unstable_length(chancy(fates), 8, 12, seeds=3, steps=8, memory=False)
     assert found.first == first
     assert [note.partition(": training")[0] for note in found.notes] == noted
+
+
+class Growing(Chancy):
+    """Longer ones than 8 have gradients that are far above its own."""
+
+    def forward(self, ids):
+        return super().forward(ids) * (100.0 if ids.shape[1] > 8 else 1.0)
+
+
+@pytest.mark.parametrize("seeds, judged", [((0,), False), ((0, 1), True)], ids=["in trouble", "one is sound"])
+def test_a_second_look_at_the_shortest_length_may_give_what_others_are_held_against(seeds, judged):
+    fates = {8: iter([True, False]), 12: iter([False])}
+    growing = ModelSpec.of(lambda: Growing(fates), name="growing", causal=True, width=7, inputs="tokens")
+    probe = LengthProbe(growing, 12, memory=False, arguments={"steps": 8})
+    for seed in seeds:
+        probe.look(8, (seed,))
+    kinds = {trouble.kind for each in probe.look(12, (2,)).runs for trouble in each.troubles}
+    assert ("gradient growth" in kinds) == judged
 
 
 def test_longer_length_that_is_stable_is_noted():
@@ -199,11 +218,11 @@ def test_memory_that_does_not_last_is_no_instability():
             raise torch.OutOfMemoryError("tried to allocate")
         return 1.0
 
-    found = first_unstable_length(spec(at), 4, 16, **QUICK)
+    found = first_unstable_length(spec(at, seq_len=4), 4, 16, **QUICK)
     assert (found.first, found.verdict, found.stable_up_to) == (None, "out of memory", 10)
     assert str(found).startswith("known: stable up to 10; out of memory at 11\n")
     assert [point.seq_len for point in found.points if point.stopped] == [11, 13, 16]
-    nothing = first_unstable_length(spec(at), 12, 16, **QUICK)
+    nothing = first_unstable_length(spec(at, seq_len=4), 12, 16, **QUICK)
     assert (nothing.first, nothing.verdict, nothing.stable_up_to) == (None, "out of memory", None)
     assert "nothing could be run; out of memory at 12" in repr(nothing)
 
@@ -214,7 +233,7 @@ def test_instability_below_what_memory_lasts_for_is_found():
             raise MemoryError
         return math.nan if length >= 7 else 1.0
 
-    found = first_unstable_length(spec(at), 4, 16, **QUICK)
+    found = first_unstable_length(spec(at, seq_len=4), 4, 16, **QUICK)
     assert (found.first, found.verdict) == (7, "found")
     assert "T=16: out of memory" in found.notes
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from stackwise.stability import Alarm, StabilityRun, StepRecord
-from stackwise.stability.lengths.point import LengthPoint, token_notes
+from stackwise.stability.lengths.point import LengthPoint, reference_notes, token_notes
 from stackwise.stability.lengths.trouble import SeedRun, Trouble
 
 
@@ -140,3 +140,15 @@ def test_lengths_that_do_not_divide_the_tokens():
     assert token_notes(points[:1], 64) == token_notes(points, None) == []
     [note] = token_notes(points, 64)
     assert note == "not 64 tokens a step, which they do not divide: 2 x 24 = 48, 1 x 40 = 40"
+
+
+def test_growth_that_is_not_judged_is_told():
+    troubled = point(seed_run(0, "spike"), seed_run(1, "divergence"))
+    longer = replace(troubled, seq_len=16)
+    [note] = reference_notes([troubled, longer])
+    assert note.startswith("gradient growth is not judged: it is held against T=8, where every seed is in")
+    # A sound seed gives the norms; and where there is nothing longer, nothing is left out.
+    assert reference_notes([point(seed_run(0, "spike"), seed_run(1)), longer]) == []
+    assert reference_notes([troubled]) == []
+    assert reference_notes([troubled, LengthPoint("m", 16, 4, stopped="out of memory")]) == []
+    assert reference_notes([LengthPoint("m", 8, 4, stopped="out of memory"), longer]) == []

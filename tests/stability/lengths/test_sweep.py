@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from stackwise.spec import ModelSpec
-from stackwise.stability.lengths.sweep import LengthPoint, LengthSweep, length_sweep
+from stackwise.stability.lengths import LengthPoint, LengthSweep, length_sweep
 from stackwise.stability.lengths.trouble import SeedRun
 
 
@@ -88,6 +88,14 @@ def test_finite_length_says_what_is_wrong_with_its_training():
     said = re.match(r"T=16: training of seed 0: gradient norms (.*) times those of the shortest", problem)
     assert float(said[1]) == pytest.approx(16.0, rel=0.3)
     assert length_sweep(spec(power=2.0), (4, 16), **arguments, gradient_factor=100.0).problems == []
+
+
+def test_growth_is_not_judged_where_the_shortest_length_is_in_trouble():
+    sweep = length_sweep(spec(spoilt=4), (4, 8), steps=2)
+    assert sweep.notes == [
+        "gradient growth is not judged: it is held against T=4, where every seed is in trouble itself"
+    ]
+    assert length_sweep(spec(spoilt=8), (4, 8), steps=2).notes == []
 
 
 def test_all_lengths_begin_alike_and_each_is_trained():

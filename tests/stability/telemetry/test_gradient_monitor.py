@@ -160,12 +160,28 @@ class TestRefused:
         with pytest.raises(ValueError, match=r"param_groups\[0\]\['fused'\]: got .*only the fused kernels"):
             GradientMonitor(model).guard(kind(model.parameters(), lr=0.1, foreach=True))
 
+    def test_dampening(self):
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=0.5, fused=True)
+        with pytest.raises(ValueError, match=r"param_groups\[0\]\['dampening'\]: got 0.5; allowed: 0"):
+            GradientMonitor(model).guard(optimizer)
+
     def test_optimizer_that_reads_nothing(self):
         model = nn.Linear(1, 1)
         with pytest.raises(ValueError, match="optimizer: got 'RMSprop'; allowed: Adam, AdamW or SGD"):
             GradientMonitor(model).guard(torch.optim.RMSprop(model.parameters()))
 
 
+@pytest.fixture
+def nan_in_new_memory():
+    """What is not written yet is NaN."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+@pytest.mark.parametrize("place", [0, 1])
 @pytest.mark.parametrize(
     "make",
     [
@@ -175,7 +191,8 @@ class TestRefused:
     ],
     ids=["AdamW", "Adam", "SGD"],
 )
-def test_a_guarded_optimizer_takes_the_sound_steps_alone(make):
+@pytest.mark.usefixtures("nan_in_new_memory")
+def test_a_guarded_optimizer_takes_the_sound_steps_alone(make, place):
     """The run with a broken step in it ends where the run without that step ends, state included."""
 
     def trained(inputs, guarded):
@@ -192,7 +209,7 @@ def test_a_guarded_optimizer_takes_the_sound_steps_alone(make):
         return model, optimizer.state_dict()["state"]
 
     sound = [torch.tensor([1.0, -2.0, 0.5]) * k for k in (1, 2, 3)]
-    broken = [sound[0], sound[1] * math.nan, *sound[1:]]
+    broken = [*sound[:place], sound[place] * math.nan, *sound[place:]]
     (model, state), (twin, twin_state) = trained(broken, guarded=True), trained(sound, guarded=False)
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.equal(p, q)

@@ -1,15 +1,17 @@
-"""The seed: random choices that start from it inside, and leave the caller's random state alone."""
+"""Seeds: random choices that start from one and leave the caller's random state alone; several of them."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
 import torch
 
-__all__ = ["seeded"]
+from stackwise.argument import check_sizes, require
+
+__all__ = ["chosen_seeds", "seeded"]
 
 
 @contextmanager
@@ -34,3 +36,28 @@ def seeded(seed: int, device: torch.device | str = "cpu") -> Iterator[None]:
     finally:
         random.setstate(python_state)
         np.random.set_state(numpy_state)  # noqa: NPY002
+
+
+def chosen_seeds(
+    seeds: int | Sequence[int], first: int = 0, *, apart: int = 1, key: str = "seeds"
+) -> tuple[int, ...]:
+    """The seeds that a number of them means, or those that are given.
+
+    Args:
+        seeds: how many, from `first` on; or which, each once.
+        first: of a number of them.
+        apart: what is between two of these.
+        key: for the error.
+
+    Raises:
+        ValueError: none, one of them twice, or what is no seed.
+    """
+    if not isinstance(seeds, Iterable):
+        check_sizes(**{key: seeds})
+        return tuple(first + i * apart for i in range(seeds))
+    chosen = tuple(seeds)
+    require(bool(chosen), key, chosen, "at least one")
+    for seed in chosen:
+        check_sizes(0, **{key: seed})
+    require(len(set(chosen)) == len(chosen), key, chosen, "each once")
+    return chosen

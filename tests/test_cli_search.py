@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from stackwise.cli import main
+from stackwise.cli.search import Search
 from stackwise.config import StackWiseConfig
 from stackwise.prototype.search import Space
 
@@ -121,6 +122,11 @@ def test_interrupt_says_how_to_go_on(monkeypatch, capsys):
     assert command == "search space.yaml --budget 2 --objective loss --steps 2"
     assert main(command.split()) == 0
     assert ": 2 trials, 2 succeeded" in capsys.readouterr().out
+
+
+def test_a_password_is_not_repeated():
+    asked = Search(Path("space.yaml"), storage="postgresql://me:secret@host/studies")
+    assert asked._command() == "stackwise search space.yaml --storage 'postgresql://me:***@host/studies'"
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Random choices that start from a seed and leave the caller's state alone."""
+"""Random choices that start from a seed and leave the caller's state alone, and several seeds."""
 
 import random
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from stackwise.seed import seeded
+from stackwise.seed import chosen_seeds, seeded
 
 
 def test_seeded_puts_the_state_back_after_an_exception():
@@ -59,3 +59,27 @@ def test_seeding_the_cpu_leaves_the_cuda_generators(monkeypatch):
     with seeded(7, "cpu"):
         torch.rand(1)
     assert seeds == []
+
+
+def test_a_number_of_seeds_and_which_ones():
+    assert chosen_seeds(3) == (0, 1, 2)
+    assert chosen_seeds(3, 5, apart=10) == (5, 15, 25)
+    assert chosen_seeds([4, 2], 5) == (4, 2)
+    assert chosen_seeds(range(2, 5)) == (2, 3, 4)
+
+
+@pytest.mark.parametrize(
+    ("seeds", "message"),
+    [
+        (0, "others: got 0; allowed: an integer >= 1"),
+        (True, "others: got True"),
+        (2.0, "others: got 2.0"),
+        ((), r"others: got \(\); allowed: at least one"),
+        ((1, 1), r"others: got \(1, 1\); allowed: each once"),
+        ((0, -1), "others: got -1; allowed: an integer >= 0"),
+        ("01", "others: got '0'"),
+    ],
+)
+def test_what_is_no_seeds_is_refused(seeds, message):
+    with pytest.raises(ValueError, match=message):
+        chosen_seeds(seeds, key="others")

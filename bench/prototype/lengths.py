@@ -17,9 +17,9 @@ import torch
 from rich.table import Table
 
 from bench.claim import Bar
-from bench.planted_lengths import PLANTED, VOCAB_SIZE, planted_spec
+from bench.planted_lengths import PLANTED, planted_spec, window_rack
 from bench.prototype.part import Part, Work
-from stackwise import ModelSpec, create_simple_rack
+from stackwise import ModelSpec
 from stackwise.stability.lengths import first_unstable_length, length_sweep
 
 __all__ = ["HEALTHY", "Plan", "healthy_spec", "look_at_healthy", "measure", "rows", "search_planted"]
@@ -111,9 +111,7 @@ def look_at_healthy(kind: str, plan: Plan) -> Iterator[dict[str, Any]]:
 
 def healthy_spec(kind: str) -> ModelSpec:
     """Two Blocks of a kind of attention, of the width of the planted models."""
-    make = partial(
-        create_simple_rack, 1, 2, d_model=32, d_ff=64, n_heads=2, vocab_size=VOCAB_SIZE, **HEALTHY[kind]
-    )
+    make = partial(window_rack, None, initialization="normal", **HEALTHY[kind])
     return ModelSpec.of(make, name=kind, causal=True)
 
 

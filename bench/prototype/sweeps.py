@@ -12,10 +12,9 @@ import torch
 
 from bench.prototype.part import Work
 from stackwise.argument import require
-from stackwise.prototype.sensitivity import plan_sweep
+from stackwise.prototype import LearningRateSweep, PlannedRun, SweepRun, plan_sweep
 from stackwise.prototype.sweep_plot import draw_sweep
-from stackwise.prototype.sweep_result import LearningRateSweep
-from stackwise.prototype.sweep_run import PlannedRun, SweepRun
+from stackwise.svg import drawn, write_svg
 
 __all__ = ["SweepPlan", "complete", "plotted"]
 
@@ -74,16 +73,12 @@ def plotted(sweeps: Mapping[str, Mapping[str, Any]], path: Path) -> None:
         ValueError: none of the sweeps has all of its runs.
     """
     require(len(sweeps) > 0, "sweeps", len(sweeps), "one or more whose runs are all there")
-    import matplotlib as mpl
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
-    from matplotlib.figure import Figure
 
-    with mpl.rc_context({"svg.hashsalt": "stackwise", "svg.fonttype": "none", "font.size": 9}):
-        figure = Figure(figsize=(4.5 * len(sweeps), 3.6), layout="constrained")
-        FigureCanvasSVG(figure)
+    def draw(figure: Any) -> None:
         panels = figure.subplots(1, len(sweeps), sharey=True, squeeze=False)[0]
         for axes, (name, values) in zip(panels, sweeps.items(), strict=True):
             runs = tuple(map(SweepRun.from_dict, values["runs"]))
             sweep = LearningRateSweep(name, values["parametrization"], values["steps"], runs)
             draw_sweep(axes, sweep, name)
-        figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
+
+    write_svg(path, drawn((4.5 * len(sweeps), 3.6), draw))

@@ -97,13 +97,15 @@ class Search:
         return self._told(result)
 
     def _command(self) -> str:
-        """The command line that asks for the same."""
+        """The command line that asks for the same, but for the password of a storage."""
+        from stackwise.prototype.search.storage import shown_place
+
         words = ["stackwise", "search", str(self.space)]
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name != "space" and value != field.default:
                 words.append(f"--{field.name.replace('_', '-')}")
-                words += map(str, value) if isinstance(value, tuple) else [str(value)]
+                words += map(str, value) if isinstance(value, tuple) else [shown_place(str(value))]
         return shlex.join(words)
 
     def _told(self, result: SearchResult) -> int:

@@ -12,10 +12,10 @@ from stackwise.prototype.search import (
     score_config,
     search_architecture_space,
 )
-from stackwise.prototype.sensitivity import LEARNING_RATES, learning_rate_sweep
+from stackwise.prototype.sensitivity import LEARNING_RATES, learning_rate_sweep, plan_sweep
 from stackwise.prototype.shrink import SmallVariant, create_small_variant
 from stackwise.prototype.sweep_result import LearningRateSweep, learning_rate_sensitivity
-from stackwise.prototype.sweep_run import SweepRun
+from stackwise.prototype.sweep_run import PlannedRun, SweepRun
 from stackwise.prototype.widen import widened
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "LearningRateSweep",
     "LossVerdict",
     "Observation",
+    "PlannedRun",
     "PrototypeRun",
     "ScoreWeights",
     "SearchResult",
@@ -40,6 +41,7 @@ __all__ = [
     "learning_rate_sweep",
     "loss_verdict",
     "observe",
+    "plan_sweep",
     "score_config",
     "search_architecture_space",
     "widened",

@@ -30,18 +30,17 @@ from stackwise.model.backend import using
 from stackwise.model.build import create_rack_from_config
 from stackwise.model.rack import Rack
 from stackwise.prototype.coordinate_plot import coordinate_svg
-from stackwise.prototype.widen import as_mup, widened
-from stackwise.seed import seeded
+from stackwise.prototype.widen import Parametrization, as_mup, as_standard, widened
+from stackwise.seed import chosen_seeds, seeded
 from stackwise.spec import ModelSpec
-from stackwise.text_file import write_whole
+from stackwise.svg import write_svg
 from stackwise.training.objective import Objective
 from stackwise.training.optimizer import create_optimizer
 from stackwise.training.phase_model import PhaseModel
 from stackwise.training.step import MicroBatch, TrainStep
 
-__all__ = ["CoordinateCheck", "Parametrization", "Verdict", "coordinate_check"]
+__all__ = ["CoordinateCheck", "Verdict", "coordinate_check"]
 
-Parametrization = Literal["mup", "standard"]
 Verdict = Literal["width-independent", "unclear", "not width-independent"]
 Make = Callable[[int], StackWiseConfig | nn.Module]
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
@@ -58,7 +57,7 @@ class CoordinateCheck:
         parametrization: "mup" or "standard", as it was said to be.
         widths: how many times as wide as the subject.
         steps: optimizer steps.
-        seeds: at each width.
+        seeds: how many at each width.
         slopes: of every module's size at steps 0 to `steps` and change at steps 1 to `steps`.
     """
 
@@ -117,17 +116,14 @@ class CoordinateCheck:
         }
 
     def plot(self, path: str | Path) -> Path:
-        """Draw sizes over width, a panel a step and a line a module, to a new SVG.
+        """Draw sizes over width, a panel a step and a line a module, to a new SVG; the same file each time.
 
         Raises:
-            ImportError: matplotlib is not there: pip install 'stackwise[report]'.
             ValueError: another ending than .svg.
+            ImportError: matplotlib is not installed.
         """
-        path = Path(path)
-        require(path.suffix == ".svg", "path", str(path), "a name ending in .svg")
         title = f"{self.name}, {self.parametrization}: {self.verdict}"
-        write_whole(path, coordinate_svg(self.slopes, self.widths, self.worst, title))
-        return path
+        return write_svg(path, coordinate_svg(self.slopes, self.widths, self.worst, title))
 
     def __str__(self) -> str:
         held = f"{'' if self.as_expected else 'not '}as expected of {self.parametrization}"
@@ -150,10 +146,10 @@ class CoordinateCheck:
 
 def coordinate_check(
     subject: StackWiseConfig | ModelSpec | Make,
-    *,
     widths: Sequence[int] = (1, 2, 4, 8),
+    *,
     steps: int = 4,
-    seeds: int = 3,
+    seeds: int | Sequence[int] = 3,
     parametrization: Parametrization = "mup",
     learning_rate: float | None = None,
     optimizer: MakeOptimizer | None = None,
@@ -181,7 +177,7 @@ def coordinate_check(
             configuration, trained likewise, or a model.
         widths: how many times as wide as the subject; two at least.
         steps: optimizer steps.
-        seeds: so many at each width, of weights.
+        seeds: of weights, at each width: how many, from `seed` on; or which.
         parametrization: what the result is held to. A configuration is made so: "mup" has the narrowest as
             its base unless it has one; "standard" is `initialization="normal"` in place of "mup".
         learning_rate: at the width of the base; None: `training.optimizer.lr` of a configuration.
@@ -191,7 +187,7 @@ def coordinate_check(
             the width for the tokens that it was made for, and only as noise for many others.
         seq_len: tokens that the model sees of a row; None: as configured, 16 at most; of a spec its own.
         device: where they train.
-        seed: the first one, and that of the batch.
+        seed: the first of `seeds`, and that of the batch.
 
     Raises:
         ValueError: fewer than two widths, a value out of range, an argument that the subject has no use for,
@@ -199,10 +195,9 @@ def coordinate_check(
             but 0.
         TypeError: a subject of another kind.
     """
-    check_sizes(
-        steps=steps, seeds=seeds, batch_size=batch_size, **({} if seq_len is None else {"seq_len": seq_len})
-    )
+    check_sizes(steps=steps, batch_size=batch_size, **({} if seq_len is None else {"seq_len": seq_len}))
     check_sizes(minimum=0, seed=seed)
+    chosen = chosen_seeds(seeds, seed)
     check_choice("parametrization", parametrization, get_args(Parametrization))
     for width in widths:
         check_sizes(widths=width)
@@ -212,10 +207,10 @@ def coordinate_check(
     widths = tuple(sorted(widths))
     settings = _Settings(learning_rate, optimizer, batch_size, seq_len, torch.device(device), seed)
     name, training = _trainings(subject, widths, parametrization, settings)
-    found = [[coordinates_of(training(width, seed + i), steps) for i in range(seeds)] for width in widths]
+    found = [[coordinates_of(training(width, each), steps) for each in chosen] for width in widths]
     slopes = slopes_of(widths, found)
     require(worst_of(slopes) is not None, "subject", name, "a model whose modules give more than 0")
-    return CoordinateCheck(name, parametrization, widths, steps, seeds, slopes)
+    return CoordinateCheck(name, parametrization, widths, steps, len(chosen), slopes)
 
 
 @dataclass(frozen=True)
@@ -270,11 +265,7 @@ def _family(
         require(model.attention_type != "mqa", "model.attention_type", model.attention_type, allowed)
         base = model.mup_base_width or widths[0] * model.d_model
         return lambda width: as_mup(widened(config, width), base)
-    if model.initialization == "mup":
-        changed = config.to_dict()
-        changed["model"] |= {"initialization": "normal", "mup_base_width": None}
-        config = StackWiseConfig.from_dict(changed)
-    return partial(widened, config)
+    return partial(widened, as_standard(config))
 
 
 def _of_config(config: StackWiseConfig, seed: int, settings: _Settings) -> Training:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stackwise.checks.probe.coordinate import Slope
+from stackwise.svg import drawn
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 __all__ = ["coordinate_svg"]
 
@@ -29,34 +32,22 @@ def coordinate_svg(slopes: Sequence[Slope], widths: Sequence[int], worst: Slope,
     Raises:
         ImportError: matplotlib is not installed.
     """
-    try:
-        import matplotlib as mpl
-        from matplotlib.backends.backend_svg import FigureCanvasSVG
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ImportError("a plot needs matplotlib: pip install 'stackwise[report]'") from None
+    judged = [slope for slope in slopes if slope.judged]
     modules = list(dict.fromkeys(slope.module for slope in slopes))
-    steps = sorted({slope.step for slope in slopes if slope.judged})
-    shade = mpl.colormaps["viridis_r"]
-    colours: dict[str, Any] = {
-        m: shade(0.1 + 0.85 * i / max(1, len(modules) - 1)) for i, m in enumerate(modules)
-    }
-    colours[worst.module] = _WORST
-    # A hash salt in place of a random one, so that equal checks are equal files.
-    with mpl.rc_context({"svg.hashsalt": "stackwise", "svg.fonttype": "none", "font.size": 8}):
-        height = max(3.2, 0.17 * len(modules) + 0.8)
-        figure = Figure(figsize=(2.3 * len(steps) + 3.4, height), layout="constrained")
-        FigureCanvasSVG(figure)
+    steps = sorted({slope.step for slope in judged})
+
+    def draw(figure: Figure) -> None:
+        colours = _colours(modules) | {worst.module: _WORST}
         lines: dict[str, Any] = {}
         for panel, step in zip(figure.subplots(1, len(steps), squeeze=False)[0], steps, strict=True):
-            drawn = [slope for slope in slopes if slope.judged and slope.step == step]
-            for slope in drawn:
+            shown = [slope for slope in judged if slope.step == step]
+            for slope in shown:
                 sizes = [size if math.isfinite(size) else math.nan for size in slope.sizes]
                 width, front = (2.2, 3) if slope.module == worst.module else (1.0, 2)
                 style = {"color": colours[slope.module], "lw": width, "zorder": front}
                 (line,) = panel.plot(widths, sizes, "o-", ms=2.5, **style)
                 lines.setdefault(slope.where, line)
-            panel.set_title(drawn[0].what, loc="left", fontsize="medium")
+            panel.set_title(shown[0].what, loc="left", fontsize="medium")
             panel.set_xscale("log", base=2)
             panel.set_yscale("log")
             panel.set_xticks(list(widths), [str(width) for width in widths], minor=False)
@@ -66,6 +57,13 @@ def coordinate_svg(slopes: Sequence[Slope], widths: Sequence[int], worst: Slope,
         figure.axes[0].set_ylabel("mean absolute value")
         figure.suptitle(title, x=0.01, ha="left", parse_math=False)
         figure.legend(list(lines.values()), list(lines), loc="outside right upper", frameon=False, fontsize=6)
-        out = io.StringIO()
-        figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
-    return out.getvalue()
+
+    return drawn((2.3 * len(steps) + 3.4, max(3.2, 0.17 * len(modules) + 0.8)), draw, font_size=8)
+
+
+def _colours(modules: Sequence[str]) -> dict[str, Any]:
+    """From light to dark."""
+    import matplotlib as mpl
+
+    shade = mpl.colormaps["viridis_r"]
+    return {module: shade(0.1 + 0.85 * i / max(1, len(modules) - 1)) for i, module in enumerate(modules)}

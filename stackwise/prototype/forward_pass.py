@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from stackwise.amount import byte_text
 from stackwise.benchmark.timing.measurement import Measurement
 
 __all__ = ["ForwardPass"]
@@ -72,7 +73,7 @@ class ForwardPass:
     def __str__(self) -> str:
         low, high = self.interval
         within = "" if low is None or high is None else f" ({low * 1e3:.3g} to {high * 1e3:.3g})"
-        memory = "" if self.peak_bytes is None else f", peak {self.peak_bytes / 1e6:,.0f} MB"
+        memory = "" if self.peak_bytes is None else f", peak {byte_text(self.peak_bytes)}"
         return (
             f"{self.name}: {self.batch_size} x {self.seq_len} tokens forward in {self.seconds * 1e3:.3g} ms"
             f"{within}, {self.tokens_per_second:,.0f} tokens/s{memory}"

@@ -24,12 +24,12 @@ from stackwise.model.layout import Layout
 from stackwise.model.mode import evaluating
 from stackwise.random_states import random_states_kept
 from stackwise.stability.buffers import Buffers
+from stackwise.stability.telemetry.attention_logit import are_attention_scores
 
 __all__ = ["Observation", "RowStatistics", "observe"]
 
 _SCORES_AT_ONCE = 2**24
 _MASKED = 5e3  # below the largest score of its row: no key that is seen, but one that a constant hides
-_BESIDE = 2  # keys that are no positions: sinks, biases
 
 
 @dataclass(frozen=True)
@@ -249,7 +249,7 @@ class _SoftmaxWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         output = function(*args, **(kwargs or {}))
         if function.overloadpacket.__name__ in ("_softmax", "_safe_softmax"):
             scores, axis = args[0], args[1]
-            if _is_attention(scores, axis):
+            if are_attention_scores(scores, axis):
                 name = self._names[-1] if self._names else ""
                 self._take(self.seen.setdefault(name, RowStatistics(scores.device)), scores)
         return output
@@ -260,11 +260,3 @@ class _SoftmaxWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for part in torch.split(flat, rows):
             visible = part > part.amax(-1, keepdim=True) - _MASKED
             statistics.add(part, visible)
-
-
-def _is_attention(scores: Tensor, axis: int) -> bool:
-    """Whether rows of as many queries as keys, or a few keys more."""
-    if scores.ndim < 3 or axis % scores.ndim != scores.ndim - 1:
-        return False
-    T, S = scores.shape[-2:]
-    return T > 1 and T <= S <= T + _BESIDE

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from stackwise.model.build import create_rack_from_config
 from stackwise.prototype.forward_pass import ForwardPass
 from stackwise.prototype.loss_verdict import DivergenceRule, SpikeRule, loss_verdict
 from stackwise.prototype.observation import Observation
-from stackwise.prototype.prototype_run import PrototypeRun
+from stackwise.prototype.prototype_run import PrototypeRun, end_of
 from stackwise.prototype.prototype_training import Data, PrototypeTraining
 from stackwise.prototype.rack_training import RackTraining
 from stackwise.prototype.spec_training import SpecTraining
@@ -30,7 +30,7 @@ from stackwise.seed import seeded
 from stackwise.spec import ModelSpec
 from stackwise.stability.faults import Fault, broken
 from stackwise.stability.telemetry import StepBuffer, StepRecord
-from stackwise.training.precision import autocast
+from stackwise.training.precision import autocast, check_precision, float8_layers
 
 __all__ = ["ArchitecturePrototype"]
 
@@ -172,14 +172,20 @@ class ArchitecturePrototype:
     ) -> ForwardPass:
         """Measure a forward pass of `batch_size` rows, in eval mode and without gradients.
 
+        A Rack computes in the precision that it trains in: with "bf16_weights" its weights are bfloat16, with
+        "float8" its layers multiply in float8.
+
         Args:
             min_seconds: as of `stackwise.benchmark.measure`, which warms up until times have settled.
             min_calls: as there.
             warmup_seconds: as there.
 
         Raises:
-            ValueError: numbers out of range.
+            ValueError: numbers out of range, or a precision that the device does not compute in.
+            ImportError: "float8" without torchao.
         """
+        precision = "fp32" if self._config is None else self._config.training.precision
+        check_precision(precision, self.device)
         spec = self._spec if self._config is None else _spec_of(self._config)
         assert spec is not None
         workload = model_workload(
@@ -190,8 +196,11 @@ class ArchitecturePrototype:
             device=self.device,
             seed=self.seed,
         )
-        found = measure(workload, min_seconds=min_seconds, min_calls=min_calls, warmup_seconds=warmup_seconds)
         assert workload.model is not None
+        with float8_layers(workload.model) if precision == "float8" else nullcontext():
+            found = measure(
+                workload, min_seconds=min_seconds, min_calls=min_calls, warmup_seconds=warmup_seconds
+            )
         parameters = sum(p.numel() for p in workload.model.parameters())
         return ForwardPass(spec.name, self.batch_size, self.seq_len, found, parameters)
 
@@ -305,9 +314,10 @@ class _Run:
         """What became of it."""
         losses = [record.loss for record in self._records]
         norms = [record.grad_norm for record in self._records]
-        verdict = loss_verdict(losses, norms, spike=spike, divergence=divergence)
+        left_out = tuple(record.step for record in self._records if _was_answered(record))
+        sound = [0.0 if _was_answered(record) else record.grad_norm for record in self._records]
+        verdict = loss_verdict(losses, sound, spike=spike, divergence=divergence)
         lost = verdict.status in ("nan", "diverged")
-        tail = losses[-max(1, len(losses) // 10) :]
         told = [*notes, *self._training.notes]
         if self._steps < _ENOUGH:
             told.append(f"{self._steps} steps: a verdict wants at least {_ENOUGH}")
@@ -332,7 +342,7 @@ class _Run:
             attention_logit_max=tuple(
                 (step, each.attention_logit_max) for step, each in seen if each.attention_logit_max
             ),
-            final_loss=math.inf if lost else sum(tail) / len(tail),
+            final_loss=math.inf if lost else end_of(losses),
             validation_loss=None if verdict.status == "nan" else self._training.validation_loss(),
             tokens=sum(record.tokens or 0 for record in self._records),
             seconds=sum(self._clock.seconds()),
@@ -340,19 +350,22 @@ class _Run:
             peak_bytes=_added([making, *self._peaks]),
             notes=tuple(told),
             spikes=verdict.spikes,
+            left_out=left_out,
         )
 
     def _update(self, step: int) -> None:
         with self._clock.update():
             update = self._training.update(step)
         self._clock.count(update.tokens)
-        skipped = ~(update.loss.isfinite() & update.grad_norm.isfinite())
+        trouble = ~(update.loss.isfinite() & update.grad_norm.isfinite())
+        if update.answered is not None:  # by a smaller loss scale, which is how one is found
+            trouble = trouble & ~update.answered
         self._buffer.write(
             step,
             update.lr,
             loss=update.loss,
             grad_norm=update.grad_norm,
-            skipped=skipped,
+            skipped=trouble,
             tokens=update.tokens,
         )
 
@@ -367,6 +380,11 @@ class _Run:
             self._broken = record.skipped
             if self._on_step is not None:
                 self._on_step(record.step, record.loss)
+
+
+def _was_answered(record: StepRecord) -> bool:
+    """Whether its update was left out, and is no trouble; of what is one, `skipped` is written."""
+    return not record.skipped and not math.isfinite(record.grad_norm)
 
 
 def _batches(
@@ -396,16 +414,23 @@ def _added(peaks: Sequence[PeakMemory]) -> int | None:
 
 
 def _spec_of(config: StackWiseConfig) -> ModelSpec:
-    """The Rack of a configuration, computing in the precision that it trains in."""
+    """The Rack of a configuration, computing in the precision that it trains in, but for float8 layers."""
     precision, limit = config.training.precision, config.model.max_seq_len
     device = torch.device(config.training.device)
+
+    def build() -> nn.Module:
+        rack = create_rack_from_config(config)
+        if precision == "bf16_weights":  # as the optimizer narrows them: parameters, and no buffers
+            for parameter in rack.parameters():
+                parameter.data = parameter.data.bfloat16()
+        return rack
 
     def forward(model: nn.Module, inputs: torch.Tensor) -> Any:
         with autocast(precision, device):
             return model(inputs)
 
     return ModelSpec(
-        build=lambda: create_rack_from_config(config),
+        build=build,
         name=f"{config.model.attention_type} rack, d_model {config.model.d_model}",
         inputs="tokens",
         width=config.model.vocab_size,

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from statistics import fmean
 from typing import Any, Literal
 
-__all__ = ["PrototypeRun", "Status"]
+from stackwise.amount import byte_text
+
+__all__ = ["PrototypeRun", "Status", "end_of"]
 
 Status = Literal["success", "nan", "diverged", "spiky"]
 
@@ -39,6 +43,8 @@ class PrototypeRun:
             on CUDA of tensors, on the CPU resident in the process; None: it cannot be told.
         notes: what a reader of the verdict ought to know.
         spikes: the steps at which a spike of the loss began.
+        left_out: the steps whose update was left out, since gradients overflowed in float16 and a smaller
+            loss scale was the answer. Their loss is finite, their gradient norm is not.
     """
 
     name: str
@@ -58,6 +64,7 @@ class PrototypeRun:
     peak_bytes: int | None
     notes: tuple[str, ...] = ()
     spikes: tuple[int, ...] = ()
+    left_out: tuple[int, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values; numbers that are not finite stay what they are."""
@@ -69,13 +76,13 @@ class PrototypeRun:
         lines = [f"{self.name}: {self.status}{at}; {len(self.losses)} steps, {loss}"]
         if self.validation_loss is not None:
             lines[0] += f", validation {self.validation_loss:.4f}"
-        memory = "" if self.peak_bytes is None else f", {self.peak_bytes / 1e6:,.0f} MB"
+        memory = "" if self.peak_bytes is None else f", {byte_text(self.peak_bytes)}"
         lines.append(f"  {self.tokens:,} tokens, {self.tokens_per_second:,.0f} tokens/s{memory}")
-        if self.gradient_norms:
-            lines.append(
-                f"  gradient norm {self.gradient_norms[0]:.3g} -> {self.gradient_norms[-1]:.3g}, at most "
-                f"{max(self.gradient_norms):.3g}"
-            )
+        norms = [norm for step, norm in enumerate(self.gradient_norms) if step not in self.left_out]
+        if norms:
+            lines.append(f"  gradient norm {norms[0]:.3g} -> {norms[-1]:.3g}, at most {max(norms):.3g}")
+        if self.left_out:
+            lines.append(f"  {len(self.left_out)} of the updates left out, for a smaller loss scale")
         if self.logit_max:
             lines.append(f"  largest logit {self.logit_max[0][1]:.3g} -> {self.logit_max[-1][1]:.3g}")
         for what, series, worst in (
@@ -89,3 +96,8 @@ class PrototypeRun:
                 lines.append(f"  {what} {before}{last[name]:.3g} in {name or 'the model'}")
         lines += [f"  {note}" for note in self.notes]
         return "\n".join(lines)
+
+
+def end_of(losses: Sequence[float]) -> float:
+    """What a training ends with: the mean of the last tenth of `losses`, of one at least."""
+    return fmean(losses[-max(1, len(losses) // 10) :])

@@ -23,12 +23,15 @@ class Update(NamedTuple):
         grad_norm: scalar on the device, global L2 norm before clipping.
         lr: of the update.
         tokens: that it was trained on.
+        answered: boolean scalar on the device: whether gradients overflowed and the update was left out, to
+            which a smaller loss scale is the answer; None: there is no loss scale.
     """
 
     loss: Tensor
     grad_norm: Tensor
     lr: float
     tokens: int
+    answered: Tensor | None = None
 
 
 class PrototypeTraining(Protocol):

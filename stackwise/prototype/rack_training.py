@@ -89,9 +89,12 @@ class RackTraining:
         targets = self._targets(step)
         self._next = None
         lr = self._trainer.learning_rate(step)
+        # Asked before the step, which makes the scale smaller.
+        exhausted = None if self._step.loss_scale is None else self._step.loss_scale.exhausted()
         outcome = self._step([MicroBatch(each.sent(self.device)) for each in targets], lr)
+        answered = None if exhausted is None else outcome.skipped & outcome.loss.isfinite() & ~exhausted
         tokens = sum(each.input_ids.numel() for each in targets)
-        return Update(outcome.loss, outcome.grad_norm, lr, tokens)
+        return Update(outcome.loss, outcome.grad_norm, lr, tokens, answered)
 
     def observe(self, step: int) -> Observation:
         """See `PrototypeTraining`. What is looked at are the first rows of the first batch."""

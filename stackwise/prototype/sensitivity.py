@@ -12,25 +12,26 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from torch import nn
 
 from stackwise.argument import check_choice, check_number, check_sizes, require
 from stackwise.config import StackWiseConfig
+from stackwise.prototype.prototype_training import Data
 from stackwise.prototype.sweep_result import LearningRateSweep
-from stackwise.prototype.sweep_run import PlannedRun, SweepRun
+from stackwise.prototype.sweep_run import PlannedRun, SweepRun, name_of
 from stackwise.prototype.sweep_store import SweepStore
-from stackwise.prototype.widen import as_mup, widened
+from stackwise.prototype.widen import Parametrization, as_mup, as_standard, widened
+from stackwise.seed import chosen_seeds
 from stackwise.spec import ModelSpec
 
-__all__ = ["LEARNING_RATES", "Parametrization", "learning_rate_sweep", "plan_sweep"]
+__all__ = ["LEARNING_RATES", "learning_rate_sweep", "plan_sweep"]
 
 LEARNING_RATES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)
 """Of Wortsman et al. 2023 (arXiv:2309.14322), section 2.2: for AdamW, two to a decade, three decades."""
 
-Parametrization = Literal["standard", "mup"]
 Make = Callable[[int, float], StackWiseConfig | ModelSpec]
 
 
@@ -40,13 +41,17 @@ def learning_rate_sweep(
     widths: Sequence[int] = (1, 2, 4),
     *,
     steps: int,
-    seeds: Sequence[int] = (0, 1, 2),
+    seeds: int | Sequence[int] = (0, 1, 2),
     parametrization: Parametrization | None = None,
     warmup: float | None = None,
+    seq_len: int | None = None,
+    batch_size: int | None = None,
+    effective_batch: int | None = None,
+    data: Data | None = None,
+    device: torch.device | str | None = None,
     jobs: int = 1,
     store: str | Path | None = None,
     on_run: Callable[[SweepRun], None] | None = None,
-    **prototype: Any,
 ) -> LearningRateSweep:
     """Train at every width, learning rate and seed, and compare the losses at the end.
 
@@ -63,18 +68,22 @@ def learning_rate_sweep(
         learning_rates: of the peak of the schedule; None: `LEARNING_RATES`.
         widths: how many times as wide as the subject.
         steps: optimizer steps of each run.
-        seeds: of weights and data; the same ones at every width and learning rate.
+        seeds: of weights and data, the same ones at every width and learning rate: how many, from 0 on; or
+            which.
         parametrization: for a configuration. "mup" has the narrowest of `widths` as its base; "standard" has
             none, and is `initialization="normal"` where the configuration had "mup"; None: as it is.
         warmup: for a configuration, the share of `steps` over which the learning rate rises; None: as the
             configured one is of `max_steps`.
+        seq_len: as of `ArchitecturePrototype`, and so are the next four.
+        batch_size: rows computed at one time.
+        effective_batch: rows of an update.
+        data: what to train on instead of the configured.
+        device: where to run.
         jobs: processes at a time; with several, `subject` has to be picklable. Each run has one thread, so
             that the number of processes changes no result.
         store: a file of JSON lines that each run is kept in as it ends, and that runs are read from instead
             of being made again. What is no configuration is known there by its name alone, `data` by nothing.
         on_run: called with each run as it ends, in the order of their ends, not with those that were read.
-        **prototype: further arguments of ArchitecturePrototype: `seq_len`, `batch_size`, `effective_batch`,
-            `data`, `device`.
 
     Raises:
         ValueError: an empty or repeated list, a value out of range, a width that the subject cannot have, or
@@ -91,7 +100,11 @@ def learning_rate_sweep(
         seeds=seeds,
         parametrization=parametrization,
         warmup=warmup,
-        **prototype,
+        seq_len=seq_len,
+        batch_size=batch_size,
+        effective_batch=effective_batch,
+        data=data,
+        device=device,
     )
     kept = None if store is None else SweepStore(store)
     known = {} if kept is None else kept.read()
@@ -115,27 +128,37 @@ def plan_sweep(
     widths: Sequence[int] = (1, 2, 4),
     *,
     steps: int,
-    seeds: Sequence[int] = (0, 1, 2),
+    seeds: int | Sequence[int] = (0, 1, 2),
     parametrization: Parametrization | None = None,
     warmup: float | None = None,
-    **prototype: Any,
+    seq_len: int | None = None,
+    batch_size: int | None = None,
+    effective_batch: int | None = None,
+    data: Data | None = None,
+    device: torch.device | str | None = None,
 ) -> list[PlannedRun]:
     """The runs of `learning_rate_sweep`, the widest first: for who wants to make them elsewhere.
 
-    Args and Raises as of `learning_rate_sweep`.
+    Each has `train()`, which gives a `SweepRun`, and a `key` to know it by; `LearningRateSweep` is made of
+    all that came of them. Args and Raises as of `learning_rate_sweep`.
     """
     learning_rates = LEARNING_RATES if learning_rates is None else learning_rates
-    _check(learning_rates, widths, steps, seeds, parametrization, warmup)
+    chosen = chosen_seeds(seeds)
+    _check(learning_rates, widths, steps, parametrization, warmup)
+    sizes = {"seq_len": seq_len, "batch_size": batch_size, "effective_batch": effective_batch}
+    given: dict[str, Any] = sizes | {"data": data, "device": device}
+    options = {key: value for key, value in given.items() if value is not None}
+    check_sizes(**{key: options[key] for key in sizes if key in options})
     plans = []
     for width in sorted(widths, reverse=True):
         for learning_rate in learning_rates:
             made = _subject(subject, width, learning_rate, min(widths), parametrization, warmup)
-            for seed in seeds:
+            for seed in chosen:
                 of_seed = made
                 if isinstance(made, StackWiseConfig):
                     of_seed = _configured(made, steps, seed, warmup)
                 sets = isinstance(subject, ModelSpec)
-                plans.append(PlannedRun(of_seed, width, learning_rate, seed, steps, sets, dict(prototype)))
+                plans.append(PlannedRun(of_seed, width, learning_rate, seed, steps, sets, dict(options)))
     return plans
 
 
@@ -143,20 +166,17 @@ def _check(
     learning_rates: Sequence[float],
     widths: Sequence[int],
     steps: int,
-    seeds: Sequence[int],
     parametrization: Parametrization | None,
     warmup: float | None,
 ) -> None:
     check_sizes(steps=steps)
-    for key, values in (("learning_rates", learning_rates), ("widths", widths), ("seeds", seeds)):
+    for key, values in (("learning_rates", learning_rates), ("widths", widths)):
         require(len(values) > 0, key, list(values), "one or more")
         require(len(set(values)) == len(values), key, list(values), "each one once")
     for learning_rate in learning_rates:
         check_number("learning_rates", learning_rate, "numbers above 0", lambda number: number > 0)
     for width in widths:
         check_sizes(widths=width)
-    for seed in seeds:
-        check_sizes(minimum=0, seeds=seed)
     if parametrization is not None:
         check_choice("parametrization", parametrization, get_args(Parametrization))
     if warmup is not None:
@@ -177,7 +197,7 @@ def _subject(
         if parametrization == "mup":
             wide = as_mup(wide, base * subject.model.d_model)
         elif parametrization == "standard":
-            wide = _standard(wide)
+            wide = as_standard(wide)
         return _with_learning_rate(wide, learning_rate)
     require(parametrization is None, "parametrization", parametrization, "None, but for a StackWiseConfig")
     if isinstance(subject, ModelSpec):
@@ -198,14 +218,6 @@ def _subject(
         kind = type(made).__name__
         raise TypeError(f"subject: its function returned {kind}; wanted a StackWiseConfig or a ModelSpec")
     return made
-
-
-def _standard(config: StackWiseConfig) -> StackWiseConfig:
-    if config.model.initialization != "mup":
-        return config
-    changed = config.to_dict()
-    changed["model"] |= {"initialization": "normal", "mup_base_width": None}
-    return StackWiseConfig.from_dict(changed)
 
 
 def _with_learning_rate(config: StackWiseConfig, learning_rate: float) -> StackWiseConfig:
@@ -236,7 +248,7 @@ def _name(subject: Any) -> str:
     if isinstance(subject, StackWiseConfig):
         model = subject.model
         return f"{model.attention_type} of d_model {model.d_model}"
-    return str(getattr(subject, "name", None) or getattr(subject, "__name__", type(subject).__name__))
+    return name_of(subject)
 
 
 def _made(plans: Sequence[PlannedRun], jobs: int) -> Iterator[tuple[PlannedRun, SweepRun]]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import io
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
+
+from stackwise.svg import drawn
 
 if TYPE_CHECKING:
     from stackwise.prototype.sweep_result import LearningRateSweep
@@ -25,20 +26,7 @@ def sweep_svg(sweep: LearningRateSweep) -> str:
     Raises:
         ImportError: matplotlib is not installed.
     """
-    try:
-        import matplotlib as mpl
-        from matplotlib.backends.backend_svg import FigureCanvasSVG
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ImportError("a plot needs matplotlib: pip install 'stackwise[report]'") from None
-    # A hash salt in place of a random one, so that equal sweeps are equal files.
-    with mpl.rc_context({"svg.hashsalt": "stackwise", "svg.fonttype": "none", "font.size": 9}):
-        figure = Figure(figsize=(7, 4.2), layout="constrained")
-        FigureCanvasSVG(figure)
-        draw_sweep(figure.subplots(), sweep)
-        out = io.StringIO()
-        figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
-    return out.getvalue()
+    return drawn((7, 4.2), lambda figure: draw_sweep(figure.subplots(), sweep))
 
 
 def draw_sweep(axes: Any, sweep: LearningRateSweep, title: str | None = None) -> None:

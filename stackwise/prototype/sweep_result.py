@@ -13,7 +13,9 @@ from typing import Any, Literal
 
 from stackwise.argument import check_number, check_sizes, require
 from stackwise.prototype.estimate import Estimate
+from stackwise.prototype.sweep_plot import sweep_svg
 from stackwise.prototype.sweep_run import SweepRun
+from stackwise.svg import write_svg
 
 __all__ = ["BestLearningRate", "Drift", "LearningRateSweep", "learning_rate_sensitivity"]
 
@@ -201,16 +203,13 @@ class LearningRateSweep:
         return drift.grid_steps <= within and not drift.at_edge
 
     def plot(self, path: str | Path) -> Path:
-        """Write an SVG of the loss over the learning rate, a line a width; return its path.
+        """Draw the loss over the learning rate, a line a width, to a new SVG; the same file each time.
 
         Raises:
+            ValueError: another ending than .svg.
             ImportError: matplotlib is not installed.
         """
-        from stackwise.prototype.sweep_plot import sweep_svg
-
-        path = Path(path)
-        path.write_text(sweep_svg(self), encoding="utf-8")
-        return path
+        return write_svg(path, sweep_svg(self))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON; what is not finite is None."""

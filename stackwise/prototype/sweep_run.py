@@ -7,15 +7,14 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from statistics import fmean
 from typing import Any
 
 from stackwise.argument import check_number
 from stackwise.config import StackWiseConfig
 from stackwise.prototype.prototype import ArchitecturePrototype
-from stackwise.prototype.prototype_run import PrototypeRun, Status
+from stackwise.prototype.prototype_run import PrototypeRun, Status, end_of
 
-__all__ = ["PlannedRun", "SweepRun"]
+__all__ = ["PlannedRun", "SweepRun", "name_of"]
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ class SweepRun:
         elif run.validation_loss is not None:
             loss = run.validation_loss
         else:
-            loss = fmean(run.losses[-max(1, len(run.losses) // 10) :])
+            loss = end_of(run.losses)
         loss = loss if math.isfinite(loss) else math.inf
         last = None if run.status == "nan" else len(run.losses) - 1
         logits = [largest for step, largest in run.logit_max if step == last]
@@ -127,11 +126,20 @@ class PlannedRun:
         A configuration is known by all that it says; anything else by its name, and data by nothing.
         """
         subject = self.subject
-        known = subject.to_dict() if isinstance(subject, StackWiseConfig) else _name_of(subject)
+        known = subject.to_dict() if isinstance(subject, StackWiseConfig) else name_of(subject)
         options = {key: value for key, value in self.options.items() if key != "data"}
         told = {"subject": known, "steps": self.steps, **options}
+        # The name has six digits of it, and a configuration all, as it says it itself.
+        if not (self._says_learning_rate or float(f"{self.learning_rate:.6g}") == self.learning_rate):
+            told["learning_rate"] = self.learning_rate
         text = json.dumps(told, sort_keys=True, default=str)
         return f"{self.name}; {hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+    @property
+    def _says_learning_rate(self) -> bool:
+        """Whether it is in the subject, as it is."""
+        subject = self.subject
+        return isinstance(subject, StackWiseConfig) and subject.training.optimizer.lr == self.learning_rate
 
     def train(self) -> SweepRun:
         """Make the run, in this process."""
@@ -147,5 +155,6 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _name_of(subject: Any) -> str:
+def name_of(subject: Any) -> str:
+    """What a spec, or a function that makes one, is called."""
     return str(getattr(subject, "name", None) or getattr(subject, "__name__", type(subject).__name__))

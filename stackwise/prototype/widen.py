@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from stackwise.argument import check_sizes, require
 from stackwise.config import LatentConfig, ModelConfig, StackWiseConfig
 
-__all__ = ["as_mup", "growing_sizes", "n_kv_heads_of", "scaled_latent", "whole_base", "widened"]
+__all__ = [
+    "Parametrization",
+    "as_mup",
+    "as_standard",
+    "growing_sizes",
+    "n_kv_heads_of",
+    "scaled_latent",
+    "whole_base",
+    "widened",
+]
+
+Parametrization = Literal["mup", "standard"]
 
 
 def widened(config: StackWiseConfig, factor: int) -> StackWiseConfig:
@@ -56,6 +69,15 @@ def as_mup(config: StackWiseConfig, base_width: int) -> StackWiseConfig:
             f"a width whose share of {key}={size} is whole; d_model={made.model.d_model} has all of it",
         )
     return made
+
+
+def as_standard(config: StackWiseConfig) -> StackWiseConfig:
+    """The same architecture in the standard parametrisation: `initialization="normal"` in place of "mup"."""
+    if config.model.initialization != "mup":
+        return config
+    changed = config.to_dict()
+    changed["model"] |= {"initialization": "normal", "mup_base_width": None}
+    return StackWiseConfig.from_dict(changed)
 
 
 def growing_sizes(model: ModelConfig) -> dict[str, int]:

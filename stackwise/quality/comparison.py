@@ -16,6 +16,7 @@ import numpy as np
 
 from stackwise.argument import check_choice, require
 from stackwise.benchmark.table import ComparisonTable
+from stackwise.markdown import markdown_table
 from stackwise.quality.multiple_choice import MultipleChoiceResult
 from stackwise.quality.paired import PairedDifference, difference_of_means, difference_of_shares
 from stackwise.quality.perplexity import PerplexityResult
@@ -134,7 +135,7 @@ class ModelComparison:
 
     def to_markdown(self) -> str:
         """One row for each model: its speed, and what it is at each task, beside the baseline; notes."""
-        header, rows = ["architecture"], [[_plain(name)] for name in self.architectures]
+        header, rows = ["architecture"], [[name] for name in self.architectures]
         if self.speed is not None:
             for work in dict.fromkeys(self.speed["workload"]):
                 header += [f"{work}, tokens/s", "speed-up"]
@@ -143,12 +144,11 @@ class ModelComparison:
                     line += [_rate(found["tokens_per_second"]), self._speed_up(name, found)]
         for task in self.tasks:
             metric = self.row(self.baseline, task).metric
-            header += [f"{_plain(task)}, {metric}", "difference"]
+            header += [f"{task}, {metric}", "difference"]
             for line, name in zip(rows, self.architectures, strict=True):
                 row = self.row(name, task)
                 line += [_with_error(row), "baseline" if row.difference is None else str(row.difference)]
-        lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
-        table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+        table = markdown_table(header, rows, right=header[1:])
         said = f"Intervals cover {self.level:.0%}; differences are of the same examples, to {self.baseline}."
         notes = "".join(f"- {_plain(note)}\n" for note in self.notes)
         return f"{table}\n\n{said}\n" + (f"\n{notes}" if notes else "")

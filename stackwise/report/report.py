@@ -12,7 +12,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Self
 
+from stackwise.amount import byte_text
 from stackwise.argument import require
+from stackwise.markdown import markdown_table
 from stackwise.text_file import write_whole
 
 __all__ = ["Report", "report_files"]
@@ -185,7 +187,7 @@ class Report:
             ]
             table += [[_MARKS["not applicable"], names, "", "", words] for words, names in not_asked.items()]
             header = ["", "check", "measured", "limit", "what it says"]
-            blocks.append(f"## Checks of {model}\n\n{_table(header, table)}")
+            blocks.append(f"## Checks of {model}\n\n{markdown_table(header, table)}")
         if self.stability:
             table = [
                 [
@@ -196,19 +198,21 @@ class Report:
                 ]
                 for run in self.stability
             ]
-            blocks.append(f"## Stability\n\n{_table(['verdict', 'model', 'run', 'alarms'], table)}")
+            blocks.append(f"## Stability\n\n{markdown_table(['verdict', 'model', 'run', 'alarms'], table)}")
         if self.throughput:
             header, table = _throughput_table(self.throughput)
-            blocks.append(f"## Throughput\n\n{_table(header, table)}")
+            blocks.append(f"## Throughput\n\n{markdown_table(header, table)}")
         if self.memory:
             table = [
                 [row["verdict"], row["test"], _memory_text(row), "; ".join(_growth_lines(row))]
                 for row in self.memory
             ]
-            blocks.append(f"## Memory\n\n{_table(['verdict', 'test', 'bytes', 'what it says'], table)}")
+            header = ["verdict", "test", "bytes", "what it says"]
+            blocks.append(f"## Memory\n\n{markdown_table(header, table)}")
         if self.quality:
             table = [[row["verdict"], row["test"], row["task"], row["reason"]] for row in self.quality]
-            blocks.append(f"## Quality\n\n{_table(['verdict', 'test', 'task', 'what it says'], table)}")
+            header = ["verdict", "test", "task", "what it says"]
+            blocks.append(f"## Quality\n\n{markdown_table(header, table)}")
         if self.failed_tests:
             blocks.append(
                 f"## Failed {self.noun}s\n\n" + "\n".join(f"- `{name}`" for name in self.failed_tests)
@@ -423,8 +427,9 @@ def _execution(row: dict[str, Any]) -> str:
 def _peak(row: dict[str, Any]) -> str:
     """The peak of memory: on a GPU that of tensors, else of the whole process, and it says so."""
     count = row["peak_memory_bytes"]
-    whole = count is not None and not row["device"].startswith("cuda")
-    return f"{_PROCESS if whole else ''}{_bytes(count)}"
+    if count is None:
+        return "not available"
+    return byte_text(count) if row["device"].startswith("cuda") else f"{_PROCESS}{byte_text(count)}"
 
 
 def _memory_text(row: dict[str, Any]) -> str:
@@ -432,8 +437,8 @@ def _memory_text(row: dict[str, Any]) -> str:
         return f"{row['bytes_per_step']:+,.0f} bytes a step over {row['steps']} steps"
     if not row["peaks"]:
         return "not told by this system"
-    limit = "" if row["limit"] is None else f", at most {_bytes(row['limit'])}"
-    return ", ".join(f"{_bytes(size)} {where}" for where, size in row["peaks"].items()) + limit
+    limit = "" if row["limit"] is None else f", at most {byte_text(row['limit'])}"
+    return ", ".join(f"{byte_text(size)} {where}" for where, size in row["peaks"].items()) + limit
 
 
 def _growth_lines(row: dict[str, Any]) -> list[str]:
@@ -469,16 +474,5 @@ def _share(row: dict[str, Any], name: str) -> str:
     return "" if value is None or (name == "hfu" and value == row.get("mfu")) else f"{value:.1%}"
 
 
-def _table(header: list[str], rows: list[list[str]]) -> str:
-    cells = [header, ["---"] * len(header), *rows]
-    return "\n".join(
-        "| " + " | ".join(" ".join(c.split()).replace("|", "\\|") for c in row) + " |" for row in cells
-    )
-
-
 def _number(value: float | str | None) -> str:
     return "" if value is None else f"{float(value):.3g}"
-
-
-def _bytes(count: int | None) -> str:
-    return "not available" if count is None else f"{count / 2**20:,.0f} MiB"

@@ -227,6 +227,14 @@ class TestSubjects:
         assert check(narrow_to_wide, widths=(1, 2), seeds=1).name == "narrow_to_wide"
         assert check(config_of(), widths=(2, 1), seeds=1).name == "Rack"
 
+    def test_which_seeds_may_be_said(self):
+        few = {"steps": 1, "seed": 5}
+        counted = coordinate_check(config_of(), (1, 2), seeds=2, **few)
+        assert coordinate_check(config_of(), (1, 2), seeds=[5, 6], **few) == counted
+        other = coordinate_check(config_of(), (1, 2), seeds=(6,), **few)
+        assert (counted.seeds, other.seeds) == (2, 1)
+        assert other.slopes != counted.slopes
+
     @pytest.mark.parametrize(
         ("options", "text"),
         [
@@ -235,6 +243,7 @@ class TestSubjects:
             ({"widths": (1, 0)}, "widths: got 0; allowed: an integer >= 1"),
             ({"steps": 0}, "steps: got 0"),
             ({"seeds": 0}, "seeds: got 0"),
+            ({"seeds": (1, 1)}, r"seeds: got \(1, 1\)"),
             ({"seed": -1}, "seed: got -1"),
             ({"batch_size": 0}, "batch_size: got 0"),
             ({"seq_len": 0}, "seq_len: got 0"),

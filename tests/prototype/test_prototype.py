@@ -2,6 +2,7 @@
 
 import json
 import math
+from contextlib import contextmanager
 from itertools import islice
 
 import pytest
@@ -10,8 +11,12 @@ import torch
 from stackwise.data import create_data
 from stackwise.model import create_rack_from_config
 from stackwise.prototype import ArchitecturePrototype
+from stackwise.prototype import prototype as prototyping
 from stackwise.stability.faults import NanInjection, TargetNotReachedError
 from stackwise.training import ArchitectureTrainer
+from stackwise.training import step as training_step
+from stackwise.training.loss_scale import LossScale
+from stackwise.training.precision import autocast
 
 TEXT = {"model": {"vocab_size": 256}, "data": {"validation_fraction": 0.0}}
 AS_THE_TRAINER = {
@@ -190,6 +195,44 @@ def test_a_planted_nan_is_found_at_its_step(make_config, what):
     assert max(step for step, _ in run.logit_max) <= 17
 
 
+def with_loss_scale(monkeypatch, **options):
+    """Trainings from here on scale their loss as those in float16 do; the scales, as they are made."""
+    made = []
+
+    def scaled(precision, device):
+        made.append(LossScale(device, **options))
+        return made[-1]
+
+    monkeypatch.setattr(training_step, "create_loss_scale", scaled)
+    return made
+
+
+def test_an_overflow_that_a_smaller_loss_scale_answers_is_no_trouble(make_config, monkeypatch):
+    scales = with_loss_scale(monkeypatch)
+    faults = [NanInjection(step=5, duration=2, target="gradient")]
+    run = ArchitecturePrototype(config_of(make_config)).run(12, faults=faults)
+    assert (run.status, run.step, run.left_out) == ("success", None, (5, 6))
+    assert len(run.losses) == 12 and all(map(math.isfinite, run.losses))
+    assert [math.isfinite(norm) for norm in run.gradient_norms].count(False) == 2
+    assert math.isfinite(run.final_loss)
+    assert scales[0].state_dict() == {"scale": 2.0**14, "sound_steps": 5}
+    text = str(run)
+    assert "2 of the updates left out, for a smaller loss scale" in text
+    assert f"at most {max(filter(math.isfinite, run.gradient_norms)):.3g}" in text
+
+
+@pytest.mark.parametrize(
+    ("target", "scale"),
+    [("activation:embedding", 2.0**16), ("gradient", 2.0**-17)],
+    ids=["loss", "exhausted"],
+)
+def test_what_no_loss_scale_answers_is_the_end(make_config, monkeypatch, target, scale):
+    with_loss_scale(monkeypatch, initial=scale)
+    run = ArchitecturePrototype(config_of(make_config)).run(12, faults=[NanInjection(step=5, target=target)])
+    assert (run.status, run.step, run.left_out) == ("nan", 5, ())
+    assert len(run.losses) == 6
+
+
 @pytest.mark.parametrize("learning_rate, expected", [(3.0, "diverged"), (1e-2, "success")])
 def test_a_rate_much_too_high_diverges(make_config, learning_rate, expected):
     settings = {"batch_size": 4, "seq_len": 16, "max_steps": 60, "schedule": {"warmup_steps": 10}}
@@ -306,6 +349,50 @@ def test_a_forward_pass_is_measured(make_config):
     assert found.parameters == rack.get_parameter_count()
     assert json.loads(json.dumps(found.to_dict()))["seconds"] == found.seconds
     assert "3 x 8 tokens forward" in str(found)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_weights"])
+def test_a_forward_pass_computes_as_the_training_does(make_config, monkeypatch, precision):
+    config = config_of(make_config, training={"precision": precision})
+    ids = torch.randint(256, (2, 8), generator=torch.Generator().manual_seed(0))
+    trained = ArchitecturePrototype(config)._training(1).model.eval()
+    with autocast(precision, torch.device("cpu")), torch.no_grad():
+        expected = trained(ids)
+    seen = []
+
+    def look(workload, **options):
+        buffers = zip(workload.model.buffers(), trained.buffers(), strict=True)
+        assert all(own.dtype == theirs.dtype for own, theirs in buffers)
+        seen.append(prototyping._spec_of(config).logits(workload.model, ids))
+
+    monkeypatch.setattr(prototyping, "measure", look)
+    with torch.no_grad():
+        ArchitecturePrototype(config).run_forward_pass()
+    assert seen[0].dtype == expected.dtype
+    assert seen[0].equal(expected)
+
+
+def test_a_forward_pass_in_float8_is_measured_in_float8(make_config, monkeypatch):
+    happened = []
+
+    @contextmanager
+    def layers(model):
+        happened.append("float8")
+        yield
+        happened.append("as before")
+
+    monkeypatch.setattr(prototyping, "check_precision", lambda precision, device: None)
+    monkeypatch.setattr(prototyping, "float8_layers", layers)
+    monkeypatch.setattr(prototyping, "measure", lambda workload, **options: happened.append("measured"))
+    ArchitecturePrototype(config_of(make_config, training={"precision": "float8"})).run_forward_pass()
+    assert happened == ["float8", "measured", "as before"]
+
+
+@pytest.mark.parametrize("precision", ["fp16", "float8"])
+def test_a_precision_that_the_device_does_not_have_is_refused(make_config, precision):
+    config = config_of(make_config, training={"precision": precision})
+    with pytest.raises(ValueError, match=rf"training\.precision: got '{precision}'; it needs CUDA"):
+        ArchitecturePrototype(config).run_forward_pass()
 
 
 def test_memory_of_an_update_grows_with_its_rows(make_config):

@@ -17,8 +17,7 @@ import torch
 from torch import nn
 
 from stackwise.config import ConfigError, StackWiseConfig
-from stackwise.prototype import ArchitecturePrototype, learning_rate_sweep
-from stackwise.prototype.sensitivity import LEARNING_RATES, plan_sweep
+from stackwise.prototype import LEARNING_RATES, ArchitecturePrototype, learning_rate_sweep, plan_sweep
 from stackwise.prototype.sweep_store import SweepStore
 from stackwise.spec import ModelSpec
 
@@ -214,16 +213,49 @@ def test_by_default_the_grid_is_that_of_the_paper():
         ({"widths": ()}, "widths: got []"),
         ({"steps": 0}, "steps: got 0"),
         ({"seeds": (-1,)}, "seeds: got -1"),
-        ({"seeds": (1, 1)}, "seeds: got [1, 1]"),
-        ({"parametrization": "ntk"}, "parametrization: got 'ntk'; allowed: 'standard', 'mup'"),
+        ({"seeds": (1, 1)}, "seeds: got (1, 1)"),
+        ({"seeds": 0}, "seeds: got 0"),
+        ({"parametrization": "ntk"}, "parametrization: got 'ntk'; allowed: 'mup', 'standard'"),
         ({"warmup": 1.5}, "warmup: got 1.5"),
         ({"jobs": 0}, "jobs: got 0"),
+        ({"seq_len": 0}, "seq_len: got 0"),
+        ({"batch_size": 1.5}, "batch_size: got 1.5"),
+        ({"effective_batch": True}, "effective_batch: got True"),
     ],
     ids=lambda value: None if isinstance(value, str) else next(iter(value)),
 )
 def test_a_value_out_of_range_is_refused(asked, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         learning_rate_sweep(config_of(), **{"steps": STEPS, **asked})
+
+
+@pytest.mark.parametrize("key", ["seed", "learning_rate", "observe_every"])
+@pytest.mark.parametrize("sweep", [learning_rate_sweep, plan_sweep])
+def test_an_argument_that_there_is_not_is_refused_at_once(sweep, key):
+    def make(width, rate):
+        raise AssertionError("too late")
+
+    with pytest.raises(TypeError, match=rf"{sweep.__name__}\(\) got an unexpected keyword argument '{key}'"):
+        sweep(make, steps=STEPS, **{key: 1})
+
+
+def test_arguments_of_the_prototype_are_those_of_each_run():
+    asked = {"seq_len": 4, "effective_batch": 6, "device": "cpu"}
+    [plan] = plan_sweep(config_of(), [0.01], (1,), steps=STEPS, seeds=1, **asked)
+    assert plan.options == asked
+    [other] = plan_sweep(config_of(), [0.01], (1,), steps=STEPS, seeds=1, batch_size=None)
+    assert other.options == {}
+    [run] = learning_rate_sweep(config_of(), [0.01], (1,), steps=2, seeds=1, **asked).runs
+    alone = ArchitecturePrototype(config_of(), learning_rate=0.01, seed=0, **asked).run(2)
+    assert run.initial_loss == alone.losses[0]
+
+
+def test_a_number_of_seeds_is_the_first_ones():
+    plans = plan_sweep(config_of(), [0.01], (1,), steps=STEPS, seeds=3)
+    assert [plan.seed for plan in plans] == [0, 1, 2]
+    assert [plan.key for plan in plans] == [
+        plan.key for plan in plan_sweep(config_of(), [0.01], (1,), steps=STEPS)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -290,6 +322,16 @@ def test_what_is_kept_is_not_made_again(tmp_path):
     ended.clear()
     learning_rate_sweep(quadratic(), [0.1], (1,), **{**asked, "steps": STEPS + 1})
     assert len(ended) == 2  # runs of other steps are not these
+
+
+def test_rates_that_hardly_differ_are_not_one_run(tmp_path):
+    ended = []
+    rates = [0.1, 0.1000000001]
+    asked = {"steps": STEPS, "seeds": 1, "store": tmp_path / "sweep.jsonl", "on_run": ended.append}
+    first = learning_rate_sweep(quadratic(), rates, (1,), **asked)
+    assert [run.learning_rate for run in ended] == rates
+    assert learning_rate_sweep(quadratic(), rates, (1,), **asked).runs == first.runs
+    assert len(ended) == 2
 
 
 def test_the_callers_threads_and_random_state_are_as_they_were():

@@ -224,4 +224,12 @@ def test_the_plot_is_an_svg_with_a_line_a_width(tmp_path):
     for width in made.widths:
         assert f"width {width}: sensitivity {made.sensitivity(width)}" in text
     assert "learning rate" in text
-    assert text == made.plot(tmp_path / "again.svg").read_text()
+    assert text == made.plot(str(tmp_path / "new" / "again.svg")).read_text()
+
+
+def test_a_plot_of_another_kind_is_refused(tmp_path):
+    pytest.importorskip("matplotlib")
+    made = sweep(bowl(lambda width, seed: 0.01))
+    with pytest.raises(ValueError, match=r"path: got .*sweep\.png'; allowed: a name ending in \.svg"):
+        made.plot(tmp_path / "sweep.png")
+    assert list(tmp_path.iterdir()) == []

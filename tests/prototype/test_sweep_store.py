@@ -1,5 +1,7 @@
 """The file of a sweep's runs: what is whole is read, what was cut off is not."""
 
+import hashlib
+import json
 import math
 from dataclasses import replace
 
@@ -65,6 +67,7 @@ def changed(section, **keys):
     [
         replace(PLAN, width=4),
         replace(PLAN, learning_rate=0.02),
+        replace(PLAN, learning_rate=0.01 + 1e-12),
         replace(PLAN, seed=2),
         replace(PLAN, steps=11),
         replace(PLAN, options={"batch_size": 2}),
@@ -72,10 +75,19 @@ def changed(section, **keys):
         replace(PLAN, subject=changed("training", grad_clip=0.5)),
         replace(PLAN, subject=changed("data", task="copy")),
     ],
-    ids=["width", "learning rate", "seed", "steps", "options", "model", "training", "data"],
+    ids=["width", "learning rate", "nearly", "seed", "steps", "options", "model", "training", "data"],
 )
 def test_runs_that_may_differ_have_keys_that_differ(other):
     assert other.key != PLAN.key
+
+
+def test_a_rate_that_a_configuration_says_is_told_once():
+    """Keys of stored sweeps, whose rates may have more than six digits, stay what they were."""
+    rate = 2.0**-9
+    plan = PlannedRun(changed("training", optimizer={"lr": rate}), 2, rate, 1, 10, False)
+    told = {"subject": plan.subject.to_dict(), "steps": 10}
+    digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
+    assert plan.key == f"width 2, learning rate 0.00195312, seed 1; {digest}"
 
 
 def test_equal_plans_have_equal_keys():

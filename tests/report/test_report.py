@@ -641,6 +641,17 @@ def test_execution_is_told_where_it_says_more_than_the_usual(mode, execution, to
     assert dict(zip(cells(header), cells(cell), strict=True)).get("execution", "") == told
 
 
+@pytest.mark.parametrize(
+    ("size", "told"), [(0, "0 B"), (64 * 2**10, "64 KiB"), (300 * 2**20, "300 MiB"), (80 * 2**30, "80 GiB")]
+)
+def test_memory_is_told_in_its_unit(size, told):
+    peak = PEAK | {"limit": size, "peaks": {"by tensors on cuda": size}}
+    row = THROUGHPUT | {"device": "cuda:0", "peak_memory_bytes": size}
+    _, line, _, held, _ = Report(throughput=[row], memory=[peak]).lines()
+    assert f"peak memory {told}, " in f"{line}, "
+    assert held.endswith(f"  {told} by tensors on cuda, at most {told}")
+
+
 def test_memory_of_tensors_and_of_the_process_are_told_apart():
     rows = [THROUGHPUT | {"device": "cuda:0"}, THROUGHPUT, THROUGHPUT | {"peak_memory_bytes": None}]
     _, gpu, cpu, untold, _ = Report(throughput=rows).lines()
@@ -691,7 +702,7 @@ def test_memory_in_all_forms(tmp_path):
     report = Report(memory=[PEAK, GROWTH, PEAK | {"verdict": "not told", "peaks": {}}])
     header, peak, growth, reason, kind, untold, _ = report.lines()
     assert header == "memory"
-    told = "300 MiB by tensors on cuda, 20 MiB more in the memory of the host, at most 1,024 MiB"
+    told = "300 MiB by tensors on cuda, 20 MiB more in the memory of the host, at most 1 GiB"
     assert peak == f"  within       t::a  {told}"
     assert growth == "  grows        t::b  +4,100 bytes a step over 40 steps"
     assert (reason.strip(), kind.strip()) == ("1 tensors more a step are alive", "torch.Tensor: +1 a step")

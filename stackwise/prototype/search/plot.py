@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import io
 from typing import TYPE_CHECKING
 
 from stackwise.argument import require
+from stackwise.svg import drawn
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from stackwise.prototype.search.search_result import SearchResult
 
 __all__ = ["front_svg"]
@@ -26,21 +28,13 @@ def front_svg(result: SearchResult) -> str:
         ValueError: no trial has both coordinates.
         ImportError: matplotlib is not installed.
     """
-    try:
-        import matplotlib as mpl
-        from matplotlib.backends.backend_svg import FigureCanvasSVG
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ImportError("a plot needs matplotlib: pip install 'stackwise[report]'") from None
     across, up = result.front_objectives[1], result.front_objectives[0]
     known = [t for t in result.trials if across.of(t) is not None and up.of(t) is not None]
     require(len(known) > 0, "trials", len(known), f"one or more with {up.name} and {across.name}")
     points = {t.number: (across.of(t), up.of(t)) for t in known}
     front = sorted((t for t in result.front), key=lambda t: points[t.number])
-    # A hash salt in place of a random one, so that equal results are equal files.
-    with mpl.rc_context({"svg.hashsalt": "stackwise", "svg.fonttype": "none", "font.size": 9}):
-        figure = Figure(figsize=(7, 4.5), layout="constrained")
-        FigureCanvasSVG(figure)
+
+    def draw(figure: Figure) -> None:
         axes = figure.subplots()
         for status, colour, marker in (("success", _MUTED, "o"), ("failed", _FAILED, "x")):
             chosen = [points[t.number] for t in known if (t.status == "success") == (status == "success")]
@@ -66,6 +60,5 @@ def front_svg(result: SearchResult) -> str:
         axes.set_ylabel(f"{up.name} [{up.unit}]")
         axes.set_title(result.name, loc="left", color=_INK, parse_math=False)
         axes.legend(frameon=False)
-        out = io.StringIO()
-        figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
-    return out.getvalue()
+
+    return drawn((7, 4.5), draw)

@@ -11,10 +11,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stackwise.amount import byte_text
 from stackwise.argument import require
+from stackwise.markdown import markdown_table
 from stackwise.prototype.search.objective import OBJECTIVES, Objective
 from stackwise.prototype.search.pareto import hypervolume, non_dominated
+from stackwise.prototype.search.plot import front_svg
 from stackwise.prototype.search.trial import SearchTrial
+from stackwise.svg import write_svg
+from stackwise.text_file import write_whole
 from stackwise.yaml12 import dump_yaml
 
 if TYPE_CHECKING:
@@ -26,9 +31,10 @@ _MEASURED: dict[str, tuple[str, Callable[[Any], str]]] = {
     "loss": ("loss", lambda loss: f"{loss:.4f}"),
     "score": ("score", lambda score: f"{score:.3f}"),
     "tokens_per_second": ("tokens/s", lambda rate: f"{rate:,.0f}"),
-    "peak_bytes": ("peak", lambda count: f"{count / 2**20:,.1f} MiB"),
+    "peak_bytes": ("peak", byte_text),
     "parameters": ("parameters", lambda count: f"{count:,}"),
 }
+_NUMBERS = {"trial", *(name for name, _ in _MEASURED.values())}  # columns that are aligned to the right
 
 
 @dataclass(frozen=True)
@@ -37,7 +43,7 @@ class SearchResult:
 
     Attributes:
         name: of the study.
-        storage: where it is.
+        storage: where it is, without a password.
         objectives: what was made small or large.
         trials: all results by number, failed and pruned ones included.
         definition: how a trial came to be: space, steps, seeds and what else decides it.
@@ -114,10 +120,7 @@ class SearchResult:
             last: only so many rows; None: all.
         """
         head, rows = self._cells(last)
-        measured = {name for name, _ in _MEASURED.values()}
-        rule = ["---:" if name == "trial" or name in measured else "---" for name in head]
-        lines = [head, rule, *rows]
-        return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in lines)
+        return markdown_table(head, rows, right=_NUMBERS)
 
     def table(self, *, last: int | None = None) -> Table:
         """The same for a terminal."""
@@ -125,9 +128,8 @@ class SearchResult:
 
         head, rows = self._cells(last)
         table = Table()
-        measured = {name for name, _ in _MEASURED.values()}
         for name in head:
-            table.add_column(name, justify="right" if name == "trial" or name in measured else "left")
+            table.add_column(name, justify="right" if name in _NUMBERS else "left")
         for row in rows:
             table.add_row(*row)
         return table
@@ -163,17 +165,13 @@ class SearchResult:
         }
 
     def plot(self, path: str | Path) -> Path:
-        """Write an SVG of all trials in the plane of loss and tokens/s, or of the first two objectives.
+        """Draw all trials in the plane of loss and tokens/s, or of the first two objectives, to a new SVG.
 
         Raises:
-            ValueError: no trial has both.
+            ValueError: another ending than .svg, or no trial has both.
             ImportError: matplotlib is not installed.
         """
-        from stackwise.prototype.search.plot import front_svg
-
-        path = Path(path)
-        path.write_text(front_svg(self), encoding="utf-8")
-        return path
+        return write_svg(path, front_svg(self))
 
     def save(self, folder: str | Path) -> list[Path]:
         """Write `trials.md`, `trials.csv`, `search.json`, and of what succeeded `best.yaml` and `front.svg`.
@@ -182,7 +180,6 @@ class SearchResult:
             What was written.
         """
         folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
         texts = {
             "trials.md": self.to_markdown() + "\n",
             "trials.csv": self.to_csv(),
@@ -190,9 +187,9 @@ class SearchResult:
         }
         if self.best is not None:
             texts["best.yaml"] = dump_yaml(self.best.config.to_dict())
-        for name, text in texts.items():
-            (folder / name).write_text(text, encoding="utf-8")
         written = [folder / name for name in texts]
+        for path, text in zip(written, texts.values(), strict=True):
+            write_whole(path, text)
         if self.front:
             written.append(self.plot(folder / "front.svg"))
         return written

@@ -14,7 +14,7 @@ from stackwise.prototype.search.optuna_import import import_optuna, quiet_optuna
 if TYPE_CHECKING:
     from optuna.storages import BaseStorage
 
-__all__ = ["JOURNAL", "MEMORY", "open_storage", "place_of"]
+__all__ = ["JOURNAL", "MEMORY", "open_storage", "place_of", "shown_place"]
 
 JOURNAL = "search.journal"
 MEMORY = "memory"
@@ -26,6 +26,7 @@ _HALF_THERE = (
     "duplicate key",
     "Duplicate entry",
     "no such table",
+    "UndefinedTable",
 )
 
 
@@ -50,6 +51,22 @@ def place_of(storage: Any) -> str | BaseStorage:
         return storage
     path = Path(storage).absolute()
     return str(path / JOURNAL if path.is_dir() else path)
+
+
+def shown_place(place: str | BaseStorage) -> str:
+    """A place for people: of a URL without its password, of an Optuna storage its kind."""
+    if not isinstance(place, str):
+        return type(place).__name__
+    if "://" not in place:
+        return place
+    from sqlalchemy import make_url
+    from sqlalchemy.exc import ArgumentError
+
+    try:
+        url = make_url(place)
+    except (ArgumentError, ValueError):
+        return place.partition("://")[0] + "://***"
+    return place if url.password is None else url.render_as_string()
 
 
 def open_storage(place: str | BaseStorage, *, create: bool = True) -> BaseStorage:
@@ -112,6 +129,6 @@ def _database(optuna: Any, url: str) -> BaseStorage:
         except Exception as error:
             # Of two processes that make the tables of one database at a time one finds them half there.
             if attempt == 4 or not any(text in str(error) for text in _HALF_THERE):
-                raise OSError(f"storage: {url}: {error}") from error
+                raise OSError(f"storage: {shown_place(url)}: {error}") from error
             time.sleep(0.2 * (attempt + 1))
     raise AssertionError("unreachable")

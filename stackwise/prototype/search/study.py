@@ -31,8 +31,9 @@ from stackwise.prototype.search.sampler import make_sampler
 from stackwise.prototype.search.score import ScoreWeights
 from stackwise.prototype.search.search_result import SearchResult
 from stackwise.prototype.search.space import Space
-from stackwise.prototype.search.storage import MEMORY, open_storage, place_of
+from stackwise.prototype.search.storage import MEMORY, open_storage, place_of, shown_place
 from stackwise.prototype.search.worker import READY, OnTrial, Task, open_study, work, work_apart
+from stackwise.seed import chosen_seeds
 
 if TYPE_CHECKING:
     from optuna import Study
@@ -56,7 +57,7 @@ def search_architecture_space(
     sampler: str | BaseSampler = "tpe",
     pruner: str | BasePruner | None = None,
     steps: int = 1000,
-    seeds: int = 1,
+    seeds: int | Sequence[int] = 1,
     storage: str | Path | BaseStorage | None = None,
     name: str | None = None,
     jobs: int = 1,
@@ -90,14 +91,15 @@ def search_architecture_space(
         pruner: for one objective: None, "median", "hyperband", "wilcoxon" (over `seeds`), or an Optuna
             pruner. At 16 even points of the first run the mean loss since the last of them is compared.
         steps: updates of each run; a verdict on stability wants 1000.
-        seeds: runs of each configuration; loss is their mean, and the worst status counts.
+        seeds: runs of each configuration: how many, from `seed` on; or which. Loss is their mean, and the
+            worst status counts.
         storage: None: `search.journal` here; a path: that file, or the one in that folder; an Optuna URL; an
             Optuna storage; "memory": none.
         name: of the study; None: made of all that decides what a trial is, so that other searches in the same
             storage are other studies.
         jobs: processes here, of one thread each; 1: this process. A script that asks for more has to be
             importable: it calls this under `if __name__ == "__main__":`.
-        seed: of all draws; the runs have seeds from this one on.
+        seed: of all draws, and the first of `seeds`.
         device: where to train; None: as configured. Trials of another type of device are another study.
         small_factor: train what `create_small_variant` makes of each configuration instead of itself.
         weights: of the score; None: `ScoreWeights()`.
@@ -114,8 +116,9 @@ def search_architecture_space(
         RuntimeError: a worker failed outside of a trial, or ended before it began, or again and again.
     """
     import_optuna()
-    check_sizes(budget=budget, steps=steps, seeds=seeds, jobs=jobs, small_factor=small_factor)
+    check_sizes(budget=budget, steps=steps, jobs=jobs, small_factor=small_factor)
     check_sizes(0, seed=seed)
+    chosen = chosen_seeds(seeds, seed)
     check_number("stale_seconds", stale_seconds, "a number above 0", lambda seconds: seconds > 0)
     require(
         evaluate is None or callable(evaluate),
@@ -141,7 +144,7 @@ def search_architecture_space(
         "space": space.to_dict(),
         "objectives": [each.name for each in objectives],
         "steps": steps,
-        "seeds": seeds,
+        "seeds": seeds if isinstance(seeds, int) else list(chosen),
         "seed": seed,
         "small_factor": small_factor,
         "weights": weights.to_dict(),
@@ -155,7 +158,7 @@ def search_architecture_space(
         objectives=objectives,
         budget=budget,
         evaluate=PrototypeEvaluation(steps, device) if evaluate is None else evaluate,
-        seeds=seeds,
+        seeds=chosen,
         seed=seed,
         sampler=sampler,
         pruner=pruner,
@@ -212,7 +215,7 @@ def _result(study: Study, place: Any, budget: int | None) -> SearchResult:
         notes.append(f"{definition['steps']} steps: a verdict on stability wants at least 1000")
     return SearchResult(
         name=study.study_name,
-        storage=place if isinstance(place, str) else type(place).__name__,
+        storage=shown_place(place),
         objectives=read_objectives(definition["objectives"]),
         trials=trials,
         definition=definition,

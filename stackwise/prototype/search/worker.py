@@ -48,8 +48,8 @@ class Task:
         objectives: what is made small or large.
         budget: how many results the study is to have.
         evaluate: what is done with a configuration.
-        seeds: runs of each.
-        seed: of all draws, and the first run's.
+        seeds: of the runs of each.
+        seed: of all draws.
         sampler: name, or an Optuna sampler.
         pruner: name, an Optuna pruner, or None.
         small_factor: how many times smaller what is trained is.
@@ -63,7 +63,7 @@ class Task:
     objectives: tuple[Objective, ...]
     budget: int
     evaluate: Evaluate
-    seeds: int
+    seeds: tuple[int, ...]
     seed: int
     sampler: Any
     pruner: Any
@@ -90,7 +90,7 @@ def open_study(task: Task, storage: BaseStorage) -> Study:
             study_name=task.name,
             directions=directions,
             sampler=make_sampler(task.sampler, budget=task.budget, n_objectives=n_objectives, seed=task.seed),
-            pruner=make_pruner(task.pruner, seeds=task.seeds, n_objectives=n_objectives)
+            pruner=make_pruner(task.pruner, seeds=len(task.seeds), n_objectives=n_objectives)
             or optuna.pruners.NopPruner(),
             load_if_exists=True,
         )
@@ -178,15 +178,15 @@ def _trained(task: Task, study: Study, claim: Claim) -> Callable[[], None]:
     watched = task.pruner is not None and not by_seed
     outcomes: list[TrialOutcome] = []
     try:
-        for number in range(task.seeds):
+        for number, seed in enumerate(task.seeds):
             report = rungs.report if watched and number == 0 else _unheard
-            outcome = task.evaluate(claim.trained, task.seed + number, report)
+            outcome = task.evaluate(claim.trained, seed, report)
             outcomes.append(outcome)
             if not math.isfinite(outcome.loss) or outcome.status not in ("success", "spiky"):
                 break
             if by_seed:
                 claim.trial.report(-outcome.loss if maximize else outcome.loss, number)
-                if number + 1 < task.seeds and claim.trial.should_prune():
+                if number + 1 < len(task.seeds) and claim.trial.should_prune():
                     raise optuna.TrialPruned
     except optuna.TrialPruned:
         last = merge_outcomes(outcomes).loss if outcomes else rungs.last

@@ -297,6 +297,18 @@ class TestSeeds:
             else:
                 assert (trial.status, trial.loss) == ("spiky", 10.0)
 
+    def test_which_ones_may_be_said(self):
+        def evaluate(config, seed, report):
+            return TrialOutcome("success", float(seed), 1.0, 1)
+
+        asked = {"objective": "loss", "seed": 10, "evaluate": evaluate, "storage": "memory"}
+        [trial] = search_architecture_space(FEW, 1, seeds=[7, 3], **asked).trials
+        assert trial.losses == (7.0, 3.0)
+        names = {search_architecture_space(FEW, 1, seeds=seeds, **asked).name for seeds in (2, [7, 3])}
+        assert len(names) == 2  # other runs, another study
+        with pytest.raises(ValueError, match="seeds: got 2; allowed: 5 or more"):
+            search_architecture_space(FEW, 1, seeds=[7, 3], pruner="wilcoxon", **asked)
+
     def test_no_further_seed_where_one_broke(self):
         seen = []
 

@@ -4,6 +4,8 @@ import csv
 import io
 import json
 import xml.etree.ElementTree as ET
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -61,9 +63,9 @@ def test_area_by_hand(found):
 def test_markdown(found):
     lines = found.to_markdown().splitlines()
     assert lines[0] == "| trial | front | loss | tokens/s | peak | parameters | status | n_layers |"
-    assert lines[2] == "| 1 |  | 2.0000 | 50 | 1.0 MiB | 1,000 | success | 1 |"
-    assert lines[3] == "| 5 | * | 2.0000 | 80 | 1.0 MiB | 1,000 | success | 5 |"
-    assert lines[-1] == "| 6 |  |  |  | 1.0 MiB | 1,000 | error: error at step 3 | 6 |"
+    assert lines[2] == "| 1 |  | 2.0000 | 50 | 1 MiB | 1,000 | success | 1 |"
+    assert lines[3] == "| 5 | * | 2.0000 | 80 | 1 MiB | 1,000 | success | 5 |"
+    assert lines[-1] == "| 6 |  |  |  | 1 MiB | 1,000 | error: error at step 3 | 6 |"
     assert len(found.to_markdown(last=2).splitlines()) == 4
     assert found.table(last=2).row_count == 2
     assert str(found).splitlines() == ["mine: 6 trials, 4 succeeded", "  best loss 2 in trial 1: n_layers=1"]
@@ -96,3 +98,30 @@ def test_nothing_succeeded(tmp_path):
     with pytest.raises(ValueError, match="trials: got 0; allowed: one or more with loss"):
         nothing.plot(tmp_path / "none.svg")
     assert result().to_markdown().startswith("| trial | front |")
+
+
+def test_what_is_no_one_line_stays_a_cell(found):
+    odd = replace(found.trials[0], reason="a\nb | c", status="error", peak_bytes=64 * 1024)
+    row = result(odd).to_markdown().splitlines()[2:]
+    assert row == ["| 0 |  | 3.0000 | 100 | 64 KiB | 1,000 | error: a b \\| c | 0 |"]
+
+
+def test_a_plot_of_another_kind_is_refused(found, tmp_path):
+    with pytest.raises(ValueError, match=r"path: got .*front\.png'; allowed: a name ending in \.svg"):
+        found.plot(tmp_path / "front.png")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_cannot_be_written_leaves_the_old_file(found, tmp_path, monkeypatch):
+    found.save(tmp_path)
+    before = (tmp_path / "trials.md").read_text()
+    write = Path.write_text
+
+    def full(path, text, **options):
+        write(path, text[:10], **options)
+        raise OSError("no space left")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="no space left"):
+        result(*found.trials[:2]).save(tmp_path)
+    assert (tmp_path / "trials.md").read_text() == before

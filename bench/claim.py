@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import random
+import re
 import subprocess
 import time
 from collections.abc import Callable, Mapping
@@ -17,7 +18,8 @@ from typing import Any
 
 from stackwise.device import fingerprint, keep_freed_memory
 
-RESULTS = Path(__file__).parent / "results"
+_HERE = Path(__file__).parent
+RESULTS = _HERE / "results"
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class Claim:
     quick: bool
     figures: dict[str, Any] = field(default_factory=dict)
     bars: list[Bar] = field(default_factory=list)
-    commit: str = field(default_factory=lambda: _commit())  # of the start, not of the end
+    commit: str = field(default_factory=lambda: commit_of(_HERE))  # of the start, not of the end
     keeps_memory: bool = field(default_factory=keep_freed_memory)
     measured: dict[str, dict[str, Any]] = field(default_factory=dict)
 
@@ -79,10 +81,38 @@ class Claim:
 
     def conclude(self) -> int:
         """Print the bars, write the file, and say 1 if any bar was missed."""
+        return self._tell(self.write())
+
+    def judge_again(self, bars: list[Bar], figures: Mapping[str, Any]) -> int:
+        """Hold what the file has to these bars, and conclude. When and of what it was measured stays in it.
+
+        Args:
+            bars: in place of those of the file.
+            figures: beside those of the file.
+        """
+        path = self._path()
+        record = json.loads(path.read_text())
+        self.bars, self.commit, self.measured = bars, record["commit"], record.get("measured", {})
+        record["bars"] = self._judged()
+        record["figures"].update(figures)
+        path.write_text(json.dumps(record, indent=1) + "\n")
+        return self._tell(path)
+
+    def _tell(self, path: Path) -> int:
         for bar in self.bars:
             print(bar)
-        print(f"written to {self.write()}")
+        print(f"written to {path}")
+        commits = {self.commit, *(each["commit"] for each in self.measured.values())}
+        nowhere = sorted(commit for commit in commits if not is_commit(commit))
+        if nowhere and not self.quick:
+            print(
+                f"WARNING: measured of {', '.join(nowhere)}, which nobody can check out: commit what has "
+                "changed and measure again before it is shown"
+            )
         return int(any(bar.verdict == "SHORT" for bar in self.bars))
+
+    def _judged(self) -> list[dict[str, Any]]:
+        return [{**asdict(bar), "verdict": bar.verdict} for bar in self.bars]
 
     def write(self) -> Path:
         """The file, with what is measured so far."""
@@ -96,7 +126,7 @@ class Claim:
             "machine": fingerprint(),
             "load_average": os.getloadavg(),
             "keeps_freed_memory": self.keeps_memory,
-            "bars": [{**asdict(bar), "verdict": bar.verdict} for bar in self.bars],
+            "bars": self._judged(),
             "measured": self.measured,
             "figures": self.figures,
         }
@@ -151,8 +181,29 @@ def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def _commit() -> str:
-    git = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
-    )
-    return git.stdout.strip() or "unknown"
+def is_commit(name: str) -> bool:
+    """Whether this is what `commit_of` gives of files that are those of a commit."""
+    return re.fullmatch("[0-9a-f]{7,40}", name) is not None
+
+
+def commit_of(folder: Path) -> str:
+    """The commit that the files around a folder are of, with "-dirty" where they have changed since.
+
+    Changed results do not count: they are what a claim writes, and not what it measures. "unknown" where
+    there is no git, or no commit.
+    """
+
+    def git(*arguments: str) -> str | None:
+        try:
+            command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+        except FileNotFoundError:
+            return None
+        return None if done.returncode else done.stdout.strip()
+
+    commit = git("rev-parse", "--short", "HEAD")
+    if commit is None:
+        return "unknown"
+    measured = (":/", ":(top,exclude)bench/results")
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", *measured)
+    return commit if changed == "" else f"{commit}-dirty"

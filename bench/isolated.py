@@ -18,6 +18,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from stackwise.benchmark.memory.peak import process_status
+
 __all__ = ["Ended", "all_isolated", "isolated"]
 
 # A process started in between would hold the pipe of another open.
@@ -49,7 +51,7 @@ def isolated(
     Args:
         function: a generator function without arguments.
         seconds: after which its process is ended.
-        gigabytes: that it may hold beyond what this process holds now.
+        gigabytes: that it may hold beyond what this process holds now, where the system says what that is.
     """
     context = multiprocessing.get_context("fork")
     with _STARTING:
@@ -94,8 +96,10 @@ def _serve(function: Callable[[], Iterator[Any]], sender: Connection, gigabytes:
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
     sys.stdout = sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115  to the end of the process
-    limit = _data_held() + int(gigabytes * 2**30)
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    held = process_status("VmData")  # private memory that can be written to
+    if held is not None:
+        limit = held + int(gigabytes * 2**30)
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     warnings.simplefilter("ignore")
     try:
         for value in function():
@@ -108,14 +112,6 @@ def _serve(function: Callable[[], Iterator[Any]], sender: Connection, gigabytes:
     finally:
         sender.close()
         os._exit(0)
-
-
-def _data_held() -> int:
-    """Bytes of private writable memory of this process."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmData:"):
-            return int(line.split()[1]) * 1024
-    return 0
 
 
 def _end(process: multiprocessing.process.BaseProcess) -> None:

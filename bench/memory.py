@@ -110,7 +110,7 @@ def measure(run: Run, folder: Path) -> dict[str, Any]:
     result = trainer.train_architecture(rack, list(ids))
     seconds = time.perf_counter() - start
     disk = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    peak = _peak(trainer.device)
+    peak = measured_peak(trainer.device)
     return {
         "peak_bytes": peak,
         "disk_bytes": disk + _prefix_bytes(run),
@@ -127,13 +127,15 @@ def _prefix_bytes(run: Run) -> int:
     return run.steps * run.batch_size * run.seq_len * run.d_model * 4
 
 
-def _peak(device: Any) -> int:
+def measured_peak(device: Any) -> int | None:
+    """The most bytes until now; None: the system does not say."""
     import torch
+
+    from stackwise.benchmark.memory import high_water_mark
 
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in line)
-    return int(line.split()[1]) * 1024
+    return high_water_mark()
 
 
 def in_fresh_process(run: Run) -> dict[str, Any]:
@@ -173,9 +175,8 @@ def bars(base: Run, found: dict[str, dict[str, Any]]) -> list[Bar]:
     """The ratios that are held to a limit."""
 
     def ratio(one: str, other: str) -> float | None:
-        if one not in found or other not in found:
-            return None
-        return float(found[one]["peak_bytes"] / found[other]["peak_bytes"])
+        part, whole = (found.get(name, {}).get("peak_bytes") for name in (one, other))
+        return None if part is None or whole is None else float(part / whole)
 
     made = []
     for shape, architecture, per_stack in compared(base):
@@ -194,13 +195,17 @@ def table(found: dict[str, dict[str, Any]]) -> Table:
     for name, row in found.items():
         shown.add_row(
             name,
-            f"{row['peak_bytes'] / 1e9:.2f}",
+            _gigabytes(row["peak_bytes"]),
             f"{row['disk_bytes'] / 1e9:.2f}",
             f"{row['seconds']:.1f}",
             f"{row['flops'] / 1e12:.2f}",
             f"{row['parameters']:,}",
         )
     return shown
+
+
+def _gigabytes(n_bytes: int | None) -> str:
+    return "-" if n_bytes is None else f"{n_bytes / 1e9:.2f}"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -223,7 +228,7 @@ def main(arguments: list[str] | None = None) -> int:
         found[run.name] = in_fresh_process(run) | {"flops": counted * run.steps}
         claim.figures = {"shape": asdict(base), "runs": found}
         claim.write()
-        print(f"{run.name}: {found[run.name]['peak_bytes'] / 1e9:.2f} GB", flush=True)
+        print(f"{run.name}: {_gigabytes(found[run.name]['peak_bytes'])} GB", flush=True)
     claim.bars = bars(base, found)
     Console(width=110).print(table(found))
     return claim.conclude()

@@ -19,6 +19,7 @@ import torch
 
 from bench.claim import RESULTS, Bar, Claim
 from stackwise import ArchitectureTrainer, StackWiseConfig, create_rack_from_config
+from stackwise.benchmark.memory import high_water_mark
 from stackwise.training.block_store import block_writer
 from stackwise.training.memory_plan import plan_memory
 
@@ -122,17 +123,12 @@ def trained(shape: dict[str, Any], offload: str, n_blocks: int, steps: int) -> d
         "peak_bytes": torch.cuda.max_memory_allocated(),
         "reserved_bytes": torch.cuda.max_memory_reserved(),
         "planned_peak_bytes": plan.peak,
-        "host_bytes": _resident(),
+        "host_bytes": high_water_mark(),
         "seconds": seconds,
         "tokens_per_second": result["tokens_per_second"],
         "unit_seconds": [unit["seconds"] for unit in result["results"]],
         "final_loss": [unit["final_loss"] for unit in result["results"]],
     }
-
-
-def _resident() -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in line)
-    return int(line.split()[1]) * 1024
 
 
 def table(record: dict[str, Any]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from _pytest.mark import ParameterSet
 
 from bench.peer_models import Shape
@@ -12,6 +13,9 @@ from stackwise import ModelSpec, create_simple_rack
 
 SMALL = Shape(384, 6, 6, 2, 1024)
 LARGE = Shape(2048, 16, 16, 4, 5632, vocab_size=32000)
+
+# That MFU and MBU are parts of: of a CPU nothing is published.
+PEAK = "published" if torch.cuda.is_available() else "measured"
 
 # What each kind of attention is to a Rack; of grouped queries the shape says how many groups.
 ATTENTION: dict[str, dict[str, Any]] = {

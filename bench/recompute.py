@@ -37,6 +37,7 @@ from stackwise.benchmark.memory.peak import peak_memory_bytes
 from stackwise.config import RecomputeConfig
 from stackwise.model import Rack
 from stackwise.model.compilation import compiled
+from stackwise.tensor_tree import tensors_of
 from stackwise.training.objective import next_token_loss
 from stackwise.training.recompute import recomputing
 
@@ -244,17 +245,13 @@ class _Made(TorchDispatchMode):
         self.known: set[int] = set()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {each.untyped_storage()._cdata for each in _tensors((args, kwargs or {}))}
+        given = {each.untyped_storage()._cdata for each in tensors_of((args, kwargs or {}))}
         result = function(*args, **(kwargs or {}))
-        for tensor in _tensors(result):
+        for tensor in tensors_of(result):
             storage = tensor.untyped_storage()
             if storage._cdata not in given:
                 self.storages[storage._cdata] = storage
         return result
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in torch.utils._pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def bytes_saved(call: Callable[[], object], rack: Rack) -> int:

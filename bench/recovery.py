@@ -6,7 +6,7 @@ and multiplies gradients behind the backward pass. A fault of batches comes when
 the forward pass or in the gradient of the logits. Each run has a twin with the same batches in which
 nothing breaks, and a run of ours also one from which the batches in quarantine are missing: to that it has
 to be equal bit for bit. Every run is a process of its own with one thread. What is done is kept in the
-result file and not done again with `--resume`.
+result file and not done again with `--resume`; `--judge` holds it to the bars anew, and makes no run.
 
 The rules of others are written down here from what they publish: ZClip (Kumar et al. 2025, arXiv:2504.02507,
 and github.com/bluorion-com/ZClip, defaults of its code), the skip-step rule of OLMo-core (OLMo et al. 2025,
@@ -78,6 +78,7 @@ FAULTS = {
 CONTROLS = ("clean", "rate restart", "batch size change", "3x regime shift")
 DROPPED = 4  # twins of each seed without one clean batch
 AFTER = 50  # steps from the fault to the first validation
+NEAR = 0.02  # nat, from the twin
 
 
 def shared(quick: bool) -> dict[str, Any]:
@@ -466,6 +467,7 @@ class Found:
 
     def __init__(self, runs: dict[str, Any], steps: int) -> None:
         self.runs, self.steps = runs, steps
+        self._spreads: dict[tuple[str, int], float] = {}
         self.all = [each for several in runs.values() for each in several]
 
     def is_bitwise(self, run: dict[str, Any]) -> bool:
@@ -489,8 +491,32 @@ class Found:
 
     def spread(self, optimizer: str, at: int) -> float:
         """The largest that dropping one clean batch did."""
-        found = [self.distance(r) for r in self.of(arm="drop", optimizer=optimizer, at=at)]
-        return max((each for each in found if each is not None), default=math.nan)
+        if (optimizer, at) not in self._spreads:
+            found = [self.distance(r) for r in self.of(arm="drop", optimizer=optimizer, at=at)]
+            self._spreads[optimizer, at] = max((each for each in found if each is not None), default=math.nan)
+        return self._spreads[optimizer, at]
+
+    def is_near(self, run: dict[str, Any]) -> bool | None:
+        """Whether its losses are those of its twin; None: it has none."""
+        gap = self.distance(run)
+        return None if gap is None else gap <= NEAR
+
+    def is_accepted(self, run: dict[str, Any]) -> bool:
+        """Whether a broken run passes for recovered: its first alarm is at the step, and it is near."""
+        return run["alarms"][:1] == [run["at"]] and self.is_near(run) is True
+
+    def negative_controls(self) -> list[dict[str, Any]]:
+        """Broken runs with which nothing is done: they must not be accepted.
+
+        They have no alarm, and so they are not. How many of them are far from their twins as well is told by
+        `beside`: by chance one may come back.
+        """
+        unguarded = partial(self.of, arm=NOTHING)
+        return [
+            *unguarded(optimizer="sgd", fault="x10"),
+            *unguarded(fault="x1000"),
+            *unguarded(fault="nan"),
+        ]
 
 
 def culprit(run: dict[str, Any]) -> str:
@@ -515,16 +541,6 @@ def bars(found: Found) -> list[Bar]:
     gaps = [(r, gap) for r, gap in survived if gap is not None]
     relative = [gap / (3 * found.spread(r["optimizer"], r["at"])) for r, gap in gaps]
     controls = [r for r in found.of(arm=OURS) if r["fault"] in CONTROLS]
-    unguarded = partial(found.of, arm=NOTHING)
-    negative = [
-        gap is not None and not gap <= 0.02
-        for r in [
-            *unguarded(optimizer="sgd", fault="x10"),
-            *unguarded(fault="x1000"),
-            *unguarded(fault="nan"),
-        ]
-        for gap in [found.distance(r)]
-    ]
     rewinds = [
         bool(r["stopped"]) and r["actions"].count("rewound") == 1 and r["actions"][-1] == "raised"
         for r in lasting
@@ -551,7 +567,7 @@ def bars(found: Found) -> list[Bar]:
             Bar(
                 f"largest distance from the twin, nat, step {at}",
                 max((gap for r, gap in gaps if r["at"] == at), default=None),
-                0.02,
+                NEAR,
                 at_most=True,
             )
             for at in sorted({r["at"] for r in ours})
@@ -564,8 +580,18 @@ def bars(found: Found) -> list[Bar]:
             at_most=True,
         ),
         Bar("lasting fault: one rewind, diagnosis", share(rewinds), 1.0),
-        Bar("negative controls fail", share(negative), 1.0),
+        Bar(
+            "negative controls fail",
+            share([not found.is_accepted(r) for r in found.negative_controls()]),
+            1.0,
+        ),
     ]
+
+
+def beside(found: Found) -> dict[str, Any]:
+    """Figures that are no bars: the share of negative controls that would fail by their losses alone."""
+    far = [found.is_near(r) is False for r in found.negative_controls()]
+    return {"negative controls far from the twin": share(far)}
 
 
 def table(found: Found) -> Table:
@@ -590,13 +616,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.recovery", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="one seed, 112 steps: proves nothing")
     parser.add_argument("--resume", action="store_true", help="keep the runs that the result file has")
+    parser.add_argument("--judge", action="store_true", help="judge the runs of the file anew, and make none")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args(arguments)
     os.environ["OMP_NUM_THREADS"] = "1"
     plan = shared(options.quick)
     claim = Claim("recovery", options.quick)
-    if options.resume:
+    if options.resume or options.judge:
         claim.resume()
+    if options.judge:
+        found = Found(claim.figures["runs"], plan["steps"])
+        return claim.judge_again(bars(found), beside(found))
     runs: dict[str, Any] = claim.figures.get("runs", {})
     # What the bars are made of comes first; with what others do about it the table is whole.
     held = (OURS, NOTHING)
@@ -625,6 +655,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(name, flush=True)
     found = Found(runs, plan["steps"])
     claim.bars = bars(found)
+    claim.figures |= beside(found)
     Console(width=150).print(
         table(found), "distance from the twin in nat, runs with an alarm at the step, false alarms"
     )

@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.racks import ATTENTION, rack_of, sizes
+from bench.racks import ATTENTION, PEAK, rack_of, sizes
 
 SIZES = sizes(
     [{"batch_size": 1, "seq_len": length} for length in (256, 1024, 4096)],
@@ -14,4 +14,4 @@ SIZES = sizes(
 @pytest.mark.parametrize("attention", ATTENTION)
 @pytest.mark.parametrize(("shape", "size"), SIZES)
 def test_attention(throughput, shape, size, attention):
-    throughput(rack_of(shape, attention), mode="forward", min_seconds=2.0, **size)
+    throughput(rack_of(shape, attention), mode="forward", min_seconds=2.0, peak=PEAK, **size)

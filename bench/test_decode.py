@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.racks import rack_of, sizes
+from bench.racks import PEAK, rack_of, sizes
 
 SIZES = sizes(
     [
@@ -18,4 +18,4 @@ SIZES = sizes(
 @pytest.mark.parametrize("attention", ["mha", "gqa", "mla", "elu"])
 @pytest.mark.parametrize(("shape", "size"), SIZES)
 def test_decode(throughput, shape, size, attention):
-    throughput(rack_of(shape, attention), mode="decode", min_seconds=2.0, **size)
+    throughput(rack_of(shape, attention), mode="decode", min_seconds=2.0, peak=PEAK, **size)

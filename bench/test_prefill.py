@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.racks import rack_of, sizes
+from bench.racks import PEAK, rack_of, sizes
 
 SIZES = sizes(
     [{"batch_size": 1, "seq_len": length} for length in (128, 512, 2048)],
@@ -13,4 +13,4 @@ SIZES = sizes(
 @pytest.mark.benchmark(group="prefill")
 @pytest.mark.parametrize(("shape", "size"), SIZES)
 def test_prefill(throughput, shape, size):
-    throughput(rack_of(shape), mode="prefill", min_seconds=2.0, **size)
+    throughput(rack_of(shape), mode="prefill", min_seconds=2.0, peak=PEAK, **size)

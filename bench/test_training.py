@@ -3,7 +3,7 @@
 import pytest
 
 from bench import peer_models
-from bench.racks import rack_of, sizes
+from bench.racks import PEAK, rack_of, sizes
 from stackwise import ModelSpec
 
 SIZES = sizes(
@@ -20,7 +20,7 @@ SIZES = sizes(
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("shape", "size"), SIZES)
 def test_rack(throughput, shape, size, dtype):
-    throughput(rack_of(shape), mode="train", dtype=dtype, min_seconds=3.0, **size)
+    throughput(rack_of(shape), mode="train", dtype=dtype, min_seconds=3.0, peak=PEAK, **size)
 
 
 @pytest.mark.benchmark(group="training")
@@ -28,4 +28,4 @@ def test_rack(throughput, shape, size, dtype):
 def test_llama_of_transformers(throughput, shape, size):
     pytest.importorskip("transformers")
     llama = ModelSpec.of(lambda: peer_models.transformers(shape)[0], name="llama")
-    throughput(llama, mode="train", min_seconds=3.0, **size)
+    throughput(llama, mode="train", min_seconds=3.0, peak=PEAK, **size)

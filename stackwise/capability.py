@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stackwise.call_form import CallForm
+from stackwise.out_of_memory import is_out_of_memory
 from stackwise.seed import seeded
 
 __all__ = ["capabilities", "masked_with_positions"]
@@ -53,6 +54,9 @@ def capabilities(
         logits_of: output of a call -> its logits.
         form: how it is called.
         auxiliary: whether a loss of its routers came back, though it was not asked for.
+
+    Raises:
+        RuntimeError, MemoryError: memory was too small for a call, which says nothing of the model.
     """
     named: Collection[str] = _IN_BATCHES if form.in_batch else inspect.signature(model.forward).parameters
     found: dict[str, Any] = {}
@@ -62,7 +66,9 @@ def capabilities(
         try:
             with torch.no_grad():
                 return logits_of(call()).shape[:2] == (B, T)
-        except Exception:  # any failure is an answer: it cannot do this
+        except Exception as error:  # any failure but this one is an answer: it cannot do this
+            if is_out_of_memory(error):
+                raise
             return False
 
     everything = torch.ones(B, T, dtype=torch.bool, device=inputs.device)
@@ -242,7 +248,9 @@ def _labellings(
             for ids in (inputs, ahead):
                 with seeded(0, inputs.device):
                     firsts.append(logits_of(form(model, ids))[:, 0])
-        except Exception:  # it wants its targets at each call
+        except Exception as error:  # it wants its targets at each call
+            if is_out_of_memory(error):
+                raise
             return
     shift = int(torch.equal(*firsts))
     for ignored in (-100, -1):
@@ -295,7 +303,9 @@ def _is_trained(model: nn.Module, loss: Callable[..., Any], inputs: Tensor) -> b
     try:
         with torch.enable_grad():
             value = loss(model, inputs, None)
-    except Exception:  # any failure is an answer: it has none
+    except Exception as error:  # any failure but this one is an answer: it has none
+        if is_out_of_memory(error):
+            raise
         return False
     return isinstance(value, Tensor) and value.ndim == 0 and value.requires_grad
 
@@ -304,7 +314,9 @@ def _is_scalar(call: Callable[[], Any]) -> bool:
     try:
         with torch.no_grad():
             value = call()
-    except Exception:  # any failure is an answer: it cannot do this
+    except Exception as error:  # any failure but this one is an answer: it cannot do this
+        if is_out_of_memory(error):
+            raise
         return False
     return isinstance(value, Tensor) and value.ndim == 0
 

@@ -267,3 +267,52 @@ def test_a_loss_of_routers_that_comes_back_unasked(kind):
 
 def test_a_loss_of_routers_without_a_gradient_is_there_to_be_looked_at():
     assert ModelSpec.of(lambda: Routed(detached=True)).auxiliary_loss is None
+
+
+class Full(Averages):
+    """Raises where it is given what `name` names."""
+
+    def __init__(self, name, error):
+        super().__init__()
+        self.name, self.error = name, error
+
+    def forward(
+        self,
+        ids,
+        attention_mask=None,
+        document_ids=None,
+        labels=None,
+        targets=None,
+        past_key_values=None,
+        use_cache=False,
+        output_router_logits=False,
+    ):
+        given = {
+            "attention_mask": attention_mask is not None,
+            "document_ids": document_ids is not None,
+            "labels": labels is not None,
+            "targets": targets is not None,
+            "use_cache": use_cache,
+            "output_router_logits": output_router_logits,
+        }
+        if given[self.name]:
+            raise self.error
+        return self.average(ids, attention_mask)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+    ],
+    ids=["cuda", "cpu"],
+)
+@pytest.mark.parametrize(
+    "name", ["attention_mask", "document_ids", "labels", "targets", "use_cache", "output_router_logits"]
+)
+def test_memory_that_is_too_small_is_no_lack_of_a_capability(name, error):
+    with pytest.raises(type(error)) as raised:
+        ModelSpec.of(lambda: Full(name, error))
+    assert str(raised.value) == str(error)
+    assert ModelSpec.of(lambda: Full(name, ValueError("not I"))).width == 31

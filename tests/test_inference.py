@@ -145,3 +145,31 @@ def test_no_example_where_nothing_points_to_one():
     assert example_of(Flat) is None
     assert example_of(lambda: nn.Conv1d(3, 3, 1)) is None
     assert example_of(OtherKey, forward=lambda model, inputs: model(inputs)) is None
+
+
+class Full(Core):
+    """Has memory for eight positions."""
+
+    def __init__(self, error):
+        super().__init__()
+        self.error = error
+
+    def forward(self, ids):
+        if ids.shape[1] > 8:
+            raise self.error
+        return self.logits(ids)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+    ],
+    ids=["cuda", "cpu"],
+)
+def test_memory_that_is_too_small_says_nothing_of_how_a_model_is_called(error):
+    with pytest.raises(type(error)) as raised:
+        ModelSpec.of(lambda: Full(error))
+    assert str(raised.value) == str(error)
+    assert ModelSpec.of(lambda: Full(ValueError("eight at most"))).seq_len == 8

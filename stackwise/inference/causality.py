@@ -12,6 +12,7 @@ from torch import nn
 
 from stackwise.inference.output import logits_of
 from stackwise.inference.sizes import example_batch
+from stackwise.out_of_memory import is_out_of_memory
 from stackwise.seed import seeded
 
 __all__ = ["ASSUMED_CAUSAL", "claimed_causality"]
@@ -77,7 +78,9 @@ def _setting_against_causality(model: nn.Module, known: Mapping[str, Any]) -> st
         for name, value in settings.items():
             if not _reads_ahead(rebuilt(**{name: value}), known):
                 return f"{name}={getattr(config, name)!r}"
-    except Exception:  # a class that is not built from its configuration alone
+    except Exception as error:  # a class that is not built from its configuration alone
+        if is_out_of_memory(error):
+            raise
         return None
     return None
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from stackwise.inference.output import cast, logits_of
+from stackwise.out_of_memory import is_out_of_memory
 
 __all__ = ["example_batch", "length_limit", "takes_more", "vocabulary_candidates", "width_candidates"]
 
@@ -90,7 +91,9 @@ def takes_more(model: nn.Module, known: Mapping[str, Any]) -> bool:
     inputs = example_batch(model, {**known, "seq_len": limit + 1})[:1]
     try:
         return logits_of(known["forward"](model, inputs)).shape[:2] == inputs.shape[:2]
-    except Exception:  # any failure is an answer: it does not
+    except Exception as error:  # any failure but this one is an answer: it does not
+        if is_out_of_memory(error):
+            raise
         return False
 
 

@@ -16,6 +16,7 @@ from stackwise.inference.example_code import examples_by_missing, examples_by_ou
 from stackwise.inference.masked_form import masked_forms
 from stackwise.inference.output import cast, logit_places, logits_of, part_of
 from stackwise.inference.sizes import vocabulary_candidates, width_candidates
+from stackwise.out_of_memory import is_out_of_memory
 
 __all__ = ["InferenceError", "Trial", "try_calls"]
 
@@ -101,7 +102,9 @@ def _try_form(
                     trial.beside = len(places) - 1
                     output = output[trial.element]
             logits = logits_of(output)
-        except Exception as error:  # any failure is an answer: this is not how it is called
+        except Exception as error:  # any failure but this one is an answer: this is not how it is called
+            if is_out_of_memory(error):
+                raise
             text = shorten(f"{type(error).__name__}: {error}", _LONGEST_ERROR, placeholder=" ...")
             vain.errors.setdefault(text, []).append(_describe(inputs))
             if isinstance(forward, CallForm) and output is not None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from stackwise.argument import check_sizes, require
 from stackwise.benchmark.token_stream import empty_cache
 from stackwise.inference import infer, logits_of
+from stackwise.out_of_memory import is_out_of_memory
 from stackwise.quality.cache_rows import CacheRows
 from stackwise.seed import seeded
 from stackwise.spec import ModelSpec
@@ -142,7 +143,9 @@ class LanguageModel:
         with self.reading(), seeded(0, self.device):
             try:
                 return self._try_rows(n), "what several sequences begin with is read once"
-            except Exception as error:  # whatever goes wrong: this cache cannot be taken apart
+            except Exception as error:  # whatever else goes wrong: this cache cannot be taken apart
+                if is_out_of_memory(error):
+                    raise
                 text = " ".join(str(error).split())[:200]
                 return None, f"its cache is not used: {type(error).__name__}: {text}"
 
@@ -187,7 +190,9 @@ class LanguageModel:
         with self.reading():
             try:
                 fewer = logits_of(self.spec.forward(model, ids_1T))
-            except Exception:  # any failure is an answer: it is not asked so
+            except Exception as error:  # any failure but this one is an answer: it is not asked so
+                if is_out_of_memory(error):
+                    raise
                 return False
             return self._are_equal(fewer, self.spec.logits(self.model, ids_1T)[:, 2:])
 

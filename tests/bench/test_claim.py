@@ -1,11 +1,13 @@
 """A claim on file: bars, figures, and a row that is measured again."""
 
 import json
+import shutil
+import subprocess
 
 import pytest
 
 from bench import claim as claim_module
-from bench.claim import Bar, Claim, interleave, ratio
+from bench.claim import Bar, Claim, commit_of, interleave, is_commit, ratio
 
 
 @pytest.fixture
@@ -70,3 +72,77 @@ def test_each_call_is_sampled_once_a_round():
     assert {name: len(values) for name, values in samples.items()} == {"a": 3, "b": 3}
     rounds = [set(made[4 + 2 * i : 6 + 2 * i]) for i in range(3)]  # after two of each to warm up
     assert rounds == [{"a", "b"}] * 3
+
+
+@pytest.mark.parametrize(
+    "commit, quick, warned",
+    [
+        ("ae9a3b8", False, False),
+        ("ae9a3b8-dirty", False, True),
+        ("unknown", False, True),
+        ("ae9a3b8-dirty", True, False),
+    ],
+)
+def test_a_full_run_of_what_is_no_commit_says_so(results, capsys, commit, quick, warned):
+    Claim("speed", quick, commit=commit).conclude()
+    assert (f"WARNING: measured of {commit}, " in capsys.readouterr().out) == warned
+
+
+def test_a_row_of_what_is_no_commit_is_told_as_long_as_it_is_there(results, capsys):
+    Claim("speed", quick=False, commit="ae9a3b8-dirty").enter(Bar("a", 1.0, 1.2))
+    again = Claim("speed", quick=False, commit="bae9a38")
+    again.resume()
+    again.enter(Bar("b", 1.0, 1.2))
+    again.conclude()
+    assert "WARNING: measured of ae9a3b8-dirty, " in capsys.readouterr().out
+    again.enter(Bar("a", 1.0, 1.2))
+    again.conclude()
+    assert "WARNING" not in capsys.readouterr().out
+
+
+def test_what_is_judged_again_was_measured_when_it_was(results):
+    first = Claim("speed", quick=False, commit="ae9a3b8", figures={"seconds": 2.0})
+    path = first.write()
+    before = json.loads(path.read_text())
+    again = Claim("speed", quick=False, commit="bae9a38")
+    assert again.judge_again([Bar("a", 1.0, 1.2)], {"more": 3}) == 1
+    after = json.loads(path.read_text())
+    assert [bar["verdict"] for bar in after.pop("bars")] == ["SHORT"]
+    assert after.pop("figures") == {"seconds": 2.0, "more": 3}
+    assert after == {key: value for key, value in before.items() if key not in ("bars", "figures")}
+    assert again.judge_again([Bar("a", 1.3, 1.2)], {}) == 0
+
+
+@pytest.fixture
+def repository(tmp_path, monkeypatch):
+    """A folder with a commit of code and a result."""
+    if shutil.which("git") is None:
+        pytest.skip("needs git")
+    for name in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE"):  # as set inside a hook
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    folder = tmp_path / "repository"
+    (folder / "bench" / "results").mkdir(parents=True)
+    (folder / "code.py").write_text("1")
+    (folder / "bench" / "results" / "speed.json").write_text("{}")
+    who = ("-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false")
+    for arguments in (["init", "-q"], ["add", "."], [*who, "commit", "-q", "-m", "one"]):
+        subprocess.run(["git", "-C", folder, *arguments], check=True, capture_output=True)
+    return folder
+
+
+def test_results_that_changed_are_no_other_code(repository):
+    commit = commit_of(repository / "bench")
+    assert is_commit(commit)
+    (repository / "bench" / "results" / "speed.json").write_text("{1: 2}")
+    (repository / "new.txt").write_text("")
+    assert commit_of(repository / "bench") == commit
+    (repository / "code.py").write_text("2")
+    assert commit_of(repository / "bench") == f"{commit}-dirty"
+
+
+def test_files_of_no_commit(repository, monkeypatch):
+    assert commit_of(repository.parent) == "unknown"
+    monkeypatch.setenv("PATH", "")
+    assert commit_of(repository) == "unknown"
+    assert not is_commit("unknown")

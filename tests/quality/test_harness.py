@@ -27,6 +27,23 @@ def instances(kind, arguments):
     return [Instance(kind, {}, tuple(each), i) for i, each in enumerate(arguments)]
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_few_requests_as_the_harness_asks_its_own_model(llama, hf_tokenizer):
+    from lm_eval.models.huggingface import HFLM
+
+    theirs = HFLM(pretrained=llama, tokenizer=hf_tokenizer, batch_size=2, device="cpu")
+    ours = harness_model(llama, hf_tokenizer, batch_size=2)
+    asked = instances("loglikelihood", PAIRS[:2])
+    for one, two in zip(ours.loglikelihood(asked), theirs.loglikelihood(asked), strict=True):
+        assert one[0] == pytest.approx(two[0], abs=1e-4) and one[1] == two[1]
+    rolling = instances("loglikelihood_rolling", [(TEXTS[0],)])
+    assert ours.loglikelihood_rolling(rolling) == pytest.approx(
+        theirs.loglikelihood_rolling(rolling), rel=1e-5
+    )
+    asked = instances("generate_until", [("The cat", {"until": ["\n"], "max_gen_toks": 4})])
+    assert ours.generate_until(asked) == theirs.generate_until(asked)
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_as_the_harness_asks_its_own_model(llama, hf_tokenizer):

@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stackwise.checks.check import check
-from stackwise.checks.probe.call import REFUSALS
+from stackwise.checks.probe.call import refusals
 from stackwise.checks.result import CheckResult
 from stackwise.checks.subject import Subject
 
@@ -168,7 +168,7 @@ def _watch(subject: Subject, unit: float | None = None) -> list[_Scores]:
             # With gradients on, torch's layers do not take their fused path, which shows nothing.
             with torch.enable_grad(), subject.fixed_randomness(), sdpa_kernel([SDPBackend.MATH]), mode:
                 subject.spec.logits(model, subject.inputs(_BATCH_SIZE, length))
-        except REFUSALS:
+        except refusals():
             continue
         return [s for s in mode.seen if s.scores.numel() % (_BATCH_SIZE * s.scores[0, 0].numel()) == 0]
     return []

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from stackwise.checks.check import check
 from stackwise.checks.probe.call import (
-    REFUSALS,
     decoded,
     has_fixed_state,
     real_inputs,
     reason_of,
+    refusals,
     tensors_of,
 )
 from stackwise.checks.probe.difference import NOT_REPEATED, hear, relative_difference, repeats
@@ -90,7 +90,7 @@ def _compare(subject: Subject, ways: Sequence[Sequence[int]], advice: str) -> Ch
     for way in ways:
         try:
             decoded(subject, subject.model(), inputs[:, : sum(way)], way)
-        except REFUSALS as error:
+        except refusals() as error:
             refused[way] = reason_of(error)
     if len(refused) == len(ways):
         first = ways[0]
@@ -183,7 +183,7 @@ def cache_independence(subject: Subject) -> CheckResult:
     try:
         with torch.no_grad():
             _, cache = decode(model := subject.model(), cast(inputs[:1, :half].clone(), model), None)
-    except REFUSALS as error:
+    except refusals() as error:
         return subject.not_applicable(f"needs a cache that begins with {half} tokens: {reason_of(error)}")
     if not any(True for _ in tensors_of(cache)):
         return subject.not_applicable(
@@ -289,7 +289,7 @@ def cache_limit(subject: Subject) -> CheckResult:
     sizes = (limit - 2, 1, 1)
     try:
         decoded(subject, subject.model(), inputs[:, :limit], sizes)
-    except REFUSALS as error:
+    except refusals() as error:
         return subject.warned(
             where=f"within max_length={limit}",
             meaning=f"Decoding stops before the longest sequence: {reason_of(error)}",
@@ -299,11 +299,11 @@ def cache_limit(subject: Subject) -> CheckResult:
     if not found.real:
         try:
             decoded(subject, subject.model(), inputs, (*sizes, 1, 1))
-        except REFUSALS as error:
+        except refusals() as error:
             return subject.passed(found.value, found.limit, meaning=f"beyond it: {reason_of(error)}")
         try:
             subject.logits(subject.model(), inputs)
-        except REFUSALS as error:
+        except refusals() as error:
             return subject.failed(
                 where=f"beyond max_length={limit}",
                 meaning=f"The cache goes on where the model itself refuses ({reason_of(error)}).",

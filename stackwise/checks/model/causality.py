@@ -22,6 +22,7 @@ from stackwise.checks.probe.difference import (
 from stackwise.checks.probe.ties import chooses_among_equals
 from stackwise.checks.result import CheckResult
 from stackwise.checks.subject import Subject
+from stackwise.out_of_memory import is_out_of_memory
 
 _MAX_ELEMENTS = 2**24  # of one output (R, T, V)
 # Lengths beyond the chunks, blocks and windows that are common, and no multiple of them.
@@ -121,7 +122,9 @@ def _takes(subject: Subject, T: int) -> bool:
         return False
     try:
         subject.logits(subject.model(), subject.inputs(1, T))
-    except Exception:  # any failure is an answer: it does not take so many
+    except Exception as error:  # any failure but this one is an answer: it does not take so many
+        if is_out_of_memory(error):
+            raise
         return False
     return True
 

@@ -17,6 +17,7 @@ from stackwise.checks.probe.call import REFUSALS
 from stackwise.checks.probe.parameter_gradient import Apart, Gradients, apart, gradients_of, limit_of
 from stackwise.checks.result import CheckResult
 from stackwise.checks.subject import Subject
+from stackwise.out_of_memory import is_out_of_memory
 
 # Traces forward and backward and takes operations apart as the default compiler does, without its code.
 _BACKEND = "aot_eager_decomp_partition"
@@ -40,7 +41,9 @@ def compiled_gradients(subject: Subject) -> CheckResult:
         with _compiler():
             call = _compiled(model, _BACKEND, graphs)
             again = gradients_of(subject, model, _N_PASSES, call=call, shrink=_SHRINK)
-    except Exception as error:  # whatever the compiler raises is its answer
+    except Exception as error:  # whatever else the compiler raises is its answer
+        if is_out_of_memory(error):
+            raise
         return _refused(subject, error)
     if not graphs:
         return subject.not_applicable("needs a part that torch.compile compiles")
@@ -59,6 +62,8 @@ def graph_breaks(subject: Subject) -> CheckResult:
         with _compiler(), torch.no_grad():
             subject.spec.logits(_compiled(model, "eager", graphs), subject.inputs(2))
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         return _refused(subject, error)
     reasons = [_one_line(reason) for reason in Counter(counters["graph_break"]) - before]
     n_breaks = float(max(len(graphs) - 1, len(reasons)))

@@ -22,6 +22,7 @@ from stackwise.checks.probe.difference import relative_difference
 from stackwise.checks.probe.layers import pattern
 from stackwise.checks.result import CheckResult, listed
 from stackwise.checks.subject import Subject
+from stackwise.out_of_memory import is_out_of_memory
 
 # A sound model stays well below the first; beyond the second with widely spread logits none does.
 USUAL, LIMIT = 0.25, 2.0
@@ -178,6 +179,8 @@ def load_round_trip(subject: Subject) -> CheckResult:
     try:
         target.load_state_dict(source.state_dict())
     except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise
         return subject.failed(
             where=" ".join(str(error).split())[:160],
             meaning="A model refuses the state_dict() of another of its kind.",

@@ -24,6 +24,7 @@ from stackwise.checks.probe.loss_formula import (
 )
 from stackwise.checks.result import CheckResult
 from stackwise.checks.subject import Subject
+from stackwise.out_of_memory import is_out_of_memory
 
 _UNKNOWN = "the loss fits no known formula: see loss_formula"
 _REFUSED = "the loss refuses ignored labels: see ignored_labels"
@@ -317,6 +318,8 @@ def empty_loss(subject: Subject) -> CheckResult:
                 if loss.requires_grad:
                     loss.backward()  # type: ignore[no-untyped-call]
         except (IndexError, RuntimeError, ValueError) as error:
+            if is_out_of_memory(error):
+                raise
             return subject.warned(
                 where=where,
                 meaning=f"It raises {type(error).__name__}: {' '.join(str(error).split())[:120]}",

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from stackwise.capability import masked_with_positions
 from stackwise.checks.check import check
 from stackwise.checks.probe.call import (
-    REFUSALS,
     dtype_of,
     has_fixed_state,
     leaves_state,
     masked,
     real_inputs,
     reason_of,
+    refusals,
 )
 from stackwise.checks.probe.difference import NOT_REPEATED, hear, relative_difference, repeats
 from stackwise.checks.result import CheckResult, listed
@@ -218,7 +218,7 @@ def padding_amount(subject: Subject) -> CheckResult:
 
     try:
         gaps(subject.model())
-    except REFUSALS as error:
+    except refusals() as error:
         return subject.not_applicable(
             f"needs rows of {batches[0].rows[-1].shape[1]} alone: {reason_of(error)}"
         )
@@ -256,7 +256,7 @@ def padding_finite(subject: Subject) -> CheckResult:
             try:
                 full = masked(subject, model, ragged.padded(content), everything)
                 output = masked(subject, model, ragged.padded(content), ragged.keep)
-            except REFUSALS:
+            except refusals():
                 if dtype is None:
                     raise
                 continue  # it does not run in this dtype
@@ -291,7 +291,7 @@ def padding_empty_row(subject: Subject) -> CheckResult:
 
     try:
         masked(subject, subject.model(), inputs, without)
-    except REFUSALS as error:
+    except refusals() as error:
         return subject.not_applicable(
             f"needs a row of nothing but padding, which is refused: {reason_of(error)}"
         )
@@ -325,7 +325,7 @@ def padding_gradients(subject: Subject) -> CheckResult:
     for name, (batch, keep) in cases.items():
         try:
             bad = _bad_gradients(subject, batch, keep)
-        except REFUSALS:
+        except refusals():
             if keep is not without:
                 raise
             continue  # such a row is refused

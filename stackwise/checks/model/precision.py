@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from stackwise.checks.check import check
-from stackwise.checks.probe.call import REFUSALS, dtype_of, reason_of
+from stackwise.checks.probe.call import dtype_of, reason_of, refusals
 from stackwise.checks.probe.shadow import Kind, Loss, Shadow
 from stackwise.checks.result import CheckResult
 from stackwise.checks.subject import Subject
@@ -214,12 +214,12 @@ def _refused_by_autocast(subject: Subject, dtype: torch.dtype) -> str:
     model, inputs = subject.model(), subject.inputs(1)
     try:
         subject.logits(model, inputs)
-    except REFUSALS:
+    except refusals():
         return ""
     try:
         with _without_warnings(), torch.autocast(subject.device.type, dtype):
             subject.logits(model, inputs)
-    except REFUSALS as error:
+    except refusals() as error:
         return reason_of(error)
     return ""
 
@@ -248,7 +248,7 @@ def _run(
             budget = _BUDGET if seq_len > subject.seq_len else torch.inf
             try:
                 return _attempt(subject, dtype, seq_len, limits, autocast, buffers_too, budget)
-            except REFUSALS as error:
+            except refusals() as error:
                 # Of the shortest: that of a longer one may be its length, or the budget.
                 refused = " ".join(str(error).split())[:160]
     raise _Cannot(refused)

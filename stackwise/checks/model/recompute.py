@@ -17,6 +17,7 @@ from stackwise.checks.probe.layers import repeated_layers
 from stackwise.checks.probe.parameter_gradient import Apart, Gradients, apart, gradients_of, limit_of
 from stackwise.checks.result import CheckResult
 from stackwise.checks.subject import Subject
+from stackwise.out_of_memory import is_out_of_memory
 
 _ADVICE = (
     "Look for tensors that reach the recomputed part by an attribute or a closure instead of an argument, "
@@ -48,6 +49,8 @@ def recompute_gradients(subject: Subject) -> CheckResult:
         except _NoSwitch:
             continue
         except Exception as error:  # loud, so nobody trains with it
+            if is_out_of_memory(error):
+                raise
             return subject.warned(
                 meaning=f"Recomputing raised {type(error).__name__}: {' '.join(str(error).split())[:200]}",
                 advice=_ADVICE,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from stackwise.checks.check import check
-from stackwise.checks.probe.call import REFUSALS
+from stackwise.checks.probe.call import refusals
 from stackwise.checks.probe.difference import absolute_difference, variation
 from stackwise.checks.result import CheckResult
 from stackwise.checks.subject import Subject
@@ -99,7 +99,7 @@ def _is_tied(subject: Subject, model: nn.Module) -> bool | None:
         weight[token] += noise * weight.std()
         moved = absolute_difference(before, subject.logits(model, inputs)).amax(dim=(0, 1))
         weight[token] = row
-    except REFUSALS:
+    except refusals():
         return None  # not in this dtype
     if moved.median() > 0 or not before.isfinite().all(dim=0).any():
         return None  # all outputs move: it is not the token's own logit that tells
@@ -121,7 +121,7 @@ def _embedding_weight(subject: Subject, model: nn.Module, inputs: Tensor) -> Ten
     handles = [m.register_forward_pre_hook(look, with_kwargs=True) for m in model.modules()]
     try:
         subject.logits(model, inputs)
-    except REFUSALS:
+    except refusals():
         return None
     finally:
         for handle in handles:

@@ -5,6 +5,7 @@ Shapes: B batch, T positions, V outputs.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from stackwise.checks.subject import Subject
 from stackwise.inference import cast, logits_of
+from stackwise.out_of_memory import is_out_of_memory
 
 __all__ = [
     "REFUSALS",
@@ -23,12 +25,22 @@ __all__ = [
     "masked",
     "real_inputs",
     "reason_of",
+    "refusals",
     "tensors_of",
 ]
 
 # What a model raises that cannot be asked this: in this dtype, of this length, in this way, or with a cache
 # that has no more room. NotImplementedError is a RuntimeError.
 REFUSALS = (RuntimeError, TypeError, ValueError, LookupError, AssertionError)
+
+
+def refusals() -> tuple[type[Exception], ...]:
+    """`REFUSALS`, for an except clause, which asks as an error comes; none where memory was too small.
+
+    That error says nothing of the model, and breaks the check off.
+    """
+    error = sys.exception()
+    return () if error is not None and is_out_of_memory(error) else REFUSALS
 
 
 def masked(subject: Subject, model: nn.Module, inputs: Tensor, keep: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from stackwise.checks.probe.call import REFUSALS, reason_of
 from stackwise.checks.subject import Subject
 from stackwise.inference import logits_of
+from stackwise.out_of_memory import is_out_of_memory
 
 __all__ = [
     "IGNORED",
@@ -145,7 +146,7 @@ def _read(subject: Subject) -> _Reading:
         try:
             value, logits = labelled_loss(subject, model, inputs, labels)
         except (IndexError, RuntimeError, ValueError) as error:
-            if index == 0:
+            if index == 0 or is_out_of_memory(error):
                 raise
             raise RefusedLabelsError(reason_of(error)) from error
         values.append(value)

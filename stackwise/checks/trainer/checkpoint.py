@@ -24,6 +24,7 @@ from stackwise.checks.probe.run_state import (
 )
 from stackwise.checks.result import CheckResult, listed
 from stackwise.checks.trainer_subject import TrainerSubject
+from stackwise.out_of_memory import is_out_of_memory
 from stackwise.random_states import random_states, set_random_states
 from stackwise.seed import seeded
 from stackwise.trainer_spec import TrainingRun
@@ -59,6 +60,8 @@ def checkpoint_round_trip(subject: TrainerSubject) -> CheckResult:
                 try:
                     other.load(folder)  # type: ignore[attr-defined]
                 except Exception as error:
+                    if is_out_of_memory(error):
+                        raise
                     return _unloadable(subject, error)
             lost = different(saved, state_of(other))
             if lost:
@@ -256,6 +259,8 @@ def _in_this_process(
     try:
         return _go_on(subject.spec.create, folder, batches, subject.device, subject.seed, randomness)
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         raise _LoadError(f"{type(error).__name__}: {error}") from error
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from stackwise.checks.check import trainer_check
 from stackwise.checks.probe.batch import joined, rows_of
-from stackwise.checks.probe.call import REFUSALS
+from stackwise.checks.probe.call import refusals
 from stackwise.checks.probe.run_state import different, state_of
 from stackwise.checks.probe.update import distance, observed
 from stackwise.checks.result import CheckResult, listed
@@ -287,7 +287,7 @@ def _trained_losses(run: TrainingRun, batches: Iterable[Any]) -> list[float] | N
             if not (isinstance(auxiliary, Tensor) and auxiliary.numel() == 1 and auxiliary > 0):
                 return None
             losses.append(float(run.loss(batch)))  # type: ignore[attr-defined]
-    except REFUSALS:
+    except refusals():
         return None
     finally:
         for name, module in run.model.named_modules():
@@ -306,7 +306,7 @@ def _logits(run: TrainingRun, batch: Any) -> Tensor | None:
     for arguments, keywords in (((), named), ((ids,), {})):
         try:
             output = run.model(*arguments, **keywords)
-        except REFUSALS:
+        except refusals():
             continue
         found = getattr(output, "logits", output)
         if isinstance(found, Tensor) and found.ndim == 3 and found.shape[:2] == ids.shape:

@@ -14,6 +14,7 @@ from stackwise.checks.probe.dropout import WithoutDropout
 from stackwise.checks.probe.update import Observation, Update, distance, norm, observed
 from stackwise.checks.result import CheckResult, listed
 from stackwise.checks.trainer_subject import TrainerSubject
+from stackwise.out_of_memory import is_out_of_memory
 from stackwise.trainer_spec import TrainingRun
 
 _STEPS = 3
@@ -169,7 +170,7 @@ def strided_updates(subject: TrainerSubject) -> CheckResult:
                 for number in range(_STEPS):
                     run.step(subject.batch(number))
         except (RuntimeError, TypeError) as error:
-            if not strided:
+            if not strided or is_out_of_memory(error):
                 raise
             return subject.not_applicable(f"needs weights that may be strided: {reason_of(error)}")
         rated = [u for u in seen.updates if u.gradients and any(rate > 0 for rate in u.learning_rates)]

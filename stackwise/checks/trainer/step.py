@@ -9,11 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from stackwise.checks.check import trainer_check
+from stackwise.checks.probe.call import reason_of
 from stackwise.checks.probe.dropout import WithoutDropout
 from stackwise.checks.probe.run_state import different, number_in
 from stackwise.checks.probe.update import distance, observed
 from stackwise.checks.result import CheckResult, listed
 from stackwise.checks.trainer_subject import TrainerSubject
+from stackwise.out_of_memory import is_out_of_memory
 from stackwise.trainer_spec import TrainingRun
 
 _STEPS = 3
@@ -213,7 +215,12 @@ def non_finite_gradient(subject: TrainerSubject) -> CheckResult:
         with subject.fixed_randomness():
             run.step(subject.batch(1))
     except Exception as error:
-        return subject.passed(meaning=f"It raises {type(error).__name__}.")
+        if is_out_of_memory(error):
+            raise
+        if (reason := _raised_by_the_hook(subject)) is not None:
+            return subject.not_applicable(f"needs a gradient that a hook may change: {reason}")
+        text = " ".join(str(error).split())[:160]
+        return subject.passed(meaning=f"It raises {type(error).__name__}: {text}")
     finally:
         handle.remove()
     parameters: list[nn.Parameter] = list(run.model.parameters())
@@ -232,6 +239,28 @@ def non_finite_gradient(subject: TrainerSubject) -> CheckResult:
             "gradient has overflowed, which a loss scale makes sure to happen.",
         )
     return subject.passed(share, meaning=meaning)
+
+
+def _raised_by_the_hook(subject: TrainerSubject) -> str | None:
+    """What a second step raises where a hook leaves the gradient as it is; None: nothing.
+
+    What it raises without any hook is let through: then the step itself is broken, whatever the gradient.
+    """
+    for hooked in (False, True):
+        run = subject.run()
+        with subject.fixed_randomness():
+            run.step(subject.batch(0))
+        if hooked:
+            first = next(p for p in run.model.parameters() if p.requires_grad)
+            first.register_hook(lambda g: g * 1.0)  # type: ignore[no-untyped-call]
+        try:
+            with subject.fixed_randomness():
+                run.step(subject.batch(1))
+        except Exception as error:
+            if not hooked or is_out_of_memory(error):
+                raise
+            return reason_of(error)
+    return None
 
 
 def _rounding(run: TrainingRun) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 
 from stackwise.checks.check import trainer_check
-from stackwise.checks.probe.call import REFUSALS, reason_of
+from stackwise.checks.probe.call import reason_of, refusals
 from stackwise.checks.probe.host_wait import host_waits_in, listed_places
 from stackwise.checks.result import CheckResult
 from stackwise.checks.trainer_subject import TrainerSubject
@@ -22,7 +22,7 @@ def step_waits(subject: TrainerSubject) -> CheckResult:
         try:
             with host_waits_in(run.model) as places:
                 run.step(batch)
-        except REFUSALS as error:
+        except refusals() as error:
             return subject.not_applicable(f"needs a step whose operations can be seen: {reason_of(error)}")
     # The loss, or how many targets there are, is read by most; whether a scaled gradient overflowed by all.
     limit = 0.0 if subject.spec.never_waits is not None else 1.0 + subject.scales(run)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from stackwise.checks import check_model
 from stackwise.spec import ModelSpec
 from tests.zoo.cache import Fused, Rolling
 from tests.zoo.gpt import GPT, Encoder, Placed, gpt, placed, spec_of, windowed
@@ -117,6 +118,17 @@ def test_parts_that_are_refused(subjects):
     result = subjects.ask(spec_of(OneByOne), "cache_chunks")
     assert result.status == "not applicable"
     assert "NotImplementedError: one token at a time" in result.meaning
+
+
+def test_memory_that_is_too_small_for_parts_is_no_answer():
+    class Full(GPT):
+        def forward(self, input_ids, cache=None, **rest):
+            if cache is not None and input_ids.shape[1] > 1:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return super().forward(input_ids, cache=cache, **rest)
+
+    (result,) = check_model(spec_of(Full), checks=["cache_chunks"])
+    assert (result.status, result.meaning) == ("error", "OutOfMemoryError: CUDA out of memory")
 
 
 def test_outputs_of_the_last_token_alone_are_no_parts(subjects):

@@ -735,3 +735,23 @@ def test_the_advice_says_what_was_assumed(name, declared, assumed):
     (result,) = check_model(ModelSpec.of(Encoder, **declared), checks=[name])
     assert result.status == "failed"
     assert ("Causality was assumed: for an encoder, say causal=False" in result.advice) == assumed
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+    ],
+    ids=["cuda", "cpu"],
+)
+def test_memory_that_is_too_small_is_no_answer(subjects, error):
+    class Full(subjects.TinyLM):
+        def mix(self, x):
+            if x.shape[1] > 100:
+                raise error
+            return super().mix(x)
+
+    # At 67 positions it could be asked, and nobody would know that it was not at 273.
+    (result,) = check_model(ModelSpec.of(lambda: Full(max_len=300)), checks=["causality_far"])
+    assert (result.status, result.meaning) == ("error", f"{type(error).__name__}: {error}")

@@ -14,6 +14,7 @@ from stackwise.checks.probe.call import (
     masked,
     real_inputs,
     reason_of,
+    refusals,
     tensors_of,
 )
 from stackwise.checks.subject import Subject
@@ -155,3 +156,34 @@ def test_dtype_is_that_of_the_first_floating_point_parameter(dtype):
 def test_reason_in_one_line():
     assert reason_of(ValueError("one\n  two")) == "ValueError: one two"
     assert len(reason_of(ValueError("x" * 1000))) < 200
+
+
+def taken(error):
+    """What an except clause takes of an error that comes."""
+    try:
+        raise error
+    except refusals() as refusal:
+        return refusal
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no"), ValueError("no"), KeyError("no"), AssertionError()])
+def test_what_a_model_raises_is_a_refusal(error):
+    assert taken(error) is error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("can't allocate memory"), OSError("no")],
+    ids=["cuda", "cpu", "of another kind"],
+)
+def test_memory_that_is_too_small_is_no_refusal(error):
+    with pytest.raises(type(error)):
+        taken(error)
+
+
+def test_it_is_the_last_error_that_counts():
+    error = ValueError("no")
+    try:
+        raise MemoryError
+    except MemoryError:
+        assert taken(error) is error

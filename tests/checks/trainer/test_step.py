@@ -249,7 +249,43 @@ def test_what_is_done_about_a_gradient_that_is_not_finite():
         def clip(self):
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0, error_if_nonfinite=True)
 
-    assert "raises RuntimeError" in ask(loop_spec_of(Strict), "non_finite_gradient").meaning
+    strict = ask(loop_spec_of(Strict), "non_finite_gradient")
+    assert strict.status == "passed"
+    assert strict.meaning.startswith("It raises RuntimeError: The total norm of order 2.0")
+
+
+def test_a_step_that_raises_whatever_the_gradient_is_an_error():
+    class Short(Loop):
+        def step(self, batch):
+            if self.number == 1:
+                raise ValueError("no more batches")
+            return super().step(batch)
+
+    result = ask(loop_spec_of(Short), "non_finite_gradient")
+    assert (result.status, result.meaning) == ("error", "ValueError: no more batches")
+
+
+def test_a_step_that_refuses_hooks_cannot_be_asked_about_its_gradient():
+    class Hookless(Loop):
+        def step(self, batch):
+            if any(p._backward_hooks for p in self.model.parameters()):
+                raise RuntimeError("hooks are not supported")
+            return super().step(batch)
+
+    result = ask(loop_spec_of(Hookless), "non_finite_gradient")
+    assert result.status == "not applicable"
+    assert result.meaning.endswith("RuntimeError: hooks are not supported")
+
+
+def test_memory_that_is_too_small_is_no_answer_to_a_gradient():
+    class Full(Loop):
+        def update(self):
+            if not all(p.grad.isfinite().all() for p in self.model.parameters() if p.grad is not None):
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            super().update()
+
+    result = ask(loop_spec_of(Full), "non_finite_gradient")
+    assert (result.status, result.meaning) == ("error", "OutOfMemoryError: CUDA out of memory")
 
 
 def test_an_overflow_that_a_scaler_is_to_leave_out():

@@ -1,10 +1,11 @@
 """Is an architecture of one's own worth it? Train it beside a Llama of the same size, and see what both do.
 
-    python examples/compare_with_llama.py --steps 300 --output comparison
+    pip install 'stackwise[hf,report]'
+    python examples/compare_with_llama.py --steps 300
 
 Both learn the same bytes in the same order: the documentation that every CPython carries. Then both are asked
 the same of pages that neither has seen: how many bits a byte takes, and which of four endings a passage has.
-The table has speed and quality of both, each with its interval.
+The table has speed and quality of both, each with its interval, and is written to build/comparison.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -26,6 +28,7 @@ from stackwise.quality import Question, Task, compare_quality, score_questions, 
 
 TOKENIZER = ByteTokenizer(["bos", "eos"])
 CONTEXT, ENDING, CHOICES = 96, 24, 4
+NEEDED = ("transformers", "matplotlib")  # for the Llama, and for the plot at the end
 
 
 @dataclass
@@ -37,7 +40,7 @@ class Settings:
     seq_len: int = 128
     questions: int = 200
     learning_rate: float = 3e-3
-    output: Path = Path("comparison")
+    output: Path = Path("build/comparison")
 
 
 def own_architecture(seq_len: int) -> nn.Module:
@@ -96,6 +99,10 @@ def passages(pages: Sequence[str], n: int, chance: random.Random) -> list[Questi
 def main() -> None:
     """Train both, ask both, and write what came of it."""
     settings = tyro.cli(Settings)
+    # Before anything is trained.
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if missing:
+        raise SystemExit(f"{' and '.join(missing)} not found: pip install 'stackwise[hf,report]'")
     chance = random.Random(0)
     pages = [page for page in documentation_pages() if len(page) > 2 * (CONTEXT + ENDING)]
     chance.shuffle(pages)

@@ -1,7 +1,7 @@
 """Benchmark settings: which of pytest-benchmark's our own loop follows, and a note on each that it cannot.
 
 They come from its command line, or from the marker `benchmark` of a test, which wins. What the call of
-`throughput` says itself wins over both.
+`throughput` says itself wins over both, and of calls there are at least as many as a limit of the test takes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _NOT_FOLLOWED: Mapping[str, str] = {
 
 
 def followed(item: pytest.Item, arguments: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The keywords of a measurement with what pytest-benchmark's settings add, and notes on the others.
+    """The keywords that pytest-benchmark's settings add to a measurement, and notes on the others.
 
     Args:
         item: the test, of which `replayed` was asked before.
@@ -54,10 +54,11 @@ def followed(item: pytest.Item, arguments: Mapping[str, Any]) -> tuple[dict[str,
             notes.append(f"{source} is not followed: {_NOT_FOLLOWED[name]}")
             continue
         for key, wanted in _FOLLOWED[name](value).items():
-            if key in arguments and arguments[key] != wanted:
+            if key not in arguments:
+                added[key] = wanted
+            elif arguments[key] != wanted:
                 notes.append(f"{source} is not followed: the test itself says {key}={arguments[key]!r}")
-            added[key] = wanted
-    return added | dict(arguments), tuple(notes)
+    return added, tuple(notes)
 
 
 def replayed(item: pytest.Item, timer: Callable[[], float]) -> dict[str, Any]:

@@ -7,16 +7,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from stackwise.amount import parse_seconds, time_text
 from stackwise.argument import check_choice, require
 from stackwise.benchmark.generation import LATENCIES, GenerationMeasurement
+from stackwise.benchmark.timing.measurement import LEAST_CALLS
 from stackwise.benchmark.timing.percentile import least_count
-from stackwise.gate.limit import parse_seconds
 
 if TYPE_CHECKING:
     from stackwise.benchmark.timing.measurement import Measurement
     from stackwise.benchmark.workload import Workload
 
 __all__ = ["LatencyError", "LatencyLimit", "least_arguments", "require_within"]
+
+_MOST_DIGITS = 17  # that a float has
 
 
 class LatencyError(AssertionError):
@@ -54,64 +57,94 @@ class LatencyLimit:
             check_choice("of", of, LATENCIES)
         return cls(seconds, of)
 
-    def least_calls(self, workload: Workload) -> int:
-        """How many calls it takes to know these percentiles.
-
-        Raises:
-            ValueError: the work has no such latency.
-        """
-        least = max(map(least_count, self.seconds))
-        if workload.each_token is None:
-            require(
-                self.of is None, "of", self.of, f"none here, since {workload.name} does not tell its tokens"
-            )
-            return least
-        if self.of not in (None, "itl", "tpot"):
-            return least
-        gaps, wanted = workload.new_tokens - 1, f"2 or more, of which {self.of or 'itl'} is known"
-        require(gaps > 0, "new_tokens", workload.new_tokens, wanted)
-        return least if self.of == "tpot" else math.ceil(least / gaps)
-
 
 def least_arguments(limits: Sequence[LatencyLimit], workload: Workload) -> dict[str, Any]:
-    """What `measure` or `measure_generation` has to be told for the limits, one or more, to be judged.
+    """What `measure` or `measure_generation` has to be told for the limits to be judged.
+
+    Never fewer calls than they make by themselves: the gaps of one generation are not independent.
+
+    Args:
+        limits: one or more, the closest to the test first.
+        workload: that is measured.
 
     Raises:
         ValueError: the work has no such latency.
     """
-    found = {"min_calls": max(limit.least_calls(workload) for limit in limits)}
-    if workload.each_token is None and any(set(limit.seconds) - {50} for limit in limits):
+    judged = _most_seconds(limits, generates=workload.each_token is not None)
+    found = {"min_calls": max(LEAST_CALLS, *(_least_calls(of, q, workload) for of, q in judged))}
+    if workload.each_token is None and any(q != 50 for _, q in judged):
         found["calls_per_sample"] = 1  # a mean of several hides the slow ones
     return found
 
 
-def require_within(limits: Sequence[LatencyLimit], found: Measurement | GenerationMeasurement) -> None:
+def require_within(
+    limits: Sequence[LatencyLimit], found: Measurement | GenerationMeasurement, said: Mapping[str, Any]
+) -> None:
     """Hold a measurement to the limits.
+
+    Args:
+        limits: one or more, the closest to the test first.
+        found: what was measured.
+        said: keywords of the measurement that the test itself gave, which won over `least_arguments`.
 
     Raises:
         LatencyError: it is beyond one, or too few samples were taken to know.
     """
     __tracebackhide__ = True
     beyond = []
-    for limit in limits:
-        for q, most in limit.seconds.items():
-            if isinstance(found, GenerationMeasurement):
-                of = limit.of or "itl"
-                name, samples = f"p{q} of {of.upper()}", found.percentile(q, of)
-            else:
-                name, samples = f"p{q}", found.percentile(q)
-            if samples is None or samples.value is None:
-                count = 0 if samples is None else samples.count
-                beyond.append(
-                    f"{name} is not known of {count} samples: it takes {least_count(q)}, each of one call"
-                )
-            elif samples.value > most:
-                beyond.append(f"{name} was {_text(samples.value)}; allowed: at most {_text(most)}")
+    own = ", ".join(f"{key}={said[key]!r}" for key in ("min_calls", "calls_per_sample") if key in said)
+    generates = isinstance(found, GenerationMeasurement)
+    for (of, q), most in _most_seconds(limits, generates=generates).items():
+        if isinstance(found, GenerationMeasurement):
+            assert of is not None
+            name, samples = f"p{q} of {of.upper()}", found.percentile(q, of)
+        else:
+            name, samples = f"p{q}", found.percentile(q)
+        if samples is None or samples.value is None:
+            count = 0 if samples is None else samples.count
+            why = f"; the test itself says {own}" if own else ""
+            beyond.append(
+                f"{name} is not known of {count} samples: it takes {least_count(q)}, each of one call{why}"
+            )
+        elif samples.value > most:
+            was, allowed = _told_apart(samples.value, most)
+            beyond.append(f"{name} was {was}; allowed: at most {allowed}")
     if beyond:
         steady = "" if found.steady else f" (not steady: {found.warmup.reason})"
         raise LatencyError(f"max_latency: {'; '.join(beyond)}{steady}")
 
 
-def _text(seconds: float) -> str:
-    scale, unit = (1.0, "s") if seconds >= 1 else (1e3, "ms") if seconds >= 1e-3 else (1e6, "us")
-    return f"{seconds * scale:.4g} {unit}"
+def _most_seconds(limits: Sequence[LatencyLimit], *, generates: bool) -> dict[tuple[str | None, int], float]:
+    """The most, by latency and percentile: what the first limit says that has it."""
+    found: dict[tuple[str | None, int], float] = {}
+    for limit in limits:
+        of = (limit.of or "itl") if generates else limit.of
+        for q, most in limit.seconds.items():
+            found.setdefault((of, q), most)
+    return found
+
+
+def _least_calls(of: str | None, q: int, workload: Workload) -> int:
+    """How many calls it takes to know a percentile.
+
+    Raises:
+        ValueError: the work has no such latency.
+    """
+    least = least_count(q)
+    if workload.each_token is None:
+        require(of is None, "of", of, f"none here, since {workload.name} does not tell its tokens")
+        return least
+    if of not in ("itl", "tpot"):
+        return least
+    gaps = workload.new_tokens - 1
+    require(gaps > 0, "new_tokens", workload.new_tokens, f"2 or more, of which {of} is known")
+    return least if of == "tpot" else math.ceil(least / gaps)
+
+
+def _told_apart(value: float, most: float) -> tuple[str, str]:
+    """Both times as text, with as many digits as it takes to see that they differ."""
+    for digits in range(4, _MOST_DIGITS):
+        texts = time_text(value, digits), time_text(most, digits)
+        if texts[0] != texts[1]:
+            return texts
+    return time_text(value, _MOST_DIGITS), time_text(most, _MOST_DIGITS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from inspect import Parameter, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,12 +12,11 @@ import pytest
 
 if TYPE_CHECKING:
     from pytest_stackwise.latency import LatencyLimit
+    from pytest_stackwise.quality import QualityMarker
     from stackwise.gate.limit import Limits
-    from stackwise.quality.requirement import Requirement
     from stackwise.stability import Fault
 
 __all__ = [
-    "Quality",
     "check_lengths",
     "fault_readers",
     "faults_of",
@@ -42,27 +41,27 @@ stability: a stability test; set by the plugin on each test that uses one of its
 recovers(within, loss_tolerance): the run of stability_run is held against a clean twin: an alarm at each \
 broken step, before its update, and from `within` steps after the fault on losses no more than \
 `loss_tolerance` nats apart; else the test fails
-nan_injection(step, target='activation', kind='nan', duration=1): one 'nan' or 'inf' is written; \
+nan_injection(step, target='activation', kind='nan', seed=None, duration=1): one 'nan' or 'inf' is written; \
 target: loss, or activation, gradient, weight, optimizer_state, batch, each with or without [:PATTERN]
-gradient_explosion(step, factor=10.0, duration=1): all gradients are multiplied by `factor`
+gradient_explosion(step, factor=10.0, target='*', duration=1): the gradients of `target` grow by `factor`
 gradient_scale(step, factor=0.1, target='*', duration=1): the gradients of `target` are multiplied
 loss_spike(step, factor=10.0, duration=1): the loss is multiplied by `factor`
 logit_growth(step, factor=4.0, target=None, duration=1): queries are scaled, so that logits grow
 embedding_explosion(step, factor=10.0, target='*', duration=1): embedding tables are scaled
 label_corruption(step, fraction=1.0, seed=0, duration=1): labels are replaced by others
-bit_flip(step, target='weight', bit=None, duration=1): one bit is flipped
-half_overflow(step, target='activation', factor=2.0, duration=1): values go beyond float16
+bit_flip(step, target='weight', bit=None, seed=None, duration=1): one bit is flipped
+half_overflow(step, target='activation', factor=2.0, seed=None, duration=1): values go beyond float16
 corrupt_sample(step, seed=0, duration=1): one row of a batch becomes noise
 unreadable_sample(step, seed=0, duration=1): the loader raises in place of a batch
-worker_death(step, seed=0): a worker process of a DataLoader is killed
+worker_death(step, seed=0, duration=1): a worker process of a DataLoader is killed
 out_of_memory(step, target=None, moment='forward', duration=1): torch.OutOfMemoryError in the middle of a pass
 slow_rank(step, rank=0, seconds=1.0, duration=1): one rank of run_processes waits
-dead_rank(step, rank=0, kind='kill'): one rank of run_processes is gone; kind: 'kill' or 'exit'
-process_signal(step, kind='SIGTERM', moment='forward', folder=None, operation=0, target=None): the process \
-gets SIGTERM or SIGKILL; moment: 'forward', 'update', or 'save', at an operation on files below `folder`
+dead_rank(step, rank=0, kind='kill', duration=1): one rank of run_processes is gone; kind: 'kill' or 'exit'
+process_signal(step, kind='SIGTERM', moment='forward', folder=None, operation=0, target=None, duration=1): \
+it gets SIGTERM or SIGKILL; moment: 'forward', 'update', or 'save', at an operation on files of `folder`
 disk_full(step=0, folder='.', target='*', after=0, duration=1): writes below `folder` fail with ENOSPC
 short_write(step=0, folder='.', target='*', after=0, duration=1): of each file the rest is lost
-bit_rot(step=0, folder='.', target='*', kind='flip', seed=0): a bit is flipped, or a file truncated
+bit_rot(step=0, folder='.', target='*', kind='flip', seed=0, duration=1): a bit is flipped, or a file cut off
 seq_lengths(*lengths): one test per sequence length, for stability_run and throughput; one of all for \
 length_sweep
 throughput(mode='forward', batch_size=1, seq_len=128, new_tokens=32, dtype=None, compile=False, \
@@ -119,14 +118,9 @@ _NEEDS = {
     "quality": ("quality",),
     "no_memory_growth": ("no_memory_growth",),
 }
-_STABILITY = (
-    "stability_run",
-    "inject_faults",
-    "run_processes",
-    "broken_storage",
-    "length_sweep",
-    "first_unstable_length",
-)
+# Fixtures: those that read faults, and those that train at several lengths. Tests of both are of stability.
+_FAULT_READERS = ("stability_run", "inject_faults", "run_processes", "broken_storage")
+_LENGTH_SWEEPS = ("length_sweep", "first_unstable_length")
 
 
 def register(config: pytest.Config) -> None:
@@ -162,7 +156,8 @@ def validate(item: pytest.Item) -> None:
         from stackwise.gate.limit import Limits
 
         gate_of(item, Limits())
-    if any(name in fixtures for name in _STABILITY) and item.get_closest_marker("stability") is None:
+    is_of_stability = any(name in fixtures for name in (*_FAULT_READERS, *_LENGTH_SWEEPS))
+    if is_of_stability and item.get_closest_marker("stability") is None:
         item.add_marker("stability")
 
 
@@ -208,7 +203,7 @@ def fault_readers(item: pytest.Item) -> list[str]:
     """Those of the test's fixtures that read its faults."""
     fixtures = getattr(item, "fixturenames", ())
     wanted = {name for marker in item.iter_markers() for name in _FAULTS.get(marker.name, ())}
-    return [name for name in _STABILITY if name in wanted and name in fixtures]
+    return [name for name in _FAULT_READERS if name in wanted and name in fixtures]
 
 
 def recovery_of(item: pytest.Item) -> dict[str, Any]:
@@ -263,10 +258,10 @@ def max_memory_of(item: pytest.Item) -> int | None:
     marker = item.get_closest_marker("max_memory")
     if marker is None:
         return None
-    from pytest_stackwise.byte_size import byte_size
+    from stackwise.amount import parse_bytes
 
     with _refused(item, marker):
-        return byte_size("limit", _only_argument(item, marker, "a size such as '2 GiB'"))
+        return parse_bytes("limit", _only_argument(item, marker, "a size such as '2 GiB'"))
 
 
 def min_tokens_per_second_of(item: pytest.Item) -> float | None:
@@ -283,14 +278,13 @@ def min_tokens_per_second_of(item: pytest.Item) -> float | None:
 
 
 def max_latency_of(item: pytest.Item) -> list[LatencyLimit]:
-    """What markers max_latency allow: of each kind of latency, the closest."""
-    found: dict[str | None, LatencyLimit] = {}
-    for marker in item.iter_markers("max_latency"):
-        from pytest_stackwise.latency import LatencyLimit
+    """What markers max_latency allow, the closest first: of one latency and percentile that one counts."""
+    markers = _closest_first(item, "max_latency")
+    if not markers:
+        return []
+    from pytest_stackwise.latency import LatencyLimit
 
-        limit: LatencyLimit = _call(item, marker, LatencyLimit.read)
-        found.setdefault(limit.of, limit)
-    return list(found.values())
+    return [_call(item, marker, LatencyLimit.read) for marker in markers]
 
 
 def no_memory_growth_of(item: pytest.Item) -> dict[str, Any]:
@@ -298,66 +292,25 @@ def no_memory_growth_of(item: pytest.Item) -> dict[str, Any]:
     marker = item.get_closest_marker("no_memory_growth")
     if marker is None:
         return {}
-    from pytest_stackwise.byte_size import byte_size
+    from stackwise.amount import parse_bytes
     from stackwise.benchmark.memory.growth import check_growth
 
     arguments = dict(marker.kwargs)
     with _refused(item, marker):
         if "tolerance" in arguments:
-            arguments["tolerance"] = byte_size("tolerance", arguments["tolerance"])
+            arguments["tolerance"] = parse_bytes("tolerance", arguments["tolerance"])
     _call(item, marker, check_growth, arguments)
     return arguments
 
 
-@dataclass(frozen=True)
-class Quality:
-    """What the marker quality says.
-
-    Attributes:
-        task: mmlu, hellaswag, or a file.
-        data: the folder of published data sets; None: they are loaded.
-        how: further keywords of `stackwise.quality.load_task`.
-        requirement: what is asked.
-    """
-
-    task: str
-    data: str | None
-    how: dict[str, Any]
-    requirement: Requirement
-
-    def task_of(self, folder: Path) -> str:
-        """The task; a file spelled out from the test's folder."""
-        return str(folder / self.task) if Path(self.task).suffix else self.task
-
-    def folder_of(self, folder: Path) -> Path | None:
-        """The folder of data sets, spelled out likewise."""
-        return None if self.data is None else folder / self.data
-
-
-def quality_of(item: pytest.Item) -> Quality | None:
+def quality_of(item: pytest.Item) -> QualityMarker | None:
     """What the marker quality asks; None: there is none."""
     marker = item.get_closest_marker("quality")
     if marker is None:
         return None
-    from stackwise.quality.requirement import Requirement
+    from pytest_stackwise.quality import QualityMarker
 
-    def read(
-        task: str,
-        at_least: float | None = None,
-        at_most: float | None = None,
-        within_of_baseline: float | None = None,
-        level: float = 0.95,
-        data: str | None = None,
-        shots: int | None = None,
-        limit: int | None = None,
-    ) -> Quality:
-        from stackwise.argument import require
-
-        require(isinstance(task, str) and bool(task), "task", task, "mmlu, hellaswag, or the name of a file")
-        how = {key: value for key, value in (("shots", shots), ("limit", limit)) if value is not None}
-        return Quality(task, data, how, Requirement(at_least, at_most, within_of_baseline, level))
-
-    found: Quality = _call(item, marker, read)
+    found: QualityMarker = _call(item, marker, QualityMarker.read)
     return found
 
 
@@ -366,14 +319,15 @@ def gate_of(item: pytest.Item, limits: Limits) -> Limits:
     marker = item.get_closest_marker("gate")
     if marker is None:
         return limits
-    arguments = dict(marker.kwargs)
-    with _refused(item, marker):
-        if arguments.get("memory_floor") is not None:
-            from pytest_stackwise.byte_size import byte_size
-
-            arguments["memory_floor"] = byte_size("memory_floor", arguments["memory_floor"])
-    found: Limits = _call(item, marker, limits.changed, arguments)
+    found: Limits = _call(item, marker, limits.changed)
     return found
+
+
+def _closest_first(item: pytest.Item, name: str) -> list[pytest.Mark]:
+    """The markers of one name, with those of the test's parameters, which pytest has behind, in front."""
+    of_parameters = getattr(getattr(item, "callspec", None), "marks", ())
+    found = item.iter_markers(name)
+    return sorted(found, key=lambda marker: not any(marker is each for each in of_parameters))
 
 
 def _only_argument(item: pytest.Item, marker: pytest.Mark, wanted: str) -> Any:
@@ -401,8 +355,21 @@ def _call(
 ) -> Any:
     if marker.args:
         raise pytest.UsageError(f"{item.nodeid}: marker {marker.name} takes keyword arguments only")
+    given = marker.kwargs if arguments is None else arguments
     try:
-        return function(**(marker.kwargs if arguments is None else arguments))
+        _check_keys(given, function)
+        return function(**given)
     except (TypeError, ValueError) as error:
         message = str(error).rpartition("() ")[2].removeprefix(f"{marker.name}: ")
         raise pytest.UsageError(f"{item.nodeid}: marker {marker.name}: {message}") from None
+
+
+def _check_keys(given: Mapping[str, Any], function: Callable[..., Any]) -> None:
+    """Refuse keywords that the function does not have, unless it looks at them itself."""
+    from stackwise.argument import check_choice
+
+    parameters = signature(function).parameters
+    if any(each.kind is Parameter.VAR_KEYWORD for each in parameters.values()):
+        return
+    for key in given:
+        check_choice("key", key, parameters)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,9 +12,9 @@ import pytest
 from pytest_stackwise import markers, records
 
 if TYPE_CHECKING:
-    from stackwise.quality.requirement import Judgement
+    from stackwise.quality.requirement import Judgement, Requirement
 
-__all__ = ["QualityError", "QualityFixtures"]
+__all__ = ["QualityError", "QualityFixtures", "QualityMarker"]
 
 
 class QualityError(AssertionError):
@@ -25,6 +27,55 @@ class QualityError(AssertionError):
     def __init__(self, judgement: Judgement) -> None:
         self.judgement = judgement
         super().__init__(judgement.reason)
+
+
+@dataclass(frozen=True)
+class QualityMarker:
+    """What the marker quality says.
+
+    Attributes:
+        task: mmlu, hellaswag, or a file.
+        data: the folder of published data sets; None: they are loaded.
+        how: further keywords of `stackwise.quality.load_task`.
+        requirement: what is asked.
+    """
+
+    task: str
+    data: str | None
+    how: dict[str, Any]
+    requirement: Requirement
+
+    @classmethod
+    def read(
+        cls,
+        task: str,
+        at_least: float | None = None,
+        at_most: float | None = None,
+        within_of_baseline: float | None = None,
+        level: float = 0.95,
+        data: str | None = None,
+        shots: int | None = None,
+        limit: int | None = None,
+    ) -> QualityMarker:
+        """What the arguments of a marker say.
+
+        Raises:
+            ValueError: no task, or what `Requirement` refuses.
+        """
+        from stackwise.argument import require
+        from stackwise.quality.requirement import Requirement
+
+        require(isinstance(task, str) and bool(task), "task", task, "mmlu, hellaswag, or the name of a file")
+        how = {key: value for key, value in (("shots", shots), ("limit", limit)) if value is not None}
+        return cls(task, data, how, Requirement(at_least, at_most, within_of_baseline, level))
+
+    def task_of(self, folder: Path) -> str:
+        """The task; a file spelled out from the test's folder."""
+        return str(folder / self.task) if Path(self.task).suffix else self.task
+
+    def folder_of(self, folder: Path) -> Path | None:
+        """The folder of data sets, spelled out likewise."""
+        return None if self.data is None else folder / self.data
 
 
 class QualityFixtures:

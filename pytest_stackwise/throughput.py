@@ -7,7 +7,7 @@ that sample: saving, comparing, JSON, groups and --benchmark-only all work.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import chain, repeat
@@ -122,7 +122,8 @@ class WithBenchmark(Gated):
         compares `subject` with it, else it is left alone. Returns the Measurement or GenerationMeasurement.
         Where benchmarks are disabled (--benchmark-disable, xdist) one call is made and timed, without
         warm-up. Of pytest-benchmark's own settings min_rounds, max_time and warmup are followed; each other
-        one that was chosen is a note.
+        one that was chosen is a note. max_latency takes as many calls as its percentiles do, where the call
+        does not say min_calls.
         """
         _owe(request.node)
         is_called = False
@@ -132,11 +133,12 @@ class WithBenchmark(Gated):
             del against  # what a gate compares with
             __tracebackhide__ = True
             is_called = True
+            settings: dict[str, Any] = {}
             notes: tuple[str, ...] = ()
             if not benchmark.disabled:
-                arguments, notes = benchmark_settings.followed(request.node, arguments)
+                settings, notes = benchmark_settings.followed(request.node, arguments)
             found, record, peak = _measure(
-                request.node, subject, seq_len, benchmark.disabled, arguments, notes
+                request.node, subject, seq_len, benchmark.disabled, arguments, settings, notes
             )
             calls = record.get("calls_per_sample", 1)
             stackwise_clock.load(found.seconds, calls)
@@ -144,7 +146,7 @@ class WithBenchmark(Gated):
             benchmark.pedantic(stackwise_clock.advance, rounds=len(found.seconds), iterations=calls)
             if not benchmark.disabled:
                 self._measured[request.node.nodeid] = record["device"]
-            _hold_to_limits(request.node, found, peak, record["device"], benchmark.disabled)
+            _hold_to_limits(request.node, found, peak, record["device"], arguments, benchmark.disabled)
             return found
 
         yield run
@@ -193,8 +195,8 @@ class Alone(Gated):
         def run(subject: Any, *, against: Any = None, **arguments: Any) -> Found:
             del against  # what a gate compares with
             __tracebackhide__ = True
-            found, record, peak = _measure(request.node, subject, seq_len, False, arguments)
-            _hold_to_limits(request.node, found, peak, record["device"], False)
+            found, record, peak = _measure(request.node, subject, seq_len, False, arguments, {})
+            _hold_to_limits(request.node, found, peak, record["device"], arguments, False)
             return found
 
         return run
@@ -216,9 +218,20 @@ def _measure(
     seq_len: int | None,
     disabled: bool,
     arguments: dict[str, Any],
+    settings: Mapping[str, Any],
     notes: tuple[str, ...] = (),
 ) -> tuple[Found, dict[str, Any], PeakMemory | None]:
-    """What was measured, the record of it, and where the test has a limit of memory, the peak to judge."""
+    """What was measured, the record of it, and where the test has a limit of memory, the peak to judge.
+
+    Args:
+        item: the test.
+        subject: what is measured.
+        seq_len: that the test is parametrized with.
+        disabled: whether one call is made, and timed.
+        arguments: of the call; those that are left in it are keywords of the measurement.
+        settings: more of those, over which a limit of the test and the call win.
+        notes: to be kept with what was measured.
+    """
     from stackwise.benchmark.generation import measure_generation
     from stackwise.benchmark.timing.measurement import measure
     from stackwise.benchmark.workload import Workload
@@ -239,18 +252,14 @@ def _measure(
             # round would wait for ever.
             held.close()
             held.enter_context(device.lock(str(workload.device)))
-        latencies = markers.max_latency_of(item)
-        if latencies:
-            from pytest_stackwise.latency import least_arguments
-
-            arguments = least_arguments(latencies, workload) | arguments
+        how = {**settings, **_needed(item, workload, settings), **arguments}
         found: Found
         if disabled:
             found = _found_once(workload)
         elif workload.each_token is None:
-            found = measure(workload, **arguments)
+            found = measure(workload, **how)
         else:
-            found = measure_generation(workload, **arguments)
+            found = measure_generation(workload, **how)
         limited = markers.max_memory_of(item) is not None
         peak = _peak_of(workload) if limited else None
         if peak is not None:
@@ -270,6 +279,17 @@ def _measure(
     }
     records.add(item, "throughput", {"test": item.nodeid, **record})
     return found, record, peak
+
+
+def _needed(item: pytest.Item, workload: Workload, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The keywords of a measurement without which the test's limits of latency could not be judged."""
+    latencies = markers.max_latency_of(item)
+    if not latencies:
+        return {}
+    from pytest_stackwise.latency import least_arguments
+
+    needed = least_arguments(latencies, workload)
+    return needed | {"min_calls": max(needed["min_calls"], settings.get("min_calls", 0))}
 
 
 def _found_once(workload: Workload) -> Found:
@@ -369,7 +389,12 @@ def _peak_of(workload: Workload) -> PeakMemory:
 
 
 def _hold_to_limits(
-    item: pytest.Item, found: Found, peak: PeakMemory | None, device_name: str, disabled: bool
+    item: pytest.Item,
+    found: Found,
+    peak: PeakMemory | None,
+    device_name: str,
+    said: Mapping[str, Any],
+    disabled: bool,
 ) -> None:
     """Fail a test beyond the limits of its markers; skip it where it cannot be told.
 
@@ -378,6 +403,7 @@ def _hold_to_limits(
         found: what was measured.
         peak: what max_memory is held against; None: the test has no such marker.
         device_name: where it was measured.
+        said: keywords of the measurement that the test itself gave.
         disabled: whether that was one call.
 
     Raises:
@@ -392,7 +418,7 @@ def _hold_to_limits(
     if latencies and not disabled:
         from pytest_stackwise.latency import require_within
 
-        require_within(latencies, found)
+        require_within(latencies, found, said)
     if peak is not None:
         # It skips where memory cannot be read, and with it what comes behind.
         memory.require_within(item, memory.loads_of(peak, device_name))

@@ -260,7 +260,8 @@ def compare_architectures(
         `memory_bytes` is the most that the model and one call held, above what the process held without them:
         on the CPU of resident pages, and no less than weights, buffers, gradients and the optimizer's state
         have; a note says where that is what is told. `execution` says how the work was done.
-        `floor_seconds` is the least time that decoding a token can take, and `bound` says by what.
+        `floor_seconds` is the least time that decoding a token can take, and `bound` says by what. A note
+        tells where one of an architecture and the baseline is causal and the other is not.
 
     Raises:
         ValueError: no architectures, another baseline, or settings outside their range.
@@ -311,9 +312,18 @@ def _rows(
         cache=config.cache,
     )
     return [
-        _Row(config, case, name, baseline, workload, found).values(counts[name], *memory[name])
+        _Row(
+            config, case, name, baseline, workload, found, notes=_unlike(specs[name], specs[baseline])
+        ).values(counts[name], *memory[name])
         for name, workload in workloads.items()
     ]
+
+
+def _unlike(spec: ModelSpec, baseline: ModelSpec) -> list[str]:
+    """A note where one of the two sees what is to come and the other does not: that is other work."""
+    if None in (spec.causal, baseline.causal) or spec.causal == baseline.causal:
+        return []
+    return [f"{'causal' if spec.causal else 'not causal'}, unlike {baseline.name}"]
 
 
 @dataclass(frozen=True)

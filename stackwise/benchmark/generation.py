@@ -22,7 +22,7 @@ from stackwise.benchmark.timing.clock import CLOCKS, HostClock, timing_event
 from stackwise.benchmark.timing.conditions import Conditions, notes_of
 from stackwise.benchmark.timing.gpu_state import READING_INTERVAL, GpuSensor
 from stackwise.benchmark.timing.host_state import host_state
-from stackwise.benchmark.timing.measurement import uncollected
+from stackwise.benchmark.timing.measurement import LEAST_CALLS, uncollected
 from stackwise.benchmark.timing.percentile import Percentile, percentile
 from stackwise.benchmark.timing.warmup import warm_up
 from stackwise.benchmark.workload import Workload, check_workload
@@ -157,7 +157,7 @@ def measure_generation(
     workload: Workload,
     *,
     min_seconds: float = 1.0,
-    min_calls: int = 5,
+    min_calls: int = LEAST_CALLS,
     warmup_seconds: float = 2.0,
     steady_within: float = 0.005,
     clock: str = "host",

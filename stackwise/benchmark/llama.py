@@ -6,9 +6,11 @@ Sizes: V vocabulary, C width, L layers, F width of the feed-forward part.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from stackwise.argument import require
@@ -49,7 +51,8 @@ def llama_baseline(like: Any, *, name: str = "llama") -> ModelSpec:
     """A Llama of transformers with the vocabulary and, as near as can be, the number of parameters of `like`.
 
     Width, depth and heads too are those of `like` where its sizes are known and are a Llama's; the width of
-    the feed-forward part makes up the difference.
+    the feed-forward part makes up the difference. Its weights have the dtype that most of those of `like`
+    have. It is causal: where `like` is not, its `notes` say so, and a table of `compare_architectures` too.
 
     Args:
         like: what `ModelSpec.of` understands, a model that takes tokens.
@@ -61,14 +64,16 @@ def llama_baseline(like: Any, *, name: str = "llama") -> ModelSpec:
     """
     spec = ModelSpec.of(like)
     require(spec.inputs == "tokens", "like", spec.name, "a model that takes tokens")
-    size = llama_size(spec.create(), vocab_size=spec.width)
+    model = spec.create()
+    size, dtype = llama_size(model, vocab_size=spec.width), _dtype_of(model)
+    del model
     try:
         from transformers import LlamaConfig, LlamaForCausalLM
     except ImportError as error:
         raise ImportError("llama_baseline needs transformers: pip install 'stackwise[hf]'") from error
 
     def llama() -> nn.Module:
-        model: nn.Module = LlamaForCausalLM(
+        made: nn.Module = LlamaForCausalLM(
             LlamaConfig(
                 vocab_size=size.vocab_size,
                 hidden_size=size.d_model,
@@ -80,9 +85,15 @@ def llama_baseline(like: Any, *, name: str = "llama") -> ModelSpec:
                 tie_word_embeddings=size.tied,
             )
         )
-        return model
+        # Not made.to(dtype), which would round what positions are computed from as well.
+        for weight in made.parameters():
+            weight.data = weight.data.to(dtype)
+        return made
 
-    return ModelSpec.of(llama, name=name)
+    found = ModelSpec.of(llama, name=name)
+    if spec.causal is False:
+        found = replace(found, notes=f"{found.notes}; it is causal, which {spec.name} is not")
+    return found
 
 
 def llama_size(model: nn.Module, *, vocab_size: int) -> LlamaSize:
@@ -107,6 +118,15 @@ def llama_size(model: nn.Module, *, vocab_size: int) -> LlamaSize:
         bool(candidates), "like", f"{n_parameters:,} parameters", f"at least {least:,}, of the least Llama"
     )
     return min(candidates, key=lambda size: abs(math.log(size.d_model / (_USUAL_ASPECT * size.n_layers))))
+
+
+def _dtype_of(model: nn.Module) -> torch.dtype:
+    """The one that most weights have, but for those of 8 bits, in which no Llama computes; else float32."""
+    sizes: Counter[torch.dtype] = Counter()
+    for p in model.parameters():
+        if p.is_floating_point() and p.dtype.itemsize > 1:
+            sizes[p.dtype] += p.numel()
+    return max(sizes, key=lambda dtype: sizes[dtype], default=torch.float32)
 
 
 def _is_tied(model: nn.Module, vocab_size: int) -> bool:

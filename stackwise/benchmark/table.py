@@ -12,8 +12,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Self
 
+from stackwise.amount import byte_text
 from stackwise.argument import check_choice, require
-from stackwise.benchmark.memory.byte_text import byte_text
+from stackwise.text_file import write_whole
 
 __all__ = ["ComparisonTable"]
 
@@ -241,6 +242,5 @@ def _is_number(value: Any) -> bool:
 
 def _written(text: str, path: str | Path | None) -> str:
     if path is not None:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(text, encoding="utf-8")
+        write_whole(Path(path), text)
     return text

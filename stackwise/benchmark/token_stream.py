@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from stackwise.inference import cast, logits_of
+from stackwise.out_of_memory import is_out_of_memory
 from stackwise.spec import ModelSpec
 
 __all__ = ["ALL_AGAIN", "LOOPS", "OnToken", "TokenStream", "empty_cache", "of_last", "token_stream"]
@@ -147,7 +148,9 @@ def _is_last_of(asked: ModelSpec, spec: ModelSpec, model: nn.Module) -> bool:
     whole = logits(spec)[:, -1:]
     try:
         last = logits(asked)
-    except Exception:  # any failure is an answer: it is not asked so
+    except Exception as error:  # any failure but this one is an answer: it is not asked so
+        if is_out_of_memory(error):
+            raise
         return False
     if last.shape != whole.shape:
         return False

@@ -129,6 +129,14 @@ def test_arithmetic(subjects, monkeypatch):
     assert a["note"] is None
 
 
+def test_one_that_reads_ahead_is_told(subjects, monkeypatch):
+    """It does not compute the same."""
+    found_by(monkeypatch)
+    architectures = {"a": subjects.grouped_rack, "b": subjects.bidirectional_rack}
+    for baseline, notes in (("a", [None, "not causal, unlike a"]), ("b", ["causal, unlike b", None])):
+        assert compare_architectures(architectures, CASE, baseline=baseline)["note"] == notes
+
+
 def test_throttled_rounds_give_no_ratio(subjects, monkeypatch):
     found_by(monkeypatch, discarded=3)
     _, b = compare_architectures({"a": subjects.gru, "b": subjects.gru}, CASE)

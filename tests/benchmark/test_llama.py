@@ -1,10 +1,11 @@
 """A Llama of the same size: counted by building it."""
 
 import pytest
+import torch
 from torch import nn
 
 from stackwise.benchmark.llama import LlamaSize, llama_baseline, llama_size
-from stackwise.model import create_simple_rack
+from stackwise.model import create_block_spec, create_rack_from_specs, create_simple_rack
 from stackwise.spec import ModelSpec
 
 
@@ -37,6 +38,64 @@ def test_a_model_of_known_sizes(changes):
 def test_matrices_as_long_as_the_vocabulary_are_no_second_table(tied):
     sizes = {"d_ff": 64, "vocab_size": 64, "d_model": 64, "tie_embeddings": tied}
     assert llama_baseline(lambda: rack(**sizes)).create().config.tie_word_embeddings is tied
+
+
+OTHER_LAYERS = {
+    "softmax": {"n_kv_heads": 2, "attention_type": "gqa"},
+    "latent": {
+        "attention_type": "mla",
+        "latent": {"kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8},
+    },
+    "kernel": {"attention_type": "kernel", "kernel": {"n_features": 8}},
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_LAYERS)
+def test_one_layer_that_no_llama_has(kind):
+    """Then the sizes are of the usual shape, with as many parameters."""
+    blocks = [create_block_spec(64, 160, 4, **OTHER_LAYERS[each]) for each in ("softmax", kind)]
+    stacks = [{"n_blocks": n, "block_spec": block} for n, block in zip((2, 1), blocks, strict=True)]
+    model = create_rack_from_specs(101, 64, stacks)
+    size = llama_size(model, vocab_size=101)
+    same = (size.d_model, size.n_layers, size.n_heads, size.n_kv_heads) == (64, 3, 4, 2)
+    assert same == (kind == "softmax")
+    assert kind == "softmax" or size.n_kv_heads == size.n_heads
+    assert abs(size.n_parameters - count(model)) <= 3 * size.d_model * size.n_layers / 2
+
+
+class TestDtype:
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.float32])
+    def test_is_that_of_the_model(self, dtype):
+        spec = llama_baseline(lambda: rack().to(dtype))
+        model = spec.create()
+        assert {p.dtype for p in model.parameters()} == {dtype}
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+        # As transformers has it in any dtype: in bfloat16 positions would not be told apart.
+        assert model.model.rotary_emb.inv_freq.dtype == torch.float32
+        assert spec.logits(model, spec.batch(1, 6)).dtype == dtype
+
+    def test_is_that_of_most_weights(self):
+        class Mixed(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.embedding = nn.Embedding(31, 64, dtype=torch.bfloat16)
+                self.head = nn.Linear(64, 31, bias=False, dtype=torch.bfloat16)
+                self.gain = nn.Parameter(torch.ones(64))
+                self.scale = nn.Parameter(torch.ones(9000).to(torch.float8_e4m3fn), requires_grad=False)
+
+            def forward(self, ids):
+                return self.head((self.embedding(ids) * self.gain).bfloat16())
+
+        spec = llama_baseline(Mixed)
+        assert {p.dtype for p in spec.create().parameters()} == {torch.bfloat16}
+
+
+def test_a_model_that_reads_ahead(subjects):
+    """A Llama does not, which is told."""
+    assert "causal, which" not in llama_baseline(subjects.grouped_rack).notes
+    spec = llama_baseline(subjects.bidirectional_rack)
+    assert spec.causal
+    assert spec.notes.endswith("; it is causal, which bidirectional_rack is not")
 
 
 @pytest.mark.parametrize("name", ["gru", "tiny", "x_decoder", "llama", "gpt2"])

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+from pathlib import Path
 
 import pytest
 
@@ -147,6 +148,21 @@ def test_json_comes_back(table, tmp_path):
     text = table.to_json(tmp_path / "t.json")
     assert json.loads(text)["rows"][0]["p99_seconds"] is None
     assert ComparisonTable.from_json(tmp_path / "t.json") == table
+
+
+@pytest.mark.parametrize("write", ["to_csv", "to_json"])
+def test_a_file_is_whole_or_as_it_was(table, tmp_path, monkeypatch, write):
+    path = tmp_path / "t"
+    path.write_text("old")
+
+    def full(self, other):
+        raise OSError("no space")
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(OSError, match="no space"):
+        getattr(table, write)(path)
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_table_without_rows():

@@ -142,6 +142,31 @@ class TestOfLast:
         spec, model, _ = prepared(name)
         assert of_last(spec, model) is None
 
+    @pytest.mark.parametrize(
+        "error",
+        [
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB"),
+            RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+        ],
+        ids=["cuda", "cpu"],
+    )
+    def test_memory_that_is_too_small_is_no_answer(self, error):
+        class Keeping(nn.Module):
+            def __init__(self, error):
+                super().__init__()
+                self.embedding, self.head, self.error = nn.Embedding(31, 8), nn.Linear(8, 31), error
+
+            def forward(self, ids, logits_to_keep=0):
+                if logits_to_keep:
+                    raise self.error
+                return self.head(self.embedding(ids))
+
+        spec, model = ModelSpec.of(lambda: Keeping(error)), Keeping(error)
+        with pytest.raises(type(error)) as raised:
+            of_last(spec, model)
+        assert raised.value is error
+        assert of_last(spec, Keeping(ValueError("all of them"))) is None
+
     def test_methods_of_these_names_that_mean_something_else(self, subjects):
         class Named(Rack):
             def hidden(self, *inputs, **more):

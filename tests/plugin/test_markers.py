@@ -1,5 +1,8 @@
 """Markers: known to pytest, validated before a test runs, refused where nothing reads them."""
 
+import ast
+import dataclasses
+
 import pytest
 
 FAULTS = ("nan_injection", "gradient_explosion", "gradient_scale", "loss_spike", "logit_growth")
@@ -71,7 +74,11 @@ def test_markers_are_known_to_strict_runs(pytester, run):
         ("nan_injection(step=1, target='gradient:')", "stability_run", ["'gradient:'", TARGETS]),
         ("nan_injection(step=1, target=None)", "stability_run", ["target: got None", TARGETS]),
         ("nan_injection(step=1, kind='NaN')", "stability_run", ["kind: got 'NaN'", "'nan'", "'inf'"]),
-        ("nan_injection(step=1, place='loss')", "stability_run", ["nan_injection", "'place'"]),
+        (
+            "nan_injection(step=1, place='loss')",
+            "stability_run",
+            ["nan_injection: key: got 'place'; allowed: ", "'target'"],
+        ),
         ("nan_injection(3)", "stability_run", ["nan_injection", "keyword arguments only"]),
         ("gradient_explosion", "stability_run", ["gradient_explosion", "missing", "'step'"]),
         ("gradient_explosion(step=6, factor=0.5)", "stability_run", ["factor: got 0.5", "> 1"]),
@@ -79,7 +86,11 @@ def test_markers_are_known_to_strict_runs(pytester, run):
         ("gradient_explosion(step=6, factor='x')", "stability_run", ["factor: got 'x'", "> 1"]),
         ("gradient_explosion(step=6, factor=float('inf'))", "stability_run", ["factor: got inf", "> 1"]),
         ("gradient_explosion(6, 10)", "stability_run", ["gradient_explosion", "keyword arguments only"]),
-        ("gradient_explosion(step=6, scale=2)", "stability_run", ["gradient_explosion", "'scale'"]),
+        (
+            "gradient_explosion(step=6, scale=2)",
+            "stability_run",
+            ["gradient_explosion: key: got 'scale'; allowed: ", "'factor'"],
+        ),
         ("recovers", "stability_run", ["recovers", "missing", "'within'", "'loss_tolerance'"]),
         ("recovers(within=0, loss_tolerance=1)", "stability_run", ["recovers: within: got 0", INT_FROM_1]),
         ("recovers(within=2, loss_tolerance=0)", "stability_run", ["loss_tolerance: got 0", "> 0"]),
@@ -98,7 +109,7 @@ def test_markers_are_known_to_strict_runs(pytester, run):
         ("throughput(mode='backward')", "throughput", ["mode: got 'backward'", "'forward', 'train'"]),
         ("throughput(batch_size=0)", "throughput", ["throughput: batch_size: got 0", INT_FROM_1]),
         ("throughput(seq_len=2.0)", "throughput", ["throughput: seq_len: got 2.0", INT_FROM_1]),
-        ("throughput(batch=2)", "throughput", ["throughput", "'batch'"]),
+        ("throughput(batch=2)", "throughput", ["throughput: key: got 'batch'; allowed: 'mode', "]),
         ("throughput('train')", "throughput", ["throughput", "keyword arguments only"]),
     ],
 )
@@ -244,10 +255,30 @@ def test_marker_of_a_module_is_for_the_tests_that_read_it(pytester, run):
         ("p95=20", "p95: got 20; allowed: a string such as '50us': a number and one of ns, us, ms, s"),
         ("p50='0ms'", "p50: got '0ms'; allowed: a time above 0"),
         ("p50='1ms', of='first'", "of: got 'first'; allowed: 'ttft', 'itl', 'tpot', 'e2e'"),
-        ("p90='1ms'", "p90"),
+        ("p90='1ms'", "key: got 'p90'; allowed: 'p50', 'p95', 'p99', 'of'"),
         ("'1ms'", "takes keyword arguments only"),
     ],
 )
 def test_max_latency_is_refused(pytester, run, arguments, text):
     marked(pytester, f"max_latency({arguments})", "throughput")
     refused(run(), "max_latency", text)
+
+
+def test_help_has_every_argument_of_a_fault(pytestconfig):
+    """With its default. The folder is the test's own, and a fault of storage is there from the start."""
+    from stackwise.stability.faults import KNOWN_FAULTS
+
+    told = {line.partition("(")[0]: line for line in pytestconfig.getini("markers")}
+    of_storage = {"disk_full", "short_write", "bit_rot"}
+    for name, fault in KNOWN_FAULTS.items():
+        expected = {
+            each.name: None if each.default is dataclasses.MISSING else each.default
+            for each in dataclasses.fields(fault)
+            if each.init
+        }
+        if name in of_storage:
+            expected |= {"folder": ".", "step": 0}
+        given = ast.parse(told[name].partition("): ")[0] + ")", mode="eval").body
+        found = {each.id: None for each in given.args}
+        found |= {each.arg: ast.literal_eval(each.value) for each in given.keywords}
+        assert found == expected, name

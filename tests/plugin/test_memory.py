@@ -324,9 +324,9 @@ def test_all_of_it_is_in_the_report(pytester, folder, run, report):
     result.stdout.fnmatch_lines(
         [
             "memory",
-            "  within *::test_within  * MiB by this process, at most 1,048,576 MiB",
-            "  beyond *::test_beyond  * MiB by this process, at most 10 MiB",
-            "  read *::test_read  * MiB by this process",
+            "  within *::test_within  *iB by this process, at most 1 TiB",
+            "  beyond *::test_beyond  *iB by this process, at most 9.537 MiB",
+            "  read *::test_read  *iB by this process",
             "  grows *::test_grows  * bytes a step over 8 steps",
             " *1 tensors more a step are alive",
             "verdict: WARN (memory: 1 within, 1 beyond, 1 read, 1 grows)",

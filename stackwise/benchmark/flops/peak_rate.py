@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-__all__ = ["PeakRate", "multiplies_in_tf32", "peak_bandwidth", "peak_flops", "published_peak"]
+__all__ = ["PeakRate", "multiplies_in_tf32", "peak_flops", "published_peak"]
 
 
 @dataclass(frozen=True)
@@ -142,9 +142,3 @@ def peak_flops(
     """Published dense operations per second of a GPU; None where none are known, as for a CPU."""
     peak = published_peak(device)
     return None if peak is None else peak.flops_of(dtype, tf32=tf32)
-
-
-def peak_bandwidth(device: torch.device) -> float | None:
-    """Published bytes per second of a GPU's memory; None where none are known, as for a CPU."""
-    peak = published_peak(device)
-    return None if peak is None else peak.bandwidth

@@ -21,9 +21,9 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from stackwise.amount import byte_text
 from stackwise.argument import check_number, check_sizes, require
 from stackwise.benchmark.memory import live_memory
-from stackwise.benchmark.memory.byte_text import byte_text
 from stackwise.benchmark.memory.live_memory import Bytes, Earlier, bytes_now, census
 from stackwise.benchmark.memory.peak import is_plain_call, kind_of
 from stackwise.benchmark.memory.trend import LEAST_STEPS, Trend, trend

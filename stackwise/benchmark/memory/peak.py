@@ -21,6 +21,7 @@ __all__ = [
     "kind_of",
     "peak_memory",
     "peak_memory_bytes",
+    "process_status",
     "watch_peak",
 ]
 
@@ -110,7 +111,7 @@ class PeakWatch:
             self._before = torch.cuda.memory_allocated(self._device)
         release_freed_memory()
         self._sees_host = _reset_high_water_mark()
-        self._resident_before, self._mapped = _status("VmRSS"), _status("RssFile")
+        self._resident_before, self._mapped = process_status("VmRSS"), process_status("RssFile")
 
     def _look(self) -> None:
         """Keep the peaks so far, which another watch is about to reset."""
@@ -126,7 +127,7 @@ class PeakWatch:
         self._look()
         # Of a peak that cannot be seen nobody needs to know from where it rose.
         before = None if self._resident is None else self._resident_before
-        mapped, now = None, _status("RssFile")
+        mapped, now = None, process_status("RssFile")
         if before is not None and now is not None and self._mapped is not None:
             mapped = now - self._mapped
         if self._device.type == "cuda":
@@ -227,7 +228,17 @@ def kind_of(value: object) -> str:
 
 def high_water_mark() -> int | None:
     """The most bytes that were resident in this process (VmHWM of proc(5)); None where nobody says."""
-    return _status("VmHWM")
+    return process_status("VmHWM")
+
+
+def process_status(key: str) -> int | None:
+    """Bytes that proc(5) tells of this process under `key`, such as VmRSS; None where it does not."""
+    if not _STATUS.exists():
+        return None
+    for line in _STATUS.read_text().splitlines():
+        if line.startswith(f"{key}:"):
+            return int(line.split()[1]) * 1024
+    return None
 
 
 def _reset_high_water_mark() -> bool:
@@ -239,13 +250,3 @@ def _reset_high_water_mark() -> bool:
     except OSError:
         return False
     return True
-
-
-def _status(key: str) -> int | None:
-    """Bytes that proc(5) tells of this process under `key`; None where it does not."""
-    if not _STATUS.exists():
-        return None
-    for line in _STATUS.read_text().splitlines():
-        if line.startswith(f"{key}:"):
-            return int(line.split()[1]) * 1024
-    return None

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from stackwise.argument import check_sizes, require
+from stackwise.tensor_tree import tensors_of
 
 __all__ = ["CACHE_STATES", "CacheFlush", "RotatingCall", "last_level_cache_bytes", "rotating_inputs"]
 
@@ -85,7 +86,7 @@ class RotatingCall(Generic[T]):
     """
 
     def __init__(self, call: Callable[[T], object], inputs: Sequence[T]) -> None:
-        tensors = [leaf for each in inputs for leaf in _tensors(each)]
+        tensors = [leaf for each in inputs for leaf in tensors_of(each)]
         require(bool(tensors), "inputs", inputs, "one or more trees of tensors")
         wanted = _ROTATION * _known_cache(tensors[0].device, "inputs")
         size = sum(t.nbytes for t in tensors)
@@ -107,7 +108,7 @@ def rotating_inputs(example: T, device: torch.device) -> list[T]:
     Raises:
         ValueError: there is no tensor in the example, or the size of the cache is not known.
     """
-    size = sum(t.nbytes for t in _tensors(example))
+    size = sum(t.nbytes for t in tensors_of(example))
     require(size > 0, "example", example, "a tree with tensors that are not empty")
     count = -(-_ROTATION * _known_cache(device, "example") // size)
 
@@ -122,10 +123,6 @@ def _known_cache(device: torch.device, key: str) -> int:
     if size is None:
         raise ValueError(f"{key}: this machine does not say how large the last-level cache of {device} is")
     return size
-
-
-def _tensors(tree: object) -> list[Tensor]:
-    return [leaf for leaf in _pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def _normals(count: int, device: torch.device) -> Tensor:

@@ -22,9 +22,13 @@ from stackwise.benchmark.timing.percentile import Percentile, percentile
 from stackwise.benchmark.timing.warmup import WarmUp, warm_up
 from stackwise.benchmark.workload import Workload, check_workload
 
-__all__ = ["Measurement", "Sampler", "call_once", "measure", "uncollected"]
+__all__ = ["LEAST_CALLS", "Measurement", "Sampler", "call_once", "measure", "uncollected"]
 
-_MOST_SAMPLES = 10_000
+LEAST_CALLS = 5  # where nobody asks for another number
+_MOST_SAMPLES = 10_000  # at once
+# For each second that is asked for. Of 50 us, which samples take by themselves, there are half as many; more
+# of shorter ones tell no more, and all of them are kept.
+_MOST_PER_SECOND = 40_000
 
 
 @dataclass(frozen=True)
@@ -156,7 +160,7 @@ class Sampler:
         self._notes: list[str] = []
         self._closed = False
         self.warmup = self._warm_up(warmup_seconds, steady_within)
-        self.calls_per_sample = calls_per_sample or self._calls_per_sample()
+        self.calls_per_sample = self._calls_per_sample(calls_per_sample)
         self.period_seconds = self.warmup.period_seconds * self.calls_per_sample
 
     def take(self, count: int) -> list[float]:
@@ -232,13 +236,14 @@ class Sampler:
         period = (time.perf_counter() - start) / 3
         return replace(warmup, calls=warmup.calls + made + 3, call_seconds=fastest, period_seconds=period)
 
-    def _calls_per_sample(self) -> int:
+    def _calls_per_sample(self, asked: int | None) -> int:
         seconds = self.warmup.call_seconds
-        if seconds >= SHORTEST_SAMPLE:
-            return 1
-        if self._by_itself:
+        if seconds >= SHORTEST_SAMPLE or (asked or 1) > 1:
+            return asked or 1
+        reason = self._by_itself or ("calls_per_sample is 1" if asked else "")
+        if reason:
             self._notes.append(
-                f"a call of {seconds * 1e6:.1f} us was timed alone, since {self._by_itself}: to about 0.5 us "
+                f"a call of {seconds * 1e6:.1f} us was timed alone, since {reason}: to about 0.5 us "
                 "on the device clock, 0.1 us on the host's"
             )
             return 1
@@ -249,7 +254,7 @@ def measure(
     workload: Workload,
     *,
     min_seconds: float = 1.0,
-    min_calls: int = 5,
+    min_calls: int = LEAST_CALLS,
     warmup_seconds: float = 2.0,
     steady_within: float = 0.005,
     clock: str | Clock = "host",
@@ -266,6 +271,7 @@ def measure(
     Args:
         workload: what to call.
         min_seconds: samples are taken for at least this long, with what is put back or flushed between them,
+            or until there are 40,000 for each of these seconds, which is a note,
         min_calls: and at least this many.
         warmup_seconds: the most time that the warm-up takes after its first window, which also compiles.
         steady_within: relative difference of two windows that counts as settled.
@@ -292,20 +298,26 @@ def measure(
         calls_per_sample=calls_per_sample,
     )
     least = max(1, min_calls)
+    most = max(least, math.ceil(_MOST_PER_SECOND * min_seconds))
     samples: list[float] = []
     with uncollected():
         gpu = [sensor.read()]
         start, passed = time.perf_counter(), 0.0
-        while len(samples) < least or passed < min_seconds:
+        while len(samples) < least or (passed < min_seconds and len(samples) < most):
             # The period of the first slice is a guess, so that it is as short as may be.
             period = passed / len(samples) if samples else sampler.period_seconds
-            wanted = max(least - len(samples), _ratio(min_seconds - passed, period) if samples else 0)
+            rest = min(_ratio(min_seconds - passed, period), most - len(samples)) if samples else 0
+            wanted = max(least - len(samples), rest)
             samples += sampler.take(max(1, min(wanted, _ratio(READING_INTERVAL, period), _MOST_SAMPLES)))
             gpu.append(sensor.read())
             passed = time.perf_counter() - start
     peak = sampler.peak_memory_bytes()
     states = [state for state in gpu if state is not None]
-    return sampler.measurement(samples, host, states, notes_of(host, sensor), peak)
+    notes = notes_of(host, sensor)
+    if passed < min_seconds:
+        told = f"{len(samples):,} samples took {passed:.3f} s of the {min_seconds:g} s asked for"
+        notes = (*notes, f"{told}: no more are taken than min_calls, or {_MOST_PER_SECOND:,} for each second")
+    return sampler.measurement(samples, host, states, notes, peak)
 
 
 def call_once(workload: Workload) -> Measurement:

@@ -105,8 +105,31 @@ class TestShortCalls:
 
     def test_or_as_many_as_are_asked_for(self, virtual_time):
         workload = virtual_time.workload(itertools.repeat(2.1e-6))
-        assert measure(workload, min_seconds=0.0, calls_per_sample=1).calls_per_sample == 1
-        assert measure(workload, min_seconds=0.0, calls_per_sample=7).calls_per_sample == 7
+        result = measure(workload, min_seconds=0.0, calls_per_sample=7)
+        assert (result.calls_per_sample, result.notes) == (7, ())
+        result = measure(workload, min_seconds=0.0, calls_per_sample=1)
+        assert result.calls_per_sample == 1
+        [note] = result.notes
+        assert note == (
+            "a call of 2.1 us was timed alone, since calls_per_sample is 1: to about 0.5 us on the device "
+            "clock, 0.1 us on the host's"
+        )
+        long = virtual_time.workload(itertools.repeat(51e-6))
+        assert measure(long, min_seconds=0.0, calls_per_sample=1).notes == ()
+
+    @pytest.mark.parametrize(("min_calls", "samples"), [(5, 400), (600, 600)])
+    def test_are_not_timed_alone_for_ever(self, virtual_time, min_calls, samples):
+        """A second of calls of 1 us would be a million samples."""
+        workload = virtual_time.workload(itertools.repeat(2.1e-6))
+        result = measure(workload, min_seconds=0.01, min_calls=min_calls, calls_per_sample=1)
+        assert len(result.seconds) == samples
+        assert result.notes[1] == (
+            f"{samples} samples took 0.001 s of the 0.01 s asked for: no more are taken than min_calls, or "
+            "40,000 for each second"
+        )
+        together = measure(workload, min_seconds=0.01)
+        assert sum(together.seconds) * together.calls_per_sample >= 0.01 - 1e-6
+        assert together.notes == ()
 
     def test_tell_no_tail(self, virtual_time):
         """The mean of 24 calls hides the slowest of them."""

@@ -2,21 +2,28 @@
 
 import importlib
 import re
+import tomllib
+from dataclasses import fields
 from pathlib import Path
 from typing import get_args
 
 import pytest
 import yaml
 
+import stackwise
 import stackwise.checks.check as check_module
 from bench import detection_table, peer_table, quality_table, stability_table, training_table
 from bench.prototype import table as prototype_table
 from pytest_stackwise import markers
 from stackwise import ModelSpec, StackWiseConfig, check_model, measure, stability_run
 from stackwise.benchmark import model_workload
+from stackwise.checkpoint import EXIT_CODE
 from stackwise.checks import known_checks
 from stackwise.checks.check import select_checks
+from stackwise.cli import Command, history
 from stackwise.config import ModelConfig
+from stackwise.gate.result import EXIT_INCONCLUSIVE, EXIT_NOTHING
+from stackwise.trainer_spec import TrainerSpec, TrainingRun
 
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", "CONTRIBUTING.md"]
@@ -27,7 +34,7 @@ PAGES += [
 ]
 PAGES += [f"docs/{name}.md" for name in ("checkpoints", "faults", "guard", "guard-adapters", "locating")]
 PAGES += [f"docs/{name}.md" for name in ("measuring", "memory-tests", "utilization", "gate", "history")]
-PAGES += ["docs/quality.md"]
+PAGES += ["docs/quality.md", "docs/spec.md"]
 PAGES += ["docs/prototype.md", "docs/length-sweep.md", "docs/search.md"]
 FENCE = re.compile(r"```(\w+)\n(.*?)```", re.DOTALL)
 EXAMPLES = [
@@ -40,16 +47,10 @@ EXAMPLES = [
     for number, (language, code) in enumerate(FENCE.findall((ROOT / page).read_text()))
     if language == "python"
 ]
-MODELS = """
-from torch import nn
-
-def tiny_llama():
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return LlamaForCausalLM(LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2,
-    ))
+# The models of the README, one that is broken, and what stands in the place of a function.
+README = (ROOT / "README.md").read_text()
+MODELS = re.search(r"```python\n(# mypackage/models\.py\n.*?)```", README, re.DOTALL)[1]
+MODELS += """
 
 def leaky_llama():
     model = tiny_llama()
@@ -57,8 +58,8 @@ def leaky_llama():
         layer.self_attn.is_causal = False
     return model
 
-def tiny_encoder():
-    return nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 1)
+MODULE = tiny_llama()
+CONFIGURATION = MODULE.config
 """
 
 
@@ -104,15 +105,25 @@ def test_zero_code_line_of_the_readme(package):
     assert outcomes["passed"] > len(select_checks()) / 2
 
 
-def test_message_of_the_readme_is_the_message(package):
-    shown = re.search(r"```text\n(tiny_llama: causality.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[
-        1
-    ]
+@pytest.mark.parametrize("name", ["MODULE", "CONFIGURATION"])
+def test_what_the_readme_puts_in_the_place_of_a_function(package, name):
+    arguments = [f"--stackwise-model=mypackage.models:{name}", "--stackwise-checks=causality"]
+    package.runpytest(*arguments, "-p", "no:xdist").assert_outcomes(passed=2)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/checks.md"])
+def test_failure_of_a_page_is_what_is_printed(package, page):
+    blocks = [text for language, text in FENCE.findall((ROOT / page).read_text()) if language == "text"]
+    [shown] = [text for text in blocks if "causality failed" in text]
     options = ["--stackwise-model=mypackage.models:leaky_llama", "--stackwise-checks=causality"]
-    result = package.runpytest(*options, "-p", "no:xdist")
-    printed = [re.sub(r"[\d.]+", "N", line) for line in result.outlines]
-    for line in shown.replace("tiny_llama", "leaky_llama").splitlines():
-        assert re.sub(r"[\d.]+", "N", line) in printed
+    printed = _without_layout(package.runpytest(*options, "-p", "no:xdist").stdout.str())
+    for part in shown.replace("tiny_llama", "leaky_llama").split("\n\n"):
+        assert _without_layout(part) in printed
+
+
+def _without_layout(text):
+    """Nor with numbers, and with what fills a line up to the width of the terminal."""
+    return re.sub(r"[\d.]+", "N", " ".join(re.sub("_{3,}", "", text).split()))
 
 
 def test_configuration_of_the_page_is_the_default(tmp_path):
@@ -154,7 +165,7 @@ def test_page_of_the_plugin_lists_every_option_and_marker(pytestconfig):
 
 
 def test_table_of_speed_is_what_was_measured():
-    assert peer_table.table(peer_table.recorded()) in (ROOT / "README.md").read_text()
+    assert peer_table.table(peer_table.recorded()) in README
 
 
 @pytest.mark.parametrize(
@@ -169,10 +180,119 @@ def test_tables_are_what_was_measured(tables, page):
     assert tables.written(page) == (ROOT / page).read_text()
 
 
+def test_page_of_the_plugin_lists_every_fixture(package):
+    page = (ROOT / "docs/plugin.md").read_text()
+    printed = package.runpytest("--fixtures", "-p", "no:xdist").stdout.str()
+    ours = set(re.findall(r"^(\w+) -- .*\bpytest_stackwise/\w+\.py:\d+$", printed, re.MULTILINE))
+    assert ours >= {"stability_run", "throughput", "peak_memory", "no_memory_growth", "quality", "seq_len"}
+    for name in ours - {"stackwise_clock"}:  # which is for `throughput` alone
+        assert re.search(rf"^\*\*`{name}[(`]", page, re.MULTILINE), name
+
+
+@pytest.mark.parametrize("kind", [ModelSpec, TrainerSpec])
+def test_page_of_specs_lists_every_field(kind):
+    rows = re.findall(r"^\| `(\w+)` \|", _section("docs/spec.md", kind.__name__), re.MULTILINE)
+    assert sorted(rows) == sorted(field.name for field in fields(kind))
+
+
+def test_page_of_specs_lists_every_member_of_a_run():
+    section = _section("docs/spec.md", "TrainingRun")
+    rows = re.findall(r"^\| (.*?) \|", section, re.MULTILINE)
+    listed = {name for row in rows for name in re.findall(r"`(\w+)", row)}
+    told = re.findall(r"^ *- (`.*?):", TrainingRun.__doc__, re.MULTILINE)
+    assert listed == {"model", "optimizer", "step"} | {
+        n for each in told for n in re.findall(r"`(\w+)", each)
+    }
+
+
+def test_page_of_the_command_lists_every_command_and_option():
+    kinds = [get_args(command)[0] for command in get_args(Command)]
+    assert len(kinds) == 7
+    for kind in kinds:
+        section = _section("docs/cli.md", kind.__name__.lower())
+        assert f"[`{kind.__name__.lower()}`](#{kind.__name__.lower()})" in (ROOT / "docs/cli.md").read_text()
+        if kind is not history.History:
+            _require_options(kind, section)
+    section = _section("docs/cli.md", "history")
+    for action in get_args(history.Action):
+        kind = get_args(action)[0]
+        [row] = re.findall(rf"^\| `{kind.__name__.lower()}\b.*$", section, re.MULTILINE)
+        _require_options(kind, f"{row} `--store`")
+
+
+def _require_options(kind, text):
+    for field in fields(kind):
+        shown = rf"`--{field.name.replace('_', '-')}[` ]"
+        if "Positional" in field.type:
+            named = re.search(r"metavar=\W*(\w+)", field.type)
+            shown = named[1] if named else field.name.upper()
+        assert re.search(shown, text), (kind.__name__, field.name)
+
+
+def test_page_of_the_command_lists_the_exit_codes():
+    rows = re.findall(r"^\| (\d+) \|", _section("docs/cli.md", "Exit codes"), re.MULTILINE)
+    assert [int(row) for row in rows] == [0, 1, 2, EXIT_NOTHING, EXIT_INCONCLUSIVE, EXIT_CODE, 130]
+
+
+def test_readme_says_what_is_needed_and_what_extras_give():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    table = README.split("| extra | what it gives |")[1].split("\n\n")[0]
+    extras = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
+    assert sorted(extras) == sorted(project["optional-dependencies"].keys() - {"dev"})
+    assert f"Python {project['requires-python'].removeprefix('>=')} or newer" in README
+    [(low, below)] = re.findall(r"torch>=(2\.\d+),<2\.(\d+)", " ".join(project["dependencies"]))
+    assert f"torch {low} to 2.{int(below) - 1}" in README
+    for page in PAGES:
+        named = ",".join(re.findall(r"stackwise\[([\w,]+)\]", _prose(page))).split(",")
+        assert set(named) <= {*extras, "extra", ""}, page
+
+
+def test_map_of_the_readme_shows_every_room_and_every_folder_of_examples():
+    picture = _section("README.md", "The house")
+    rooms = [path.name + "/" * path.is_dir() for path in (ROOT / "stackwise").glob("[a-z]*")]
+    folders = [f"{path.name}/" for path in (ROOT / "examples").iterdir() if path.is_dir()]
+    for name in [room for room in rooms if room != "py.typed"] + folders:
+        assert re.search(rf"(?<!\S){re.escape(name)}(?!\S)", picture), name
+
+
+def test_names_of_the_library_are_in_a_page():
+    text = README + "".join(page.read_text() for page in (ROOT / "docs").glob("*.md"))
+    assert [name for name in stackwise.__all__ if not re.search(rf"\b{name}\b", text)] == []
+
+
 def test_links_lead_somewhere():
-    for page in [*PAGES, "docs/cluster.md", "docs/design.md", "docs/log.md", "docs/zoo.md"]:
-        for target in re.findall(r"\]\((?!https?:)([^)#]+)", (ROOT / page).read_text()):
-            assert ((ROOT / page).parent / target).exists(), (page, target)
+    for path in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]:
+        page = str(path.relative_to(ROOT))
+        for target, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)#?([^)\s]*)\)", _prose(page)):
+            found = (path.parent / target).resolve() if target else path
+            assert found.exists(), (page, target)
+            if anchor:
+                assert anchor in _anchors(found), (page, target, anchor)
+
+
+def test_paths_in_contributing_exist():
+    named = re.findall(r"`([\w./-]+)`", _prose("CONTRIBUTING.md"))
+    paths = [name for name in named if "/" in name and not name.startswith(".venv")]
+    assert len(paths) > 5
+    for path in paths:
+        assert (ROOT / path).exists(), path
+
+
+def _prose(page):
+    """A page without its blocks of code."""
+    return FENCE.sub("", (ROOT / page).read_text())
+
+
+def _section(page, heading):
+    """What stands under a heading, up to the next one of any level."""
+    text = (ROOT / page).read_text()
+    return re.search(rf"^##+ {heading}\n(.*?)(?=^##+ |\Z)", text, re.DOTALL | re.MULTILINE)[1]
+
+
+def _anchors(path):
+    """What a forge makes of the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", _prose(str(path.relative_to(ROOT))), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def _leaves(tree):

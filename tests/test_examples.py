@@ -1,5 +1,6 @@
 """Every file of examples/ trains as it says, at small sizes; and no key of a configuration is left untold."""
 
+import importlib.util
 import json
 import math
 import re
@@ -223,6 +224,21 @@ def leaves(tree, path=""):
     for key, value in tree.items():
         here = f"{path}.{key}".lstrip(".")
         yield from leaves(value, here) if isinstance(value, dict) and value else [here]
+
+
+@pytest.mark.parametrize("missing", ["transformers", "matplotlib"])
+def test_an_architecture_beside_a_llama_says_first_what_is_missing(missing, monkeypatch):
+    """Not when all is trained."""
+    spec = importlib.util.spec_from_file_location("compare", ROOT / "examples" / "compare_with_llama.py")
+    example = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "compare", example)
+    spec.loader.exec_module(example)
+    monkeypatch.setattr(example, "find_spec", lambda name: None if name == missing else spec)
+    monkeypatch.setattr(example, "documentation_pages", pytest.fail)
+    monkeypatch.setattr(sys, "argv", ["compare_with_llama.py"])
+    with pytest.raises(SystemExit, match=rf"{missing} not found: pip install 'stackwise\[hf,report\]'"):
+        example.main()
+    assert example.Settings().output == Path("build/comparison")
 
 
 @pytest.mark.slow

@@ -9,12 +9,18 @@ import pytest
 ROOT = Path(__file__).parent.parent
 ROOMS = [
     "argument",
+    "amount",
     "text_file",
+    "markdown",
+    "svg",
     "yaml12",
     "wait_policy",
     "config",
     "seed",
     "device",
+    "out_of_memory",
+    "tensor_tree",
+    "logit_bound",
     "factory",
     "call_form",
     "capability",

@@ -69,6 +69,13 @@ class OpenTest:
         return self.open and any(trial.confirming and not trial.decided for trial in self.trials.values())
 
     @property
+    def wants_memory(self) -> bool:
+        """Whether the memory of its calls is still to be judged."""
+        if not self.begun:
+            return self.limits.memory is not None
+        return "memory" in self.trials and not self.trials["memory"].decided
+
+    @property
     def n_trials(self) -> int:
         """How many trials it has; before its first round, how many it has at most."""
         if self.begun:

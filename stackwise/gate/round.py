@@ -7,7 +7,7 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -173,6 +173,7 @@ def run_round(
     start: Starter,
     sampling: Sampling,
     rng: random.Random,
+    memory: Container[str] | None = None,
 ) -> Generator[tuple[str, Paired | Ended], None, None]:
     """Measure tests, in their order, and hand over what came of each.
 
@@ -185,6 +186,8 @@ def run_round(
         sampling: how each is measured.
         rng: chooses who starts, and seeds the processes, both alike: what a hash seed does to a test is
             the same on both sides of a round and another in the next.
+        memory: tests of which memory is read, if `sampling` reads any: to look takes as long as a few hundred
+            calls, and is exact; None: all.
     """
     left = list(tests)
     while left:
@@ -194,7 +197,8 @@ def run_round(
                 while left:
                     test, began = left.pop(0), time.perf_counter()
                     try:
-                        found = _test(test, sides, sampling, rng)
+                        looks = sampling.memory and (memory is None or test in memory)
+                        found = _test(test, sides, replace(sampling, memory=looks), rng)
                     except _SideLostError as lost:
                         yield test, lost.ended("", began)
                         break

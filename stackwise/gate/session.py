@@ -168,8 +168,9 @@ def run_gate(
             for number in itertools.count(1):
                 round_began, tests_seconds, ended_seconds = time.monotonic(), 0.0, 0.0
                 names = [test.nodeid for test in (*begun, *waiting)]
+                memory = {name for name in names if all_tests[name].wants_memory}
                 # Closed where it is left, so that its processes end.
-                with closing(run_round(names, start, sampling, rng)) as measured:
+                with closing(run_round(names, start, sampling, rng, memory)) as measured:
                     for count, (name, found) in enumerate(measured, start=1):
                         all_tests[name].add(found, rule)
                         tests_seconds += found.seconds

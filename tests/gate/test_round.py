@@ -46,6 +46,7 @@ class Script:
         self.alive, self.own = True, True
         self.to_come = list(self.collected)
         self.now = None
+        self.looked = []
 
     def _next(self):
         if not self.to_come:
@@ -104,6 +105,7 @@ class Script:
                 kept = {key: cost[key] for key in ("time", "ttft", "tpot") if key in cost}
                 self.answers += [{"sample": kept}]
             case {"memory": True}:
+                self.looked.append(self.now)
                 self.answers += [{"sample": {"memory": self.tests[self.now]["memory"]}}]
             case {"go_on": True}:
                 if self.role == "head":
@@ -416,6 +418,23 @@ def test_all_is_decided(sides, tmp_path):
     assert found.balance == pytest.approx(0.5, abs=0.1)
     assert seen[-1] == Progress(found.rounds, 0, 2, 0, seen[-1].seconds)
     assert any(progress.confirming for progress in seen)
+
+
+def test_memory_is_not_looked_at_once_it_is_decided(sides, tmp_path):
+    """Nor where nothing judges it."""
+    jitter = random.Random(1)
+    rounds = sides(
+        {A: cost(), B: cost()},
+        {A: lambda _: cost(0.1 * math.exp(jitter.gauss(0, 0.05))), B: cost()},
+    )
+    found = gate(tmp_path, limits={B: Limits(memory=None)})
+    assert found.rounds > Rule().looks[0]
+    looked = [[pair[role].looked for role in ("base", "head")] for pair in rounds]
+    first_look = Rule().looks[0]
+    assert looked[:first_look] == [[[A], [A]]] * first_look
+    assert looked[first_look:] == [[[], []]] * (len(rounds) - first_look)
+    assert found.tests[0].trials["memory"].decision.verdict == Verdict.PASS
+    assert set(found.tests[1].trials) == {"time"}
 
 
 def test_decided_tests_are_not_measured_again(sides, tmp_path):

@@ -101,13 +101,13 @@ class Side:
 
 
 @contextmanager
-def both_sides(repository: Repository, *, twins: bool = False) -> Iterator[tuple[Side, Side]]:
-    """Fresh processes of base and head, of which the head adds nothing."""
+def both_sides(repository: Repository, seed: int | None = None) -> Iterator[tuple[Side, Side]]:
+    """Fresh processes of base and head, of which the head adds nothing; twins where there is a seed."""
     with ExitStack() as stack:
         pair = None
-        if twins:
+        if seed is not None:
             log = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "log"
-            pair = Twins(random.randrange(2**31), log)
+            pair = Twins(seed, log)
             stack.callback(pair.end)
         base, head = (Side(repository.tree(branch), pair) for branch in (BASE, SAME))
         for side in (base, head):
@@ -173,9 +173,10 @@ def series(
     """
     found: dict[str, Differences] = {design: {name: [] for name in names} for design in DESIGNS}
     rng = random.Random(f"{condition} {number}")
-    with noise(condition, number), both_sides(repository, twins=True) as kept:
+    with noise(condition, number), both_sides(repository, rng.randrange(2**31)) as kept:
         for _ in range(ROUNDS):
-            with both_sides(repository, twins=True) as twins, both_sides(repository) as own:
+            seed = rng.randrange(2**31)
+            with both_sides(repository, seed) as twins, both_sides(repository) as own:
                 others = {OWN_LAYOUTS: own, ONE_PROCESS: kept}
                 for name in names:
                     for design in rng.sample(DESIGNS, len(DESIGNS)):

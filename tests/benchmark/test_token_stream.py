@@ -150,22 +150,12 @@ class TestOfLast:
         ],
         ids=["cuda", "cpu"],
     )
-    def test_memory_that_is_too_small_is_no_answer(self, error):
-        class Keeping(nn.Module):
-            def __init__(self, error):
-                super().__init__()
-                self.embedding, self.head, self.error = nn.Embedding(31, 8), nn.Linear(8, 31), error
-
-            def forward(self, ids, logits_to_keep=0):
-                if logits_to_keep:
-                    raise self.error
-                return self.head(self.embedding(ids))
-
-        spec, model = ModelSpec.of(lambda: Keeping(error)), Keeping(error)
+    def test_memory_that_is_too_small_is_no_answer(self, subjects, error):
+        spec, model = ModelSpec.of(lambda: subjects.Keeping(error)), subjects.Keeping(error)
         with pytest.raises(type(error)) as raised:
             of_last(spec, model)
         assert raised.value is error
-        assert of_last(spec, Keeping(ValueError("all of them"))) is None
+        assert of_last(spec, subjects.Keeping(ValueError("all of them"))) is None
 
     def test_methods_of_these_names_that_mean_something_else(self, subjects):
         class Named(Rack):

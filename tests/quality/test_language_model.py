@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch import nn
 
 from stackwise.model import create_simple_rack
 from stackwise.quality import LanguageModel
@@ -13,29 +12,17 @@ NO_MEMORY = [
 ]
 
 
-class Keeping(nn.Module):
-    """Raises where it is asked for fewer logits."""
-
-    def __init__(self, error):
-        super().__init__()
-        self.embedding, self.head, self.error = nn.Embedding(31, 8), nn.Linear(8, 31), error
-
-    def forward(self, ids, logits_to_keep=0):
-        if logits_to_keep:
-            raise self.error
-        return self.head(self.embedding(ids))
-
-
 @pytest.mark.parametrize("error", NO_MEMORY, ids=["cuda", "cpu"])
-def test_memory_for_fewer_logits(error):
-    model, ids = LanguageModel(Keeping(error)), torch.zeros(1, 5, dtype=torch.long)
+def test_memory_for_fewer_logits(error, subjects):
+    model, ids = LanguageModel(subjects.Keeping(error)), torch.zeros(1, 5, dtype=torch.long)
     with pytest.raises(type(error)) as raised:
         model.logits(ids, first=2)
     assert raised.value is error
 
 
-def test_fewer_logits_that_are_refused_are_cut_off():
-    model, ids = LanguageModel(Keeping(ValueError("all of them"))), torch.zeros(1, 5, dtype=torch.long)
+def test_fewer_logits_that_are_refused_are_cut_off(subjects):
+    model = LanguageModel(subjects.Keeping(ValueError("all of them")))
+    ids = torch.zeros(1, 5, dtype=torch.long)
     assert model.logits(ids, first=2).shape == (1, 3, 31)
 
 

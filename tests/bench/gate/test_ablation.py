@@ -76,9 +76,9 @@ def repository(tmp_path_factory):
     return Repository.create(folder, {"same": Added()}, ("python",))
 
 
-@pytest.mark.parametrize("twins", [True, False])
-def test_sides_make_calls_of_their_trees(repository, twins):
-    with both_sides(repository, twins=twins) as sides:
+@pytest.mark.parametrize("seed", [0, None], ids=["twins", "alone"])
+def test_sides_make_calls_of_their_trees(repository, seed):
+    with both_sides(repository, seed) as sides:
         for side in sides:
             assert 0 < side.seconds("python", 1) < 60
             assert 0 < side.seconds("python", 3) < 60
@@ -114,7 +114,10 @@ def test_processes_are_fresh_but_for_one_design(monkeypatch):
         return 0.0
 
     monkeypatch.setattr(ablation, "Side", Known)
-    monkeypatch.setattr(ablation, "Twins", lambda *_: SimpleNamespace(end=lambda: None))
+    seeds = []
+    monkeypatch.setattr(
+        ablation, "Twins", lambda seed, _: seeds.append(seed) or SimpleNamespace(end=lambda: None)
+    )
     monkeypatch.setattr(ablation, "difference", note)
     monkeypatch.setattr(ablation, "ROUNDS", 3)
 
@@ -124,6 +127,12 @@ def test_processes_are_fresh_but_for_one_design(monkeypatch):
 
     series(Trees(), ("python", "memory"), "idle", 0)
     assert made == []
+    assert len(set(seeds)) == 4  # of the pair that is kept, and of each round
+    first = list(seeds)
+    seeds.clear()
+    asked.clear()
+    series(Trees(), ("python", "memory"), "idle", 0)
+    assert seeds == first
     kept = {sides for design, _, sides in asked if design == "one process"}
     assert len(kept) == 1
     per_round = 2 * len(DESIGNS)

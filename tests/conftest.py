@@ -4,6 +4,7 @@ import copy
 import gc
 import importlib.util
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -40,6 +41,17 @@ def _set_aside():
     """
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forgotten(tmp_path_factory):
+    """Modules that tests wrote and imported: other tests write others under the same names."""
+    yield
+    written = str(tmp_path_factory.getbasetemp())
+    for name, module in list(sys.modules.items()):
+        # Its own attributes: modules that load lazily import something when asked.
+        if str(getattr(module, "__dict__", {}).get("__file__")).startswith(written):
+            del sys.modules[name]
 
 
 @pytest.fixture(scope="session")

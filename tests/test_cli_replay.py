@@ -104,11 +104,33 @@ def test_it_is_mended(bundle, capsys):
     assert "nothing breaks" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "alarm, code, said",
+    [
+        ({"kind": "gradient spike", "value": 9.0, "limit": 1e-9}, 1, "; gradient spike again, above 1e-09\n"),
+        ({"kind": "loss spike", "value": 9.0, "limit": 1e-9}, 1, "; loss spike again, above 1e-09\n"),
+        ({"kind": "loss spike", "value": 9.0, "limit": 8.0}, 0, "; nothing breaks\n"),
+        ({"kind": "loss spike"}, 0, "; nothing breaks, but loss spike is not looked at\n"),
+        (
+            {"kind": "logit growth", "value": 9.0, "limit": 8.0},
+            0,
+            "; nothing breaks, but logit growth is not looked at\n",
+        ),
+    ],
+)
+def test_a_spike_breaks_where_it_is_one_again(bundle, tmp_path, capsys, alarm, code, said):
+    batch = GivenBatch(0, 0, {"x": torch.ones(2, 4)}, random_states())
+    folder = Bundle({"step": 0} | alarm, [batch], {}).write(tmp_path / "spike")
+    assert main(["replay", str(folder), "replayed.py:mended"]) == code
+    assert capsys.readouterr().out.endswith(said)
+
+
 def test_a_model_is_made_once(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "counted.py").write_text(textwrap.dedent(COUNTED))
     batch = GivenBatch(0, 0, torch.randint(11, (2, 6)), random_states())
-    bundle = Bundle({"step": 0, "kind": "gradient spike"}, [batch], {}).write(tmp_path / "bundle")
+    alarm = {"step": 0, "kind": "gradient spike", "value": 99.0, "limit": 50.0}
+    bundle = Bundle(alarm, [batch], {}).write(tmp_path / "bundle")
     assert main(["replay", str(bundle), "counted.py:made"]) == 0
     shown = capsys.readouterr().out
     assert "nothing breaks" in shown

@@ -175,6 +175,7 @@ FLOATS = {
     "training.guard.proven_factor": (3, [1.0, 1, 0, -1.0]),
     "training.guard.loss_factor": (2, [1.0, 1, 0, -1.0]),
     "training.guard.logit_factor": (2, [1.0, 1, 0, -1.0]),
+    "training.guard.logit_limit": (2, [0.0, 0, -1.0]),
     "data.validation_fraction": (0, [-0.1, 1.0, 1, 2]),
 }
 BOOLEANS = [
@@ -247,6 +248,7 @@ MAY_BE_NULL = {
     "training.guard.suspect_factor",
     "training.guard.loss_factor",
     "training.guard.logit_factor",
+    "training.guard.logit_limit",
     "training.guard.snapshot_interval",
     "data.task",
     *NULLABLE_TEXTS,
@@ -999,6 +1001,7 @@ def valid_guards(draw):
         "proven_factor": draw(above_one if suspect is None else st.floats(suspect, 1e6)),
         "loss_factor": draw(st.none() | above_one),
         "logit_factor": draw(st.none() | above_one),
+        "logit_limit": draw(st.none() | positive),
         "recent": recent,
         "minimum": minimum,
         "history": max(recent, minimum),

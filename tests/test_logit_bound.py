@@ -73,6 +73,60 @@ def test_narrow_numbers_do_not_overflow():
     assert 1e5 < found.take().item() < math.inf
 
 
+@pytest.mark.parametrize(
+    "q, k",
+    [
+        (heads(2, 3, 0, 4), heads(2, 3, 5, 4)),
+        (heads(2, 3, 5, 4), heads(2, 3, 0, 4)),
+        (heads(0, 3, 5, 4), heads(0, 3, 5, 4)),
+        (heads(1, 2, 3, 4).to_sparse(), heads(1, 2, 3, 4)),
+        (heads(1, 2, 3, 4).long(), heads(1, 2, 3, 4).long()),
+    ],
+    ids=["no queries", "no keys", "no rows", "sparse", "integers"],
+)
+def test_what_has_no_numbers_to_read_is_passed_over(q, k):
+    found = bound()
+    found.note(q, k)
+    found.note_scores(min(q, k, key=torch.Tensor.numel))
+    assert not found.seen and math.isnan(found.take())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_widths_are_bounded_as_they_are(dtype):
+    q, k = heads(2, 5, 4, dtype=dtype), heads(2, 5, 4, dtype=dtype, seed=1)
+    found, expected = bound(), bound()
+    found.note(q, k)
+    expected.note(q.float(), k.float())
+    assert found.take().item() == pytest.approx(expected.take().item())
+
+
+def test_a_single_sequence_of_one_head_has_a_bound():
+    q, k = heads(5, 4), heads(6, 4, seed=1)
+    found = bound()
+    found.note(q, k)
+    assert found.take().item() == pytest.approx((q.norm(dim=-1).max() * k.norm(dim=-1).max() / 2).item())
+
+
+@pytest.mark.parametrize("hidden", [-math.inf, -1e4, torch.finfo(torch.float32).min, -100.0])
+def test_keys_that_a_constant_hides_have_no_logit(hidden):
+    scores = heads(2, 5, 5).masked_fill(~torch.ones(5, 5, dtype=torch.bool).tril(), hidden)
+    found = bound()
+    found.note_scores(scores)
+    assert found.take().item() == pytest.approx(scores.amax(-1).abs().max().item())
+    if hidden < -5e3:
+        scores[1] = hidden  # a row of padding: nothing is seen by its queries
+        found.note_scores(scores)
+        assert found.take().item() == pytest.approx(scores[0].amax(-1).abs().max().item())
+
+
+def test_logits_below_zero_grow_as_others_do():
+    found = bound()
+    found.note_scores(-heads(2, 5, 5).abs() - 1)
+    before = found.take().item()
+    found.note_scores(100 * (-heads(2, 5, 5).abs() - 1))
+    assert before > 1 and found.take().item() == pytest.approx(100 * before)
+
+
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_what_is_trained_is_seen_and_nothing_else(compiled):
     def run(q, k, v):

@@ -2,8 +2,8 @@
 
 Text, true and false, integers, finite numbers, None, lists, and mappings with text as keys are what they
 are in JSON. All else is an object with one key that says what it is: `$tensor`, `$array`, `$scalar`,
-`$tuple`, `$dict` (pairs; keys that are no text), `$state_dict` (pairs and the versions of modules),
-`$counter`, `$set`, `$bytes`, `$number` (inf, nan), `$complex`, `$dtype`.
+`$tuple`, `$namedtuple` (its name and pairs), `$dict` (pairs; keys that are no text), `$state_dict` (pairs
+and the versions of modules), `$counter`, `$set`, `$bytes`, `$number` (inf, nan), `$complex`, `$dtype`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import math
 import re
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
+from functools import lru_cache
+from operator import itemgetter
 from pathlib import PurePath
 from typing import Any
 
@@ -121,6 +123,10 @@ def _encode(tree: Any, path: Path, tensors: dict[str, Tensor], known: dict[Any, 
         return {"$dtype": str(tree)}
     if isinstance(tree, list):
         return [down(i, value) for i, value in enumerate(tree)]
+    if isinstance(tree, tuple) and hasattr(tree, "_fields") and hasattr(tree, "_make"):
+        # Paths are by place, as `leaves` has them.
+        pairs = [[field, down(i, tree[i])] for i, field in enumerate(tree._fields)]
+        return {"$namedtuple": [kind.__name__, pairs]}
     if isinstance(tree, tuple):
         return {"$tuple": [down(i, value) for i, value in enumerate(tree)]}
     if isinstance(tree, set | frozenset):
@@ -231,6 +237,12 @@ def _decode(plain: Any, fetch: Fetch, path: Path) -> Any:
         return _decode_array(kind, content, fetch, path)
     elif kind == "$tuple":
         return tuple(down(i, value) for i, value in enumerate(content))
+    elif kind == "$namedtuple":
+        match content:
+            case [str(name), list(items)] if all(_is_pair_of_text(pair) for pair in items):
+                fields = tuple(field for field, _ in items)
+                if len(set(fields)) == len(fields) and name.isidentifier() and all(map(_is_field, fields)):
+                    return _named_tuple(name, fields)._make(down(i, pair[1]) for i, pair in enumerate(items))
     elif kind == "$set":
         return _hashed(lambda: {down(i, value) for i, value in enumerate(content)}, path)
     elif kind == "$complex":
@@ -263,6 +275,33 @@ def _pairs(content: list[Any], fetch: Fetch, path: Path) -> dict[Any, Any]:
         _hashed(lambda found=found: {found}, path)  # type: ignore[misc]
         result[found] = _decode(value, fetch, (*path, found))
     return result
+
+
+def _is_pair_of_text(pair: Any) -> bool:
+    return isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str)
+
+
+def _is_field(text: str) -> bool:
+    return text.isidentifier() and not text.startswith("_")
+
+
+@lru_cache(maxsize=64)
+def _named_tuple(name: str, fields: tuple[str, ...]) -> Any:
+    """A class with these fields, the same each time. The one that it was would have to be imported.
+
+    `collections.namedtuple` compiles a text to make one.
+    """
+    members: dict[str, Any] = {field: property(itemgetter(i)) for i, field in enumerate(fields)}
+    members |= {
+        "__slots__": (),
+        "__new__": lambda cls, *values: tuple.__new__(cls, values),
+        "__getnewargs__": lambda self: tuple(self),  # of which a copy is made
+        "_fields": fields,
+        "_make": classmethod(tuple.__new__),
+        "_asdict": lambda self: dict(zip(fields, self, strict=True)),
+        "_replace": lambda self, **changed: self._make((self._asdict() | changed).values()),
+    }
+    return type(name, (tuple,), members)
 
 
 def _no_tensor(name: str, shape: tuple[int, ...], path: Path) -> Tensor:

@@ -284,6 +284,7 @@ MEANINGS = {
     "training.guard.proven_factor": "a rise of it that is never a spike where the step then has it again",
     "training.guard.loss_factor": "a rise of the loss that is never a spike; null: it has only to be finite",
     "training.guard.logit_factor": "a rise of what attention logits are at most that is no spike; null: any",
+    "training.guard.logit_limit": "the largest that passes, from the first step on; null: any",
     "training.guard.recent": "sound steps that give the level",
     "training.guard.minimum": "sound steps before there can be a spike",
     "training.guard.history": "sound steps that give the scatter; at least recent and minimum",

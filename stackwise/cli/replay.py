@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +11,8 @@ import tyro
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+    from stackwise.stability.guard.diagnosis import Replay as StepReplay
 
 __all__ = ["Replay"]
 
@@ -41,10 +43,18 @@ class Replay:
         place = f" in {alarm['where']}" if alarm.get("where") else ""
         print(f"then: step {alarm['step']}, {alarm['kind']}{place}")
         print(f"now:  loss {found.loss:.6g}, gradient norm {found.grad_norm:.6g}; ", end="")
-        print(
-            f"breaks first: {found.where or 'nothing that was found'}" if found.broken else "nothing breaks"
-        )
+        print(_said(found, alarm))
         return int(found.broken)
+
+
+def _said(found: StepReplay, alarm: Mapping[str, Any]) -> str:
+    """What breaks now."""
+    if found.spike and not found.where:
+        return f"{alarm['kind']} again, above {alarm['limit']:.6g}"
+    if found.broken:
+        return f"breaks first: {found.where or 'nothing that was found'}"
+    unseen = f", but {alarm['kind']} is not looked at" if found.spike is None else ""
+    return f"nothing breaks{unseen}"
 
 
 def _training_of(factory: Any, subject: str) -> tuple[nn.Module, Callable[[nn.Module, Any], Tensor]]:

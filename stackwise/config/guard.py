@@ -31,6 +31,7 @@ class GuardConfig(Section):
     proven_factor: _Factor = 30.0
     loss_factor: _Factor | None = 3.0
     logit_factor: _Factor | None = None
+    logit_limit: Annotated[float, Field(gt=0.0)] | None = None
     recent: Size = 8
     minimum: Size = 4
     history: Size = 128

@@ -47,6 +47,7 @@ def guard_policy(settings: TrainingConfig) -> GuardPolicy:
         proven_factor=guard.proven_factor,
         loss_factor=guard.loss_factor,
         logit_factor=guard.logit_factor,
+        logit_limit=guard.logit_limit,
         recent=guard.recent,
         history=guard.history,
         minimum=guard.minimum,

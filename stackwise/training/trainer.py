@@ -223,11 +223,12 @@ class ArchitectureTrainer:
             "per_unit",
             "'shared' for a Rack with tie_embeddings: its head is the embedding, which all units have",
         )
-        if settings.guard is not None and settings.guard.logit_factor is not None:
+        for key in ("logit_factor", "logit_limit"):
+            value = getattr(settings.guard, key, None)
             require(
-                any(_has_logits(module) for module in rack.modules()),
-                "training.guard.logit_factor",
-                settings.guard.logit_factor,
+                value is None or any(_has_logits(module) for module in rack.modules()),
+                f"training.guard.{key}",
+                value,
                 "null for a Rack without softmax attention, which has no logits",
             )
         blocks = blocks_of(rack)

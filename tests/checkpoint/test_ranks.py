@@ -1,6 +1,6 @@
 """Two processes: each writes its part, one publishes, all agree; one goes on from what two have saved.
 
-This file is also what each process runs: it goes through `SCENARIOS` and leaves what failed.
+`main` is what each process runs: it goes through `SCENARIOS` and leaves what failed.
 """
 
 import errno
@@ -8,13 +8,10 @@ import json
 import os
 import random
 import shutil
-import subprocess
-import sys
 import time
 import traceback
 import warnings
 from datetime import timedelta
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -32,6 +29,7 @@ from stackwise.checkpoint import (
 )
 from stackwise.checkpoint import content as content_module
 from stackwise.checkpoint import manager as manager_module
+from tests.forked import end_of, start
 
 RANKS = 2
 SECONDS = 120
@@ -489,19 +487,13 @@ def ranks(tmp_path_factory):
     """The folder in which both processes were, and what failed in each."""
     folder = tmp_path_factory.mktemp("ranks")
     saved_by_one(folder)
-    started = []
-    for rank in range(RANKS):
-        with (folder / f"output-{rank}").open("w") as output:
-            command = [sys.executable, __file__, str(rank), str(folder)]
-            environment = os.environ | {"OMP_NUM_THREADS": "1"}
-            started.append(subprocess.Popen(command, stdout=output, stderr=output, env=environment))
+    started = [
+        start(main, rank, folder, output=folder / f"output-{rank}", OMP_NUM_THREADS="1")
+        for rank in range(RANKS)
+    ]
     end = time.monotonic() + SECONDS
     for process in started:
-        try:
-            process.wait(max(1.0, end - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        end_of(process, max(1.0, end - time.monotonic()))
     outputs = [(folder / f"output-{rank}").read_text()[-3000:] for rank in range(RANKS)]
     results = [folder / f"result-{rank}.json" for rank in range(RANKS)]
     return folder, [json.loads(path.read_text()) if path.exists() else {} for path in results], outputs
@@ -583,7 +575,3 @@ def main(rank, folder):
         except RuntimeError:
             break
     distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))

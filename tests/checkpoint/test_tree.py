@@ -1,9 +1,10 @@
 """Trees: any state comes back bit for bit, what cannot be told is refused, and nothing else is understood."""
 
+import copy
 import json
 import math
 import pickle
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict, deque, namedtuple
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from torch import nn
 
 from stackwise.checkpoint.tree import MalformedTreeError, decode, encode, leaves
 
+Pair = namedtuple("Pair", "first second")
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
 plain = (
     st.none()
@@ -62,6 +64,22 @@ def there_and_back(tree):
         return held[name].clone()
 
     return decode(json.loads(text), fetch)
+
+
+def test_fields_of_a_namedtuple_keep_their_names():
+    pair = Pair(torch.arange(3), [Pair("x", (1, 2))])
+    again, other = there_and_back(pair), there_and_back(Pair(1, 2))
+    assert same(again.first, pair.first)
+    assert again.second[0].second == (1, 2)
+    assert type(again).__name__ == "Pair"
+    assert type(again) is type(other) is type(again.second[0])
+    assert there_and_back(namedtuple("_Own", "a")(3)).a == 3
+    assert other == copy.deepcopy(other) == type(other)(1, 2) == Pair(1, 2)
+    assert (other._asdict(), other._replace(second=3)) == (Pair(1, 2)._asdict(), Pair(1, 3))
+    held, paths = {}, []
+    told = encode(pair, (), held)
+    decode(told, lambda name, _, path: paths.append(path) or held[name])
+    assert paths == list(leaves(pair)) == [(0,)]
 
 
 def same(a, b):
@@ -203,6 +221,13 @@ class Evil:
         {"$dtype": "torch.load"},
         {"$dtype": []},
         {"$tuple": 3},
+        {"$namedtuple": ["A", 3]},
+        {"$namedtuple": ["A", [["a", 1], ["a", 2]]]},
+        {"$namedtuple": ["A", [["_a", 1]]]},
+        {"$namedtuple": ["A", [["__class__", 1]]]},
+        {"$namedtuple": ["A", [["a"]]]},
+        {"$namedtuple": ["import os", [["a", 1]]]},
+        {"$namedtuple": ["A", [[["a"], 1]]]},
         {"$set": [[1]]},
         {"$dict": [[[1], 2]]},
         {"$dict": [[1, 2, 3]]},

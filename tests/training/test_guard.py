@@ -228,13 +228,17 @@ def test_attention_logits_that_grow(run, name, lag):
     assert alarms[0].where.startswith("stacks.1.blocks.0.attention.qkv")
 
 
-def test_without_logits_there_is_no_signal_of_them(make_config, make_rack):
-    config = make_config(
-        model={"attention_type": "kernel"}, training={"guard": {"logit_factor": 5.0}, "max_steps": 1}
-    )
-    with pytest.raises(
-        ValueError, match=r"training\.guard\.logit_factor: got 5\.0; allowed: null for a Rack"
-    ):
+def test_a_largest_logit_holds_from_the_first_step(make_config, make_rack):
+    guard = {"logit_limit": 1e-6, "patience": 1, "rewinds": 0}
+    config = make_config(training={"guard": guard, "max_steps": 2})
+    with pytest.raises(GuardError, match=r"step 0: logit growth .* \(limit 1e-06\)"):
+        ArchitectureTrainer(config, progress=False).train_architecture(make_rack(config), clean(3))
+
+
+@pytest.mark.parametrize("key", ["logit_factor", "logit_limit"])
+def test_without_logits_there_is_no_signal_of_them(make_config, make_rack, key):
+    config = make_config(model={"attention_type": "kernel"}, training={"guard": {key: 5.0}, "max_steps": 1})
+    with pytest.raises(ValueError, match=rf"training\.guard\.{key}: got 5\.0; allowed: null for a Rack"):
         ArchitectureTrainer(config, progress=False).train_architecture(make_rack(config), clean(1))
 
 
@@ -377,6 +381,7 @@ def test_the_configuration_refuses_what_a_policy_does(data):
         "proven_factor",
         "loss_factor",
         "logit_factor",
+        "logit_limit",
         "recent",
         "minimum",
         "history",
@@ -385,7 +390,9 @@ def test_the_configuration_refuses_what_a_policy_does(data):
     keys += ["patience", "rewinds", "snapshot_interval", "max_bundles"]
     values = data.draw(st.dictionaries(st.sampled_from(keys), numbers, max_size=3))
     optional = data.draw(
-        st.dictionaries(st.sampled_from(["loss_factor", "logit_factor", "snapshot_interval"]), st.none())
+        st.dictionaries(
+            st.sampled_from(["loss_factor", "logit_factor", "logit_limit", "snapshot_interval"]), st.none()
+        )
     )
     values |= optional
     verdicts = []
@@ -398,9 +405,9 @@ def test_the_configuration_refuses_what_a_policy_does(data):
 
 
 def test_the_policy_is_what_the_configuration_says(make_config):
-    guard = {"patience": 2, "loss_factor": None, "logit_factor": 3.0, "history": 9, "bundle_dir": "bundles"}
-    policy = guard_policy(make_config(training={"guard": guard, "grad_clip": 0.5}).training)
-    assert policy == GuardPolicy(clip=0.5, logit_factor=3.0, patience=2, loss_factor=None, history=9)
+    guard = {"patience": 2, "loss_factor": None, "logit_factor": 3.0, "logit_limit": 50.0, "history": 9}
+    settings = make_config(training={"guard": guard | {"bundle_dir": "bundles"}, "grad_clip": 0.5}).training
+    assert guard_policy(settings) == GuardPolicy(clip=0.5, **guard)
     assert guard_policy(make_config(training={"guard": {}}).training) == GuardPolicy(
         clip=1.0, logit_factor=None
     )

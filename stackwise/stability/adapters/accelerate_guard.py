@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from stackwise.argument import check_number, require
 from stackwise.stability.adapters.engine import check_engine, scale_of
@@ -54,8 +55,8 @@ class AcceleratedGuard:
         guard: with alarms, records and all else.
 
     Raises:
-        ValueError: something that was not prepared; a policy that clips; an engine that keeps gradients to
-            itself.
+        ValueError: something that was not prepared; a policy that clips; a scheduler that follows what is
+            measured; an engine that keeps gradients to itself.
     """
 
     def __init__(
@@ -75,6 +76,9 @@ class AcceleratedGuard:
     ) -> None:
         prepared = isinstance(optimizer, AcceleratedOptimizer)
         require(prepared, "optimizer", type(optimizer).__name__, "what accelerator.prepare() returned")
+        follows = isinstance(getattr(scheduler, "scheduler", scheduler), ReduceLROnPlateau)
+        allowed = "one whose step() takes nothing; call this one yourself, behind an evaluation"
+        require(not follows, "scheduler", "ReduceLROnPlateau", allowed)
         policy = policy or GuardPolicy()
         require(policy.clip is None, "clip", policy.clip, "None: max_grad_norm clips")
         if max_grad_norm is not None:
@@ -100,6 +104,7 @@ class AcceleratedGuard:
             lag=lag,
         )
         self._loss: Tensor | None = None
+        self._logit: Tensor | None = None
         self._n_given = 0
         self._sizes: dict[int, int] = {}  # of steps with fewer batches than others, by number
         accelerator.register_save_state_pre_hook(self._before_saving)
@@ -129,7 +134,8 @@ class AcceleratedGuard:
 
         Args:
             loss: of the batch, one element, as it was given to `accelerator.backward`.
-            logit: the largest attention logit of the step, one element; None: it is no signal.
+            logit: the largest attention logit of the batch, one element; None: it is no signal. The step has
+                the largest of its batches.
 
         Returns:
             the decision; None: gradients are still accumulated.
@@ -141,9 +147,14 @@ class AcceleratedGuard:
         accelerator = self._accelerator
         part = loss.detach() / accelerator.gradient_accumulation_steps
         self._loss = part if self._loss is None else self._loss + part
+        if logit is not None:
+            logit = logit.detach()
+            # NaN is no number, as of a batch in which nothing was seen.
+            self._logit = logit if self._logit is None else torch.fmax(self._logit, logit)
         if not accelerator.sync_gradients:
             return None
         total, self._loss = self._loss, None
+        logit, self._logit = self._logit, None
         scale = scale_of(accelerator.scaler, loss.device)
         if self._n_given != accelerator.gradient_accumulation_steps:
             self._sizes[self.guard.steps] = self._n_given
@@ -192,6 +203,6 @@ class AcceleratedGuard:
         """See `Guard.load_state_dict`."""
         self.guard.load_state_dict(state_dict)
         self._sizes = dict(state_dict.get("sizes", ()))
-        self._loss, self._n_given = None, 0
+        self._loss, self._logit, self._n_given = None, None, 0
         accelerator = self._accelerator
         accelerator.step -= accelerator.step % accelerator.gradient_accumulation_steps

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from stackwise.stability.adapters.engine import scale_of
 from stackwise.stability.adapters.outer_loop import OuterLoop
 from stackwise.stability.guard import Guard, GuardPolicy
 from stackwise.stability.guard.snapshot import Stateful
+from stackwise.stability.telemetry import AttentionLogit
 
 try:
     from lightning.pytorch import Callback
@@ -50,6 +52,7 @@ class GuardCallback(Callback):  # type: ignore[misc, unused-ignore]
             breaks again; else parameters are named by their norms.
         others: objects whose state goes back with a rewind, by name.
         bundles: folder for diagnostic bundles; None: none are written.
+        logits: watch `training_step` by `AttentionLogit`; None: where the policy has a `logit_limit`.
 
     Attributes:
         guard: of the training that runs, or of the last one; None: there was none.
@@ -65,14 +68,18 @@ class GuardCallback(Callback):  # type: ignore[misc, unused-ignore]
         locate: bool = True,
         others: Mapping[str, Stateful] | None = None,
         bundles: Path | str | None = None,
+        logits: bool | None = None,
     ) -> None:
         self.policy = policy or GuardPolicy()
         require(
             self.policy.clip is None, "clip", self.policy.clip, "None: gradient_clip_val of the trainer clips"
         )
         self._locate, self._others, self._bundles = locate, others, bundles
+        self._logits = self.policy.logit_limit is not None if logits is None else logits
+        self._watch: AttentionLogit | None = None
         self._trainer: Any = None
         self._module: Any = None
+        self._own_step: Any = None  # where it is not that of its class
         self._loop: OuterLoop | None = None
         self._restored: dict[str, Any] | None = None
         self._held: list[tuple[Any, str]] = []
@@ -122,7 +129,7 @@ class GuardCallback(Callback):  # type: ignore[misc, unused-ignore]
             scaler=scaler,
             lag=0,
         )
-        self._loop = OuterLoop(self.guard, self._make_again)
+        self._loop = OuterLoop(self.guard, self._make_again, self._watched_logit())
         self._logged = 0
         if self._restored is not None:
             self.guard.load_state_dict(self._restored)
@@ -192,6 +199,14 @@ class GuardCallback(Callback):  # type: ignore[misc, unused-ignore]
             if (trainer.current_epoch + 1) % config.frequency == 0:
                 self._module.lr_scheduler_step(config.scheduler, None)
 
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:  # noqa: ARG002
+        """Leave the module as it was."""
+        self._watch_no_more()
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002
+        """Leave the module as it was."""
+        self._watch_no_more()
+
     def state_dict(self) -> dict[str, Any]:
         """The guard's, for Lightning's checkpoints; empty: there was no training.
 
@@ -245,6 +260,31 @@ class GuardCallback(Callback):  # type: ignore[misc, unused-ignore]
 
     def _arguments(self, given: Mapping[str, Any]) -> tuple[Any, ...]:
         return step_arguments(self._module.training_step, given["batch"], given["batch_idx"])
+
+    def _watched_logit(self) -> Callable[[], Tensor] | None:
+        """Watch `training_step`, which Lightning calls, and not the module."""
+        self._watch_no_more()
+        if not self._logits:
+            return None
+        module, original = self._module, self._module.training_step
+        call = _TrainingStep(module, original)
+
+        @wraps(original)  # Lightning looks at its parameters
+        def training_step(*args: Any, **kwargs: Any) -> Any:
+            return call(*args, **kwargs)
+
+        self._watch, self._own_step = AttentionLogit(call), vars(module).get("training_step")
+        module.training_step = training_step
+        return self._watch.take
+
+    def _watch_no_more(self) -> None:
+        if self._watch is None:
+            return
+        self._watch.remove()
+        self._watch = None
+        del self._module.training_step
+        if self._own_step is not None:
+            self._module.training_step = self._own_step
 
     def _is_last(self) -> bool:
         """Whether the batch at hand is the last of its epoch."""
@@ -301,6 +341,17 @@ class GuardCallback(Callback):  # type: ignore[misc, unused-ignore]
             for logger in trainer.loggers:
                 logger.log_metrics(values, step=trainer.global_step)
         self._logged = len(self.guard.alarms)
+
+
+class _TrainingStep(nn.Module):
+    """A function of a module as a module, whose calls can be watched."""
+
+    def __init__(self, module: nn.Module, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.module, self._function = module, function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
 
 
 class _Schedulers:

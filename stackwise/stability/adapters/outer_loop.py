@@ -23,6 +23,7 @@ class OuterLoop:
         guard: of the loop.
         make_again: makes a step of as many batches as it is told, of `guard.give_again()`: all up to and with
             the scheduler, and forgets the gradients. It comes by `add_loss` and `judge` as other steps do.
+        logit: gives the largest attention logit since it was last asked; None: nobody watches.
 
     Attributes:
         guard: of the loop.
@@ -32,8 +33,10 @@ class OuterLoop:
         makes_update: whether the optimizer is to be called at all.
     """
 
-    def __init__(self, guard: Guard, make_again: Callable[[int], None]) -> None:
-        self.guard, self._make_again = guard, make_again
+    def __init__(
+        self, guard: Guard, make_again: Callable[[int], None], logit: Callable[[], Tensor] | None = None
+    ) -> None:
+        self.guard, self._make_again, self._logit = guard, make_again, logit
         self.again = False
         self.n_given = 0
         self.decision: Decision | None = None
@@ -44,6 +47,8 @@ class OuterLoop:
         """A batch that the loop has drawn, before its forward pass; one that is made again is known."""
         if not self.again:
             self.guard.give(batch, identity)
+            if self.n_given == 0:
+                self._forget_logits()
         self.n_given += 1
 
     def add_loss(self, loss: Tensor) -> None:
@@ -60,7 +65,8 @@ class OuterLoop:
         """Behind the last backward pass of a step, before clipping; see `Guard.judge_step`."""
         assert self._loss is not None, "add_loss() first"
         loss, self._loss = self._loss, None
-        self.decision = self.guard.judge_step(loss, scale=scale)
+        logit = None if self._logit is None else self._logit()
+        self.decision = self.guard.judge_step(loss, logit=logit, scale=scale)
         self.makes_update = self.guard.makes_update(self.decision)
 
     def close(self, *, settle: bool = False) -> None:
@@ -89,6 +95,11 @@ class OuterLoop:
         self.makes_update, self.n_given = True, 0
         self.guard.close_step(decision)
 
+    def _forget_logits(self) -> None:
+        """Those that were seen before a step are none of its own, as when another one is computed again."""
+        if self._logit is not None:
+            self._logit()
+
     def _make_all_again(self, settle: bool) -> None:
         while True:
             if settle:
@@ -97,6 +108,7 @@ class OuterLoop:
             if not count:
                 break
             self.again = True
+            self._forget_logits()
             try:
                 self._make_again(count)
             finally:

@@ -20,6 +20,7 @@ from stackwise.stability.adapters.outer_loop import OuterLoop
 from stackwise.stability.adapters.state_file import read_state, write_state
 from stackwise.stability.guard import Alarm, Guard, GuardPolicy
 from stackwise.stability.guard.snapshot import Stateful
+from stackwise.stability.telemetry import AttentionLogit
 
 try:
     from transformers import Trainer, TrainerCallback
@@ -52,6 +53,7 @@ class GuardCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         others: objects whose state goes back with a rewind, by name.
         bundles: folder for diagnostic bundles; None: none are written.
         lag: see `Guard`.
+        logits: watch the model by `AttentionLogit`; None: where the policy has a `logit_limit`.
 
     Attributes:
         guard: of the training that runs, or of the last one; None: there was none.
@@ -68,12 +70,15 @@ class GuardCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         others: Mapping[str, Stateful] | None = None,
         bundles: Path | str | None = None,
         lag: int | None = None,
+        logits: bool | None = None,
     ) -> None:
         self.policy = policy or GuardPolicy()
         require(
             self.policy.clip is None, "clip", self.policy.clip, "None: TrainingArguments.max_grad_norm clips"
         )
         self._locate, self._others, self._bundles, self._lag = locate, others, bundles, lag
+        self._logits = self.policy.logit_limit is not None if logits is None else logits
+        self._watch: AttentionLogit | None = None
         self._trainer: Any = None
         self._loop: OuterLoop | None = None
         self._optimizer: Any = None
@@ -129,7 +134,7 @@ class GuardCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self.guard = Guard(
             trainer.model,
             optimizer,
-            scheduler=trainer.lr_scheduler,
+            scheduler=None if trainer.lr_scheduler is None else _Schedule(trainer.lr_scheduler),
             policy=self.policy,
             loss_of=self._loss_of if self._locate else None,
             others=self._others,
@@ -137,7 +142,10 @@ class GuardCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
             scaler=getattr(accelerator, "scaler", None),
             lag=self._lag,
         )
-        self._loop = OuterLoop(self.guard, self._make_again)
+        self._watch = AttentionLogit(trainer.model) if self._logits else None
+        self._loop = OuterLoop(
+            self.guard, self._make_again, None if self._watch is None else self._watch.take
+        )
         self._watch_updates()
         self._updates = _updates_per_epoch(kwargs.get("train_dataloader"), args.gradient_accumulation_steps)
         self._logged = 0
@@ -305,7 +313,23 @@ class GuardCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
             if self._own_step is not None:
                 self._optimizer.step = self._own_step
             self._optimizer._is_overflow = False
-        self._optimizer = self._loop = None
+        if self._watch is not None:
+            self._watch.remove()
+        self._optimizer = self._loop = self._watch = None
+
+
+class _Schedule:
+    """The state of a scheduler that the trainer advances, also of one that follows what is measured."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+
+    def state_dict(self) -> Mapping[str, Any]:
+        state: Mapping[str, Any] = self._scheduler.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self._scheduler.load_state_dict(state_dict)
 
 
 def _caller(callback: GuardCallback) -> Any:

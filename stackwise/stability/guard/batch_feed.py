@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+import numpy as np
+import torch
+
 from stackwise.argument import check_sizes, require
 from stackwise.random_states import random_states, set_random_states
 from stackwise.stability.guard.alarm import hashable
@@ -52,6 +55,7 @@ class BatchFeed:
         self._epoch, self._index = 0, 0  # of the next batch that is new
         self._next_step = 0
         self._drawn_outside = False
+        self._within = False  # an epoch that `batches` began here
 
     @property
     def step(self) -> int:
@@ -62,13 +66,16 @@ class BatchFeed:
     def batches(
         self, loader: Iterable[Any], *, fast_forward: bool = False, ending: Callable[[], object]
     ) -> Iterator[Any]:
-        """The rest of an epoch of `loader`. See `Guard.batches`.
+        """The rest of an epoch of `loader`; a new one, where a loop before was left. See `Guard.batches`.
 
         Args:
             loader: gone through once.
             fast_forward: read over as many batches as were given in this epoch.
             ending: called when the loader has no more; what it puts back is then given.
         """
+        if self._within:
+            self._epoch, self._index = self._epoch + 1, 0
+        self._within = True
         source = iter(loader)
         if fast_forward:
             for _ in islice(source, self._index):
@@ -93,6 +100,7 @@ class BatchFeed:
             self._kept.append(given)
             yield given.batch
         self._epoch, self._index = self._epoch + 1, 0
+        self._within = False
 
     def give(self, batch: Any, identity: Hashable) -> None:
         """A batch that somebody else has drawn is in hand."""
@@ -204,9 +212,9 @@ class BatchFeed:
             "index": self._index,
             "next_step": self._next_step,
             "quarantined": list(self.quarantined),
-            "frontier": self._frontier,
+            "frontier": None if self._frontier is None else _told(self._frontier),
             "again": [
-                {"step": g.step, "id": g.id, "batch": g.batch, "random": g.random}
+                {"step": g.step, "id": g.id, "batch": g.batch, "random": _told(g.random)}
                 for g in (*hand, *self._again)
             ],
         }
@@ -222,8 +230,21 @@ class BatchFeed:
         self._epoch, self._index = state["epoch"], state["index"]
         self._next_step = state["next_step"]
         self.quarantined = dict.fromkeys(map(hashable, state["quarantined"]))
-        self._frontier = state["frontier"]
+        self._frontier = None if state["frontier"] is None else _untold(state["frontier"])
         self._again = deque(
-            GivenBatch(g["step"], hashable(g["id"]), g["batch"], g["random"]) for g in state["again"]
+            GivenBatch(g["step"], hashable(g["id"]), g["batch"], _untold(g["random"])) for g in state["again"]
         )
         self.hand, self._kept, self._before = [], [], []
+        self._within = False
+
+
+def _told(states: Mapping[str, Any]) -> dict[str, Any]:
+    """Random states without an array of numpy's, which a plain `torch.load` refuses."""
+    name, keys, *rest = states["numpy"]
+    return {**states, "numpy": (name, torch.from_numpy(keys.astype(np.int64)), *rest)}
+
+
+def _untold(states: Mapping[str, Any]) -> dict[str, Any]:
+    """What `_told` was given; also of a state from before, which has the array."""
+    name, keys, *rest = states["numpy"]
+    return {**states, "numpy": (name, np.asarray(keys).astype(np.uint32), *rest)}

@@ -44,17 +44,21 @@ class Replay(NamedTuple):
         grad_norm: global L2 norm of the sum of their gradients.
         parameter_norms: of each parameter's gradient, by name.
         where: the place that broke first; "": nothing did.
+        spike: whether the number that the alarm told of, where it was finite, is above its limit again;
+            None: it was not looked at, as an attention logit is not, or its limit is not known.
     """
 
     loss: float
     grad_norm: float
     parameter_norms: dict[str, float]
     where: str
+    spike: bool | None = False
 
     @property
     def broken(self) -> bool:
-        """Whether loss or gradient is not finite, or a place was found."""
-        return bool(self.where) or not (math.isfinite(self.loss) and math.isfinite(self.grad_norm))
+        """Whether loss or gradient is not finite, a place was found, or it is a spike again."""
+        finite = math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+        return bool(self.where) or not finite or bool(self.spike)
 
 
 @dataclass(frozen=True)
@@ -207,7 +211,8 @@ def replay(
     model.train(bundle.training)
     try:
         batches = [GivenBatch(b.step, b.id, _moved(b.batch, device), b.random) for b in bundle.batches]
-        return rerun(model, batches, loss_of, loss_scale=bundle.loss_scale)
+        found = rerun(model, batches, loss_of, loss_scale=bundle.loss_scale)
+        return found._replace(spike=_is_spike(bundle, found))
     finally:
         model.train(was_training)
 
@@ -264,6 +269,23 @@ def rerun(
             if name in buffers and buffer.shape == buffers[name].shape:
                 buffer.copy_(buffers[name])
     return Replay(sum(losses), total, norms, where)
+
+
+def _is_spike(bundle: Bundle, found: Replay) -> bool | None:
+    """`Replay.spike`: of the loss, or of the norm of those parameters whose norms the bundle has."""
+    alarm = bundle.alarm
+    kind, value, limit = (alarm.get(key) for key in ("kind", "value", "limit"))
+    if kind not in ("gradient spike", "loss spike", "logit growth"):
+        return False
+    if kind == "logit growth" or value is None or limit is None:
+        return None
+    again = found.loss
+    if kind == "gradient spike":
+        known = [found.parameter_norms[name] for name in bundle.norms if name in found.parameter_norms]
+        again = math.hypot(*known) or found.grad_norm
+    # As the guard tells it: less than half of what it was is the step's own.
+    own = alarm.get("reproduced") is False and 2 * again <= value
+    return again > limit and not own
 
 
 def scaled(loss: Tensor, loss_scale: float) -> Tensor:
@@ -347,6 +369,8 @@ def _moved(value: Any, device: torch.device | None) -> Any:
         return value.to(device)
     if isinstance(value, dict):
         return {key: _moved(each, device) for key, each in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_make"):  # a namedtuple takes its fields one by one
+        return value._make(_moved(each, device) for each in value)
     if isinstance(value, list | tuple):
         return type(value)(_moved(each, device) for each in value)
     return value

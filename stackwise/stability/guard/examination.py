@@ -92,7 +92,8 @@ class Examination:
         # saw nothing of it, as of a loss of another process, knows nothing.
         everyone = self._of_all((where, reproduced, placed, alarm.value, alarm.limit))
         where, reproduced, _, value, limit = max(
-            everyone, key=lambda each: (_VOTES.index(each[1]), each[2], bool(each[0]))
+            everyone,
+            key=lambda each: (_is_broken(*each[3:]), _VOTES.index(each[1]), each[2], bool(each[0])),
         )
         return replace(alarm, where=where, reproduced=reproduced, value=value, limit=limit)
 
@@ -137,3 +138,8 @@ class Examination:
         forget_gradients(model, self._named())
         self._buffers.restore()
         return scales
+
+
+def _is_broken(value: float, limit: float | None) -> bool:
+    """Whether this number is what broke the step."""
+    return not math.isfinite(value) or (limit is not None and value > limit)

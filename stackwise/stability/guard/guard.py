@@ -9,6 +9,7 @@ given again.
 from __future__ import annotations
 
 import math
+import warnings
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -82,7 +83,7 @@ class Guard:
 
     Raises:
         ValueError: nothing to train, parameters on several devices, an optimizer that cannot leave
-            a step out.
+            a step out or needs a closure, a scheduler that follows what is measured.
     """
 
     def __init__(
@@ -100,6 +101,11 @@ class Guard:
         scaler: torch.amp.GradScaler | None = None,
         lag: int | None = None,
     ) -> None:
+        lbfgs = isinstance(optimizer, torch.optim.LBFGS)
+        require(not lbfgs, "optimizer", type(optimizer).__name__, "one whose step() needs no closure")
+        follows = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+        allowed = "one whose step() takes nothing; call this one yourself, behind an evaluation"
+        require(not follows, "scheduler", type(scheduler).__name__, allowed)
         self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
         self.policy = policy or GuardPolicy()
         self._others = dict(others or {})
@@ -157,6 +163,8 @@ class Guard:
             lambda: self._loss_scale,
         )
         self._answering: int | None = None
+        # Steps so far; None: there is no limit, or a logit came, or it was told of.
+        self._without_logit = None if self.policy.logit_limit is None else 0
 
     @property
     def steps(self) -> int:
@@ -244,6 +252,7 @@ class Guard:
         Raises:
             ValueError: as `step`.
         """
+        self._look_for_logits()
         self._see_parameters()
         with torch.no_grad():
             norms_P = self._norms()
@@ -515,8 +524,22 @@ class Guard:
         loss_limit, logit_limit, divisor = row[7:_SCALARS]
         norms = dict(zip(made.names, row[_SCALARS:], strict=False))
         kind = KINDS[int(code)]
-        record = GuardRecord(made.step, loss, norm, norms, norm_limit, divisor, kind, bool(found_inf))
+        record = GuardRecord(
+            made.step,
+            loss,
+            norm,
+            norms,
+            norm_limit,
+            divisor,
+            kind,
+            bool(found_inf),
+            logit,
+            loss_limit,
+            logit_limit,
+        )
         self._records.append(record)
+        if self._without_logit is not None:
+            self._without_logit = self._without_logit + 1 if math.isnan(logit) else None
         if kind is None and found_inf:  # an overflow, which the scaler has answered
             return
         if kind is None:
@@ -539,6 +562,15 @@ class Guard:
             self.alarms.append(replace(alarm, action="clipped"))
         else:
             self._answer(made, alarm, norms, proven_limit)
+
+    def _look_for_logits(self) -> None:
+        """Say it once where a limit is set and nothing comes that could exceed it."""
+        steps, limit = self._without_logit, self.policy.logit_limit
+        if steps is not None and steps >= self.policy.minimum:
+            self._without_logit = None
+            advice = "step(loss, logit=...) takes what stackwise.stability.telemetry.AttentionLogit sees"
+            said = f"logit_limit: got {limit}, and no attention logit in {steps} steps; {advice}"
+            warnings.warn(said, RuntimeWarning, stacklevel=3)
 
     def _answer(self, made: _Made, alarm: Alarm, norms: Mapping[str, float], proven_limit: float) -> None:
         """The update was left out, and with a lag all that came after it. Say where, and go on somewhere."""

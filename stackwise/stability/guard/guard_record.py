@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -21,6 +22,9 @@ class GuardRecord:
         divisor: what the gradients were divided by.
         kind: what was wrong; None: nothing.
         skipped: whether the update was left out.
+        logit: the largest attention logit; NaN: it was not given.
+        loss_limit: the largest loss that passed; infinite: any finite one.
+        logit_limit: the largest attention logit that passed; infinite: any.
     """
 
     step: int
@@ -31,6 +35,9 @@ class GuardRecord:
     divisor: float
     kind: str | None
     skipped: bool
+    logit: float = math.nan
+    loss_limit: float = math.inf
+    logit_limit: float = math.inf
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""

@@ -134,6 +134,8 @@ class Judge:
         else:
             proven_limit = norm_limit
         self._trusted = False
+        if self._policy.logit_factor is not None and logit is not self._no_logit:
+            logit_limit = torch.minimum(logit_limit, self._far_logit_limit())
         if self._policy.logit_limit is not None:
             logit_limit = logit_limit.clamp(max=self._policy.logit_limit)
         limits_S = torch.stack([norm_limit, loss_limit, logit_limit])
@@ -222,6 +224,17 @@ class Judge:
         of_L = self._signals_L
         margin_L = torch.maximum(self._deviations_L * scatter_S[of_L], self._rises_L)
         return torch.where(enough_S[of_L], (level_S[of_L] + margin_L).exp(), math.inf)
+
+    def _far_logit_limit(self) -> Tensor:
+        """The largest logit by those of long ago: one that grows with each step takes its level along.
+
+        While a model settles its logits may well grow fifteenfold in half a history, from next to nothing:
+        the cube of what a step may rise by.
+        """
+        known = self._history.statistics()
+        margin = torch.maximum(self._deviations_L[2] * known.scatter_S[2], 3 * self._rises_L[2])
+        limit = (self._history.far_level(signal=2) + margin).exp()
+        return torch.where(known.enough_S[2], limit, math.inf)
 
     def _scalar(self, key: str, value: Tensor) -> Tensor:
         require(value.numel() == 1, key, tuple(value.shape), "one element")

@@ -61,6 +61,10 @@ class LogHistory:
             self._statistics = Statistics(_median(self.logs_SH[:, -self.recent :]), scatter_S, enough_S)
         return self._statistics
 
+    def far_level(self, signal: int) -> Tensor:
+        """The median of all logarithms of one signal, a scalar; NaN: there are none."""
+        return _median(self.logs_SH[signal : signal + 1])[0]
+
     def accept(self, values_S: Tensor, sound: Tensor) -> None:
         """Remember `values_S` where `sound`, a boolean scalar on the device, says so."""
         values_S = values_S.to(self.logs_SH.dtype)

@@ -30,6 +30,8 @@ class GuardPolicy:
         proven_factor: a rise that is never a spike if the step has it again when it is computed again.
         loss_factor: the same of the loss; None: the loss is only asked to be finite.
         logit_factor: the same of the largest attention logit, where it is given; None: it is no signal.
+            One that grows from step to step may not exceed the median of the whole history by more than
+            the cube of it.
         logit_limit: the largest attention logit that passes; None: any.
         recent: sound steps that give the level.
         history: sound steps that give the scatter.

@@ -1,50 +1,68 @@
 """AttentionLogit: how large the attention logits of a model become as it trains, on the device.
 
-Shapes: ... any, T queries, S keys.
+Shapes: ... any, H heads, T queries, S keys.
 """
 
 from __future__ import annotations
 
+import sys
+import threading
+import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch._compile import _disable_dynamo
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointFunction
 
-from stackwise.argument import require
-from stackwise.logit_bound import LogitBound, watching
+from stackwise.logit_bound import LogitBound, watch
+from stackwise.stability.recomputation import is_recomputation
 
 __all__ = ["AttentionLogit", "are_attention_scores"]
 
 _SOFTMAX = (torch.softmax, F.softmax, Tensor.softmax)
 _BESIDE = 2  # keys that are no positions: sinks, biases
+# What may be between a product of queries and keys and its softmax, by the names of autograd.
+_MOVED = "View UnsafeView ReshapeAlias Permute Transpose T Unsqueeze Squeeze Expand Clone ToCopy Alias"
+_CHANGED = "Mul Div Add Sub Neg Pow Tanh Clamp Minimum Maximum MaskedFill Where CopySlices"
+_CUT = "Slice Select Split Cat ConstantPadNd"
+_MOVES = frozenset(_MOVED.split())
+_STEPS = _MOVES.union(_CHANGED.split(), _CUT.split())
+_STEPS_AT_MOST = 64
 
 
 class AttentionLogit:
-    """What `Guard.step(loss, logit=...)` takes, of any model that is not compiled.
+    """What `Guard.step(loss, logit=...)` takes, of any model.
 
     While the model is called with gradients, each `scaled_dot_product_attention` of torch is seen, also that
     of `nn.MultiheadAttention`, and its logits are bounded by the norms of queries and keys: no logit is
-    larger, and none is computed for it. Of attention that is written out the largest number that its softmax
-    takes is seen. Attention of a Rack is seen whichever way it is computed; kernels of other libraries are
-    not.
+    larger, and none is computed for it. A bias that is added, as a mask of numbers, is not counted. Of
+    attention that is written out the numbers that its softmax takes are seen, behind a soft cap if there is
+    one: of each query the largest, and of these the largest absolute value. Attention of a Rack is seen
+    whichever way it is computed. Kernels of other libraries, `flex_attention`, nested tensors and DTensors
+    are not seen.
+
+    Seen is what gradients come back to. What the guard computes again is no part of a step, and not seen.
+    Attention that is written out is known by a product of two activations that its softmax comes from. The
+    compiler does not tell of that: in a compiled model it is known by its shape, (..., H, T, S) with S from T
+    to T + 2.
 
     Args:
-        model: whose calls are watched until `remove`.
+        model: whose calls are watched until `remove`; compiled or not.
 
-    Raises:
-        ValueError: the model is compiled: what it computes runs in no call that could be seen.
+    Warns:
+        UserWarning: at the first `take` behind a call in which nothing was seen.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        compiled = isinstance(model, torch._dynamo.OptimizedModule)
-        require(not compiled, "model", type(model).__name__, "one that is not compiled, or its `_orig_mod`")
-        device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        self._bound, self._open = LogitBound(device), list[ExitStack]()
+        self._bound, self._open = LogitBound(torch.device("cpu")), list[_Call]()
+        self._unseen, self._warned = "", False
         self._handles = [
             model.register_forward_pre_hook(self._enter),
             model.register_forward_hook(self._leave, always_call=True),
@@ -52,6 +70,12 @@ class AttentionLogit:
 
     def take(self) -> Tensor:
         """The largest since the last call, float32 of no dimension; NaN, which is no signal: none."""
+        self._end_interrupted()
+        if self._unseen and not (self._warned or self._bound.seen):
+            self._warned = True
+            what = f"in a call of {self._unseen} AttentionLogit saw no attention that is trained"
+            warnings.warn(f"{what}: its logit is NaN, which is no signal", UserWarning, stacklevel=2)
+        self._unseen = ""
         return self._bound.take()
 
     def remove(self) -> None:
@@ -59,17 +83,86 @@ class AttentionLogit:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._end_interrupted()
 
-    def _enter(self, _model: nn.Module, _args: Any) -> None:
-        opened = ExitStack()
-        if torch.is_grad_enabled():
-            opened.enter_context(watching(self._bound))
-            opened.enter_context(_Functions(self._bound))
-        self._open.append(opened)
+    # The compiler could not follow what these two ask of the interpreter.
+    @_disable_dynamo
+    def _enter(self, model: nn.Module, _args: Any) -> None:
+        self._end_interrupted()
+        call = _Call(_frame_of_call(), threading.get_ident())
+        self._open.append(call)
+        if torch.is_grad_enabled() and not is_recomputation():
+            device = next((p.device for p in model.parameters()), None)
+            if device is not None:
+                self._bound.to(device)
+            call.watch(self._bound)
 
-    def _leave(self, _model: nn.Module, _args: Any, _output: Any) -> None:
+    @_disable_dynamo
+    def _leave(self, model: nn.Module, _args: Any, output: Any) -> None:
+        mine = [call for call in self._open if call.thread == threading.get_ident()]
+        if mine:
+            self._open.remove(mine[-1])
+            mine[-1].end()
+            if mine[-1].mode is not None and output is not None:
+                self._unseen = type(model).__name__
+
+    def _end_interrupted(self) -> None:
+        """End calls that were ended as by Ctrl-C: torch calls hooks behind an `Exception` only."""
         if self._open:
-            self._open.pop().close()
+            under_way = set(_frames())
+            for call in self._open[::-1]:
+                if call.thread == threading.get_ident() and call.frame not in under_way:
+                    self._open.remove(call)
+                    call.end()
+
+
+@dataclass(eq=False)
+class _Call:
+    """A call of the model.
+
+    Attributes:
+        frame: that it runs in.
+        thread: that it runs in.
+        mode: sees what it computes; None: nothing does.
+        before: who was told of attention until then.
+    """
+
+    frame: FrameType
+    thread: int
+    mode: _Functions | None = None
+    before: LogitBound | None = None
+
+    def watch(self, bound: LogitBound) -> None:
+        self.before, self.mode = watch(bound), _Functions(bound)
+        self.mode.__enter__()  # type: ignore[no-untyped-call]
+
+    def end(self) -> None:
+        if self.mode is None:
+            return
+        watch(self.before, instead_of=self.mode.bound)
+        # Where the call was interrupted others may lie above it.
+        above = []
+        while self.mode in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
+            above.append(_pop_mode())  # type: ignore[no-untyped-call]
+        for each in above[-2::-1]:
+            _push_mode(each)  # type: ignore[no-untyped-call]
+
+
+def _frame_of_call() -> FrameType:
+    """That of the call of the module whose hook this is; where torch has another, the outermost."""
+    frames = _frames()
+    of_modules = (frame for frame in frames if frame.f_code is nn.Module._call_impl.__code__)
+    return next(of_modules, frames[-1])
+
+
+def _frames() -> list[FrameType]:
+    """Whatever runs in this thread, innermost first."""
+    frames: list[FrameType] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    return frames
 
 
 def are_attention_scores(scores: Tensor, axis: int) -> bool:
@@ -85,25 +178,29 @@ class _Functions(TorchFunctionMode):
 
     def __init__(self, bound: LogitBound) -> None:
         super().__init__()
-        self._bound = bound
+        self.bound = bound
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if function is F.multi_head_attention_forward:
+            # What it calls itself is seen one level below.
+            with _Operators(self.bound):
+                return function(*args, **kwargs)
+        output = function(*args, **kwargs)
+        # Behind it: what it refuses is its own affair.
         if function is F.scaled_dot_product_attention:
             query, key = _given("query", 0, args, kwargs), _given("key", 1, args, kwargs)
-            self._bound.note(query.detach(), key.detach(), _given("scale", 6, args, kwargs))
+            if _are_trained(query, key):
+                self.bound.note(query.detach(), key.detach(), _given("scale", 6, args, kwargs))
         elif function in _SOFTMAX:
             scores, axis = _given("input", 0, args, kwargs), _given("dim", 1, args, kwargs)
-            _note_softmax(self._bound, scores, axis)
-        elif function is F.multi_head_attention_forward:
-            # What it calls itself is seen one level below.
-            with _Operators(self._bound):
-                return function(*args, **kwargs)
-        return function(*args, **kwargs)
+            if axis is not None and _are_trained(scores) and _is_of_keys(scores, axis):
+                self.bound.note_scores(scores.detach(), axis)
+        return output
 
 
 class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees attention by the operators that run."""
+    """Sees attention by the operators that run inside of a function that computes nothing else."""
 
     def __init__(self, bound: LogitBound) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -111,16 +208,54 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, function.overloadpacket.__name__
+        output = function(*args, **kwargs)
         if name.startswith("_scaled_dot_product_") and not name.endswith("_backward"):
-            self._bound.note(args[0], args[1], kwargs.get("scale"))
-        elif name in ("_softmax", "_safe_softmax"):
-            _note_softmax(self._bound, args[0], args[1])
-        return function(*args, **kwargs)
+            if _are_trained(args[0], args[1]):
+                self._bound.note(args[0].detach(), args[1].detach(), kwargs.get("scale"))
+        elif name in ("_softmax", "_safe_softmax") and _are_trained(args[0]):
+            self._bound.note_scores(args[0].detach(), args[1])
+        return output
 
 
-def _note_softmax(bound: LogitBound, scores: Tensor, axis: int | None) -> None:
-    if axis is not None and are_attention_scores(scores, axis):
-        bound.note_scores(scores)
+def _are_trained(*tensors: Tensor) -> bool:
+    """Whether gradients come back to one of them, also where that is found out later."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    # A reentrant checkpoint computes without gradients first.
+    return any(frame.f_code is CheckpointFunction.forward.__code__ for frame in _frames())
+
+
+def _is_of_keys(scores: Tensor, axis: int) -> bool:
+    """Whether a softmax over `axis` is attention: by what the scores come from, or by their shape."""
+    if scores.ndim > 3 and are_attention_scores(scores, axis):
+        return True
+    # The compiler does not follow graphs of autograd.
+    if scores.ndim < 3 or torch.compiler.is_compiling():
+        return False
+    open_nodes, left = [scores.grad_fn], _STEPS_AT_MOST
+    while open_nodes and left:
+        node, left = open_nodes.pop(), left - 1
+        if node is None:
+            continue
+        if _operation(node) in ("Bmm", "Baddbmm"):
+            # Of a weight it is a linear layer: the last two are the factors.
+            return not any(_is_parameter(factor) for factor, _ in node.next_functions[-2:])
+        if _operation(node) in _STEPS:
+            open_nodes += [following for following, _ in node.next_functions]
+    return False
+
+
+def _is_parameter(node: Any) -> bool:
+    """Whether what a node of autograd is of is a parameter, but for its shape."""
+    while node is not None and _operation(node) in _MOVES:
+        node = node.next_functions[0][0]
+    return node is not None and _operation(node) == "AccumulateGrad"
+
+
+def _operation(node: Any) -> str:
+    """`Bmm` of `BmmBackward0`."""
+    name: str = node.name()
+    return name.rpartition("::")[2].partition("Backward")[0]
 
 
 def _given(name: str, place: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

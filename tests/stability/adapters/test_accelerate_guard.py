@@ -389,3 +389,29 @@ def test_two_processes_decide_as_one(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("both agree") == 2
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_a_scheduler_that_follows_what_is_measured_is_refused(wrapped):
+    run = Run(rows(count=1))
+    follows = torch.optim.lr_scheduler.ReduceLROnPlateau(run.optimizer.optimizer)
+    scheduler = run.accelerator.prepare(follows) if wrapped else follows
+    with pytest.raises(ValueError, match="scheduler: got 'ReduceLROnPlateau'; allowed: one whose step"):
+        AcceleratedGuard(run.accelerator, run.model, run.optimizer, scheduler)
+
+
+@pytest.mark.parametrize("at", [4, 5])
+def test_a_step_has_the_largest_logit_of_its_batches(at):
+    """NaN is no number: a batch may have none."""
+    run = Run(rows(count=10), 2)
+    guard = AcceleratedGuard(run.accelerator, run.model, run.optimizer, policy=GuardPolicy(logit_limit=50.0))
+    for place, batch in enumerate(guard.batches(run.loader)):
+        with run.accelerator.accumulate(run.model):
+            loss = loss_of(run.model, batch)
+            run.accelerator.backward(loss)
+            others = 1.0 if place // 2 != 2 else float("nan")
+            logit = 60.0 if place == at else others
+            guard.step(loss, logit=None if place == 0 else torch.tensor(logit))
+    assert [(a.step, a.kind, a.value) for a in guard.guard.alarms] == [(2, "logit growth", 60.0)]
+    seen = [record.logit for record in guard.guard.records()]
+    assert seen == [1.0, 1.0, 60.0, 1.0, 1.0]

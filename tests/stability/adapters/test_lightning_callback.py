@@ -74,7 +74,7 @@ def fit(
 ):
     own = {key: arguments.pop(key) for key in ("dropout", "interval", "kind") if key in arguments}
     torch.manual_seed(seed)
-    module = Regression(**own)
+    module = module or Regression(**own)
     trainer = lightning.Trainer(
         **{
             "max_epochs": epochs,
@@ -328,3 +328,44 @@ def test_what_is_refused(tmp_path):
     )
     with pytest.raises(ValueError, match="automatic_optimization: got False"):
         trainer.fit(Manual(), loader_of(batches(2)))
+
+
+class Attentive(Regression):
+    """Rows attend to each other."""
+
+    def training_step(self, batch, batch_idx):
+        q = self.up(batch[0])[None]
+        output = self.down(nn.functional.scaled_dot_product_attention(q, q, q / (1 + q.norm())))[0]
+        return (output - batch[1]).square().mean()
+
+
+QUIET = {"loss_factor": None, "suspect_factor": None, "factor": 1e9, "proven_factor": 1e9}
+
+
+@pytest.mark.parametrize("per_update", [1, 2])
+def test_a_limit_of_logits_is_held(tmp_path, per_update):
+    data = batches(12)
+    data[4][0].mul_(100.0)
+    callback = GuardCallback(GuardPolicy(logit_limit=1000.0, **QUIET))
+    module = Attentive()
+    fit(tmp_path, data, [callback], module=module, accumulate_grad_batches=per_update)
+    # Nor is what was seen when that step was computed again the next one's.
+    assert [(a.step, a.kind, a.where != "") for a in callback.guard.alarms] == [
+        (4 // per_update, "logit growth", True)
+    ]
+    assert callback.guard.alarms[0].value > 1000
+    assert all(0 < r.logit < 1000 for r in callback.guard.records() if not r.skipped)
+    assert "training_step" not in vars(module)
+
+
+def test_a_module_is_left_as_it_was_where_training_ends(tmp_path):
+    policy = GuardPolicy(logit_limit=1e-9, patience=1, rewinds=0, **QUIET)
+    module = Attentive()
+    with pytest.raises(GuardError, match="logit growth"):
+        fit(tmp_path, batches(6), [GuardCallback(policy)], module=module)
+    assert "training_step" not in vars(module)
+
+
+def test_a_limit_of_logits_without_attention_is_told_of(tmp_path):
+    with pytest.warns(RuntimeWarning, match="logit_limit: got 1000.0, and no attention logit in 4 steps"):
+        fit(tmp_path, batches(6), [GuardCallback(GuardPolicy(logit_limit=1000.0))])

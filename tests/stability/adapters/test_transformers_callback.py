@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from functools import partial
 from pathlib import Path
 
@@ -410,3 +411,71 @@ def test_two_processes_decide_as_one(tmp_path):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("both agree") == 2
+
+
+class Attentive(Regression):
+    """Rows attend to each other."""
+
+    def forward(self, x, labels):
+        q = self.up(x)[None]
+        output = self.down(nn.functional.scaled_dot_product_attention(q, q, q / (1 + q.norm())))[0]
+        return {"loss": (output - labels).square().mean(), "output": output}
+
+
+def attentive_trainer(folder, data, callback, **arguments):
+    torch.manual_seed(0)
+    model = Attentive()
+    settings = {"num_train_epochs": 1, "per_device_train_batch_size": 32, "save_strategy": "no"}
+    settings |= {"report_to": [], "disable_tqdm": True, "use_cpu": True, **arguments}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return InOrder(
+        model=model,
+        args=transformers.TrainingArguments(output_dir=str(folder), **settings),
+        train_dataset=data,
+        callbacks=[callback],
+        optimizers=(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)),
+    )
+
+
+QUIET = {"loss_factor": None, "suspect_factor": None, "factor": 1e9, "proven_factor": 1e9}
+
+
+@pytest.mark.parametrize("per_update, lag", [(1, 0), (2, 0)])
+def test_a_limit_of_logits_is_held(tmp_path, per_update, lag):
+    data = rows(12)
+    for row in data[4]:
+        row["x"] *= 100.0
+    callback = GuardCallback(GuardPolicy(logit_limit=1000.0, **QUIET), lag=lag)
+    trainer = attentive_trainer(tmp_path, flat(data), callback, gradient_accumulation_steps=per_update)
+    trainer.train()
+    # Nor is what was seen when that step was computed again the next one's.
+    assert [(a.step, a.kind, a.where != "") for a in callback.guard.alarms] == [
+        (4 // per_update, "logit growth", True)
+    ]
+    assert callback.guard.alarms[0].value > 1000
+    assert all(0 < r.logit < 1000 for r in callback.guard.records() if not r.skipped)
+    assert not trainer.model._forward_hooks
+    assert not trainer.model._forward_pre_hooks
+
+
+def test_a_limit_of_logits_without_attention_is_told_of(tmp_path):
+    callback = GuardCallback(GuardPolicy(logit_limit=1000.0))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer_of(tmp_path, flat(rows(6)), [callback]).train()
+    said = [str(each.message) for each in caught]
+    assert sum("logit_limit: got 1000.0, and no attention logit in 4 steps" in text for text in said) == 1
+    plain = GuardCallback()
+    trainer_of(tmp_path, flat(rows(6)), [plain]).train()
+    assert all(record.logit != record.logit for record in plain.guard.records())
+
+
+def test_a_schedule_that_follows_what_is_measured_is_the_trainers(tmp_path):
+    callback = GuardCallback()
+    data = flat(rows(4))
+    evaluates = {"eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "eval_loss"}
+    trainer = trainer_of(tmp_path, data, [callback], eval_data=data[:32], **evaluates)
+    trainer.lr_scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(trainer.optimizer)
+    trainer.train()
+    assert trainer.lr_scheduler.last_epoch > 0
+    assert callback.guard.alarms == []

@@ -2,15 +2,13 @@
 
 import gc
 import json
-import os
 import signal
-import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
+from torch import distributed, nn
 
 from stackwise.stability.faults import (
     DeadRank,
@@ -24,51 +22,36 @@ from stackwise.stability.faults import (
     broken,
     kill_child,
 )
+from tests.forked import end_of, start
 from tests.stability.faults.conftest import Training, differing, hooks_of
 
-ROOT = Path(__file__).parents[3]
-CHILD = """
-import sys, json, os
-from pathlib import Path
-import torch
-from torch import distributed, nn
-from stackwise.stability.faults import *
-fault, folder, rank, world = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
-if world > 1:
-    meeting = f"file://{folder}/meeting"
-    distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world)
-torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-with broken((model, optimizer), [eval(fault)], journal=folder / f"journal-{rank}"):
-    for step in range(4):
-        (folder / f"begun-{rank}").write_text(str(step))
-        model(torch.ones(2, 4)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        (folder / "saved").write_bytes(b"12345678")
-        (folder / f"done-{rank}").write_text(str(step))
-print("ended")
-"""
+
+def training(fault, folder, rank, world):
+    """What a child does."""
+    if world > 1:
+        meeting = f"file://{folder}/meeting"
+        distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with broken((model, optimizer), [fault], journal=folder / f"journal-{rank}"):
+        for step in range(4):
+            (folder / f"begun-{rank}").write_text(str(step))
+            model(torch.ones(2, 4)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            (folder / "saved").write_bytes(b"12345678")
+            (folder / f"done-{rank}").write_text(str(step))
+    print("ended", flush=True)
 
 
-def start(tmp_path, fault, rank=0, world=1):
-    return subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            CHILD,
-            repr(fault).replace("PosixPath", "Path"),
-            str(tmp_path),
-            str(rank),
-            str(world),
-        ],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def started(tmp_path, fault, rank=0, world=1):
+    return start(training, fault, tmp_path, rank, world, output=tmp_path / f"output-{rank}")
+
+
+def told(child, tmp_path, rank=0):
+    """Its exit code, and what it printed."""
+    return end_of(child), (tmp_path / f"output-{rank}").read_text()
 
 
 def journal(tmp_path, rank=0):
@@ -79,18 +62,17 @@ def journal(tmp_path, rank=0):
 @pytest.mark.parametrize(
     "kind, moment, done",
     [
-        pytest.param("SIGKILL", "forward", "1", marks=pytest.mark.slow),
+        ("SIGKILL", "forward", "1"),
         ("SIGKILL", "save", "1"),
-        pytest.param("SIGTERM", "update", "1", marks=pytest.mark.slow),
+        ("SIGTERM", "update", "1"),
     ],
 )
 def test_a_process_that_ends_itself(tmp_path, kind, moment, done):
     folder = tmp_path if moment == "save" else None
     # Behind a step come opening and writing of the file, and of the one that says that the step is done.
     fault = ProcessSignal(step=2, kind=kind, moment=moment, folder=folder, operation=1 if folder else 0)
-    child = start(tmp_path, fault)
-    output, error = child.communicate(timeout=120)
-    assert child.returncode == -getattr(signal, kind), error
+    code, output = told(started(tmp_path, fault), tmp_path)
+    assert code == -getattr(signal, kind), output
     assert output == ""
     assert journal(tmp_path) == [2]
     assert (tmp_path / "begun-0").read_text() == "2"
@@ -152,14 +134,14 @@ def test_a_child_for_which_nothing_happens(children_are_deaf):
     "fault, codes",
     [
         (DeadRank(step=1, rank=1), (0, -9)),
-        pytest.param(DeadRank(step=1, rank=0, kind="exit"), (1, 0), marks=pytest.mark.slow),
+        (DeadRank(step=1, rank=0, kind="exit"), (1, 0)),
     ],
 )
 def test_a_rank_that_dies(tmp_path, fault, codes):
-    children = [start(tmp_path, fault, rank, 2) for rank in range(2)]
-    errors = [child.communicate(timeout=120)[1] for child in children]
+    children = [started(tmp_path, fault, rank, 2) for rank in range(2)]
+    found = [told(child, tmp_path, rank) for rank, child in enumerate(children)]
     # The model is not distributed: the other rank does not notice, and goes on.
-    assert tuple(child.returncode for child in children) == codes, errors
+    assert tuple(code for code, _ in found) == codes, found
     assert journal(tmp_path, fault.rank) == [1]
     assert journal(tmp_path, 1 - fault.rank) == []
     assert (tmp_path / f"done-{fault.rank}").read_text() == "0"

@@ -1,10 +1,14 @@
 """Batches: several of a step, of an epoch, with ids of their own."""
 
+import io
 import math
+import random
 
+import numpy as np
 import pytest
 import torch
 
+from stackwise.random_states import random_states_kept
 from stackwise.stability.guard import Guard, GuardPolicy
 from stackwise.stability.guard.batch_feed import BatchFeed
 from tests.stability.guard.guarded_run import (
@@ -181,6 +185,68 @@ def test_one_step_for_each_batch():
     loss.backward()
     with pytest.raises(ValueError, match="step: got 1; allowed: one for each batch"):
         guard.step(loss)
+
+
+def test_a_loop_that_was_left_is_followed_by_a_new_epoch():
+    feed = BatchFeed()
+
+    def left(fast_forward=False, at=2):
+        for place, batch in enumerate(feed.batches("abcd", fast_forward=fast_forward, ending=lambda: None)):
+            feed.take_hand()
+            if place == at:
+                return batch
+        return None
+
+    assert left() == "c"
+    state = feed.state_dict()
+    assert (state["epoch"], state["index"]) == (0, 3)
+    given = []
+    for batch in feed.batches("abcd", ending=lambda: None):
+        given += [each.id for each in feed.take_hand()]
+        if batch == "b":
+            break
+    assert given == [(1, 0), (1, 1)]
+    state = feed.state_dict()
+    assert (state["epoch"], state["index"]) == (1, 2)
+    # What goes on from a state goes on in its epoch.
+    feed.load_state_dict(state)
+    assert left(fast_forward=True, at=0) == "c"
+    assert (feed.state_dict()["epoch"], feed.state_dict()["index"]) == (1, 3)
+    feed.load_state_dict(state)
+    assert left(fast_forward=True) is None
+    assert (feed.state_dict()["epoch"], feed.state_dict()["index"]) == (2, 0)
+    assert left(fast_forward=True, at=0) == "a"
+    assert (feed.state_dict()["epoch"], feed.state_dict()["index"]) == (2, 1)
+
+
+def test_a_plain_load_reads_the_state():
+    """Random states and all: it refuses what is no tensor and no plain value."""
+
+    def draw():
+        return torch.rand(1).item(), random.random(), np.random.rand()  # noqa: NPY002
+
+    data, drawn, feed = [torch.ones(2), torch.zeros(2)], [], BatchFeed()
+    with random_states_kept():
+        batches = feed.batches(data, ending=lambda: None)
+        next(batches)
+        drawn.append(draw())
+        feed.give_again(feed.take_hand())
+        file = io.BytesIO()
+        torch.save(feed.state_dict(), file)
+        after = draw()
+        again = BatchFeed()
+        file.seek(0)
+        again.load_state_dict(torch.load(file, weights_only=True))
+        given = again.batches(data, fast_forward=True, ending=lambda: None)
+        assert torch.equal(next(given), data[0])
+        assert draw() == drawn[0]
+        again.take_hand()
+        assert torch.equal(next(given), data[1])
+        assert draw() == after
+        # One that was saved with an array is read as well.
+        old = feed.state_dict()
+        old["frontier"]["numpy"] = tuple(np.random.get_state())  # noqa: NPY002
+        again.load_state_dict(old)
 
 
 def test_an_id_that_is_a_list_is_known_as_a_tuple():

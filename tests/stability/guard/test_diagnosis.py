@@ -88,6 +88,36 @@ def test_the_step_is_computed_again_to_the_bit(broken, tmp_path):
     assert same(dict(other.named_buffers()), {n: bundle.weights[n] for n, _ in other.named_buffers()})
 
 
+@pytest.mark.parametrize(
+    "kind, factor, reproduced, spike",
+    [
+        ("gradient spike", 0.9, True, True),
+        ("gradient spike", 1.1, True, False),
+        ("loss spike", 0.9, True, True),
+        ("loss spike", 0.9, None, True),
+        ("loss spike", 1.1, True, False),
+        ("loss spike", 0.3, False, False),  # above the limit, but far from what it was
+        ("logit growth", 0.0, None, None),
+        ("non-finite loss", 0.0, True, False),
+    ],
+)
+def test_a_finite_number_breaks_again_where_it_is_above_its_limit(broken, kind, factor, reproduced, spike):
+    model, bundle = broken
+    # Norms are those of what is optimized, here of one part.
+    first = Bundle({}, bundle.batches, {"3.weight": 1.0}, True, bundle.weights)
+    plain = replay(first, model, loss_of)
+    number = plain.parameter_norms["3.weight"] if kind == "gradient spike" else plain.loss
+    value = 3 * number if reproduced is False else number
+    alarm = {"kind": kind, "value": value, "limit": factor * number, "reproduced": reproduced}
+    told = Bundle(alarm, bundle.batches, first.norms, True, bundle.weights)
+    found = replay(told, model, loss_of)
+    assert (found.spike, found.broken) == (spike, bool(spike))
+    assert found._replace(spike=False) == plain
+    if kind.endswith("spike"):
+        unlimited = Bundle({"kind": kind, "value": value}, bundle.batches, {}, True, bundle.weights)
+        assert replay(unlimited, model, loss_of).spike is None
+
+
 def test_without_weights_those_of_the_model_are_taken(broken, tmp_path):
     model, bundle = broken
     bare = Bundle(bundle.alarm, bundle.batches, bundle.norms)

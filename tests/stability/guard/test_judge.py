@@ -101,6 +101,31 @@ def test_a_largest_logit_holds_from_the_first_step():
     assert kind_of(judge, logit=51.0) == "logit growth"
 
 
+@pytest.mark.parametrize("rate", [1.1, 1.4])
+def test_a_logit_that_grows_from_step_to_step_is_noticed(rate):
+    judge = Judge(GuardPolicy(), CPU)
+    logit, alarms = 1.0, 0
+    while logit < 1e30 and not alarms:
+        logit *= rate
+        found = decide(judge, logit=logit)
+        alarms += int(found.code)
+    assert KINDS[alarms] == "logit growth"
+    assert logit > found.logit_limit.item() > logit / 1.5
+    assert logit < 1e6
+    # Neither the norm nor the loss is held so: they fall a thousandfold, and may come back.
+    judge = Judge(GuardPolicy(), CPU)
+    assert not any(int(decide(judge, norm=1.1**n, loss=1.1**n).code) for n in range(150))
+
+
+def test_a_logit_may_rise_while_a_model_settles():
+    judge = Judge(GuardPolicy(), CPU)
+    rises = [0.2] * 80 + [0.2 * 1.1**n for n in range(1, 45)] + [14.0] * 80
+    assert not any(int(decide(judge, logit=logit).code) for logit in rises)
+    assert not any(int(decide(judge, logit=logit).code) for logit in (14.0 * 0.8**n for n in range(60)))
+    # Behind a fall the last ones count, not what was long ago.
+    assert kind_of(judge, logit=1.0) == "logit growth"
+
+
 def test_a_broken_step_is_remembered_by_no_signal():
     judge = trained()
     before = judge.state_dict()["logs"]

@@ -1,10 +1,15 @@
 """Several processes decide as one."""
 
+import math
 import subprocess
 import sys
 import textwrap
 
 import pytest
+import torch
+from torch import nn
+
+from stackwise.stability.guard import Alarm, Guard
 
 RANKS = """
 import math, sys
@@ -92,6 +97,25 @@ if __name__ == "__main__":
         mp.spawn(main, (f"{sys.argv[1]}-{lag}", lag), nprocs=2)
     print("both agree")
 """
+
+
+@pytest.mark.parametrize(
+    "kind, limit, mine, other",
+    [
+        ("logit growth", 50.0, 11.0, 1e4),
+        ("loss spike", 3.0, 1.0, 4.0),
+        ("non-finite loss", None, 1.0, math.inf),
+    ],
+)
+def test_an_alarm_tells_of_the_process_that_broke(monkeypatch, kind, limit, mine, other):
+    model = nn.Linear(2, 1)
+    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    theirs = ("weight", None, False, other, limit)
+    for order in (list, reversed):
+        of_all = lambda own, order=order: list(order([own, theirs]))  # noqa: E731
+        monkeypatch.setattr(guard._examination, "_of_all", of_all)
+        alarm = guard._examination.located([], Alarm(3, kind, mine, limit, "weight"), {}, math.inf)
+        assert (alarm.value, alarm.limit) == (other, limit)
 
 
 @pytest.mark.slow

@@ -54,6 +54,11 @@ def test_what_is_refused():
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
     with pytest.raises(ValueError, match=r"scheduler: got 'LambdaLR'; allowed: none, or guard.batches"):
         Guard(model, optimizer, scheduler=scheduler, lag=2).step(loss)
+    follows = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    with pytest.raises(ValueError, match="scheduler: got 'ReduceLROnPlateau'; allowed: one whose step"):
+        Guard(model, optimizer, scheduler=follows)
+    with pytest.raises(ValueError, match="optimizer: got 'LBFGS'; allowed: one whose step"):
+        Guard(model, torch.optim.LBFGS(model.parameters()))
     meta = [nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1, device="meta"))]
     with pytest.raises(ValueError, match=r"parameters: got .*'cpu', 'meta'"):
         Guard(nn.ParameterList(meta), torch.optim.SGD(meta, lr=1.0))

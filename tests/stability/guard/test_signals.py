@@ -69,6 +69,31 @@ def test_loss_and_logits_are_signals():
     assert [f[:2] for f in found] == [(30, "loss spike"), (40, "logit growth"), (50, "logit growth")]
     assert guard.alarms[1].limit == pytest.approx(80.0)
     assert found[2][2] == 90.0
+    records = guard.records()
+    assert [records[step].logit for step in (39, 40, 50)] == [30.0, 900.0, 90.0]
+    assert records[40].logit_limit == pytest.approx(80.0)
+    assert records[30].loss > records[30].loss_limit > records[29].loss
+    assert records[0].loss_limit == math.inf
+
+
+def test_a_limit_of_logits_that_never_come_is_told_of_once():
+    torch.manual_seed(0)
+    model = Small()
+    policy = GuardPolicy(logit_limit=80.0)
+    guard = Guard(model, OPTIMIZERS["sgd"](model.parameters()), policy=policy)
+
+    def train(guard, logit=None):
+        for batch in make_data(count=6):
+            loss = loss_of(model, batch)
+            loss.backward()
+            guard.step(loss, logit=logit)
+            logit = None
+
+    with pytest.warns(RuntimeWarning, match=r"logit_limit: got 80\.0, and no attention logit in 4 steps"):
+        train(guard)
+    train(guard)
+    # Of some steps only is enough.
+    train(Guard(model, guard.optimizer, policy=policy), torch.tensor(1.0))
 
 
 def test_signals_can_be_left_out():

@@ -114,7 +114,7 @@ def test_what_was_given_before_an_end_is_not_of_the_next_epoch():
         guard.step(loss)
         if guard.alarms:
             break
-    assert guard.alarms[0].batch == ((0, 1),)
+    assert guard.alarms[0].batch == ((1, 0),)
 
 
 @pytest.mark.parametrize("lag", [0, 2])

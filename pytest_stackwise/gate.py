@@ -9,7 +9,7 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -411,19 +411,22 @@ def _told(renamed: Renamed) -> str:
 
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """Within, SIGTERM ends the run as Ctrl-C does: no process and no tree stays behind."""
+    """Within, a signal to end does what Ctrl-C does: no process and no tree stays behind."""
+    before: dict[signal.Signals, Any] = {}
 
-    def interrupt(*_: object) -> None:
+    def interrupt(number: int, _: object) -> None:
         # A second one would keep the first from clearing up.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        raise KeyboardInterrupt("SIGTERM")
+        for each in before:
+            signal.signal(each, signal.SIG_IGN)
+        raise KeyboardInterrupt(signal.Signals(number).name)
 
-    try:
-        before = signal.signal(signal.SIGTERM, interrupt)
-    except ValueError:  # not in the main thread, where signals are not heard either
-        yield
-        return
+    for each in (signal.SIGTERM, signal.SIGHUP):
+        # Under nohup the end of the terminal is none of ours.
+        if signal.getsignal(each) is not signal.SIG_IGN:
+            with suppress(ValueError):  # not in the main thread, where signals are not heard either
+                before[each] = signal.signal(each, interrupt)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for each, handler in before.items():
+            signal.signal(each, handler)

@@ -1,7 +1,8 @@
 """Ablation: what the differences of equal commits are like, where one part of the gate's design is left out.
 
 All designs make as many calls. "in turns" is the gate's: fresh processes that begin as one, pairs in turns,
-who is first alternates from a random start, and of each order a median. "one median" is that of all pairs.
+who is first alternates from a random start, and of each order a median; but no design keeps both sides on
+one processor, or ends a round when its pairs are enough. "one median" is that of all pairs.
 "own layouts" has processes that begin each by itself. "fixed order" has the base first in each pair. "one
 after the other" has all calls of one side before all calls of the other. "one process" keeps its two
 processes through all rounds of a series. The rule, the turns and the twins are the library's.
@@ -101,18 +102,21 @@ class Side:
 
 
 @contextmanager
-def both_sides(repository: Repository, seed: int | None = None) -> Iterator[tuple[Side, Side]]:
-    """Fresh processes of base and head, of which the head adds nothing; twins where there is a seed."""
+def both_sides(
+    repository: Repository, by_chance: random.Random, *, twins: bool
+) -> Iterator[tuple[Side, Side]]:
+    """Fresh processes of base and head, of which the head adds nothing; which begins first is by chance."""
     with ExitStack() as stack:
         pair = None
-        if seed is not None:
+        if twins:
             log = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "log"
-            pair = Twins(seed, log)
+            pair = Twins(by_chance.randrange(2**31), log)
             stack.callback(pair.end)
-        base, head = (Side(repository.tree(branch), pair) for branch in (BASE, SAME))
-        for side in (base, head):
-            stack.callback(side.close)
-        yield base, head
+        sides: dict[str, Side] = {}
+        for branch in by_chance.sample((BASE, SAME), 2):
+            sides[branch] = Side(repository.tree(branch), pair)
+            stack.callback(sides[branch].close)
+        yield sides[BASE], sides[SAME]
 
 
 def difference(sides: tuple[Side, Side], name: str, design: str, rng: random.Random) -> float:
@@ -173,10 +177,12 @@ def series(
     """
     found: dict[str, Differences] = {design: {name: [] for name in names} for design in DESIGNS}
     rng = random.Random(f"{condition} {number}")
-    with noise(condition, number), both_sides(repository, rng.randrange(2**31)) as kept:
+    with noise(condition, number), both_sides(repository, rng, twins=True) as kept:
         for _ in range(ROUNDS):
-            seed = rng.randrange(2**31)
-            with both_sides(repository, seed) as twins, both_sides(repository) as own:
+            with (
+                both_sides(repository, rng, twins=True) as twins,
+                both_sides(repository, rng, twins=False) as own,
+            ):
                 others = {OWN_LAYOUTS: own, ONE_PROCESS: kept}
                 for name in names:
                     for design in rng.sample(DESIGNS, len(DESIGNS)):

@@ -33,16 +33,16 @@ _STATES, _BETA_NODES, _NEW_NODES = 161, 16, 16
 Floats = NDArray[np.float64]
 
 
-def check_looks(looks: tuple[int, ...]) -> None:
+def check_looks(looks: tuple[int, ...], key: str = "looks") -> None:
     """Refuse looks that are not numbers of rounds, from 2, which rise.
 
     Raises:
         ValueError: naming them.
     """
-    require(bool(looks), "looks", looks, "one or more numbers of rounds")
+    require(bool(looks), key, looks, "one or more numbers of rounds")
     for look in looks:
-        check_sizes(2, looks=look)
-    require(list(looks) == sorted(set(looks)), "looks", looks, "numbers that rise")
+        check_sizes(2, **{key: look})
+    require(list(looks) == sorted(set(looks)), key, looks, "numbers that rise")
 
 
 @lru_cache(maxsize=64)

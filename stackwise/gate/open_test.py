@@ -33,6 +33,7 @@ class OpenTest:
         own: whether both sides have imported code of their trees for it.
         seconds: that its rounds took.
         round_seconds: that the last of them took.
+        beside_seconds: of these what was not measuring.
         reference: of each round the median seconds of each part of a pinned workload; [] without one.
         tokens: that a call of base handles, and one of head; 0: the work does not say.
         order: of each round who was first in its pairs (True: the head), and log(head / base) of the time.
@@ -47,6 +48,7 @@ class OpenTest:
     own: bool = False
     seconds: float = 0.0
     round_seconds: float = 0.0
+    beside_seconds: float = 0.0
     reference: list[tuple[float, ...]] = field(default_factory=list)
     tokens: tuple[int, int] = (0, 0)
     order: list[tuple[tuple[bool, ...], tuple[float, ...]]] = field(default_factory=list)
@@ -99,6 +101,7 @@ class OpenTest:
             }
         self.seconds += found.seconds
         self.round_seconds = found.seconds
+        self.beside_seconds = found.seconds - found.sampled
         self.own = self.own or found.own
         self.tokens = found.tokens
         if found.reference:

@@ -48,7 +48,7 @@ class SideProcess:
 
     What is by chance in a process is by chance here: hash seed, size of the environment, and where things lie
     in memory, of which twins have the same. It is a session of its own, so that nothing that it starts
-    outlives it.
+    outlives it, but for what begins a session itself.
 
     Args:
         role: "base" or "head".
@@ -105,7 +105,8 @@ class SideProcess:
                 )
             except ChannelClosedError as error:
                 twins.end()
-                raise SideFailedError("crashed", f"no process could be started: {error}") from None
+                printed = twins.log.read_text(errors="replace").strip()[-_TAIL:]
+                raise SideFailedError("crashed", f"no process could be started: {error}; {printed}") from None
             return
         own, theirs = socket.socketpair()
         self._channel = Channel(own)
@@ -132,10 +133,12 @@ class SideProcess:
         """Tell it something.
 
         Raises:
-            SideFailedError: it is gone.
+            SideFailedError: it is gone, or does not listen.
         """
         try:
-            self._channel.send(message)
+            self._channel.send(message, self._seconds)
+        except TimeoutError:
+            raise self._hung("it did not listen") from None
         except ChannelClosedError:
             raise self._gone() from None
 
@@ -157,7 +160,7 @@ class SideProcess:
                 return message
             if ended:
                 raise self._gone()
-        raise SideFailedError("hung", f"nothing was heard of it for {self._seconds:g} s; {self.printed()}")
+        raise self._hung("nothing was heard of it")
 
     def ask(self, **message: Any) -> dict[str, Any]:
         """Tell it something, and what it answers.
@@ -171,19 +174,20 @@ class SideProcess:
     def keep_on(self, processor: int | None) -> None:
         """Let its main thread run on this processor alone; None: on any that this process may use.
 
-        Where the system knows of no such thing, nothing is done.
+        Where the system knows of no such thing, or does not allow it, nothing is done.
         """
         if not hasattr(os, "sched_setaffinity"):  # pragma: no cover - macOS
             return
         # Of the main thread, whose number is that of the process; other threads stay where they are.
-        with contextlib.suppress(ProcessLookupError, ChannelClosedError):
+        with contextlib.suppress(OSError):  # it is gone, or the system allows nobody to do this
             os.sched_setaffinity(
                 self._process.pid, os.sched_getaffinity(0) if processor is None else {processor}
             )
 
     def printed(self) -> str:
         """The end of what it printed."""
-        text = self._log.read_text(errors="replace").strip()
+        logs = (self._log, self._process.log) if isinstance(self._process, Twin) else (self._log,)
+        text = "\n".join(log.read_text(errors="replace").strip() for log in logs).strip()
         return f"it printed at the end: {text[-_TAIL:]}" if text else "it printed nothing"
 
     def kill(self) -> None:
@@ -199,6 +203,9 @@ class SideProcess:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+
+    def _hung(self, how: str) -> SideFailedError:
+        return SideFailedError("hung", f"{how} for {self._seconds:g} s; {self.printed()}")
 
     def _gone(self) -> SideFailedError:
         with contextlib.suppress(subprocess.TimeoutExpired):

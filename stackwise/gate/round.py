@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from stackwise.argument import check_choice, check_number, check_sizes
 from stackwise.gate.process import SideFailedError, SideProcess
-from stackwise.gate.turns import ORDERS, difference, turns
+from stackwise.gate.turns import ORDERS, difference, standard_error, turns
 
 __all__ = ["SIDES", "Ended", "Paired", "Sampling", "Starter", "run_round"]
 
@@ -21,6 +21,8 @@ SIDES = ("base", "head")
 _LEAST_PAIRS = 4
 _SURROUNDED = 4.0  # how much longer than its calls alone a test may take for what surrounds them
 _REFERENCES = 8  # samples in a round, about
+# Pairs after which it is looked whether they are enough; odd, so that it comes before either order.
+_CHECKED = 13
 _STRAY = (
     "which is not of its tree: what was measured is not what is compared. An editable installation that "
     "hooks into the import (meson-python, scikit-build-core) wins over PYTHONPATH"
@@ -34,7 +36,10 @@ class Sampling:
 
     Attributes:
         seconds: for which each side is measured.
+        longest_seconds: the same at most, where a round takes long to start: see `stackwise.gate.session`.
         pairs: the most pairs.
+        precision: the standard error of a round's difference, as a logarithm, at which it needs no more pairs
+            (0: it makes all of them).
         slice_seconds: shorter calls are made several times in one turn, for as long as this.
         warm_up_seconds: for which each side makes calls before.
         memory: whether the memory of one call is read.
@@ -44,17 +49,20 @@ class Sampling:
     """
 
     seconds: float = 0.3
-    pairs: int = 192
+    longest_seconds: float = 1.2
+    pairs: int = 1024
+    precision: float = 0.0015
     slice_seconds: float = 0.001
-    warm_up_seconds: float = 0.1
+    warm_up_seconds: float = 0.05
     memory: bool = True
     reference: Callable[[], tuple[float, ...]] | None = None
     order: str = "abba"
 
     def __post_init__(self) -> None:
-        for key in ("seconds", "slice_seconds", "warm_up_seconds"):
+        for key in ("seconds", "longest_seconds", "slice_seconds", "warm_up_seconds"):
             check_number(key, getattr(self, key), "a number > 0, in seconds", lambda value: value > 0)
         check_sizes(pairs=self.pairs)
+        check_number("precision", self.precision, "a number >= 0", lambda value: value >= 0)
         check_choice("order", self.order, ORDERS)
 
 
@@ -70,6 +78,7 @@ class Paired:
         head_first: of each pair whether the head was first.
         logs: of each pair log(head / base) of the time.
         seconds: that this took, with what the test does around its calls.
+        sampled: seconds of them in which its pairs were made.
         own: whether each side has imported code of its own tree, beside the tests.
         reference: the median seconds of each part of a pinned workload, timed among the pairs; () without it.
         tokens: that a call of base handles, and one of head; 0: the work does not say.
@@ -81,6 +90,7 @@ class Paired:
     head_first: tuple[bool, ...]
     logs: tuple[float, ...]
     seconds: float = 0.0
+    sampled: float = 0.0
     own: bool = True
     reference: tuple[float, ...] = ()
     tokens: tuple[int, int] = (0, 0)
@@ -159,10 +169,9 @@ class _Side:
             self.come_to(test)
         raise _TestEndedError
 
-    def release(self, test: str) -> None:
-        """Let the test go on, to its end."""
+    def release(self) -> None:
+        """Let the test that waits go on, to its end."""
         self.process.send(go_on=True)
-        self.come_to(test)
 
 
 Starter = Callable[[Sequence[str]], Callable[[str, int], SideProcess]]
@@ -267,7 +276,10 @@ def _test(test: str, sides: dict[str, _Side], sampling: Sampling, rng: random.Ra
             waiting = [role for role in waiting if test not in sides[role].ended]
     for role in waiting:
         with _lost(role):
-            sides[role].release(test)
+            sides[role].release()
+    for role in waiting:
+        with _lost(role):
+            sides[role].come_to(test)
     ended = {role: side.ended[test] for role, side in sides.items() if test in side.ended}
     if ended or found is None:
         return Ended({r: how for r, (how, _) in ended.items()}, {r: why for r, (_, why) in ended.items()})
@@ -284,35 +296,45 @@ def _measure(test: str, sides: dict[str, _Side], sampling: Sampling, rng: random
         calls = pairs = 1
         alone = False
     else:
-        warm = {role: ask(role, warm_up=sampling.warm_up_seconds) for role in SIDES}
+        warm = {role: ask(role, warm_up=sampling.warm_up_seconds) for role in rng.sample(SIDES, 2)}
         calls, pairs = _plan(warm, sampling)
         alone = all(each["alone"] for each in warm.values())
     order = turns(pairs, rng, sampling.order)
     samples: dict[str, list[dict[str, float]]] = {role: [] for role in SIDES}
     references = []
+
+    def enough(made: int) -> bool:
+        # Of deviations alone, whatever their sign: where nothing has changed, this favours no side.
+        if not sampling.precision or made == 0 or made % _CHECKED or made < 2 * _CHECKED:
+            return False
+        return all(
+            standard_error(each, order[:made]) < sampling.precision for each in _logs(samples).values()
+        )
+
+    began = time.perf_counter()
     with _on_one_processor(sides, alone, rng):
         for number, head_first in enumerate(order):
-            if sampling.reference is not None and number % max(1, pairs // _REFERENCES) == 0:
+            if enough(number):
+                break
+            # Odd: what it leaves behind in the caches meets both orders.
+            if sampling.reference is not None and number % (pairs // _REFERENCES | 1) == 0:
                 references.append(sampling.reference())
             for role in reversed(SIDES) if head_first else SIDES:
                 samples[role].append(ask(role, calls=calls))
+    sampled = time.perf_counter() - began
+    order = order[: len(samples["base"])]
     if sampling.memory and not any(side.only_once[test] for side in sides.values()):
-        held = {role: {"memory": max(_LEAST_BYTES, ask(role, memory=True)["memory"])} for role in SIDES}
+        held = {
+            role: {"memory": max(_LEAST_BYTES, ask(role, memory=True)["memory"])}
+            for role in rng.sample(SIDES, 2)
+        }
     else:
         held = {role: {} for role in SIDES}
-    # A text that ends at its first token has no time of a later one: on either side, in any call.
-    metrics = [m for m in samples["base"][0] if all(s[m] > 0 for role in SIDES for s in samples[role])]
-    if "time" not in metrics:
+    logs = _logs(samples)
+    if "time" not in logs:
         raise SideFailedError("crashed", "a call took no time at all")
     levels = {
-        role: {m: statistics.median(s[m] for s in samples[role]) for m in metrics} | held[role]
-        for role in SIDES
-    }
-    logs = {
-        metric: [
-            math.log(h[metric] / b[metric]) for b, h in zip(samples["base"], samples["head"], strict=True)
-        ]
-        for metric in metrics
+        role: {m: statistics.median(s[m] for s in samples[role]) for m in logs} | held[role] for role in SIDES
     }
     differences = {metric: difference(values, order) for metric, values in logs.items()}
     if held["base"]:
@@ -323,8 +345,17 @@ def _measure(test: str, sides: dict[str, _Side], sampling: Sampling, rng: random
         differences,
         tuple(order),
         tuple(logs["time"]),
+        sampled=sampled,
         reference=tuple(statistics.median(part) for part in zip(*references, strict=True)),
     )
+
+
+def _logs(samples: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, list[float]]:
+    """Of each metric that all samples have, log(head / base) of each pair."""
+    # A text that ends at its first token has no time of a later one: on either side, in any call.
+    metrics = [m for m in samples["base"][0] if all(s[m] > 0 for role in SIDES for s in samples[role])]
+    pairs = list(zip(samples["base"], samples["head"], strict=True))
+    return {metric: [math.log(head[metric] / base[metric]) for base, head in pairs] for metric in metrics}
 
 
 @contextmanager

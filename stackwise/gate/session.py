@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +163,7 @@ def run_gate(
     # tests, and a test is begun when those before it leave enough of it.
     first_look = rule.looks[0]
     number, begun, waiting, interrupted = 0, list[OpenTest](), list(all_tests.values()), False
+    around = 0.0  # seconds of a round that are no test's
     try:
         with _starter(base, head, launch) as start:
             for number in itertools.count(1):
@@ -170,7 +171,8 @@ def run_gate(
                 names = [test.nodeid for test in (*begun, *waiting)]
                 memory = {name for name in names if all_tests[name].wants_memory}
                 # Closed where it is left, so that its processes end.
-                with closing(run_round(names, start, sampling, rng, memory)) as measured:
+                longer = replace(sampling, seconds=_seconds(sampling, begun, around))
+                with closing(run_round(names, start, longer, rng, memory)) as measured:
                     for count, (name, found) in enumerate(measured, start=1):
                         all_tests[name].add(found, rule)
                         tests_seconds += found.seconds
@@ -225,7 +227,7 @@ def run_gate(
         balance=1 - order.head_first / order.pairs if order.pairs else None,
         notes=(
             *notes,
-            *base.notes,
+            *dict.fromkeys((*base.notes, *head.notes)),
             *(() if order.balanced else ("one side was first more often than the other: do not trust this",)),
             *_other_work(all_tests.values()),
             *(("the run was interrupted: what was open then is INCONCLUSIVE",) if interrupted else ()),
@@ -234,6 +236,19 @@ def run_gate(
     if interrupted:
         raise GateInterruptedError(result)
     return result
+
+
+def _seconds(sampling: Sampling, begun: Sequence[OpenTest], around: float) -> float:
+    """For which a round measures each side of a test: all together for half as long as it takes to start.
+
+    What noise of the machine leaves in a round falls with this time, and where one test is left of many, a
+    round that takes 3 s to start would measure it for 0.6 s. But more rounds say more than longer ones.
+    """
+    if not begun:
+        return sampling.seconds
+    beside = around + sum(test.beside_seconds for test in begun)
+    fair = beside / 2 / (2 * len(begun))
+    return max(sampling.seconds, min(sampling.longest_seconds, fair))
 
 
 def _other_work(tests: Iterable[OpenTest]) -> Iterator[str]:

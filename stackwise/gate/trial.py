@@ -80,7 +80,7 @@ class Trial:
         """One round more.
 
         Args:
-            difference: log(head / base), the median over the pairs of the round.
+            difference: log(head / base) of the round, see `stackwise.gate.turns.difference`.
             base_level: what base cost, in the metric's unit.
 
         Raises:

@@ -14,9 +14,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-__all__ = ["ORDERS", "OrderCheck", "check_order", "difference", "turns"]
+__all__ = ["ORDERS", "OrderCheck", "check_order", "difference", "standard_error", "turns"]
 
 ORDERS = ("abba", "fixed")
+_OF_A_MEDIAN = math.sqrt(math.pi / 2)  # its standard error over that of the mean, of normal values
+_OF_A_DEVIATION = 1.4826  # a standard deviation over the median deviation, of normal values
 
 
 def turns(pairs: int, rng: random.Random, order: str = "abba") -> list[bool]:
@@ -43,8 +45,29 @@ def difference(logs: Sequence[float], head_first: Sequence[bool]) -> float:
         logs: log(head / base) of each pair.
         head_first: who was first in it.
     """
-    orders = ([log for log, first in zip(logs, head_first, strict=True) if first is o] for o in (True, False))
-    return statistics.fmean(statistics.median(each) for each in orders if each)
+    return statistics.fmean(map(statistics.median, _orders(logs, head_first)))
+
+
+def standard_error(logs: Sequence[float], head_first: Sequence[bool]) -> float:
+    """Of `difference`, about: from the median deviations of both orders, so that single pairs do not count.
+
+    Args:
+        logs: log(head / base) of each pair.
+        head_first: who was first in it.
+    """
+    orders = _orders(logs, head_first)
+    squares = 0.0
+    for each in orders:
+        middle = statistics.median(each)
+        deviation = _OF_A_DEVIATION * statistics.median(abs(log - middle) for log in each)
+        squares += (_OF_A_MEDIAN * deviation) ** 2 / len(each)
+    return math.sqrt(squares) / len(orders)
+
+
+def _orders(logs: Sequence[float], head_first: Sequence[bool]) -> list[list[float]]:
+    """What those pairs say in which the head was first, and the others; orders of which there are some."""
+    both = ([log for log, first in zip(logs, head_first, strict=True) if first is o] for o in (True, False))
+    return [each for each in both if each]
 
 
 @dataclass(frozen=True)

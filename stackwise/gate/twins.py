@@ -43,9 +43,11 @@ class Twins:
 
     Attributes:
         left: how many of them are still to be had.
+        log: what was printed before they were told.
     """
 
     def __init__(self, seed: int, log: Path) -> None:
+        self.log = log
         pairs = [socket.socketpair() for _ in range(1 + _COUNT)]
         self._channels = [Channel(own) for own, _ in pairs]
         self._parent = self._channels.pop(0)
@@ -101,16 +103,20 @@ class Twins:
         """
         number = _COUNT - len(self._channels)
         channel = self._channels.pop(0)
-        channel.send(
-            {
-                "module": module,
-                "arguments": list(arguments),
-                "folder": str(folder),
-                "import_path": list(map(str, import_path)),
-                "environment": {**environment, DESCRIPTOR: str(self._descriptors[number])},
-                "log": str(log),
-            }
-        )
+        try:
+            channel.send(
+                {
+                    "module": module,
+                    "arguments": list(arguments),
+                    "folder": str(folder),
+                    "import_path": list(map(str, import_path)),
+                    "environment": {**environment, DESCRIPTOR: str(self._descriptors[number])},
+                    "log": str(log),
+                }
+            )
+        except BaseException:
+            channel.close()
+            raise
         return Twin(self, number), channel
 
     def pid(self, number: int) -> int:
@@ -170,6 +176,11 @@ class Twin:
 
     def __init__(self, twins: Twins, number: int) -> None:
         self._twins, self._number = twins, number
+
+    @property
+    def log(self) -> Path:
+        """Of what was printed before it was told what to become."""
+        return self._twins.log
 
     @property
     def pid(self) -> int:

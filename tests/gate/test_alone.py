@@ -9,6 +9,8 @@ import pytest
 
 from stackwise.gate.side.alone import Alone
 
+pytestmark = pytest.mark.usefixtures("childless")
+
 
 def spin(seconds=0.05):
     end = time.thread_time() + seconds

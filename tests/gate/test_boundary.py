@@ -3,8 +3,9 @@ import pytest
 from scipy import stats
 
 from stackwise.gate.boundary import check_looks, crossing, quantiles
+from stackwise.gate.sequential import Rule
 
-LOOKS = (4, 6, 9, 13, 18, 25)
+LOOKS = Rule().looks
 
 
 def simulated_crossing(looks, bounds, trials, seed):

@@ -4,7 +4,7 @@ The rule is written a second time here, for many trials at once, and held to the
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -93,10 +93,10 @@ def decide_all(values, rule, limit, n_tests):
     verdicts = flags.copy()
     flagged = np.flatnonzero((flags == REGRESSED) | (flags == IMPROVED))
     if flagged.size:
-        longest = rule.looks[-1]
+        longest = rule.fresh_looks[-1]
         fresh = np.stack([values[row, rounds[row] : rounds[row] + longest] for row in flagged])
         chance = min(rule.confirm, rule.run_alpha / (rule.alpha * n_tests))
-        second, more = decide(fresh, rule, limit, chance, rule.miss / 3)
+        second, more = decide(fresh, replace(rule, looks=rule.fresh_looks), limit, chance, rule.miss / 3)
         agreed, passed = second == flags[flagged], second == PASSED
         kept = (flags[flagged] == IMPROVED) & (second == OPEN)
         verdicts[flagged] = np.select([agreed, passed | kept], [second, PASSED], OPEN)
@@ -144,16 +144,16 @@ def test_the_simulated_rule_is_the_one_that_is_shipped(sd, change):
 def test_quiet_rounds():
     same = error_rates("normal", 0.0055, trials=4000)
     assert same.flagged == same.regressed == 0
-    assert same.inconclusive == 0 and same.rounds < 5
+    assert same.inconclusive == 0 and same.rounds < 4.7
     at_tolerance = error_rates("normal", 0.0055, 0.02, trials=4000)
-    assert at_tolerance.regressed > 0.98 and at_tolerance.rounds < 13
+    assert at_tolerance.regressed > 0.98 and at_tolerance.rounds < 11
     assert at_tolerance.passed < 0.02
     assert error_rates("normal", 0.0055, 0.05, trials=4000).regressed > 0.999
 
 
 def test_noisy_rounds():
     same = error_rates("t3", 0.015, trials=4000)
-    assert same.flagged < 0.002 and same.inconclusive < 0.02 and same.rounds < 9
+    assert same.flagged < 0.002 and same.inconclusive < 0.02 and same.rounds < 8.5
     assert error_rates("t3", 0.015, 0.02, trials=4000).regressed > 0.94
     assert error_rates("t3", 0.015, 0.05, trials=4000).regressed > 0.995
 
@@ -171,10 +171,10 @@ def test_a_wide_tolerance_takes_little_time():
 def test_identical_code_is_found_slower_in_less_than_one_of_a_thousand(name, sd):
     rates = error_rates(name, sd, trials=40_000)
     assert rates.flagged <= 0.005
-    # The chance is 0.002 * 0.02 at most: 1.6 of 40,000.
+    # The chance is 0.0025 * 0.05 at most: 5 of 40,000.
     assert rates.regressed <= 0.0003 and rates.improved <= 0.0003
-    assert sd > 0.0055 or (rates.inconclusive <= 0.005 and rates.rounds <= 5)
-    assert sd > 0.015 or (rates.inconclusive <= 0.03 and rates.rounds <= 10.5)
+    assert sd > 0.0055 or (rates.inconclusive <= 0.005 and rates.rounds <= 4.7)
+    assert sd > 0.015 or (rates.inconclusive <= 0.03 and rates.rounds <= 10)
     # What is left over of the order of turns, before it is taken out.
     biased = error_rates(name, sd, bias=0.002, trials=40_000)
     assert biased.flagged <= 0.01 and biased.regressed <= 0.001
@@ -188,22 +188,22 @@ def test_a_real_change_is_found(name, sd):
     assert at_tolerance.regressed >= (0.95 if sd > 0.0055 else 0.98)
     # The chance is 4/3 of 0.015; 10,000 vary by 0.0014.
     assert at_tolerance.passed <= 0.022
-    assert at_tolerance.rounds <= (24.5 if sd > 0.0055 else 12.5)
+    assert at_tolerance.rounds <= (21 if sd > 0.0055 else 11)
     larger = error_rates(name, sd, 0.05, trials=10_000)
-    assert larger.regressed >= 0.998 and larger.rounds <= (13.5 if sd > 0.0055 else 9.5)
+    assert larger.regressed >= 0.998 and larger.rounds <= (11.5 if sd > 0.0055 else 9)
     assert error_rates(name, sd, 0.1, trials=10_000).regressed >= 0.998
 
 
 @pytest.mark.slow
 def test_between_nothing_and_the_tolerance():
-    for sd, quarter, half in ((0.0055, 0.0002, 0.025), (0.015, 0.005, 0.18)):
+    for sd, quarter, half in ((0.0055, 0.0002, 0.05), (0.015, 0.0055, 0.21)):
         small = error_rates("normal", sd, 0.005, trials=20_000)
         assert small.regressed <= quarter and small.passed >= 0.975
         assert error_rates("normal", sd, 0.01, trials=20_000).regressed <= half
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("sd", "found"), [(0.0055, 0.995), (0.015, 0.9)])
+@pytest.mark.parametrize(("sd", "found"), [(0.0055, 0.995), (0.015, 0.88)])
 def test_what_became_faster_is_found_and_never_inconclusive(sd, found):
     faster = error_rates("normal", sd, -0.02, trials=20_000)
     assert faster.improved >= found and faster.regressed == 0
@@ -220,7 +220,7 @@ def test_what_the_rule_does_not_assume(name):
         assert same.inconclusive <= (0.02 if sd > 0.0055 else 0.001)
     # Where rounds differ by 3 %, it errs more often than it says.
     loud = error_rates(name, 0.03, trials=40_000)
-    assert loud.flagged <= 0.025 and loud.regressed <= 0.0025
+    assert loud.flagged <= 0.025 and loud.regressed <= 0.004
     for sd in (0.002, 0.0055, 0.015):
         assert error_rates(name, sd, 0.02, trials=10_000).regressed >= 0.9
         assert error_rates(name, sd, 0.05, trials=10_000).regressed >= 0.99
@@ -291,5 +291,5 @@ def test_rules_that_assume_no_more_than_symmetry_take_more_rounds():
             at_once(values, *[lambda d, p=p: signed_rank_chances(d) <= p for p in ranks], later),
             at_once(values, *[lambda d, p=p: sign_chances(d) <= p for p in signs], later),
         ]
-    assert rounds[0.0] == pytest.approx([4.7, 7.0, 9.0, 9.0], abs=0.15)
-    assert rounds[0.05] == pytest.approx([5.2, 10, 13, 13], abs=0.15)
+    assert rounds[0.0] == pytest.approx([4.5, 7.0, 9.0, 9.0], abs=0.15)
+    assert rounds[0.05] == pytest.approx([4.7, 9.0, 13, 13], abs=0.15)

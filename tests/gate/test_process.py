@@ -244,6 +244,35 @@ def test_it(benchmark): pass
     assert (tmp_path / "tree" / "torn_down").exists()
 
 
+def test_what_an_interpreter_prints_that_cannot_start(start, tmp_path, monkeypatch):
+    (tmp_path / "python").write_text("#!/bin/sh\necho Fatal Python error: no codec\nexit 3\n")
+    Path(tmp_path / "python").chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    with pytest.raises(SideFailedError, match="Fatal Python error: no codec") as lost:
+        start(["test_it"], "").receive()
+    assert lost.value.how == "crashed"
+
+
+def test_a_process_that_does_not_listen_hangs(start, tmp_path):
+    (tmp_path / "tree" / "pytest.py").write_text("import time\ntime.sleep(600)\n")
+    with pytest.raises(SideFailedError, match=r"it did not listen for 0\.5 s") as lost:
+        start([f"test_{number}_{'x' * 100}" for number in range(10_000)], "", seconds=0.5)
+    assert lost.value.how == "hung"
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="the system keeps no thread where it is")
+def test_a_system_that_keeps_nobody_on_a_processor(start, monkeypatch):
+    process = start(["test_it"], "def test_it(benchmark):\n    benchmark(int)\n")
+    assert process.receive()["collected"] and process.receive()["ready"]
+
+    def denied(*_):
+        raise PermissionError("not permitted")
+
+    monkeypatch.setattr(os, "sched_setaffinity", denied)
+    process.keep_on(0)
+    assert "sample" in process.ask(calls=1)
+
+
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="the system keeps no thread where it is")
 def test_its_main_thread_stays_on_a_processor(start):
     text = """

@@ -12,6 +12,7 @@ import pytest
 from stackwise.gate import round as round_module
 from stackwise.gate import session
 from stackwise.gate.limit import Limit, Limits
+from stackwise.gate.open_test import OpenTest
 from stackwise.gate.process import SideFailedError
 from stackwise.gate.round import Ended, Paired, Sampling, run_round
 from stackwise.gate.sequential import Rule
@@ -237,11 +238,66 @@ def test_no_memory_where_it_is_not_wanted():
 
 def test_a_reference_is_timed_among_the_pairs():
     times = iter([(0.1, 0.3), *[(0.2, 0.4)] * 100])
-    sampling = Sampling(pairs=16, seconds=100.0, reference=lambda: next(times))
+    sampling = Sampling(pairs=24, seconds=100.0, reference=lambda: next(times))
     found, _ = play({A: cost()}, {A: cost()}, sampling, tests=(A,))
     assert found[A].reference == (0.2, 0.4)
     assert len(list(times)) == 101 - 8
     assert play({A: cost()}, {A: cost()}, tests=(A,))[0][A].reference == ()
+
+
+@pytest.mark.parametrize("pairs", [4, 9, 16, 32, 192])
+def test_what_a_reference_leaves_in_the_caches_meets_both_orders(pairs):
+    log, before = [], []
+
+    class Logged(dict):
+        def __getitem__(self, key):
+            if key == "time":
+                log.append("call")
+            return super().__getitem__(key)
+
+    sampling = Sampling(
+        pairs=pairs, seconds=1000.0, precision=0.0, reference=lambda: before.append(len(log)) or (1.0,)
+    )
+    play({A: Logged(cost())}, {A: Logged(cost())}, sampling, tests=(A,))
+    orders = [((number - before[0]) // 2) % 2 for number in before]
+    assert 4 <= len(orders) <= 12
+    assert abs(2 * sum(orders) - len(orders)) <= 1
+
+
+def noisy(spread, seed):
+    rng = random.Random(seed)
+
+    class Noisy(dict):
+        def __getitem__(self, key):
+            value = super().__getitem__(key)
+            return value * math.exp(rng.gauss(0, spread)) if key == "time" else value
+
+    return Noisy(cost(1e-3))
+
+
+def test_a_round_makes_no_more_pairs_than_it_needs():
+    def pairs(spread, **given):
+        sampling = Sampling(seconds=10.0, pairs=192, **given)
+        found, log = play({A: noisy(spread, 0)}, {A: noisy(spread, 1)}, sampling, tests=(A,))
+        assert 2 * len(found[A].logs) == 2 * len(found[A].head_first) == len(log)
+        return len(found[A].logs)
+
+    assert pairs(0.0) == 26
+    assert 26 < pairs(0.005) < 192
+    assert pairs(0.1) == 192
+    assert pairs(0.0, precision=0.0) == 192
+    assert pairs(0.005) < pairs(0.005, precision=0.001)
+
+
+def test_to_end_early_favours_no_side():
+    # One side is 1 % slower, with bursts on both.
+    found = []
+    for seed in range(60):
+        sides = [{A: noisy(0.01, 2 * seed + which)} for which in (0, 1)]
+        measured, _ = play(*sides, Sampling(seconds=10.0), seed, tests=(A,))
+        found.append(measured[A].differences["time"])
+    # 60 differences of 0.0015 or more, of which the mean varies by 0.0002 or more.
+    assert abs(sum(found) / len(found)) < 0.0008
 
 
 def test_a_call_that_holds_nothing():
@@ -521,6 +577,36 @@ def slow_start(monkeypatch, clock, seconds):
         return whole(role, arguments, **given)
 
     monkeypatch.setattr(session, "SideProcess", start)
+
+
+def test_a_round_measures_for_as_long_as_it_takes_to_start(sides, tmp_path, clock, monkeypatch):
+    """All tests at first, then the one that is still open."""
+    jitter, asked = random.Random(1), []
+    whole = session.run_round
+
+    def noted(names, start, sampling, *rest):
+        asked.append((len(names), sampling.seconds))
+        return whole(names, start, sampling, *rest)
+
+    monkeypatch.setattr(session, "run_round", noted)
+    names = many(4)
+    noisy = {names[0]: lambda _: cost(0.1 * math.exp(jitter.gauss(0, 0.02)), takes=0.4)}
+    same = {name: cost(takes=0.4) for name in names}
+    sides(same, same | noisy)
+    slow_start(monkeypatch, clock, lambda _: 4.0)
+    gate(tmp_path, names)
+    # Half of four seconds to start and 0.4 beside each test, for two sides of each.
+    assert asked[0] == (4, 1.0) and asked[1] == (4, 1.0)
+    assert asked[-1] == (1, pytest.approx(4.4 / 4))
+
+    monkeypatch.setattr(session, "run_round", whole)
+    tests = [OpenTest(name, Limits(), beside_seconds=0.4) for name in names]
+    sampling = Sampling()
+    assert session._seconds(sampling, [], 9.0) == 0.3
+    assert session._seconds(sampling, tests, 0.0) == 0.3
+    assert session._seconds(sampling, tests, 2.0) == 0.3
+    assert session._seconds(sampling, tests[:1], 2.0) == pytest.approx(0.6)
+    assert session._seconds(sampling, tests[:1], 20.0) == 1.2
 
 
 def test_short_time_goes_to_the_first_tests(sides, tmp_path, clock):

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -112,6 +113,7 @@ def test_warm_up_of_short_calls_makes_many_at_once(clock):
     assert 10_000 <= len(made) <= 11_001
 
 
+@pytest.mark.usefixtures("childless")
 def test_warm_up_tells_whether_others_compute():
     def work():
         end = time.thread_time() + 0.005
@@ -143,6 +145,42 @@ def test_memory_of_tensors_is_exact():
     found = [peak_memory(Repeated(call))["memory"] for _ in range(2)]
     assert found[0] == found[1]
     assert 200_000 <= found[0] < 202_000  # Python's own objects
+
+
+def test_memory_of_other_devices_is_not_that_of_the_host(monkeypatch):
+    """Their allocators tell it themselves."""
+    kinds = torch.autograd.DeviceType
+
+    def event(nbytes, kind, moment):
+        return SimpleNamespace(
+            name=lambda: "[memory]", nbytes=lambda: nbytes, device_type=lambda: kind, start_ns=lambda: moment
+        )
+
+    class Profile:
+        def __init__(self, **_):
+            events = [event(1000, kinds.CPU, 0), event(5_000_000, kinds.CUDA, 1), event(300, kinds.CPU, 2)]
+            self.kineto_results = SimpleNamespace(events=lambda: events)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+    monkeypatch.setattr(torch.autograd.profiler, "profile", Profile)
+    assert peak_memory(Repeated(lambda: None))["memory"] == pytest.approx(1300, abs=500)
+
+
+@pytest.mark.parametrize("backend", ["cuda", "xpu", "mps"])
+def test_it_waits_for_the_accelerator_that_is_in_use(backend, monkeypatch):
+    waited = []
+    if backend == "mps":
+        monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    else:
+        monkeypatch.setattr(getattr(torch, backend), "is_initialized", lambda: True)
+    monkeypatch.setattr(getattr(torch, backend), "synchronize", lambda: waited.append(len(waited)))
+    Repeated(lambda: waited.append("call")).seconds(2)
+    assert waited == [0, "call", "call", 3]
 
 
 def test_memory_of_python_and_of_tensors():

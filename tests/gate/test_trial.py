@@ -9,7 +9,7 @@ from stackwise.gate.sequential import Rule
 from stackwise.gate.trial import Trial
 from stackwise.gate.verdict import Verdict
 
-RULE = Rule(looks=(4, 6))
+RULE = Rule(looks=(4, 6), fresh_looks=(4, 6))
 QUIET = (-0.001, 0.001, -0.001, 0.001)
 WILD = (-0.1, 0.1, -0.1, 0.1)
 
@@ -87,7 +87,7 @@ def test_bytes_that_repeat_exactly():
         trial.add(0.0, 2.0**20)
     assert trial.decision.verdict == Verdict.PASS and trial.decision.high == 0
     trial = Trial(Limit(0.01, floor=65536.0))
-    for _ in range(8):
+    for _ in range(7):
         trial.add(math.log(1.2), 2.0**20)
     assert trial.decision.verdict == Verdict.REGRESSED
     assert trial.decision.low == trial.decision.high == pytest.approx(0.2)
@@ -103,7 +103,10 @@ def test_a_floor_lets_small_things_change():
 def test_many_tests_ask_for_more_in_fresh_rounds():
     # At 4 rounds: about 5 standard errors, enough for 0.03 and too little for 0.0005.
     noisy = [math.log1p(0.05) + 20 * each for each in QUIET]
-    few, many = Trial(Limit(), Rule(looks=(4,)), 1), Trial(Limit(), Rule(looks=(4,)), 10_000)
+    few, many = (
+        Trial(Limit(), Rule(looks=(4,), fresh_looks=(4,)), 1),
+        Trial(Limit(), Rule(looks=(4,), fresh_looks=(4,)), 10_000),
+    )
     for trial in (few, many):
         give(trial, around(0.05))
         give(trial, noisy)
@@ -132,7 +135,7 @@ def test_a_flag_without_the_time_for_fresh_rounds_is_inconclusive():
 
 def test_what_the_last_look_proved_stays_proved():
     # Less than the tolerance for certain, perhaps faster: it waits for more rounds, which do not come.
-    trial = Trial(Limit())
+    trial = Trial(Limit(), RULE)
     give(trial, [math.log1p(-0.02) + 5 * each for each in QUIET])
     give(trial, [0.5])
     assert not trial.decided and not trial.confirming

@@ -4,11 +4,12 @@ import itertools
 import math
 import random
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stackwise.gate.turns import check_order, turns
+from stackwise.gate.turns import check_order, difference, standard_error, turns
 
 
 @given(pairs=st.integers(0, 99), seed=st.integers(0, 1000))
@@ -45,3 +46,27 @@ def test_one_unbalanced_round_among_balanced_ones_is_found_out():
     good = turns(10, random.Random(0))
     assert check_order([(good, [0.0] * 10)] * 9).balanced
     assert not check_order([*[(good, [0.0] * 10)] * 9, ([True] * 10, [0.0] * 10)]).balanced
+
+
+def test_the_difference_is_the_mean_of_the_medians_of_both_orders():
+    order = [True, False, True, False, True]
+    assert difference([0.1, 0.5, 0.2, 0.7, 0.9], order) == pytest.approx((0.2 + 0.6) / 2)
+    assert difference([0.3], [True]) == 0.3
+    assert difference([0.3, 0.5, 0.9], [False] * 3) == 0.5
+
+
+@pytest.mark.parametrize("pairs", [26, 52, 192])
+def test_the_standard_error_is_that_of_the_difference(pairs):
+    rng = np.random.default_rng(pairs)
+    order = turns(pairs, random.Random(0))
+    rounds = [list(0.01 * rng.standard_normal(pairs) + 0.1 * np.array(order)) for _ in range(1000)]
+    # Both vary by chance: a spread of 1000 by 2.2 %; medians of so few are a little better than of many.
+    spread = np.std([difference(each, order) for each in rounds])
+    assert np.mean([standard_error(each, order) for each in rounds]) == pytest.approx(spread, rel=0.12)
+
+
+def test_single_pairs_do_not_count_for_the_standard_error():
+    order = turns(26, random.Random(0))
+    assert standard_error([0.0] * 25 + [5.0], order) == 0.0
+    assert standard_error([0.1 * first for first in order], order) == 0.0
+    assert standard_error([0.3], [True]) == 0.0

@@ -123,6 +123,19 @@ def test_how_each_has_ended(made, tmp_path, ends):
     assert all(ends(pid) for pid in pids) and twins._process.returncode == 0
 
 
+def test_both_may_end_at_once(made, tmp_path):
+    for _ in range(5):
+        twins, [(base, _), (head, _)] = made()
+        assert told(tmp_path, "base") and told(tmp_path, "head")
+        for pid in (base.pid, head.pid):
+            os.kill(pid, signal.SIGSEGV)
+        assert (base.wait(60), head.wait(60)) == (-signal.SIGSEGV, -signal.SIGSEGV)
+        twins.end()
+        assert twins._process.returncode == 0 and twins.log.read_text() == ""
+        for who in ("base", "head"):
+            (tmp_path / f"{who}.log").unlink()
+
+
 def test_they_end_together(made, tmp_path, ends):
     _, [(base, _), (head, _)] = made()
     assert told(tmp_path, "base") and told(tmp_path, "head")

@@ -16,7 +16,15 @@ import pytest
 import stackwise.gate.report
 import stackwise.gate.session  # before a nested run: NumPy cannot be loaded twice
 from pytest_stackwise import options
-from pytest_stackwise.gate import Gate, GateWarning, RegressionError, _own_arguments, _Verdict, create
+from pytest_stackwise.gate import (
+    Gate,
+    GateWarning,
+    RegressionError,
+    _own_arguments,
+    _terminable,
+    _Verdict,
+    create,
+)
 from stackwise.gate.limit import Limits
 from stackwise.gate.result import GateResult, TestResult, TrialResult
 from stackwise.gate.verdict import Decision, Verdict
@@ -385,6 +393,22 @@ def test_a_file_that_the_base_cannot_import_is_no_matter_of_the_others(project, 
     result.stdout.fnmatch_lines(
         ["missing on base * bench/test_new.py::test_new *", "INCONCLUSIVE * bench/test_work.py::test_it *"]
     )
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_end_is_an_interruption(number):
+    before = {each: signal.signal(each, signal.SIG_DFL) for each in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        with pytest.raises(KeyboardInterrupt, match=number.name), _terminable():  # noqa: PT012
+            os.kill(os.getpid(), number)
+            time.sleep(60)
+        assert signal.getsignal(number) is signal.SIG_DFL
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        with _terminable():  # as under nohup
+            os.kill(os.getpid(), signal.SIGHUP)
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
 
 
 @pytest.mark.parametrize(

@@ -37,14 +37,24 @@ class Channel:
         """The channel of an inherited socket."""
         return cls(socket.socket(fileno=descriptor))
 
-    def send(self, message: dict[str, Any]) -> None:
+    def send(self, message: dict[str, Any], seconds: float | None = None) -> None:
         """Send a message.
+
+        Args:
+            message: what can be written as JSON.
+            seconds: that the other end has to take it, if it is more than lies between two processes; None:
+                as long as it does.
 
         Raises:
             ChannelClosedError: the other end is gone.
+            TimeoutError: it has not taken it; nothing can be sent any more.
         """
         try:
+            self._end.settimeout(seconds)
             self._end.sendall(json.dumps(message).encode() + b"\n")
+            self._end.settimeout(None)
+        except TimeoutError:
+            raise
         except OSError as error:
             raise ChannelClosedError(str(error)) from None
 

@@ -52,7 +52,9 @@ def _watch(parent: int, twins: list[int]) -> None:
             # It stays until this process ends, so that its number is nobody else's.
             ended = os.waitid(os.P_PID, twin, os.WEXITED | os.WNOWAIT | os.WNOHANG)
             if ended is not None:
-                del left[number]
+                # Where both end at once, the second is told of while the first is.
+                if left.pop(number, None) is None:
+                    continue
                 code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
                 _tell(parent, twin=number, code=code)
 

@@ -76,9 +76,9 @@ def repository(tmp_path_factory):
     return Repository.create(folder, {"same": Added()}, ("python",))
 
 
-@pytest.mark.parametrize("seed", [0, None], ids=["twins", "alone"])
-def test_sides_make_calls_of_their_trees(repository, seed):
-    with both_sides(repository, seed) as sides:
+@pytest.mark.parametrize("twins", [True, False], ids=["twins", "alone"])
+def test_sides_make_calls_of_their_trees(repository, twins):
+    with both_sides(repository, random.Random(0), twins=twins) as sides:
         for side in sides:
             assert 0 < side.seconds("python", 1) < 60
             assert 0 < side.seconds("python", 3) < 60

@@ -1,6 +1,8 @@
 """Command lines that print, fail, and stay."""
 
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -26,17 +28,35 @@ class TestCommand:
         with pytest.raises(CommandFailedError, match="ended with 3: the reason"):
             self.run("import sys; print('the reason'); sys.exit(3)", codes=(0, 1))
 
-    @pytest.mark.parametrize("heard", ["SIG_DFL", "SIG_IGN"], ids=["ends when told", "has to be killed"])
-    def test_one_that_stays_is_ended_with_what_it_started(self, monkeypatch, tmp_path, heard, ends):
-        monkeypatch.setattr(command, "_PATIENCE", 3.0)
+    @pytest.mark.parametrize(
+        ("heard", "patience"),
+        [("SIG_DFL", 20.0), ("SIG_IGN", 1.0)],
+        ids=["ends when told", "has to be killed"],
+    )
+    def test_one_that_stays_is_ended_with_what_it_started(self, monkeypatch, tmp_path, heard, patience, ends):
+        monkeypatch.setattr(command, "_PATIENCE", patience)
+        written = tmp_path / "pids"
+
+        class Popen(subprocess.Popen):
+            """Whose 30 seconds are over as soon as there is something to end."""
+
+            def communicate(self, timeout):
+                if timeout == 30.0:
+                    while not written.exists():
+                        time.sleep(0.01)
+                    timeout = 0.01
+                return super().communicate(timeout=timeout)
+
+        monkeypatch.setattr(command.subprocess, "Popen", Popen)
         program = (
-            "import signal, subprocess, sys\n"
+            "import os, signal, subprocess, sys\n"
             f"signal.signal(signal.SIGTERM, signal.{heard})\n"
             "child = subprocess.Popen(['sleep', '600'])\n"
-            f"open({str(tmp_path / 'pids')!r}, 'w').write(str(child.pid))\n"
+            f"open({str(tmp_path / 'part')!r}, 'w').write(str(child.pid))\n"
+            f"os.rename({str(tmp_path / 'part')!r}, {str(written)!r})\n"
             "child.wait()"
         )
-        with pytest.raises(CommandFailedError, match="took longer than 3 s"):
-            self.run(program, seconds=3.0)
-        child = int((tmp_path / "pids").read_text())
+        with pytest.raises(CommandFailedError, match="took longer than 30 s"):
+            self.run(program, seconds=30.0)
+        child = int(written.read_text())
         assert ends(child)

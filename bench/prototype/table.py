@@ -49,7 +49,8 @@ def part_bars(part: str, record: Record) -> str:
 # page -> mark -> what stands there
 MARKS: dict[str, dict[str, Callable[[Record], str]]] = {
     "docs/prototype.md": {
-        f"prototype {part}": partial(part_tables, part) for part in ("transfer", "sensitivity")
+        f"prototype {part}": partial(part_tables, part)
+        for part in ("transfer", "sensitivity", "lengths", "search")
     },
 }
 

@@ -25,7 +25,6 @@ CHANGED = {
 # Measured of commits that are not in the history. The same holds of these.
 GONE = {
     "cpu/memory.json": {"4476759"},
-    "cpu/overhead.json": {"e9573f6"},
     "cpu/recompute.json": {"4476759"},
 }
 

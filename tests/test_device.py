@@ -5,8 +5,6 @@ import json
 import os
 import platform
 import re
-import subprocess
-import sys
 import time
 import types
 from pathlib import Path
@@ -16,6 +14,7 @@ import torch
 
 from stackwise import device as module
 from stackwise.device import fingerprint, keep_freed_memory, resolve_device
+from tests.forked import printed
 
 CPUINFO = Path("/proc/cpuinfo")
 
@@ -169,8 +168,7 @@ for keep in (False, True):
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
 def test_kept_memory_needs_no_new_pages():
     # A process of its own, which keeps the setting to itself.
-    run = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True)
-    before, after = (line.split() for line in run.stdout.splitlines())
+    before, after = (line.split() for line in printed(FAULTS).splitlines())
     assert (before[0], after[0]) == ("False", "True")
     assert int(before[1]) >= 10 * (64 << 20)
     assert int(after[1]) < 1 << 20

@@ -63,7 +63,6 @@ class Rotary:
         return angle.cos(), angle.sin()
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def constant_tables(
     key: str, seq_len: int, device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
@@ -73,6 +72,10 @@ def constant_tables(
     """
     with torch.inference_mode(False), torch.no_grad():
         return _known[key].tables(torch.arange(seq_len, device=device, dtype=dtype))
+
+
+# What torch.compiler.assume_constant_result does, which imports the compiler: as long as all the rest.
+constant_tables._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def rotate(x_BHTD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-from scipy.stats import binom, norm, t
+from scipy.special import bdtr, ndtri, stdtrit
 
 from stackwise.argument import check_number, require
 
@@ -87,11 +87,11 @@ def difference_of_shares(
     one, two = np.asarray(first, dtype=bool), np.asarray(second, dtype=bool)
     _check(one, two, level)
     n, wins, losses = len(one), int((one & ~two).sum()), int((two & ~one).sum())
-    limit = float(norm.ppf((1 + level) / 2))
+    limit = float(ndtri((1 + level) / 2))
     low = _root(n, wins, losses, limit)
     high = -_root(n, losses, wins, limit)
     parted = wins + losses
-    p_value = min(1.0, 2 * float(binom.cdf(min(wins, losses), parted, 0.5))) if parted else 1.0
+    p_value = min(1.0, 2 * float(bdtr(min(wins, losses), parted, 0.5))) if parted else 1.0
     return PairedDifference((wins - losses) / n, low, high, level, n, wins, losses, p_value)
 
 
@@ -136,7 +136,7 @@ def difference_of_means(
     if n == 1:
         return PairedDifference(mean, -math.inf, math.inf, level, n, wins, losses)
     error = math.sqrt(n / (n - 1) * spread) / float(heavy.sum())
-    reach = float(t.ppf((1 + level) / 2, n - 1)) * error
+    reach = float(stdtrit(n - 1, (1 + level) / 2)) * error
     return PairedDifference(mean, mean - reach, mean + reach, level, n, wins, losses)
 
 

@@ -2,8 +2,6 @@
 
 import json
 import pickle
-import subprocess
-import sys
 import sysconfig
 from pathlib import Path
 
@@ -18,6 +16,7 @@ from stackwise.data.shards import TokenShards, write_shards
 from stackwise.data.tasks import TaskBatches
 from stackwise.data.text import documentation_pages
 from stackwise.data.tokenizer import create_tokenizer
+from tests.forked import printed
 
 # (batch_size, seq_len, shuffle), and how many tokens one batch needs: batch_size * seq_len + 1, and with
 # shuffling as many more as the cut may move.
@@ -392,9 +391,7 @@ class TestStatefulDataLoader:
         assert_same(first, wanted[1][:5])
         assert_same(list(pass_), wanted[1][5:])
         arguments = [str(shards), str(num_workers), str(tmp_path / "state.pt")]
-        output = subprocess.run(
-            [sys.executable, "-c", RESUME, *arguments], capture_output=True, text=True, check=True
-        ).stdout
+        output = printed(RESUME, *arguments)
         seen = [
             [{key: torch.tensor(value) for key, value in batch.items()} for batch in epoch]
             for epoch in json.loads(output)

@@ -1,11 +1,14 @@
 """Compilation: each caller has graphs of its own."""
 
 import functools
+import subprocess
+import sys
 
 import pytest
 import torch
 
 from stackwise.model.compilation import compiled
+from stackwise.model.rotary import constant_tables
 
 
 def double(x, *, factor=2):
@@ -33,3 +36,14 @@ def test_more_callers_than_graphs_of_one_code_object():
         patch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))  # traced alone
         for n in range(1, limit + 3):
             assert compiled(double)(torch.ones(n)).sum() == 2 * n
+
+
+def test_tables_are_marked_as_torch_marks_constants():
+    marked = torch.compiler.assume_constant_result(lambda: None)
+    assert vars(marked) and vars(marked).items() <= vars(constant_tables).items()
+
+
+@pytest.mark.slow
+def test_the_compiler_is_not_imported_before_it_is_needed():
+    program = "import sys, stackwise.training; assert 'torch._dynamo' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True)

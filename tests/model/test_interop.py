@@ -4,8 +4,6 @@ import copy
 import json
 import os
 import shutil
-import subprocess
-import sys
 import textwrap
 from itertools import pairwise
 from pathlib import Path
@@ -32,6 +30,7 @@ from stackwise.model.embedding import BoundedEmbedding
 from stackwise.model.hf_family import FAMILIES
 from stackwise.model.initialization import initialize_rack
 from stackwise.model.interop import _build
+from tests.forked import printed
 
 T = 24  # longer than every window below
 SIZES = {
@@ -490,6 +489,7 @@ def test_loading_and_saving_need_no_transformers(tmp_path, ids):
     import sys
     from pathlib import Path
 
+    assert "transformers" not in sys.modules
     sys.modules["transformers"] = None  # importing it raises ImportError
     import torch
     from stackwise.model import Rack
@@ -500,10 +500,7 @@ def test_loading_and_saving_need_no_transformers(tmp_path, ids):
     with torch.no_grad():
         torch.save(rack(torch.load(folder / "ids")), folder / "logits")
     """
-    result = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)], capture_output=True, text=True
-    )
-    assert result.returncode == 0, result.stderr
+    printed(textwrap.dedent(script), str(tmp_path))
     assert_close(torch.load(tmp_path / "logits"), logits_of(model, ids))
     assert_same(AutoModelForCausalLM.from_pretrained(tmp_path / "ours").state_dict(), model.state_dict())
 

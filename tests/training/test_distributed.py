@@ -1,16 +1,14 @@
 """Two processes under torchrun, by DDP and by FSDP2, against one process on the whole batch.
 
-This file is also what torchrun starts, once for all tests: each rank goes through `scenarios` and leaves
-what it saw.
+`main` is what torchrun starts, once for all tests: each rank goes through `scenarios` and leaves what it saw.
 """
 
 import contextlib
 import io
-import os
+import multiprocessing
 import re
 import shutil
 import subprocess
-import sys
 import time
 from collections import Counter
 from datetime import timedelta
@@ -29,6 +27,7 @@ from stackwise.training.checkpoint import load_rack
 from stackwise.training.loop import NonFiniteStepError
 from stackwise.training.processes import Processes
 from stackwise.yaml12 import load_yaml
+from tests.forked import end_of, start
 
 RANKS, ROWS, STEPS = 2, 2, 20
 MODEL = {
@@ -337,25 +336,31 @@ def main(folder):
         torch.save(seen, folder / f"rank-{group.rank}.pt")
 
 
+def torchrun(folder):
+    """As its command does it, but for what it starts: copies of this process, which has imported torch."""
+    from torch.distributed.launcher.api import elastic_launch
+    from torch.distributed.run import config_from_args, parse_args
+
+    options = ["--nproc-per-node", str(RANKS), "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    config, _, _ = config_from_args(parse_args([*options, "--start-method", "fork", __file__]))
+    elastic_launch(config, rank)(folder)
+
+
+def rank(folder):
+    """In a process that ends when `main` does: functions that torchrun calls wait for each other."""
+    process = multiprocessing.get_context("fork").Process(target=main, args=(folder,))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+
+
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     """What both ranks saw, by the name of the scenario."""
     folder = tmp_path_factory.mktemp("ranks")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
-    environment = {
-        **{name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")},
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-    }
-    done = subprocess.run(
-        [*command, __file__, str(folder)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
+    output = folder / "output"
+    process = start(torchrun, folder, output=output, RANK=None, WORLD_SIZE=None, OMP_NUM_THREADS="1")
+    assert end_of(process, 240) == 0, output.read_text()[-6000:]
     seen = [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(RANKS)]
     return {name: [of_rank[name] for of_rank in seen] for name in seen[0]}
 
@@ -627,7 +632,3 @@ class TestClusterPage:
         (command,) = pod["containers"][0]["args"]
         first = f"--master-addr {job['metadata']['name']}-0.{pod['subdomain']}"
         assert first in command and f"--nnodes {job['spec']['completions']} " in command
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

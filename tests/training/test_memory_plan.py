@@ -37,6 +37,10 @@ MIDDLE = {
 }
 
 
+# For what each Block has to itself: half as deep.
+SHALLOW = {"architecture": {"n_stacks": 2, "blocks_per_stack": 1}}
+
+
 class Kept:
     """A tensor that autograd saved."""
 
@@ -277,7 +281,9 @@ OPTIONS = [
     ],
 )
 def test_options(seen, training):
-    compare(middle(**{**training, "model": {"dropout": 0.0, **training.get("model", {})}}), seen)
+    in_units = {"training_architecture", "scope", "recompute"} & training.keys()
+    depth = {} if in_units else SHALLOW
+    compare(middle(**{**training, "model": {"dropout": 0.0, **depth, **training.get("model", {})}}), seen)
 
 
 @pytest.mark.parametrize(
@@ -339,7 +345,8 @@ def test_flops_by_hand(kind, times):
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_flops_are_those_that_torch_counts(kind):
     # Attention as plain products, which the counter of torch sees on every device.
-    config = middle(optimizer={"kind": kind}, precision="bf16", max_steps=1, model={"softcap": 3.0})
+    model = {"softcap": 3.0, **SHALLOW}
+    config = middle(optimizer={"kind": kind}, precision="bf16", max_steps=1, model=model)
     (phase,) = plan_memory(config, device="cpu").phases
     with FlopCounterMode(display=False) as counter:
         train(config)
@@ -378,7 +385,7 @@ def test_peak_is_what_was_allocated(monkeypatch, kind, precision):
 
 def test_selective_recomputation_keeps_products(seen):
     plans = {
-        kind: compare(middle(recompute={"kind": kind}, precision="bf16"), seen).phases[0]
+        kind: compare(middle(recompute={"kind": kind}, precision="bf16", model=SHALLOW), seen).phases[0]
         for kind in ("none", "selective", "full")
         if not seen.clear()
     }
@@ -386,8 +393,8 @@ def test_selective_recomputation_keeps_products(seen):
     heads = (model.n_heads + 2 * model.n_kv_heads) * 16
     # Beside what a Block is given: what its products and attention say, and attention's denominators, and
     # weights as autocast narrows them, which are not kept.
-    products = 4 * rows * 2 * (heads + model.d_model + 2 * model.d_ff + model.d_model)
-    attention = 4 * rows * (2 * model.d_model + 4 * model.n_heads)
+    products = 2 * rows * 2 * (heads + model.d_model + 2 * model.d_ff + model.d_model)
+    attention = 2 * rows * (2 * model.d_model + 4 * model.n_heads)
     found = plans["selective"].activations - plans["full"].activations
     assert found == products + attention
 

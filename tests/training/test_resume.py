@@ -5,8 +5,6 @@ import errno
 import itertools
 import os
 import shutil
-import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -33,6 +31,7 @@ from stackwise.training import (
 from stackwise.training.batch_stream import BatchStream
 from stackwise.training.record_log import read_json_lines
 from stackwise.training.run_state import records_of, state_of_records
+from tests.forked import end_of, start
 
 BLOCKWISE = {"training_architecture": "blockwise"}
 RUNS = {
@@ -391,6 +390,11 @@ data: {validation_fraction: 0.0}
 """
 
 
+def command(folder, arguments):
+    os.chdir(folder)
+    sys.exit(cli.main(arguments))
+
+
 def test_a_process_that_is_asked_to_end_saves_and_goes_on(tmp_path):
     """Its exit code says so; the same command with resume ends with the bits of a run that was left alone."""
 
@@ -399,20 +403,14 @@ def test_a_process_that_is_asked_to_end_saves_and_goes_on(tmp_path):
         folder.mkdir()
         (folder / "run.yaml").write_text(SCRIPT)
     arguments = ["train", "run.yaml", "--progress", "off"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "stackwise.cli", *arguments],
-        cwd=ended,
-        env=os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())},  # as of the runs below
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
+    output, threads = tmp_path / "output", str(torch.get_num_threads())  # as of the runs below
+    process = start(command, ended, arguments, output=output, OMP_NUM_THREADS=threads)
     while not (ended / "run.jsonl").exists() or not (ended / "run.jsonl").stat().st_size:
-        assert process.poll() is None, process.communicate()
+        assert process.is_alive(), output.read_text()
         time.sleep(0.01)
-    process.send_signal(signal.SIGTERM)
-    _, error = process.communicate(timeout=60)
-    assert process.returncode == EXIT_CODE, error
+    process.terminate()
+    code, error = end_of(process, 60), output.read_text()
+    assert code == EXIT_CODE, error
     [saved] = (ended / "run").iterdir()
     step = int(saved.name.removeprefix("step-"))
     assert 0 < step < 300 and f"after {step} steps" in error and "training.resume" in error

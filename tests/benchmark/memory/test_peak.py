@@ -2,8 +2,6 @@
 
 import gc
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -18,6 +16,7 @@ from stackwise.benchmark.memory.peak import (
     watch_peak,
 )
 from stackwise.spec import ModelSpec
+from tests.forked import printed
 
 CPU = torch.device("cpu")
 MB = 1_000_000
@@ -64,8 +63,7 @@ def _no_collections(monkeypatch):
 @pytest.fixture(scope="module")
 def seen():
     """What a process measures whose allocator nothing else has touched."""
-    done = subprocess.run([sys.executable, "-c", APART], capture_output=True, text=True, check=True)
-    return json.loads(done.stdout)
+    return json.loads(printed(APART))
 
 
 @needs_reset

@@ -63,6 +63,10 @@ class SideProcess:
         seed: of what is by chance.
         environment: variables beyond those of this process.
         twins: of which it is to be one, that have the seed already; None: it is a process of its own.
+
+    Attributes:
+        early: names of installed modules that it has imported, and that twins of later rounds may import
+            before they are forked; None: they may not.
     """
 
     def __init__(
@@ -82,6 +86,7 @@ class SideProcess:
         twins: Twins | None = None,
     ) -> None:
         self.role, self._seconds, self._log = role, seconds, log
+        self.early: list[str] | None = []
         inherited = os.environ.get("PYTHONPATH")
         variables = {
             **environment,
@@ -157,10 +162,14 @@ class SideProcess:
             except ChannelClosedError:
                 raise self._gone() from None
             if message is not None:
+                self._note(message.pop("early", []))
                 return message
             if ended:
                 raise self._gone()
         raise self._hung("nothing was heard of it")
+
+    def _note(self, early: list[str] | None) -> None:
+        self.early = None if self.early is None or early is None else [*self.early, *early]
 
     def ask(self, **message: Any) -> dict[str, Any]:
         """Tell it something, and what it answers.

@@ -16,6 +16,7 @@ from stackwise.amount import byte_text, time_text
 from stackwise.argument import require
 from stackwise.gate.result import GateResult, Outcome, TestResult, TrialResult
 from stackwise.gate.verdict import Verdict
+from stackwise.markdown import markdown_table
 from stackwise.text_file import write_whole
 
 __all__ = [
@@ -68,7 +69,7 @@ def markdown(result: GateResult) -> str:
     header = ["", "test", "metric", "base", "head", "change", "interval", "tolerance", "rounds"]
     table = [row for test in result.tests for row in _table_rows(test)]
     if table:
-        blocks.append(_table(header, table))
+        blocks.append(markdown_table(header, table))
     if result.notes:
         blocks.append("\n".join(f"- {note}" for note in result.notes))
     details = [f"{result.rounds} rounds in {result.seconds:.0f} s, seed {result.seed}"]
@@ -336,8 +337,3 @@ def _escaped(text: str, more: str = "") -> str:
 
 def _one_line(text: str) -> str:
     return " ".join(text.split())
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    cells = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(_one_line(c).replace("|", "\\|") for c in row) + " |" for row in cells)

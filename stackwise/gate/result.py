@@ -241,7 +241,7 @@ class GateResult:
     tests: tuple[TestResult, ...]
     seconds: float = 0.0
     rounds: int = 0
-    missing: Missing = "fail"
+    missing: Missing = "warn"
     environment: dict[str, Any] = field(default_factory=dict)
     seed: int = 0
     order_bias: float | None = None

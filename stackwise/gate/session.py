@@ -27,6 +27,7 @@ from stackwise.gate.sequential import Rule
 from stackwise.gate.side.channel import CALLABLE
 from stackwise.gate.tree import Tree
 from stackwise.gate.turns import check_order
+from stackwise.gate.twin_supply import TwinSupply
 from stackwise.gate.twins import Twins
 
 __all__ = ["GateError", "GateInterruptedError", "Launch", "Progress", "run_gate"]
@@ -266,13 +267,15 @@ def _starter(base: Tree, head: Tree, launch: Launch) -> Iterator[Starter]:
     folder = Path(tempfile.mkdtemp(prefix="stackwise-gate-")).resolve()
     trees = {"base": base, "head": head}
     source = Path(next(iter(side_package.__path__)))
+    supply = TwinSupply(folder)
 
     def start(tests: Sequence[str]) -> Callable[[str, int], SideProcess]:
         twins: list[Twins] = []
+        purpose = frozenset(launch.files[test] for test in tests)
 
         def process(role: str, seed: int) -> SideProcess:
             if _FORKS and not (twins and twins[-1].left):
-                twins.append(Twins(seed, folder / "twins.log"))
+                twins.append(supply.next(seed, purpose))
             own = trees[role].folder
             # Not those of tests that are through: to import them takes time.
             files = dict.fromkeys(str(own / launch.files[test]) for test in tests)
@@ -282,7 +285,7 @@ def _starter(base: Tree, head: Tree, launch: Launch) -> Iterator[Starter]:
             scratch = folder / f"{role}-files"
             shutil.rmtree(scratch, ignore_errors=True)
             scratch.mkdir()
-            made = SideProcess(
+            made = supply.sides[role] = SideProcess(
                 role,
                 [
                     "-p",
@@ -317,6 +320,7 @@ def _starter(base: Tree, head: Tree, launch: Launch) -> Iterator[Starter]:
         shutil.copytree(source, folder / "stackwise_side", ignore=shutil.ignore_patterns("__pycache__"))
         yield start
     finally:
+        supply.end()
         shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -40,13 +40,14 @@ class Twins:
     Args:
         seed: of what is by chance.
         log: for what is printed before one of them is told what to be.
+        imports: names of installed modules that they have imported as they begin.
 
     Attributes:
         left: how many of them are still to be had.
         log: what was printed before they were told.
     """
 
-    def __init__(self, seed: int, log: Path) -> None:
+    def __init__(self, seed: int, log: Path, imports: Sequence[str] = ()) -> None:
         self.log = log
         pairs = [socket.socketpair() for _ in range(1 + _COUNT)]
         self._channels = [Channel(own) for own, _ in pairs]
@@ -58,7 +59,12 @@ class Twins:
         try:
             with log.open("wb") as output:
                 self._process = subprocess.Popen(  # noqa: S603
-                    [sys.executable, program.__file__, *(str(theirs.fileno()) for _, theirs in pairs)],
+                    [
+                        sys.executable,
+                        program.__file__,
+                        *(str(theirs.fileno()) for _, theirs in pairs),
+                        *imports,
+                    ],
                     env={**os.environ, **by_chance(seed)},
                     stdin=subprocess.DEVNULL,
                     stdout=output,

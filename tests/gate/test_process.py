@@ -10,6 +10,8 @@ import pytest
 
 from stackwise.gate import side
 from stackwise.gate.process import SideFailedError, SideProcess
+from stackwise.gate.side import early_imports
+from stackwise.gate.side.early_imports import EarlyImports
 from stackwise.gate.twins import Twins
 
 TESTS = """
@@ -181,6 +183,54 @@ def test_what_a_process_answers(start):
     with pytest.raises(SideFailedError, match="ended by SIGSEGV") as lost:
         process.receive()
     assert lost.value.how == "crashed"
+
+
+IMPORTS = """
+import os
+import numpy.fft
+
+def test_first(benchmark):
+    benchmark(int)
+
+def test_once(benchmark):
+    benchmark.pedantic(int)
+
+def test_changed(benchmark):
+    os.environ["OF_A_LIBRARY"] = "1"
+    benchmark(int)
+"""
+
+
+def finish(process):
+    """Let it come to the end of a test."""
+    while not (message := process.receive()).get("over"):
+        if message.get("ready"):
+            process.send(go_on=True)
+
+
+def test_what_later_twins_may_import_ahead(start):
+    process = start(["test_first"], IMPORTS)
+    finish(process)
+    assert {"numpy", "numpy.fft"} <= set(process.early)
+    assert process.early.index("numpy") < process.early.index("numpy.fft")
+    assert {name.partition(".")[0] for name in process.early} <= {"numpy", "scipy", "torch"}
+
+
+@pytest.mark.parametrize("name", ["test_once", "test_changed"])
+def test_where_an_import_is_measured_or_finds_other_variables_none_is_made_ahead(start, name):
+    """What is called once may be the import; a library may read the variable that the tests have set."""
+    process = start(["test_first", name], IMPORTS)
+    finish(process)
+    assert process.early
+    finish(process)
+    assert process.early is None
+
+
+def test_on_an_accelerator_none_is_made_ahead(monkeypatch, tmp_path):
+    assert EarlyImports().new() is not None
+    (tmp_path / "nvidiactl").touch()
+    monkeypatch.setattr(early_imports, "_DEVICES", (str(tmp_path / "nvidiactl"),))
+    assert EarlyImports().new() is None
 
 
 def test_a_process_that_says_nothing_hangs_and_leaves_no_child(start, tmp_path, ends):

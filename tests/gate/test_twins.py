@@ -1,5 +1,6 @@
 """Twins: what they have in common, what each becomes, and that none is left."""
 
+import colorsys
 import json
 import os
 import signal
@@ -28,6 +29,7 @@ told = {
     "place": [id(sys), id(object), id(json.dumps)],
     "who": os.environ["WHO"],
     "customized": os.environ.get("CUSTOMIZED"),
+    "colors": getattr(sys.modules.get("colorsys"), "__file__", None),
     "path_variable": os.environ["PYTHONPATH"],
 }
 print(json.dumps(told), flush=True)
@@ -45,8 +47,8 @@ def made(tmp_path, monkeypatch):
     pairs, channels = [], []
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "inherited"))
 
-    def of(seed=0, arguments=("exit", "stay")):
-        twins = Twins(seed, tmp_path / "twins.log")
+    def of(seed=0, arguments=("exit", "stay"), imports=()):
+        twins = Twins(seed, tmp_path / "twins.log", imports)
         pairs.append(twins)
         found = []
         for who, argument in zip(("base", "head"), arguments, strict=True):
@@ -98,6 +100,20 @@ def test_they_differ_in_nothing_but_what_they_were_told(made, tmp_path):
         assert found["path"] == [folder, f"{folder}/first", str(tmp_path / "inherited")]
         assert found["session"] and (found["name"], found["module"]) == ("__main__", "pytest.__main__")
     assert (base["argv"], head["argv"]) == (["exit"], ["stay"])
+
+
+def test_imports_come_before_the_fork(made, tmp_path):
+    """Out of what is installed, whatever of that name lies where the sides' own code does."""
+    for folder in ("inherited", "base", "head"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "colorsys.py").write_text("raise SystemExit('wrong')\n")
+    made(imports=["nowhere.to_be.found", "colorsys"])
+    base, head = (told(tmp_path, who) for who in ("base", "head"))
+    assert base["colors"] == head["colors"] == colorsys.__file__
+    # And what each finds behind that is its own.
+    assert base["path"] == [str(tmp_path / "base"), f"{tmp_path}/base/first", f"{tmp_path}/inherited"]
+    assert base["place"] == head["place"]
+    assert (tmp_path / "twins.log").read_text() == ""
 
 
 def test_each_pair_has_another_layout(made, tmp_path):

@@ -343,6 +343,28 @@ def test_known(benchmark): benchmark(work.one)
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere there are no twins")
+def test_later_rounds_begin_with_what_is_installed(project, pytester, monkeypatch):
+    told = pytester.path / "told"
+    monkeypatch.setenv("TOLD", str(told))
+    tests = """
+import os, sys, pytest, work
+there = "numpy" in sys.modules
+import numpy
+@pytest.mark.gate(time="50%")
+def test_one(benchmark):
+    with open(os.environ["TOLD"], "a") as file:
+        print(there, numpy.__name__ in sys.modules, "work" in sys.modules, file=file)
+    benchmark(work.one)
+"""
+    project(tests, WORK.format(one=100, other=1), WORK.format(one=100, other=2))
+    pytester.runpytest_inprocess("--stackwise-against=base").assert_outcomes(passed=1)
+    first, *later = told.read_text().splitlines()
+    assert later.pop(0) == first == "False True True"
+    assert set(later) == {"True True True"}
+
+
+@pytest.mark.slow
 def test_two_models_in_one_file(project, pytester):
     project(
         """

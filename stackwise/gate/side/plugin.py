@@ -24,6 +24,7 @@ from .channel import (  # beside this file, wherever it was copied to
     Channel,
     ChannelClosedError,
 )
+from .early_imports import EarlyImports
 from .imports import Imports
 from .subject import Repeated, Streamed, Subject, peak_memory, settle, warm_up
 
@@ -31,6 +32,7 @@ __all__ = ["SidePlugin"]
 
 _OUTSIDE = 3  # exit code of a process whose gate is gone
 _LONGEST = 4000  # characters of what went wrong
+_EARLY = EarlyImports()
 
 
 class OneCallError(RuntimeError):
@@ -93,7 +95,8 @@ class SidePlugin:
         if report.when == "teardown":
             own, stray = self.imports.look()
             measured = report.nodeid in self._served
-            self._send(test=report.nodeid, over=True, measured=measured, own=own, stray=stray)
+            early = _EARLY.new()
+            self._send(test=report.nodeid, over=True, measured=measured, own=own, stray=stray, early=early)
 
     @pytest.fixture
     def benchmark(self, request: pytest.FixtureRequest) -> Benchmark:
@@ -141,6 +144,8 @@ class SidePlugin:
         if nodeid in self._served:
             raise OneCallError("a test that is gated measures one call; parametrize the test for more")
         self._served.add(nodeid)
+        if subject.only_once:
+            _EARLY.forbid()
         settle()
         taken: list[float] = []
         self._send(test=nodeid, ready=True, only_once=subject.only_once, tokens=tokens)

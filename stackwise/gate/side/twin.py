@@ -7,22 +7,29 @@ in steps of what a layout is worth, and by 0.3 % as twins, also where one of the
 
 Arguments: the descriptor on which the parent tells of the twins, and that of each twin's channel, on which
 it is told what to become, in a line of JSON: `module`, `arguments`, `folder`, `import_path`, `environment`,
-`log`.
+`log`. Behind them names of installed modules that both would import, which are imported before the fork.
 """
 
 import contextlib
+import gc
+import importlib
 import json
 import os
 import runpy
 import signal
 import site
 import sys
+import warnings
+from collections.abc import Iterable
 from typing import Any
+
+_DESCRIPTORS = 3
 
 
 def become() -> str:
     """Fork the twins, and return in each of them alone: the module that it is to run, in its place."""
-    parent, *channels = map(int, sys.argv[1:])
+    parent, *channels = map(int, sys.argv[1 : 1 + _DESCRIPTORS])
+    _import(sys.argv[1 + _DESCRIPTORS :])
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
     twins = []
     for channel in channels:
@@ -41,6 +48,23 @@ def become() -> str:
         os.close(channel)
     _watch(parent, twins)
     return os._exit(0)
+
+
+def _import(names: Iterable[str]) -> None:
+    """Import what is installed; what cannot be, each side will find out for itself."""
+    path = list(sys.path)
+    # Not from the folder of this file, nor from where the sides' own code may lie.
+    own = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    installed = path if sys.flags.safe_path else path[1:]
+    sys.path[:] = [place for place in installed if place not in own]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in names:
+            with contextlib.suppress(Exception):
+                importlib.import_module(name)
+    sys.path[:] = path
+    gc.collect()
+    gc.freeze()  # or the first collection on each side would write on all of it
 
 
 def _watch(parent: int, twins: list[int]) -> None:

@@ -1,0 +1,55 @@
+"""EarlyImports: what a process of a side may have imported before it is one."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+__all__ = ["EarlyImports"]
+
+# They take seconds to import, and start no thread by that which a fork would miss.
+_SLOW = frozenset({"mpmath", "networkx", "numpy", "scipy", "sympy", "torch", "transformers", "triton"})
+_INSTALLED = frozenset({"dist-packages", "site-packages"})
+# What pytest and the gate themselves change.
+_OWN = ("PYTEST_", "STACKWISE_GATE_")
+# Where some of these look for their device as they are imported, no fork can use it.
+_DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg", "/dev/accel")
+
+
+class EarlyImports:
+    """Which installed modules of this process the twins of later rounds may import before they are forked.
+
+    Made before any code of the tests or their plugins is loaded, which may set variables that libraries read
+    as they are imported.
+    """
+
+    def __init__(self) -> None:
+        self._began = _environment()
+        self._told: set[str] = set()
+        self._never = any(Path(device).exists() for device in _DEVICES)
+
+    def forbid(self) -> None:
+        """None of them from now on: an import may be what is measured."""
+        self._never = True
+
+    def new(self) -> list[str] | None:
+        """Names that were not told before, in the order of their import; None: there are to be none."""
+        if self._never or _environment() != self._began:
+            return None
+        found = [
+            name
+            for name, module in list(sys.modules.items())
+            if name.partition(".")[0] in _SLOW and name not in self._told and _is_installed(module)
+        ]
+        self._told.update(found)
+        return found
+
+
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith(_OWN)}
+
+
+def _is_installed(module: object) -> bool:
+    file = getattr(module, "__dict__", {}).get("__file__")
+    return isinstance(file, str) and not _INSTALLED.isdisjoint(Path(file).parts)

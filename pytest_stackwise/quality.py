@@ -106,12 +106,17 @@ class QualityFixtures:
 
         def run(model: Any, tokenizer: Any = None, *, baseline: Any = None, **options: Any) -> Judgement:
             __tracebackhide__ = True
+            from stackwise.argument import require
             from stackwise.quality.scoring import Scorer
             from stackwise.quality.task import load_task
 
             if not records.first_time(item, "quality"):
                 raise RuntimeError("quality: call it once in a test; parametrize the test for more")
             records.pay(item, "quality")
+            within = marked.requirement.within_of_baseline
+            require(
+                within is None or baseline is not None, "baseline", None, "a model, for within_of_baseline"
+            )
             task = load_task(
                 marked.task_of(item.path.parent), marked.folder_of(item.path.parent), **marked.how
             )

@@ -53,6 +53,8 @@ class Quality:
     """The most tokens that are read at once; none: as many as the model takes."""
     prefix_token_id: int | None = None
     """What stands before a text that follows nothing; none: as the tokenizer says."""
+    eos_token_id: tuple[int, ...] = ()
+    """What ends a text that the model writes, by spaces; none: what tokenizer and model say."""
     device: str = "cpu"
     """auto, cpu, cuda or cuda:N."""
     no_reuse: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
@@ -95,6 +97,7 @@ class Quality:
             max_length=self.max_length,
             reuse=not self.no_reuse,
             prefix_token_id=self.prefix_token_id,
+            eos_token_id=self.eos_token_id or None,
         )
         report = QualityReport(self.model)
         for run in runs:
@@ -187,11 +190,14 @@ class Quality:
         Raises:
             ValueError: the model is neither a folder nor MODULE:FACTORY, or no tokenizer is named.
         """
+        from stackwise.argument import require
         from stackwise.factory import load_factory
 
         folder = Path(self.model)
         if folder.is_dir():
             return _model_in(folder), _tokenizer_of(self.tokenizer or folder)
+        named = ":" in self.model
+        require(named, "model", self.model, "a folder that there is, MODULE:FACTORY, or FILE.py:FACTORY")
         if self.tokenizer is None:
             raise ValueError("tokenizer: got none; allowed: byte, a tokenizer.json, or a folder with one")
         return load_factory(self.model, search=Path.cwd()), _tokenizer_of(self.tokenizer)

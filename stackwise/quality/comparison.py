@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from stackwise.argument import check_choice, require
+from stackwise.argument import check_choice, check_number, require
 from stackwise.benchmark.table import ComparisonTable
 from stackwise.markdown import markdown_table
+from stackwise.quality.cloze import ClozeResult
 from stackwise.quality.multiple_choice import MultipleChoiceResult
 from stackwise.quality.paired import PairedDifference, difference_of_means, difference_of_shares
 from stackwise.quality.perplexity import PerplexityResult
@@ -240,10 +241,11 @@ def compare_quality(
         **options: of `Scorer`, such as `batch_size`.
 
     Raises:
-        ValueError: no models or tasks, or two tasks of one name; another baseline; a tokenizer for a model
-            that there is not; or as `Scorer` and the tasks do.
+        ValueError: no models or tasks, or two tasks of one name; a level that is none; another baseline; a
+            tokenizer for a model that there is not; or as `Scorer` and the tasks do.
     """
     require(bool(models), "models", dict(models), "one or more, by name")
+    check_number("level", level, "a number above 0 and below 1", lambda value: 0 < value < 1)
     names = [task.name for task in tasks]
     require(bool(names) and len(set(names)) == len(names), "tasks", names, "one or more, each once")
     baseline = next(iter(models)) if baseline is None else baseline
@@ -273,21 +275,27 @@ def paired_difference(result: TaskResult, other: TaskResult, *, level: float = 0
     """How much better one model is at a task than another: of shares, or of bits per byte.
 
     Raises:
-        ValueError: they are not of the same task, with the same examples.
+        ValueError: they are not of the same task, with the same examples and the same figure.
     """
     require(type(result) is type(other), "result", type(other).__name__, type(result).__name__)
     if isinstance(result, PerplexityResult):
         assert isinstance(other, PerplexityResult)
-        sizes = [[text.bytes for text in each.texts] for each in (result, other)]
-        require(sizes[0] == sizes[1], "texts", f"{len(sizes[1])} others", f"the same {len(sizes[0])}")
+        # Texts are not kept, only what they measure; tokens may be those of another tokenizer.
+        sorts = [[(text.bytes, text.characters, text.words) for text in r.texts] for r in (result, other)]
+        require(sorts[0] == sorts[1], "texts", f"{len(sorts[1])} others", f"the same {len(sorts[0])}")
+        sizes = [text.bytes for text in result.texts]
         costs = [
             [-text.log_probability / text.bytes / math.log(2) for text in each.texts]
             for each in (result, other)
         ]
-        return difference_of_means(costs[0], costs[1], sizes[0], level=level, less_is_better=True)
+        return difference_of_means(costs[0], costs[1], sizes, level=level, less_is_better=True)
     if isinstance(result, MultipleChoiceResult):
         assert isinstance(other, MultipleChoiceResult)
         require(result.questions == other.questions, "questions", "others", "the same")
+        require(result.norm == other.norm, "norm", other.norm, repr(result.norm))
+    else:
+        assert isinstance(other, ClozeResult)
+        require(result.requests == other.requests, "requests", "others", "the same")
     return difference_of_shares(_correct(result), _correct(other), level=level)
 
 

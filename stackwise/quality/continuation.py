@@ -5,7 +5,7 @@ Shapes: B rows, T positions, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -85,14 +85,15 @@ def continue_texts(
 ) -> list[str]:
     """What the model writes after each context.
 
-    A text ends before the first of `until` that it comes to, at the token that ends a text, or after
-    `max_new_tokens`. A context for which there is not that much room is cut at its beginning.
+    A text ends before the first of `until` that it comes to, at a token that ends a text (the scorer's
+    `eos_token_ids`), or after `max_new_tokens`. A context for which there is not that much room is cut at its
+    beginning.
 
     Args:
         scorer: a model with a tokenizer; at most its `batch_size` texts are written at once.
         contexts: one with no text follows the tokenizer's `prefix_token_id`.
         max_new_tokens: fewer than the model has positions.
-        until: texts that end a continuation and are no part of it.
+        until: texts that end a continuation and are no part of it, special tokens by their names as well.
         sampling: None: the most likely token each time.
         seeds: of the draws of each context, so that a text depends on no other one; None: all are drawn with
             the seed of `sampling`, batch by batch.
@@ -101,7 +102,7 @@ def continue_texts(
 
     Raises:
         ValueError: no room for so many new tokens, an id that the model has no embedding for, or another
-            number of seeds than of contexts.
+            number of seeds than of contexts; or a model whose logits are no numbers.
     """
     check_sizes(max_new_tokens=max_new_tokens)
     if seeds is not None:
@@ -167,9 +168,16 @@ class _Writing:
         parted = (i for i, (one, other) in pairs if one != other)
         return whole[next(parted, min(len(self.shown), len(whole))) :]
 
-    def take(self, token: int, texts: TextTokenizer, max_new_tokens: int, until: Sequence[str]) -> None:
+    def take(
+        self,
+        token: int,
+        texts: TextTokenizer,
+        max_new_tokens: int,
+        until: Sequence[str],
+        ends: Collection[int],
+    ) -> None:
         """One more token, which may end it."""
-        if token == texts.eos_token_id:
+        if token in ends:
             self.text = self.decoded(texts)
             return
         self.new.append(token)
@@ -192,15 +200,21 @@ def _written(
     read = _reader(scorer.model, len(writings), max(lengths) + max_new_tokens)
     # A head may be wider than the vocabulary, to be of a round size.
     width = min(scorer.model.vocab_size, scorer.texts.vocab_size or scorer.model.vocab_size)
+    named = (scorer.texts.special_token(text) for text in until)
+    ends = scorer.eos_token_ids | {token for token in named if token is not None}
     position = min(lengths)
     ids = [writing.prompt[:position] for writing in writings]
     while True:
         logits_BV = read(torch.tensor(ids, device=scorer.model.device))
         writes = [position >= length for length in lengths]
+        broken = logits_BV.isnan().any(-1).tolist()
+        for row, writing in enumerate(writings):
+            seen = broken[row] and writes[row] and writing.text is None
+            require(not seen, f"logits of {scorer.model.spec.name}", "NaN", "numbers")
         tokens = sampling(logits_BV[:, :width], _uniform(generators, writes, logits_BV.device)).tolist()
         for writing, token in zip(writings, tokens, strict=True):
             if position >= len(writing.prompt) and writing.text is None:
-                writing.take(token, scorer.texts, max_new_tokens, until)
+                writing.take(token, scorer.texts, max_new_tokens, until, ends)
         if all(writing.text is not None for writing in writings):
             return [writing.text or "" for writing in writings]
         # A row that is longer goes on with its own text.
@@ -226,16 +240,20 @@ def _uniform(
 
 def _reader(model: LanguageModel, batch_size: int, capacity: int) -> Callable[[Tensor], Tensor]:
     """What takes more tokens (B, T) of each row, and gives the logits (B, V) that follow them."""
+    so_far = torch.empty(batch_size, 0, dtype=torch.int64, device=model.device)
     if model.keeps_cache:
         cache = model.empty_cache(batch_size, capacity)
 
         def follow(ids_BT: Tensor) -> Tensor:
-            nonlocal cache
+            nonlocal cache, so_far
+            before, so_far = so_far.shape[1], torch.cat((so_far, ids_BT), dim=1)
+            if before and model.span(before) != model.span(so_far.shape[1]):
+                # All positions have other angles from here on, those in the cache too.
+                cache, ids_BT = model.empty_cache(batch_size, capacity), so_far
             logits_BTV, cache = model.follow(ids_BT, cache, first=ids_BT.shape[1] - 1)
             return logits_BTV[:, -1]
 
         return follow
-    so_far = torch.empty(batch_size, 0, dtype=torch.int64, device=model.device)
 
     def again(ids_BT: Tensor) -> Tensor:
         nonlocal so_far

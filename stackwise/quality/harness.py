@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stackwise.argument import require
+from stackwise.argument import check_sizes, require
 from stackwise.quality.scoring import Scorer
 
 if TYPE_CHECKING:
@@ -60,7 +60,8 @@ def run_harness(
     Raises:
         ImportError: lm_eval is not installed.
         ValueError: a task that the harness does not know, or that asks for options of generation that there
-            are not, told before anything is run; or a folder that is none.
+            are not, or for more tokens than the model has positions, told before anything is run; a number of
+            shots or examples that is none; or a folder that is none.
     """
     _require_harness()
     from lm_eval import simple_evaluate
@@ -69,6 +70,10 @@ def run_harness(
     if include is not None:
         require(include.is_dir(), "include", str(include), "a folder of task files (.yaml)")
     require(len(tasks) > 0, "tasks", list(tasks), "at least one")
+    if shots is not None:
+        check_sizes(0, shots=shots)
+    if limit is not None:
+        check_sizes(limit=limit)
     path = str(include) if include else None
 
     class CheckedTasks(TaskManager):  # type: ignore[misc]  # lm_eval has no types
@@ -76,7 +81,7 @@ def run_harness(
 
         def load(self, *arguments: Any, **more: Any) -> Any:
             loaded = super().load(*arguments, **more)
-            _check_generation(loaded["tasks"])
+            _check_generation(loaded["tasks"], scorer.model.max_length)
             return loaded
 
     manager = CheckedTasks(include_path=path, include_defaults=defaults and include is None)
@@ -101,17 +106,20 @@ def run_harness(
     return found
 
 
-def _check_generation(tasks: Mapping[str, Any]) -> None:
-    """Refuse options of generation that there are not, with the names of the tasks that ask for them."""
-    from stackwise.quality.harness_model import ALLOWED_OPTIONS, refused_options
+def _check_generation(tasks: Mapping[str, Any], max_length: int | None) -> None:
+    """Refuse options of generation that cannot be had, with the names of the tasks that ask for them."""
+    from stackwise.quality.harness_model import ALLOWED_OPTIONS, new_tokens, refused_options
 
-    refused = {}
+    refused, too_long = {}, {}
     for name, task in tasks.items():
         if task.get_config("output_type") == "generate_until":
-            options = refused_options(task.get_config("generation_kwargs") or {})
-            if options:
+            asked = task.get_config("generation_kwargs") or {}
+            if options := refused_options(asked):
                 refused[name] = options
+            if max_length is not None and new_tokens(asked) >= max_length:
+                too_long[name] = new_tokens(asked)
     require(not refused, "generation_kwargs", refused, ALLOWED_OPTIONS)
+    require(not too_long, "max_gen_toks", too_long, f"below {max_length}, as the model reads")
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from stackwise.quality.perplexity import rolling_windows
 from stackwise.quality.request import TokenRequest
 from stackwise.quality.scoring import Scorer
 
-__all__ = ["ALLOWED_OPTIONS", "HarnessModel", "refused_options"]
+__all__ = ["ALLOWED_OPTIONS", "HarnessModel", "new_tokens", "refused_options"]
 
 # What the harness takes where a model or a task does not say.
 _MAX_LENGTH, _MAX_NEW_TOKENS = 2048, 256
@@ -46,6 +46,12 @@ def refused_options(asked: Mapping[str, Any]) -> dict[str, Any]:
         for key, value in asked.items()
         if key not in _OPTIONS and value is not None and value not in _WITHOUT_EFFECT.get(key, ())
     }
+
+
+def new_tokens(asked: Mapping[str, Any]) -> int:
+    """How many tokens a task has written at most."""
+    counts = [asked[key] for key in _NEW_TOKENS if asked.get(key) is not None]
+    return int(counts[0]) if counts else _MAX_NEW_TOKENS
 
 
 class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
@@ -164,7 +170,6 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         refused = refused_options(asked)
         require(not refused, "generation_kwargs", refused, ALLOWED_OPTIONS)
         until = asked.get("until") or []
-        counts = [asked[key] for key in _NEW_TOKENS if asked.get(key) is not None]
         temperature = asked.get("temperature")
         draws = asked.get("do_sample", bool(temperature))
         sampling = Sampling(
@@ -177,7 +182,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
             return continue_texts(
                 self.scorer,
                 contexts,
-                max_new_tokens=int(counts[0]) if counts else _MAX_NEW_TOKENS,
+                max_new_tokens=new_tokens(asked),
                 until=[until] if isinstance(until, str) else until,
                 sampling=sampling,
             )

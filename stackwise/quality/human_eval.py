@@ -298,7 +298,7 @@ def _cut(text: str, stops: Sequence[str]) -> str:
 def _helpers(prompt: str) -> str:
     """The prompt as code by itself: its last function has a docstring for a body."""
     try:
-        compile(prompt, "prompt", "exec")
+        compile(prompt, "prompt", "exec", dont_inherit=True)
     except SyntaxError:
         return prompt + "    pass\n"
     return prompt

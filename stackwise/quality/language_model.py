@@ -6,7 +6,7 @@ Shapes: B batch, T positions, V vocabulary.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -34,6 +34,10 @@ class LanguageModel:
     What it can do beyond a plain pass is seen from outside, as `ModelSpec.of` sees it, and tried before it is
     relied on: a cache whose rows cannot be taken, or that gives other logits than a plain pass, is not used.
 
+    With LongRoPE (Ding et al. 2024, arXiv:2402.13753), as in Phi-3, all positions get other rotary angles
+    once the longest row of a call is beyond the length of the first training: see `span`. With dynamic NTK
+    scaling they change with each length beyond it, so that such a model is read no farther than that.
+
     Args:
         subject: a module, which is used as it is, where it is, and left in the mode that it is in; or what
             `ModelSpec.of` takes, of which a model is made.
@@ -48,7 +52,7 @@ class LanguageModel:
 
     Raises:
         InferenceError, FactoryError, TypeError: as of `ModelSpec.of`.
-        ValueError: it takes no tokens, or its outputs depend on later tokens.
+        ValueError: it takes no tokens, or its outputs are no numbers, or depend on later tokens.
     """
 
     def __init__(
@@ -67,7 +71,8 @@ class LanguageModel:
         )
         if max_length is not None:
             check_sizes(max_length=max_length)
-        known = [limit for limit in (max_length, self.spec.max_length) if limit is not None]
+        self._switches, dynamic = _rotary_lengths(self.model)
+        known = [limit for limit in (max_length, self.spec.max_length, *dynamic) if limit is not None]
         self.max_length = min(known) if known else None
         self._reuse = reuse
         self._refuse_reading_ahead()
@@ -76,6 +81,15 @@ class LanguageModel:
     def vocab_size(self) -> int:
         """Ids are below it."""
         return self.spec.width
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """What ends a text, as the model says: in its `generation_config`, else in its `config`."""
+        for name in ("generation_config", "config"):
+            found = getattr(getattr(self.model, name, None), "eos_token_id", None)
+            if found is not None:
+                return frozenset([found] if isinstance(found, int) else found)
+        return frozenset()
 
     @cached_property
     def device(self) -> torch.device:
@@ -116,6 +130,10 @@ class LanguageModel:
         """For so many sequences of at most `capacity` tokens; None: it grows by itself."""
         return empty_cache(self.model, batch_size, capacity)
 
+    def span(self, length: int) -> int:
+        """Which rotary angles it takes for sequences so long: those of two spans are not read together."""
+        return sum(length > switch for switch in self._switches)
+
     @property
     def keeps_cache(self) -> bool:
         """Whether it keeps what it has read, and that is to be used."""
@@ -142,7 +160,9 @@ class LanguageModel:
             return None, f"it takes only {n} positions"
         with self.reading(), seeded(0, self.device):
             try:
-                return self._try_rows(n), "what several sequences begin with is read once"
+                rows, note = self._try_rows(n), "what several sequences begin with is read once"
+                longer = f", in those of at most {self._switches[0]} tokens" if self._switches else ""
+                return rows, note + longer
             except Exception as error:  # whatever else goes wrong: this cache cannot be taken apart
                 if is_out_of_memory(error):
                     raise
@@ -207,6 +227,8 @@ class LanguageModel:
                 self.spec.logits(self.model, ids_1T),
                 self.spec.logits(self.model, ids_1T[:, : n // 2]),
             )
+        if whole.isnan().any():
+            raise ValueError(f"{self.spec.name}: outputs: got NaN; allowed: logits, finite or infinite")
         if not self._are_equal(whole[:, : n // 2], part):
             raise ValueError(
                 f"{self.spec.name}: its outputs depend on later tokens; allowed: a causal model, "
@@ -219,8 +241,12 @@ class LanguageModel:
         if one.shape != two.shape:
             return False
         tolerance = 1e-4 if one.dtype in (torch.float32, torch.float64) else 5e-2
-        spread = two.float().max() - two.float().min()
-        return bool((one.float() - two.float()).abs().max() <= tolerance * spread.clamp(min=1e-6))
+        one, two = one.float(), two.float()
+        # Ids that are never written may have a logit of minus infinity.
+        known = two[two.isfinite()]
+        spread = (known.max() - known.min()).clamp(min=1e-6) if known.numel() else 0.0
+        apart = (one - two).abs().masked_fill(one == two, 0.0)
+        return bool(apart.max() <= tolerance * spread)
 
 
 class _FewerLogits:
@@ -234,6 +260,26 @@ class _FewerLogits:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
+
+
+def _rotary_lengths(model: nn.Module) -> tuple[list[int], list[int]]:
+    """Beyond which lengths it takes other rotary angles for all positions: others once; others each time."""
+    found: dict[str, set[Any]] = {"longrope": set(), "dynamic": set()}
+    for config in [getattr(module, "config", None) for module in model.modules()]:
+        longest = getattr(config, "max_position_embeddings", None)
+        first = getattr(config, "original_max_position_embeddings", None) or longest
+        for name in ("rope_parameters", "rope_scaling"):
+            given = getattr(config, name, None)
+            given = given if isinstance(given, Mapping) else {}
+            # Some have one for each type of layer.
+            for each in (given, *(part for part in given.values() if isinstance(part, Mapping))):
+                match each.get("rope_type", each.get("type")):
+                    case "longrope" | "su":
+                        found["longrope"].add(each.get("original_max_position_embeddings") or first)
+                    case "dynamic":
+                        found["dynamic"].add(longest)
+    switches, limits = (sorted(lengths - {None}) for lengths in found.values())
+    return switches, limits
 
 
 def _described(subject: Any, device: torch.device | str | None) -> tuple[ModelSpec, nn.Module]:

@@ -8,13 +8,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+from scipy.special import ndtri
 
 from stackwise.argument import check_sizes, require
 
 __all__ = ["PassAtK", "estimate_pass_at_k", "pass_at_k"]
-
-_RESAMPLES = 10_000
-_AT_ONCE = 1 << 20  # problems that are drawn
 
 
 @dataclass(frozen=True)
@@ -24,9 +22,9 @@ class PassAtK:
     Attributes:
         k: programs of which one has to be right.
         estimate: mean over the problems.
-        low: lower end of the interval, from resampled problems.
+        low: lower end of the interval, over problems.
         high: upper end.
-        level: that the interval covers the mean over such problems.
+        level: that the interval covers the mean over problems of this kind.
         n_problems: of which each counts the same.
     """
 
@@ -73,18 +71,20 @@ def estimate_pass_at_k(
     k: int,
     *,
     level: float = 0.95,
-    seed: int = 0,
 ) -> PassAtK:
     """pass@k of a set of problems, each by its own number of programs, with an interval.
 
-    The interval is of the percentile bootstrap over problems: what it covers is the mean over problems of
-    this kind, with the programs of each as they were drawn. A single problem says nothing of others: 0 to 1.
+    The interval is that of Agresti and Coull (The American Statistician 52, 1998, 119-126), with the variance
+    between problems in place of a proportion's: few problems, or such that all came out alike, leave it wide.
+    What it covers is the mean over problems of this kind, with the programs of each as they were drawn. Where
+    each problem is right or wrong, as with one program of each, it is exactly theirs; at other shares it is
+    an approximation. From five problems on, one of level 0.95 covers that mean in 90 to 99 of 100 cases. A
+    single problem says nothing of others: 0 to 1.
 
     Args:
         results: of each problem, of each program whether it is right.
         k: programs of which one has to be right.
         level: of the interval.
-        seed: of the resampling.
 
     Raises:
         ValueError: no problem, or one with fewer than k programs.
@@ -103,17 +103,15 @@ def estimate_pass_at_k(
         )
     rows = problems.values()
     each = np.array([pass_at_k(len(programs), sum(map(bool, programs)), k) for programs in rows])
-    low, high = _interval(each, level, seed) if len(each) > 1 else (0.0, 1.0)
+    low, high = _interval(each, level) if len(each) > 1 else (0.0, 1.0)
     return PassAtK(k, float(each.mean()), low, high, level, len(each))
 
 
-def _interval(each: np.ndarray, level: float, seed: int) -> tuple[float, float]:
-    """Of the mean, from resampled problems; a part of the samples at a time, for the sake of memory."""
-    rng = np.random.default_rng(seed)
-    rows = max(1, _AT_ONCE // len(each))
-    means = [
-        each[rng.integers(len(each), size=(min(rows, _RESAMPLES - start), len(each)))].mean(axis=1)
-        for start in range(0, _RESAMPLES, rows)
-    ]
-    low, high = np.quantile(np.concatenate(means), [(1 - level) / 2, (1 + level) / 2])
-    return float(low), float(high)
+def _interval(each: np.ndarray, level: float) -> tuple[float, float]:
+    """Of the mean of shares: Wald's interval, after half of z^2 problems more at 0 and as many at 1."""
+    z = float(ndtri((1 + level) / 2))
+    n, more = len(each) + z**2, z**2 / 2
+    mean = (each.sum() + more) / n
+    variance = (((each - mean) ** 2).sum() + more * (mean**2 + (1 - mean) ** 2)) / n
+    reach = z * math.sqrt(variance / n)
+    return max(0.0, float(mean - reach)), min(1.0, float(mean + reach))

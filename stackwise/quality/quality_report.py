@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from stackwise.markdown import markdown_table
+from stackwise.quality.cloze import ClozeResult
 from stackwise.quality.human_eval import HumanEvalResult
 from stackwise.quality.multiple_choice import MultipleChoiceResult
 from stackwise.quality.perplexity import PerplexityResult
@@ -67,6 +69,8 @@ class QualityReport:
         for name, metrics in found.items():
             for metric, each in metrics.items():
                 self.figures.append(Figure(name, metric, each.value, each.standard_error, each.count))
+        if isinstance(result, ClozeResult):
+            self.figures.append(Figure(task, "perplexity", result.perplexity, None, len(result.requests)))
 
     def add_human_eval(self, result: HumanEvalResult) -> None:
         """Enter what came of programs: pass@k, with its interval in the notes."""
@@ -101,10 +105,8 @@ class QualityReport:
     def markdown(self) -> str:
         """The same as a table."""
         head, *rows = self._rows()
-        lines = [f"# {self.model}", "", *(f"- {note}" for note in self.notes), ""]
-        lines += [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}"]
-        lines += [f"| {' | '.join(row)} |" for row in rows]
-        return "\n".join(lines) + "\n"
+        notes = "".join(f"- {note}\n" for note in self.notes)
+        return f"# {self.model}\n\n{notes}\n{markdown_table(head, rows)}\n"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""

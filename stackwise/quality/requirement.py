@@ -84,21 +84,25 @@ class Requirement:
             baseline: of the same task, by the model that `within_of_baseline` is about.
 
         Raises:
-            ValueError: a limit that the task's figure has not, or a baseline that is missing or of other
-                examples.
+            ValueError: a limit that the task's figure has not, or a baseline that is missing, of other
+                examples, or itself without a finite figure.
         """
         is_cost = isinstance(result, PerplexityResult)
-        if isinstance(result, PerplexityResult):
+        metric, value, examples = _figure(result)
+        if is_cost:
             require(self.at_least is None, "at_least", self.at_least, "none of bits per byte: use at_most")
-            metric, value, examples = "bits_per_byte", result.bits_per_byte, len(result.texts)
         else:
-            require(self.at_most is None, "at_most", self.at_most, f"none of {result.metric}: use at_least")
-            metric, value, examples = result.metric, result.figure.value, result.figure.count
+            require(self.at_most is None, "at_most", self.at_most, f"none of {metric}: use at_least")
+        if baseline is not None:
+            base = _figure(baseline)[1]
+            require(math.isfinite(base), f"{metric} of the baseline", base, "a finite number")
         difference = None if baseline is None else paired_difference(result, baseline, level=self.level)
         found: list[tuple[Verdict, str]] = []
+        if not math.isfinite(value):  # more examples would not help
+            found.append(("missed", f"{metric} is {value}, which is no finite number"))
         for limit, sign, word in ((self.at_least, 1, "at least"), (self.at_most, -1, "at most")):
             if limit is not None:
-                met = sign * (value - limit) >= 0 and not math.isnan(value)
+                met = sign * (value - limit) >= 0
                 found.append(("met" if met else "missed", f"{metric} {value:.4f}, {word} {limit:g} is asked"))
         if self.within_of_baseline is not None:
             require(difference is not None, "baseline", None, "a model, for within_of_baseline")
@@ -121,3 +125,10 @@ class Requirement:
             f"{metric} {difference} to the baseline on {difference.examples} examples: {said} "
             f"{self.within_of_baseline:g}"
         )
+
+
+def _figure(result: TaskResult) -> tuple[str, float, int]:
+    """What it is called, what it is, and of how many examples."""
+    if isinstance(result, PerplexityResult):
+        return "bits_per_byte", result.bits_per_byte, len(result.texts)
+    return result.metric, result.figure.value, result.figure.count

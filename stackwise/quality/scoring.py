@@ -35,7 +35,8 @@ class Scorer:
     Requests are read in batches of like length, padded on the right: a causal model does not see what is
     behind a token, so that no mask is needed. What several of them begin with, as the examples before all
     questions or a question before its choices, is read once where the model keeps a cache that allows it. In
-    float32 neither that nor the size of a batch changes a log-probability by more than rounding.
+    float32 neither that nor the size of a batch changes a log-probability by more than rounding: sequences
+    for which a model takes other rotary angles (`LanguageModel.span`) are read apart, each as a whole.
 
     Args:
         model: a `LanguageModel`, or what it takes.
@@ -43,10 +44,13 @@ class Scorer:
         batch_size: the most sequences that are read at once.
         device, max_length, reuse: as of `LanguageModel`.
         prefix_token_id: as of `TextTokenizer`.
+        eos_token_id: what ends a text that the model writes, one id or several; None: what the tokenizer
+            says, and what the model does (`LanguageModel.eos_token_ids`).
 
     Attributes:
         model: a LanguageModel.
         tokenizer: a TextTokenizer, or None.
+        eos_token_ids: as above.
         tokens_read: how many positions, padding included, the model has computed so far.
 
     Raises:
@@ -63,6 +67,7 @@ class Scorer:
         max_length: int | None = None,
         reuse: bool = True,
         prefix_token_id: int | None = None,
+        eos_token_id: int | Iterable[int] | None = None,
     ) -> None:
         check_sizes(batch_size=batch_size)
         if isinstance(model, LanguageModel):
@@ -75,6 +80,7 @@ class Scorer:
         self.tokenizer = (
             None if tokenizer is None else TextTokenizer(tokenizer, prefix_token_id=prefix_token_id)
         )
+        self.eos_token_ids = self._ends(eos_token_id)
         self.batch_size = batch_size
         self.tokens_read = 0
 
@@ -104,7 +110,8 @@ class Scorer:
         """The same of tokens. A context that is too long is cut at its beginning.
 
         Raises:
-            ValueError: a continuation longer than the model reads, or an id that it has no embedding for.
+            ValueError: a continuation longer than the model reads, an id that it has no embedding for, or a
+                model whose logits are no numbers.
         """
         requests = [request.fitted(self.model.max_length) for request in requests]
         self._check_ids(requests)
@@ -118,10 +125,22 @@ class Scorer:
         with self.model.reading():
             self._read_all(readings, answers)
         totals, greedy = answers.sums()
+        broken = int(np.isnan(totals).sum())
+        seen = f"NaN for {broken} of {len(requests)} requests"
+        require(not broken, f"log-probabilities of {self.model.spec.name}", seen, "numbers")
         return [
             Score(float(total), bool(best), len(request.continuation), request.cut)
             for total, best, request in zip(totals, greedy, requests, strict=True)
         ]
+
+    def _ends(self, asked: int | Iterable[int] | None) -> frozenset[int]:
+        if asked is None:
+            eos = None if self.tokenizer is None else self.tokenizer.eos_token_id
+            return self.model.eos_token_ids | (frozenset() if eos is None else {eos})
+        ends = [asked] if isinstance(asked, int) else list(asked)
+        for end in ends:
+            check_sizes(0, eos_token_id=end)
+        return frozenset(ends)
 
     def _check_ids(self, requests: Sequence[TokenRequest]) -> None:
         for request in requests:
@@ -131,17 +150,26 @@ class Scorer:
                 require(0 <= worst < self.model.vocab_size, "token id", worst, allowed)
 
     def _read_all(self, readings: list[_Reading], answers: _Answers) -> None:
-        if not readings:
-            return
+        spans: dict[int, list[_Reading]] = {}
+        for reading in readings:
+            spans.setdefault(self.model.span(len(reading.ids)), []).append(reading)
+        for span, some in spans.items():
+            # Of a longer one, the beginning by itself would be of another span.
+            (self._read_whole if span else self._read_sharing)(some, answers)
+
+    def _read_sharing(self, readings: list[_Reading], answers: _Answers) -> None:
         # Only where there is something to share is it worth while to try whether the model can.
         groups = group_by_prefix([r.ids for r in readings], [r.first for r in readings])
         shares = any(group.shared or self._is_shared(f, 0) for group in groups for f in group.families)
         if not shares or self.model.cache_rows is None:
-            for batch in _batches(range(len(readings)), [len(r.ids) for r in readings], self.batch_size):
-                self._read_plain([readings[i] for i in batch], answers)
+            self._read_whole(readings, answers)
             return
         for group in groups:
             self._read_group(group, readings, answers)
+
+    def _read_whole(self, readings: Sequence[_Reading], answers: _Answers) -> None:
+        for batch in _batches(range(len(readings)), [len(r.ids) for r in readings], self.batch_size):
+            self._read_plain([readings[i] for i in batch], answers)
 
     @staticmethod
     def _is_shared(family: Family, known: int) -> bool:

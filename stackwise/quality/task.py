@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from stackwise.argument import check_sizes, require
 from stackwise.quality.cloze import ClozeResult, score_cloze
@@ -24,6 +24,7 @@ TaskResult = MultipleChoiceResult | ClozeResult | PerplexityResult
 MMLU = Dataset("mmlu", "cais/mmlu", "all", {"test": ("test",), "dev": ("dev",)})
 HELLASWAG = Dataset("hellaswag", "Rowan/hellaswag", None, {"validation": ("validation", "val")})
 MMLU_SHOTS = 5
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -137,21 +138,25 @@ def _of_file(path: Path, limit: int | None, context: int) -> Task:
     """A task by the keys of its rows."""
     rows = read_rows(path)
     require(len(rows) > 0, str(path), "no row", "at least one")
-    rows = _limited(rows, limit)
-    name = path.stem
-    try:
-        if "choices" in rows[0]:
-            return _choice_task(name, [_question(row) for row in rows], "sum", ())
-        if "continuation" in rows[0]:
-            requests = [Request(row["context"], row["continuation"]) for row in rows]
-            return Task(name, len(rows), lambda scorer: score_cloze(scorer, requests))
-        if "text" in rows[0]:
-            texts = [str(row["text"]) for row in rows]
-            return Task(name, len(rows), lambda scorer: score_texts(scorer, texts, context=context))
-    except KeyError as error:
-        raise ValueError(f"{path}: a row has no {error}, as the first one has") from None
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+    places, name = _kept(rows, limit), path.stem
+
+    def each(read: Callable[[Row], T]) -> list[T]:
+        found = []
+        for place in places:
+            try:
+                found.append(read(rows[place]))
+            except ValueError as error:
+                raise ValueError(f"{path}, row {place + 1}: {error}") from None
+        return found
+
+    if "choices" in rows[0]:
+        return _choice_task(name, each(_question), "sum", ())
+    if "continuation" in rows[0]:
+        requests = each(_request)
+        return Task(name, len(requests), lambda scorer: score_cloze(scorer, requests))
+    if "text" in rows[0]:
+        texts = each(lambda row: _text(row, "text"))
+        return Task(name, len(texts), lambda scorer: score_texts(scorer, texts, context=context))
     raise ValueError(
         f"{path}: got rows with {', '.join(map(repr, rows[0]))}; allowed: context, choices and answer; "
         "context and continuation; or text"
@@ -159,17 +164,37 @@ def _of_file(path: Path, limit: int | None, context: int) -> Task:
 
 
 def _question(row: Row) -> Question:
-    return Question(row["context"], tuple(row["choices"]), row["answer"], str(row.get("subject", "")))
+    choices: Any = row.get("choices")
+    answer: Any = row.get("answer")
+    sound = isinstance(choices, list) and all(isinstance(choice, str) for choice in choices)
+    require(sound, "choices", choices, "a list of texts")
+    subject = row.get("subject")
+    return Question(_text(row, "context"), tuple(choices), answer, "" if subject is None else str(subject))
+
+
+def _request(row: Row) -> Request:
+    request = Request(_text(row, "context"), _text(row, "continuation"))
+    require(request.continuation != "", "continuation", "", "a text that is not empty")
+    return request
+
+
+def _text(row: Row, key: str) -> str:
+    value: Any = row.get(key)
+    require(isinstance(value, str), key, value, "a text")
+    return str(value)
 
 
 def _limited(rows: list[Row], limit: int | None) -> list[Row]:
-    if limit is None:
-        return rows
-    counts: dict[Any, int] = {}
+    return [rows[place] for place in _kept(rows, limit)]
+
+
+def _kept(rows: list[Row], limit: int | None) -> list[int]:
+    """The places of the first rows of each subject."""
+    counts: Counter[Any] = Counter()
     kept = []
-    for row in rows:
+    for place, row in enumerate(rows):
         subject = row.get("subject", "")
-        counts[subject] = counts.get(subject, 0) + 1
-        if counts[subject] <= limit:
-            kept.append(row)
+        counts[subject] += 1
+        if limit is None or counts[subject] <= limit:
+            kept.append(place)
     return kept

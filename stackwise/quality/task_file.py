@@ -46,7 +46,8 @@ class Dataset:
             FileNotFoundError: there is no such file, or it cannot be fetched; the message says what to
                 download and where to put it.
             ImportError: what reads Parquet, or fetches, is not installed.
-            ValueError: a file that is damaged, or files of both kinds, which may well be the same rows.
+            ValueError: a file that is damaged, files of both kinds, which may well be the same rows, or two
+                files of the same rows, which would count twice.
         """
         if folder is None:
             return self._fetched(split)
@@ -55,7 +56,14 @@ class Dataset:
             raise FileNotFoundError(
                 f"{folder / self.name}: no file of the split {split}; {self._advice(folder)}"
             )
-        return [row for file in files for row in read_rows(file)]
+        rows: dict[Path, list[Row]] = {}
+        for file in files:
+            found = read_rows(file)
+            for other, known in rows.items():
+                key = f"files of the split {split}"
+                require(found != known, key, f"{other}, {file}", "each once: both have the same rows")
+            rows[file] = found
+        return [row for found in rows.values() for row in found]
 
     def _files(self, split: str, folder: Path) -> list[Path]:
         found = sorted(path for path in folder.rglob("*") if path.suffix in _ENDINGS and path.is_file())
@@ -103,7 +111,7 @@ def read_rows(path: Path) -> list[Row]:
     Raises:
         FileNotFoundError: there is no such file.
         ImportError: pyarrow, which reads Parquet, is not installed.
-        ValueError: another ending, a damaged file, or a line that is no JSON object.
+        ValueError: another ending, a damaged file, no UTF-8, or a line that is no JSON object.
     """
     require(path.suffix in _ENDINGS, "file", str(path), f"one that ends in {' or '.join(_ENDINGS)}")
     if not path.is_file():
@@ -113,16 +121,19 @@ def read_rows(path: Path) -> list[Row]:
 
 def _json_lines(path: Path) -> list[Row]:
     rows = []
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise ValueError(f"{path}:{number}: no JSON: {error}") from None
-            require(isinstance(row, dict), f"{path}:{number}", line.strip()[:60], "a JSON object")
-            rows.append(row)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: no UTF-8: {error}") from None
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{path}:{number}: no JSON: {error}") from None
+        require(isinstance(row, dict), f"{path}:{number}", line.strip()[:60], "a JSON object")
+        rows.append(row)
     return rows
 
 

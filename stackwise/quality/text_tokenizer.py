@@ -80,6 +80,14 @@ class TextTokenizer:
         text: str = self.inner.decode(list(ids), **more)
         return text
 
+    def special_token(self, text: str) -> int | None:
+        """The id of the special token of that name, which `decode` leaves out; None: there is none."""
+        ids = self._encode(text)
+        if len(ids) != 1 or not self._skips or self.decode(ids):
+            return None
+        shown: str = self.inner.decode(ids, skip_special_tokens=False)
+        return ids[0] if shown and shown == text else None
+
     def needed_prefix(self) -> int:
         """`prefix_token_id`.
 
@@ -123,10 +131,10 @@ def _parameters(function: Any) -> Sequence[str]:
 
 
 def _vocab_size(tokenizer: Any) -> int | None:
-    # Of transformers, `vocab_size` leaves out what was added.
+    # Ids may have gaps, so that a count of them would leave out the last ones.
+    if callable(vocabulary := getattr(tokenizer, "get_vocab", None)):
+        return 1 + max(vocabulary().values(), default=-1)
     found = len(tokenizer) if hasattr(tokenizer, "__len__") else getattr(tokenizer, "vocab_size", None)
-    if found is None and callable(count := getattr(tokenizer, "get_vocab_size", None)):
-        found = count()
     return found if isinstance(found, int) else None
 
 

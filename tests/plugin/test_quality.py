@@ -120,6 +120,32 @@ def test_a_test_that_never_asks_fails(project):
     result.stdout.fnmatch_lines(["*marked quality but never called quality"])
 
 
+def test_a_baseline_that_is_missing_is_missed_before_the_model_is_asked(project):
+    project.write("task='questions.jsonl', within_of_baseline=0.1", "quality(None, TOKENIZER)")
+    result = run(project)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*ValueError: baseline: got None; allowed: a model, for within_of_baseline"])
+
+
+def test_a_model_that_gives_no_numbers_fails(project):
+    with (project.path / "models.py").open("a") as file:
+        file.write(
+            """
+class Broken(Fond):
+    # Gives NaN for each question.
+    def forward(self, input_ids):
+        broken = ((input_ids == ord("q")).cumsum(-1) > 0)[..., None]
+        return super().forward(input_ids).masked_fill(broken, torch.nan)
+"""
+        )
+    project.write(
+        "task='questions.jsonl', at_least=0.1", "quality(__import__('models').Broken('a'), TOKENIZER)"
+    )
+    result = run(project)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*log-probabilities of Broken: got 'NaN for 80 of 80 requests'*"])
+
+
 def test_asked_twice(project):
     project.write(
         "task='questions.jsonl', at_least=0.1",

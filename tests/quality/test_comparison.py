@@ -46,10 +46,12 @@ def test_difference_of_choices_is_of_the_same_questions():
 def test_the_task_says_by_what_choices_are_ranked():
     # By characters the first choice, three times as long, is the likelier one.
     scores = tuple((-2.0, -1.0) for _ in QUESTIONS)
-    by_sum, by_characters = (MultipleChoiceResult(QUESTIONS, scores, norm=n) for n in ("sum", "characters"))
-    assert (
-        paired_difference(by_characters, by_sum).wins == paired_difference(by_characters, by_sum).losses == 4
-    )
+    parted = {}
+    for norm in ("sum", "characters"):
+        first = chosen([q.answer == 0 for q in QUESTIONS], norm=norm)
+        found = paired_difference(MultipleChoiceResult(QUESTIONS, scores, norm=norm), first)
+        parted[norm] = found.wins, found.losses
+    assert parted == {"sum": (4, 4), "characters": (0, 0)}
 
 
 def test_difference_of_texts_is_in_bits_per_byte():
@@ -86,6 +88,21 @@ def test_difference_of_cloze():
             chosen([True] * 8),
             MultipleChoiceResult(QUESTIONS[::-1], chosen([True] * 8).log_probabilities),
             "questions: got 'others'; allowed: the same",
+        ),
+        (
+            chosen([True] * 8),
+            chosen([True] * 8, norm="characters"),
+            "norm: got 'characters'; allowed: 'sum'",
+        ),
+        (
+            texts(-1.0),
+            PerplexityResult((TextScore(-1.0, 10, 9, 10, 3),)),
+            "texts: got '1 others'; allowed: the same 1",
+        ),
+        (
+            ClozeResult((Request("a", "b"),), (Score(-1.0, True, 1),)),
+            ClozeResult((Request("a", "c"),), (Score(-1.0, True, 1),)),
+            "requests: got 'others'; allowed: the same",
         ),
     ],
 )
@@ -235,6 +252,7 @@ def test_a_model_is_no_better_than_itself(racks, tasks):
         ({"tasks": []}, r"tasks: got \[\]"),
         ({"tasks": ["letters", "letters"]}, "each once"),
         ({"baseline": "other"}, "baseline: got 'other'"),
+        ({"level": 95, "tasks": [Task("never run", 1, None)]}, "level: got 95; allowed: a number above 0"),
         ({"tokenizer": {"plain": ByteTokenizer(["bos", "eos"])}}, r"tokenizer: got \['fond of a'\]"),
         ({"speed": speed("plain", "fond of a", baseline="fond of a")}, "speed.baseline: got 'fond of a'"),
         (

@@ -5,6 +5,7 @@ import torch
 
 from stackwise.data.tokenizer import ByteTokenizer
 from stackwise.quality import Sampling, Scorer, continue_texts
+from tests.quality.test_scoring import longrope
 
 CONTEXTS = ["Hello", "A rather longer context", "", "x"]
 
@@ -19,6 +20,14 @@ def greedy(model, ids, count):
             new.append(token.item())
             ids = torch.cat((ids, token[None, None]), dim=1)
     return new
+
+
+@pytest.mark.parametrize("options", [{}, {"reuse": False}], ids=str)
+def test_texts_that_cross_where_angles_change(options, byte_tokenizer):
+    model, contexts = longrope(first=24), ["x" * 20, "y" * 30, "z"]
+    written = continue_texts(Scorer(model, byte_tokenizer, **options), contexts, max_new_tokens=30)
+    for context, text in zip(contexts, written, strict=True):
+        assert text == byte_tokenizer.decode(until_end(greedy(model, list(context.encode()), 30)))
 
 
 def until_end(ids):
@@ -58,6 +67,65 @@ def test_where_a_text_ends(byte_tokenizer):
     assert continue_texts(scorer, contexts, max_new_tokens=4, until=["e", "yz"]) == ["bcd", "x", ""]
     assert continue_texts(scorer, contexts, max_new_tokens=4, until=["", "cd"]) == ["b", "xyz", "yz"]
     assert continue_texts(scorer, [], max_new_tokens=4) == []
+
+
+def test_tokens_that_end_a_text_are_those_of_tokenizer_and_model_or_what_is_asked(byte_tokenizer):
+    model = Spelling()
+    model.generation_config = type("Config", (), {"eos_token_id": [ord("x"), ord("e")]})()
+    contexts = ["a", "v", "y"]
+    assert continue_texts(Scorer(model, byte_tokenizer), contexts, max_new_tokens=5) == ["bcd", "w", "z"]
+    scorer = Scorer(model, byte_tokenizer, eos_token_id=[ord("c"), ord("w")])
+    assert continue_texts(scorer, ["a", "v", "x"], max_new_tokens=2) == ["b", "", "yz"]
+    assert Scorer(model, byte_tokenizer, eos_token_id=5).eos_token_ids == {5}
+    with pytest.raises(ValueError, match="eos_token_id: got -1; allowed: an integer >= 0"):
+        Scorer(model, byte_tokenizer, eos_token_id=[-1])
+
+
+def test_a_special_token_ends_a_text_by_its_name():
+    """As chat formats do; it is left out of the decoded text, in which `until` is looked for."""
+    tokenizers = pytest.importorskip("tokenizers")
+    vocabulary = {"[UNK]": 0} | {chr(i): i for i in range(33, 127)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split("", behavior="isolated")
+    tokenizer.decoder = tokenizers.decoders.Fuse()
+    tokenizer.add_special_tokens(["d"])
+    scorer = Scorer(Spelling(), tokenizer, prefix_token_id=0)
+    assert continue_texts(scorer, ["a"], max_new_tokens=4) == ["bce"]
+    assert continue_texts(scorer, ["a", "c"], max_new_tokens=4, until=["d"]) == ["bc", ""]
+    # Of no token by itself: nothing ends at what the tokenizer does not know.
+    assert continue_texts(scorer, ["a"], max_new_tokens=4, until=["\n"]) == ["bce"]
+
+
+def test_ids_beyond_gaps_of_a_vocabulary_are_written():
+    tokenizers = pytest.importorskip("tokenizers")
+    model = tokenizers.models.WordLevel({"a": 0, "b": 5, "c": 200, "[UNK]": 1}, unk_token="[UNK]")
+
+    class Third(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.next = torch.nn.Embedding(258, 258)
+            with torch.no_grad():
+                self.next.weight.zero_()[:, 200] = 9.0
+                self.next.weight[:, 257] = 10.0  # no id of the tokenizer
+
+        def forward(self, ids):
+            return self.next(ids)
+
+    scorer = Scorer(Third(), tokenizers.Tokenizer(model), prefix_token_id=0)
+    assert scorer.texts.vocab_size == 201
+    assert continue_texts(scorer, ["a"], max_new_tokens=3) == ["c c c"]
+
+
+def test_logits_that_are_no_numbers_are_an_error(byte_tokenizer):
+    class Broken(Spelling):
+        def forward(self, ids):
+            return super().forward(ids).masked_fill((ids == ord("d"))[..., None], torch.nan)
+
+    scorer = Scorer(Broken(), byte_tokenizer)
+    # What a row computes behind its end is not looked at.
+    assert continue_texts(scorer, ["a", "x"], max_new_tokens=3) == ["bcd", "yz"]
+    with pytest.raises(ValueError, match="logits of Broken: got 'NaN'; allowed: numbers"):
+        continue_texts(scorer, ["a", "x"], max_new_tokens=4)
 
 
 def test_a_context_is_cut_where_there_is_no_room(byte_tokenizer):

@@ -7,9 +7,11 @@ import pytest
 
 pytest.importorskip("lm_eval")
 
+import torch
 from lm_eval.api.instance import Instance
 
 from stackwise.quality import Scorer, harness_model, load_task, run_harness
+from tests.quality.conftest import tiny_llama
 
 PAIRS = [
     ("The cat sat on the mat ", "and slept"),
@@ -42,6 +44,33 @@ def test_a_few_requests_as_the_harness_asks_its_own_model(llama, hf_tokenizer):
     )
     asked = instances("generate_until", [("The cat", {"until": ["\n"], "max_gen_toks": 4})])
     assert ours.generate_until(asked) == theirs.generate_until(asked)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_texts_end_where_those_of_the_harness_end():
+    """At an end of the model's own, and at a special token that a task names."""
+    from lm_eval.models.huggingface import HFLM
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    llama = tiny_llama(seed=1)
+    context = torch.tensor([[1, 2, 3]])
+    free = llama.generate(context, max_new_tokens=8, do_sample=False)[0, 3:].tolist()
+    end = free[3]
+    assert free.index(end) == 3 and 257 not in free
+    inner = Tokenizer(models.WordLevel({f"t{i}": i for i in range(258)}, unk_token="t0"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    inner.add_special_tokens(["t256", "t257", f"t{end}"])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner, bos_token="t256", eos_token="t257", pad_token="t257"
+    )
+    wanted = " ".join(f"t{each}" for each in free[:3])
+    for until, ends in (([f"t{end}"], 257), ([], [257, end])):
+        llama.generation_config.eos_token_id = ends
+        asked = instances("generate_until", [("t1 t2 t3", {"until": until, "max_gen_toks": 8})])
+        theirs = HFLM(pretrained=llama, tokenizer=tokenizer, batch_size=1, device="cpu")
+        assert theirs.generate_until(asked) == [wanted]
+        assert harness_model(llama, tokenizer).generate_until(asked) == [wanted]
 
 
 @pytest.mark.slow
@@ -125,6 +154,15 @@ generation_kwargs: {{until: ["\\n"], num_beams: 4}}
 metric_list: [{{metric: exact_match, {means}}}]
 """
     )
+    (folder / "long.yaml").write_text(
+        f"""{shared}task: own_long
+output_type: generate_until
+doc_to_text: "{{{{question}}}}"
+doc_to_target: "{{{{answer}}}}"
+generation_kwargs: {{until: ["\\n"]}}
+metric_list: [{{metric: exact_match, {means}}}]
+"""
+    )
     (folder / "ends.yaml").write_text(
         f"""{shared}task: own_ends
 output_type: loglikelihood
@@ -162,6 +200,9 @@ def test_tasks_of_a_folder(kind, request, byte_tokenizer, tmp_path, monkeypatch)
     read = scorer.tokens_read
     with pytest.raises(ValueError, match=r"generation_kwargs: got \{'own_beams': \{'num_beams': 4\}\}"):
         run_harness(scorer, ["own_choice", "own_beams"], include=tmp_path, defaults=False)
+    if scorer.model.max_length is not None:
+        with pytest.raises(ValueError, match=r"max_gen_toks: got \{'own_long': 256\}; allowed: below 256"):
+            run_harness(scorer, ["own_choice", "own_long"], include=tmp_path, defaults=False)
     assert scorer.tokens_read == read  # before the run starts
     assert "DISABLE_MULTIPROC" not in os.environ
 
@@ -199,6 +240,12 @@ def test_a_model_without_a_limit_is_read_as_far_as_the_harness_does(rack, byte_t
     assert model.tok_encode("ab") == [97, 98]
     with pytest.raises(ValueError, match="batch_size: got 3; allowed: what the Scorer was given"):
         harness_model(Scorer(rack, byte_tokenizer), batch_size=3)
+
+
+@pytest.mark.parametrize(("key", "value"), [("shots", -1), ("limit", 0), ("limit", -1)])
+def test_numbers_that_are_none(key, value, llama, byte_tokenizer):
+    with pytest.raises(ValueError, match=f"{key}: got {value}; allowed: an integer >= {int(key == 'limit')}"):
+        run_harness(Scorer(llama, byte_tokenizer), ["own"], **{key: value})
 
 
 def test_the_extra_is_named(monkeypatch, llama, byte_tokenizer):

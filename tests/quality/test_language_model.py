@@ -51,3 +51,39 @@ def test_a_cache_that_cannot_be_taken_apart_is_not_used():
     model = full_for_three(ValueError("two at most"))
     assert model.cache_rows is None
     assert model.reuse_note == "its cache is not used: ValueError: two at most"
+
+
+class Shifted(torch.nn.Module):
+    """Logits of a Rack, and what is added to them."""
+
+    def __init__(self, added):
+        super().__init__()
+        torch.manual_seed(0)
+        self.rack = create_simple_rack(2, 1, d_model=32, d_ff=64, n_heads=4, vocab_size=61, max_seq_len=64)
+        self.added = added
+
+    def forward(self, ids):
+        return self.rack(ids) + self.added
+
+
+def test_a_model_that_gives_no_numbers_is_refused_as_such():
+    with pytest.raises(ValueError, match="Shifted: outputs: got NaN; allowed: logits"):
+        LanguageModel(Shifted(float("nan")))
+
+
+def test_an_id_that_is_never_written_may_have_a_logit_of_minus_infinity():
+    never = torch.zeros(61)
+    never[60] = -float("inf")
+    model = LanguageModel(Shifted(never))
+    assert model.logits(torch.zeros(1, 3, dtype=torch.long))[0, 0, 60] == -float("inf")
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "ends"),
+    [([5, 6], 7, {5, 6}), (5, 7, {5}), (None, 7, {7}), (None, None, set())],
+)
+def test_what_ends_a_text(generation, config, ends):
+    model = Shifted(0.0)
+    model.generation_config = type("Config", (), {"eos_token_id": generation})()
+    model.config = type("Config", (), {"eos_token_id": config})()
+    assert LanguageModel(model).eos_token_ids == ends

@@ -6,6 +6,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+from scipy.stats import binomtest
 
 from stackwise.quality.pass_at_k import estimate_pass_at_k, pass_at_k
 
@@ -80,7 +81,41 @@ def test_of_problems():
     assert str(found).startswith("pass@2 55.6% [")
 
 
-def test_problems_are_resampled_and_not_programs():
+@pytest.mark.parametrize("level", [0.8, 0.95, 0.99])
+@pytest.mark.parametrize(("right", "n"), [(3, 10), (50, 164), (1, 40)])
+def test_with_one_program_it_is_that_of_agresti_and_coull(right, n, level):
+    """Which has the middle of Wilson's interval, and holds all of it."""
+    found = estimate_pass_at_k([[i < right] for i in range(n)], 1, level=level)
+    wilson = binomtest(right, n).proportion_ci(level, method="wilson")
+    assert found.low <= wilson.low < wilson.high <= found.high
+    if found.low > 0:
+        assert found.low + found.high == pytest.approx(wilson.low + wilson.high)
+    assert found.high - found.low < 1.3 * (wilson.high - wilson.low)
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_where_all_came_out_alike_others_may_not(right):
+    widths = []
+    for n in (2, 5, 20, 164):
+        found = estimate_pass_at_k([[right] * 3] * n, 2)
+        assert found.estimate == right and found.low <= found.estimate <= found.high
+        widths.append(found.high - found.low)
+    assert widths == sorted(widths, reverse=True) and widths[0] > 0.6 and 0.01 < widths[-1] < 0.05
+
+
+@pytest.mark.parametrize("programs", [1, 5])
+@pytest.mark.parametrize(("n", "p"), [(5, 0.9), (10, 0.9), (20, 0.95), (20, 0.1), (40, 0.5)])
+def test_it_covers_what_it_says(n, p, programs):
+    rng, runs, held = np.random.default_rng(0), 600, 0
+    for _ in range(runs):
+        # Of several programs, problems are of their own difficulty: few are solved now and then.
+        each = np.full(n, p) if programs == 1 else rng.beta(0.4, 0.4 * (1 - p) / p, size=n)
+        found = estimate_pass_at_k(rng.random((n, programs)) < each[:, None], 1)
+        held += found.low <= p <= found.high
+    assert 0.9 <= held / runs <= 0.995
+
+
+def test_it_is_of_problems_and_not_of_programs():
     """Of many programs for few problems the interval is that of few problems: of 40 halves, normal theory."""
     results = [[True] * 100] * 20 + [[False] * 100] * 20
     found = estimate_pass_at_k(results, 1)
@@ -94,7 +129,7 @@ def test_a_single_problem_says_nothing_of_others():
     assert (found.estimate, found.low, found.high) == (0.5, 0.0, 1.0)
 
 
-def test_many_problems_are_resampled_in_parts():
+def test_many_problems():
     results = [[i % 2 == 0] for i in range(3000)]
     tracemalloc.start()
     try:
@@ -102,7 +137,7 @@ def test_many_problems_are_resampled_in_parts():
         _, most = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert most < 64e6  # all samples at once are 480 MB
+    assert most < 64e6
     half = 1.96 * 0.5 / 3000**0.5
     assert (found.low, found.high) == pytest.approx((0.5 - half, 0.5 + half), abs=2e-3)
 

@@ -36,6 +36,21 @@ def test_lines_and_markdown():
     assert "| text | token_perplexity | 16.0000 |  | 1 |" in report.markdown().splitlines()
 
 
+def test_ends_are_told_with_the_perplexity_that_they_have():
+    report = QualityReport("tiny")
+    ends = ClozeResult((Request("a", "b"),) * 2, (Score(-1.0, True, 1), Score(-2.0, False, 1)))
+    report.add("ends", ends)
+    rows = [line.split() for line in report.lines()]
+    assert ["ends", "acc", "0.5000", "0.5000", "2"] in rows
+    assert ["ends", "perplexity", "4.4817", "2"] in rows
+
+
+def test_cells_stay_cells():
+    report = QualityReport("tiny")
+    report.add("a|b", ClozeResult((Request("a", "b"),), (Score(-1.0, True, 1),)))
+    assert "| a\\|b | acc | 1.0000 |  | 1 |" in report.markdown().splitlines()
+
+
 def test_cut_contexts_are_told():
     report = filled()
     requests = (Request("a", "b"), Request("c", "d"))

@@ -65,6 +65,16 @@ def test_a_single_text_tells_nothing_and_is_told_in_json():
     assert json.loads(json.dumps(found.to_dict(), allow_nan=False))["value"] == "inf"
 
 
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_what_is_not_finite_is_missed_and_not_open(value):
+    """More examples would not help."""
+    found = Requirement(within_of_baseline=0.1).judge(bits(value, 1.0), bits(2.0, 1.0))
+    assert (found.verdict, found.reason) == ("missed", f"bits_per_byte is {value}, which is no finite number")
+    assert Requirement(at_most=5.0).judge(bits(value)).verdict == "missed"
+    with pytest.raises(ValueError, match=f"bits_per_byte of the baseline: got {value}; allowed: a finite"):
+        Requirement(within_of_baseline=0.1).judge(bits(2.0), bits(value))
+
+
 def test_the_worst_counts():
     asked = Requirement(at_least=0.9, within_of_baseline=0.5)
     assert asked.judge(right(*[True, False] * 100), right(*[True, False] * 100)).verdict == "missed"

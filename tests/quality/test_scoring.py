@@ -9,6 +9,7 @@ from torch import nn
 from stackwise import ModelSpec
 from stackwise.quality import LanguageModel, Scorer, TokenRequest, loglikelihoods
 from stackwise.quality import scoring as scoring_module
+from tests.quality.conftest import tiny_llama
 
 OPTIONS = [{}, {"reuse": False}, {"batch_size": 1}, {"batch_size": 3}, {"batch_size": 500}]
 
@@ -53,6 +54,56 @@ def test_neither_batches_nor_prefixes_change_a_score(kind, request):
     ]
     for other in found[1:]:
         torch.testing.assert_close(torch.tensor(other), torch.tensor(found[0]), rtol=0, atol=1e-5)
+
+
+def longrope(first=64, **more):
+    """A tiny Phi-3 whose positions have other angles in rows of more than `first` tokens."""
+    from transformers import Phi3Config, Phi3ForCausalLM
+
+    torch.manual_seed(0)
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "factor": 4.0}
+    rope |= {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "original_max_position_embeddings": first}
+    config = Phi3Config(
+        vocab_size=258,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=256,
+        original_max_position_embeddings=first,
+        rope_parameters=rope,
+        pad_token_id=0,
+        bos_token_id=256,
+        eos_token_id=257,
+        initializer_range=0.2,
+    )
+    return Phi3ForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize("options", OPTIONS[:3], ids=str)
+def test_as_by_hand_where_angles_depend_on_the_longest_row(options, by_hand):
+    rng = random.Random(0)
+    shown = tuple(rng.randrange(256) for _ in range(50))
+    # Rows on both sides of 64 tokens, and at it, that begin alike.
+    asked = [TokenRequest(shown, tuple(rng.randrange(256) for _ in range(n))) for n in (3, 14, 15, 16, 80)]
+    model = longrope()
+    scorer = Scorer(model, **options)
+    for score, one in zip(scorer.score_tokens(asked), asked, strict=True):
+        assert score.log_probability == pytest.approx(by_hand(model, one)[0], abs=1e-4, rel=1e-5)
+    if options.get("reuse", True):
+        wanted = "what several sequences begin with is read once, in those of at most 64 tokens"
+        assert scorer.model.reuse_note == wanted
+    moved = by_hand(model, asked[3])[0] - by_hand(longrope(first=65), asked[3])[0]
+    assert abs(moved) > 0.1  # the other angles are seen
+
+
+def test_a_model_of_dynamic_angles_is_read_no_farther_than_they_are_the_same():
+    from transformers import LlamaForCausalLM
+
+    config = tiny_llama(max_length=64).config
+    config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    model = LlamaForCausalLM(config)
+    assert LanguageModel(ModelSpec.of(lambda: model, max_length=256)).max_length == 64
 
 
 def test_greedy_continuations_are_seen(llama):
@@ -196,6 +247,36 @@ def test_texts(llama, byte_tokenizer, by_hand):
     wanted, _ = by_hand(llama, TokenRequest((97, 98), (32, 99, 100)))
     assert score.log_probability == pytest.approx(wanted, abs=1e-5)
     assert loglikelihoods(llama, byte_tokenizer, []) == []
+
+
+class Overflowing(nn.Module):
+    """Gives NaN once it has read three 7s."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, ids):
+        return self.inner(ids).masked_fill(((ids == 7).cumsum(-1) == 3)[..., None], torch.nan)
+
+
+def test_what_is_no_number_is_an_error_and_no_score(subjects):
+    scorer = Scorer(Overflowing(subjects.TinyLM()))
+    sound, broken = TokenRequest((1, 2), (3, 4)), TokenRequest((7, 7, 7), (3, 4))
+    assert scorer.score_tokens([sound])[0].log_probability < 0
+    message = "log-probabilities of Overflowing: got 'NaN for 2 of 3 requests'; allowed: numbers"
+    with pytest.raises(ValueError, match=message):
+        scorer.score_tokens([broken, sound, TokenRequest((7, 7, 7), (5,))])
+
+
+def test_an_impossible_continuation_is_a_score(subjects):
+    class Never(subjects.TinyLM):
+        def forward(self, ids):
+            logits = super().forward(ids)
+            return logits.index_fill(-1, torch.tensor([3]), -torch.inf)
+
+    [score] = Scorer(Never()).score_tokens([TokenRequest((1, 2), (3,))])
+    assert score.log_probability == -float("inf")
 
 
 def test_errors_name_what_is_wrong(llama):

@@ -118,17 +118,62 @@ def test_both_formats_in_one_folder_are_refused(folder):
     [
         ('{"question": "?"}', "got rows with 'question'; allowed: context, choices and answer; context and"),
         ('{"context": "q", "choices": ["a", "b"], "answer": 7}', "answer: got 7; allowed: 0 to 1"),
-        ('{"continuation": "q"}', "a row has no 'context'"),
+        ('{"continuation": "q"}', "own.jsonl, row 1: context: got None; allowed: a text"),
+        (
+            '{"context": "q", "choices": ["a", "b"], "answer": 0}\n\n{"context": "q", "choices": "ab"}',
+            "own.jsonl, row 2: choices: got 'ab'; allowed: a list of texts",
+        ),
+        ('{"context": "q", "choices": ["a", 2], "answer": 0}', r"row 1: choices: got \['a', 2\]"),
+        ('{"context": "q", "choices": ["a", "b"], "answer": "1"}', "row 1: answer: got '1'; allowed: an"),
+        ('{"context": null, "choices": ["a", "b"], "answer": 1}', "row 1: context: got None"),
+        ('{"context": "q", "continuation": null}', "row 1: continuation: got None"),
+        ('{"context": "q", "continuation": ""}', "row 1: continuation: got ''; allowed: a text that is not"),
+        ('{"text": "a"}\n{"text": null}', "own.jsonl, row 2: text: got None; allowed: a text"),
         ("{", "own.jsonl:1: no JSON"),
         ("[1]", "own.jsonl:1: got .*a JSON object"),
         ("", "no row"),
     ],
-    ids=["keys", "answer", "context", "damaged", "list", "empty"],
+    ids=[
+        "keys",
+        "answer",
+        "context",
+        "choices as text",
+        "a choice",
+        "answer as text",
+        "no context",
+        "no continuation",
+        "empty continuation",
+        "no text",
+        "damaged",
+        "list",
+        "empty",
+    ],
 )
 def test_files_that_are_none(tmp_path, content, message):
     (tmp_path / "own.jsonl").write_text(content)
     with pytest.raises(ValueError, match=message):
         load_task(str(tmp_path / "own.jsonl"))
+
+
+def test_a_file_of_other_letters_is_named(tmp_path):
+    (tmp_path / "own.jsonl").write_bytes('{"text": "été"}'.encode("latin-1"))
+    with pytest.raises(ValueError, match=r"own\.jsonl: no UTF-8: 'utf-8' codec"):
+        load_task(str(tmp_path / "own.jsonl"))
+
+
+def test_a_row_is_named_by_its_place_in_the_file(tmp_path):
+    rows = [{"text": "a"}, {"text": "b"}, {"text": 3, "subject": "other"}]
+    write_lines(tmp_path / "own.jsonl", rows)
+    with pytest.raises(ValueError, match=r"own\.jsonl, row 3: text: got 3"):
+        load_task(str(tmp_path / "own.jsonl"), limit=1)
+
+
+def test_the_same_rows_do_not_count_twice(folder):
+    write_lines(folder / "mmlu/old/test.jsonl", MMLU)
+    with pytest.raises(ValueError, match=r"files of the split test: got '.*each once: both have the same"):
+        load_task("mmlu", folder, shots=0)
+    write_lines(folder / "mmlu/old/test.jsonl", MMLU[:2])  # parts of a whole may well be
+    assert load_task("mmlu", folder, shots=0).examples == 8
 
 
 def test_no_such_task_or_file(tmp_path):

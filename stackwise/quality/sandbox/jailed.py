@@ -20,7 +20,8 @@ from stackwise.quality.sandbox.limits import SandboxLimits
 __all__ = ["Jailed", "SandboxError", "interpreter"]
 
 _HERE = Path(__file__).parent
-_PATIENCE = 10.0  # seconds until a jail is made, and until it is gone
+# Seconds until a jail is made, on a machine that has much else to do, and until it is gone.
+_UNTIL_MADE, _UNTIL_GONE = 60.0, 10.0
 # What else is there of the system: no programs, no settings.
 _LIBRARIES = ("/lib", "/lib32", "/lib64", "/usr/lib", "/usr/lib32", "/usr/lib64", "/etc/ld.so.cache")
 _FIRST_USER, _USERS = 2**30, 2**29  # numbers that no account has: a limit of processes is for a user
@@ -131,7 +132,7 @@ class Jailed:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_PATIENCE if self._pid is not None else 0.1)
+            self._process.wait(_UNTIL_GONE if self._pid is not None else 0.1)
         self._process.kill()
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout, self._said, self._go):
@@ -152,8 +153,10 @@ class Jailed:
         return None
 
     def _heard(self) -> dict[str, Any]:
-        ready, _, _ = select.select([self._said], [], [], _PATIENCE)
-        line = self._said.readline() if ready else b""
+        ready, _, _ = select.select([self._said], [], [], _UNTIL_MADE)
+        if not ready:
+            raise SandboxError(f"a jail was not made within {_UNTIL_MADE:g} s: the machine is too busy")
+        line = self._said.readline()
         message: dict[str, Any] = json.loads(line) if line else {"error": "it ended at its start"}
         if "error" in message:
             raise SandboxError(f"no jail can be made here: {message['error']}")

@@ -7,11 +7,12 @@ where it came from. Only the standard library is used, since it runs where nothi
 from __future__ import annotations
 
 import json
+import operator
 import struct
 from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Any
 
-__all__ = ["LARGEST", "NotPlainError", "decode", "encode", "pack", "unpack"]
+__all__ = ["LARGEST", "NotPlainError", "Shared", "decode", "encode", "pack", "unpack"]
 
 LARGEST = 2**24  # bytes of a message
 _DEEPEST = 100
@@ -22,15 +23,56 @@ class NotPlainError(ValueError):
     """A value that cannot be handed over."""
 
 
-def encode(value: Any, depth: int = 0) -> Any:
+class Shared:
+    """The objects of a conversation that can change (lists, dicts, sets, bytearrays), at one of its ends.
+
+    What is written a second time is only named, by its number, so that it arrives as one and the same object.
+    Both ends number alike: each object behind those that are inside it.
+
+    Attributes:
+        objects: by number.
+    """
+
+    def __init__(self) -> None:
+        self.objects: list[Any] = []
+        self._numbers: dict[int, int] = {}
+
+    def add(self, value: Any) -> None:
+        """Give it the next number."""
+        self._numbers[id(value)] = len(self.objects)
+        self.objects.append(value)
+
+    def number(self, value: Any) -> int | None:
+        """Its number; None: it has none."""
+        return self._numbers.get(id(value))
+
+
+def encode(value: Any, shared: Shared | None = None, depth: int = 0) -> Any:
     """The value as what JSON can hold.
 
     Numbers, texts, bytes, None, and lists, tuples, sets and dicts of them; of their subclasses what they
     hold. Of an iterator its items, which are taken out of it.
 
+    Args:
+        value: to be written.
+        shared: what was written before, to which this is added; None: nothing was.
+        depth: within how many others it lies.
+
     Raises:
         NotPlainError: anything else, or too much of it.
     """
+    shared = Shared() if shared is None else shared
+    if isinstance(value, _CHANGING):
+        number = shared.number(value)
+        if number is not None:
+            return {"same": number}
+        written = _written(value, shared, depth)
+        shared.add(value)
+        return written
+    return _written(value, shared, depth)
+
+
+def _written(value: Any, shared: Shared, depth: int) -> Any:
     if depth > _DEEPEST:
         raise NotPlainError(f"values lie within each other more than {_DEEPEST} times")
     if value is None or value is True or value is False:
@@ -45,13 +87,13 @@ def encode(value: Any, depth: int = 0) -> Any:
         parts = complex.__add__(value, 0j)
         return {"complex": [float.hex(parts.real), float.hex(parts.imag)]}
     if isinstance(value, bytes | bytearray):
-        return {type(value).__name__ if type(value) in (bytes, bytearray) else "bytes": bytes(value).hex()}
+        return {"bytes" if isinstance(value, bytes) else "bytearray": bytes(value).hex()}
     for name, kind in _ITERABLES.items():
         if isinstance(value, kind):
-            return {name: [encode(each, depth + 1) for each in kind.__iter__(value)]}
+            return {name: [encode(each, shared, depth + 1) for each in kind.__iter__(value)]}
     if isinstance(value, dict):
         pairs = dict.items(value)
-        return {"dict": [[encode(k, depth + 1), encode(v, depth + 1)] for k, v in pairs]}
+        return {"dict": [[encode(each, shared, depth + 1) for each in pair] for pair in pairs]}
     if isinstance(value, range):
         return {"range": [value.start, value.stop, value.step]}
     if isinstance(value, Mapping | Set):
@@ -61,17 +103,23 @@ def encode(value: Any, depth: int = 0) -> Any:
         for item in value:
             if len(items) == _ITEMS:
                 raise NotPlainError(f"an iterator has more than {_ITEMS} items")
-            items.append(encode(item, depth + 1))
+            items.append(encode(item, shared, depth + 1))
         return {"iterator": items}
     raise NotPlainError(f"a {type(value).__name__} cannot be handed over")
 
 
-def decode(data: Any, depth: int = 0) -> Any:
+def decode(data: Any, shared: Shared | None = None, depth: int = 0) -> Any:
     """What `encode` was given, of Python's own types.
+
+    Args:
+        data: what it made of it.
+        shared: what was read before, to which this is added; None: nothing was.
+        depth: within how many others it lies.
 
     Raises:
         NotPlainError: nothing that `encode` makes.
     """
+    shared = Shared() if shared is None else shared
     if depth > _DEEPEST + 1:
         raise NotPlainError("values lie within each other too deep")
     if data is None or isinstance(data, bool | str):
@@ -83,11 +131,14 @@ def decode(data: Any, depth: int = 0) -> Any:
     if make is None:
         raise NotPlainError(f"there is no kind of value {name!r:.40}")
     try:
-        return make(held, depth + 1)
+        made = make(held, shared, depth + 1)
     except NotPlainError:
         raise
-    except (TypeError, ValueError, OverflowError) as error:
+    except (TypeError, ValueError, OverflowError, IndexError) as error:
         raise NotPlainError(f"not what a value of kind {name!r} is written as: {error}") from None
+    if name != "same" and isinstance(made, _CHANGING):
+        shared.add(made)
+    return made
 
 
 def pack(message: Mapping[str, Any]) -> bytes:
@@ -132,6 +183,7 @@ def unpack(read: Callable[[int], bytes]) -> dict[str, Any] | None:
     return message
 
 
+_CHANGING = (list, dict, set, bytearray)
 _ITERABLES: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 
 
@@ -139,23 +191,28 @@ def _complex(real: str, imaginary: str) -> complex:
     return complex(float.fromhex(real), float.fromhex(imaginary))
 
 
-def _many(kind: Callable[[list[Any]], Any]) -> Callable[[Any, int], Any]:
-    def make(held: Any, depth: int) -> Any:
+def _many(kind: Callable[[list[Any]], Any]) -> Callable[[Any, Shared, int], Any]:
+    def make(held: Any, shared: Shared, depth: int) -> Any:
         if not isinstance(held, list):
             raise TypeError("no list")
-        return kind([decode(each, depth) for each in held])
+        return kind([decode(each, shared, depth) for each in held])
 
     return make
 
 
-_MAKERS: dict[str, Callable[[Any, int], Any]] = {
-    "int": lambda held, _: int(held, 16),
-    "float": lambda held, _: float.fromhex(held),
-    "complex": lambda held, _: _complex(*held),
-    "bytes": lambda held, _: bytes.fromhex(held),
-    "bytearray": lambda held, _: bytearray.fromhex(held),
-    "range": lambda held, _: range(*held),
-    "dict": lambda held, depth: {decode(k, depth): decode(v, depth) for k, v in held},
+def _dict(held: Any, shared: Shared, depth: int) -> dict[Any, Any]:
+    return {decode(key, shared, depth): decode(value, shared, depth) for key, value in held}
+
+
+_MAKERS: dict[str, Callable[[Any, Shared, int], Any]] = {
+    "same": lambda held, shared, _: shared.objects[operator.index(held)],
+    "int": lambda held, *_: int(held, 16),
+    "float": lambda held, *_: float.fromhex(held),
+    "complex": lambda held, *_: _complex(*held),
+    "bytes": lambda held, *_: bytes.fromhex(held),
+    "bytearray": lambda held, *_: bytearray.fromhex(held),
+    "range": lambda held, *_: range(*held),
+    "dict": _dict,
     "iterator": _many(iter),
     **{name: _many(kind) for name, kind in _ITERABLES.items()},
 }

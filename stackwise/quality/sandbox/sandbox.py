@@ -106,7 +106,7 @@ class Sandbox:
             setup: code that is run before `test`, where it is, such as what the problem itself defines.
 
         Raises:
-            SandboxError: no jail could be made.
+            SandboxError: no jail could be made, nor at a second attempt.
             ValueError: no function.
         """
         require(
@@ -121,7 +121,12 @@ class Sandbox:
         if size is None or size > self.limits.file_bytes:
             said = "it is no text that UTF-8 can write" if size is None else f"it has {size} bytes"
             return Execution("failed", f"the program cannot be run: {said}", "", 0.0)
-        return _run(program, test, tuple(functions), setup, self.limits, self.isolated)
+        try:
+            return _run(program, test, tuple(functions), setup, self.limits, self.isolated)
+        except SandboxError:
+            # Nothing was run, and one could be made before: a machine that has no room for a moment is to
+            # cost none of the many runs that an evaluation has behind it.
+            return _run(program, test, tuple(functions), setup, self.limits, self.isolated)
 
 
 def isolation_problem() -> str | None:

@@ -70,6 +70,105 @@ _ONE = [
         "assert f(2024) == '2024-02-28'",
     ),
 ]
+# What a program and its checks have to find as it is anywhere.
+LANGUAGE = {
+    "annotations": (
+        """
+from __future__ import annotations
+import dataclasses, pickle, typing
+@dataclasses.dataclass
+class P:
+    x: int
+    y: typing.ClassVar[int] = 2
+def f(): return P(1).x, len(dataclasses.fields(P)), pickle.loads(pickle.dumps(P(3))).x
+""",
+        """
+from dataclasses import dataclass
+@dataclass
+class Q:
+    x: int
+assert Q.__annotations__ == {'x': int}
+assert f() == (1, 1, 3)
+""",
+    ),
+    "annotations are no texts": (
+        "def g(x: int): ...\ndef f(): return g.__annotations__['x'] is int, __name__",
+        "assert f() == (True, 'candidate')",
+    ),
+    "errors": (
+        """
+import json
+class Bad(ValueError): pass
+class Own(Exception):
+    def __str__(self): return 'its own text'
+class Many(UnicodeDecodeError): pass
+def f(what):
+    match what:
+        case 'json': json.loads('{')
+        case 'bad': raise Bad('a', 1)
+        case 'own': raise Own(1)
+        case 'decode': bytes([255]).decode()
+        case 'key': raise KeyError('a')
+        case 'file': open('/nowhere')
+        case 'strange': raise Many('ascii', b'a', 0, 1, 'b')
+        case 'not plain': raise ValueError(object)
+        case 'end': raise SystemExit(3)
+""",
+        """
+def raised(kind, what):
+    try: f(what)
+    except kind as error: return error
+    raise AssertionError(what)
+assert raised(ValueError, 'json').args == ('Expecting property name enclosed in double quotes: '
+    'line 1 column 2 (char 1)',)
+error = raised(ValueError, 'bad')
+assert error.args == ('a', 1) and type(error).__name__ == 'Bad'
+assert str(raised(Exception, 'own')) == 'its own text'
+assert type(raised(ValueError, 'decode')) is UnicodeDecodeError
+assert raised(LookupError, 'key').args == ('a',) and type(raised(KeyError, 'key')) is KeyError
+assert raised(FileNotFoundError, 'file').errno == 2
+assert raised(UnicodeDecodeError, 'strange').reason == 'b'
+assert str(raised(ValueError, 'not plain')) == "<class 'object'>"
+assert 'SystemExit: 3' in str(raised(Exception, 'end'))
+""",
+    ),
+    "objects": (
+        """
+def f(*args, **kwargs): return globals()[args[0]](*args[1:], **kwargs)
+def named(xs): xs.append(1)
+def inner(xs): xs[0]['a'].add(1); xs.reverse()
+def both(a, b): a.append(1); return len(b), a is b
+def back(a): return a, [a]
+def twins(): a = []; return a, a
+def lazy(a):
+    for i in range(2): a.append(i); yield a
+def swap(a, b): a[:], b[:] = [b], []
+""",
+        """
+from collections import Counter, OrderedDict
+a = []
+f('named', xs=a)
+assert a == [1]
+i, j = {'a': set()}, []
+a = [i, j]
+f('inner', a)
+assert i == {'a': {1}} and a[0] is j and a[1] is i
+assert f('both', j, j) == (1, True) and j == [1]
+one, [two] = f('back', a)
+assert one is two is a
+one, two = f('twins')
+assert one is two
+assert [each is j for each in f('lazy', j)] == [True, True] and j == [1, 0, 1]
+a, b = [1], [2]
+f('swap', a, b)
+assert a == [[]] and a[0] is b
+for own in (Counter('aab'), OrderedDict(a=2, b=1)):
+    kept = type(own)
+    f('back', [own])
+    assert type(own) is kept and own == {'a': 2, 'b': 1} and list(own) == ['a', 'b']
+""",
+    ),
+}
 SOUND = [(program, checks, ("f",)) for program, checks in _ONE] + [
     ("def f(x): return x + 1\ndef g(x): return f(f(x))", "assert f(1) == 2 and g(1) == 3", ("f", "g")),
 ]

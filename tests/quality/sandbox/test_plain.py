@@ -3,10 +3,10 @@
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stackwise.quality.sandbox.plain import LARGEST, NotPlainError, decode, encode, pack, unpack
+from stackwise.quality.sandbox.plain import LARGEST, NotPlainError, Shared, decode, encode, pack, unpack
 
 KEYS = st.one_of(st.none(), st.booleans(), st.integers(), st.text(), st.binary(), st.floats(allow_nan=False))
 VALUES = st.recursive(
@@ -65,6 +65,25 @@ def test_nothing_else_is_handed_over(value):
         encode(value)
 
 
+def test_what_is_written_twice_arrives_as_one():
+    inner = {"a": bytearray(b"x")}
+    found = decode(encode([inner, (inner, inner["a"]), {1}, {1}]))
+    assert found == [inner, (inner, inner["a"]), {1}, {1}]
+    assert found[1][0] is found[0] and found[1][1] is found[0]["a"] and found[2] is not found[3]
+
+
+@settings(max_examples=30)
+@given(st.lists(VALUES, min_size=1, max_size=4), st.randoms(use_true_random=False))
+def test_both_ends_of_a_conversation_number_alike(values, random):
+    here, there = Shared(), Shared()
+    for value in values:
+        decode(encode(value, here), there)
+    assert len(here.objects) == len(there.objects)
+    if here.objects:
+        place = random.randrange(len(here.objects))
+        assert decode(encode(here.objects[place], here), there) is there.objects[place]
+
+
 def test_too_deep():
     value = []
     for _ in range(200):
@@ -105,6 +124,9 @@ def test_of_a_subclass_what_it_holds():
         {"bytes": "0g"},
         {"range": ["a"]},
         {"list": "abc"},
+        {"same": 0},
+        {"same": "a"},
+        {"list": [{"list": []}, {"same": 1}]},
         {"complex": ["0x1p0"]},
     ],
 )

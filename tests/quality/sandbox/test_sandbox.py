@@ -18,10 +18,11 @@ from stackwise.quality.sandbox import (
     SandboxError,
     SandboxLimits,
     isolation_problem,
+    jailed,
     sandbox,
 )
 from tests.quality.sandbox.hostile_programs import HOSTILE
-from tests.quality.sandbox.sound_programs import SOUND
+from tests.quality.sandbox.sound_programs import LANGUAGE, SOUND
 
 needs_jail = pytest.mark.skipif(isolation_problem() is not None, reason=str(isolation_problem()))
 SHORT = SandboxLimits(seconds=1.5)
@@ -168,6 +169,14 @@ def test_sound(program, checks, functions):
     assert done.reason == ""
 
 
+@needs_jail
+@pytest.mark.parametrize("name", LANGUAGE)
+def test_the_language_is_as_elsewhere(name):
+    program, checks = LANGUAGE[name]
+    done = Sandbox().run(program, checks, functions=["f"])
+    assert done.passed, done
+
+
 def test_there_are_enough_of_both():
     assert len(HOSTILE) >= 25
     assert len(SOUND) >= 25
@@ -211,6 +220,29 @@ def test_nothing_is_left_where_files_are_made(tmp_path, monkeypatch):
     monkeypatch.setattr(sandbox.tempfile, "tempdir", str(tmp_path))
     assert Sandbox().run("def f(): pass", "f()", functions=["f"]).passed
     assert not [*tmp_path.iterdir()]
+
+
+@needs_jail
+def test_a_jail_that_could_not_be_made_is_made_again(monkeypatch):
+    held, start, failed = Sandbox(), jailed.Jailed.start, []
+
+    def once(self):
+        if not failed:
+            failed.append(self)
+            raise SandboxError("no room")
+        start(self)
+
+    monkeypatch.setattr(jailed.Jailed, "start", once)
+    assert held.run("def f(): return 1", "assert f() == 1", functions=["f"]).passed
+    assert len(failed) == 1
+
+
+@needs_jail
+def test_a_jail_that_is_slow_to_start_is_told_from_one_that_cannot_be_made(monkeypatch):
+    held = Sandbox()
+    monkeypatch.setattr(jailed, "_UNTIL_MADE", 0.0)
+    with pytest.raises(SandboxError, match="a jail was not made within 0 s: the machine is too busy"):
+        held.run("def f(): return 1", "assert f() == 1", functions=["f"])
 
 
 @needs_jail

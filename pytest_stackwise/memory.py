@@ -56,7 +56,7 @@ class PeakMeter:
 
         Raises:
             MemoryLimitError: more than the test's marker max_memory allows.
-            TypeError: `call` is a model, or its class.
+            TypeError: `call` is a model, or its class, or returns a generator or a coroutine.
         """
         __tracebackhide__ = True
         from stackwise.benchmark.memory import peak_memory
@@ -118,7 +118,7 @@ class MemoryFixtures:
         Call it with a function without arguments, or a TrainerSpec. `steps`, `warmup`, `tolerance` given
         here, as `stackwise.benchmark.memory.memory_growth` takes them, win over the marker's. Returns its
         MemoryGrowth; raises MemoryGrowthError where that is not flat, and TypeError where a model, or what
-        makes one, was given for a step.
+        makes one, a generator or a coroutine was given for a step.
         """
         item = request.node
         marked = markers.no_memory_growth_of(item)

@@ -100,8 +100,8 @@ class StabilityFixtures:
 
         Call it with anything that `ModelSpec.of` understands and the keyword arguments of
         `stackwise.stability.lengths.length_sweep`; `lengths` are those of the marker, unless they are
-        given. Returns its LengthSweep, which holds the lengths against each other; `first_unstable` is the
-        shortest of them that is unstable, or None. Memory is measured as well.
+        given. Returns its LengthSweep, which holds the lengths against each other; `problems` says what is
+        wrong, a length that memory is too small for included. Memory is measured as well.
         """
         item = request.node
         marked = markers.lengths_of(item)
@@ -125,11 +125,12 @@ class StabilityFixtures:
         """Search for the sequence length from which on the training of a model is unstable.
 
             def test_stable_up_to_4096(first_unstable_length):
-                assert first_unstable_length(spec, 512, 4096, step=64, tokens_per_step=4096).first is None
+                found = first_unstable_length(spec, 512, 4096, step=64, tokens_per_step=4096)
+                assert found.verdict == "stable"
 
         Call it with anything that `ModelSpec.of` understands, the shortest and the longest length, and the
         keyword arguments of `stackwise.stability.lengths.first_unstable_length`. Returns its
-        FirstUnstable. Memory is measured as well.
+        FirstUnstable, whose `first` is None also where memory did not last. Memory is measured as well.
         """
         item = request.node
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
+from inspect import signature
 from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any
 
@@ -51,24 +53,28 @@ def fixtures(config: pytest.Config) -> object:
 
 
 class ReplayClock:
-    """A timer that stands still until `advance` moves it by the time of one call."""
+    """A timer that stands still until a replayed sample moves it."""
 
     __name__ = "replayed_samples"
 
     def __init__(self) -> None:
         self.now = 0.0
-        self._calls: Iterator[float] = iter(())
 
     def __call__(self) -> float:
         return self.now
 
-    def load(self, samples: Iterable[float], calls_per_sample: int) -> None:
-        """Take what is to be replayed."""
-        self._calls = chain.from_iterable(repeat(seconds, calls_per_sample) for seconds in samples)
+    def replay(self, samples: Iterable[float], calls_per_sample: int) -> Callable[[], object]:
+        """What replays one call each time: the first of a sample moves the clock by all of it.
 
-    def advance(self) -> None:
-        """The next call; after the last, one of no time: pytest-benchmark makes one more, for its result."""
-        self.now += next(self._calls, 0.0)
+        The others, of which there may be millions, run no code of Python. After the last there are calls of
+        no time: pytest-benchmark makes one more, for its result.
+        """
+
+        def begin(seconds: float) -> Iterable[None]:
+            self.now += seconds * calls_per_sample
+            return repeat(None, calls_per_sample)
+
+        return partial(next, chain.from_iterable(map(begin, samples)), None)
 
 
 class Gated:
@@ -141,9 +147,9 @@ class WithBenchmark(Gated):
                 request.node, subject, seq_len, benchmark.disabled, arguments, settings, notes
             )
             calls = record.get("calls_per_sample", 1)
-            stackwise_clock.load(found.seconds, calls)
+            call = stackwise_clock.replay(found.seconds, calls)
             benchmark.extra_info.update(record)
-            benchmark.pedantic(stackwise_clock.advance, rounds=len(found.seconds), iterations=calls)
+            benchmark.pedantic(call, rounds=len(found.seconds), iterations=calls)
             if not benchmark.disabled:
                 self._measured[request.node.nodeid] = record["device"]
             _hold_to_limits(request.node, found, peak, record["device"], arguments, benchmark.disabled)
@@ -235,16 +241,21 @@ def _measure(
     from stackwise.benchmark.generation import measure_generation
     from stackwise.benchmark.timing.measurement import measure
     from stackwise.benchmark.workload import Workload
+    from stackwise.device import resolve_device
 
     if not records.first_time(item, "throughput"):
         raise RuntimeError("throughput: call it once in a test; parametrize the test for more")
     records.pay(item, "throughput")
     shape = _shape(item, seq_len, arguments)
     rates = arguments.pop("peak", "published")
+    made = isinstance(subject, Workload)
+    by_token = subject.each_token is not None if made else shape.get("mode") == "generate"
+    take: Callable[..., Found] = measure_generation if by_token else measure
+    _refuse_unknown(take, arguments)
     default = options.device_name(item.config)
     with ExitStack() as held:
         own = subject.device if isinstance(subject, Workload) else None
-        expected = str(own or shape.get("device") or default)
+        expected = str(own or resolve_device(str(shape.get("device") or default)))
         held.enter_context(device.lock(expected))
         workload, shape = _workload(item, subject, shape)
         if not device.same_device(expected, str(workload.device)):
@@ -253,13 +264,7 @@ def _measure(
             held.close()
             held.enter_context(device.lock(str(workload.device)))
         how = {**settings, **_needed(item, workload, settings), **arguments}
-        found: Found
-        if disabled:
-            found = _found_once(workload)
-        elif workload.each_token is None:
-            found = measure(workload, **how)
-        else:
-            found = measure_generation(workload, **how)
+        found: Found = _found_once(workload) if disabled else take(workload, **how)
         limited = markers.max_memory_of(item) is not None
         peak = _peak_of(workload) if limited else None
         if peak is not None:
@@ -365,6 +370,16 @@ def _dtype_of(workload: Workload) -> str | None:
     weights = () if workload.model is None else workload.model.parameters()
     dtypes = {str(each.dtype).removeprefix("torch.") for each in weights if each.is_floating_point()}
     return "/".join(sorted(dtypes)) or None
+
+
+def _refuse_unknown(take: Callable[..., Found], arguments: Mapping[str, Any]) -> None:
+    """Refuse what is a keyword of nothing here, before a model is built."""
+    try:
+        signature(take).bind(None, **arguments)
+    except TypeError as error:
+        _, *known = signature(take).parameters  # the workload is not for the test to say
+        allowed = ", ".join((*_SHAPE, "peak", "against", *known))
+        raise TypeError(f"throughput: {error}; allowed: {allowed}") from None
 
 
 def _refuse(shape: dict[str, Any], allowed: tuple[str, ...], reason: str) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["CallForm", "call_forms"]
+__all__ = ["CallForm", "call_forms", "unwrapped"]
 
 _KEYS = ("input_ids", "tokens", "inputs", "x")
 
@@ -68,6 +68,17 @@ class CallForm:
         if self.keyword is not None:
             return f"called with {self.keyword}="
         return "called with targets=, for all logits" if self.with_targets else "called with inputs"
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model that torch.compile or DistributedDataParallel wraps, whose own `forward` takes anything."""
+    while True:
+        wrapped = getattr(model, "_orig_mod", None)
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            wrapped = model.module
+        if not isinstance(wrapped, nn.Module):
+            return model
+        model = wrapped
 
 
 def call_forms(model: nn.Module) -> Iterator[CallForm]:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stackwise.call_form import CallForm
+from stackwise.call_form import CallForm, unwrapped
 from stackwise.out_of_memory import is_out_of_memory
 from stackwise.seed import seeded
 
@@ -188,11 +188,12 @@ def _decoding(name: str, *, masks: bool, positions: bool) -> Callable[..., Any]:
 
 
 def _decode_with_new_cache(
-    model: Any, inputs: Tensor, cache: Any, keep: Tensor | None = None
+    model: nn.Module, inputs: Tensor, cache: Any, keep: Tensor | None = None
 ) -> tuple[Any, Any]:
     if cache is None:
-        limit = getattr(model, "max_seq_len", None)
-        cache = model.new_cache(len(inputs), limit or _CACHE_CAPACITY)
+        own: Any = unwrapped(model)
+        limit = getattr(own, "max_seq_len", None)
+        cache = own.new_cache(len(inputs), limit or _CACHE_CAPACITY)
     mask = {} if keep is None else {"attention_mask": keep[:, -inputs.shape[1] :]}
     return model(inputs, cache=cache, **mask), cache
 
@@ -202,11 +203,12 @@ def _decode_with_intermediates(model: Any, inputs: Tensor, cache: Any) -> tuple[
     return output, kept
 
 
-def _decode_at_positions(model: Any, inputs: Tensor, cache: Any) -> tuple[Any, Any]:
+def _decode_at_positions(model: nn.Module, inputs: Tensor, cache: Any) -> tuple[Any, Any]:
     """The model keeps its own cache; what is handed on is how many tokens are in it."""
     if cache is None:
-        weight = next(model.parameters())
-        model.set_kv_cache(batch_size=len(inputs), device=weight.device, dtype=weight.dtype)
+        own: Any = unwrapped(model)
+        weight = next(own.parameters())
+        own.set_kv_cache(batch_size=len(inputs), device=weight.device, dtype=weight.dtype)
         cache = 0
     end = cache + inputs.shape[1]
     return model(inputs, input_pos=torch.arange(cache, end, device=inputs.device)), end

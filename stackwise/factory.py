@@ -23,7 +23,7 @@ def load_factory(target: str, *, search: Path | None = None) -> Any:
         ValueError: the text has another form, or there is no such module or name; what the module
             itself raises while it is imported is given as the cause.
     """
-    module_name, separator, attribute = target.partition(":")
+    module_name, separator, attribute = target.rpartition(":")
     if not (separator and module_name and attribute):
         raise ValueError(f"got {target!r}; wanted MODULE:FACTORY, such as mypackage.models:tiny")
     if search is not None and str(search) not in sys.path:

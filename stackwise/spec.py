@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from stackwise.argument import check_choice, check_number, check_sizes, require
+from stackwise.call_form import unwrapped
 from stackwise.inference import cast, infer, logits_of
 from stackwise.seed import seeded
 
@@ -53,7 +54,7 @@ class ModelSpec:
         loss: (model, inputs) -> scalar; None: next-token cross-entropy for causal tokens,
             cross-entropy with the input itself for other tokens, mean square of the output for
             vectors and for models with fewer outputs than tokens.
-        optimizer: parameters -> optimizer, for short training runs.
+        optimizer: list of parameters -> optimizer, for short training runs.
         masked: (model, inputs, keep (B, T) bool) -> output, of a batch with padding; None: it takes no mask.
         padding_sides: where padding may be: "right", "left", both or neither.
         packed: (model, inputs, documents (B, T) integer) -> output, of rows of several documents, whose
@@ -92,8 +93,8 @@ class ModelSpec:
     forward: Callable[[nn.Module, Tensor], Any] = lambda model, inputs: model(inputs)
     make_batch: MakeBatch | None = None
     loss: Callable[[nn.Module, Tensor], Tensor] | None = None
-    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = lambda parameters: (
-        torch.optim.AdamW(parameters, lr=1e-3)
+    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = lambda parameters: torch.optim.AdamW(
+        parameters, lr=1e-3
     )
     masked: Callable[[nn.Module, Tensor, Tensor], Any] | None = None
     padding_sides: tuple[Literal["right", "left"], ...] = ("right",)
@@ -164,9 +165,13 @@ class ModelSpec:
 
     @classmethod
     def _infer(cls, build: Factory, model: nn.Module, name: str, declared: dict[str, Any]) -> ModelSpec:
-        """What is declared wins; only the rest is inferred, from `model`, which is of no other use."""
+        """What is declared wins; only the rest is inferred, from `model`, which is of no other use.
+
+        Of a compiled model that is what was compiled: how it can be called shows there, and no trial is
+        compiled.
+        """
         with seeded(0):
-            inferred = infer(model.eval(), {"name": name, **declared})
+            inferred = infer(unwrapped(model).eval(), {"name": name, **declared})
         attributes: dict[str, Any] = {"build": build, "name": name} | inferred | declared
         return cls(**attributes)
 

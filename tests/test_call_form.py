@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stackwise.call_form import CallForm, call_forms
+from stackwise.call_form import CallForm, call_forms, unwrapped
 from stackwise.checks import check_model
 from stackwise.spec import ModelSpec
 
@@ -187,3 +187,9 @@ def test_what_a_trial_warns_of_is_kept_quiet():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert ModelSpec.of(Strict).forward == CallForm("input_ids", in_batch=True)
+
+
+def test_what_is_wrapped():
+    core = Core()
+    assert unwrapped(core) is core
+    assert unwrapped(torch.compile(core, backend="eager")) is core

@@ -316,3 +316,15 @@ def test_memory_that_is_too_small_is_no_lack_of_a_capability(name, error):
         ModelSpec.of(lambda: Full(name, error))
     assert str(raised.value) == str(error)
     assert ModelSpec.of(lambda: Full(name, ValueError("not I"))).width == 31
+
+
+def test_a_compiled_model_can_do_what_the_model_can():
+    """Its own signature takes anything, and says nothing."""
+    spec = ModelSpec.of(llama)
+    compiled = ModelSpec.of(lambda: torch.compile(llama(), backend="eager"))
+    can = ("masked", "decode", "labelled_loss", "auxiliary_loss", "causal", "tied", "max_length", "width")
+    for name in can:
+        assert (getattr(compiled, name) is None) == (getattr(spec, name) is None), name
+    assert compiled.decode is not None
+    assert compiled.padding_sides == spec.padding_sides == ("right", "left")
+    assert isinstance(compiled.create(), torch._dynamo.OptimizedModule)

@@ -33,6 +33,12 @@ def test_load(folder, module):
     assert load_factory(f"{module}:size", search=folder) == 3
 
 
+def test_load_by_a_path_with_a_colon(folder):
+    (folder / "a:b").mkdir()
+    (folder / "a:b" / "behind_a_colon.py").write_text("small = 'small'\n")
+    assert load_factory(f"{folder}/a:b/behind_a_colon.py:small") == "small"
+
+
 def test_load_by_path(folder, monkeypatch):
     assert load_factory(f"{folder}/shelf_of_models.py:small")() == "small"
     monkeypatch.chdir(folder)

@@ -12,6 +12,7 @@ from torch import nn
 from stackwise.benchmark import model_workload
 from stackwise.checks import check_model
 from stackwise.inference import InferenceError, logits_of
+from stackwise.prototype.spec_training import SpecTraining
 from stackwise.spec import FactoryError, ModelSpec
 from stackwise.stability import stability_run
 
@@ -168,6 +169,41 @@ def test_training_a_copy_really_changes_it(subjects):
 
     stability_run(ModelSpec.of(spec, optimizer=optimizer), steps=1, batch_size=2)
     assert not torch.equal(trained[0], next(module.parameters()))
+
+
+class ZeroHead(nn.Module):
+    """Its embedding gets a gradient once the head has moved."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(11, 4), nn.Linear(4, 11)
+        nn.init.zeros_(self.head.weight)
+
+    def forward(self, ids):
+        return self.head(self.embedding(ids))
+
+
+@pytest.mark.parametrize(
+    "train",
+    [
+        lambda spec: stability_run(spec, steps=1, batch_size=2, seq_len=4),
+        lambda spec: model_workload(spec, "train", batch_size=1, seq_len=4),
+        lambda spec: SpecTraining(spec, batch_size=1, seq_len=4),
+        lambda spec: check_model(spec, checks=["gradient_flow"]),
+        lambda spec: check_model(spec, checks=["width_independence"]),
+    ],
+    ids=["stability run", "workload", "prototype", "gradients", "width"],
+)
+def test_an_optimizer_gets_a_list(train):
+    """As torch.optim does, so that it may be gone through twice: once for what decays, once for the rest."""
+    kinds = []
+
+    def optimizer(parameters):
+        kinds.append(type(parameters))
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    train(ModelSpec.of(ZeroHead, causal=True, optimizer=optimizer, at_width=lambda factor: ZeroHead()))
+    assert set(kinds) == {list}
 
 
 def test_module_gives_equal_weights_in_separate_memory(subjects):

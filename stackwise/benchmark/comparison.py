@@ -89,7 +89,9 @@ class ComparisonConfig:
     def __post_init__(self) -> None:
         require(bool(self.cases), "cases", self.cases, "one or more")
         for case in self.cases:
-            check_shape(**asdict(case), dtype=self.dtype, compile=self._compile(case), loop=self.loop)
+            check_shape(
+                **asdict(case), dtype=self.dtype, compile=self._compile(case), loop=self.loop, seed=self.seed
+            )
         check_sizes(rounds=self.rounds)
         check_number("turn_seconds", self.turn_seconds, "a number > 0", lambda value: value > 0)
         check_number("warmup_seconds", self.warmup_seconds, "a number >= 0", lambda value: value >= 0)
@@ -97,7 +99,6 @@ class ComparisonConfig:
         check_choice("clock", self.clock, CLOCKS)
         check_choice("cache", self.cache, CACHE_STATES)
         check_choice("peak", self.peak, PEAKS)
-        check_sizes(minimum=0, seed=self.seed)
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> ComparisonConfig:
@@ -161,7 +162,7 @@ class ArchitectureBenchmark:
         spec: of the model.
 
     Raises:
-        ValueError: a device that this machine does not have, another dtype or way to compile.
+        ValueError: a device that this machine does not have, another dtype or way to compile, no seed.
     """
 
     def __init__(
@@ -173,7 +174,7 @@ class ArchitectureBenchmark:
         compile: bool | str = False,  # noqa: A002  # the name in PyTorch
         seed: int = 0,
     ) -> None:
-        check_shape(dtype=dtype, compile=compile)
+        check_shape(dtype=dtype, compile=compile, seed=seed)
         self.spec = ModelSpec.of(model)
         self.device, self.dtype, self.compile, self.seed = resolve_device(device), dtype, compile, seed
 
@@ -273,6 +274,8 @@ def compare_architectures(
             "as {'llama': ..., 'rack': ...}"
         )
     require(bool(architectures), "architectures", dict(architectures), "one or more, by name")
+    for name in architectures:
+        require(isinstance(name, str), "architectures: name", name, "a string")
     if not isinstance(config, ComparisonConfig | Mapping | None):
         raise TypeError(
             f"config: got {type(config).__name__}; wanted a ComparisonConfig, a mapping of its keys, or None"

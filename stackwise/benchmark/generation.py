@@ -179,6 +179,7 @@ def measure_generation(
     Raises:
         ValueError: another workload or clock, or numbers out of range.
         TypeError: no workload.
+        RuntimeError: the model's own loop gave fewer or more tokens than were asked for.
     """
     _check_generates(workload)
     check_choice("clock", clock, CLOCKS)

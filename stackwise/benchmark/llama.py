@@ -6,15 +6,13 @@ Sizes: V vocabulary, C width, L layers, F width of the feed-forward part.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from stackwise.argument import require
-from stackwise.benchmark.flops.shape_reader import read_shape
+from stackwise.benchmark.flops.shape_reader import read_shape, weights_dtype
 from stackwise.benchmark.flops.transformer_shape import SoftmaxShape
 from stackwise.spec import ModelSpec
 
@@ -65,7 +63,7 @@ def llama_baseline(like: Any, *, name: str = "llama") -> ModelSpec:
     spec = ModelSpec.of(like)
     require(spec.inputs == "tokens", "like", spec.name, "a model that takes tokens")
     model = spec.create()
-    size, dtype = llama_size(model, vocab_size=spec.width), _dtype_of(model)
+    size, dtype = llama_size(model, vocab_size=spec.width), weights_dtype(model)
     del model
     try:
         from transformers import LlamaConfig, LlamaForCausalLM
@@ -118,15 +116,6 @@ def llama_size(model: nn.Module, *, vocab_size: int) -> LlamaSize:
         bool(candidates), "like", f"{n_parameters:,} parameters", f"at least {least:,}, of the least Llama"
     )
     return min(candidates, key=lambda size: abs(math.log(size.d_model / (_USUAL_ASPECT * size.n_layers))))
-
-
-def _dtype_of(model: nn.Module) -> torch.dtype:
-    """The one that most weights have, but for those of 8 bits, in which no Llama computes; else float32."""
-    sizes: Counter[torch.dtype] = Counter()
-    for p in model.parameters():
-        if p.is_floating_point() and p.dtype.itemsize > 1:
-            sizes[p.dtype] += p.numel()
-    return max(sizes, key=lambda dtype: sizes[dtype], default=torch.float32)
 
 
 def _is_tied(model: nn.Module, vocab_size: int) -> bool:

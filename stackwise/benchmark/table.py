@@ -60,12 +60,14 @@ class ComparisonTable:
         baseline: the architecture that `speed_up` compares with.
         settings: what was asked for.
         environment: the machine's fingerprint.
+        names: of the columns, where there are no rows that tell them.
     """
 
     rows: tuple[dict[str, Any], ...]
     baseline: str
     settings: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, Any] | None = None
+    names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for number, row in enumerate(self.rows):
@@ -74,7 +76,7 @@ class ComparisonTable:
     @property
     def columns(self) -> list[str]:
         """Names, in their order."""
-        return list(self.rows[0]) if self.rows else []
+        return list(self.rows[0] if self.rows else self.names)
 
     def __str__(self) -> str:
         return self.to_markdown()
@@ -100,7 +102,7 @@ class ComparisonTable:
         return [row[column] for row in self.rows]
 
     def where(self, **values: Any) -> ComparisonTable:
-        """The rows that have these values in these columns.
+        """The rows that have these values in these columns; none is a table without rows.
 
         Raises:
             ValueError: a column that there is not.
@@ -108,7 +110,7 @@ class ComparisonTable:
         for column in values:
             check_choice("column", column, self.columns)
         rows = tuple(row for row in self.rows if all(row[key] == value for key, value in values.items()))
-        return ComparisonTable(rows, self.baseline, self.settings, self.environment)
+        return ComparisonTable(rows, self.baseline, self.settings, self.environment, tuple(self.columns))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
@@ -143,7 +145,7 @@ class ComparisonTable:
             check_choice("column", column, [*self.columns, "speed_up_interval"])
         rows = [dict(row) | {"speed_up_interval": _interval(row)} for row in self.rows]
         hidden = set() if self._is_done_in_several_ways else {"execution"}
-        telling = [n for n in _SHOWN if any(row.get(n) is not None for row in rows)]
+        telling = [n for n in _SHOWN if any(row.get(n) is not None for row in rows)] or self.columns
         names = list(columns or [name for name in telling if name not in hidden])
         header = [_SHOWN[name][0] if name in _SHOWN else name for name in names]
         cells = [[_cell(name, row[name]) for name in names] for row in rows]

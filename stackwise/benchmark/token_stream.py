@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stackwise.call_form import unwrapped
 from stackwise.inference import cast, logits_of
 from stackwise.out_of_memory import is_out_of_memory
 from stackwise.spec import ModelSpec
@@ -24,6 +25,7 @@ LOOPS = ("common", "own")
 ALL_AGAIN = "all tokens again: the model keeps no cache"
 _TRIAL = 3  # positions
 OnToken = Callable[[Tensor], object]
+Run = Callable[[Tensor, int, OnToken], None]
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class TokenStream:
         told: which way this is, for people.
     """
 
-    run: Callable[[Tensor, int, OnToken], None]
+    run: Run
     told: str
 
 
@@ -49,7 +51,8 @@ def token_stream(spec: ModelSpec, model: nn.Module, loop: str, *, compiled: bool
         loop: "common": the same loop for every model, with the cache that it keeps; where it keeps none,
             all tokens are computed again for each new one. Logits are computed for the last position alone
             where the model can be asked for it, see `of_last`. "own": what the model itself offers, a method
-            `stream(prompt, max_new_tokens=)` or transformers' `generate`.
+            `stream(prompt, max_new_tokens=)` or transformers' `generate`. A run of it raises RuntimeError
+            where the model gives fewer or more tokens than were asked for.
         compiled: own loop: ask `stream` for `compile=True`.
 
     Raises:
@@ -62,11 +65,11 @@ def token_stream(spec: ModelSpec, model: nn.Module, loop: str, *, compiled: bool
         run = _again if spec.decode is None else _cached
         return TokenStream(run(last or spec, model), told)
     if callable(getattr(model, "stream", None)):
-        return TokenStream(_streamed(model, compiled), "the model's own stream()")
+        return TokenStream(_counted(_streamed(model, compiled), "stream"), "the model's own stream()")
     if callable(getattr(model, "generate", None)) and hasattr(model, "generation_config"):
         if compiled:
             raise ValueError(f"compile: got True; allowed: False, since {spec.name} has its own generate()")
-        return TokenStream(_generated(model), "the model's own generate(), greedy")
+        return TokenStream(_counted(_generated(model), "generate"), "the model's own generate(), greedy")
     raise ValueError(
         f"loop: got 'own', but {spec.name} has neither stream(prompt, max_new_tokens=) nor transformers' "
         "generate(); allowed: 'common'"
@@ -78,7 +81,7 @@ def empty_cache(model: nn.Module, batch_size: int, capacity: int) -> Any:
 
     Such a model has a method `new_cache(batch_size, capacity)`.
     """
-    make = getattr(model, "new_cache", None)
+    make = getattr(unwrapped(model), "new_cache", None)
     return make(batch_size, capacity) if callable(make) else None
 
 
@@ -87,7 +90,8 @@ def of_last(spec: ModelSpec, model: nn.Module) -> ModelSpec | None:
 
     Where only the next token is wanted, the head of all positions is work that nobody asked for. Models of
     transformers take `logits_to_keep`; others have methods `hidden`, with the arguments of `forward`, and
-    `head`, of which `forward` is made. What is found is tried before it is relied on.
+    `head`, of which `forward` is made, where that is not compiled. What is found is tried before it is relied
+    on.
 
     Args:
         spec: of the model.
@@ -107,9 +111,11 @@ def _asking(spec: ModelSpec, model: nn.Module) -> Iterator[ModelSpec]:
             decode=decode and (lambda model, inputs, cache: decode(_Asked(model, ask), inputs, cache)),  # type: ignore[arg-type]
         )
 
-    if "logits_to_keep" in inspect.signature(model.forward).parameters:
+    if "logits_to_keep" in inspect.signature(unwrapped(model).forward).parameters:
         yield asked(_keeping_one)
-    if all(callable(getattr(model, name, None)) for name in ("hidden", "head")):
+    # What is compiled is the call of the whole, which these two would go past.
+    compiled = unwrapped(model) is not model or getattr(model, "_compiled_call_impl", None) is not None
+    if not compiled and all(callable(getattr(model, name, None)) for name in ("hidden", "head")):
         yield asked(_head_of_last)
 
 
@@ -158,7 +164,7 @@ def _is_last_of(asked: ModelSpec, spec: ModelSpec, model: nn.Module) -> bool:
     return torch.allclose(last.float(), whole.float(), rtol=0.0, atol=tolerance * float(whole.abs().max()))
 
 
-def _cached(spec: ModelSpec, model: nn.Module) -> Callable[[Tensor, int, OnToken], None]:
+def _cached(spec: ModelSpec, model: nn.Module) -> Run:
     decode = spec.decode
     assert decode is not None
 
@@ -175,7 +181,7 @@ def _cached(spec: ModelSpec, model: nn.Module) -> Callable[[Tensor, int, OnToken
     return run
 
 
-def _again(spec: ModelSpec, model: nn.Module) -> Callable[[Tensor, int, OnToken], None]:
+def _again(spec: ModelSpec, model: nn.Module) -> Run:
     @torch.no_grad()
     def run(prompt_BT: Tensor, n_new: int, on_token: OnToken) -> None:
         ids = prompt_BT
@@ -192,7 +198,30 @@ def _most_likely(logits_BTV: Tensor, width: int) -> Tensor:
     return logits_BTV[:, -1:, :width].argmax(-1)
 
 
-def _streamed(model: Any, compiled: bool) -> Callable[[Tensor, int, OnToken], None]:
+def _counted(run: Run, name: str) -> Run:
+    """`run` of a model's own method, refused where it gives fewer or more tokens than were asked for.
+
+    Its time would be that of other work: an end that the model has found, say.
+    """
+
+    def counted(prompt_BT: Tensor, n_new: int, on_token: OnToken) -> None:
+        count = 0
+
+        def on_next(token_B: Tensor) -> None:
+            nonlocal count
+            count += 1
+            if count > n_new:
+                raise RuntimeError(f"{name}: the model gave more than {n_new} tokens; wanted {n_new}")
+            on_token(token_B)
+
+        run(prompt_BT, n_new, on_next)
+        if count != n_new:
+            raise RuntimeError(f"{name}: the model gave {count} tokens; wanted {n_new}")
+
+    return counted
+
+
+def _streamed(model: Any, compiled: bool) -> Run:
     options = {"compile": True} if compiled else {}
 
     def run(prompt_BT: Tensor, n_new: int, on_token: OnToken) -> None:
@@ -207,19 +236,19 @@ class _Streamer:
 
     def __init__(self, on_token: OnToken) -> None:
         self.on_token = on_token
-        self.count = -1
+        self.begun = False
 
     def put(self, value: Tensor) -> None:
         """The prompt (B, T), then tokens (B,)."""
-        self.count += 1
-        if self.count:
+        if self.begun:
             self.on_token(value)
+        self.begun = True
 
     def end(self) -> None:
         """Nothing is left to do."""
 
 
-def _generated(model: Any) -> Callable[[Tensor, int, OnToken], None]:
+def _generated(model: Any) -> Run:
     def run(prompt_BT: Tensor, n_new: int, on_token: OnToken) -> None:
         settings = copy.deepcopy(model.generation_config)
         settings.update(do_sample=False, num_beams=1, max_new_tokens=n_new, max_length=None)
@@ -228,7 +257,5 @@ def _generated(model: Any) -> Callable[[Tensor, int, OnToken], None]:
         streamer = _Streamer(on_token)
         mask = torch.ones_like(prompt_BT)
         model.generate(prompt_BT, attention_mask=mask, generation_config=settings, streamer=streamer)
-        if streamer.count != n_new:
-            raise RuntimeError(f"generate: the model gave {streamer.count} tokens; wanted {n_new}")
 
     return run

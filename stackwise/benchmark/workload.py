@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
-from functools import partial
+from functools import cached_property, partial
 from types import FunctionType
 from typing import Any, Literal
 
@@ -17,9 +17,11 @@ from torch import Tensor, nn
 from stackwise.argument import check_choice, check_sizes, require
 from stackwise.benchmark.cache_rewind import RewoundCache, is_changed_by
 from stackwise.benchmark.flops.closed_form import Recompute
+from stackwise.benchmark.flops.counted import count_flops
 from stackwise.benchmark.flops.measured_peak import measured_peak
 from stackwise.benchmark.flops.peak_rate import PeakRate, multiplies_in_tf32, published_peak
 from stackwise.benchmark.flops.roofline import Roofline, decode_floor
+from stackwise.benchmark.flops.shape_reader import weights_dtype
 from stackwise.benchmark.flops.utilization import Utilization, utilization
 from stackwise.benchmark.token_stream import (
     ALL_AGAIN,
@@ -30,6 +32,9 @@ from stackwise.benchmark.token_stream import (
     of_last,
     token_stream,
 )
+from stackwise.call_form import unwrapped
+from stackwise.device import resolve_device
+from stackwise.inference import logits_of
 from stackwise.spec import ModelSpec
 from stackwise.trainer_spec import TrainerSpec
 
@@ -56,6 +61,11 @@ DTYPES = {
 }
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 PEAKS = ("published", "measured")
+_ALMOST_ALL = 0.99
+_GOES_ON = (
+    "the same step gives other logits when it is made again: the model keeps more than the cache that it "
+    "hands on, so that the context grows from call to call, or is not deterministic"
+)
 _COUNTED = ("forward", "train", "prefill", "decode")
 _CONTINUES = ("prefill", "decode", "generate")
 _DEFAULT_OPTIMIZER = next(each.default for each in fields(ModelSpec) if each.name == "optimizer")
@@ -92,6 +102,9 @@ class Workload:
         held_bytes: what a call cannot do without: weights and buffers, and in training gradients and the
             optimizer's state. Asked after a call.
         notes: asked after the calls, what a reader must know of them.
+
+    Raises:
+        ValueError: a device that no clock waits for.
     """
 
     name: str
@@ -113,8 +126,14 @@ class Workload:
     held_bytes: Callable[[], int] = int
     notes: Callable[[], tuple[str, ...]] = tuple
 
+    def __post_init__(self) -> None:
+        allowed = "cpu, cuda, cuda:N, which are waited for"
+        require(self.device.type in ("cpu", "cuda"), "device", str(self.device), allowed)
+
     def utilization(self, seconds: float, peak: str = "published") -> Utilization | None:
         """What part of its device's best rates a call of `seconds` uses; None of work of unknown size.
+
+        The rate is that of the dtype in which most products are, as seen in one more call.
 
         Args:
             seconds: of a call.
@@ -127,7 +146,7 @@ class Workload:
         check_choice("peak", peak, PEAKS)
         if self.model is None or self.mode not in _COUNTED or not self.counted:
             return None
-        dtype, known = self._peak(self.model, peak)
+        products, known = self._peak(self.model, peak)
         used = utilization(
             self.model,
             mode=str(self.mode),
@@ -135,11 +154,13 @@ class Workload:
             seq_len=self.seq_len,
             seconds=seconds,
             peak=known,
-            dtype=dtype,
+            dtype=products.dtype,
             tf32=multiplies_in_tf32(self.device),
             logits=self.logits,
             recompute=self.recompute or "none",
         )
+        if products.notes:
+            used = replace(used, notes=(*used.notes, *products.notes))
         if self.recompute is not None:
             return used
         return replace(used, hfu=None, notes=(*used.notes, "what the backward pass recomputes is not known"))
@@ -156,22 +177,43 @@ class Workload:
         check_choice("peak", peak, PEAKS)
         if self.model is None or self.mode != "decode" or not self.counted:
             return None
-        dtype, known = self._peak(self.model, peak)
+        products, known = self._peak(self.model, peak)
         return decode_floor(
             self.model,
             batch_size=self.batch_size,
             seq_len=self.seq_len,
             peak=known,
-            dtype=dtype,
+            dtype=products.dtype,
             tf32=multiplies_in_tf32(self.device),
         )
 
-    def _peak(self, model: nn.Module, peak: str) -> tuple[torch.dtype, PeakRate | None]:
-        """What the model computes in, and what its device could do at best."""
-        dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-        if peak == "published":
-            return dtype, published_peak(self.device)
-        return dtype, measured_peak(self.device, dtype)
+    def _peak(self, model: nn.Module, peak: str) -> tuple[_Products, PeakRate | None]:
+        """What a call multiplies in, and what its device could do at best."""
+        if peak == "measured":
+            return self._products, measured_peak(self.device, self._products.dtype)
+        known = published_peak(self.device)
+        return self._products if known else _Products(weights_dtype(model)), known
+
+    @cached_property
+    def _products(self) -> _Products:
+        """What a call multiplies in, seen in one more: weights do not tell what autocast makes of them."""
+        assert self.model is not None
+        by_dtype = count_flops(self.call).by_dtype
+        if not by_dtype:  # sums of products, which are in the dtype of the weights
+            return _Products(weights_dtype(self.model))
+        dtype, flops = next(iter(by_dtype.items()))
+        share = flops / sum(by_dtype.values())
+        name = str(dtype).removeprefix("torch.")
+        others = f"{1 - share:.0%} of the products are not in {name}, whose peak rate this is of"
+        return _Products(dtype, (others,) if share < _ALMOST_ALL else ())
+
+
+@dataclass(frozen=True)
+class _Products:
+    """The dtype of most products of a call, and what a reader must know of the others."""
+
+    dtype: torch.dtype
+    notes: tuple[str, ...] = ()
 
 
 def model_workload(
@@ -196,7 +238,8 @@ def model_workload(
     - "prefill": a prompt of T tokens into an empty cache, and the logits of the last. A model that cannot be
       asked for these alone computes those of all T, and `execution` says so.
     - "decode": one more token of each row, at a context of T tokens. The cache is put back before each call
-      and outside of its time. A model that keeps no cache computes all T + 1 positions again.
+      and outside of its time. A model that keeps no cache computes all T + 1 positions again; of one that
+      keeps what cannot be put back, `notes` say so.
     - "generate": a prompt of T tokens, then `new_tokens` of the most likely tokens, from an empty cache.
 
     Args:
@@ -205,7 +248,7 @@ def model_workload(
         batch_size: B.
         seq_len: T.
         new_tokens: of "generate".
-        device: where to run.
+        device: where to run: "auto", "cpu", "cuda" or "cuda:N".
         dtype: "float32", "bfloat16", "float16" or "float64", of weights and inputs; None: as they are made.
         compile: compile the model for these shapes; a string is the mode of torch.compile. The first
             call, which compiles, is made here.
@@ -215,7 +258,8 @@ def model_workload(
 
     Raises:
         ValueError: another mode, dtype, loop or way to compile; sizes that are no positive integers or
-            beyond the model; a model that has no next token: one that is not causal, or takes vectors.
+            beyond the model; a seed that is none; a device that this machine does not have; a model that has
+            no next token: one that is not causal, or takes vectors; of "train" one without a weight to train.
         FactoryError, InferenceError, TypeError: as of `ModelSpec.of`.
     """
     check_shape(
@@ -226,10 +270,11 @@ def model_workload(
         dtype=dtype,
         compile=compile,
         loop=loop,
+        seed=seed,
     )
+    device = resolve_device(str(device))
     spec = ModelSpec.of(spec)
     _check_continues(spec, mode, seq_len, {"decode": 1, "generate": new_tokens}.get(mode, 0))
-    device = torch.device(device)
     model, _ = ready_model(spec, device=device, dtype=dtype, seed=seed)
     # Where one token follows, the head of all others is no part of the work.
     last = of_last(spec, model) if mode == "prefill" or (mode == "decode" and spec.decode is None) else None
@@ -239,6 +284,8 @@ def model_workload(
     told: dict[str, str] = {}
     prepare: Callable[[], object] | None = None
     prepare_alone: Callable[[], object] | None = None
+    notes: Callable[[], tuple[str, ...]] = tuple
+    counted = True
     optimizer: torch.optim.Optimizer | None = None
     each_token: Callable[[OnToken], None] | None = None
     tokens = batch_size * seq_len
@@ -249,15 +296,18 @@ def model_workload(
             optimizer, raised = _optimizer(spec, model)
             call = _train(spec_, model, inputs, optimizer)
             told |= raised
+            notes = partial(_notes, model)
         case "prefill":
             call = _prefill(spec_, model, inputs)
             told["prefill"] = (
                 "into an empty cache" if spec.decode else "a forward pass: the model keeps no cache"
             ) + ("" if last else "; logits of all positions")
         case "decode":
-            call, rewound = _decode(spec, spec_, model, inputs)
+            call, rewound, alike = _decode(spec, spec_, model, inputs)
             if rewound is not None:
                 prepare, prepare_alone = rewound.rewind, rewound.rewind_alone
+            notes = tuple if alike else partial(tuple, [_GOES_ON])
+            counted = alike and spec.decode is not None
             tokens = batch_size
             told["decode"] = _how_decoded(spec, rewound is not None)
         case _:
@@ -281,12 +331,12 @@ def model_workload(
         seq_len,
         new_tokens if mode == "generate" else 0,
         each_token,
-        mode != "decode" or spec.decode is not None,
+        counted,
         _recomputed_by(model) if mode == "train" else "none",
         ("last" if last else "all") if mode == "prefill" else None,
         prepare_alone,
         partial(_held_bytes, model, optimizer),
-        partial(_notes, model) if mode == "train" else tuple,
+        notes,
     )
 
 
@@ -306,11 +356,12 @@ def trainer_workload(
         seed: of weights and batch.
 
     Raises:
-        ValueError: sizes that are no positive integers.
+        ValueError: sizes that are no positive integers, a seed that is none, a loop on another device than a
+            CPU or CUDA.
     """
     batch_size = spec.batch_size if batch_size is None else batch_size
     seq_len = spec.seq_len if seq_len is None else seq_len
-    check_shape(batch_size=batch_size, seq_len=seq_len)
+    check_shape(batch_size=batch_size, seq_len=seq_len, seed=seed)
     run = spec.create(seed=seed)
     device = next((p.device for p in run.model.parameters()), torch.device("cpu"))
     batch = spec.batch(batch_size, seq_len, device=device, seed=seed)
@@ -344,17 +395,18 @@ def callable_workload(
     Args:
         call: does the work once.
         name: in reports; None: its own.
-        device: where it runs, which is waited for on both sides of a call.
+        device: where it runs, which is waited for on both sides of a call: "auto", "cpu", "cuda" or "cuda:N".
         tokens: how many one call handles; 0: that means nothing here.
         prepare: called before each call, outside of its time.
 
     Raises:
-        ValueError: what cannot be called, or tokens below 0.
+        ValueError: what cannot be called, tokens below 0, or a device that this machine does not have.
     """
     require(callable(call), "call", call, "a function that takes no arguments")
+    require(prepare is None or callable(prepare), "prepare", prepare, "a function without arguments, or None")
     check_sizes(minimum=0, tokens=tokens)
     own = getattr(call, "__name__", type(call).__name__)
-    return Workload(name or own, call, torch.device(device), tokens, dict, prepare)
+    return Workload(name or own, call, resolve_device(str(device)), tokens, dict, prepare)
 
 
 def check_workload(workload: Any, key: str = "workload") -> None:
@@ -380,6 +432,7 @@ def check_shape(
     dtype: str | None = None,
     compile: bool | str = False,  # noqa: A002
     loop: str = "common",
+    seed: int = 0,
 ) -> None:
     """Refuse what `model_workload` would refuse whatever the model, without building anything.
 
@@ -393,6 +446,8 @@ def check_shape(
     if not isinstance(compile, bool):
         require(compile in COMPILE_MODES, "compile", compile, f"True, False, {', '.join(COMPILE_MODES)}")
     check_choice("loop", loop, LOOPS)
+    sound = isinstance(seed, int) and not isinstance(seed, bool) and 0 <= seed < 2**63
+    require(sound, "seed", seed, "an integer from 0 to 2**63 - 1")
     if mode == "generate" and compile:
         # The common loop grows by a token at each step, which would be compiled anew.
         require(loop == "own", "loop", loop, "'own', where mode is 'generate' and compile is on")
@@ -466,7 +521,9 @@ def _optimizer(spec: ModelSpec, model: nn.Module) -> tuple[torch.optim.Optimizer
     What is added instead is the gradient whose square just gets lost in that mean, so that no step is longer
     than one of a gradient that does not.
     """
-    optimizer = spec.optimizer(p for p in model.parameters() if p.requires_grad)
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    require(bool(trainable), "model", spec.name, "in mode 'train', a model with a parameter that trains")
+    optimizer = spec.optimizer(trainable)
     told = {}
     if spec.optimizer is _DEFAULT_OPTIMIZER:
         for group in optimizer.param_groups:
@@ -510,11 +567,14 @@ def _prefill(spec: ModelSpec, model: nn.Module, inputs: Tensor) -> Callable[[], 
 
 def _decode(
     spec: ModelSpec, timed: ModelSpec, model: nn.Module, inputs: Tensor
-) -> tuple[Callable[[], None], RewoundCache | None]:
-    """A call as `timed` makes it, and the cache to put back. All but the last input are in the cache."""
+) -> tuple[Callable[[], None], RewoundCache | None, bool]:
+    """A call as `timed` makes it, the cache to put back, and whether each call then does the same.
+
+    All but the last input are in the cache.
+    """
     decode, timed_decode = spec.decode, timed.decode
     if decode is None or timed_decode is None:
-        return _forward(timed, model, inputs), None
+        return _forward(timed, model, inputs), None, True
     inputs = _cast(spec, model, inputs)
     context, last = inputs[:, :-1], inputs[:, -1:]
 
@@ -526,14 +586,22 @@ def _decode(
     def fill() -> Any:
         return decode(model, context, empty_cache(model, *inputs.shape[:2]))[1]
 
+    found: list[Tensor] = []
+
+    @torch.no_grad()
+    def look(cache: Any) -> None:
+        found.append(logits_of(decode(model, last, cache)[0]).clone())
+
     kept = RewoundCache(fill, spec.name)
-    with torch.no_grad():
-        changed = is_changed_by(lambda tried: decode(model, last, tried), kept.take())
+    changed = is_changed_by(look, kept.take())
+    look(kept.take())
+    first, second = found
+    alike = torch.allclose(first, second, rtol=0.0, atol=0.0, equal_nan=True)
     if not changed:
         kept.rewind_alone()
         cache = kept.take()
-        return (lambda: step(cache)), None
-    return (lambda: step(kept.take())), kept
+        return (lambda: step(cache)), None, alike
+    return (lambda: step(kept.take())), kept, alike
 
 
 def _how_decoded(spec: ModelSpec, rewinds: bool) -> str:
@@ -610,7 +678,7 @@ def _recomputed_by(model: nn.Module) -> Recompute | None:
     Models of transformers have a switch on each layer. Whoever replaces the `forward` of a module, as
     recomputation from outside does, may compute anything.
     """
-    modules = list(model.modules())
+    modules = list(unwrapped(model).modules())
     layers = [module for module in modules if hasattr(type(module), "gradient_checkpointing")]
     switched = [bool(module.gradient_checkpointing) for module in layers]
     if any(switched):
@@ -620,6 +688,7 @@ def _recomputed_by(model: nn.Module) -> Recompute | None:
 
 def _execution(model: nn.Module) -> dict[str, str]:
     """What a model says of its last call: its own `execution()`, or the attention of a transformers model."""
+    model = unwrapped(model)
     tell = getattr(model, "execution", None)
     if callable(tell):
         return dict(tell())

@@ -364,6 +364,7 @@ def test_what_is_recomputed_and_the_floor_are_columns(subjects, monkeypatch):
         ({"cache": "hot"}, "cache: got 'hot'"),
         ({"peak": "best"}, "peak: got 'best'"),
         ({"seed": -1}, "seed: got -1"),
+        ({"seed": 2**70}, f"seed: got {2**70}; allowed: an integer from 0 to"),
         ({"device": "tpu"}, "device: got 'tpu'"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -374,6 +375,8 @@ def test_other_settings(subjects, config, text):
 
 
 def test_other_architectures(subjects):
+    with pytest.raises(ValueError, match="architectures: name: got 1; allowed: a string"):
+        compare_architectures({1: subjects.gru})
     with pytest.raises(ValueError, match=r"architectures: got \{\}; allowed: one or more, by name"):
         compare_architectures({})
     with pytest.raises(ValueError, match="baseline: got 'llama'; allowed: 'gru'"):

@@ -55,9 +55,18 @@ def test_where(table):
     found = table.where(architecture="rack", mode="decode")
     assert list(found) == [DECODE]
     assert (found.baseline, found.settings, found.environment) == ("llama", {"rounds": 4}, {"cpu": "some"})
-    assert len(table.where(architecture="gpt")) == 0
     with pytest.raises(ValueError, match="column: got 'speed'; allowed: 'architecture', 'workload'"):
         table.where(speed=1)
+
+
+def test_where_without_a_match_keeps_its_columns(table):
+    found = table.where(architecture="gpt")
+    assert (len(found), found.columns, found["speed_up"]) == (0, table.columns, [])
+    assert len(found.where(mode="train")) == 0
+    header, line = found.to_markdown().splitlines()
+    assert header.startswith("| architecture | workload |")
+    assert header.count("|") == line.count("|")
+    assert found.to_csv() == ",".join(table.columns) + "\n"
 
 
 def test_rows_have_the_same_columns():

@@ -106,6 +106,35 @@ def test_stream_is_asked_to_compile(prepared):
     assert asked == [(2, False), (2, True)]
 
 
+@pytest.mark.parametrize(("given", "told"), [(0, "0"), (3, "3"), (9, "more than 6")])
+def test_a_stream_of_another_length_is_refused(prepared, given, told):
+    """One that ends at a token that means the end would be timed as if it had made all."""
+
+    class Streaming(nn.Module):
+        def stream(self, prompt, *, max_new_tokens):
+            yield from prompt[:, :1].repeat(1, given).T
+
+    spec, _, prompt = prepared("gru")
+    with pytest.raises(RuntimeError, match=f"^stream: the model gave {told} tokens; wanted {N_NEW}$"):
+        tokens_of(token_stream(spec, Streaming(), "own"), prompt)
+
+
+@pytest.mark.parametrize(("given", "told"), [(3, "3"), (9, "more than 6")])
+def test_a_generate_of_another_length_is_refused(prepared, given, told):
+    spec, model, prompt = prepared("llama")
+    own = model.generate
+    model.generate = lambda *inputs, generation_config, **more: own(
+        *inputs, generation_config=settings_of(generation_config, given), **more
+    )
+    with pytest.raises(RuntimeError, match=f"^generate: the model gave {told} tokens; wanted {N_NEW}$"):
+        tokens_of(token_stream(spec, model, "own"), prompt)
+
+
+def settings_of(config, length):
+    config.max_new_tokens = length
+    return config
+
+
 def test_a_head_wider_than_the_embedding(prepared, subjects):
     """Its last outputs are no tokens: the embedding takes none of them."""
 
@@ -136,6 +165,27 @@ class TestOfLast:
         torch.testing.assert_close(last.logits(model, prompt), expected)
         output, _ = last.decode(model, prompt, empty_cache(model, 2, 5))
         torch.testing.assert_close(getattr(output, "logits", output), expected)
+
+    @pytest.mark.parametrize("in_place", [False, True])
+    def test_a_compiled_call_is_not_gone_past(self, prepared, in_place):
+        """`hidden` and `head` are those of the model that is not compiled."""
+        spec, model, _ = prepared("rack")
+        if in_place:
+            model.compile(backend="eager")
+        else:
+            model = torch.compile(model, backend="eager")
+        assert of_last(spec, model) is None
+        assert empty_cache(model, 3, 11).capacity == 11
+        torch._dynamo.reset()
+
+    def test_a_compiled_model_can_be_asked(self):
+        class Keeps(nn.Linear):
+            def forward(self, x, logits_to_keep=0):
+                return super().forward(x)[:, -logits_to_keep:]
+
+        spec = ModelSpec.of(lambda: torch.compile(Keeps(4, 4), backend="eager"))
+        assert of_last(spec, spec.create().eval()) is not None
+        torch._dynamo.reset()
 
     @pytest.mark.parametrize("name", ["x_decoder", "gru", "bert"])
     def test_none(self, prepared, name):

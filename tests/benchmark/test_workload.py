@@ -3,6 +3,7 @@
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -116,6 +117,33 @@ def test_frozen_weights_are_not_trained(subjects):
     assert len(kept) == len(list(subjects.gru().parameters())) - 1
 
 
+@pytest.mark.parametrize("as_seen", [list, iter])
+def test_an_optimizer_goes_through_its_parameters_twice(subjects, as_seen):
+    """As one does that lets only matrices decay; of a generator the second group would be empty."""
+
+    def optimizer(parameters):
+        parameters = as_seen(parameters)
+        decaying = {"params": [p for p in parameters if p.ndim > 1]}
+        others = {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0}
+        return torch.optim.AdamW([decaying, others], lr=0.1)
+
+    made = model_workload(ModelSpec.of(subjects.gru, optimizer=optimizer), "train", batch_size=2, seq_len=5)
+    before = weights(made.model)
+    made.call()
+    vectors = [name for name, p in made.model.named_parameters() if p.ndim <= 1]
+    assert vectors
+    assert same(before, weights(made.model)) == ([] if as_seen is list else vectors)
+
+
+def test_nothing_to_train_is_refused(subjects):
+    spec = ModelSpec.of(lambda: subjects.gru().requires_grad_(False), name="frozen")
+    with pytest.raises(
+        ValueError, match="model: got 'frozen'; allowed: in mode 'train', a model with a param"
+    ):
+        model_workload(spec, "train", batch_size=2, seq_len=5)
+    model_workload(spec, "forward", batch_size=2, seq_len=5)
+
+
 @pytest.mark.parametrize("name", ["rack", "llama", "x_decoder", "gru", "encoder"])
 @pytest.mark.parametrize(
     ("mode", "tokens"), [("forward", 12), ("train", 12), ("prefill", 12), ("decode", 2), ("generate", 6)]
@@ -182,8 +210,12 @@ def test_sizes(watched, key, value):
         ("compile", "fast", "True, False, default, reduce-overhead"),
         ("loop", "mine", "'common', 'own'"),
         ("new_tokens", 0, "an integer >= 1"),
+        ("seed", "a", "an integer from 0 to"),
+        ("seed", 2**70, "an integer from 0 to"),
+        ("seed", -1, "an integer from 0 to"),
+        ("device", "meta", "auto, cpu, cuda, cuda:N"),
+        ("device", "gpu", "auto, cpu, cuda, cuda:N"),
     ],
-    ids=["dtype", "torch dtype", "compile", "loop", "new_tokens"],
 )
 def test_other_settings(watched, key, value, allowed):
     with pytest.raises(ValueError, match=f"{key}: got {value!r}; allowed: {allowed}"):
@@ -264,6 +296,65 @@ def test_decode_finds_the_same_context_each_time(subjects, name, prepared):
     for _, logits in seen:
         torch.testing.assert_close(logits, expected)
         assert torch.equal(logits, seen[0][1])
+    assert made.notes() == ()
+
+
+class Remembering(nn.Module):
+    """A model that keeps what it has seen in itself, and hands on nothing that could be put back."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head, self.seen = nn.Embedding(50, 8), nn.Linear(8, 50), []
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        return self.head(x.cumsum(1) / torch.arange(1, ids.shape[1] + 1)[:, None])
+
+    def step(self, ids, cache):
+        self.seen = [*(self.seen if cache else []), self.embedding(ids)]
+        return self.head(torch.cat(self.seen, dim=1).mean(1, keepdim=True)), "in the model"
+
+
+def test_a_context_that_grows_in_the_model_is_told():
+    spec = ModelSpec.of(Remembering, causal=True, decode=lambda model, ids, cache: model.step(ids, cache))
+    made = model_workload(spec, "decode", batch_size=1, seq_len=6)
+    [note] = made.notes()
+    assert note.startswith(
+        "the same step gives other logits when it is made again: the model keeps more than"
+    )
+    assert not made.counted, "what a step moves is not what it would move at that context"
+    assert note in measure(made, **QUICK).notes
+
+
+class Continued(NamedTuple):
+    """What a model gives that keeps a cache."""
+
+    logits: torch.Tensor
+    past_key_values: torch.Tensor
+
+
+class Summing(nn.Module):
+    """A model whose cache is one vector in each row."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(50, 8), nn.Linear(8, 50)
+
+    def forward(self, ids, past_key_values=None, use_cache=False):
+        sums = self.embedding(ids).cumsum(1)
+        sums = sums if past_key_values is None else sums + past_key_values
+        return Continued(self.head(sums), sums[:, -1:])
+
+
+def test_a_compiled_model_keeps_its_cache():
+    spec = ModelSpec.of(lambda: torch.compile(Summing(), backend="eager"))
+    made = model_workload(spec, "decode", batch_size=1, seq_len=6)
+    made.call()
+    assert isinstance(made.model, torch._dynamo.OptimizedModule)
+    assert made.execution()["decode"].startswith("with a cache")
+    assert (made.counted, made.notes()) == (True, ())
+    assert model_workload(spec, "train", batch_size=1, seq_len=6).recompute == "none"
+    torch._dynamo.reset()
 
 
 def test_a_context_that_grows_is_another_number(subjects):
@@ -397,12 +488,33 @@ def test_anything_that_can_be_called():
         callable_workload(3)
     with pytest.raises(ValueError, match="tokens: got -1; allowed: an integer >= 0"):
         callable_workload(work, tokens=-1)
+    with pytest.raises(ValueError, match="prepare: got 3; allowed: a function without arguments, or None"):
+        callable_workload(work, prepare=3)
+    assert callable_workload(work, device="auto").device.type in ("cpu", "cuda")
+
+
+@pytest.mark.parametrize("device", ["meta", "mps"])
+def test_a_device_that_no_clock_waits_for(device):
+    with pytest.raises(ValueError, match=f"device: got '{device}'; allowed: auto, cpu, cuda, cuda:N"):
+        callable_workload(list, device=device)
+    with pytest.raises(ValueError, match=f"device: got '{device}'; allowed: cpu, cuda, cuda:N, which are"):
+        Workload("mine", list, torch.device(device))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
+def test_a_device_that_is_not_there(watched):
+    with pytest.raises(ValueError, match="device: got 'cuda'; this machine has 0 CUDA devices"):
+        model_workload(watched[0], "forward", batch_size=1, seq_len=1, device="cuda")
+    with pytest.raises(ValueError, match="device: got 'cuda'; this machine has 0 CUDA devices"):
+        callable_workload(list, device="cuda")
+    assert not watched[1]
 
 
 class TestUtilization:
     """A utilisation is of a peak that is known, and of work whose size is."""
 
     PEAK = PeakRate("here", "measured", {"float32": 1e9}, 1e8, {})
+    PUBLISHED = PeakRate("here", "published", {"float32": 1e9, "bfloat16": 16e9}, 1e8, {})
 
     @pytest.fixture
     def llama(self):
@@ -478,6 +590,65 @@ class TestUtilization:
         assert model_workload(llama, "forward", batch_size=1, seq_len=4).floor("measured") is None
         with pytest.raises(ValueError, match="peak: got 'best'"):
             made.floor("best")
+
+    @pytest.mark.parametrize("mode", ["forward", "train", "decode"])
+    def test_the_peak_is_that_of_what_is_computed_in(self, llama, monkeypatch, mode):
+        """Under autocast weights are of another dtype than their products."""
+        monkeypatch.setattr(workload, "published_peak", lambda device: self.PUBLISHED)
+
+        def cast(function):
+            def call(*arguments):
+                with torch.autocast("cpu", torch.bfloat16):
+                    return function(*arguments)
+
+            return call
+
+        def made(spec, dtype=None):
+            return model_workload(spec, mode, batch_size=3, seq_len=5, dtype=dtype)
+
+        half, full = made(llama, "bfloat16"), made(llama)
+        under = made(replace(llama, forward=cast(llama.forward), decode=cast(llama.decode)))
+        used = {
+            name: each.utilization(1.0) for name, each in (("half", half), ("full", full), ("cast", under))
+        }
+        assert used["full"].mfu == pytest.approx(16 * used["half"].mfu)
+        assert used["cast"].mfu == used["half"].mfu
+        assert used["cast"].notes == used["half"].notes == ()
+        if mode == "decode":
+            assert (
+                under.floor().compute_seconds == half.floor().compute_seconds < full.floor().compute_seconds
+            )
+
+    def test_norms_in_float32_do_not_make_it_that_of_float32(self, monkeypatch):
+        monkeypatch.setattr(workload, "published_peak", lambda device: self.PUBLISHED)
+
+        def mixed():
+            rack = create_simple_rack(1, 1, d_model=16, d_ff=32, n_heads=2, vocab_size=11).to(torch.bfloat16)
+            first = next(rack.parameters())
+            assert first.ndim == 1, "a norm's gain"
+            first.data = first.data.float()
+            return rack
+
+        size = {"batch_size": 2, "seq_len": 8}
+        plain = model_workload(
+            lambda: create_simple_rack(1, 1, d_model=16, d_ff=32, n_heads=2, vocab_size=11), "forward", **size
+        )
+        used = model_workload(mixed, "forward", **size).utilization(1.0)
+        assert plain.utilization(1.0).mfu == pytest.approx(16 * used.mfu)
+
+    def test_products_in_several_dtypes_are_told(self, llama, monkeypatch):
+        monkeypatch.setattr(workload, "published_peak", lambda device: self.PUBLISHED)
+
+        def forward(model, ids):
+            with torch.autocast("cpu", torch.bfloat16):
+                hidden = model.model(ids).last_hidden_state
+            return model.lm_head(hidden.float())
+
+        made = model_workload(replace(llama, forward=forward), "forward", batch_size=3, seq_len=5)
+        # Of the head 80 products of 624 a token, beside those of attention.
+        share = 80 / (624 + 2 * 5 * 8)
+        told = f"{share:.0%} of the products are not in bfloat16, whose peak rate this is of"
+        assert made.utilization(1.0).notes == (told,)
 
     def test_nobody_publishes_that_of_a_cpu(self, llama):
         made = model_workload(llama, "forward", batch_size=1, seq_len=4)

@@ -463,10 +463,13 @@ def test_models_are_refused_by_name(pytester, folder, run):
         def test_model(no_memory_growth): no_memory_growth(models.Plain())
         def test_spec(no_memory_growth): no_memory_growth(ModelSpec.of(models.plain))
         def test_peak(peak_memory): peak_memory(models.Plain())
+        def generator(): yield models.Plain()
+        def test_unstarted(no_memory_growth): no_memory_growth(generator)
+        def test_unstarted_peak(peak_memory): peak_memory(generator)
         """
     )
     result = run()
-    result.assert_outcomes(failed=5)
+    result.assert_outcomes(failed=7)
     wanted = "wanted a function that makes one step, or a TrainerSpec"
     result.stdout.fnmatch_lines(
         [
@@ -475,6 +478,8 @@ def test_models_are_refused_by_name(pytester, folder, run):
             f"E *TypeError: step: got Plain(), an nn.Module; {wanted}",
             f"E *TypeError: step: got ModelSpec; {wanted}",
             "E *TypeError: call: got Plain(), an nn.Module; wanted a function that makes one call",
+            "E *TypeError: step: got a function that returns a generator, which has not run; *",
+            "E *TypeError: call: got a function that returns a generator, which has not run; *",
         ]
     )
 

@@ -91,7 +91,20 @@ def test_default_length_stays_within_the_model(pytester, run, report):
 
 @pytest.mark.parametrize(
     ("call", "text"),
-    [("mode='backward'", "'backward'"), ("batch_size=0", "batch_size: got 0"), ("speed=1", "'speed'")],
+    [
+        ("mode='backward'", "'backward'"),
+        ("batch_size=0", "batch_size: got 0"),
+        ("speed=1", "'speed'"),
+        (
+            "batchsize=2",
+            "throughput: got an unexpected keyword argument 'batchsize'; allowed: mode, *, min_seconds, ",
+        ),
+        (
+            "mode='generate', cache='cold'",
+            "throughput: got an unexpected keyword argument 'cache'; allowed: mode, ",
+        ),
+        ("device='meta'", "device: got 'meta'; allowed: auto, cpu, cuda, cuda:N"),
+    ],
 )
 def test_call_with_nonsense_fails(pytester, run, call, text):
     pytester.makepyfile(f"import models\ndef test_speed(throughput): throughput(models.plain, {call})")
@@ -738,12 +751,13 @@ def test_one_measures_at_a_time(pytester, folder, run):
     ("call", "locked"),
     [
         ("models.plain", ["cpu"]),
-        ("models.plain, device='meta'", ["meta"]),
-        ("callable_workload(list, device='meta')", ["meta"]),
+        ("models.plain, device='cpu:0'", ["cpu:0"]),
+        ("models.plain, device='auto'", ["cpu"]),
+        ("callable_workload(list, device='cpu:0')", ["cpu:0"]),
         # Nobody knows where a loop of others has its model before it is made: then the other one, not both.
-        ("elsewhere()", ["cpu", "free", "meta"]),
+        ("elsewhere()", ["cpu", "free", "cuda"]),
     ],
-    ids=["of the run", "of the call", "of the workload", "of a loop"],
+    ids=["of the run", "of the call", "of the call, resolved", "of the workload", "of a loop"],
 )
 def test_the_device_that_is_used_is_locked(pytester, folder, run, monkeypatch, call, locked):
     import contextlib
@@ -772,8 +786,10 @@ def test_the_device_that_is_used_is_locked(pytester, folder, run, monkeypatch, c
             made = workload.trainer_workload
             monkeypatch.setattr(
                 workload, "trainer_workload",
-                lambda *a, **k: dataclasses.replace(made(*a, **k), device=models.torch.device("meta")),
+                lambda *a, **k: dataclasses.replace(made(*a, **k), device=models.torch.device("cuda")),
             )
+            monkeypatch.setattr(models.torch.cuda, "synchronize", lambda device: None)
+            monkeypatch.setattr(models.torch.cuda, "is_available", lambda: False)
             throughput({call}, **models.QUICK)
         """
     )

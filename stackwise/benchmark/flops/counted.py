@@ -10,6 +10,7 @@ Shapes: B batch, H query heads, K key/value heads, T queries, S keys, D head siz
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from math import prod
@@ -25,20 +26,41 @@ __all__ = ["CountedFlops", "count_flops", "operation_flops"]
 _aten = torch.ops.aten
 # Products that no formula is known for here. What is not torch's own is reported whatever it is called.
 _WITHOUT_FORMULA = (
+    "_cdist_backward",
+    "_cdist_forward",
     "_convert_weight_to_int4pack",
+    "_cslt_sparse_mm",
+    "_euclidean_dist",
     "_int_mm",
     "_native_multi_head_attention",
+    "_pdist_backward",
+    "_pdist_forward",
     "_scaled_grouped_mm",
+    "_sparse_addmm",
+    "_sparse_mm_reduce_impl",
+    "_sparse_mm_reduce_impl_backward",
+    "_sparse_semi_structured_addmm",
+    "_sparse_semi_structured_linear",
+    "_sparse_semi_structured_mm",
+    "_sparse_sparse_matmul",
     "_transformer_encoder_layer_fwd",
+    "_trilinear",
     "_triton_multi_head_attention",
     "_triton_scaled_dot_attention",
     "_weight_int4pack_mm",
     "_weight_int4pack_mm_for_cpu",
     "_weight_int8pack_mm",
+    "addr",
+    "addr_",
+    "conv_tbc",
+    "conv_tbc_backward",
     "grouped_mm",
+    "hspmm",
     "lstm_mps",
     "miopen_rnn",
     "mkldnn_rnn_layer",
+    "mkldnn_rnn_layer_backward",
+    "sspaddmm",
     "_cudnn_rnn",
     "_grouped_mm",
 )
@@ -52,17 +74,20 @@ class CountedFlops:
     Attributes:
         total: of all that is counted.
         by_operation: by name of the operation, the most first.
+        by_dtype: by the dtype of what is multiplied, as autocast has cast it, the most first.
         uncounted: operations that ran and multiply, or may, and are no part of `total`: fused kernels of
-            other packages, quantised products, recurrent layers in one piece.
+            other packages, quantised and sparse products, recurrent layers in one piece.
     """
 
     total: int
     by_operation: dict[str, int]
+    by_dtype: dict[torch.dtype, int]
     uncounted: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
-        return asdict(self) | {"uncounted": list(self.uncounted)}
+        by_dtype = {str(dtype).removeprefix("torch."): n for dtype, n in self.by_dtype.items()}
+        return asdict(self) | {"by_dtype": by_dtype, "uncounted": list(self.uncounted)}
 
 
 def count_flops(call: Callable[[], object]) -> CountedFlops:
@@ -73,15 +98,16 @@ def count_flops(call: Callable[[], object]) -> CountedFlops:
     Args:
         call: without arguments; a backward pass that it makes is counted as well.
     """
-    names = _Names()
+    seen = _Seen()
     counter = FlopCounterMode(display=False, custom_mapping=dict(_FORMULAS))
-    with warnings.catch_warnings(), names, counter:
+    with warnings.catch_warnings(), seen, counter:
         # The counter listens to all modules, a compiled one included, which changes nothing of the count.
         warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global hooks")
         call()
     counts = {str(name): int(n) for name, n in counter.get_flop_counts().get("Global", {}).items() if n}
     ordered = dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
-    return CountedFlops(sum(counts.values()), ordered, tuple(sorted(names.uncounted)))
+    by_dtype = dict(seen.by_dtype.most_common())
+    return CountedFlops(sum(counts.values()), ordered, by_dtype, tuple(sorted(seen.uncounted)))
 
 
 def operation_flops(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
@@ -94,14 +120,15 @@ def operation_flops(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     return 0
 
 
-class _Names(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """The operations that run and that no formula counts."""
+class _Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The operations that run and that no formula counts; the dtypes of those that one does."""
 
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.uncounted: set[str] = set()
+        self.by_dtype: Counter[torch.dtype] = Counter()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         packet = getattr(function, "_overloadpacket", function)
@@ -109,13 +136,23 @@ class _Names(TorchDispatchMode):  # type: ignore[no-untyped-call]
             namespace, name = getattr(function, "namespace", "higher_order"), packet.__name__
             if namespace not in _OF_TORCH or name in _WITHOUT_FORMULA:
                 self.uncounted.add(f"{namespace}.{name}")
-        return function(*args, **(kwargs or {}))
+            return function(*args, **(kwargs or {}))
+        result = function(*args, **(kwargs or {}))
+        factor = next((each for each in args if isinstance(each, Tensor)), None)
+        if factor is not None:
+            self.by_dtype[factor.dtype] += operation_flops(function, args, kwargs or {}, result)
+        return result
 
 
 def _raw(formula: Callable[..., int]) -> Callable[..., int]:
     """As torch marks a formula that takes tensors instead of their shapes."""
     formula._get_raw = True  # type: ignore[attr-defined]
     return formula
+
+
+@_raw
+def _summed_products(_added: Tensor, left_BNM: Tensor, right_BMP: Tensor, *_: Any, **__: Any) -> int:
+    return 2 * left_BNM.numel() * right_BMP.shape[-1]
 
 
 @_raw
@@ -150,6 +187,8 @@ _FORMULAS: dict[Any, Callable[..., int]] = {
     _aten.dot: _vector,
     _aten.vdot: _vector,
     _aten.addmv: _added_vector,
+    _aten.addbmm: _summed_products,
+    _aten._addmm_activation: _summed_products,
     **{getattr(_aten, f"_scaled_dot_product_{kind}"): _attention for kind in _ATTENTION},
     **{getattr(_aten, f"_scaled_dot_product_{kind}_backward"): _attention_backward for kind in _ATTENTION},
 }

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from stackwise.benchmark.flops.transformer_shape import (
@@ -18,9 +20,10 @@ from stackwise.benchmark.flops.transformer_shape import (
     SoftmaxShape,
     TransformerShape,
 )
+from stackwise.call_form import unwrapped
 from stackwise.config import BlockConfig, KernelConfig, LatentConfig
 
-__all__ = ["RACK_CHUNK", "ShapeReading", "looked_up", "matrices", "read_shape"]
+__all__ = ["RACK_CHUNK", "ShapeReading", "looked_up", "matrices", "read_shape", "weights_dtype"]
 
 RACK_CHUNK = 128  # positions that kernel attention of a Rack computes as a square
 _ALIKE, _BY_LAYER, _NONE = "alike", "by layer", "none"
@@ -55,7 +58,7 @@ def read_shape(model: nn.Module | TransformerShape) -> ShapeReading:
     """
     if isinstance(model, TransformerShape):
         return ShapeReading(model, None)
-    model = _inner(model)
+    model = unwrapped(model)
     try:
         return ShapeReading(_confirmed(_told(model), model), None)
     except _UnknownError as error:
@@ -75,14 +78,13 @@ def matrices(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in _unique(model.parameters()) if p.ndim > 1 and id(p) not in tables]
 
 
-def _inner(model: nn.Module) -> nn.Module:
-    while True:
-        wrapped = getattr(model, "_orig_mod", None)
-        if isinstance(model, nn.parallel.DistributedDataParallel):
-            wrapped = model.module
-        if not isinstance(wrapped, nn.Module):
-            return model
-        model = wrapped
+def weights_dtype(model: nn.Module) -> torch.dtype:
+    """The one that most weights have, but for those of 8 bits, in which few compute; else float32."""
+    sizes: Counter[torch.dtype] = Counter()
+    for p in model.parameters():
+        if p.is_floating_point() and p.dtype.itemsize > 1:
+            sizes[p.dtype] += p.numel()
+    return max(sizes, key=lambda dtype: sizes[dtype], default=torch.float32)
 
 
 def _told(model: nn.Module) -> TransformerShape:

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from stackwise.argument import check_number, require
-from stackwise.benchmark.memory.peak import PeakMemory, high_water_mark, is_plain_call, kind_of, watch_peak
+from stackwise.benchmark.memory.peak import PeakMemory, high_water_mark, watch_peak
+from stackwise.benchmark.plain_call import is_plain_call, kind_of, refuse_unstarted
 from stackwise.factory import load_factory
 
 __all__ = ["FreshPeak", "FreshProcessError", "fresh_peak_memory"]
@@ -111,7 +112,7 @@ def fresh_peak_memory(
 def _place_of(factory: Callable[..., Any] | str) -> tuple[str, str | None, str]:
     """Module, file and name under which another process finds `factory`."""
     if isinstance(factory, str):
-        module, separator, name = factory.partition(":")
+        module, separator, name = factory.rpartition(":")
         require(bool(separator and module and name), "factory", factory, _FACTORY)
         return ("", str(Path(module).resolve()), name) if module.endswith(".py") else (module, None, name)
     name = getattr(factory, "__qualname__", "<")
@@ -167,7 +168,7 @@ def _measured(request: _Request) -> FreshPeak:
         raise TypeError(f"returned {kind_of(call)}; wanted what is measured, a function")
     before = high_water_mark()
     with watch_peak(request.device) as watch:
-        call()
+        refuse_unstarted(call())
     marks = [mark for mark in (before, watch.peak.resident) if mark is not None]
     return FreshPeak(watch.peak, max(marks, default=None))
 

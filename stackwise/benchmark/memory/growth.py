@@ -25,8 +25,8 @@ from stackwise.amount import byte_text
 from stackwise.argument import check_number, check_sizes, require
 from stackwise.benchmark.memory import live_memory
 from stackwise.benchmark.memory.live_memory import Bytes, Earlier, bytes_now, census
-from stackwise.benchmark.memory.peak import is_plain_call, kind_of
 from stackwise.benchmark.memory.trend import LEAST_STEPS, Trend, trend
+from stackwise.benchmark.plain_call import is_plain_call, kind_of, refuse_unstarted
 from stackwise.spec import ModelSpec
 from stackwise.trainer_spec import TrainerSpec, TrainingRun
 
@@ -301,7 +301,7 @@ def memory_growth(
 
     Raises:
         TypeError: `step` is a model or its class, or at its first call makes a model or a training instead
-            of a step: nothing would be trained, and nothing grow.
+            of a step, a generator or a coroutine: nothing would be trained, and nothing grow.
         ValueError: a number out of range.
         RuntimeError: on CUDA, there is no such device.
     """
@@ -336,7 +336,8 @@ def memory_growth(
 
 
 def _refuse_made(result: object) -> None:
-    """Refuse a step whose first call has made what was to be trained."""
+    """Refuse a step whose first call has made what was to be trained, or what would have to run first."""
+    refuse_unstarted(result, "step")
     if isinstance(result, nn.Module | ModelSpec | TrainerSpec | TrainingRun):
         run = ", a TrainingRun" if isinstance(result, TrainingRun) else ""
         raise TypeError(f"step: its first call returned {kind_of(result)}{run}; wanted {_STEP}")

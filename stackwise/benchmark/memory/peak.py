@@ -9,16 +9,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
 
+from stackwise.benchmark.plain_call import is_plain_call, kind_of, refuse_unstarted
 from stackwise.device import release_freed_memory
 
 __all__ = [
     "PeakMemory",
     "PeakWatch",
     "high_water_mark",
-    "is_plain_call",
-    "kind_of",
     "peak_memory",
     "peak_memory_bytes",
     "process_status",
@@ -186,12 +184,13 @@ def peak_memory(call: Callable[[], object], device: torch.device | str = "cpu") 
     in it; `stackwise.benchmark.memory.fresh_peak_memory` gives a call a process of its own.
 
     Raises:
-        TypeError: `call` is a model, a class of models, or cannot be called.
+        TypeError: `call` is a model, a class of models, or cannot be called; or it returns a generator or a
+            coroutine, which has not run.
     """
     if not is_plain_call(call):
         raise TypeError(f"call: got {kind_of(call)}; wanted a function that makes one call")
     with watch_peak(device) as watch:
-        call()
+        refuse_unstarted(call())
     return watch.peak
 
 
@@ -207,23 +206,6 @@ def peak_memory_bytes(call: Callable[[], object], device: torch.device) -> int |
     with watch_peak(device) as watch:
         call()
     return watch.peak.in_use
-
-
-def is_plain_call(value: object) -> bool:
-    """Whether this may be meant as a call without arguments.
-
-    A model is none: it wants a batch. Nor is a class of models, which can be called, but only makes one.
-    """
-    is_class = isinstance(value, type) and issubclass(value, nn.Module)
-    return callable(value) and not is_class and not isinstance(value, nn.Module)
-
-
-def kind_of(value: object) -> str:
-    """What was given instead, for the reader of an error: "Tiny, a class of nn.Module"."""
-    if isinstance(value, type):
-        return f"{value.__name__}, a class of nn.Module" if issubclass(value, nn.Module) else value.__name__
-    name = type(value).__name__
-    return f"{name}(), an nn.Module" if isinstance(value, nn.Module) else name
 
 
 def high_water_mark() -> int | None:

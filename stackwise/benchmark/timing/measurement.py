@@ -13,6 +13,7 @@ from typing import Any
 
 from stackwise.argument import check_choice, check_number, check_sizes
 from stackwise.benchmark.memory.peak import peak_memory_bytes
+from stackwise.benchmark.plain_call import checked_call
 from stackwise.benchmark.timing.cache_state import CACHE_STATES, CacheFlush, RotatingCall
 from stackwise.benchmark.timing.clock import SHORTEST_SAMPLE, Call, Clock, create_clock, time_call
 from stackwise.benchmark.timing.conditions import Conditions, notes_of
@@ -281,9 +282,9 @@ def measure(
             many as take 50 us where that is longer.
 
     Raises:
-        ValueError: another clock or cache state, one that the workload's device does not have, or numbers out
-            of range.
-        TypeError: no workload.
+        ValueError: another clock or cache state, one that the workload's device does not have, numbers out
+            of range, or a workload on the CPU that leaves work on a GPU.
+        TypeError: no workload, or one whose call returns a generator or a coroutine, which has not run.
     """
     check_workload(workload)
     check_number("min_seconds", min_seconds, "a number >= 0", lambda value: value >= 0)
@@ -324,12 +325,13 @@ def call_once(workload: Workload) -> Measurement:
     """One timed call without warm-up: that it runs is shown, how fast it is, is not.
 
     Raises:
-        TypeError: no workload.
+        ValueError: a workload on the CPU that leaves work on a GPU.
+        TypeError: no workload, or one whose call returns a generator or a coroutine, which has not run.
     """
     check_workload(workload)
     if workload.prepare is not None:
         workload.prepare()
-    seconds = time_call(workload.call, workload.device)
+    seconds = time_call(checked_call(workload.call, workload.device), workload.device)
     return Measurement(
         workload.name,
         (seconds,),

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from stackwise.argument import check_number
+from stackwise.benchmark.plain_call import checked_call
 from stackwise.benchmark.timing.clock import Call, Clock
 
 __all__ = ["COLD_START", "WarmUp", "warm_up"]
@@ -73,16 +74,18 @@ def warm_up(
         before: called before each call, and not timed.
 
     Raises:
-        ValueError: `seconds` or `within` is no number >= 0.
+        ValueError: `seconds` or `within` is no number >= 0, or on the CPU the call leaves work on a GPU.
+        TypeError: the call returns a generator or a coroutine, which has not run.
     """
     check_number("warmup_seconds", seconds, "a number >= 0", lambda value: value >= 0)
     check_number("steady_within", within, "a number >= 0", lambda value: value >= 0)
     start = time.perf_counter()
     deadline, calls, size = math.inf, 0, _LEAST_CALLS
     fastest, reason = math.inf, ""
+    timed = checked_call(call, device)  # in the first window alone: later ones are held to the samples
     while True:
         compiled, reserved, began = _compilations(), _reserved_bytes(device), time.perf_counter()
-        window = min(clock.sample(call, size, before=before))
+        window = min(clock.sample(timed, size, before=before))
         now = time.perf_counter()
         calls, period = calls + size, (now - began) / size
         first, last, fastest = calls == size, fastest, window
@@ -100,6 +103,7 @@ def warm_up(
             deadline = now + seconds
         if now >= deadline:
             return WarmUp(calls, now - start, False, f"{reason} after {calls} calls", window, period)
+        timed = call
         size = min(_MOST_CALLS, max(_LEAST_CALLS, math.ceil(_LEAST_SECONDS / max(period, 1e-9))))
 
 

@@ -245,7 +245,7 @@ def _without_gradient(
             if not missing or step == _STEPS - 1:
                 break
             if optimizer is None:
-                optimizer = subject.spec.optimizer(trainable.values())
+                optimizer = subject.spec.optimizer(list(trainable.values()))
             optimizer.step()
     finally:
         for handle in handles:

@@ -76,7 +76,7 @@ def training_at_width(
     widen: Callable[[int], nn.Module] = spec.at_width
     model = replace(spec, build=lambda: widen(factor)).create(subject.device, seed).eval()
     inputs = subject.inputs(rows)
-    updates = spec.optimizer(model.parameters()) if optimizer is None else optimizer(model)
+    updates = spec.optimizer(list(model.parameters())) if optimizer is None else optimizer(model)
 
     def update() -> None:
         updates.zero_grad()

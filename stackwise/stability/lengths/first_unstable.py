@@ -12,7 +12,7 @@ import torch
 from stackwise.argument import check_sizes, require
 from stackwise.spec import ModelSpec
 from stackwise.stability.lengths.plot import write_length_plot
-from stackwise.stability.lengths.point import LengthPoint, reference_notes, token_notes
+from stackwise.stability.lengths.point import LengthPoint, divergence_notes, reference_notes, token_notes
 from stackwise.stability.lengths.probe import LengthProbe, seeds_of
 from stackwise.stability.run import shortest_length
 
@@ -30,12 +30,12 @@ class FirstUnstable:
         low: the shortest length that was asked about.
         high: the longest.
         step: how finely: lengths are low, low + step, ... high.
-        first: the shortest unstable length; None: none was found.
+        first: the shortest unstable length; None: none was found, as far as memory lasted (`verdict`).
         points: of all lengths that were looked at, the shortest first, each with all its seeds.
         order: the lengths in the order of the looks; those that were looked at again are in it twice.
         notes: what does not fit one length from which on all are unstable; spiky lengths; what memory was too
-            small for; lengths around the find that are not confirmed; that growth was not judged; rows that
-            do not divide the tokens of a step.
+            small for; lengths around the find that are not confirmed; that growth or divergence was not
+            judged; rows that do not divide the tokens of a step.
     """
 
     model: str
@@ -203,7 +203,7 @@ def first_unstable_length(
     search.run(low, high)
     points = [search.points[length] for length in sorted(search.points)]
     notes = _notes(points, search.first) + search.unconfirmed
-    notes += reference_notes(points) + token_notes(points, tokens_per_step)
+    notes += reference_notes(points) + divergence_notes(points) + token_notes(points, tokens_per_step)
     return FirstUnstable(spec.name, low, high, step, search.first, points, search.order, notes)
 
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from stackwise.amount import byte_text
-from stackwise.stability.lengths.trouble import SeedRun
+from stackwise.stability.lengths.trouble import DIVERGENCE_STEPS, SeedRun
 from stackwise.stability.run import StabilityRun
 
-__all__ = ["LengthPoint", "LengthVerdict", "reference_notes", "token_notes"]
+__all__ = ["LengthPoint", "LengthVerdict", "divergence_notes", "reference_notes", "token_notes"]
 
 LengthVerdict = Literal["stable", "spiky", "unstable", "out of memory", "not run"]
 
@@ -194,3 +194,12 @@ def reference_notes(points: Sequence[LengthPoint]) -> list[str]:
         return []
     where = f"T={shortest.seq_len}, where every seed is in trouble itself"
     return [f"gradient growth is not judged: it is held against {where}"]
+
+
+def divergence_notes(points: Sequence[LengthPoint]) -> list[str]:
+    """That trainings without trouble were too short to diverge, in one sentence; []: they were not."""
+    sound = [each.run for point in points for each in point.runs if not each.troubles and not each.run.fired]
+    steps = min((len(run.records) for run in sound), default=DIVERGENCE_STEPS)
+    if steps >= DIVERGENCE_STEPS:
+        return []
+    return [f"divergence is not judged: it takes {DIVERGENCE_STEPS} steps, and got {steps}"]

@@ -13,7 +13,7 @@ import torch
 from stackwise.argument import check_number, check_sizes, require
 from stackwise.spec import ModelSpec
 from stackwise.stability.lengths.plot import write_length_plot
-from stackwise.stability.lengths.point import LengthPoint, reference_notes, token_notes
+from stackwise.stability.lengths.point import LengthPoint, divergence_notes, reference_notes, token_notes
 from stackwise.stability.lengths.probe import LengthProbe, seeds_of
 from stackwise.stability.run import shortest_length
 
@@ -42,7 +42,10 @@ class LengthSweep:
 
     @property
     def first_unstable(self) -> int | None:
-        """The shortest of the lengths that is unstable; None: none. `first_unstable_length` looks between."""
+        """The shortest of the lengths that is unstable; None: none of those that were run.
+
+        `first_unstable_length` looks between.
+        """
         return next((point.seq_len for point in self.points if point.verdict == "unstable"), None)
 
     @property
@@ -62,7 +65,8 @@ class LengthSweep:
     def problems(self) -> list[str]:
         """What is wrong at which length, a sentence each; []: nothing.
 
-        Not among them is what `notes` tells of: a length that is spiky in a few seeds, or was not run.
+        A length that was not run is one: nothing says that it is sound. Not among them is what `notes` tells
+        of, as a length that is spiky in a few seeds.
         """
         found = []
         known = self._known
@@ -70,6 +74,7 @@ class LengthSweep:
         for point in self.points:
             here = f"T={point.seq_len}"
             if point.stopped:
+                found.append(f"{here}: {point.stopped}")
                 continue
             if not point.finite:
                 found.append(f"{here}: {point.why}")
@@ -92,12 +97,9 @@ class LengthSweep:
     @property
     def notes(self) -> list[str]:
         """What is to be known of it but is no problem, a sentence each."""
-        said = []
-        for point in self.points:
-            if point.verdict in ("spiky", "out of memory", "not run"):
-                why = f": {point.why}" if point.verdict == "spiky" else ""
-                said.append(f"T={point.seq_len}: {point.verdict}{why}")
-        return [*said, *reference_notes(self.points), *token_notes(self.points, self.tokens_per_step)]
+        said = [f"T={point.seq_len}: spiky: {point.why}" for point in self.points if point.verdict == "spiky"]
+        said += [*reference_notes(self.points), *divergence_notes(self.points)]
+        return said + token_notes(self.points, self.tokens_per_step)
 
     @property
     def _known(self) -> LengthPoint | None:
@@ -159,7 +161,7 @@ def length_sweep(
     unstable length from one that is spiky by chance.
 
     Where memory is too small for a length, the sweep ends there: the length is "out of memory", the longer
-    ones are "not run", and the shorter ones are returned as they are.
+    ones are "not run", which are `problems`, and the shorter ones are returned as they are.
 
     Args:
         spec: the model.

@@ -12,7 +12,17 @@ from typing import Any, Literal
 from stackwise.stability.guard.detector import SpikeDetector
 from stackwise.stability.run import StabilityRun
 
-__all__ = ["LengthLimits", "SeedRun", "Trouble", "TroubleKind", "reference_norms", "troubles_of"]
+__all__ = [
+    "DIVERGENCE_STEPS",
+    "LengthLimits",
+    "SeedRun",
+    "Trouble",
+    "TroubleKind",
+    "reference_norms",
+    "troubles_of",
+]
+
+DIVERGENCE_STEPS = 8  # with fewer, a quarter of them has no two losses
 
 TroubleKind = Literal["non-finite", "spike", "divergence", "gradient growth", "fault"]
 
@@ -85,7 +95,8 @@ def troubles_of(run: StabilityRun, limits: LengthLimits) -> tuple[Trouble, ...]:
 
     A run under faults is judged by its own verdict, since its spikes were asked for. Else: what its guard has
     told; a gradient norm that is a spike as `SpikeDetector` has it, or 3 times above what the growth of norms
-    allows at that step; a median norm beyond that growth; a loss whose last quarter is above its first.
+    allows at that step; a median norm beyond that growth; a loss whose last quarter is above its first, of
+    `DIVERGENCE_STEPS` or more.
     """
     if run.fired:
         sound = run.verdict in ("caught", "recovered")
@@ -150,9 +161,9 @@ def _growth(run: StabilityRun, limits: LengthLimits) -> list[Trouble]:
 def _divergence(run: StabilityRun, tolerance: float) -> list[Trouble]:
     """A loss that ends above its beginning, by more than it scatters."""
     losses = [record.loss for record in run.records if math.isfinite(record.loss)]
-    quarter = len(losses) // 4
-    if quarter < 2:
+    if len(losses) < DIVERGENCE_STEPS:
         return []
+    quarter = len(losses) // 4
     changes = [after - before for before, after in itertools.pairwise(losses)]
     center = statistics.median(changes)
     scatter = statistics.median(abs(change - center) for change in changes)

@@ -138,14 +138,15 @@ class GradientMonitor:
     def guard(self, optimizer: torch.optim.Optimizer) -> None:
         """From now on leave steps with a non-finite gradient out, on the device.
 
-        Each `observe` sets `optimizer.found_inf`, which a fused optimizer reads in the pass that updates the
-        weights: where it is 1, neither weights nor state change. `torch.amp.GradScaler` sets the
-        same attribute by itself and needs no guard.
+        Each `observe` sets `optimizer.found_inf` for the next `optimizer.step()`. A fused optimizer reads it
+        in the pass that updates the weights: where it is 1, neither weights nor state change. A step that was
+        not observed is made. `torch.amp.GradScaler` sets the same attribute by itself and needs no guard.
 
         Raises:
             ValueError: an optimizer that would not read it; SGD with dampening.
         """
         check_leaves_out(optimizer)
+        optimizer.register_step_post_hook(_forget)
         self._guarded.append(optimizer)
 
     def _make_room(self, rows: RingBuffer[tuple[int, tuple[str, ...]]]) -> None:
@@ -165,3 +166,8 @@ class GradientMonitor:
     def _hand_out(self) -> list[GradientRecord]:
         records, self._unread = self._unread, []
         return records
+
+
+def _forget(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """What was found in the gradients of one step says nothing of the next one's."""
+    optimizer.found_inf = None  # type: ignore[attr-defined]

@@ -27,7 +27,7 @@ class LossState(NamedTuple):
         smoothed: exponential moving average, corrected for its start; NaN: no finite loss yet.
         best: the lowest so far; infinite: no finite loss yet.
         z_score: (loss - mean) / standard deviation (n - 1) of the window before this loss. NaN: there are
-            fewer than two; infinite: they were all equal and this one differs.
+            fewer than two, or all are equal; infinite: they were all equal and this one differs.
         finite: 1 or 0.
     """
 
@@ -158,7 +158,9 @@ def _mean(losses_W: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and number of the finite ones."""
     finite_W = losses_W.isfinite()
     count = finite_W.sum()
-    return torch.where(finite_W, losses_W, 0.0).sum() / count, count
+    # Summed from one of them on: the mean of equal numbers is that number, in float32 as well.
+    largest = torch.where(finite_W, losses_W, -math.inf).amax()
+    return largest + torch.where(finite_W, losses_W - largest, 0.0).sum() / count, count
 
 
 def perplexity(loss: float) -> float:

@@ -25,13 +25,13 @@ class StepRecord:
 
     Attributes:
         step: counted from 0.
-        loss: in nats, before the update.
+        loss: in nats, before the update; of the trainer NaN where nothing was predicted.
         grad_norm: global L2 norm of the gradient, before clipping.
         lr: learning rate of the update.
         skipped: whether the update was left out.
-        tokens: what the step was trained on; None: not counted.
+        tokens: what the step was trained on, padding as well; None: not counted.
         parameter_norms: L2 norm of each parameter's gradient by name; None: not kept.
-        unit: what was trained, where it is not the whole; None: not said.
+        unit: what was trained, of the trainer "rack", "stack 0" or "stack 0 block 1"; None: not said.
     """
 
     step: int

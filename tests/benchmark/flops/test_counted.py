@@ -64,15 +64,23 @@ def test_causality_is_not_discounted():
         (lambda: torch.einsum("bij,bjk->bik", torch.randn(2, 3, 4), torch.randn(2, 4, 5)), 2 * 2 * 3 * 4 * 5),
         (lambda: F.linear(torch.randn(2, 3, 4), torch.randn(5, 4), torch.randn(5)), 2 * 2 * 3 * 4 * 5),
         (lambda: F.conv1d(torch.randn(2, 3, 9), torch.randn(4, 3, 2)), 2 * 2 * 4 * 8 * 3 * 2),
+        (
+            lambda: torch.addbmm(torch.zeros(3, 5), torch.randn(2, 3, 4), torch.randn(2, 4, 5)),
+            2 * 2 * 3 * 4 * 5,
+        ),
+        (
+            lambda: torch._addmm_activation(torch.zeros(5), torch.randn(3, 4), torch.randn(4, 5)),
+            2 * 3 * 4 * 5,
+        ),
         (lambda: torch.randn(3, 4) + torch.randn(4), 0),
     ],
-    ids=["mv", "addmv", "dot", "mm", "einsum", "linear", "conv", "add"],
+    ids=["mv", "addmv", "dot", "mm", "einsum", "linear", "conv", "addbmm", "activation", "add"],
 )
 def test_products(call, flops):
     counted = count_flops(call)
     assert counted.total == flops
     assert counted.uncounted == ()
-    assert sum(counted.by_operation.values()) == flops
+    assert sum(counted.by_operation.values()) == sum(counted.by_dtype.values()) == flops
     assert all(counted.by_operation.values())
 
 
@@ -97,6 +105,35 @@ def test_an_operation_of_others_is_named():
     counted = count_flops(lambda: product(torch.randn(3, 3), torch.randn(3, 3)))
     assert counted.uncounted == ("stackwise_test.product",)
     assert counted.to_dict()["uncounted"] == ["stackwise_test.product"]
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (lambda: nn.Bilinear(4, 5, 6)(torch.randn(2, 4), torch.randn(2, 5)), "_trilinear"),
+        (lambda: torch.sparse.mm(torch.eye(8).to_sparse(), torch.randn(8, 4)), "_sparse_addmm"),
+        (lambda: torch.cdist(torch.randn(50, 8), torch.randn(50, 8)), "_euclidean_dist"),
+        (lambda: torch.cdist(torch.randn(5, 8), torch.randn(5, 8)), "_cdist_forward"),
+        (lambda: torch.conv_tbc(torch.randn(9, 2, 4), torch.randn(3, 4, 5), torch.zeros(5)), "conv_tbc"),
+        (lambda: torch.addr(torch.zeros(3, 4), torch.randn(3), torch.randn(4)), "addr"),
+    ],
+)
+def test_what_multiplies_without_a_formula_is_named(call, name):
+    counted = count_flops(call)
+    assert (counted.total, counted.uncounted) == (0, (f"aten.{name}",))
+
+
+def test_the_dtype_of_products_is_what_autocast_made_of_it():
+    layer, x = nn.Linear(4, 5, bias=False), torch.randn(3, 4)
+
+    def call():
+        with torch.autocast("cpu", torch.bfloat16):
+            layer(x)
+        layer(x[:1])
+
+    counted = count_flops(call)
+    assert list(counted.by_dtype.items()) == [(torch.bfloat16, 2 * 3 * 4 * 5), (torch.float32, 2 * 4 * 5)]
+    assert counted.to_dict()["by_dtype"] == {"bfloat16": 120, "float32": 40}
 
 
 @torch.no_grad()

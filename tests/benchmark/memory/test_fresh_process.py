@@ -65,6 +65,15 @@ def test_how_the_other_process_finds_what_it_calls(monkeypatch, way):
     assert callable(found(1) if way == "function" else found())
 
 
+def test_a_path_with_a_colon(tmp_path):
+    file = tmp_path / "a:x" / "calls_behind_a_colon.py"
+    file.parent.mkdir()
+    file.write_text("def nothing():\n    return print\n")
+    module, place, name = fresh_process._place_of(f"{file}:nothing")
+    assert (module, place, name) == ("", str(file), "nothing")
+    assert fresh_process._found(fresh_process._Request(module, place, name, (), "cpu", 1))() is print
+
+
 @pytest.mark.parametrize(
     ("status", "text"),
     [

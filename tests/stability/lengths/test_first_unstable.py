@@ -14,6 +14,7 @@ from stackwise.stability.lengths.probe import LengthProbe
 
 SLOW = pytest.mark.slow
 QUICK = {"seeds": 1, "steps": 1}
+SHORT = "divergence is not judged: it takes 8 steps, and got 1"  # of what is in no other trouble
 
 
 class Length(nn.Module):
@@ -61,7 +62,7 @@ def test_every_length_of_a_range(planted):
     assert list(found.order[: len(order)]) == order
     # Behind it the two around the find, with fresh seeds.
     assert sorted(found.order[len(order) :]) == [n for n in (planted - 1, planted) if n >= 4 and first]
-    assert found.notes == []
+    assert found.notes == ([] if planted == 4 else [SHORT])
 
 
 @pytest.mark.parametrize("planted", [7, 18, 19, 27, 28, 34, 35])
@@ -207,7 +208,7 @@ def test_longer_length_that_is_stable_is_noted():
     found = first_unstable_length(nan_where(lambda n: n in (8, 16)), 4, 16, **QUICK)
     # 4 is good and 16 bad; 10 and 13 to 15 are good.
     assert found.first == 16
-    assert found.notes == []
+    assert found.notes == [SHORT]
     found = first_unstable_length(nan_where(lambda n: n in (4, 10)), 4, 16, step=6, **QUICK)
     assert (found.first, found.verdict) == (4, "unstable at low")
 
@@ -249,7 +250,7 @@ def test_memory_that_does_not_last_for_fresh_seeds_leaves_the_find(full):
 
     found = first_unstable_length(spec(at), 4, 8, **QUICK, on_point=lambda point: seen.append(point.seq_len))
     assert (found.first, found.verdict, found.stable_up_to) == (7, "found", 6)
-    assert found.notes == [f"T={full}: out of memory with fresh seeds: not confirmed"]
+    assert found.notes == [f"T={full}: out of memory with fresh seeds: not confirmed", SHORT]
     assert {point.seq_len: len(point.runs) for point in found.points} == {4: 1, 6: 1, 7: 1, 8: 1} | {
         13 - full: 2
     }

@@ -39,7 +39,7 @@ def tiny(shapes=None, **arguments):
 
 def test_rows_of_a_step_are_what_its_tokens_allow():
     shapes = []
-    sweep = length_sweep(tiny(shapes), (4, 6, 12), tokens_per_step=12, steps=2)
+    sweep = length_sweep(tiny(shapes), (4, 6, 12), tokens_per_step=12, steps=8)
     assert {shape for shape in shapes if shape[0]} == {(True, 3, 4), (True, 2, 6), (True, 1, 12)}
     # The untouched model reads one row at each length: those of the longest.
     assert {shape for shape in shapes if not shape[0]} == {(False, 1, 4), (False, 1, 6), (False, 1, 12)}
@@ -48,7 +48,7 @@ def test_rows_of_a_step_are_what_its_tokens_allow():
 
 
 def test_tokens_that_a_length_does_not_divide_are_told():
-    sweep = length_sweep(tiny(), (4, 5, 9), tokens_per_step=12, steps=1)
+    sweep = length_sweep(tiny(), (4, 5, 9), tokens_per_step=12, steps=8)
     assert [point.batch_size for point in sweep.points] == [3, 2, 1]
     assert sweep.notes == ["not 12 tokens a step, which they do not divide: 2 x 5 = 10, 1 x 9 = 9"]
     assert sweep.problems == []
@@ -109,8 +109,8 @@ def test_sweep_ends_where_memory_does(error):
     sweep = length_sweep(tiny(error=error, limit=8), (4, 8, 16, 32), steps=2)
     assert [point.verdict for point in sweep.points] == ["stable", "out of memory", "not run", "not run"]
     assert sweep.points[0].loss == pytest.approx(math.log(7))
-    assert sweep.notes == ["T=8: out of memory", "T=16: not run", "T=32: not run"]
-    assert sweep.problems == []
+    assert sweep.problems == ["T=8: out of memory", "T=16: not run", "T=32: not run"]
+    assert sweep.notes == ["divergence is not judged: it takes 8 steps, and got 2"]
     assert sweep.first_unstable is None
     assert sweep.to_dict()["points"][1]["verdict"] == "out of memory"
     assert "T=8      out of memory" in str(sweep)

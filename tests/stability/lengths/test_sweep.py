@@ -91,11 +91,20 @@ def test_finite_length_says_what_is_wrong_with_its_training():
 
 
 def test_growth_is_not_judged_where_the_shortest_length_is_in_trouble():
-    sweep = length_sweep(spec(spoilt=4), (4, 8), steps=2)
+    sweep = length_sweep(spec(spoilt=4), (4, 8), steps=8)
     assert sweep.notes == [
         "gradient growth is not judged: it is held against T=4, where every seed is in trouble itself"
     ]
-    assert length_sweep(spec(spoilt=8), (4, 8), steps=2).notes == []
+    assert length_sweep(spec(spoilt=8), (4, 8), steps=8).notes == []
+
+
+@pytest.mark.parametrize(
+    "steps, told", [(8, []), (7, ["divergence is not judged: it takes 8 steps, and got 7"])]
+)
+def test_a_training_too_short_to_diverge_is_told(steps, told):
+    sweep = length_sweep(spec(), (4, 8), steps=steps)
+    assert sweep.notes == told
+    assert all(text in str(sweep) for text in told)
 
 
 def test_all_lengths_begin_alike_and_each_is_trained():

@@ -220,6 +220,22 @@ def test_a_guarded_optimizer_takes_the_sound_steps_alone(make, place):
     assert not hurt.weight.isfinite().all()
 
 
+def test_a_step_that_was_not_observed_is_made():
+    """Also behind one that was left out."""
+    model = nn.Linear(3, 2)
+    optimizer, monitor = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True), GradientMonitor(model)
+    monitor.guard(optimizer)
+    for factor, moves in ((math.nan, False), (1.0, True)):
+        before = model.weight.detach().clone()
+        model(torch.ones(3)).square().sum().mul(factor).backward()
+        if not moves:
+            monitor.observe()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert torch.equal(model.weight, before) != moves
+        assert model.weight.isfinite().all()
+
+
 def test_an_optimizer_of_ones_own_that_has_found_inf():
     class Own(torch.optim.RMSprop):
         found_inf = None

@@ -49,8 +49,11 @@ def test_a_spike_stands_out():
     assert max(abs(record.z_score) for record in calm[10:]) < 6 < 15 < spike.z_score
 
 
-def test_of_equal_losses():
-    still, up = tracked([2.0, 2.0, 2.0, 3.0], window=3)[2:]
+@pytest.mark.parametrize("loss", [2.0, 2.3026, 0.1])
+def test_of_equal_losses(loss):
+    """Also where the sum of them is no multiple of them in float32."""
+    *_, still, up = tracked([loss] * 51 + [loss + 1.0], window=50)
+    assert still.mean == still.best == still.loss
     assert math.isnan(still.z_score)
     assert up.z_score == math.inf
 

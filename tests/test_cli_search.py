@@ -15,7 +15,7 @@ import pytest
 from stackwise.cli import main
 from stackwise.cli.search import Search
 from stackwise.config import StackWiseConfig
-from stackwise.prototype.search import Space
+from stackwise.prototype.search import SearchResult, Space
 
 ROOT = Path(__file__).parent.parent
 SPACE = """
@@ -64,6 +64,17 @@ def test_a_search_and_its_files(workplace, capsys):
     assert StackWiseConfig.from_yaml(workplace / "out/best.yaml").to_dict() == best["config"]
     assert search("--show") == 0
     assert ": 3 trials, 3 succeeded" in capsys.readouterr().out
+
+
+def test_files_are_written_before_anything_is_shown(workplace, monkeypatch):
+    def closed(self):
+        raise BrokenPipeError
+
+    assert search("space.yaml", "--sampler", "random", "--steps", 2, "--budget", 1) == 0
+    monkeypatch.setattr(SearchResult, "__str__", closed)
+    with pytest.raises(BrokenPipeError):
+        Search(show=True, output=Path("out")).run()
+    assert (workplace / "out/best.yaml").is_file()
 
 
 def test_several_objectives_and_a_database(capsys):

@@ -16,7 +16,7 @@ from stackwise.prototype import LearningRateSweep, PlannedRun, SweepRun, plan_sw
 from stackwise.prototype.sweep_plot import draw_sweep
 from stackwise.svg import drawn, write_svg
 
-__all__ = ["SweepPlan", "complete", "plotted"]
+__all__ = ["SweepPlan", "complete", "plotted", "sweep_from"]
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,12 @@ def _train(plan: PlannedRun) -> Iterator[Mapping[str, Any]]:
     yield plan.train().to_dict()
 
 
+def sweep_from(name: str, values: Mapping[str, Any]) -> LearningRateSweep:
+    """The sweep of which `to_dict` gave these values."""
+    runs = tuple(map(SweepRun.from_dict, values["runs"]))
+    return LearningRateSweep(name, values["parametrization"], values["steps"], runs)
+
+
 def plotted(sweeps: Mapping[str, Mapping[str, Any]], path: Path) -> None:
     """An SVG of sweeps beside each other, of what `LearningRateSweep.to_dict` gave.
 
@@ -77,8 +83,6 @@ def plotted(sweeps: Mapping[str, Mapping[str, Any]], path: Path) -> None:
     def draw(figure: Any) -> None:
         panels = figure.subplots(1, len(sweeps), sharey=True, squeeze=False)[0]
         for axes, (name, values) in zip(panels, sweeps.items(), strict=True):
-            runs = tuple(map(SweepRun.from_dict, values["runs"]))
-            sweep = LearningRateSweep(name, values["parametrization"], values["steps"], runs)
-            draw_sweep(axes, sweep, name)
+            draw_sweep(axes, sweep_from(name, values), name)
 
     write_svg(path, drawn((4.5 * len(sweeps), 3.6), draw))

@@ -4,26 +4,37 @@ One architecture at four widths, up to eight times the narrowest, by more heads 
 update parametrisation (Yang et al. 2022, arXiv:2203.03466) of the narrowest, and beside it in the standard
 one. What counts is the validation loss at the end, on the documentation that every CPython carries. The
 learning rates are a factor of two apart; the best one is that with the lowest mean over seeds.
+
+That muP's best learning rate holds is no use where the standard one's holds as well, or where the losses
+are higher: the two are compared seed by seed, at the best learning rate of each width and at that of the
+narrowest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from rich.table import Table
 
 from bench.claim import Bar
 from bench.prototype.part import Part, Work
-from bench.prototype.sweeps import SweepPlan, complete, plotted
+from bench.prototype.sweeps import SweepPlan, complete, plotted, sweep_from
 from stackwise import StackWiseConfig
+from stackwise.prototype.estimate import Estimate
 from stackwise.prototype.sweep_result import LearningRateSweep
 
-__all__ = ["draw", "measure", "rows"]
+__all__ = ["RATES", "draw", "loss_difference", "measure", "rows", "slope_difference"]
 
 MUP, STANDARD = "muP", "standard"
+# Where losses are compared: (sweep, width) -> learning rate.
+RATES: dict[str, Callable[[LearningRateSweep, int], float]] = {
+    "best learning rate": lambda sweep, width: sweep.best(width).learning_rate,
+    "that of 1 x": lambda sweep, _: sweep.best(sweep.widths[0]).learning_rate,
+}
 
 
 @dataclass(frozen=True)
@@ -114,25 +125,50 @@ def table(sweeps: Mapping[str, LearningRateSweep]) -> Table | None:
 
 
 def rows(figures: Mapping[str, Any]) -> str:
-    """The best learning rates as a Markdown table."""
-    sweeps = {name: figures[name] for name in (MUP, STANDARD) if name in figures}
-    if not sweeps:
+    """The best learning rates, and the losses there and at that of the narrowest, as Markdown tables."""
+    given = {name: figures[name] for name in (MUP, STANDARD) if name in figures}
+    if not given:
         return ""
-    widths = list(next(iter(sweeps.values()))["widths"])
+    sweeps = {name: sweep_from(name, values) for name, values in given.items()}
+    widths = next(iter(sweeps.values())).widths
+    heads = " | ".join(f"{width} x" for width in widths)
     lines = [
-        "| parametrisation | "
-        + " | ".join(f"{width} x" for width in widths)
-        + " | log2 a doubling of width |",
-        "|---|" + "---|" * (len(widths) + 1),
+        f"| parametrisation | {heads} | log2 a doubling of width | octaves of drift |",
+        "|---|" + "---|" * (len(widths) + 2),
     ]
     for name, sweep in sweeps.items():
-        cells = [_best(sweep["widths"][width]["best"]) for width in widths]
-        slope = sweep["drift"]["slope"]
-        drift = f"{slope['value']:+.2f}"
-        if slope["low"] is not None:
-            drift += f" [{slope['low']:+.2f}, {slope['high']:+.2f}]"
-        lines.append(f"| {name} | " + " | ".join(cells) + f" | {drift} |")
+        cells = [_best(given[name]["widths"][str(width)]["best"]) for width in widths]
+        drift = sweep.drift()
+        lines.append(f"| {name} | " + " | ".join(cells) + f" | {_signed(drift.slope)} | {drift.grid_steps} |")
+    if len(sweeps) == 2:
+        blank = " |" * len(widths)
+        lines.append(f"| {MUP} - {STANDARD} |{blank} {_signed(slope_difference(sweeps))} | |")
+        lines += ["", f"| loss, nats | {heads} |", "|---|" + "---|" * len(widths)]
+        for where, rate_of in RATES.items():
+            for name, sweep in sweeps.items():
+                means = [f"{fmean(sweep.losses(width)[rate_of(sweep, width)]):.3f}" for width in widths]
+                lines.append(f"| {name}, {where} | " + " | ".join(means) + " |")
+            apart = [_signed(loss_difference(sweeps, width, rate_of)) for width in widths]
+            lines.append(f"| {MUP} - {STANDARD} | " + " | ".join(apart) + " |")
     return "\n".join(lines) + "\n"
+
+
+def slope_difference(sweeps: Mapping[str, LearningRateSweep]) -> Estimate:
+    """By how much more of log2 a doubling muP's best learning rate moves than the standard one's, by seed."""
+    slopes = {}
+    for name, sweep in sweeps.items():
+        of_seed = [tuple(run for run in sweep.runs if run.seed == seed) for seed in sweep.seeds]
+        alone = [LearningRateSweep(name, sweep.parametrization, sweep.steps, runs) for runs in of_seed]
+        slopes[name] = [slope.value for each in alone if (slope := each.drift().slope) is not None]
+    return Estimate.of([mup - standard for mup, standard in zip(slopes[MUP], slopes[STANDARD], strict=True)])
+
+
+def loss_difference(
+    sweeps: Mapping[str, LearningRateSweep], width: int, rate_of: Callable[[LearningRateSweep, int], float]
+) -> Estimate:
+    """By how many nats muP's loss is above the standard one's, each at its own learning rate, by seed."""
+    mup, standard = (sweeps[name].losses(width)[rate_of(sweeps[name], width)] for name in (MUP, STANDARD))
+    return Estimate.of([one - other for one, other in zip(mup, standard, strict=True)])
 
 
 def draw(figures: Mapping[str, Any], path: Path) -> None:
@@ -142,3 +178,11 @@ def draw(figures: Mapping[str, Any], path: Path) -> None:
 
 def _best(best: Mapping[str, Any]) -> str:
     return f"{best['learning_rate']:.2g}" + (" (end of the grid)" if best["at_edge"] else "")
+
+
+def _signed(estimate: Estimate | None) -> str:
+    if estimate is None:
+        return ""
+    if estimate.low is None or estimate.high is None:
+        return f"{estimate.value:+.2f}"
+    return f"{estimate.value:+.2f} [{estimate.low:+.2f}, {estimate.high:+.2f}]"

@@ -41,7 +41,7 @@ MODELS = [
 @pytest.mark.seq_lengths(8, 64, 512)
 @pytest.mark.parametrize("model", MODELS)
 def test_lengths_beside_each_other(length_sweep, model):
-    sweep = length_sweep(ModelSpec.of(model, causal=True), steps=6)
+    sweep = length_sweep(ModelSpec.of(model, causal=True), steps=8)
     assert sweep.problems == []
 
 

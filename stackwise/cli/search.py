@@ -111,6 +111,8 @@ class Search:
     def _told(self, result: SearchResult) -> int:
         from rich.console import Console
 
+        # Before anything is shown, which a closed pipe may end.
+        written = [] if self.output is None else result.save(self.output)
         print(result)
         console = Console(highlight=False)
         if console.is_terminal:
@@ -119,9 +121,8 @@ class Search:
             print(result.to_markdown(last=_ROWS))
         if len(result.trials) > _ROWS:
             print(f"and {len(result.trials) - _ROWS} more; --output writes all of them")
-        if self.output is not None:
-            for path in result.save(self.output):
-                print(f"written: {path}")
+        for path in written:
+            print(f"written: {path}")
         if not result.succeeded:
             print(f"stackwise: none of {len(result.trials)} trials succeeded", file=sys.stderr)
             return 1

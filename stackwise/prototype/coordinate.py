@@ -41,7 +41,7 @@ from stackwise.training.step import MicroBatch, TrainStep
 
 __all__ = ["CoordinateCheck", "Verdict", "coordinate_check"]
 
-Verdict = Literal["width-independent", "unclear", "not width-independent"]
+Verdict = Literal["width-independent", "unclear", "not width-independent", "not finite"]
 Make = Callable[[int], StackWiseConfig | nn.Module]
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -89,7 +89,8 @@ class CoordinateCheck:
 
         "width-independent" where it is within 0.25 of what is expected, "not width-independent" beyond 0.35,
         "unclear" between: wider models and more seeds decide. A sum over the width that is scaled wrongly
-        is off by a power of 1/2 or more, and 0.25 is half-way to that.
+        is off by a power of 1/2 or more, and 0.25 is half-way to that. "not finite" where a size is not:
+        such a run says nothing of the width, and is expected of no parametrisation.
         """
         return _verdict(self.worst)
 
@@ -322,6 +323,8 @@ def _name_of(function: object, otherwise: str) -> str:
 
 
 def _verdict(slope: Slope) -> Verdict:
+    if not math.isfinite(slope.value):
+        return "not finite"
     if slope.distance <= UNUSUAL:
         return "width-independent"
     return "unclear" if slope.distance <= LIMIT else "not width-independent"
@@ -341,7 +344,7 @@ def _cell(slope: Slope | None) -> str:
     """With a mark where it is not what is expected."""
     if slope is None:
         return "-"
-    mark = {"width-independent": "  ", "unclear": " ?", "not width-independent": " !"}[_verdict(slope)]
+    mark = {"width-independent": "  ", "unclear": " ?"}.get(_verdict(slope), " !")
     return f"{_shown(slope)}{mark}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Sequence
@@ -81,16 +82,19 @@ class DivergenceRule:
     """When a training has diverged: its loss has risen, and stays up to the end.
 
     The loss is smoothed by a running median over the last `window` steps, or a tenth of the run where that is
-    fewer (three at least). It has diverged where it ends more than `rise_nats` above the first loss, or more
-    than `lost_nats` above the lowest that it had been; in both cases by more than `n_mads` scaled MADs of the
-    losses around their running median as well. The step at which it left is the first of those from which on
-    the smoothed loss never comes below that level again, or of the unsmoothed ones above it right before.
+    fewer (three at least). It has diverged where it ends more than `rise_nats` above the first loss and the
+    median of the first three, or more than `lost_nats` above the lowest that it had been; in both cases by
+    more than `n_mads` standard deviations of the noise as well. These are taken of the changes from step to
+    step, as their scaled MAD over sqrt(2): a running median of few losses follows their noise. The step at
+    which it left is the first of those from which on the smoothed loss never comes below that level again,
+    or of the unsmoothed ones above it right before.
 
     Attributes:
-        rise_nats: above the first loss.
+        rise_nats: above the first loss, and above the median of the first three.
         lost_nats: above the lowest smoothed loss.
         n_mads: of the noise of the losses.
         window: of the running median, at most.
+        history: of fewer losses nothing has diverged.
 
     Raises:
         ValueError: a number that is not positive.
@@ -100,26 +104,31 @@ class DivergenceRule:
     lost_nats: float = 0.5
     n_mads: float = 4.0
     window: int = 50
+    history: int = 8
 
     def __post_init__(self) -> None:
         check_sizes(window=self.window)
+        check_sizes(3, history=self.history)
         for key in ("rise_nats", "lost_nats", "n_mads"):
             check_number(key, getattr(self, key), "a finite number > 0", lambda value: value > 0)
 
     def step(self, losses: Sequence[float]) -> int | None:
         """The step at which finite `losses` left for good; None: they did not."""
-        if len(losses) < 3:
+        if len(losses) < self.history:
             return None
         window = max(3, min(self.window, len(losses) // 10))
         smoothed = [statistics.median(losses[max(0, i + 1 - window) : i + 1]) for i in range(len(losses))]
-        noise = statistics.median(abs(x - s) for x, s in zip(losses, smoothed, strict=True))
+        changes = [after - before for before, after in itertools.pairwise(losses)]
+        center = statistics.median(changes)
+        noise = statistics.median(abs(change - center) for change in changes) / math.sqrt(2)
         least = self.n_mads * _SIGMA * noise
-        above_first = losses[0] + max(self.rise_nats, least)
         # A median of few is not yet one: the best is looked for where the window is full.
         above_best = min(smoothed[window - 1 :]) + max(self.lost_nats, least)
-        level = min(above_first, above_best)
-        if not smoothed[-1] > level:
+        rise = max(self.rise_nats, least)
+        begin = max(losses[0], statistics.median(losses[:3]))  # a first loss may be low by chance
+        if not smoothed[-1] > min(begin + rise, above_best):
             return None
+        level = min(losses[0] + rise, above_best)
         step = len(losses)
         while step > 0 and smoothed[step - 1] > level:
             step -= 1

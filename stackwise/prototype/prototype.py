@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from stackwise.argument import check_number, check_sizes, require
 from stackwise.benchmark.memory.peak import PeakMemory, watch_peak
@@ -21,7 +22,7 @@ from stackwise.prototype.forward_pass import ForwardPass
 from stackwise.prototype.loss_verdict import DivergenceRule, SpikeRule, loss_verdict
 from stackwise.prototype.observation import Observation
 from stackwise.prototype.prototype_run import PrototypeRun, end_of
-from stackwise.prototype.prototype_training import Data, PrototypeTraining
+from stackwise.prototype.prototype_training import Data, PrototypeTraining, check_data
 from stackwise.prototype.rack_training import RackTraining
 from stackwise.prototype.spec_training import SpecTraining
 from stackwise.prototype.update_clock import UpdateClock
@@ -29,10 +30,11 @@ from stackwise.random_states import random_states_kept
 from stackwise.seed import seeded
 from stackwise.spec import ModelSpec
 from stackwise.stability.faults import Fault, broken
+from stackwise.stability.run import shortest_length
 from stackwise.stability.telemetry import StepBuffer, StepRecord
 from stackwise.training.precision import autocast, check_precision, float8_layers
 
-__all__ = ["ArchitecturePrototype"]
+__all__ = ["ArchitecturePrototype", "with_learning_rate"]
 
 OnStep = Callable[[int, float], object]
 
@@ -54,9 +56,11 @@ class ArchitecturePrototype:
         effective_batch: rows of an update, a multiple of `batch_size`: micro-batches are weighted by their
             number of targets, so that the update is that of the full batch. None: as configured, or
             `batch_size`.
-        learning_rate: at its peak; None: as configured, or the optimizer's own.
+        learning_rate: at its peak; those that Stacks have for themselves keep their ratio to it. None: as
+            configured, or the optimizer's own.
         data: what to train on instead of the configured: an iterable of micro-batches as trainers take them,
-            started again when it ends, or step -> the batch of the whole update. None: as configured; a spec
+            started again with each run and when it ends, which an iterator cannot be, or step -> the batch
+            of the whole update. Other rows than were asked for are noted. None: as configured; a spec
             is trained on what its `make_batch` makes, where it has that, else on text that every CPython
             carries, byte by byte, or with a vocabulary below 256 on a Markov chain.
         device: where to run; None: as configured, or the CPU.
@@ -64,7 +68,7 @@ class ArchitecturePrototype:
 
     Raises:
         ValueError: sizes that are no positive integers, or do not divide; training that is not of the whole
-            Rack at once, or of several processes; a length that the model does not take.
+            Rack at once, or of several processes; a length that the model does not take; an iterator as data.
         TypeError: a subject that is none.
     """
 
@@ -89,6 +93,7 @@ class ArchitecturePrototype:
         self._config: StackWiseConfig | None = None
         self._spec: ModelSpec | None = None
         self._notes: list[str] = []
+        check_data(data)
         self._data, self._learning_rate = data, learning_rate
         if isinstance(subject, StackWiseConfig):
             settings = subject.training
@@ -106,12 +111,12 @@ class ArchitecturePrototype:
         )
         if isinstance(subject, StackWiseConfig):
             self._config = self._configured(subject)
-        elif self._spec is not None and self._spec.max_length is not None:
-            limit = self._spec.max_length
-            require(self.seq_len <= limit, "seq_len", self.seq_len, f"at most {limit} for {self._spec.name}")
-            if self.seq_len < limit:
-                taken = f"{self.seq_len} of the {limit} that the model takes"
-                self._notes.append(f"seq_len: {taken}; nothing is said of longer ones")
+        elif self._spec is not None:
+            self._check_length(self._spec, is_asked=seq_len is not None or data is not None)
+        configured = self._config is not None
+        # What nobody asked for cannot be missing.
+        self._asked_rows = self.effective_batch if configured or batch_size or effective_batch else None
+        self._asked_length = self.seq_len if configured or seq_len else None
 
     def run(
         self,
@@ -141,7 +146,8 @@ class ArchitecturePrototype:
                 passes through.
 
         Raises:
-            ValueError: sizes that are no positive integers; data without a batch; a fault that did not act.
+            ValueError: sizes that are no positive integers; data without a batch, or with nothing to predict;
+                a fault that did not act.
         """
         check_sizes(steps=steps)
         every = max(1, steps // 50) if observe_every is None else observe_every
@@ -153,7 +159,7 @@ class ArchitecturePrototype:
                 run = _Run(training, steps, every, self.device, on_step)
                 with broken((training.model, training.optimizer), faults):
                     run.train()
-                return run.result(making.peak, spike, divergence, self._notes)
+                return run.result(making.peak, spike, divergence, [*self._notes, *self._arrived(run)])
 
     def run_training_step(self, iterations: int = 10) -> PrototypeRun:
         """A few updates: whether it trains at all, what an update costs, and no more than that.
@@ -204,6 +210,28 @@ class ArchitecturePrototype:
         parameters = sum(p.numel() for p in workload.model.parameters())
         return ForwardPass(spec.name, self.batch_size, self.seq_len, found, parameters)
 
+    def _check_length(self, spec: ModelSpec, *, is_asked: bool) -> None:
+        """Refuse a length that a spec does not take, and tell of one that is less than it could be."""
+        check_sizes(shortest_length(spec), seq_len=self.seq_len)
+        limit = spec.max_length
+        if limit is not None:
+            require(self.seq_len <= limit, "seq_len", self.seq_len, f"at most {limit} for {spec.name}")
+        if limit is not None and self.seq_len < limit:
+            taken = f"{self.seq_len} of the {limit} that the model takes"
+            self._notes.append(f"seq_len: {taken}; nothing is said of longer ones")
+        elif limit is None and not is_asked:
+            taken = f"{self.seq_len}, as in checks of the model, since none was given"
+            self._notes.append(f"seq_len: {taken}; nothing is said of longer ones")
+
+    def _arrived(self, run: _Run) -> Iterator[str]:
+        """What the rows of the median update were, where others were asked for."""
+        rows, length = statistics.median_low(run.rows), statistics.median_low(run.row_lengths)
+        if self._asked_rows is not None and rows != self._asked_rows:
+            yield f"data: {rows} rows of an update, of the {self._asked_rows} asked for"
+        if self._asked_length is not None and length < self._asked_length:
+            told = f"data: rows of {length} positions, of the {self._asked_length} asked for"
+            yield f"{told}; nothing is said of longer ones"
+
     def _configured(self, config: StackWiseConfig) -> StackWiseConfig:
         """The configuration with what was asked for in its place, and notes of what cannot be had."""
         settings = config.training
@@ -236,9 +264,8 @@ class ArchitecturePrototype:
         }
         for key in ("checkpoint_dir", "resume", "save_interval", "checkpoint", "telemetry"):
             training.pop(key, None)
-        if self._learning_rate is not None:
-            training["optimizer"] |= {"lr": self._learning_rate}
-        return StackWiseConfig.from_dict(changed)
+        made = StackWiseConfig.from_dict(changed)
+        return made if self._learning_rate is None else with_learning_rate(made, self._learning_rate)
 
     def _training(self, steps: int) -> PrototypeTraining:
         if self._config is None:
@@ -276,6 +303,9 @@ class _Run:
         self._training, self._steps, self._every = training, steps, observe_every
         self._device, self._on_step = device, on_step
         self._buffer = StepBuffer(2 * _READ_INTERVAL, device)
+        self.rows: list[int] = []
+        self.row_lengths: list[int] = []
+        self._empty: Tensor | int = 0
         self._clock = UpdateClock(device)
         self._records: list[StepRecord] = []
         self._observations: list[tuple[int, Observation]] = []
@@ -316,11 +346,15 @@ class _Run:
         norms = [record.grad_norm for record in self._records]
         left_out = tuple(record.step for record in self._records if _was_answered(record))
         sound = [0.0 if _was_answered(record) else record.grad_norm for record in self._records]
+        made, empty = len(self.rows), int(self._empty)
+        require(empty < made, "data: updates with a token to predict", 0, f"at least one of the {made}")
         verdict = loss_verdict(losses, sound, spike=spike, divergence=divergence)
         lost = verdict.status in ("nan", "diverged")
         told = [*notes, *self._training.notes]
         if self._steps < _ENOUGH:
             told.append(f"{self._steps} steps: a verdict wants at least {_ENOUGH}")
+        if empty:
+            told.append(f"data: nothing to predict in {empty} of {made} updates, whose loss is 0")
         if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self._training.model.modules()):
             told.append("batch normalisation: its statistics are of micro-batches alone")
         if (self._training.passes or 0) > 1:
@@ -357,6 +391,9 @@ class _Run:
         with self._clock.update():
             update = self._training.update(step)
         self._clock.count(update.tokens)
+        self.rows.append(update.rows)
+        self.row_lengths.append(update.row_length)
+        self._empty = self._empty + update.empty
         trouble = ~(update.loss.isfinite() & update.grad_norm.isfinite())
         if update.answered is not None:  # by a smaller loss scale, which is how one is found
             trouble = trouble & ~update.answered
@@ -380,6 +417,17 @@ class _Run:
             self._broken = record.skipped
             if self._on_step is not None:
                 self._on_step(record.step, record.loss)
+
+
+def with_learning_rate(config: StackWiseConfig, learning_rate: float) -> StackWiseConfig:
+    """The same with another one; those that Stacks have for themselves keep their ratio to it."""
+    changed = config.to_dict()
+    optimizer = changed["training"]["optimizer"]
+    for own in optimizer["per_stack"].values():
+        if own["lr"] is not None:
+            own["lr"] *= learning_rate / optimizer["lr"]
+    optimizer["lr"] = float(learning_rate)
+    return StackWiseConfig.from_dict(changed)
 
 
 def _was_answered(record: StepRecord) -> bool:

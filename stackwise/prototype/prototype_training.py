@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
+from stackwise.argument import require
 from stackwise.prototype.observation import Observation
 from stackwise.training.batch_stream import Batch
 
-__all__ = ["Data", "PrototypeTraining", "Update"]
+__all__ = ["Data", "PrototypeTraining", "Update", "check_data"]
 
 Data = Iterable[Batch] | Callable[[int], Batch]
 
@@ -23,6 +24,9 @@ class Update(NamedTuple):
         grad_norm: scalar on the device, global L2 norm before clipping.
         lr: of the update.
         tokens: that it was trained on.
+        rows: of its batches, together.
+        row_length: of the longest of them, as they came.
+        empty: boolean scalar, wherever the data is or goes: whether there was nothing to predict.
         answered: boolean scalar on the device: whether gradients overflowed and the update was left out, to
             which a smaller loss scale is the answer; None: there is no loss scale.
     """
@@ -31,6 +35,9 @@ class Update(NamedTuple):
     grad_norm: Tensor
     lr: float
     tokens: int
+    rows: int
+    row_length: int
+    empty: Tensor
     answered: Tensor | None = None
 
 
@@ -68,3 +75,14 @@ class PrototypeTraining(Protocol):
 
     def close(self) -> None:
         """Put back what was changed for the training."""
+
+
+def check_data(data: Data | None) -> None:
+    """Refuse what can be gone through once: a second run would be trained on what the first has left.
+
+    Raises:
+        ValueError: an iterator.
+    """
+    kind = type(data).__name__
+    again = "what gives its batches again to each run, as a list or a loader, or a function of the step"
+    require(not isinstance(data, Iterator), "data", kind, again)

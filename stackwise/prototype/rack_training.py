@@ -24,10 +24,10 @@ from stackwise.training.phase_model import PhaseModel
 from stackwise.training.precision import autocast, float8_layers
 from stackwise.training.recompute import recomputing
 from stackwise.training.step import MicroBatch, TrainStep
-from stackwise.training.targets import Targets
+from stackwise.training.targets import IGNORED, Targets
 from stackwise.training.trainer import ArchitectureTrainer
 
-__all__ = ["RackTraining", "split_rows"]
+__all__ = ["RackTraining", "shape_of", "split_rows"]
 
 _PROBE_TOKENS = 4096  # of several rows; one row is as long as it is
 _HEAD_POSITIONS = 1024
@@ -81,12 +81,12 @@ class RackTraining:
         phase = PhaseModel(self.model, self._objective)
         self._step = TrainStep(phase, settings, self.model)
         self._cleanup.enter_context(recomputing(self.model, settings.recompute, layers=list(phase.blocks)))
-        self._next: tuple[int, list[Targets]] | None = None
+        self._next: tuple[int, tuple[int, int], list[Targets]] | None = None
         self._probe: Targets | None = None
 
     def update(self, step: int) -> Update:
         """See `PrototypeTraining`."""
-        targets = self._targets(step)
+        (rows, row_length), targets = self._of(step)
         self._next = None
         lr = self._trainer.learning_rate(step)
         # Asked before the step, which makes the scale smaller.
@@ -94,12 +94,13 @@ class RackTraining:
         outcome = self._step([MicroBatch(each.sent(self.device)) for each in targets], lr)
         answered = None if exhausted is None else outcome.skipped & outcome.loss.isfinite() & ~exhausted
         tokens = sum(each.input_ids.numel() for each in targets)
-        return Update(outcome.loss, outcome.grad_norm, lr, tokens, answered)
+        empty = torch.stack([(each.labels == IGNORED).all() for each in targets]).all()
+        return Update(outcome.loss, outcome.grad_norm, lr, tokens, rows, row_length, empty, answered)
 
     def observe(self, step: int) -> Observation:
         """See `PrototypeTraining`. What is looked at are the first rows of the first batch."""
         if self._probe is None:
-            first = self._targets(step)[0]
+            first = self._of(step)[1][0]
             B, T = first.input_ids.shape
             self._probe = _rows(first, max(1, min(B, _PROBE_TOKENS // T))).to(self.device)
         probe = self._probe
@@ -141,17 +142,16 @@ class RackTraining:
         if isinstance(self._step.optimizer, MasterAdamW):
             self._step.optimizer.finish()
 
-    def _targets(self, step: int) -> list[Targets]:
-        """Of the micro-batches of a step, kept until it is trained on: data gives them once."""
+    def _of(self, step: int) -> tuple[tuple[int, int], list[Targets]]:
+        """Shape and targets of the batches of a step, kept until it is trained on: data gives them once."""
         if self._next is None:
-            seed = self.config.training.seed
+            seed, batches = self.config.training.seed, self._batches(step)
             made = [
-                self._objective.targets(batch, (seed, step, place))
-                for place, batch in enumerate(self._batches(step))
+                self._objective.targets(batch, (seed, step, place)) for place, batch in enumerate(batches)
             ]
-            self._next = step, made
+            self._next = step, shape_of(batches), made
         assert self._next[0] == step, "one after the other"
-        return self._next[1]
+        return self._next[1:]
 
     def _streamed(self, _step: int) -> Sequence[Mapping[str, Tensor]]:
         assert self._stream is not None
@@ -174,6 +174,12 @@ def split_rows(batch: Batch, batch_size: int) -> list[Mapping[str, Tensor]]:
         {key: each[start : start + batch_size] for key, each in whole.items()}
         for start in range(0, n_rows, batch_size)
     ]
+
+
+def shape_of(batches: Sequence[Mapping[str, Tensor]]) -> tuple[int, int]:
+    """The rows of micro-batches, together, and the length of the longest."""
+    shapes = [batch["input_ids"].shape for batch in batches]
+    return sum(shape[0] for shape in shapes), max(shape[1] for shape in shapes)
 
 
 def _rows(targets: Targets, count: int) -> Targets:

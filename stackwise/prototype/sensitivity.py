@@ -19,7 +19,8 @@ from torch import nn
 
 from stackwise.argument import check_choice, check_number, check_sizes, require
 from stackwise.config import StackWiseConfig
-from stackwise.prototype.prototype_training import Data
+from stackwise.prototype.prototype import with_learning_rate
+from stackwise.prototype.prototype_training import Data, check_data
 from stackwise.prototype.sweep_result import LearningRateSweep
 from stackwise.prototype.sweep_run import PlannedRun, SweepRun, name_of
 from stackwise.prototype.sweep_store import SweepStore
@@ -77,7 +78,8 @@ def learning_rate_sweep(
         seq_len: as of `ArchitecturePrototype`, and so are the next four.
         batch_size: rows computed at one time.
         effective_batch: rows of an update.
-        data: what to train on instead of the configured.
+        data: what to train on instead of the configured; an iterator, whose batches would go to one run
+            after the other, is refused.
         device: where to run.
         jobs: processes at a time; with several, `subject` has to be picklable. Each run has one thread, so
             that the number of processes changes no result.
@@ -142,8 +144,9 @@ def plan_sweep(
     Each has `train()`, which gives a `SweepRun`, and a `key` to know it by; `LearningRateSweep` is made of
     all that came of them. Args and Raises as of `learning_rate_sweep`.
     """
-    learning_rates = LEARNING_RATES if learning_rates is None else learning_rates
-    chosen = chosen_seeds(seeds)
+    learning_rates = LEARNING_RATES if learning_rates is None else tuple(learning_rates)
+    widths, chosen = tuple(widths), chosen_seeds(seeds)
+    check_data(data)
     _check(learning_rates, widths, steps, parametrization, warmup)
     sizes = {"seq_len": seq_len, "batch_size": batch_size, "effective_batch": effective_batch}
     given: dict[str, Any] = sizes | {"data": data, "device": device}
@@ -198,7 +201,7 @@ def _subject(
             wide = as_mup(wide, base * subject.model.d_model)
         elif parametrization == "standard":
             wide = as_standard(wide)
-        return _with_learning_rate(wide, learning_rate)
+        return with_learning_rate(wide, learning_rate)
     require(parametrization is None, "parametrization", parametrization, "None, but for a StackWiseConfig")
     if isinstance(subject, ModelSpec):
         require(warmup is None, "warmup", warmup, "None, but for a StackWiseConfig")
@@ -218,17 +221,6 @@ def _subject(
         kind = type(made).__name__
         raise TypeError(f"subject: its function returned {kind}; wanted a StackWiseConfig or a ModelSpec")
     return made
-
-
-def _with_learning_rate(config: StackWiseConfig, learning_rate: float) -> StackWiseConfig:
-    """Those that Stacks have for themselves keep their ratio to that of all others."""
-    changed = config.to_dict()
-    optimizer = changed["training"]["optimizer"]
-    for own in optimizer["per_stack"].values():
-        if own["lr"] is not None:
-            own["lr"] *= learning_rate / optimizer["lr"]
-    optimizer["lr"] = float(learning_rate)
-    return StackWiseConfig.from_dict(changed)
 
 
 def _configured(config: StackWiseConfig, steps: int, seed: int, warmup: float | None) -> StackWiseConfig:

@@ -95,7 +95,7 @@ def create_small_variant(
         "max_seq_len": _longest(config, seq_len, notes),
     }
     changed["training"] = _training(config, n_stacks, blocks_per_stack, seq_len, notes)
-    if not mup and model.initialization == "mup":
+    if factor > 1 and not mup and model.initialization == "mup":
         changed["model"]["mup_base_width"] = _base_width(changed["model"], notes)
     small = StackWiseConfig.from_dict(changed)
     if not mup:

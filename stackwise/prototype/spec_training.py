@@ -19,7 +19,7 @@ from stackwise.data.windows import TokenWindows
 from stackwise.inference import logits_of
 from stackwise.prototype.observation import Observation, observe
 from stackwise.prototype.prototype_training import Data, Update
-from stackwise.prototype.rack_training import split_rows
+from stackwise.prototype.rack_training import shape_of, split_rows
 from stackwise.spec import ModelSpec
 from stackwise.stability.telemetry import global_norm, gradient_norms
 from stackwise.training.batch_stream import BatchStream
@@ -101,7 +101,8 @@ class SpecTraining:
         batches = [self._with_labels(batch) for batch in self._of(step)]
         self._next = None
         counts = [self._sent(self._count(batch)) for batch in batches]
-        whole = torch.stack(counts).sum().clamp(min=1)
+        total = torch.stack(counts).sum()
+        whole = total.clamp(min=1)
         loss = torch.zeros((), device=self.device)
         for batch, count in zip(batches, counts, strict=True):
             sent = {key: self._sent(each) for key, each in batch.items()}
@@ -112,7 +113,8 @@ class SpecTraining:
         lr = float(self.optimizer.param_groups[0]["lr"])
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return Update(loss, norm, lr, sum(_positions(batch["input_ids"]) for batch in batches))
+        tokens = sum(_positions(batch["input_ids"]) for batch in batches)
+        return Update(loss, norm, lr, tokens, *shape_of(batches), total == 0)
 
     def observe(self, step: int) -> Observation:
         """See `PrototypeTraining`. What is looked at are the first rows of the first batch."""

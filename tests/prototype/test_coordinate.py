@@ -319,9 +319,15 @@ class TestResult:
             return rack
 
         found = check(make, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.0), seeds=1)
-        assert found.verdict == "not width-independent" and found.worst.value == math.inf
+        assert found.verdict == "not finite" and found.worst.value == math.inf
+        assert not found.as_expected and " +inf !" in str(found)
         data = json.loads(json.dumps(found.to_dict(), allow_nan=False))
         assert data["worst"]["slope"] is None
+
+    def test_what_breaks_at_all_widths_is_not_what_is_expected_of_the_standard_one(self):
+        found = check(config_of(), parametrization="standard", learning_rate=1e38, seeds=1)
+        assert (found.verdict, found.as_expected) == ("not finite", False)
+        assert str(found).startswith("Rack: not finite, not as expected of standard; ")
 
     def test_plot(self, standard, tmp_path):
         pytest.importorskip("matplotlib")

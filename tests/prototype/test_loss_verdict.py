@@ -30,6 +30,27 @@ def test_a_loss_that_only_wavers_is_a_success(level):
     assert loss_verdict(losses).status == "success"
 
 
+@pytest.mark.parametrize("steps", [8, 10, 20, 50])
+@pytest.mark.parametrize("noise", [0.15, 0.3])
+def test_noise_alone_hardly_ever_diverges(steps, noise):
+    chance = random.Random(steps)
+    runs = [[3.0 + chance.gauss(0, noise) for _ in range(steps)] for _ in range(300)]
+    assert sum(loss_verdict(losses).status == "diverged" for losses in runs) <= 9
+
+
+def test_one_low_loss_at_the_start_is_no_divergence():
+    losses = [5.21, 5.47, 5.55, 5.56, 5.51, 5.49, 5.28, 5.51, 5.51, 5.52]  # of ten sound updates
+    assert loss_verdict(losses).status == "success"
+    rising = [5.21, 5.47, 5.9, 6.6, 7.1, 7.4, 8.3, 8.6, 9.1, 9.5]
+    assert (loss_verdict(rising).status, loss_verdict(rising).step) == ("diverged", 2)
+
+
+def test_of_fewer_losses_than_its_history_nothing_has_diverged():
+    losses = [2.0, 2.1, 9.0, 9.1, 9.0, 9.2, 9.1, 9.0]
+    assert [loss_verdict(losses[:n]).status for n in (7, 8)] == ["success", "diverged"]
+    assert loss_verdict(losses[:7], divergence=DivergenceRule(history=7)).step == 2
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_the_first_loss_that_is_no_number_ends_it(value):
     losses = falling(100)
@@ -159,6 +180,7 @@ def test_of_hardly_a_run_hardly_anything_is_said(steps):
         (DivergenceRule, "rise_nats", -1.0),
         (DivergenceRule, "lost_nats", math.nan),
         (DivergenceRule, "window", 0),
+        (DivergenceRule, "history", 2),
     ],
 )
 def test_numbers_that_are_no_rule_are_refused(rule, key, value):

@@ -329,6 +329,65 @@ def test_what_is_smaller_than_configured_is_told(make_config):
     assert "training.guard is left out: it would hide what is looked for" in notes
 
 
+@pytest.mark.parametrize(
+    "shape, told",
+    [
+        ((2, 9), []),
+        ((2, 17), []),
+        ((1, 9), ["data: 2 rows of an update, of the 4 asked for"]),
+        ((3, 9), ["data: 6 rows of an update, of the 4 asked for"]),
+        (
+            (2, 7),
+            ["data: rows of 7 positions, of the 8 asked for; nothing is said of longer ones"],
+        ),
+    ],
+)
+def test_rows_that_are_others_than_asked_for_are_told(make_config, shape, told):
+    config = config_of(make_config)
+    prototype = ArchitecturePrototype(config, data=[torch.ones(shape).long()] * 2, effective_batch=4)
+    assert [
+        note for note in prototype.run(3).notes if note.startswith("data: ") and "pass" not in note
+    ] == told
+
+
+def test_rows_of_a_function_are_looked_at_too_and_the_median_update_counts(make_config):
+    shapes = [(1, 9), (4, 9), (4, 9), (4, 5), (2, 9)]
+    prototype = ArchitecturePrototype(
+        config_of(make_config), data=lambda step: torch.ones(shapes[step]).long(), effective_batch=4
+    )
+    assert not [note for note in prototype.run(5).notes if note.startswith("data: ")]
+    shapes = shapes[:1] * 3
+    assert "data: 1 rows of an update, of the 4 asked for" in prototype.run(3).notes
+
+
+def test_where_nothing_is_to_be_predicted_there_is_no_verdict(make_config):
+    ids = torch.arange(18).reshape(2, 9)
+    masked, whole = {"input_ids": ids, "labels": torch.full((2, 9), -100)}, {"input_ids": ids}
+    prototype = ArchitecturePrototype(config_of(make_config), data=[masked])
+    with pytest.raises(
+        ValueError, match="data: updates with a token to predict: got 0; allowed: at least one"
+    ):
+        prototype.run(3)
+    run = ArchitecturePrototype(config_of(make_config), data=[whole, masked, whole]).run(3)
+    assert run.losses[1] == 0.0 < min(run.losses[::2])
+    assert "data: nothing to predict in 1 of 3 updates, whose loss is 0" in run.notes
+
+
+def test_data_that_can_be_gone_through_once_is_refused(make_config):
+    batches = [torch.ones(2, 9).long()]
+    with pytest.raises(ValueError, match="data: got 'list_iterator'; allowed: what gives its batches again"):
+        ArchitecturePrototype(config_of(make_config), data=iter(batches))
+
+
+def test_a_learning_rate_keeps_the_ratio_of_those_of_stacks(make_config):
+    training = {"optimizer": {"lr": 1e-3, "per_stack": {0: {"lr": 5e-4}}}, "schedule": {"warmup_steps": 0}}
+    config = config_of(make_config, training=training)
+    prototype = ArchitecturePrototype(config, learning_rate=0.1)
+    optimizer = prototype._config.training.optimizer
+    assert optimizer.lr == 0.1 and optimizer.per_stack[0].lr == pytest.approx(0.05)
+    assert prototype.run(1).learning_rates == pytest.approx((0.1,))
+
+
 def test_data_that_comes_again_is_told(make_config):
     batches = [torch.randint(256, (2, 9), generator=torch.Generator().manual_seed(i)) for i in range(3)]
     config = config_of(make_config)

@@ -196,6 +196,24 @@ def test_a_warm_up_that_is_not_asked_for_has_its_share_of_the_steps(configured, 
     assert plan.subject.training.max_steps == 40
 
 
+def test_data_that_can_be_gone_through_once_is_refused():
+    """Each run would be trained on other batches than the one that it is compared with."""
+    batches = (torch.ones(2, 9).long() for _ in range(100))
+    for jobs in (1, 2):
+        with pytest.raises(ValueError, match="data: got 'generator'; allowed: what gives its batches again"):
+            learning_rate_sweep(config_of(), [1e-3, 1e-2], (1,), steps=2, data=batches, jobs=jobs)
+
+
+def test_any_iterable_is_a_grid():
+    plans = plan_sweep(config_of(), (rate for rate in (1e-3, 1e-2)), iter((1, 2)), steps=2, seeds=1)
+    assert [(plan.width, plan.learning_rate) for plan in plans] == [
+        (2, 1e-3),
+        (2, 1e-2),
+        (1, 1e-3),
+        (1, 1e-2),
+    ]
+
+
 def test_by_default_the_grid_is_that_of_the_paper():
     plans = plan_sweep(config_of(), steps=STEPS)
     assert {plan.learning_rate for plan in plans} == set(LEARNING_RATES)

@@ -526,6 +526,10 @@ class TestMup:
         variant = create_small_variant(config, 4)
         model = variant.config.model
         assert (model.d_model, model.n_heads, model.n_kv_heads, model.mup_base_width) == (64, 2, 1, 128)
+        # Nothing is made narrower, so that a base with a part of a head is what it was.
+        config = config_of((6, 1, 1, 16, 1, 1), initialization="mup", mup_base_width=3)
+        variant = create_small_variant(config, 1)
+        assert (variant.config, variant.notes) == (config, ())
         config = config_of((96, 6, 3, 96, 1, 6), initialization="mup", mup_base_width=32)
         variant = create_small_variant(config, 2)
         model = variant.config.model

@@ -246,9 +246,19 @@ def test_batches_that_cannot_be_trained_on_are_refused(tiny, declared, batch, me
         ArchitecturePrototype(tiny(**declared), data=data).run(1)
 
 
+class Once:
+    """A loader that has its batches once."""
+
+    def __init__(self, batches):
+        self.left = iter(batches)
+
+    def __iter__(self):
+        return self.left
+
+
 def test_what_ends_is_refused(tiny):
     with pytest.raises(ValueError, match="dataloader: got no batch"):
-        ArchitecturePrototype(tiny(), data=iter(batches_of(3))).run(4)
+        ArchitecturePrototype(tiny(), data=Once(batches_of(3))).run(4)
     with pytest.raises(ValueError, match="rows of a batch: got 0"):
         ArchitecturePrototype(tiny(), data=lambda step: torch.zeros(0, 8, dtype=torch.int64)).run(1)
 
@@ -263,3 +273,35 @@ def test_what_does_not_fit_the_model_is_refused(tiny):
     frozen = tiny(build=lambda: nn.Embedding(29, 29).requires_grad_(False))
     with pytest.raises(ValueError, match="a model with a parameter that trains"):
         ArchitecturePrototype(frozen).run(1)
+
+
+def test_rows_that_are_others_than_asked_for_are_told(tiny):
+    def told(spec, **asked):
+        notes = ArchitecturePrototype(spec, **asked).run(1).notes
+        return [note for note in notes if note.startswith(("data: ", "seq_len: ")) and "Markov" not in note]
+
+    batches = batches_of(1, rows=2)
+    assert told(tiny(), data=batches) == told(tiny(), data=batches, effective_batch=2, seq_len=12) == []
+    assert told(tiny(), data=batches, effective_batch=8, batch_size=8, seq_len=16) == [
+        "data: 2 rows of an update, of the 8 asked for",
+        "data: rows of 12 positions, of the 16 asked for; nothing is said of longer ones",
+    ]
+    # Where none is given, it is that of checks: by it nothing was chosen.
+    assert told(tiny(seq_len=10), batch_size=2) == [
+        "seq_len: 10, as in checks of the model, since none was given; nothing is said of longer ones"
+    ]
+    assert told(tiny(), batch_size=2, seq_len=16) == []
+
+
+def test_where_nothing_is_to_be_predicted_there_is_no_verdict(tiny):
+    [ids] = batches_of(1)
+    masked = {"input_ids": ids, "labels": torch.full_like(ids, -100)}
+    with pytest.raises(ValueError, match="data: updates with a token to predict: got 0"):
+        ArchitecturePrototype(tiny(), data=[masked]).run(2)
+    notes = ArchitecturePrototype(tiny(), data=[masked, ids]).run(2).notes
+    assert "data: nothing to predict in 1 of 2 updates, whose loss is 0" in notes
+
+
+def test_a_length_without_a_loss_is_refused_by_its_name(tiny):
+    with pytest.raises(ValueError, match=r"^seq_len: got 1; allowed: an integer >= 2"):
+        ArchitecturePrototype(tiny(), seq_len=1)

@@ -84,8 +84,12 @@ class Range:
 
     @property
     def ends(self) -> tuple[Any, ...]:
-        """What has to be looked at to know that all of it is allowed: no rule forbids what is between."""
-        return (self.low,) if self.low == self.high else (self.low, self.high)
+        """What has to be looked at to know that all of it is allowed: rules forbid an end, or odd numbers."""
+        if self.low == self.high:
+            return (self.low,)
+        second = self.low + (self.step or 1)
+        odd = self.is_integer and second % 2 == 1 and second < self.high
+        return (self.low, *([second] if odd else []), self.high)
 
     @property
     def count(self) -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,9 +13,21 @@ from stackwise.argument import check_sizes
 from stackwise.config import StackWiseConfig
 from stackwise.prototype.search.trial import TrialOutcome
 
-__all__ = ["Evaluate", "PrototypeEvaluation", "Report"]
+__all__ = ["Evaluate", "PrototypeEvaluation", "Report", "unread_keys"]
 
 Report = Callable[[float, float], None]
+# Keys that a run is told otherwise, or does without; a section stands for all that is in it.
+_UNREAD = {
+    "training.seed": "it is that of `seeds`",
+    "training.max_steps": "it is `steps`",
+    "training.log_interval": "nothing is logged",
+    "training.telemetry": "nothing is logged",
+    "training.guard": "it would hide what is looked for",
+    "training.checkpoint_dir": "no checkpoint is made",
+    "training.checkpoint": "no checkpoint is made",
+    "training.save_interval": "no checkpoint is made",
+    "training.resume": "no checkpoint is made",
+}
 
 
 class Evaluate(Protocol):
@@ -71,6 +83,20 @@ class PrototypeEvaluation:
             peak_bytes=run.peak_bytes if prototype.device.type == "cuda" else _planned_peak(config),
             reason=reason,
         )
+
+
+def unread_keys(keys: Iterable[str], device: str | None) -> Iterator[str]:
+    """Which of `keys` change nothing in a run of `PrototypeEvaluation`, and why: a sentence each.
+
+    Args:
+        keys: of a space.
+        device: as of `PrototypeEvaluation`.
+    """
+    unread = _UNREAD | ({} if device is None else {"training.device": f"it is device={device!r}"})
+    for key in keys:
+        for name, why in unread.items():
+            if key == name or key.startswith(f"{name}."):
+                yield f"space.{key}: no trial reads it: {why}; allowed: keys that trials differ by"
 
 
 def _planned_peak(config: StackWiseConfig) -> int:

@@ -125,13 +125,14 @@ class SearchResult:
     def table(self, *, last: int | None = None) -> Table:
         """The same for a terminal."""
         from rich.table import Table
+        from rich.text import Text
 
         head, rows = self._cells(last)
         table = Table()
         for name in head:
             table.add_column(name, justify="right" if name in _NUMBERS else "left")
         for row in rows:
-            table.add_row(*row)
+            table.add_row(*map(Text, row))  # a reason may have square brackets, which are no markup
         return table
 
     def to_csv(self) -> str:

@@ -270,7 +270,8 @@ class Space:
         """Values that are refused by themselves, or beside one of another key.
 
         A rule of a configuration relates at most two keys that are not computed here, and is monotone in
-        numbers, so that a space whose pairs of ends are allowed holds nothing that is refused.
+        numbers or refuses odd ones, so that a space whose pairs of ends are allowed holds nothing that is
+        refused.
         """
         first = {key: dimension.ends[0] for key, dimension in self.dimensions.items()}
         if self.budget is not None and self.budget.solve is not None:

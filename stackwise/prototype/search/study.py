@@ -21,9 +21,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from stackwise.argument import check_number, check_sizes, require
-from stackwise.config import StackWiseConfig
+from stackwise.config import ConfigError, StackWiseConfig
 from stackwise.device import resolve_device
-from stackwise.prototype.search.evaluation import Evaluate, PrototypeEvaluation
+from stackwise.prototype.search.evaluation import Evaluate, PrototypeEvaluation, unread_keys
 from stackwise.prototype.search.objective import read_objectives
 from stackwise.prototype.search.optuna_import import import_optuna, quiet_optuna
 from stackwise.prototype.search.record import is_result, read_trial, read_trials
@@ -105,14 +105,17 @@ def search_architecture_space(
         weights: of the score; None: `ScoreWeights()`.
         evaluate: what is done instead of training an `ArchitecturePrototype`: (configuration, seed, report)
             -> `TrialOutcome`; see `Evaluate`. A study is known by it: by the name of a function, by what a
-            partial or a dataclass holds of plain values. Any other object wants a `name`.
+            partial or a dataclass holds of plain values. A lambda, a function that holds values of one
+            around it, and any other object wants a `name`.
         on_trial: called here with each trial that ends while this call lasts.
         stale_seconds: see above.
 
     Raises:
         ValueError: naming the argument, or the key of the space; a study of that name that was begun
             otherwise; a configuration whose training cannot be set up.
+        ConfigError: a key of the space that no training reads, such as `training.seed`.
         ImportError: Optuna is not installed.
+        TypeError: `evaluate` returned what is no `TrialOutcome`; with several jobs a RuntimeError says so.
         RuntimeError: a worker failed outside of a trial, or ended before it began, or again and again.
     """
     import_optuna()
@@ -252,7 +255,11 @@ def _name_of(evaluate: Any) -> str | None:
     if owner is not None and not isinstance(owner, type | ModuleType):
         inner = _name_of(owner)
         return None if inner is None else f"{inner}.{evaluate.__name__}"
-    return f"{evaluate.__module__}:{evaluate.__qualname__}" if hasattr(evaluate, "__qualname__") else None
+    # One name has as many lambdas as lines, and a closure as many as values that it was made with.
+    unnamed = getattr(evaluate, "__closure__", None) or getattr(evaluate, "__name__", "") == "<lambda>"
+    if unnamed or not hasattr(evaluate, "__qualname__"):
+        return None
+    return f"{evaluate.__module__}:{evaluate.__qualname__}"
 
 
 def _called(name: str | None, values: Any) -> str | None:
@@ -291,6 +298,9 @@ def _can_train(task: Task, device: str | None) -> None:
     """Refuse what no configuration of the space could be trained with, before a trial is spent on it."""
     from stackwise.prototype.prototype import ArchitecturePrototype
 
+    unread = [*unread_keys(task.space.dimensions, device)]
+    if unread:
+        raise ConfigError(unread, task.space.source)
     values = {key: dimension.ends[0] for key, dimension in task.space.dimensions.items()}
     config: StackWiseConfig = task.stand_in(task.space.config(values))
     ArchitecturePrototype(config, device=device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from numbers import Real
 from statistics import fmean, median
 from typing import Any, Literal, Self, get_args
 
@@ -20,7 +21,7 @@ _WORSE = get_args(Outcome)
 
 @dataclass(frozen=True)
 class TrialOutcome:
-    """What became of a configuration under one seed.
+    """What became of a configuration under one seed. Numbers may be NumPy's; they are kept as Python's.
 
     Attributes:
         status: "success"; "spiky", "diverged" or "nan" as the run's verdict says; "error": it raised.
@@ -28,6 +29,10 @@ class TrialOutcome:
         tokens_per_second: of a training step; None: not measured.
         peak_bytes: the most memory of a training step; None: not measured.
         reason: in a line, of all but a success.
+
+    Raises:
+        ValueError: another status, a loss that is no number or not finite of a success, a speed or a peak
+            that is no finite number.
     """
 
     status: Outcome
@@ -38,9 +43,17 @@ class TrialOutcome:
 
     def __post_init__(self) -> None:
         check_choice("status", self.status, _WORSE)
-        require(
-            self.status != "success" or math.isfinite(self.loss), "loss", self.loss, "finite of a success"
-        )
+        self._keep("loss", float, finite=self.status == "success")
+        if self.tokens_per_second is not None:
+            self._keep("tokens_per_second", float, finite=True)
+        if self.peak_bytes is not None:
+            self._keep("peak_bytes", int, finite=True)
+
+    def _keep(self, key: str, kind: type, *, finite: bool) -> None:
+        value = getattr(self, key)
+        sound = isinstance(value, Real) and (math.isfinite(value) or not finite)
+        require(sound, key, value, "a finite number" if finite else "a number")
+        object.__setattr__(self, key, kind(value))
 
 
 def merge_outcomes(outcomes: Sequence[TrialOutcome]) -> TrialOutcome:

@@ -165,11 +165,18 @@ def _write_down(finish_claim: Callable[[], None], claims: Claims, claim: Claim) 
             raise
 
 
+class _NoOutcomeError(TypeError):
+    """What was evaluated says nothing that could be kept."""
+
+
 def _trained(task: Task, study: Study, claim: Claim) -> Callable[[], None]:
     """Do what a trial asks for.
 
     Returns:
         What writes it down.
+
+    Raises:
+        TypeError: `evaluate` returned no outcome.
     """
     optuna = import_optuna()
     maximize = task.objectives[0].maximize
@@ -181,6 +188,10 @@ def _trained(task: Task, study: Study, claim: Claim) -> Callable[[], None]:
         for number, seed in enumerate(task.seeds):
             report = rungs.report if watched and number == 0 else _unheard
             outcome = task.evaluate(claim.trained, seed, report)
+            if not isinstance(outcome, TrialOutcome):
+                raise _NoOutcomeError(
+                    f"evaluate: returned {type(outcome).__name__}, {outcome!r}; wanted a TrialOutcome"
+                )
             outcomes.append(outcome)
             if not math.isfinite(outcome.loss) or outcome.status not in ("success", "spiky"):
                 break
@@ -191,6 +202,8 @@ def _trained(task: Task, study: Study, claim: Claim) -> Callable[[], None]:
     except optuna.TrialPruned:
         last = merge_outcomes(outcomes).loss if outcomes else rungs.last
         return lambda: finish_pruned(study, claim.trial, last, outcomes)
+    except _NoOutcomeError:  # of every configuration alike, so that it is none of its results
+        raise
     except Exception as error:  # a configuration that cannot be trained is a result as well
         told = str(error).strip().split("\n")[0][:300]
         outcomes.append(TrialOutcome("error", math.inf, reason=f"{type(error).__name__}: {told}"))

@@ -76,7 +76,17 @@ def test_the_figures_of_transfer_make_a_table_and_a_plot(transfers, tmp_path):
     lines = transfer.rows(figures).splitlines()
     assert lines[0].startswith("| parametrisation | 1 x | 2 x | 4 x | 8 x |")
     assert lines[2].startswith("| muP | 0.0078 | 0.0078 | 0.0078 | 0.0078 | +0.00")
-    assert lines[3].startswith("| standard | 0.0078 | 0.0039 | 0.002 | 0.00098 | -1.00 [-1.00, -1.00]")
+    assert lines[3].startswith("| standard | 0.0078 | 0.0039 | 0.002 | 0.00098 | -1.00 [-1.00, -1.00] | 3 |")
+    assert lines[4].startswith("| muP - standard | | | | | +1.00 [+1.00, +1.00]")
+    # By their own best learning rates both come to 2, by that of 1 x the standard one to more, the wider.
+    assert lines[10] == "| muP - standard | +0.00 [+0.00, +0.00] | +0.00" + " [+0.00, +0.00] | +0.00" * 2 + (
+        " [+0.00, +0.00] |"
+    )
+    apart = [0.01 * (n * math.log(2)) ** 2 for n in range(4)]
+    assert lines[12] == "| standard, that of 1 x | " + " | ".join(f"{2 + each:.3f}" for each in apart) + " |"
+    assert [cell.split()[0] for cell in lines[13].split(" | ")[1:]] == ["+0.00", "-0.00", "-0.02", "-0.04"]
+    alone = transfer.rows({transfer.MUP: figures[transfer.MUP]})
+    assert "- standard" not in alone and len(alone.splitlines()) == 3
     transfer.draw(figures, tmp_path / "transfer.svg")
     assert ET.parse(tmp_path / "transfer.svg").getroot().tag.endswith("svg")
     assert transfer.rows({}) == ""

@@ -85,6 +85,11 @@ def test_what_is_none_is_refused(plain, said):
 
 def test_ends():
     assert Range(1, 3).ends == (1, 3)
+    assert Range(4, 64).ends == (4, 5, 64)  # a rule may refuse what is odd
+    assert Range(4, 64, step=2).ends == (4, 64)
+    assert Range(4, 10, step=3).ends == (4, 7, 10)
+    assert Range(4, 5).ends == (4, 5) and Range(4, 4).ends == (4,)
+    assert Range(4.0, 6.0, step=1.0).ends == (4.0, 6.0)
     assert Choices((1, None)).ends == (1, None)
 
 

@@ -5,9 +5,9 @@ import math
 import optuna
 import pytest
 
-from stackwise.config import StackWiseConfig
+from stackwise.config import ConfigError, StackWiseConfig
 from stackwise.prototype import ArchitecturePrototype, create_small_variant
-from stackwise.prototype.search import PrototypeEvaluation, search_architecture_space
+from stackwise.prototype.search import PrototypeEvaluation, TrialOutcome, search_architecture_space
 from stackwise.training.memory_plan import plan_memory
 
 BASE = {
@@ -100,3 +100,33 @@ def test_what_cannot_be_trained_is_refused_before():
     }
     with pytest.raises(ValueError, match=r"training\.training_architecture: got 'stackwise'"):
         search_architecture_space(space, 2, storage="memory")
+
+
+@pytest.mark.parametrize(
+    "space, device, said",
+    [
+        ({"training.seed": [1, 2, 3]}, None, "space.training.seed: no trial reads it: it is that of `seeds`"),
+        ({"training.max_steps": [10, 100]}, None, "space.training.max_steps: no trial reads it"),
+        ({"training.log_interval": [1, 2]}, None, "space.training.log_interval: no trial reads it: nothing"),
+        ({"training.telemetry.parameter_norms": [True, False]}, None, "nothing is logged; allowed: keys"),
+        (
+            {"training.device": ["cpu", "auto"]},
+            "cpu",
+            "space.training.device: no trial reads it: it is device",
+        ),
+    ],
+)
+def test_a_key_that_no_trial_reads_is_refused(space, device, said):
+    with pytest.raises(ConfigError) as caught:
+        search_architecture_space({"space": space}, 2, storage="memory", device=device)
+    [problem] = caught.value.problems
+    assert said in problem
+
+
+def test_an_evaluation_of_ones_own_may_read_any_key():
+    def evaluate(config, seed, report):
+        return TrialOutcome("success", float(config.training.seed))
+
+    space = {"space": {"training.seed": [1, 2, 3]}}
+    result = search_architecture_space(space, 3, objective="loss", evaluate=evaluate, storage="memory")
+    assert result.best.config.training.seed == 1

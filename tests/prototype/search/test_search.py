@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import optuna
 import pytest
 import torch
@@ -279,6 +280,44 @@ class TestFailures:
         )
         assert [trial.score for trial in result.trials] == [-1.0, -1.0]
 
+    @pytest.mark.parametrize("loss, seeds", [(1.0, 1), (None, 2)])
+    def test_what_is_no_outcome_ends_the_search_and_is_no_result(self, folder, loss, seeds):
+        right = []
+
+        def evaluate(config, seed, report):
+            return TrialOutcome("success", 1.0) if right else loss
+
+        asked = {"objective": "loss", "name": "s", "evaluate": evaluate, "seeds": seeds}
+        kind = type(loss).__name__
+        with pytest.raises(TypeError, match=f"evaluate: returned {kind}, {loss}; wanted a TrialOutcome"):
+            search_architecture_space(FEW, 2, **asked)
+        right.append(True)  # as it is called again
+        assert len(search_architecture_space(FEW, 2, **asked).succeeded) == 2
+
+    def test_numbers_of_numpy_are_kept_and_read_again(self, folder):
+        def evaluate(config, seed, report):
+            return TrialOutcome("success", np.float32(0.5), np.float32(3), np.int64(5))
+
+        asked = {"objective": "score", "name": "s", "evaluate": evaluate}
+        result = search_architecture_space(FEW, 2, **asked)
+        [one, _] = result.trials
+        assert (one.loss, one.tokens_per_second, one.peak_bytes) == (0.5, 3.0, 5)
+        assert {type(each) for each in (one.loss, one.tokens_per_second)} == {float}
+        assert type(one.peak_bytes) is int
+        assert result.save(folder / "out")
+
+    def test_a_speed_that_is_no_number_is_an_error(self, folder):
+        def evaluate(config, seed, report):
+            return TrialOutcome("success", 1.0, math.nan if config.model.n_heads == 2 else 1.0, 1)
+
+        result = search_architecture_space(
+            FEW, 6, objective="tokens_per_second", evaluate=evaluate, storage="memory"
+        )
+        told = "ValueError: tokens_per_second: got nan; allowed: a finite number"
+        assert {trial.reason for trial in result.trials} == {"", told}
+        assert len(result.succeeded) == 3
+        assert "tokens_per_second" in str(result) and result.save(folder / "out")
+
 
 class TestSeeds:
     def test_loss_is_their_mean_and_the_worst_status_counts(self):
@@ -447,13 +486,24 @@ class TestStorage:
             names[7],
         ]
 
-    @pytest.mark.parametrize("kind", ["object", "field", "argument", "method"])
+    @pytest.mark.parametrize("kind", ["object", "field", "argument", "method", "closure", "lambda"])
     def test_an_evaluation_that_does_not_say_what_it_does_wants_a_name(self, kind):
         class Plain:
             def __call__(self, config, seed, report):
                 return bowl(config, seed, report)
 
+        def made_with(by):
+            return lambda config, seed, report: shifted(config, seed, report, by)
+
+        def named_with(by):
+            def way(config, seed, report):
+                return shifted(config, seed, report, by)
+
+            return way
+
         way = {
+            "closure": named_with(1.0),
+            "lambda": made_with(1.0),
             "object": Plain(),
             "field": Shifted(Number()),
             "argument": partial(shifted, by=Number()),
@@ -513,7 +563,10 @@ class TestStorage:
         ({"objective": ()}, "objective: got (); allowed: one or more"),
         ({"storage": 3}, "storage: got 3"),
         ({"storage": "memory", "jobs": 2}, "jobs: got 2; allowed: 1 with a storage"),
-        ({"jobs": 2, "evaluate": lambda config, seed, report: None}, "jobs: got 2; allowed: 1 with what"),
+        (
+            {"jobs": 2, "evaluate": lambda config, seed, report: None, "name": "one"},
+            "jobs: got 2; allowed: 1 with what",
+        ),
         ({"evaluate": 3}, "evaluate: got 3"),
         ({"stale_seconds": 0}, "stale_seconds: got 0"),
     ],

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from stackwise.config import StackWiseConfig
 from stackwise.prototype.search import SearchResult, SearchTrial
@@ -104,6 +105,14 @@ def test_what_is_no_one_line_stays_a_cell(found):
     odd = replace(found.trials[0], reason="a\nb | c", status="error", peak_bytes=64 * 1024)
     row = result(odd).to_markdown().splitlines()[2:]
     assert row == ["| 0 |  | 3.0000 | 100 | 64 KiB | 1,000 | error: a b \\| c | 0 |"]
+
+
+def test_brackets_of_a_reason_are_no_markup(found):
+    told = "RuntimeError: [enforce fail at alloc_cpu.cpp:124] no file in [/data/x] here"
+    odd = replace(found.trials[0], reason=told, status="error")
+    shown = io.StringIO()
+    Console(file=shown, width=400).print(result(odd).table())
+    assert told in shown.getvalue()
 
 
 def test_a_plot_of_another_kind_is_refused(found, tmp_path):

@@ -21,9 +21,11 @@ BASE = {
         "architecture": {"n_stacks": 2, "blocks_per_stack": 2},
     }
 }
+MLA = {"base": {"model": {"attention_type": "mla", "n_kv_heads": None, "latent": {"kv_lora_rank": 8}}}}
+KERNEL = {"base": {"model": {"attention_type": "kernel", "kernel": {"feature_map": "gaussian"}}}}
 CHOICES = {
     "model.n_heads": st.sampled_from([[2, 4, 8], {"low": 1, "high": 7}, [6]]),
-    "model.head_dim": st.sampled_from([[8, 16], {"low": 4, "high": 12, "step": 2}]),
+    "model.head_dim": st.sampled_from([[8, 16], {"low": 4, "high": 12, "step": 2}, {"low": 4, "high": 12}]),
     "n_layers": st.sampled_from([[1, 2, 5], {"low": 1, "high": 9}]),
     "gqa_ratio": st.sampled_from([[1, 2, 4], {"low": 1, "high": 8}]),
     "d_ff_ratio": st.sampled_from([[1, 2.5], {"low": 0.5, "high": 4.0}]),
@@ -78,10 +80,12 @@ def test_every_draw_is_valid_and_within_the_budget(plain, seed):
         space = Space.from_dict(plain)
     except ConfigError as error:
         problems = error.problems
-    # No size is within, a key is both searched and solved for, or it has no meaning in the base.
+    # No size is within, a key is both searched and solved for, it has no meaning in the base, or some of its
+    # head sizes are odd.
     told = ("max_parameters", "min_parameters", "parameters", "space.gqa_ratio", "space.n_layers")
     told += ("space.d_ff_ratio", "space.model.n_heads")
-    assert all(problem.startswith(told) for problem in problems), problems
+    odd = "even head size; it is 5"
+    assert all(problem.startswith(told) or odd in problem for problem in problems), problems
     assume(space is not None)
     low, high = bounds_of(plain)
     source = random.Random(seed)
@@ -245,6 +249,18 @@ class TestBudget:
         ({"space": {"n_layers": {"low": 1.0, "high": 2.0}}}, "space.n_layers: got 1.0; allowed: integers"),
         ({"space": {"d_ff_ratio": [0]}}, "space.d_ff_ratio: got 0; allowed: numbers above 0"),
         ({"space": {"model.head_dim": [15, 16]}}, "space.model.head_dim: got 15"),
+        (
+            {"space": {"model.head_dim": {"low": 4, "high": 64}}},
+            "space.model.head_dim: got 5; model.use_rope: got True (bool); needs an even head size; it is 5",
+        ),
+        (
+            {"space": {"model.latent.qk_rope_head_dim": {"low": 4, "high": 16}}} | MLA,
+            "space.model.latent.qk_rope_head_dim: got 5; model.latent.qk_rope_head_dim: got 5 (int); must",
+        ),
+        (
+            {"space": {"model.kernel.n_features": {"low": 16, "high": 64, "log": True}}} | KERNEL,
+            "space.model.kernel.n_features: got 17; model.kernel.n_features: ",
+        ),
         ({"space": {"model.dropout": {"low": 0.0, "high": 1.0}}}, "space.model.dropout: got 1.0"),
         ({"space": {"model.norm": ["rmsnorm", "batchnorm"]}}, "space.model.norm: got 'batchnorm'"),
         (

@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-__all__ = ["epoch_of"]
+__all__ = ["epoch_of", "tell_epoch"]
+
+
+def tell_epoch(loader: Iterable[Any], number: int) -> None:
+    """Call `set_epoch` of all that has it: the loader, its dataset, its samplers and what these wrap."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    inside = (getattr(loader, "dataset", None), getattr(loader, "sampler", None))
+    for each in (loader, *inside, batch_sampler, getattr(batch_sampler, "sampler", None)):
+        if callable(told := getattr(each, "set_epoch", None)):
+            told(number)
 
 
 def epoch_of(loader: Iterable[Any], number: int, set_epoch: Callable[[int], None]) -> Iterator[Any]:

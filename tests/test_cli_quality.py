@@ -60,6 +60,7 @@ def test_mmlu_of_a_folder(place, capsys):
         (["arc"], "task: got 'arc'; allowed: 'mmlu', 'hellaswag'"),
         (["mmlu", "--data", "nowhere"], "no file of the split test; download"),
         (["quiz.jsonl", "--include", "."], "include: got"),
+        (["quiz.jsonl", "--eos-token-id", "5", "-6"], "eos_token_id: got -6; allowed: an integer >= 0"),
         (["quiz.jsonl", "--shots", "2"], "shots: got 2; allowed: none"),
         (["quiz.jsonl", "--harness", "--data", "."], "data: got"),
         (["text.jsonl"], "prefix_token_id: got None"),
@@ -76,6 +77,7 @@ def test_mmlu_of_a_folder(place, capsys):
         "task",
         "data",
         "include",
+        "end",
         "shots",
         "harness",
         "prefix",
@@ -90,6 +92,11 @@ def test_errors_in_one_line(place, capsys, arguments, message):
     assert run(*arguments) == 2
     error = capsys.readouterr().err
     assert error.startswith("stackwise: ") and message in error
+
+
+def test_a_folder_that_is_mistyped(place, capsys):
+    assert main(["quality", "wieghts", "--tasks", "quiz.jsonl"]) == 2
+    assert "model: got 'wieghts'; allowed: a folder that there is, MODULE:FACTORY" in capsys.readouterr().err
 
 
 def test_a_tokenizer_is_wanted(place, capsys):

@@ -63,7 +63,11 @@ def create_data(
             world_size=world_size,
         )
 
-    training = windows(sequence.part(0, n_training), config.data.shuffle)
+    try:
+        training = windows(sequence.part(0, n_training), config.data.shuffle)
+    except ValueError as error:
+        where = f"data.dataset_path={config.data.dataset_path!r}"
+        raise ValueError(f"{where} with training.batch_size and training.seq_len: {error}") from None
     if n_validation == 0:
         return training, None
     try:

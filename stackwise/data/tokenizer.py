@@ -81,6 +81,8 @@ class ByteTokenizer:
 class HuggingFaceTokenizer:
     """A `tokenizer.json` of Hugging Face's tokenizers.
 
+    Of the file's `truncation` and `padding`, which are for the rows of a batch, neither is done.
+
     Which token begins, ends or masks a text is in the `tokenizer_config.json` beside it, if there is one; a
     `tokenizer.json` itself does not say.
 
@@ -117,6 +119,8 @@ class HuggingFaceTokenizer:
             self._inner = Inner.from_file(str(file))
         except Exception as error:  # tokenizers raises no class of its own
             raise ValueError(f"{file}: no tokenizer: {error}") from None
+        self._inner.no_truncation()
+        self._inner.no_padding()
         self.vocab_size = max(self._inner.get_vocab().values(), default=-1) + 1
         said = _special_tokens(file.with_name("tokenizer_config.json"))
         given = {"bos": bos, "eos": eos, "mask": mask}

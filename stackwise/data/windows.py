@@ -126,7 +126,9 @@ class TokenWindows(Batches):
             return 0, None
         if self._order is None or self._order[0] != epoch:
             self._order = None  # two orders are never held at a time
-            generator = torch.Generator().manual_seed((self.seed * 1_000_003 + epoch) % 2**63)
+            # torch seeds its CPU generator with 32 bits: those above them are mixed in.
+            mixed = self.seed * 1_000_003 + (self.seed >> 32) * 0x9E3779B1 + epoch
+            generator = torch.Generator().manual_seed(mixed % 2**32)
             offset = int(torch.randint(self.seq_len, (1,), generator=generator))
             dtype = torch.int32 if self.n_windows < 2**31 else torch.int64
             order = torch.randperm(self.n_windows, generator=generator, dtype=dtype)

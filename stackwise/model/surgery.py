@@ -25,6 +25,7 @@ __all__ = [
     "insert_stack",
     "prepend_stack",
     "remove_stack",
+    "residual_ends",
     "set_identity",
     "split_stack",
     "unfreeze_stack",
@@ -87,7 +88,7 @@ def insert_stack(
     groups.refuse_held(stack)
     plan = groups.plan(stack, like)
     if identity:
-        _residual_ends(_blocks(stack))
+        residual_ends(_blocks(stack))
 
     stack.to(device=weight.device).train(rack.training)
     if not groups.adopt(stack.parameters()):
@@ -223,11 +224,16 @@ def set_identity(part: Stack | Block) -> None:
     Raises:
         ValueError: quantised weights.
     """
-    for weight in _residual_ends([part] if isinstance(part, Block) else _blocks(part)):
+    for weight in residual_ends([part] if isinstance(part, Block) else _blocks(part)):
         weight.zero_()
 
 
-def _residual_ends(blocks: Iterable[Block]) -> list[nn.Parameter]:
+def residual_ends(blocks: Iterable[Block]) -> list[nn.Parameter]:
+    """What ends the branches of Blocks: at zero they hand on what they get, see `set_identity`.
+
+    Raises:
+        ValueError: quantised weights.
+    """
     ends: list[nn.Module] = []
     for block in blocks:
         if block.norm_first:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from stackwise.argument import require
+from stackwise.loader_epoch import tell_epoch
 from stackwise.random_states import random_states, set_random_states
 
 __all__ = ["Batch", "BatchStream", "as_mapping", "check_restarts"]
@@ -25,8 +26,8 @@ class BatchStream:
     shuffles, unless it has a generator of its own.
 
     Args:
-        dataloader: started again when it ends; where it, its dataset or its sampler has `set_epoch`, that is
-            told the pass.
+        dataloader: started again when it ends; it, its dataset and its samplers are told the pass, where they
+            have `set_epoch`.
         per_step: batches a step.
         first_step: how many steps are left out at first.
 
@@ -69,7 +70,7 @@ class BatchStream:
             ValueError: the loader is another one, or has fewer batches.
         """
         self._epoch, self._index = state["epoch"], state["batch"]
-        self._start()
+        tell_epoch(self._dataloader, self._epoch)
         if _has_state(self._dataloader):
             kind = type(self._dataloader).__name__
             require("loader" in state, "dataloader", kind, "one without a state, as when this was saved")
@@ -85,19 +86,10 @@ class BatchStream:
         fewer = f"{self._index} or more in pass {self._epoch}, as when the state was saved"
         require(left_out == self._index, "batches of the dataloader", left_out, fewer)
 
-    def _start(self) -> None:
-        loader = self._dataloader
-        inside = (getattr(loader, name, None) for name in ("dataset", "batch_sampler", "sampler"))
-        for each in (loader, *inside):
-            told = getattr(each, "set_epoch", None)
-            if told is not None:
-                told(self._epoch)
-                return
-
     def _take(self) -> Batch:
         while True:
             if self._batches is None:
-                self._start()
+                tell_epoch(self._dataloader, self._epoch)
                 self._began = None if _has_state(self._dataloader) else random_states()
                 self._batches, self._index = iter(self._dataloader), 0
             for batch in self._batches:

@@ -205,8 +205,13 @@ def _without_memory(rack: Rack) -> Rack:
 
 
 def _checksums(rack: Rack) -> dict[str, tuple[object, ...]]:
-    """Of each weight its shape, its dtype, and the sum of its numbers' bits, read as integers."""
+    """Of each weight whether it trains, its shape, its dtype, and the sum of its bits, read as integers."""
     return {
-        name: (tuple(w.shape), str(w.dtype), int(w.view(_INTEGERS[w.element_size()]).sum(dtype=torch.int64)))
-        for name, w in rack.state_dict().items()
+        name: (
+            "trains" if w.requires_grad else "frozen",
+            tuple(w.shape),
+            str(w.dtype),
+            int(w.detach().view(_INTEGERS[w.element_size()]).sum(dtype=torch.int64)),
+        )
+        for name, w in rack.state_dict(keep_vars=True).items()
     }

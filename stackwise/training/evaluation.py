@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from stackwise.config import TrainingConfig
-from stackwise.random_states import random_states_kept
+from stackwise.loader_epoch import tell_epoch
+from stackwise.seed import seeded
 from stackwise.training.batch_stream import Batch, as_mapping
 from stackwise.training.objective import Objective
 from stackwise.training.precision import autocast, frozen_precision
@@ -28,7 +29,7 @@ class ValidationRecord:
     Attributes:
         steps: that were trained, of all phases.
         loss: mean over all that is predicted, in nats, without z-loss.
-        unit: what trained last, which with the Blocks before it is what was evaluated; None: the whole Rack.
+        unit: what trained last, which with the Blocks before it is what was evaluated; None: not said.
     """
 
     steps: int
@@ -43,8 +44,9 @@ class ValidationRecord:
 class Evaluation:
     """Means of what an objective asks for, over batches and processes.
 
-    What an objective masks depends on the place of the batch alone, so that two evaluations ask for the
-    same; the random state of the process is neither used nor changed.
+    Each is of the first epoch of the batches, what a loader draws starts from the run's seed, and what an
+    objective masks depends on the place of the batch alone, so that two evaluations ask for the same. The
+    random state of the process is neither used nor changed.
 
     Args:
         objective: the seed of what it masks is the run's.
@@ -76,10 +78,9 @@ class Evaluation:
         """
         device, seed = self._processes.device, self._processes.seed(self._settings.seed)
         precision = frozen_precision(self._settings.precision) if precision is None else precision
-        if hasattr(batches, "set_epoch"):
-            batches.set_epoch(0)
+        tell_epoch(batches, 0)
         loss, count = torch.zeros(2, dtype=torch.float64, device=device)
-        with random_states_kept():  # a DataLoader draws a seed for its workers, also where it has none
+        with seeded(seed, device):
             for place, batch in enumerate(map(as_mapping, islice(batches, limit))):
                 targets = self.objective.targets(batch, (seed, place)).sent(device)
                 with autocast(precision, device):

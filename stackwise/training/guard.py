@@ -261,7 +261,7 @@ class PhaseGuard(Guard):
         tokens = sum(each.targets.input_ids.numel() for each in micro_batches)
         self._steps_made[self.steps] = _Made(number, lr, tokens * self._step.processes.world_size)
         self._step.set_rate(lr)
-        loss = self._step.backward(micro_batches)
+        loss, self._mean = self._step.backward(micro_batches)
         self.count.end()
         self.step(loss, logit=self._step.logit())
         self._take_in()
@@ -271,7 +271,8 @@ class PhaseGuard(Guard):
         """As of `Guard`; an overflow that the loss scale answers is left out, and is no alarm."""
         scale = self._step.loss_scale
         if scale is None:
-            return super().decide(loss, norms_P, logit)
+            decision = super().decide(loss, norms_P, logit)
+            return decision._replace(loss=self._mean)
         norm, factor = global_norm(norms_P), scale.divisor()
         answered = loss.isfinite() & ~norm.isfinite() & ~scale.exhausted()
         # A norm of 0 is no alarm, and not remembered.
@@ -279,7 +280,9 @@ class PhaseGuard(Guard):
         divisor = factor if decision.divisor is None else factor * decision.divisor
         scale.update(answered, counts=decision.found_inf == 0)
         left_out = torch.maximum(decision.found_inf, answered.float())
-        return decision._replace(found_inf=left_out, divisor=divisor, norm=norm, norms_P=norms_P)
+        return decision._replace(
+            found_inf=left_out, divisor=divisor, loss=self._mean, norm=norm, norms_P=norms_P
+        )
 
     @property
     def _loss_scale(self) -> float:

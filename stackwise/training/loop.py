@@ -18,6 +18,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
+from stackwise.argument import require
 from stackwise.checkpoint import EXIT_CODE
 from stackwise.config import TrainingConfig
 from stackwise.device import release_freed_memory
@@ -43,11 +44,12 @@ from stackwise.training.result import UnitResult, unit_result
 from stackwise.training.run_state import records_of, state_of_records
 from stackwise.training.scope import Phase
 from stackwise.training.step import MicroBatch, TrainStep
-from stackwise.training.targets import Targets
+from stackwise.training.targets import IGNORED, Targets
 from stackwise.training.throughput import ThroughputMeter
 
 __all__ = ["NonFiniteStepError", "TrainingLoop", "TrainingTerminated"]
 
+_SILENT = 16  # steps in which nothing is predicted, until that is taken to be so of all data
 _SEARCH = 32  # halvings: from the first loss scale, 2**16, to one below all that float16 can hold
 
 
@@ -95,7 +97,7 @@ class TrainingLoop:
         learning_rate: of a step in a schedule of so many steps.
         records: every step, of all phases.
         epochs: the pass over the data of each step since the last phase began that does not continue one.
-        tokens: that were trained on, by all processes.
+        tokens: that were trained on, padding as well: those of this process, times how many there are.
         units: what each phase that is over did.
         alarms: of the guard. Their `step` is the number of the update that was to be made.
         bundles: folder for diagnostic bundles of the guard; None: none are written.
@@ -142,7 +144,7 @@ class TrainingLoop:
         """Go through the phases, or what is left of them.
 
         Raises:
-            ValueError: nothing to train, or no data.
+            ValueError: nothing to train, no data, or data of which nothing is predicted.
             NonFiniteStepError: the loss or the gradient stopped being finite, and there is no guard.
             GuardError: training is broken for good.
             TrainingTerminated: the run was asked to end, and is saved.
@@ -188,7 +190,10 @@ class TrainingLoop:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """All but weights, optimizer and random states, of what is saved: the same in all processes."""
+        """All but weights, optimizer and random states, of what is saved: the same in all processes.
+
+        But for tokens, where processes have batches of different sizes.
+        """
         assert self._train_step is not None, "a step was made"
         scale = self._train_step.loss_scale
         return {
@@ -350,7 +355,7 @@ class TrainingLoop:
         self._buffer.write(
             done,
             lr,
-            loss=outcome.loss,
+            loss=outcome.mean,
             grad_norm=outcome.grad_norm,
             skipped=outcome.skipped,
             tokens=tokens,
@@ -416,7 +421,16 @@ class TrainingLoop:
             if evaluates and not any(record.skipped and self._guard is None for record in arrived):
                 evaluated = {"validation_loss": self._evaluate(phase, step, done)}
             self._read(arrived, evaluated)
+            self._check_predicts(ends=last and phase.is_last)
         self._leave(phase, step, saves=saving)
+
+    def _check_predicts(self, *, ends: bool) -> None:
+        """Refuse data without a token to predict, from `_SILENT` steps on or where the run `ends`."""
+        steps = len(self.records)
+        predicts = any(not math.isnan(record.loss) for record in self.records)
+        allowed = f"at least one in {steps}: tokens behind others, neither padding nor labelled {IGNORED}"
+        early = steps < _SILENT and not ends
+        require(predicts or early, "dataloader: steps with something to predict", 0, allowed)
 
     def _leave(self, phase: Phase, step: TrainStep, *, saves: bool = False) -> None:
         """Save if it `saves`, or where the run ends, and end it where that is asked for."""

@@ -24,7 +24,8 @@ class MasterAdamW(torch.optim.Optimizer):
 
     Args:
         groups: float32 parameters, or parameter groups of them; made bfloat16 here.
-        frozen: parameters that the model computes with and that are not trained; made bfloat16 as well.
+        frozen: parameters that the model computes with and that are not trained; made bfloat16 as well. What
+            is bfloat16 already stays so.
         lr: learning rate.
         betas: decay of the two moments.
         eps: added to the root of the second.
@@ -32,7 +33,7 @@ class MasterAdamW(torch.optim.Optimizer):
         compile: make the step one compiled pass, which takes some seconds the first time.
 
     Raises:
-        ValueError: a parameter that is not float32.
+        ValueError: a parameter that is neither float32 nor, of the frozen ones, bfloat16.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class MasterAdamW(torch.optim.Optimizer):
         self.grad_scale: Tensor | None = None
         self._compiles = compile
         self._updates: list[Callable[..., None]] = []
-        self._frozen = [(p, p.data) for p in frozen]
+        self._frozen = [(p, p.data) for p in frozen if p.dtype != torch.bfloat16]
         for p in (*self._parameters(), *(p for p, _ in self._frozen)):
             if p.dtype != torch.float32:
                 raise ValueError(f"parameters: got dtype {p.dtype}; allowed: float32, to be made masters")

@@ -14,7 +14,7 @@ from stackwise.config.training import ObjectiveConfig
 from stackwise.model.rack import Rack
 from stackwise.training.cross_entropy import chunked_cross_entropy, cross_entropy, plain_weight
 from stackwise.training.masking import mask_diffusion_targets, masked_token_targets
-from stackwise.training.targets import IGNORED, Targets, next_token_targets
+from stackwise.training.targets import IGNORED, Targets, check_ids, next_token_targets
 
 __all__ = ["IGNORED", "Objective", "Targets", "next_token_loss", "next_token_total", "require_causal"]
 
@@ -33,10 +33,12 @@ class Objective:
         """Refuse a Rack that this objective cannot train.
 
         Raises:
-            ValueError: attention that looks the wrong way, another vocabulary, or a `mask_token_id` outside
-                it.
+            ValueError: no Rack, attention that looks the wrong way, another vocabulary, or a `mask_token_id`
+                outside it.
         """
         kind, mask_token_id = self.config.kind, self.config.mask_token_id
+        plain = "a Rack as it is: compiling it is training.compile, and sharing it training.distributed"
+        require(isinstance(rack, Rack), "rack", type(rack).__name__, plain)
         require(rack.vocab_size == self.vocab_size, "vocab_size", rack.vocab_size, str(self.vocab_size))
         if kind == "next_token":
             require_causal(rack)
@@ -56,8 +58,14 @@ class Objective:
                 Equal integers choose equally on every device.
 
         Raises:
-            ValueError: parts of the batch differ in shape, or it holds the mask.
+            ValueError: parts of the batch are no tensors or differ in shape, or it holds the mask, or what is
+                no token of the vocabulary, which is looked for where it is on the CPU.
         """
+        targets = self._chosen(batch, noise)
+        check_ids(batch, targets, self.vocab_size)
+        return targets
+
+    def _chosen(self, batch: Mapping[str, Tensor], noise: tuple[int, ...]) -> Targets:
         config = self.config
         if config.kind == "next_token":
             return next_token_targets(batch)

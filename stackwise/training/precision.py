@@ -14,8 +14,16 @@ from stackwise.argument import check_choice, require
 from stackwise.config import Precision
 from stackwise.model.block import Block
 from stackwise.model.linear import Linear
+from stackwise.model.quantization import QuantizedLinear
 
-__all__ = ["autocast", "check_precision", "compute_dtype", "float8_layers", "frozen_precision"]
+__all__ = [
+    "autocast",
+    "check_precision",
+    "check_weights",
+    "compute_dtype",
+    "float8_layers",
+    "frozen_precision",
+]
 
 _KEY = "training.precision"
 _DTYPES = {
@@ -25,6 +33,9 @@ _DTYPES = {
     "fp16": torch.float16,
     "float8": torch.bfloat16,
 }
+# Beside float32, what frozen weights may be in: autocast has products of any dtypes.
+_NARROW = {"fp32": (), "bf16_weights": (torch.bfloat16,)}
+_ANY_NARROW = (torch.bfloat16, torch.float16)
 _FLOAT8_CAPABILITY = (8, 9)
 _FLOAT8_MULTIPLE = 16  # of both sizes of a matrix, for the kernels of the hardware
 
@@ -43,6 +54,23 @@ def check_precision(precision: str, device: torch.device) -> None:
         raise ValueError(f"{_KEY}: got {precision!r}; {reason}; allowed on {device.type}: {allowed}")
     if precision == "float8":
         _require_torchao()
+
+
+def check_weights(model: nn.Module, precision: str) -> None:
+    """Refuse weights that are not float32, but for frozen ones that `precision` can be computed with.
+
+    Raises:
+        ValueError: naming the first.
+    """
+    frozen = (torch.float32, *_NARROW.get(precision, _ANY_NARROW))
+    for path, module in model.named_modules():
+        if isinstance(module, QuantizedLinear):  # converts what it is given
+            continue
+        for name, p in module.named_parameters(prefix=path, recurse=False):
+            known = (torch.float32,) if p.requires_grad else frozen
+            state = "trains" if p.requires_grad else "is frozen"
+            allowed = f"{' or '.join(map(str, known))} of what {state}, with {_KEY}={precision!r}"
+            require(p.dtype in known, f"dtype of {name}", p.dtype, allowed)
 
 
 def _refusal(precision: str, device: torch.device) -> str:

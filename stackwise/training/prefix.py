@@ -5,14 +5,18 @@ Shapes: B batch, T positions, C model width.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import shutil
+import socket
 import tempfile
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -54,7 +58,8 @@ class PrefixOutputs:
     puts its own in the place. So a budget that holds the data once makes the cost of a phase
     independent of how deep it is. What does not fit is computed again from the embedding; what was first
     stays, since the batches come in the same order in every phase and the ones used least recently are those
-    needed next.
+    needed next. Where a disk has less room than that, what it holds by then is the budget, with a
+    warning.
 
     The trainer owns the weights and says what it trains (`forget`), so nothing is hashed but the batch; for
     weights that others may change see `stackwise.model.stack_cache.StackCache`.
@@ -63,7 +68,8 @@ class PrefixOutputs:
         rack: of which the outputs are.
         store: its Blocks.
         byte_budget: the most that is kept; 0: nothing.
-        directory: keep it in files of a new folder in here, which `close` removes; None: in memory.
+        directory: keep it in files of a new folder in here, which `close` removes; None: in memory. Folders
+            of processes of this machine that were killed are removed.
     """
 
     def __init__(
@@ -71,11 +77,11 @@ class PrefixOutputs:
     ) -> None:
         self._rack, self._store, self.byte_budget = rack, store, byte_budget
         self._entries: dict[str, _Entry] = {}
+        self._awaited = 0  # how many batches may come until one of those kept should have
         self.statistics = PrefixStatistics()
         self._folder: Path | None = None
         if directory is not None:
-            Path(directory).mkdir(parents=True, exist_ok=True)
-            self._folder = Path(tempfile.mkdtemp(prefix="prefix-", dir=directory))
+            self._folder, self._lock = _new_folder(Path(directory))
 
     @torch.no_grad()
     def computed(self, targets: Targets, depth: int) -> Tensor:
@@ -93,6 +99,7 @@ class PrefixOutputs:
         """
         self.statistics.asked += depth
         entry = self._entries.get(key)
+        self._await(entry)
         if entry is not None and entry.depth == depth:
             return self._read(entry)
         if entry is not None and entry.depth < depth:
@@ -105,16 +112,33 @@ class PrefixOutputs:
         return x_BTC
 
     def forget(self, first: int) -> None:
-        """Drop what depends on the Block `first` or a later one, because it trains; 0: also the embedding."""
+        """Drop what depends on the Block `first` or a later one, because it trains; 0: also the embedding.
+
+        If then none of the batches that are kept is among the first as many, there is a warning.
+        """
         for key, entry in list(self._entries.items()):
             if entry.depth > first:
                 self._drop(key)
+        self._awaited = len(self._entries)
 
     def close(self) -> None:
         """Drop everything."""
         self.forget(0)
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
+            self._lock.close()
+
+    def _await(self, entry: _Entry | None) -> None:
+        if entry is not None:
+            self._awaited = 0
+        elif self._awaited:
+            self._awaited -= 1
+            if not self._awaited:
+                none = f"none of the {len(self._entries)} batches that are kept is among as many of this unit"
+                cause = (
+                    "the loader composes others for each unit, as one does that shuffles by the random state"
+                )
+                warnings.warn(f"training.scope.cache_bytes spares nothing: {none}; {cause}", stacklevel=2)
 
     def _on(self, x_BTC: Tensor, start: int, targets: Targets, depth: int) -> Tensor:
         layout = Layout(x_BTC, targets.attention_mask, targets.document_ids)
@@ -133,7 +157,14 @@ class PrefixOutputs:
             place.copy_(x_BTC, non_blocking=True)
         else:
             place = self._folder / key
-            save_file({"hidden": x_BTC.cpu().contiguous()}, place)
+            try:
+                save_file({"hidden": x_BTC.cpu().contiguous()}, place)
+            except (OSError, SafetensorError) as error:
+                place.unlink(missing_ok=True)
+                self.byte_budget = self.statistics.bytes
+                said = f"{self._folder}: no room for more than {self.byte_budget} bytes: {error}"
+                warnings.warn(f"{said}; the rest is computed again", stacklevel=2)
+                return
         self._entries[key] = _Entry(depth, x_BTC.nbytes, place)
         self.statistics.bytes += x_BTC.nbytes
 
@@ -149,6 +180,39 @@ class PrefixOutputs:
         self.statistics.bytes -= entry.nbytes
         if isinstance(entry.place, Path):
             entry.place.unlink(missing_ok=True)
+
+
+def _new_folder(directory: Path) -> tuple[Path, TextIO]:
+    """A folder in `directory`, and its lock, which the system takes back however the process ends."""
+    directory.mkdir(parents=True, exist_ok=True)
+    # Not every file system shows a lock to other machines. No name of one has an @.
+    prefix = f"prefix-{socket.gethostname()}@"
+    for path in directory.glob(f"{prefix}*/lock"):
+        _remove_unlocked(path)
+    folder = Path(tempfile.mkdtemp(prefix=f".{prefix}", dir=directory))
+    lock = (folder / "lock").open("w")
+    _take(lock)
+    # Only now has it a name that others look for.
+    return folder.rename(folder.with_name(folder.name.removeprefix("."))), lock
+
+
+def _remove_unlocked(path: Path) -> None:
+    try:
+        file = path.open("r+")
+    except OSError:  # gone by now, or another user's
+        return
+    with file:
+        if _take(file):
+            shutil.rmtree(path.parent, ignore_errors=True)
+
+
+def _take(lock: TextIO) -> bool:
+    """Whether it is this process's now: another may have it, or the file system may have no locks."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 def batch_key(targets: Targets) -> str:

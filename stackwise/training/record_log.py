@@ -5,16 +5,22 @@ from __future__ import annotations
 import json
 import math
 import os
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
+from stackwise.argument import require
+from stackwise.config.training import TelemetryConfig
 from stackwise.stability.guard import Alarm
 from stackwise.stability.telemetry import StepRecord
 
-__all__ = ["JsonLinesLog", "LoggedLines", "RecordLog", "TensorBoardLog", "read_json_lines"]
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+__all__ = ["JsonLinesLog", "LoggedLines", "RecordLog", "TensorBoardLog", "check_places", "read_json_lines"]
 
 # JSON has no other numbers than finite ones. Python's float() takes these names back.
 _NAMES = ("NaN", "Infinity", "-Infinity")
@@ -34,12 +40,9 @@ class RecordLog(Protocol):
         Figures are those of `Throughput.to_dict`, and after an evaluation `validation_loss`.
         """
 
-    def close(self) -> None:
-        """Write what is still held back."""
-
 
 class _Log(ABC):
-    """A log that is closed at the end of a `with` block."""
+    """A log that is closed at the end of a `with` block. What a disk refuses is lost with a warning."""
 
     @abstractmethod
     def close(self) -> None:
@@ -76,6 +79,7 @@ class JsonLinesLog(_Log):
         if first_step is not None and self.path.exists():
             _cut_steps(self.path, first_step)
         self._file = self.path.open("ab", buffering=0)
+        self._whole = self._file.tell()  # bytes of lines that were written to their end
 
     def write(
         self,
@@ -83,15 +87,24 @@ class JsonLinesLog(_Log):
         figures: Mapping[str, float] | None = None,
         alarms: Sequence[Alarm] = (),
     ) -> None:
-        """Append a line for each of `records`, `figures` in the last one, and for each of `alarms`."""
+        """Append a line for each of `records`, `figures` in the last one, and for each of `alarms`.
+
+        Lines that the disk refuses are left out; those of later calls are written again.
+        """
         rows = [record.to_dict() for record in records]
         if rows and figures:
             rows[-1] |= figures
         rows += [{"step": alarm.step, "alarm": alarm.kind, **_told(alarm)} for alarm in alarms]
         # One call of the system for all of them: none is torn but by a full disk or a kill within it.
         lines = "".join(json.dumps(_named(row), allow_nan=False) + "\n" for row in rows).encode()
-        while lines:
-            lines = lines[self._file.write(lines) :]
+        try:
+            if self._file.tell() != self._whole:
+                self._file.truncate(self._whole)
+            while lines:
+                lines = lines[self._file.write(lines) :]
+            self._whole = self._file.tell()
+        except OSError as error:
+            warnings.warn(f"{self.path}: lines are left out: {error}", stacklevel=2)
 
     def close(self) -> None:
         """Close the file."""
@@ -136,6 +149,8 @@ def read_json_lines(path: str | os.PathLike[str]) -> LoggedLines:
 class TensorBoardLog(_Log):
     """Scalars for TensorBoard: `train/...`, norms, `throughput/...`, `validation/loss`, `alarm/...`.
 
+    Its writer does not get over a disk that refuses: nothing more is written then.
+
     Args:
         folder: of the event files.
         first_step: what older files have of this step and later ones is not shown; None: all is.
@@ -145,6 +160,7 @@ class TensorBoardLog(_Log):
     """
 
     def __init__(self, folder: str | os.PathLike[str], first_step: int | None = None) -> None:
+        self.folder = Path(folder)
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
@@ -152,7 +168,7 @@ class TensorBoardLog(_Log):
                 "training.telemetry.tensorboard needs tensorboard >= 2.18: "
                 f"pip install 'stackwise[train]' ({error})"
             ) from error
-        self._writer = SummaryWriter(str(folder), purge_step=first_step)
+        self._writer: SummaryWriter | None = SummaryWriter(str(folder), purge_step=first_step)
 
     def write(
         self,
@@ -161,23 +177,64 @@ class TensorBoardLog(_Log):
         alarms: Sequence[Alarm] = (),
     ) -> None:
         """Queue scalars at the steps of `records`; a thread of the writer's own puts them on disk."""
+        if self._writer is None:
+            return
+        try:
+            self._add(self._writer, records, figures or {}, alarms)
+        except OSError as error:
+            self._give_up(error)
+
+    def close(self) -> None:
+        """Wait for the writer's thread, and close the file."""
+        if self._writer is None:
+            return
+        try:
+            self._writer.close()
+        except OSError as error:
+            self._give_up(error)
+
+    @staticmethod
+    def _add(
+        writer: SummaryWriter,
+        records: Sequence[StepRecord],
+        figures: Mapping[str, float],
+        alarms: Sequence[Alarm],
+    ) -> None:
         for record in records:
             scalars = record.to_dict()
             step, _ = scalars.pop("step"), scalars.pop("unit", None)
             for name, norm in scalars.pop("parameter_norms", {}).items():
-                self._writer.add_scalar(f"gradient_norm/{name}", norm, step)
+                writer.add_scalar(f"gradient_norm/{name}", norm, step)
             for name, value in scalars.items():
-                self._writer.add_scalar(f"train/{name}", float(value), step)
+                writer.add_scalar(f"train/{name}", float(value), step)
         if records:
-            for name, value in (figures or {}).items():
+            for name, value in figures.items():
                 tag = "validation/loss" if name == "validation_loss" else f"throughput/{name}"
-                self._writer.add_scalar(tag, value, records[-1].step)
+                writer.add_scalar(tag, value, records[-1].step)
         for alarm in alarms:
-            self._writer.add_scalar(f"alarm/{alarm.kind.replace(' ', '_')}", alarm.value, alarm.step)
+            writer.add_scalar(f"alarm/{alarm.kind.replace(' ', '_')}", alarm.value, alarm.step)
 
-    def close(self) -> None:
-        """Wait for the writer's thread, and close the file."""
-        self._writer.close()
+    def _give_up(self, error: OSError) -> None:
+        self._writer = None
+        warnings.warn(f"{self.folder}: nothing more is written: {error}", stacklevel=3)
+
+
+def check_places(telemetry: TelemetryConfig, *, resumes: bool) -> None:
+    """Refuse where no log can be, and what another run has written, unless this one `resumes`.
+
+    Raises:
+        ValueError: naming the key.
+    """
+    if telemetry.jsonl is not None:
+        key, file = "training.telemetry.jsonl", Path(telemetry.jsonl)
+        require(not file.is_dir(), key, telemetry.jsonl, "a file, which a folder is not")
+        new = resumes or not file.exists() or file.stat().st_size == 0
+        require(new, key, telemetry.jsonl, "a file that has no lines yet, so that no two runs mix")
+    if telemetry.tensorboard is not None:
+        key, folder = "training.telemetry.tensorboard", Path(telemetry.tensorboard)
+        require(folder.is_dir() or not folder.exists(), key, telemetry.tensorboard, "a folder")
+        new = resumes or not any(folder.glob("events.out.tfevents.*"))
+        require(new, key, telemetry.tensorboard, "a folder that has no events yet, so that no two runs mix")
 
 
 def _told(alarm: Alarm) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NotRequired, TypedDict
 
@@ -12,7 +13,7 @@ from stackwise.training.evaluation import ValidationRecord
 from stackwise.training.phase_model import blocks_of
 from stackwise.training.scope import Phase
 
-__all__ = ["EpochLoss", "TrainingResult", "UnitResult", "epoch_losses", "unit_result"]
+__all__ = ["EpochLoss", "TrainingResult", "UnitResult", "epoch_losses", "training_loss", "unit_result"]
 
 
 class EpochLoss(TypedDict):
@@ -23,7 +24,7 @@ class EpochLoss(TypedDict):
 
 
 class UnitResult(TypedDict):
-    """What one phase did. Losses in nats.
+    """What one phase did. Losses in nats, means over steps that predict something.
 
     Keys:
         stack_idx, block_idx: which unit; the second within the Stack, and of `blockwise` training only.
@@ -49,7 +50,7 @@ class UnitResult(TypedDict):
 
 
 class TrainingResult(TypedDict):
-    """What a run did. Losses in nats; `records` has every step of every unit, in their order.
+    """What a run did. Losses in nats, means over steps that predict something.
 
     Keys:
         results: of each unit, in the order of training; not of `rackwise` training.
@@ -58,6 +59,7 @@ class TrainingResult(TypedDict):
         validation: of every `eval_interval` steps, where that is asked for.
         alarms: of the guard, where there is one; `step` is the number of the update that was to be made.
         skipped_steps: how many were left out because of them.
+        records: of every step of every unit, in their order; NaN is the loss of one that predicts nothing.
         training_history: by pass over the data; of local scopes that of the last unit.
     """
 
@@ -98,8 +100,8 @@ def unit_result(
     blocks = [blocks_of(rack)[i] for i in phase.unit.blocks]
     result = UnitResult(
         num_blocks=len(blocks),
-        avg_loss=mean_loss(records),
-        final_loss=mean_loss(records[-last:]),
+        avg_loss=training_loss(records),
+        final_loss=training_loss(records[-last:]),
         num_batches=num_batches,
         parameters=sum(block.get_parameter_count() for block in blocks),
         trainable_parameters=sum(block.get_trainable_parameter_count() for block in blocks),
@@ -114,12 +116,17 @@ def unit_result(
     return result
 
 
+def training_loss(records: Sequence[StepRecord]) -> float:
+    """Mean loss in nats of the steps that predict something; NaN: none does."""
+    return mean_loss([record for record in records if not math.isnan(record.loss)])
+
+
 def epoch_losses(records: Sequence[StepRecord], epochs: Sequence[int]) -> list[EpochLoss]:
     """The mean loss of each pass, of steps that belong to the pass beside them."""
     return [
         {
             "epoch": epoch,
-            "loss": mean_loss([r for r, e in zip(records, epochs, strict=True) if e == epoch]),
+            "loss": training_loss([r for r, e in zip(records, epochs, strict=True) if e == epoch]),
         }
         for epoch in sorted(set(epochs))
     ]

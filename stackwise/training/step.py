@@ -42,6 +42,7 @@ class StepOutcome(NamedTuple):
 
     Attributes:
         loss: in nats, before the update.
+        mean: the same; NaN where nothing is predicted, of which there is no mean.
         grad_norm: global L2 norm of the gradient, before clipping.
         skipped: whether either is not finite, and the update was left out.
         norms_P: of the gradient of each parameter that has one.
@@ -49,6 +50,7 @@ class StepOutcome(NamedTuple):
     """
 
     loss: Tensor
+    mean: Tensor
     grad_norm: Tensor
     skipped: Tensor
     norms_P: Tensor
@@ -113,7 +115,7 @@ class TrainStep:
     def __call__(self, batches: Sequence[MicroBatch], lr: float) -> StepOutcome:
         """Train on the mean over everything that `batches` of all processes predict, at rate `lr`."""
         self.set_rate(lr)
-        loss = self.backward(batches)
+        loss, mean = self.backward(batches)
         parameters = self._with_gradient()
         norms_P = self.gradient_norms()
         norm = global_norm(norms_P)
@@ -128,21 +130,24 @@ class TrainStep:
         if self.loss_scale:
             self.loss_scale.update(self.optimizer.found_inf)
         self.optimizer.zero_grad()
-        return StepOutcome(loss, norm, skipped, norms_P, tuple(self._names[id(p)] for p in parameters))
+        names = tuple(self._names[id(p)] for p in parameters)
+        return StepOutcome(loss, mean, norm, skipped, norms_P, names)
 
     def set_rate(self, lr: float) -> None:
         """Give every group its part of the learning rate `lr`."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group["lr_multiplier"]
 
-    def backward(self, batches: Sequence[MicroBatch]) -> Tensor:
-        """Gradients of a step, times the loss scale where there is one; its loss in nats, a scalar."""
+    def backward(self, batches: Sequence[MicroBatch]) -> tuple[Tensor, Tensor]:
+        """Gradients of a step, times the loss scale where there is one; its `loss` and `mean`, scalars."""
         loss = torch.zeros((), device=self.device)
         with watching(self._logit_bound):
-            for share, summed in self._shares(self.model, batches, self._total):
+            count = self._count(batches)
+            for share, summed in self._shares(self.model, batches, self._total, count):
                 self._scaled(summed).backward()  # type: ignore[no-untyped-call]
                 loss = loss + share.detach()
-        return self.processes.sum(loss)
+        loss = self.processes.sum(loss)
+        return loss, loss / count.clamp(max=1)
 
     def logit(self) -> Tensor | None:
         """What the attention logits of the last `backward` are at most, in any process: `LogitBound`.
@@ -164,7 +169,8 @@ class TrainStep:
         """
         model = self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
         loss = last = torch.zeros((), device=self.device)
-        for place, (share, last) in enumerate(self._shares(model, batches, _total), start=1):
+        shares = self._shares(model, batches, _total, self._count(batches))
+        for place, (share, last) in enumerate(shares, start=1):
             if place < len(batches):
                 self._scaled(last).backward()  # type: ignore[no-untyped-call]
             loss = loss + share.detach()
@@ -184,12 +190,15 @@ class TrainStep:
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         return [p for p in parameters if p.grad is not None]
 
+    def _count(self, batches: Sequence[MicroBatch]) -> Tensor:
+        """How much `batches` of all processes predict."""
+        return self.processes.sum(torch.stack([batch.targets.count for batch in batches]).sum())
+
     def _shares(
-        self, model: nn.Module, batches: Sequence[MicroBatch], total: Callable[..., Tensor]
+        self, model: nn.Module, batches: Sequence[MicroBatch], total: Callable[..., Tensor], count: Tensor
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Of each batch its share of the loss of the step, and what its backward pass is to begin from."""
-        counts = torch.stack([batch.targets.count for batch in batches])
-        count = self.processes.sum(counts.sum()).clamp(min=1)
+        count = count.clamp(min=1)
         # What is sharded has its dtype from FSDP.
         precision = "fp32" if is_sharded(model) else self.settings.precision
         for place, batch in enumerate(batches, start=1):

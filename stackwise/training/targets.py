@@ -90,18 +90,51 @@ def next_token_targets(batch: Mapping[str, Tensor]) -> Targets:
 
 
 def check_shapes(batch: Mapping[str, Tensor]) -> None:
-    """Refuse a batch with parts that nobody reads, or that differ in shape, and ids that are no integers.
+    """Refuse parts that nobody reads, are no tensors or differ in shape, and ids that are no integers.
 
     Raises:
         ValueError: naming the part.
     """
     unknown = sorted(batch.keys() - _KEYS)
     require(not unknown, "batch", unknown, ", ".join(_KEYS))
+    for key, part in batch.items():
+        require(isinstance(part, Tensor), key, type(part).__name__, "a tensor")
     expected = tuple(batch["input_ids"].shape)
     require(len(expected) == 2, "input_ids", expected, "a shape (batch, positions)")
     for key in ("labels", "attention_mask", "document_ids"):
         if key in batch:
             seen = tuple(batch[key].shape)
             require(seen == expected, key, seen, f"{expected}, the shape of input_ids")
-    dtype = batch["input_ids"].dtype
-    require(not (dtype.is_floating_point or dtype.is_complex), "input_ids", dtype, "integers")
+    for key in ("input_ids", "labels"):
+        if key in batch:
+            dtype = batch[key].dtype
+            known = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+            require(known, key, dtype, "integers")
+
+
+def check_ids(batch: Mapping[str, Tensor], targets: Targets, vocab_size: int) -> None:
+    """Refuse a batch whose targets show or ask for what is no token of the vocabulary.
+
+    Looked for where the batch is on the CPU; elsewhere the host would wait for the answer.
+
+    Raises:
+        ValueError: naming the part and the place.
+    """
+    shown, asked = targets.input_ids, targets.labels
+    if asked.device.type != "cpu" or not asked.numel():
+        return
+    _refuse_outside("input_ids", shown, vocab_size)
+    if asked.amin() < 0:
+        asked = asked.masked_fill(asked == IGNORED, 0)
+    first = batch["input_ids"].shape[1] - asked.shape[1]
+    _refuse_outside("labels" if "labels" in batch else "input_ids", asked, vocab_size, first)
+
+
+def _refuse_outside(key: str, ids: Tensor, vocab_size: int, first: int = 0) -> None:
+    low, high = ids.aminmax()
+    if low < 0 or high >= vocab_size:
+        outside = (ids < 0) | (ids >= vocab_size)
+        row, position = outside.nonzero()[0].tolist()
+        place = f"in row {row} at position {first + position}"
+        allowed = f"0 to {vocab_size - 1}, with vocab_size={vocab_size}"
+        raise ValueError(f"{key}: got {int(ids[row, position])} {place}; allowed: {allowed}")

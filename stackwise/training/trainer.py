@@ -5,9 +5,10 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
+from operator import length_hint
 from pathlib import Path
 
 import torch
@@ -24,9 +25,9 @@ from stackwise.model.kernel import KernelAttention
 from stackwise.model.latent import LatentAttention
 from stackwise.model.mode import evaluating
 from stackwise.model.rack import Rack
+from stackwise.model.surgery import residual_ends
 from stackwise.seed import seeded
 from stackwise.stability.guard import GuardError
-from stackwise.stability.telemetry import mean_loss
 from stackwise.trainer_spec import TrainerSpec
 from stackwise.training.batch_stream import Batch, check_restarts
 from stackwise.training.block_store import BlockStore, hidden_states
@@ -37,12 +38,12 @@ from stackwise.training.guard import new_bundle_folder
 from stackwise.training.loop import NonFiniteStepError, TrainingLoop
 from stackwise.training.objective import Objective
 from stackwise.training.phase_model import blocks_of
-from stackwise.training.precision import check_precision
+from stackwise.training.precision import check_precision, check_weights
 from stackwise.training.prefix import PrefixOutputs
 from stackwise.training.processes import Processes
 from stackwise.training.progress import TrainingProgress
-from stackwise.training.record_log import JsonLinesLog, RecordLog, TensorBoardLog
-from stackwise.training.result import TrainingResult, epoch_losses
+from stackwise.training.record_log import JsonLinesLog, RecordLog, TensorBoardLog, check_places
+from stackwise.training.result import TrainingResult, epoch_losses, training_loss
 from stackwise.training.run import RackRun
 from stackwise.training.schedule import get_lr_with_warmup
 from stackwise.training.scope import Phase, plan_phases
@@ -60,6 +61,8 @@ class ArchitectureTrainer:
         progress: show progress; None: where standard error is a terminal.
         processes: `Processes.from_environment(config.training)`, for a run under torchrun; None: this one
             alone.
+        logs: get every record beside those of `training.telemetry`, in rank 0 of several processes. Who made
+            them closes them.
 
     Raises:
         ConfigError: the configuration contradicts itself.
@@ -68,10 +71,15 @@ class ArchitectureTrainer:
     """
 
     def __init__(
-        self, config: StackWiseConfig, *, progress: bool | None = None, processes: Processes | None = None
+        self,
+        config: StackWiseConfig,
+        *,
+        progress: bool | None = None,
+        processes: Processes | None = None,
+        logs: Sequence[RecordLog] = (),
     ) -> None:
         config.validate()
-        self.config = config
+        self.config, self.logs = config, logs
         self.processes = Processes.alone(config.training) if processes is None else processes
         self.device = self.processes.device
         check_precision(config.training.precision, self.device)
@@ -92,9 +100,10 @@ class ArchitectureTrainer:
 
         Raises:
             ValueError: attention that does not fit the objective (the loss would leak), nothing to train,
-                no data or data that cannot be gone through again, `eval_interval` without validation data,
-                a `checkpoint_dir` for a Rack that the configuration does not describe, or processes that
-                do not have the same Rack or the same rows of the data.
+                no data or data that cannot be gone through again, tokens that the vocabulary does not have,
+                no gradients (`torch.no_grad`), a log that another run wrote, `eval_interval` without
+                validation data, a `checkpoint_dir` for a Rack that the configuration does not describe, or
+                processes that do not have the same Rack or the same rows of the data.
             NonFiniteStepError: the loss or the gradient stopped being finite, and there is no guard.
             GuardError: the guard could not help; weights are those before the step that broke.
             TrainingTerminated: SIGTERM came, and the run is saved in `checkpoint_dir`.
@@ -103,10 +112,9 @@ class ArchitectureTrainer:
         settings, scope = self.config.training, self.config.training.scope
         objective = Objective(settings.objective, rack.vocab_size)
         objective.check(rack)
-        for name, p in rack.named_parameters():
-            kept = p.dtype == torch.float32 or not p.requires_grad
-            allowed = "torch.float32, which training.precision says how to compute with"
-            require(kept, f"dtype of {name}", p.dtype, allowed)
+        grad = torch.is_grad_enabled()
+        require(grad, "torch.is_grad_enabled()", grad, "True: outside torch.no_grad() and inference_mode()")
+        check_weights(rack, settings.precision)
         phases = self._phases(rack)
         check_restarts(dataloader, sum(not phase.continues for phase in phases))
         check_rows(dataloader, self.processes)
@@ -234,12 +242,18 @@ class ArchitectureTrainer:
         blocks = blocks_of(rack)
         trains = [any(p.requires_grad for p in block.parameters()) for block in blocks]
         phases = plan_phases([rack.get_stack(i).num_blocks for i in range(len(rack.stacks))], settings)
-        if settings.training_architecture == "rackwise":
-            return phases
-        kept = [phase for phase in phases if any(trains[i] for i in phase.unit.blocks)]
-        if not kept:
-            raise ValueError("model: every Block is frozen; unfreeze a Stack to train it")
-        return [*kept[:-1], replace(kept[-1], is_last=True)]
+        if settings.training_architecture != "rackwise":
+            phases = [phase for phase in phases if any(trains[i] for i in phase.unit.blocks)]
+            if not phases:
+                raise ValueError("model: every Block is frozen; unfreeze a Stack to train it")
+            # From right to left the head trains with the first unit that there is.
+            phases[0] = replace(phases[0], trains_head=True)
+            phases[-1] = replace(phases[-1], is_last=True)
+        names = {id(p): name for name, p in rack.named_parameters()}
+        for weight in residual_ends(blocks[i] for phase in phases for i in phase.enters):
+            frozen = f"false while {names[id(weight)]} is frozen: a Block enters with zeros there"
+            require(weight.requires_grad, "training.scope.growth", True, frozen)
+        return phases
 
     def _check_validation(self, validation: Iterable[Batch] | None) -> None:
         interval = self.config.training.eval_interval
@@ -249,6 +263,8 @@ class ArchitectureTrainer:
             once = isinstance(validation, Iterator)
             kind = type(validation).__name__
             require(not once, "validation", kind, "what gives its batches again each time, as a list")
+            some = length_hint(validation, 1) > 0
+            require(some, "validation", "no batch", "at least one, with training.eval_interval")
             check_rows(validation, self.processes)
 
     def _checkpoints(self, rack: Rack) -> RackCheckpoints | None:
@@ -299,16 +315,16 @@ class ArchitectureTrainer:
             resumed: steps that were done when it was left: what is written of later ones is repeated. None:
                 it begins.
         """
-        telemetry, opened = self.config.training.telemetry, list[RecordLog]()
+        telemetry = self.config.training.telemetry
+        opened = list(self.logs) if self.processes.is_main else []
+        first_step = (resumed or 0) if self.config.training.resume else None
         with ExitStack() as logs:
+            if self.processes.is_main:
+                check_places(telemetry, resumes=self.config.training.resume)
             if telemetry.jsonl is not None and self.processes.is_main:
-                size = Path(telemetry.jsonl).stat().st_size if Path(telemetry.jsonl).exists() else 0
-                allowed = "a file that has no lines yet, so that no two runs mix"
-                going_on = self.config.training.resume
-                require(size == 0 or going_on, "training.telemetry.jsonl", telemetry.jsonl, allowed)
-                opened.append(logs.enter_context(JsonLinesLog(telemetry.jsonl, resumed)))
+                opened.append(logs.enter_context(JsonLinesLog(telemetry.jsonl, first_step)))
             if telemetry.tensorboard is not None and self.processes.is_main:
-                opened.append(logs.enter_context(TensorBoardLog(telemetry.tensorboard, resumed)))
+                opened.append(logs.enter_context(TensorBoardLog(telemetry.tensorboard, first_step)))
             if self.progress:
                 total_steps = sum(phase.steps for phase in phases)
                 opened.append(logs.enter_context(TrainingProgress(total_steps)))
@@ -341,7 +357,7 @@ class ArchitectureTrainer:
             parameters=rack.get_parameter_count(),
             trainable_parameters=rack.get_trainable_parameter_count(),
             num_batches=sum(unit["num_batches"] for unit in units),
-            avg_loss=mean_loss(records),
+            avg_loss=training_loss(records),
             final_loss=units[-1]["final_loss"],
             training_history=epoch_losses(records[-len(loop.epochs) :], loop.epochs),
             seconds=seconds,

@@ -89,6 +89,28 @@ class TestHuggingFace:
         assert tokenizer._inner.encode("low").ids[-1] == end
         assert tokenizer.encode("low") == trained.encode("low", add_special_tokens=False).ids
 
+    def test_a_text_is_neither_cut_nor_filled_up(self, folder, trained):
+        """What a `tokenizer.json` says of the rows of a batch, as those of many fine-tuned encoders do."""
+        content = json.loads((folder / "tokenizer.json").read_text())
+        content["truncation"] = {
+            "direction": "Right",
+            "max_length": 4,
+            "strategy": "LongestFirst",
+            "stride": 0,
+        }
+        content["padding"] = {
+            "strategy": {"Fixed": 16},
+            "direction": "Right",
+            "pad_to_multiple_of": None,
+            "pad_id": 0,
+            "pad_type_id": 0,
+            "pad_token": SPECIALS[0],
+        }
+        (folder / "tokenizer.json").write_text(json.dumps(content))
+        tokenizer = HuggingFaceTokenizer(folder)
+        for text in ("low", TEXT * 10):
+            assert tokenizer.encode(text) == trained.encode(text, add_special_tokens=False).ids
+
     def test_specials_as_the_configuration_says(self, folder, trained):
         tokenizer = HuggingFaceTokenizer(folder)
         assert (tokenizer.bos, tokenizer.eos, tokenizer.mask) == (None, None, None)

@@ -167,11 +167,14 @@ def seen_inputs(processes):
     return shown[0]
 
 
-def refused(processes, strategy="ddp", *, seed=7, data=None, **training):
+def refused(processes, strategy="ddp", *, seed=7, frozen=None, data=None, **training):
     config = configure(strategy, 2, **training)
+    rack = rack_of(config, seed)
+    if frozen is not None:
+        rack.get_stack(frozen).freeze()
     try:
         ArchitectureTrainer(config, progress=False, processes=processes).train_architecture(
-            rack_of(config, seed), data or batches_of(processes.rank, 2)
+            rack, data or batches_of(processes.rank, 2)
         )
     except ValueError as error:
         return str(error)
@@ -293,6 +296,7 @@ def scenarios(processes, folder):
         yield f"{name}-ddp", lambda sections=sections: train(processes, "ddp", **sections)
     yield "inputs", lambda: seen_inputs(processes)
     yield "other weights", lambda: refused(processes, seed=7 + processes.rank)
+    yield "other frozen", lambda: refused(processes, frozen=processes.rank)
     yield "other settings", lambda: refused(processes, grad_clip=0.5 + processes.rank)
     yield (
         "other rows",
@@ -524,6 +528,7 @@ class TestRun:
         ("name", "message"),
         [
             ("other weights", "model.stacks.0.blocks.0.attention.qkv.weight in rank 1"),
+            ("other frozen", "model.stacks.0.blocks.0.attention_norm.weight in rank 1: got ('trains', "),
             ("other settings", "training.grad_clip in rank 1: got 1.5; allowed: 0.5, as in rank 0"),
             ("other rows", "dataloader: got 'rank 0 of 1'; allowed: rank 1 of 2"),
         ],

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader
 
+from stackwise.data import TokenWindows
 from stackwise.training import ArchitectureTrainer, load_rack
 from stackwise.training.evaluation import ValidationRecord
 from stackwise.training.phase_model import blocks_of
@@ -113,6 +114,19 @@ def test_so_many_batches_from_the_first_on(run):
     assert result["validation"][-1].loss == pytest.approx(trainer.evaluate(rack, batches[:3]), rel=1e-6)
 
 
+@pytest.mark.parametrize("kind", ["of an epoch", "shuffled"])
+def test_a_loader_gives_the_same_batches_each_time(run, kind):
+    tokens = torch.randint(23, (320,), generator=torch.Generator().manual_seed(0))
+    loader = {
+        "of an epoch": DataLoader(TokenWindows(tokens, 2, 8), batch_size=None),
+        "shuffled": DataLoader(tokens[:315].view(-1, 9), batch_size=2, shuffle=True),
+    }[kind]
+    settings = {"max_steps": 3, "eval_interval": 1, "eval_batches": 1, "optimizer": {"lr": 1e-30}}
+    result, rack, trainer, _ = run(settings, None, loader)
+    assert len({record.loss for record in result["validation"]}) == 1
+    assert trainer.evaluate(rack, loader) == trainer.evaluate(rack, loader)
+
+
 def test_the_same_tokens_are_asked_for_each_time(run):
     """With a learning rate of nothing every evaluation says the same; z-loss is not in it."""
     model = {"attention_mode": "bidirectional", "vocab_size": 5}
@@ -132,7 +146,15 @@ def test_it_is_written_down(run, tmp_path):
     }
 
 
-@pytest.mark.parametrize("given, named", [(None, "training.eval_interval: got 1"), (iter(()), "validation")])
+@pytest.mark.parametrize(
+    "given, named",
+    [
+        (None, "training.eval_interval: got 1"),
+        (iter(()), "validation: got 'tuple_iterator'"),
+        ([], "validation: got 'no batch'"),
+        (DataLoader([]), "validation: got 'no batch'"),
+    ],
+)
 def test_without_data_for_it_nothing_begins(make_config, make_rack, make_batches, given, named):
     config = make_config(training={"eval_interval": 1})
     rack = make_rack(config)

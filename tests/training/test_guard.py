@@ -262,6 +262,17 @@ def test_a_spike_that_is_clipped_is_taken(run):
     assert result["records"][6].grad_norm > 50 * result["records"][5].grad_norm
 
 
+@pytest.mark.parametrize("lag", [None, 2])
+def test_a_step_that_predicts_nothing_is_no_alarm_and_has_no_loss(run, lag):
+    batches = [{"input_ids": ids} for ids in clean(4)]
+    batches[1]["labels"] = torch.full((2, 9), -100)
+    _, result = run(batches, lag=lag, max_steps=4, precision="fp32")
+    assert result["alarms"] == []
+    assert [math.isnan(record.loss) for record in result["records"]] == [False, True, False, False]
+    _, unguarded = run(batches, guard=None, max_steps=4, precision="fp32")
+    assert result["avg_loss"] == unguarded["avg_loss"]
+
+
 def test_several_in_a_row_and_a_rewind(run):
     """The last that is borne goes back; what is made again is what was made, without the broken batches."""
     batches = with_bad(STEPS + 6, 5, 6, 7, 8, 9)
@@ -449,7 +460,8 @@ class Scaled:
         loss = (self.weight(torch.ones(1, 1)) - 3.0).square().sum()
         self.scale.scale(loss).backward()
         self.weight.weight.grad *= self.faults.get(x, 1.0)
-        return loss.detach() * self.faults.get(-x, 1.0)
+        loss = loss.detach() * self.faults.get(-x, 1.0)
+        return loss, loss
 
     def again(self, batches):
         x = float(batches[0].targets.input_ids[0])

@@ -403,6 +403,20 @@ class TestWhatMoves:
         assert kept == {n for n in before[0] if n.startswith(("embedding", "stacks.1.blocks.0.attention."))}
         assert result["results"][1]["trainable_parameters"] < result["results"][1]["parameters"]
 
+    @pytest.mark.parametrize("frozen, heads_unit", [((2,), 1), ((1, 2), 0)])
+    def test_the_head_trains_with_the_last_stack_that_is_not_frozen(self, run, frozen, heads_unit):
+        _, rack, before = run(
+            BLOCKWISE | {"scope": {"order": "right_to_left"}},
+            prepare=lambda rack: [rack.get_stack(i).freeze() for i in frozen],
+            tie_embeddings=False,
+        )
+        moved = changed(before[0], before[STEPS] if heads_unit else weights_of(rack))
+        assert {"final_norm.weight", "lm_head.weight"} <= moved
+        assert {name[:8] for name in moved if name.startswith("stacks.")} == {f"stacks.{heads_unit}"}
+        if heads_unit:
+            later = changed(before[STEPS], weights_of(rack))
+            assert not later & {"final_norm.weight", "lm_head.weight"}
+
     def test_a_tied_head_is_no_units_own(self, run):
         with pytest.raises(ValueError, match=r"training\.scope\.head: got 'per_unit'.*tie_embeddings"):
             run(BLOCKWISE | {"scope": {"head": "per_unit"}})
@@ -425,6 +439,29 @@ class TestGrowth:
             before.load_state_dict(watched.before[unit * STEPS])
             expected = loss_by_hand(before, paths[unit - 1], batches[0]).item()
             assert losses_of(result)[unit * STEPS] == pytest.approx(expected, abs=1e-6)
+
+    @pytest.mark.parametrize("architecture", ["rackwise", "stackwise"])
+    @pytest.mark.parametrize("part", ["attention.out", "feedforward.down"])
+    def test_what_is_frozen_is_not_set_to_zero(self, make, architecture, part):
+        """It would not leave zero again."""
+        training = {"training_architecture": architecture, "scope": {"growth": True}}
+        config, rack, batches = make(training, n_stacks=2, blocks_per_stack=2)
+        rack.get_submodule(f"stacks.1.blocks.1.{part}").requires_grad_(False)
+        before = weights_of(rack)
+        message = rf"scope\.growth: got True; allowed: false while stacks\.1\.blocks\.1\.{part}\.weight is"
+        with pytest.raises(ValueError, match=message):
+            ArchitectureTrainer(config).train_architecture(rack, batches)
+        assert not changed(before, weights_of(rack))
+
+    def test_frozen_stacks_that_do_not_enter(self, run):
+        """One that is a unit left out, and the one that a Rack grows from."""
+        for architecture, frozen in (("stackwise", 1), ("rackwise", 0)):
+            _, rack, before = run(
+                {"training_architecture": architecture, "scope": {"growth": True}},
+                prepare=lambda rack, frozen=frozen: rack.get_stack(frozen).freeze(),
+            )
+            after, kept = weights_of(rack), f"stacks.{frozen}."
+            assert not any(name.startswith(kept) for name in changed(before[0], after))
 
     @pytest.mark.parametrize("precision", ["fp32", "bf16_weights"])
     def test_stacks_join_a_rack_without_a_jump(self, make, precision):
@@ -719,6 +756,19 @@ class TestLimits:
         config, rack, batches = make()
         with pytest.raises(ValueError, match=r"dtype of stacks\.0.*: got torch\.bfloat16"):
             ArchitectureTrainer(config).train_architecture(rack.bfloat16(), batches)
+
+    @pytest.mark.parametrize("precision", ["bf16", "bf16_weights"])
+    def test_a_frozen_stack_may_be_bfloat16(self, run, precision):
+        """It is computed with as it is, and is as it was in the end."""
+        result, rack, before = run(
+            {"precision": precision, "eval_interval": None},
+            prepare=lambda rack: rack.get_stack(1).bfloat16().freeze(),
+        )
+        assert {p.dtype for p in rack.get_stack(1).parameters()} == {torch.bfloat16}
+        assert {p.dtype for i in (0, 2) for p in rack.get_stack(i).parameters()} == {torch.float32}
+        moved = {name[:8] for name in changed(before[0], weights_of(rack)) if name.startswith("stacks.")}
+        assert moved == {"stacks.0", "stacks.2"}
+        assert all(math.isfinite(loss) for loss in losses_of(result))
 
     def test_a_loader_is_not_started_to_see_whether_it_starts_again(self, make):
         config, rack, batches = make(BLOCKWISE)

@@ -462,3 +462,38 @@ def test_parts_of_a_batch_that_nobody_reads_are_refused():
         next_token_targets({"input_ids": ids, "lables": ids})
     with pytest.raises(ValueError, match=r"input_ids: got torch\.float32; allowed: integers"):
         next_token_targets({"input_ids": ids.float()})
+    with pytest.raises(ValueError, match=r"labels: got torch\.bool; allowed: integers"):
+        next_token_targets({"input_ids": ids, "labels": ids > 3})
+    with pytest.raises(ValueError, match=r"input_ids: got 'list'; allowed: a tensor"):
+        next_token_targets({"input_ids": [[1, 2, 3]]})
+
+
+@pytest.mark.parametrize("value", [7, -1, 1000])
+@pytest.mark.parametrize("position", [0, 4])
+def test_what_is_no_token_of_the_vocabulary(value, position):
+    """Named by its place in the batch, whether the model is to see it or only to predict it."""
+    objective, ids = Objective(ObjectiveConfig(), 7), torch.randint(7, (2, 5))
+    wrong = ids.clone()
+    wrong[1, position] = value
+    told = f"got {value} in row 1 at position {position}; allowed: 0 to 6, with vocab_size=7"
+    with pytest.raises(ValueError, match=f"input_ids: {told}"):
+        objective.targets({"input_ids": wrong}, ())
+    if position:
+        with pytest.raises(ValueError, match=f"labels: {told}"):
+            objective.targets({"input_ids": ids, "labels": wrong}, ())
+        mask = torch.ones_like(ids)
+        mask[1, position] = 0
+        objective.targets({"input_ids": ids, "labels": wrong, "attention_mask": mask}, ())
+    masked = ObjectiveConfig(kind="masked_token", mask_token_id=6, mask_fraction=1.0)
+    ids = ids.clamp(max=5)
+    with pytest.raises(ValueError, match=f"labels: {told}"):
+        Objective(masked, 7).targets({"input_ids": ids, "labels": wrong.where(wrong != 6, 5)}, (0,))
+
+
+def test_what_is_not_predicted_is_no_token():
+    objective = Objective(ObjectiveConfig(), 7)
+    targets = objective.targets(
+        {"input_ids": torch.randint(7, (2, 5)), "labels": torch.full((2, 5), -100)}, ()
+    )
+    assert targets.count == 0
+    assert objective.targets({"input_ids": torch.zeros(0, 5, dtype=torch.long)}, ()).count == 0

@@ -12,6 +12,7 @@ from stackwise.model import create_simple_rack, quantize_stack
 from stackwise.training.precision import (
     autocast,
     check_precision,
+    check_weights,
     compute_dtype,
     float8_layers,
     frozen_precision,
@@ -93,6 +94,22 @@ def test_autocast(precision, of_product):
         # Casting weights is the optimizer's there.
         assert precision == "bf16_weights" or compute_dtype(precision) == of_product
     assert isinstance(autocast("fp32", CPU), nullcontext)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_weights_that_are_narrow(precision, dtype):
+    """What can be computed with: by autocast any that is frozen, and bfloat16 among bfloat16 weights."""
+    rack = rack_of()
+    check_weights(rack, precision)
+    rack.get_stack(1).to(dtype).freeze()
+    fits = precision in ("bf16", "fp16", "float8") or (precision, dtype) == ("bf16_weights", torch.bfloat16)
+    message = rf"dtype of stacks\.1\..*: got {dtype}; allowed: torch\.float32.* frozen, with .*='{precision}'"
+    with nullcontext() if fits else pytest.raises(ValueError, match=message):
+        check_weights(rack, precision)
+    rack.get_stack(1).unfreeze()
+    with pytest.raises(ValueError, match=rf"dtype of stacks\.1\..*: got {dtype}; allowed: torch\.float32 of"):
+        check_weights(rack, precision)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

@@ -1,7 +1,10 @@
 """PrefixOutputs: what is kept is what would be computed, within the budget, and never stale."""
 
+import socket
+
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from stackwise.config import ObjectiveConfig
 from stackwise.model import create_simple_rack
@@ -72,6 +75,7 @@ def test_what_is_kept_moves_on_from_unit_to_unit(rack, store, directory):
         assert prefix.statistics.computed - before == 3  # one Block a batch, however deep, and once
     assert prefix.statistics.bytes == 3 * ENTRY
     assert prefix.statistics.asked == 2 * 3 * (1 + 2 + 3)
+    prefix.close()
 
 
 def test_what_is_beyond_the_budget_is_computed_each_time(rack, store):
@@ -81,6 +85,19 @@ def test_what_is_beyond_the_budget_is_computed_each_time(rack, store):
             ask(prefix, seed, 2)
     # Two batches stay; in turn through all, the least recently used would always be the next one.
     assert prefix.statistics.computed == 2 * (2 + 3)
+
+
+def test_batches_that_do_not_come_again_are_told_of_once_a_unit(rack, store):
+    prefix = PrefixOutputs(rack, store, 2 * ENTRY)
+    for depth, seeds in ((1, (0, 1, 2)), (2, (2, 1, 0))):  # in another order: what comes is known
+        prefix.forget(depth - 1)
+        for seed in seeds:
+            ask(prefix, seed, depth)
+    prefix.forget(2)
+    ask(prefix, 3, 3)
+    with pytest.warns(UserWarning, match="cache_bytes spares nothing: none of the 2 batches"):
+        ask(prefix, 4, 3)
+    ask(prefix, 5, 3)
 
 
 def test_what_trains_is_forgotten(rack, store):
@@ -120,6 +137,45 @@ def test_nothing_is_left_on_disk(rack, store, tmp_path):
     assert [path for path in tmp_path.rglob("*") if path.is_file()]
     prefix.close()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_process_left_is_removed(rack, store, tmp_path):
+    """Its lock is free; those of processes that run, and of other machines, are left alone."""
+    killed, runs = (PrefixOutputs(rack, store, 100 * ENTRY, tmp_path) for _ in range(2))
+    for prefix in (killed, runs):
+        ask(prefix, 0, 1)
+    elsewhere = tmp_path / f"prefix-{socket.gethostname()}-too@0"
+    elsewhere.mkdir()
+    (elsewhere / "lock").touch()
+    killed._lock.close()  # as the system does
+    prefix = PrefixOutputs(rack, store, 100 * ENTRY, tmp_path)
+    assert set(tmp_path.iterdir()) == {runs._folder, prefix._folder, elsewhere}
+    assert ask(runs, 0, 1).equal(computed(rack, batch(0), 1))
+    runs.close()
+    prefix.close()
+    assert list(tmp_path.iterdir()) == [elsewhere]
+
+
+@pytest.mark.parametrize("error", [OSError("no room"), SafetensorError("I/O error")])
+def test_what_a_full_disk_refuses_is_computed_again(rack, store, tmp_path, monkeypatch, error):
+    prefix = PrefixOutputs(rack, store, 100 * ENTRY, tmp_path)
+    ask(prefix, 0, 1)
+
+    def full(tensors, path):
+        path.write_bytes(b"half of")
+        raise error
+
+    with monkeypatch.context() as patched:
+        patched.setattr("stackwise.training.prefix.save_file", full)
+        with pytest.warns(UserWarning, match=f"no room for more than {ENTRY} bytes: .*{error}"):
+            assert ask(prefix, 1, 1).equal(computed(rack, batch(1), 1))
+        assert ask(prefix, 2, 1).equal(computed(rack, batch(2), 1))  # asks no more, nor warns
+    assert prefix.statistics.bytes == ENTRY
+    assert {path.name for path in prefix._folder.iterdir()} == {"lock", batch_key(batch(0))}
+    for depth in (1, 2, 3):
+        for seed in (0, 1, 2):
+            assert ask(prefix, seed, depth).equal(computed(rack, batch(seed), depth))
+    prefix.close()
 
 
 def test_autograd_keeps_nothing_of_a_prefix(rack, store):

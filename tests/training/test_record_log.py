@@ -1,5 +1,7 @@
 """Logs: what is written comes back, also after a kill and in the words of other readers."""
 
+import errno
+import io
 import json
 import math
 import sys
@@ -9,8 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stackwise.config.training import TelemetryConfig
 from stackwise.stability import StepRecord
-from stackwise.training.record_log import JsonLinesLog, TensorBoardLog, read_json_lines
+from stackwise.training.record_log import JsonLinesLog, TensorBoardLog, check_places, read_json_lines
 
 NUMBERS = st.floats(width=32)
 RECORDS = st.lists(
@@ -114,6 +117,38 @@ def test_a_line_that_is_none(tmp_path, line):
         read_json_lines(path)
 
 
+class Disk(io.FileIO):
+    """A file on a disk with room for so many bytes; None: for any."""
+
+    room = None
+
+    def write(self, data):
+        if self.room == 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written = super().write(bytes(data)[: self.room])
+        self.room = None if self.room is None else self.room - written
+        return written
+
+
+@pytest.mark.parametrize("room", [0, 10, 150])
+def test_a_full_disk_costs_lines(tmp_path, room):
+    path = tmp_path / "run.jsonl"
+    log = JsonLinesLog(path)
+    log._file.close()
+    log._file = Disk(path, "ab")
+    log.write([record(0)])
+    log._file.room = room
+    for step in (1, 3):
+        with pytest.warns(UserWarning, match=r"run\.jsonl: lines are left out: .*No space left on device"):
+            log.write([record(step), record(step + 1)])
+    assert [line["step"] for line in read_json_lines(path).lines] == [0]
+    log._file.room = None
+    log.write([record(5)])
+    log.close()
+    lines, partial = read_json_lines(path)
+    assert ([line["step"] for line in lines], partial) == ([0, 5], "")
+
+
 def test_no_such_file(tmp_path):
     with pytest.raises(FileNotFoundError):
         read_json_lines(tmp_path / "none.jsonl")
@@ -142,9 +177,54 @@ def test_tensor_board(tmp_path):
     assert scalars["train/loss"][0] == (0, 3.0) and math.isnan(scalars["train/loss"][1][1])
 
 
+def test_a_full_disk_ends_the_scalars(tmp_path):
+    pytest.importorskip("tensorboard")
+    log = TensorBoardLog(tmp_path)
+    written = []
+
+    def full(tag, value, step):
+        written.append(step)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    log._writer.add_scalar = full
+    with pytest.warns(UserWarning, match=f"{tmp_path}: nothing more is written: .*No space left"):
+        log.write([record(0)])
+    log.write([record(1)])
+    log.close()
+    assert written == [0]
+
+
 def test_without_tensor_board(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
     monkeypatch.delattr(torch.utils, "tensorboard", raising=False)
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     with pytest.raises(ImportError, match=r"tensorboard >= 2\.18: pip install 'stackwise\[train\]'"):
         TensorBoardLog(tmp_path)
+
+
+def test_places(tmp_path):
+    """Empty or new, or of the run that goes on."""
+    file, folder = tmp_path / "run.jsonl", tmp_path / "events"
+    places = TelemetryConfig(jsonl=str(file), tensorboard=str(folder))
+    check_places(places, resumes=False)
+    file.touch()
+    folder.mkdir()
+    (folder / "of another run").mkdir()
+    check_places(places, resumes=False)
+    file.write_text("{}\n")
+    with pytest.raises(ValueError, match=r"training\.telemetry\.jsonl: got .*run\.jsonl'; .* no lines yet"):
+        check_places(places, resumes=False)
+    (folder / "events.out.tfevents.0").touch()
+    with pytest.raises(ValueError, match=r"training\.telemetry\.tensorboard: got .*no events yet"):
+        check_places(TelemetryConfig(tensorboard=str(folder)), resumes=False)
+    check_places(places, resumes=True)
+
+
+@pytest.mark.parametrize("resumes", [True, False])
+def test_no_places(tmp_path, resumes):
+    file = tmp_path / "run.jsonl"
+    file.touch()
+    with pytest.raises(ValueError, match=r"training\.telemetry\.jsonl: got .*; allowed: a file"):
+        check_places(TelemetryConfig(jsonl=str(tmp_path)), resumes=resumes)
+    with pytest.raises(ValueError, match=r"training\.telemetry\.tensorboard: got .*; allowed: a folder"):
+        check_places(TelemetryConfig(tensorboard=str(file)), resumes=resumes)

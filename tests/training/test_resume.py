@@ -199,14 +199,20 @@ def test_after_a_step_that_was_not_finite(make):
     assert torch.equal(weights(fresh), weights(rack))
 
 
-def test_lines_of_a_run_without_a_checkpoint_yet(make, tmp_path):
-    telemetry = {"telemetry": {"jsonl": str(tmp_path / "run.jsonl")}}
+def test_what_is_written_by_a_run_without_a_checkpoint_yet(make, tmp_path):
+    """It begins anew, and its steps are there once."""
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    log, folder = tmp_path / "run.jsonl", tmp_path / "events"
+    telemetry = {"telemetry": {"jsonl": str(log), "tensorboard": str(folder)}}
     config, rack, batches = make(telemetry)
     train(config, rack, batches)
     shutil.rmtree(config.training.checkpoint_dir)
     config, fresh, batches = make(telemetry, resume=True)
     train(config, fresh, batches)
     assert torch.equal(weights(fresh), weights(rack))
+    events = accumulator.EventAccumulator(str(folder)).Reload()
+    assert [line["step"] for line in read_json_lines(log).lines] == list(range(STEPS))
+    assert [event.step for event in events.Scalars("train/loss")] == list(range(STEPS))
 
 
 def test_a_request_to_end_is_heard_where_every_step_saves(make, monkeypatch):

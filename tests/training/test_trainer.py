@@ -447,6 +447,28 @@ class TestDataloader:
         batch = {"input_ids": ids, "attention_mask": mask, "labels": labels}
         assert losses_of(run({"max_steps": 1}, dataloader=[batch])[0]) == pytest.approx([expected], rel=1e-5)
 
+    def test_a_step_that_predicts_nothing_is_in_no_mean(self, run, make_config, make_batches):
+        """With a learning rate of nothing every other step has the same loss."""
+        still = {"max_steps": 5, "optimizer": {"lr": 1e-30}}
+        ids = make_batches(make_config(), 1)[0]
+        empty = {"input_ids": ids, "labels": torch.full_like(ids, -100)}
+        result, _ = run(still, dataloader=[empty, {"input_ids": ids}])
+        losses = losses_of(result)
+        assert [math.isnan(loss) for loss in losses] == [True, False] * 2 + [True]
+        assert [record.skipped for record in result["records"]] == [False] * 5
+        assert result["avg_loss"] == losses[1] == pytest.approx(math.log(23), abs=0.2)
+        assert result["training_history"][:2] == [{"epoch": n, "loss": losses[1]} for n in (0, 1)]
+        assert math.isnan(result["final_loss"]) and math.isnan(result["training_history"][2]["loss"])
+
+    @pytest.mark.parametrize("max_steps, seen", [(3, 3), (20, 16)])
+    @pytest.mark.parametrize("shape", [(2, 9), (2, 1), (0, 9)])
+    def test_nothing_to_predict(self, run, shape, max_steps, seen):
+        ids = torch.zeros(shape, dtype=torch.int64)
+        batch = {"input_ids": ids, "labels": torch.full_like(ids, -100)}
+        message = f"dataloader: steps with something to predict: got 0; allowed: at least one in {seen}: "
+        with pytest.raises(ValueError, match=message):
+            run({"max_steps": max_steps}, dataloader=[batch])
+
     @pytest.mark.parametrize("empty", [[], (), iter([])], ids=["list", "tuple", "iterator"])
     def test_empty(self, run, empty):
         with pytest.raises(ValueError, match="dataloader: got no batch"):
@@ -548,6 +570,25 @@ class TestEvaluate:
 
 
 class TestRefused:
+    def test_a_compiled_rack(self, make_config, make_rack, make_batches):
+        """What trains are parts of a Rack, under their names in it."""
+        config = make_config()
+        trainer, rack = ArchitectureTrainer(config), torch.compile(make_rack(config))
+        message = r"rack: got 'OptimizedModule'; allowed: .*training\.compile"
+        with pytest.raises(ValueError, match=message):
+            trainer.train_architecture(rack, make_batches(config))
+        with pytest.raises(ValueError, match=message):
+            trainer.evaluate(rack, make_batches(config))
+
+    @pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
+    def test_where_nothing_has_a_gradient(self, run, without):
+        with without(), pytest.raises(ValueError, match=r"is_grad_enabled\(\): got False; .*no_grad"):
+            run({})
+
+    def test_a_token_that_the_vocabulary_does_not_have(self, run):
+        with pytest.raises(ValueError, match="input_ids: got 400 in row 0 at position 0; allowed: 0 to 22"):
+            run(dataloader=[torch.full((2, 9), 400)])
+
     @pytest.mark.parametrize("name", ["cuda", "cuda:0", "cuda:3"])
     def test_device_that_is_not_there(self, make_config, monkeypatch, name):
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
@@ -564,6 +605,25 @@ class TestRefused:
         config.training.schedule.min_lr = 1.0
         with pytest.raises(ConfigError, match="min_lr"):
             ArchitectureTrainer(config)
+
+
+class TestLogs:
+    def test_of_one_s_own(self, make_config, make_rack, make_batches):
+        """Gets all records and figures, run after run, and is not closed."""
+        written = []
+
+        class Log:
+            def write(self, records, figures=None, alarms=()):
+                written.append((list(records), dict(figures), list(alarms)))
+
+        config = make_config(training={"log_interval": 3, "max_steps": 4})
+        trainer = ArchitectureTrainer(config, logs=[Log()])
+        for _ in range(2):
+            result = trainer.train_architecture(make_rack(config), make_batches(config))
+            records = [record for arrived, _, _ in written for record in arrived]
+            assert records == result["records"]
+            assert written[-1][1]["total_tokens"] == sum(record.tokens for record in records)
+            written.clear()
 
 
 class TestProgress:

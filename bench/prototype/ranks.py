@@ -1,11 +1,13 @@
 """Ranks: whether small variants of architectures come in the order of the architectures themselves.
 
 Every architecture is trained at its full size and as each shrink makes it, from the same seeds, on as many
-tokens of the same text, with a learning rate for each of these sizes: of a grid, the one with the lowest
-validation loss of the base architecture at that size, seed 0. The speed of a training step is measured apart,
-all architectures of a size in turns; small ones with four times the rows, so that the activations of a Block
-take as much as at full size and not the calls themselves are timed. Spearman's rho is between the small and
-the full size, over architectures; losses are means over seeds, speeds medians over the measurements.
+tokens of the same text, each with its own learning rate at each size: from the middle of a grid on, for as
+long as validation loss falls, seed 0. Beside that it is told what comes of one learning rate for all
+architectures of a size, the base's best: the order is then of which of them bear it. The speed of a training
+step is measured apart, all architectures of a size in turns; small ones with four times the rows, so that the
+activations of a Block take as much as at full size and not the calls themselves are timed. Spearman's rho is
+between the small and the full size, over architectures; losses are means over seeds, speeds medians over the
+measurements.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ class Plan:
         steps: of each training.
         batch_size: rows of a step.
         seq_len: T.
-        learning_rates: the grid.
+        learning_rates: the grid, in rising order.
         measurements: of speed, each in a process of its own.
         rounds: of each measurement, in which every architecture has a turn.
     """
@@ -86,16 +88,20 @@ class Found:
     """What was found, by size and architecture.
 
     Attributes:
-        learning_rates: by size: learning rate -> validation loss of the base architecture.
+        learning_rates: by size and architecture: learning rate -> validation loss, first seed.
+        best: by size and architecture: the learning rate that was taken.
         losses: by size and architecture: validation loss by seed.
+        losses_at_one_rate: the same at the base's learning rate of that size, of full size and ours.
         speeds: by size and architecture: tokens per second by measurement.
         errors: by size and architecture: why there is no such model.
         sizes: by size and architecture: how many parameters there are.
         notes: by architecture: what our variant could not keep of it.
     """
 
-    learning_rates: Mapping[str, Mapping[float, float]]
+    learning_rates: Mapping[str, Mapping[str, Mapping[float, float]]]
+    best: Mapping[str, Mapping[str, float]]
     losses: Mapping[str, Mapping[str, Sequence[float]]]
+    losses_at_one_rate: Mapping[str, Mapping[str, Sequence[float]]]
     speeds: Mapping[str, Mapping[str, Sequence[float]]]
     errors: Mapping[str, Mapping[str, str]]
     sizes: Mapping[str, Mapping[str, int]]
@@ -104,6 +110,11 @@ class Found:
     def loss_pairs(self, size: str, names: Sequence[str] | None = None) -> dict[str, tuple[float, float]]:
         """By architecture: mean loss over seeds, of the size and of the full size."""
         return _pairs(self.losses[size], self.losses[FULL_SIZE], mean, names)
+
+    def pairs_at_one_rate(self) -> dict[str, tuple[float, float]]:
+        """By architecture: mean loss over seeds at the base's learning rate, of our size and the full one."""
+        small, full = (self.losses_at_one_rate[size] for size in (OURS, FULL_SIZE))
+        return _pairs(small, full, mean, None)
 
     def speed_pairs(self, size: str, names: Sequence[str] | None = None) -> dict[str, tuple[float, float]]:
         """By architecture: median tokens per second over measurements, of the size and of the full size."""
@@ -137,49 +148,93 @@ class Found:
 def measure(work: Work) -> Part:
     """Train and time all that is missing, and compare the orders."""
     plan = QUICK if work.quick else Plan()
-    rates = _learning_rates(work, plan)
-    best = {size: min(found, key=found.__getitem__) for size, found in rates.items() if found}
-    found = _found(work, plan, rates, best)
-    return Part(figures(found, plan, best), bars(found, plan), table(found), tuple(work.missing))
+    found = _found(work, plan, *_tuned(work, plan))
+    return Part(figures(found, plan), bars(found, plan), table(found), tuple(work.missing))
 
 
-def _learning_rates(work: Work, plan: Plan) -> dict[str, dict[float, float]]:
-    """By size: learning rate -> loss of the base architecture. Empty where one of them is still missing."""
-    configs = {
-        (size, rate): plan.config(BASE, size, rate, plan.seeds[0])
-        for size in SIZES
-        for rate in plan.learning_rates
-    }
-    names = {key: _name(key[0], BASE, config) for key, config in configs.items()}
-    made = _train(work, {names[key]: config for key, config in configs.items()})
-    found: dict[str, dict[float, float]] = {}
-    for size in SIZES:
-        of = {rate: _loss(made[name]) for rate in plan.learning_rates if (name := names[size, rate]) in made}
-        found[size] = of if len(of) == len(plan.learning_rates) else {}
-    return found
+Rates = dict[str, dict[str, dict[float, float]]]
 
 
-def _found(work: Work, plan: Plan, rates: dict[str, dict[float, float]], best: Mapping[str, float]) -> Found:
-    configs: dict[tuple[str, str, int], StackWiseConfig] = {}
+def _tuned(work: Work, plan: Plan) -> tuple[Rates, dict[str, dict[str, str]]]:
+    """By size and architecture: learning rate -> loss, with what is beside the best; why there is none."""
+    grid, middle = plan.learning_rates, len(plan.learning_rates) // 2
+    found: Rates = {size: {} for size in SIZES}
     errors: dict[str, dict[str, str]] = {size: {} for size in SIZES}
-    for size, rate in best.items():
-        for name in plan.architectures:
-            for seed in plan.seeds:
-                try:
-                    configs[size, name, seed] = plan.config(name, size, rate, seed)
-                except ConfigError as error:
-                    errors[size][name] = " ".join(str(error).split())
-    names = {key: _name(key[0], key[1], config) for key, config in configs.items()}
-    made = _train(work, {names[key]: config for key, config in configs.items()})
-    losses: dict[str, dict[str, list[float]]] = {size: {} for size in SIZES}
+    asked = {
+        (size, name): set(grid[max(0, middle - 1) : middle + 2])
+        for size in SIZES
+        for name in plan.architectures
+    }
+    while asked:
+        configs: dict[tuple[str, str, float], StackWiseConfig] = {}
+        for (size, name), rates in asked.items():
+            try:
+                of_rates = {(size, name, r): plan.config(name, size, r, plan.seeds[0]) for r in sorted(rates)}
+            except ConfigError as error:
+                errors[size][name] = " ".join(str(error).split())
+            else:
+                configs |= of_rates
+        names = {key: _name(key[0], key[1], config) for key, config in configs.items()}
+        made = _train(work, {names[key]: config for key, config in configs.items()})
+        for (size, name, rate), run in names.items():
+            if run in made:
+                found[size].setdefault(name, {})[rate] = _loss(made[run])
+        asked = {
+            key: wanted
+            for key, rates in asked.items()
+            if (losses := found[key[0]].get(key[1], {})).keys() >= rates
+            and (wanted := _beside_best(losses, grid) - losses.keys())
+        }
+    return found, errors
+
+
+def _beside_best(losses: Mapping[float, float], grid: Sequence[float]) -> set[float]:
+    place = grid.index(min(losses, key=losses.__getitem__))
+    return set(grid[max(0, place - 1) : place + 2])
+
+
+def _found(work: Work, plan: Plan, rates: Rates, errors: dict[str, dict[str, str]]) -> Found:
+    best = {
+        size: {
+            name: min(losses, key=losses.__getitem__)
+            for name, losses in of.items()
+            if losses.keys() >= _beside_best(losses, plan.learning_rates)
+        }
+        for size, of in rates.items()
+    }
+    own = {
+        (size, name, seed): plan.config(name, size, rate, seed)
+        for size, of in best.items()
+        for name, rate in of.items()
+        for seed in plan.seeds
+    }
+    shared = {
+        (size, name, seed): plan.config(name, size, best[size][BASE], seed)
+        for size in (FULL_SIZE, OURS)
+        for name in (best[size] if BASE in best[size] else ())
+        for seed in plan.seeds
+    }
+    configs = [*own.items(), *shared.items()]
+    made = _train(work, {_name(key[0], key[1], config): config for key, config in configs})
+    losses, at_one_rate = _losses(own, made), _losses(shared, made)
     sizes: dict[str, dict[str, int]] = {size: {} for size in SIZES}
-    for (size, name, _), run in names.items():
-        if run in made:
-            losses[size].setdefault(name, []).append(_loss(made[run]))
+    for (size, name, _), config in own.items():
+        if (run := _name(size, name, config)) in made:
             sizes[size][name] = made[run]["parameters"]
-    once = {(size, name): config for (size, name, seed), config in configs.items() if seed == plan.seeds[0]}
+    once = {(size, name): config for (size, name, seed), config in own.items() if seed == plan.seeds[0]}
     notes = {name: _notes(plan, name) for name in plan.architectures}
-    return Found(rates, losses, _speeds(work, plan, once), errors, sizes, notes)
+    speeds = _speeds(work, plan, once)
+    return Found(rates, best, losses, at_one_rate, speeds, errors, sizes, notes)
+
+
+def _losses(
+    configs: Mapping[tuple[str, str, int], StackWiseConfig], made: Mapping[str, Mapping[str, Any]]
+) -> dict[str, dict[str, list[float]]]:
+    losses: dict[str, dict[str, list[float]]] = {size: {} for size in SIZES}
+    for (size, name, _), config in configs.items():
+        if (run := _name(size, name, config)) in made:
+            losses[size].setdefault(name, []).append(_loss(made[run]))
+    return losses
 
 
 def _notes(plan: Plan, name: str) -> tuple[str, ...]:
@@ -279,16 +334,19 @@ def correlations(found: Found) -> dict[str, dict[str, Any]]:
     return said
 
 
-def figures(found: Found, plan: Plan, best: Mapping[str, float]) -> dict[str, Any]:
+def figures(found: Found, plan: Plan) -> dict[str, Any]:
     """As JSON has them."""
     return {
         "plan": asdict(plan),
         "tokens": plan.steps * plan.batch_size * plan.seq_len,
         "learning_rates": {
-            size: {f"{rate:g}": _plain(loss) for rate, loss in of.items()}
+            size: {
+                name: {f"{rate:g}": _plain(losses[rate]) for rate in sorted(losses)}
+                for name, losses in of.items()
+            }
             for size, of in found.learning_rates.items()
         },
-        "best_learning_rate": dict(best),
+        "best_learning_rate": {size: dict(of) for size, of in found.best.items()},
         "parameters": found.sizes,
         "losses": {
             size: {name: [_plain(loss) for loss in losses] for name, losses in of.items()}
@@ -296,6 +354,7 @@ def figures(found: Found, plan: Plan, best: Mapping[str, float]) -> dict[str, An
         },
         "tokens_per_second": found.speeds,
         "notes": {name: list(notes) for name, notes in found.notes.items() if notes},
+        "at_one_rate": rank_correlation(list(found.pairs_at_one_rate().values())).to_dict(),
         "between_seeds": found.between_seeds().to_dict(),
         "between_seeds_stepped_up": stepped_up(found.between_seeds().rho),
         "between_measurements": found.between_measurements().to_dict(),
@@ -359,6 +418,8 @@ def rows(figures: Mapping[str, Any]) -> str:
     cells = [f"{total - len(figures['notes'])} of {total}"]
     cells += [str(RankCorrelation(**whole[what])) for what in ("loss", "speed")]
     lines.append(f"| the first, of what it has no note about | {' | '.join(cells)} | |")
+    at_one_rate = RankCorrelation(**figures["at_one_rate"])
+    lines.append(f"| the first, with one learning rate for all of a size | | {at_one_rate} | | |")
     again = [RankCorrelation(**figures[key]) for key in ("between_seeds", "between_measurements")]
     cells = [str(each) for each in again]
     of_two = stepped_up(again[0].rho)

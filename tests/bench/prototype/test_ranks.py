@@ -23,7 +23,10 @@ def found(chapter_losses=(3.0, 3.0, 3.0)):
     errors = {size: {} for size in losses} | {"chapter": {"untied": "zero heads"}}
     sizes = {size: dict.fromkeys(of, 100) for size, of in losses.items()}
     notes = {**dict.fromkeys(NAMES, ()), "mqa": ("query heads per key/value head: 2 instead of 8",)}
-    return Found({size: {1e-3: 2.0} for size in losses}, losses, speeds, errors, sizes, notes)
+    rates = {size: {name: {1e-3: each[0]} for name, each in of.items()} for size, of in losses.items()}
+    best = {size: dict.fromkeys(of, 1e-3) for size, of in losses.items()}
+    at_one_rate = losses | {"ours": {name: [-each for each in small[name]] for name in NAMES}}
+    return Found(rates, best, losses, at_one_rate, speeds, errors, sizes, notes)
 
 
 def test_correlations():
@@ -56,14 +59,15 @@ def test_bars_wait_for_all_runs():
 
 def test_figures_go_through_json_and_become_a_table_and_a_plot(tmp_path):
     pytest.importorskip("matplotlib")
-    made = ranks.figures(found(), PLAN, {FULL_SIZE: 1e-3})
+    made = ranks.figures(found(), PLAN)
     read = json.loads(json.dumps(made, allow_nan=False))
     lines = ranks.rows(read).splitlines()
     assert lines[2].startswith("| `create_small_variant(config, factor=4)` | 4 of 4 | 1.00 [")
     assert "| 3 of 4 | 0.00 [0.00, 0.00] of 3 |" in lines[4]
     assert lines[5].startswith("| the first, of what it has no note about | 3 of 4 | 1.00 [")
     assert read["between_seeds_stepped_up"] == 1.0
-    assert "of 4; for the mean of two 1.00 | - of 0 |" in lines[6]
+    assert "one learning rate for all of a size | | -1.00 [" in lines[6]
+    assert "of 4; for the mean of two 1.00 | - of 0 |" in lines[7]
     for name in ("one.svg", "two.svg"):
         ranks.draw(read, tmp_path / name)
     assert (tmp_path / "one.svg").read_text() == (tmp_path / "two.svg").read_text()
@@ -104,14 +108,19 @@ class MadeUp(Work):
         return {name: 1e6 / config.model.d_ff for name, config in configs.items()}
 
 
-def test_each_size_is_trained_with_the_learning_rate_that_is_best_for_its_base(tmp_path, monkeypatch):
+def test_each_is_trained_with_the_learning_rate_that_is_best_for_it(tmp_path, monkeypatch):
     names = ("gqa", "mha", "two heads of 64", "d_ff / 4", "d_ff x 2")
-    plan = Plan(architectures=names, learning_rates=(2e-3, 8e-3, 3.2e-2), measurements=1)
+    plan = Plan(architectures=names, learning_rates=(1e-3, 2e-3, 8e-3, 3.2e-2, 6.4e-2), measurements=1)
     monkeypatch.setattr(ranks, "QUICK", plan)
     part = ranks.measure(MadeUp(True, RunStore(tmp_path / "runs.jsonl")))
     best = part.figures["best_learning_rate"]
-    assert best == {FULL_SIZE: 2e-3, "ours": 8e-3, "quarter": 8e-3, "chapter": 8e-3}
-    assert part.figures["learning_rates"][FULL_SIZE]["0.032"] is None
+    assert best[FULL_SIZE] == dict.fromkeys(names, 2e-3)
+    assert best["ours"] == dict.fromkeys(names, 8e-3)
+    # From the middle of the grid on, where the loss falls.
+    tried = part.figures["learning_rates"]
+    assert tried["ours"]["gqa"].keys() == {"0.002", "0.008", "0.032"}
+    assert tried[FULL_SIZE]["gqa"].keys() == {"0.001", "0.002", "0.008", "0.032"}
+    assert tried[FULL_SIZE]["gqa"]["0.032"] is None
     assert part.figures["losses"][FULL_SIZE] == {
         name: pytest.approx([2.1 if name == "d_ff / 4" else 2.0] * 2) for name in names
     }

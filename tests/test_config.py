@@ -9,6 +9,7 @@ import random
 import re
 import tracemalloc
 import types
+from pathlib import Path
 
 import pytest
 import yaml
@@ -1133,6 +1134,21 @@ class TestRoundTrip:
         if config is not None:
             config.to_yaml(yaml_file)
             assert StackWiseConfig.from_yaml(yaml_file) == config
+
+    def test_whoever_reads_finds_a_whole_file(self, tmp_path, monkeypatch):
+        path, other = tmp_path / "run.yaml", StackWiseConfig.from_dict({"model": {"d_model": 1024}})
+        StackWiseConfig().to_yaml(path)
+        write = Path.write_text
+
+        def write_half(self, text, **more):
+            write(self, text[: len(text) // 2], **more)
+            raise OSError("the disk is full")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "write_text", write_half)
+            with pytest.raises(OSError, match="full"):
+                other.to_yaml(path)
+        assert StackWiseConfig.from_yaml(path) == StackWiseConfig() and [*tmp_path.iterdir()] == [path]
 
     @given(valid_mappings(), st.data())
     def test_missing_keys_are_defaults(self, mapping, data):

@@ -11,6 +11,7 @@ from stackwise.config.data import DataConfig
 from stackwise.config.model import ModelConfig
 from stackwise.config.section import ConfigError, Section
 from stackwise.config.training import TrainingConfig
+from stackwise.text_file import write_whole
 from stackwise.yaml12 import dump_yaml, load_yaml
 
 __all__ = ["StackWiseConfig"]
@@ -39,8 +40,11 @@ class StackWiseConfig(Section):
         return cls.from_dict({} if mapping is None else mapping, source=str(path))
 
     def to_yaml(self, path: str | Path) -> None:
-        """Write a YAML file; `from_yaml` gives an equal configuration back."""
-        Path(path).write_text(dump_yaml(self.to_dict()), encoding="utf-8")
+        """Write a YAML file; `from_yaml` gives an equal configuration back.
+
+        Processes may all write the same one: whoever reads it finds a whole one.
+        """
+        write_whole(Path(path), dump_yaml(self.to_dict()))
 
     def validate(self) -> None:  # type: ignore[override]
         """Check everything again, rules across sections included.

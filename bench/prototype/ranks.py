@@ -132,13 +132,13 @@ class Found:
         chosen = mean(full for small, full in pairs if small == best)
         return chosen - min(mean(losses) for losses in self.losses[FULL_SIZE].values())
 
-    def between_seeds(self) -> RankCorrelation:
-        """One seed against one other, at full size: how far the order is that of the architectures.
+    def between_seeds(self, size: str = FULL_SIZE) -> RankCorrelation:
+        """One seed against one other, at one size: how far the order is that of the architectures.
 
         It is of one run each. The losses that sizes are compared by are means over the seeds, whose order is
         more reliable; `stepped_up` says of two of them by how much.
         """
-        return _first_two(self.losses[FULL_SIZE])
+        return _first_two(self.losses[size])
 
     def between_measurements(self) -> RankCorrelation:
         """One measurement of speed against another, at full size."""
@@ -356,6 +356,7 @@ def figures(found: Found, plan: Plan) -> dict[str, Any]:
         "notes": {name: list(notes) for name, notes in found.notes.items() if notes},
         "at_one_rate": rank_correlation(list(found.pairs_at_one_rate().values())).to_dict(),
         "between_seeds": found.between_seeds().to_dict(),
+        "between_seeds_of_ours": found.between_seeds(OURS).to_dict(),
         "between_seeds_stepped_up": stepped_up(found.between_seeds().rho),
         "between_measurements": found.between_measurements().to_dict(),
         "shrinks": correlations(found),
@@ -426,6 +427,8 @@ def rows(figures: Mapping[str, Any]) -> str:
     if of_two is not None:
         cells[0] += f"; for the mean of two {of_two:.2f}"
     lines.append(f"| full size, one run against another | | {' | '.join(cells)} | |")
+    small = RankCorrelation(**figures["between_seeds_of_ours"])
+    lines.append(f"| the first, one run against another | | {small} | | |")
     return "\n".join(lines)
 
 

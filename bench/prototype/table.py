@@ -50,7 +50,7 @@ def part_bars(part: str, record: Record) -> str:
 MARKS: dict[str, dict[str, Callable[[Record], str]]] = {
     "docs/prototype.md": {
         f"prototype {part}": partial(part_tables, part)
-        for part in ("transfer", "sensitivity", "lengths", "search")
+        for part in ("ranks", "transfer", "sensitivity", "lengths", "search")
     },
 }
 

@@ -68,6 +68,7 @@ def test_figures_go_through_json_and_become_a_table_and_a_plot(tmp_path):
     assert read["between_seeds_stepped_up"] == 1.0
     assert "one learning rate for all of a size | | -1.00 [" in lines[6]
     assert "of 4; for the mean of two 1.00 | - of 0 |" in lines[7]
+    assert lines[8].startswith("| the first, one run against another | | 1.00 [")
     for name in ("one.svg", "two.svg"):
         ranks.draw(read, tmp_path / name)
     assert (tmp_path / "one.svg").read_text() == (tmp_path / "two.svg").read_text()

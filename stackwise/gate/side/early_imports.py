@@ -11,8 +11,8 @@ __all__ = ["EarlyImports"]
 # They take seconds to import, and start no thread by that which a fork would miss.
 _SLOW = frozenset({"mpmath", "networkx", "numpy", "scipy", "sympy", "torch", "transformers", "triton"})
 _INSTALLED = frozenset({"dist-packages", "site-packages"})
-# What pytest and the gate themselves change.
-_OWN = ("PYTEST_", "STACKWISE_GATE_")
+# What pytest and the gate themselves change, and torch where it compiles, which reads it only then.
+_OWN = ("PYTEST_", "STACKWISE_GATE_", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 # Where some of these look for their device as they are imported, no fork can use it.
 _DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg", "/dev/accel")
 

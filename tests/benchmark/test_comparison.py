@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from stackwise.benchmark import comparison, workload
+from stackwise.benchmark import comparison
 from stackwise.benchmark.comparison import (
     ArchitectureBenchmark,
     Case,
@@ -26,6 +26,7 @@ from stackwise.benchmark.timing.gpu_state import GpuState
 from stackwise.benchmark.timing.interleaved import Interleaved
 from stackwise.benchmark.timing.measurement import Measurement
 from stackwise.benchmark.timing.warmup import WarmUp
+from stackwise.benchmark.workload import workload
 from stackwise.spec import ModelSpec
 
 

@@ -8,8 +8,8 @@ from torch.utils.data import DataLoader
 from stackwise.data import TokenWindows
 from stackwise.training import ArchitectureTrainer, load_rack
 from stackwise.training.evaluation import ValidationRecord
+from stackwise.training.json_lines_log import read_json_lines
 from stackwise.training.phase_model import blocks_of
-from stackwise.training.record_log import read_json_lines
 
 MASKED = {"kind": "masked_token", "mask_token_id": 4, "mask_fraction": 0.5}
 KINDS = {

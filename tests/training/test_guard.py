@@ -21,9 +21,9 @@ from stackwise.stability.guard.diagnosis import Bundle
 from stackwise.training import ArchitectureTrainer, NonFiniteStepError, TrainingTerminated
 from stackwise.training import loop as loop_module
 from stackwise.training.guard import PhaseGuard, guard_policy
+from stackwise.training.json_lines_log import read_json_lines
 from stackwise.training.loss_scale import LossScale
 from stackwise.training.objective import Objective
-from stackwise.training.record_log import read_json_lines
 
 BAD = 22  # a token that only broken batches have, in their first place
 STEPS = 9

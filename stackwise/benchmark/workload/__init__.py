@@ -1,0 +1,16 @@
+"""What is timed: a pass, a step, a prompt, a token or a text of a model, a step of a loop, any callable."""
+
+from stackwise.benchmark.workload.of_model import MODES, check_shape, model_workload
+from stackwise.benchmark.workload.of_trainer import trainer_workload
+from stackwise.benchmark.workload.workload import PEAKS, Workload, callable_workload, check_workload
+
+__all__ = [
+    "MODES",
+    "PEAKS",
+    "Workload",
+    "callable_workload",
+    "check_shape",
+    "check_workload",
+    "model_workload",
+    "trainer_workload",
+]

@@ -1,0 +1,91 @@
+"""TensorBoardLog: a run's records as scalars of TensorBoard."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stackwise.stability.guard import Alarm
+from stackwise.stability.telemetry import StepRecord
+from stackwise.training.record_log import ClosingLog
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+__all__ = ["TensorBoardLog"]
+
+
+class TensorBoardLog(ClosingLog):
+    """Scalars for TensorBoard: `train/...`, norms, `throughput/...`, `validation/loss`, `alarm/...`.
+
+    Its writer does not get over a disk that refuses: nothing more is written then.
+
+    Args:
+        folder: of the event files.
+        first_step: what older files have of this step and later ones is not shown; None: all is.
+
+    Raises:
+        ImportError: TensorBoard is not installed.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], first_step: int | None = None) -> None:
+        self.folder = Path(folder)
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ImportError(
+                "training.telemetry.tensorboard needs tensorboard >= 2.18: "
+                f"pip install 'stackwise[train]' ({error})"
+            ) from error
+        self._writer: SummaryWriter | None = SummaryWriter(str(folder), purge_step=first_step)
+
+    def write(
+        self,
+        records: Sequence[StepRecord],
+        figures: Mapping[str, float] | None = None,
+        alarms: Sequence[Alarm] = (),
+    ) -> None:
+        """Queue scalars at the steps of `records`; a thread of the writer's own puts them on disk."""
+        if self._writer is None:
+            return
+        try:
+            self._add(self._writer, records, figures or {}, alarms)
+        except OSError as error:
+            self._give_up(error)
+
+    def close(self) -> None:
+        """Wait for the writer's thread, and close the file."""
+        if self._writer is None:
+            return
+        try:
+            self._writer.close()
+        except OSError as error:
+            self._give_up(error)
+
+    @staticmethod
+    def _add(
+        writer: SummaryWriter,
+        records: Sequence[StepRecord],
+        figures: Mapping[str, float],
+        alarms: Sequence[Alarm],
+    ) -> None:
+        for record in records:
+            scalars = record.to_dict()
+            step, _ = scalars.pop("step"), scalars.pop("unit", None)
+            for name, norm in scalars.pop("parameter_norms", {}).items():
+                writer.add_scalar(f"gradient_norm/{name}", norm, step)
+            for name, value in scalars.items():
+                writer.add_scalar(f"train/{name}", float(value), step)
+        if records:
+            for name, value in figures.items():
+                tag = "validation/loss" if name == "validation_loss" else f"throughput/{name}"
+                writer.add_scalar(tag, value, records[-1].step)
+        for alarm in alarms:
+            writer.add_scalar(f"alarm/{alarm.kind.replace(' ', '_')}", alarm.value, alarm.step)
+
+    def _give_up(self, error: OSError) -> None:
+        self._writer = None
+        warnings.warn(f"{self.folder}: nothing more is written: {error}", stacklevel=3)

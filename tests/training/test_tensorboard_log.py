@@ -1,0 +1,63 @@
+"""Scalars of TensorBoard, as its own reader sees them."""
+
+import errno
+import math
+import sys
+
+import pytest
+import torch
+
+from stackwise.stability import StepRecord
+from stackwise.training.tensorboard_log import TensorBoardLog
+
+
+def record(step=0, loss=1.5, norms=None):
+    return StepRecord(step, loss, 2.0, 0.1, False, 64, norms)
+
+
+def test_tensor_board(tmp_path):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    with TensorBoardLog(tmp_path) as log:
+        log.write([record(0, 3.0, {"a": 4.0}), record(1, math.nan, {"a": 5.0})], {"tokens_per_second": 7.0})
+    events = accumulator.EventAccumulator(str(tmp_path))
+    events.Reload()
+    scalars = {
+        tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]
+    }
+    assert scalars.keys() == {
+        "train/loss",
+        "train/grad_norm",
+        "train/lr",
+        "train/skipped",
+        "train/tokens",
+        "gradient_norm/a",
+        "throughput/tokens_per_second",
+    }
+    assert scalars["gradient_norm/a"] == [(0, 4.0), (1, 5.0)]
+    assert scalars["throughput/tokens_per_second"] == [(1, 7.0)]
+    assert scalars["train/loss"][0] == (0, 3.0) and math.isnan(scalars["train/loss"][1][1])
+
+
+def test_a_full_disk_ends_the_scalars(tmp_path):
+    pytest.importorskip("tensorboard")
+    log = TensorBoardLog(tmp_path)
+    written = []
+
+    def full(tag, value, step):
+        written.append(step)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    log._writer.add_scalar = full
+    with pytest.warns(UserWarning, match=f"{tmp_path}: nothing more is written: .*No space left"):
+        log.write([record(0)])
+    log.write([record(1)])
+    log.close()
+    assert written == [0]
+
+
+def test_without_tensor_board(tmp_path, monkeypatch):
+    monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
+    monkeypatch.delattr(torch.utils, "tensorboard", raising=False)
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    with pytest.raises(ImportError, match=r"tensorboard >= 2\.18: pip install 'stackwise\[train\]'"):
+        TensorBoardLog(tmp_path)

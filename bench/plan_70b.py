@@ -21,7 +21,7 @@ from bench.claim import RESULTS, Bar, Claim
 from stackwise import ArchitectureTrainer, StackWiseConfig, create_rack_from_config
 from stackwise.benchmark.memory import high_water_mark
 from stackwise.training.block_store import block_writer
-from stackwise.training.memory_plan import plan_memory
+from stackwise.training.memory_planner import plan_memory
 
 DEVICE_BYTES = 141e9  # of one H200
 TOKENS = 10**8

@@ -293,7 +293,7 @@ def no_memory_growth_of(item: pytest.Item) -> dict[str, Any]:
     if marker is None:
         return {}
     from stackwise.amount import parse_bytes
-    from stackwise.benchmark.memory.growth import check_growth
+    from stackwise.benchmark.memory.growth_trial import check_growth
 
     arguments = dict(marker.kwargs)
     with _refused(item, marker):

@@ -131,7 +131,7 @@ class MemoryFixtures:
 
         def run(step: Any, **arguments: Any) -> MemoryGrowth:
             __tracebackhide__ = True
-            from stackwise.benchmark.memory.growth import memory_growth
+            from stackwise.benchmark.memory.growth_trial import memory_growth
 
             records.pay(item, "no_memory_growth")
             defaults: dict[str, Any] = {

@@ -18,7 +18,7 @@ from stackwise.cli.overrides import load_configuration, split_overrides
 from stackwise.config import StackWiseConfig
 from stackwise.report import Report
 from stackwise.training import RackCheckpoints
-from stackwise.training.memory_plan import plan_memory
+from stackwise.training.memory_planner import plan_memory
 from stackwise.yaml12 import dump_yaml, load_yaml
 
 # Without surrogates, of which JSON makes two escapes and YAML two characters.
@@ -910,7 +910,7 @@ class TestOutput:
     def test_plan_says_whether_it_fits(self, call, monkeypatch):
         there = type("Properties", (), {"total_memory": 10**9})
         planned = plan_memory(StackWiseConfig(), device="cpu")
-        monkeypatch.setattr("stackwise.training.memory_plan.plan_memory", lambda *_, **__: planned)
+        monkeypatch.setattr("stackwise.training.memory_planner.plan_memory", lambda *_, **__: planned)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: there)
         line = call("train", "run.yaml", "--plan", "--training.device=cuda")[1].splitlines()[-1]

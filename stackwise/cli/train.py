@@ -109,7 +109,7 @@ def _print_plan(config: StackWiseConfig) -> None:
     import torch
     from rich.console import Console
 
-    from stackwise.training.memory_plan import plan_memory
+    from stackwise.training.memory_planner import plan_memory
 
     device = torch.device("cuda" if config.training.device == "auto" else config.training.device)
     plan = plan_memory(config, device=device.type)

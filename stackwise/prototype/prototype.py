@@ -2,46 +2,38 @@
 
 from __future__ import annotations
 
-import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import closing, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from stackwise.argument import check_number, check_sizes, require
-from stackwise.benchmark.memory.peak import PeakMemory, watch_peak
+from stackwise.benchmark.memory.peak import watch_peak
 from stackwise.benchmark.timing.measurement import measure
 from stackwise.benchmark.workload import model_workload
 from stackwise.config import StackWiseConfig
 from stackwise.device import resolve_device
 from stackwise.model.build import create_rack_from_config
 from stackwise.prototype.forward_pass import ForwardPass
-from stackwise.prototype.loss_verdict import DivergenceRule, SpikeRule, loss_verdict
-from stackwise.prototype.observation import Observation
-from stackwise.prototype.prototype_run import PrototypeRun, end_of
+from stackwise.prototype.loss_verdict import DivergenceRule, SpikeRule
+from stackwise.prototype.prototype_run import PrototypeRun
 from stackwise.prototype.prototype_training import Data, PrototypeTraining, check_data
 from stackwise.prototype.rack_training import RackTraining
 from stackwise.prototype.spec_training import SpecTraining
-from stackwise.prototype.update_clock import UpdateClock
+from stackwise.prototype.trial import ENOUGH, OnStep, Trial
 from stackwise.random_states import random_states_kept
 from stackwise.seed import seeded
 from stackwise.spec import ModelSpec
 from stackwise.stability.faults import Fault, broken
 from stackwise.stability.run import shortest_length
-from stackwise.stability.telemetry import StepBuffer, StepRecord
 from stackwise.training.precision import autocast, check_precision, float8_layers
 
 __all__ = ["ArchitecturePrototype", "with_learning_rate"]
 
-OnStep = Callable[[int, float], object]
-
-_ENOUGH = 1000  # steps, below which instabilities of a long training need not have begun
 _BATCH_SIZE = 8
-_READ_INTERVAL = 10
-_MEMORY_UPDATES = 2  # the first makes the optimizer's state, the second has it beside all else
 
 
 class ArchitecturePrototype:
@@ -120,7 +112,7 @@ class ArchitecturePrototype:
 
     def run(
         self,
-        steps: int = _ENOUGH,
+        steps: int = ENOUGH,
         *,
         observe_every: int | None = None,
         spike: SpikeRule | None = None,
@@ -156,7 +148,7 @@ class ArchitecturePrototype:
             with watch_peak(self.device) as making:
                 training = self._training(steps)
             with closing(training):
-                run = _Run(training, steps, every, self.device, on_step)
+                run = Trial(training, steps, every, self.device, on_step)
                 with broken((training.model, training.optimizer), faults):
                     run.train()
                 return run.result(making.peak, spike, divergence, [*self._notes, *self._arrived(run)])
@@ -223,7 +215,7 @@ class ArchitecturePrototype:
             taken = f"{self.seq_len}, as in checks of the model, since none was given"
             self._notes.append(f"seq_len: {taken}; nothing is said of longer ones")
 
-    def _arrived(self, run: _Run) -> Iterator[str]:
+    def _arrived(self, run: Trial) -> Iterator[str]:
         """What the rows of the median update were, where others were asked for."""
         rows, length = statistics.median_low(run.rows), statistics.median_low(run.row_lengths)
         if self._asked_rows is not None and rows != self._asked_rows:
@@ -289,136 +281,6 @@ class ArchitecturePrototype:
         return RackTraining(StackWiseConfig.from_dict(changed), self._data)
 
 
-class _Run:
-    """One run, step by step."""
-
-    def __init__(
-        self,
-        training: PrototypeTraining,
-        steps: int,
-        observe_every: int,
-        device: torch.device,
-        on_step: OnStep | None,
-    ) -> None:
-        self._training, self._steps, self._every = training, steps, observe_every
-        self._device, self._on_step = device, on_step
-        self._buffer = StepBuffer(2 * _READ_INTERVAL, device)
-        self.rows: list[int] = []
-        self.row_lengths: list[int] = []
-        self._empty: Tensor | int = 0
-        self._clock = UpdateClock(device)
-        self._records: list[StepRecord] = []
-        self._observations: list[tuple[int, Observation]] = []
-        self._broken = False
-        self._peaks: list[PeakMemory] = []
-
-    def train(self) -> None:
-        """All steps, or those up to the first that is no number."""
-        for step in range(self._steps):
-            if step % self._every == 0 or step == self._steps - 1:
-                self._read(self._buffer.drain())
-                if self._broken:
-                    return
-                self._observe(step)
-            if step < _MEMORY_UPDATES:
-                with watch_peak(self._device, collect=False) as watch:  # as it was for the making
-                    self._update(step)
-                self._peaks.append(watch.peak)
-            else:
-                self._update(step)
-            if self._buffer.full:
-                self._read(self._buffer.drain())
-            elif (step + 1) % _READ_INTERVAL == 0:
-                self._read(self._buffer.poll())
-            if self._broken:
-                return
-        self._read(self._buffer.drain())
-
-    def result(
-        self,
-        making: PeakMemory,
-        spike: SpikeRule | None,
-        divergence: DivergenceRule | None,
-        notes: Sequence[str],
-    ) -> PrototypeRun:
-        """What became of it."""
-        losses = [record.loss for record in self._records]
-        norms = [record.grad_norm for record in self._records]
-        left_out = tuple(record.step for record in self._records if _was_answered(record))
-        sound = [0.0 if _was_answered(record) else record.grad_norm for record in self._records]
-        made, empty = len(self.rows), int(self._empty)
-        require(empty < made, "data: updates with a token to predict", 0, f"at least one of the {made}")
-        verdict = loss_verdict(losses, sound, spike=spike, divergence=divergence)
-        lost = verdict.status in ("nan", "diverged")
-        told = [*notes, *self._training.notes]
-        if self._steps < _ENOUGH:
-            told.append(f"{self._steps} steps: a verdict wants at least {_ENOUGH}")
-        if empty:
-            told.append(f"data: nothing to predict in {empty} of {made} updates, whose loss is 0")
-        if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self._training.model.modules()):
-            told.append("batch normalisation: its statistics are of micro-batches alone")
-        if (self._training.passes or 0) > 1:
-            told.append(f"data: in pass {self._training.passes} over it, so that some is learned by heart")
-        for _, observation in self._observations[:1]:
-            told += observation.notes
-        seen = self._observations
-        return PrototypeRun(
-            name=self._training.name,
-            status=verdict.status,
-            step=verdict.step,
-            losses=tuple(losses),
-            gradient_norms=tuple(norms),
-            learning_rates=tuple(record.lr for record in self._records),
-            logit_max=tuple((step, each.logit_max) for step, each in seen),
-            attention_entropy=tuple(
-                (step, each.attention_entropy) for step, each in seen if each.attention_entropy
-            ),
-            attention_logit_max=tuple(
-                (step, each.attention_logit_max) for step, each in seen if each.attention_logit_max
-            ),
-            final_loss=math.inf if lost else end_of(losses),
-            validation_loss=None if verdict.status == "nan" else self._training.validation_loss(),
-            tokens=sum(record.tokens or 0 for record in self._records),
-            seconds=sum(self._clock.seconds()),
-            tokens_per_second=self._clock.tokens_per_second(),
-            peak_bytes=_added([making, *self._peaks]),
-            notes=tuple(told),
-            spikes=verdict.spikes,
-            left_out=left_out,
-        )
-
-    def _update(self, step: int) -> None:
-        with self._clock.update():
-            update = self._training.update(step)
-        self._clock.count(update.tokens)
-        self.rows.append(update.rows)
-        self.row_lengths.append(update.row_length)
-        self._empty = self._empty + update.empty
-        trouble = ~(update.loss.isfinite() & update.grad_norm.isfinite())
-        if update.answered is not None:  # by a smaller loss scale, which is how one is found
-            trouble = trouble & ~update.answered
-        self._buffer.write(
-            step,
-            update.lr,
-            loss=update.loss,
-            grad_norm=update.grad_norm,
-            skipped=trouble,
-            tokens=update.tokens,
-        )
-
-    def _observe(self, step: int) -> None:
-        self._observations.append((step, self._training.observe(step)))
-
-    def _read(self, arrived: Sequence[StepRecord]) -> None:
-        for record in arrived:
-            if self._broken:
-                return
-            self._records.append(record)
-            self._broken = record.skipped
-            if self._on_step is not None:
-                self._on_step(record.step, record.loss)
-
-
 def with_learning_rate(config: StackWiseConfig, learning_rate: float) -> StackWiseConfig:
     """The same with another one; those that Stacks have for themselves keep their ratio to it."""
     changed = config.to_dict()
@@ -428,11 +290,6 @@ def with_learning_rate(config: StackWiseConfig, learning_rate: float) -> StackWi
             own["lr"] *= learning_rate / optimizer["lr"]
     optimizer["lr"] = float(learning_rate)
     return StackWiseConfig.from_dict(changed)
-
-
-def _was_answered(record: StepRecord) -> bool:
-    """Whether its update was left out, and is no trouble; of what is one, `skipped` is written."""
-    return not record.skipped and not math.isfinite(record.grad_norm)
 
 
 def _batches(
@@ -449,16 +306,6 @@ def _batches(
     fits = effective_batch % batch_size == 0
     require(fits, "effective_batch", effective_batch, f"a multiple of batch_size={batch_size}")
     return batch_size, effective_batch
-
-
-def _added(peaks: Sequence[PeakMemory]) -> int | None:
-    """How far memory in use rose in the last of `peaks` above where the first began."""
-    before, in_use = peaks[0].before, [peak.in_use for peak in peaks[1:]]
-    if before is None or None in in_use:
-        return None
-    on_host = peaks[0].allocated is None
-    mapped = sum(max(0, peak.mapped or 0) for peak in peaks) if on_host else 0  # libraries that came in
-    return max(0, max(each for each in in_use if each is not None) - before - mapped)
 
 
 def _spec_of(config: StackWiseConfig) -> ModelSpec:

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from stackwise.benchmark import call_once, callable_workload, measure
-from stackwise.benchmark.memory import fresh_process, peak_memory
-from stackwise.benchmark.memory.growth import memory_growth
+from stackwise.benchmark.memory import fresh_process, memory_growth, peak_memory
 from stackwise.benchmark.plain_call import checked_call, refuse_unstarted
 
 QUICK = {"min_seconds": 0.0, "min_calls": 2, "warmup_seconds": 0.0}

@@ -393,7 +393,7 @@ def test_steps_that_keep_and_steps_that_do_not(pytester, folder, run):
         ]
     )
     result.stdout.fnmatch_lines(["the test is marked no_memory_growth but never called no_memory_growth"])
-    assert "growth.py" not in result.stdout.str()
+    assert "growth_trial.py" not in result.stdout.str()
     assert int(properties(folder / "out.xml")["test_leak"]["stackwise.bytes_per_step"]) > 90_000
 
 

@@ -1,7 +1,8 @@
 """How much memory does a call take, and does each step leave some behind?"""
 
 from stackwise.benchmark.memory.fresh_process import FreshPeak, FreshProcessError, fresh_peak_memory
-from stackwise.benchmark.memory.growth import MemoryGrowth, memory_growth
+from stackwise.benchmark.memory.growth import MemoryGrowth
+from stackwise.benchmark.memory.growth_trial import memory_growth
 from stackwise.benchmark.memory.peak import PeakMemory, high_water_mark, peak_memory, peak_memory_bytes
 
 __all__ = [

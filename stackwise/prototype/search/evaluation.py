@@ -100,7 +100,7 @@ def unread_keys(keys: Iterable[str], device: str | None) -> Iterator[str]:
 
 
 def _planned_peak(config: StackWiseConfig) -> int:
-    from stackwise.training.memory_plan import plan_memory
+    from stackwise.training.memory_planner import plan_memory
 
     # The plan draws nothing that counts, but it builds a Rack.
     with torch.random.fork_rng(devices=[]):

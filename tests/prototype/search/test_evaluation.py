@@ -8,7 +8,7 @@ import pytest
 from stackwise.config import ConfigError, StackWiseConfig
 from stackwise.prototype import ArchitecturePrototype, create_small_variant
 from stackwise.prototype.search import PrototypeEvaluation, TrialOutcome, search_architecture_space
-from stackwise.training.memory_plan import plan_memory
+from stackwise.training.memory_planner import plan_memory
 
 BASE = {
     "model": {

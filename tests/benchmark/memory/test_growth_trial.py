@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from stackwise.benchmark.memory import growth
-from stackwise.benchmark.memory.growth import check_growth, memory_growth
+from stackwise.benchmark.memory import growth_trial
+from stackwise.benchmark.memory.growth_trial import check_growth, memory_growth
 from stackwise.benchmark.memory.live_memory import Bytes, bytes_now
 from stackwise.spec import ModelSpec
 from stackwise.trainer_spec import TrainerSpec
@@ -769,7 +769,7 @@ def allocator(monkeypatch):
             told = (in_use(len(calls)), kept(len(calls)))
             return Bytes(0, 0, *told) if where == "device" else Bytes(*told, None, None)
 
-        monkeypatch.setattr(growth, "bytes_now", said)
+        monkeypatch.setattr(growth_trial, "bytes_now", said)
         return growth_of(step)
 
     return install

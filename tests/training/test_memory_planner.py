@@ -19,7 +19,7 @@ from stackwise.model import create_rack_from_config
 from stackwise.training import ArchitectureTrainer
 from stackwise.training.loop import TrainingLoop
 from stackwise.training.master import MasterAdamW
-from stackwise.training.memory_plan import _KeptOutputs, plan_memory
+from stackwise.training.memory_planner import _KeptOutputs, plan_memory
 from stackwise.training.phase_model import PhaseModel, blocks_of
 from stackwise.training.step import TrainStep
 

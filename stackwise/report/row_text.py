@@ -1,0 +1,242 @@
+"""Records of a report in words: a line of a terminal, a cell of a table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from stackwise.amount import byte_text
+
+__all__ = [
+    "MARKS",
+    "asked_and_not",
+    "by_model",
+    "check_text",
+    "fault_text",
+    "growth_lines",
+    "measured_text",
+    "memory_text",
+    "number_text",
+    "rate_text",
+    "shape_text",
+    "throughput_table",
+]
+
+_LATENCIES = ("ttft", "itl", "tpot")
+_TAILS = ("p95", "p99")
+_SHARES = ("mfu", "hfu", "mbu")
+_PROCESS = "process "  # before the bytes of a whole process
+# What `execution` says of most work, and a reader takes for granted.
+_USUAL = {
+    "attention": "sdpa",
+    "compile": "1 graph",
+    "prefill": "into an empty cache",
+    "decode": "with a cache",
+    "generate": "greedy, with the cache of the model",
+}
+MARKS = {
+    "passed": "PASS",
+    "failed": "FAIL",
+    "warned": "WARN",
+    "error": "ERROR",
+    "not applicable": "n/a",
+    "expected failure": "XFAIL",
+}
+
+
+def by_model(rows: Sequence[dict[str, Any]]) -> list[tuple[str, list[dict[str, Any]]]]:
+    """Checks of each model, in the order of their first."""
+    models = dict.fromkeys(row["model"] for row in rows)
+    return [(model, [row for row in rows if row["model"] == model]) for model in models]
+
+
+def asked_and_not(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """The checks that could be asked; and for each reason why one could not, their names."""
+    asked, not_asked = [], dict[str, str]()
+    for row in rows:
+        if row["status"] == "not applicable":
+            names = not_asked.get(check_text(row))
+            not_asked[check_text(row)] = f"{names}, {row['check']}" if names else row["check"]
+        else:
+            asked.append(row)
+    return asked, not_asked
+
+
+def measured_text(row: dict[str, Any]) -> str:
+    """What a check found beside its limit; "" where it measures nothing."""
+    value, limit = number_text(row["value"]), number_text(row["limit"])
+    if not (value and limit):
+        return value
+    return f"{value} <= {limit}" if row["status"] == "passed" else f"{value} (limit {limit})"
+
+
+def check_text(row: dict[str, Any]) -> str:
+    """Where, what it means, and what to do about it."""
+    shown = (row["where"], row["meaning"], row["advice"] if row["status"] != "passed" else "")
+    return ". ".join(text.rstrip(".") for text in shown if text)
+
+
+def fault_text(run: dict[str, Any]) -> str:
+    """The length, the steps and the faults of a run."""
+    faults = ", ".join(run["faults"]) or "no fault"
+    if run["seq_len"] is None:
+        return faults
+    steps = {record["step"] for record in run["records"]}  # one that was made again has several
+    return f"T={run['seq_len']}, {len(steps)} steps, {faults}"
+
+
+def shape_text(row: dict[str, Any]) -> str:
+    """Mode, sizes and device of a measurement."""
+    sizes = [row["batch_size"], row["seq_len"]]
+    more = f" + {row['new_tokens']}" if row.get("new_tokens") else ""
+    shape = "" if None in sizes else f" {sizes[0]} x {sizes[1]}{more}"
+    kind = f" {row['dtype']}" if row.get("dtype") else ""
+    compiled = " compiled" if row.get("compile") else ""
+    return f"{row['mode']}{shape}{kind}{compiled} on {row['device']}"
+
+
+def rate_text(row: dict[str, Any]) -> str:
+    """How fast it was, and all that is known of that, in a line."""
+    if not row["measured"]:
+        return "called once, not measured (benchmarks are disabled)"
+    rate = f"{_rate(row)} tokens/s, " if _rate(row) else ""
+    parts = [f"{rate}median {_time(row['median_seconds'])} of {row['calls']} calls"]
+    parts += [f"{name} {value}" for name in ("p95", "p99") if (value := _percentile(row, name))]
+    if not row["steady"]:
+        parts.append(f"not steady{_unsteady(row)}")
+    if _throttled(row):
+        parts.append(f"throttled ({_throttled(row)})")
+    parts += [_execution(row)] if _execution(row) else []
+    memory = _peak(row)
+    parts.append(memory if memory.startswith(_PROCESS) else f"peak memory {memory}")
+    parts += [f"{name.upper()} {value}" for name in _SHARES if (value := _share(row, name))]
+    if _floor(row):
+        parts.append(f"no faster than {_floor(row)}, {row['bound']}-bound")
+    parts += [f"{name.upper()} {value}" for name in _LATENCIES if (value := _latency(row, name))]
+    parts += [f"ITL {name} {value}" for name in _TAILS if (value := _latency(row, "itl", name))]
+    if "cache" in row:
+        parts.append(f"{row['cache']} cache")
+    if row.get("clock", "host") != "host":
+        parts.append(f"{row['clock']} clock")
+    return ", ".join(parts)
+
+
+def throughput_table(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Header and rows; of columns that are not of every record those that say something."""
+    columns: dict[str, list[str]] = {
+        "test": [row.get("test") or "" for row in rows],
+        "model": [row["model"] for row in rows],
+        "workload": [shape_text(row) for row in rows],
+        "median": [_time(row["median_seconds"]) for row in rows],
+        "p95": [_percentile(row, "p95") for row in rows],
+        "p99": [_percentile(row, "p99") for row in rows],
+        "tokens/s": [_rate(row) for row in rows],
+        "peak memory": [_peak(row) for row in rows],
+        **{name.upper(): [_share(row, name) for row in rows] for name in _SHARES},
+        "floor": [_floor(row) for row in rows],
+        "bound": [row.get("bound") or "" for row in rows],
+        **{f"{name.upper()} p50": [_latency(row, name) for row in rows] for name in _LATENCIES},
+        **{f"ITL {name}": [_latency(row, "itl", name) for row in rows] for name in _TAILS},
+        "calls": [str(row["calls"]) for row in rows],
+        "clock, cache": [f"{row.get('clock', 'host')}, {row.get('cache', 'warm')}" for row in rows],
+        "execution": [_execution(row) for row in rows],
+        "steady": [
+            ("yes" if row["steady"] else f"no{_unsteady(row)}") if row["measured"] else "not measured"
+            for row in rows
+        ],
+        "throttled": [_throttled(row) for row in rows],
+        "notes": ["; ".join(row.get("notes") or ()) for row in rows],
+    }
+    always = {"model", "workload", "median", "tokens/s", "peak memory", "calls", "clock, cache", "steady"}
+    header = [name for name, cells in columns.items() if name in always or any(cells)]
+    return header, [[columns[name][place] for name in header] for place in range(len(rows))]
+
+
+def _percentile(row: dict[str, Any], name: str) -> str:
+    """With its unit; "" where it is withheld."""
+    return _percentile_time(row.get("percentiles"), name)
+
+
+def _latency(row: dict[str, Any], name: str, percentile: str = "p50") -> str:
+    """A percentile of a latency of generation; "" where there is none, or it is withheld."""
+    return _percentile_time((row.get("latencies") or {}).get(name), percentile)
+
+
+def _throttled(row: dict[str, Any]) -> str:
+    """What held the GPU's clocks down, and in how many readings; "" where nothing did."""
+    gpu = row.get("gpu") or {}
+    return ", ".join(f"{why} in {n} of {gpu['readings']}" for why, n in (gpu.get("throttled") or {}).items())
+
+
+def _floor(row: dict[str, Any]) -> str:
+    """The least time that the work can take; "" where that is not known."""
+    seconds = row.get("floor_seconds")
+    return "" if seconds is None else _time(seconds)
+
+
+def _unsteady(row: dict[str, Any]) -> str:
+    """Why the warm-up ended before the time had settled, in brackets; "" where that is not known."""
+    reason = (row.get("warmup") or {}).get("reason")
+    return f" ({reason})" if reason else ""
+
+
+def _execution(row: dict[str, Any]) -> str:
+    """How the work was done, where that says more than the usual."""
+    told = {key: how for key, how in (row.get("execution") or {}).items() if _USUAL.get(key) != how}
+    return ", ".join(how if key == row["mode"] else f"{key}: {how}" for key, how in told.items())
+
+
+def _peak(row: dict[str, Any]) -> str:
+    """The peak of memory: on a GPU that of tensors, else of the whole process, and it says so."""
+    count = row["peak_memory_bytes"]
+    if count is None:
+        return "not available"
+    return byte_text(count) if row["device"].startswith("cuda") else f"{_PROCESS}{byte_text(count)}"
+
+
+def memory_text(row: dict[str, Any]) -> str:
+    """The bytes, and what is allowed."""
+    if row["kind"] == "growth":
+        return f"{row['bytes_per_step']:+,.0f} bytes a step over {row['steps']} steps"
+    if not row["peaks"]:
+        return "not told by this system"
+    limit = "" if row["limit"] is None else f", at most {byte_text(row['limit'])}"
+    return ", ".join(f"{byte_text(size)} {where}" for where, size in row["peaks"].items()) + limit
+
+
+def growth_lines(row: dict[str, Any]) -> list[str]:
+    """Why memory grows, and of what there is more."""
+    if row["kind"] != "growth" or row["verdict"] == "flat":
+        return []
+    types = [f"{each['name']}: {each['count_per_step']:+.3g} a step" for each in row["types"][:3]]
+    return [*row["reasons"], *types]
+
+
+def _percentile_time(percentiles: dict[str, Any] | None, name: str) -> str:
+    value = ((percentiles or {}).get(name) or {}).get("value")
+    return "" if value is None else _time(value)
+
+
+def _time(seconds: float) -> str:
+    """With three digits, in us, ms or s: the largest of which it is one at least."""
+    rounded = float(f"{seconds:.3g}")
+    scale, unit = (1.0, "s") if rounded >= 1 else (1e3, "ms") if rounded >= 1e-3 else (1e6, "us")
+    value = seconds * scale
+    digits = f"{value:.0f}" if value >= 100 else f"{value:#.3g}".removesuffix(".")
+    return f"{digits} {unit}"
+
+
+def _rate(row: dict[str, Any]) -> str:
+    """Tokens per second; "" of work that has none."""
+    return f"{row['tokens_per_second']:,.0f}" if row["tokens_per_second"] else ""
+
+
+def _share(row: dict[str, Any], name: str) -> str:
+    """A utilisation; "" where it is not known, and of HFU where nothing is recomputed: it is MFU then."""
+    value = row.get(name)
+    return "" if value is None or (name == "hfu" and value == row.get("mfu")) else f"{value:.1%}"
+
+
+def number_text(value: float | str | None) -> str:
+    """With three digits; "" of None."""
+    return "" if value is None else f"{float(value):.3g}"

@@ -1,0 +1,366 @@
+"""What a training run will hold and compute, found out before it begins.
+
+Nothing is estimated. The steps of a run are gone through by the trainer's own code on tensors that have a
+shape, a dtype and no memory (PyTorch's FakeTensorMode), and what these would take is added up.
+
+Shapes: B batch, T positions, C model width.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
+
+from stackwise.argument import check_sizes, require
+from stackwise.config import StackWiseConfig, TrainingConfig
+from stackwise.model.backend import using
+from stackwise.model.block import Block
+from stackwise.model.build import create_rack_from_config
+from stackwise.model.layout import Layout
+from stackwise.model.rack import Rack
+from stackwise.tensor_tree import tensors_of
+from stackwise.training.cross_entropy import chunked_cross_entropy
+from stackwise.training.memory_plan import MemoryPlan, PhasePlan
+from stackwise.training.objective import Objective
+from stackwise.training.phase_model import PhaseModel, blocks_of, only_training
+from stackwise.training.precision import autocast, frozen_precision
+from stackwise.training.recompute import recomputing
+from stackwise.training.scope import Phase, plan_phases
+from stackwise.training.step import MicroBatch, TrainStep
+from stackwise.training.storage_meter import StepFacts, StorageMeter, uncollected, watch
+from stackwise.training.targets import Targets, next_token_targets
+
+__all__ = ["plan_memory"]
+
+
+def plan_memory(config: StackWiseConfig, *, n_batches: int | None = None, device: str = "cuda") -> MemoryPlan:
+    """What training as `config` says will hold and compute, without its hardware and without its memory.
+
+    Bytes are those of tensors. Not counted: what an allocator rounds up (that of pinned memory takes the next
+    power of two), what it keeps of what was freed, workspaces inside an operation, the CUDA context, the
+    interpreter and its libraries, the heads of files, records of steps, and the building of the Rack
+    before training. A product of matrices counts two FLOPs for each multiplication, and attention all pairs,
+    also those that causality hides. With `compile` the counts are those of uncompiled operations; the
+    compiler keeps less.
+
+    Args:
+        config: `model`, `training` and of `data` whether it is packed; no data is read.
+        n_batches: after how many batches the data begins anew; None: no sooner than a phase ends.
+        device: "cuda" or "cpu", in the place of `training.device`.
+
+    Raises:
+        ValueError: a configuration that cannot be trained; of those that can, `precision: float8`,
+            `recompute.kind: budget` and `distributed.strategy: fsdp`, which are not planned.
+    """
+    config.validate()
+    if n_batches is not None:
+        check_sizes(n_batches=n_batches)
+    require(device in ("cpu", "cuda"), "device", device, "cpu, cuda")
+    settings = config.training.model_copy(update={"compile": False})
+    _check(config.training, device)
+    kernels = device if device == "cpu" or torch.cuda.is_available() else "cpu"
+    # What is measured for the CPU, `sliced` attention for windows, is not taken on CUDA.
+    attention = using("sdpa") if kernels != device else nullcontext()
+    with FakeTensorMode(), attention:
+        with torch.device(kernels):
+            rack = create_rack_from_config(config)
+        return _Planner(config, settings, rack, n_batches, device, kernels).plan()
+
+
+class _Planner:
+    """A Rack without memory, and what was found out about it."""
+
+    def __init__(
+        self,
+        config: StackWiseConfig,
+        settings: TrainingConfig,
+        rack: Rack,
+        n_batches: int | None,
+        device: str,
+        kernels: str,
+    ) -> None:
+        self.settings, self.rack, self.device, self.kernels = settings, rack, device, kernels
+        self.objective = _WithoutMemory(settings.objective, config.model.vocab_size)
+        self.objective.check(rack)
+        self.blocks = blocks_of(rack)
+        self.kinds = [json.dumps(block.config.to_dict()) for block in self.blocks]
+        self.sizes = [sum(t.nbytes for t in block.state_dict().values()) for block in self.blocks]
+        self.targets = _targets(config, self.objective, kernels, device)
+        self.batches_per_step = settings.accumulation_steps
+        self.n_batches = n_batches
+        self.prefix = _KeptOutputs()
+        self.steps: dict[object, PhasePlan] = {}
+        self.forwards: dict[str, _Forward] = {}
+
+    def plan(self) -> MemoryPlan:
+        stacks = [self.rack.get_stack(i).num_blocks for i in range(len(self.rack.stacks))]
+        phases = plan_phases(stacks, self.settings)
+        planned = tuple(self._phase(phase) for phase in phases)
+        tokens = self.settings.batch_size * self.settings.seq_len
+        return MemoryPlan(
+            device=self.device,
+            kernels=self.kernels,
+            tokens_per_step=tokens * self.batches_per_step,
+            prefix_bytes_per_token=max((f.output for f in self.forwards.values()), default=0) // tokens,
+            host_start=sum(self.sizes) if self.settings.scope.offload == "cpu" else 0,
+            phases=planned,
+        )
+
+    def _phase(self, phase: Phase) -> PhasePlan:
+        scope, prefix = self.settings.scope, phase.path[: phase.n_prefix]
+        forwards = [self._forward(i) for i in prefix]
+        # One optimizer for several phases has all of the Rack, and what is not in training yet differs.
+        key = phase if phase.is_continued else self._signature(phase)
+        if key not in self.steps:
+            self.steps[key] = self._step(phase, forwards[-1] if forwards else None)
+        step = self.steps[key]
+        away = set(range(len(self.blocks))) - set(phase.path[phase.n_prefix :])
+        elsewhere = sum(self.sizes[i] for i in away)
+        narrow = phase.is_continued and self.settings.precision == "bf16_weights"
+        idle = sum(_narrow(self.blocks[i]) for i in away) if narrow else elsewhere
+        in_flight = 0
+        if prefix and scope.offload != "none":
+            pairs = pairwise(prefix) if len(prefix) > 1 else [prefix]
+            in_flight = max(sum(self.sizes[i] for i in pair) for pair in pairs)
+        idle = idle if scope.offload == "none" else 0
+        resident = step.weights + idle + step.masters + step.optimizer + step.batch
+        before = in_flight + max((forward.peak for forward in forwards), default=0)
+        output, flops = forwards[-1].output if forwards else 0, [forward.flops for forward in forwards]
+        visits = phase.steps * self.batches_per_step
+        room = scope.cache_bytes // output if output else 0
+        count, computed = self.prefix.advance(phase.n_prefix, visits, self.n_batches, room)
+        kept = count * output
+        return replace(
+            step,
+            name=phase.unit.name,
+            steps=phase.steps,
+            n_prefix=phase.n_prefix,
+            idle=idle,
+            in_flight=in_flight,
+            peak=resident + max(step.peak, before),
+            host_blocks=elsewhere if scope.offload == "cpu" else 0,
+            disk_blocks=sum(self.sizes) if scope.offload == "disk" else 0,
+            host_prefix=0 if scope.cache_dir else kept,
+            disk_prefix=kept if scope.cache_dir else 0,
+            flops_prefix=sum(flops) * self.batches_per_step,
+            flops_prefix_kept=sum(n * sum(flops[start:]) for start, n in computed) / phase.steps,
+        )
+
+    def _signature(self, phase: Phase) -> object:
+        """What the bytes and FLOPs of a step depend on."""
+        path = tuple((self.kinds[i], i in phase.trained) for i in phase.path[phase.n_prefix :])
+        return phase.n_prefix > 0, path, phase.trains_head, phase.trains_embedding
+
+    def _forward(self, i: int) -> _Forward:
+        """One Block of a prefix. Blocks of one kind are computed once."""
+        kind = self.kinds[i]
+        if kind not in self.forwards:
+            settings, meter = self.settings, StorageMeter()
+            block = self.blocks[i].eval()
+            precision = frozen_precision(settings.precision)
+            # A head that is the embedding is as narrow as what trains.
+            tied = self.rack.tie_embeddings and settings.precision == "bf16_weights"
+            narrow = _narrowed(self.rack.embedding) if tied else nullcontext()
+            with torch.no_grad(), narrow, autocast(precision, self._device()), meter:
+                x_BTC = self.rack.embed(self.targets.input_ids)
+                layout = Layout(x_BTC, self.targets.attention_mask, self.targets.document_ids)
+                x_BTC = block(x_BTC, layout=layout)
+            self.forwards[kind] = _Forward(x_BTC.nbytes, meter.peak, meter.flops, x_BTC.dtype)
+        return self.forwards[kind]
+
+    def _step(self, phase: Phase, before: _Forward | None) -> PhasePlan:
+        """A step of a phase; `peak` is what it takes beside all that is there before it."""
+        settings, rack = self.settings, self.rack
+        micro = min(2, self.batches_per_step)  # of more, each is as the second
+        rack.train()
+        with only_training(rack, phase), ExitStack() as cleanup:
+            model = PhaseModel(rack, self.objective, phase)
+            step = TrainStep(model, settings, rack, rack if phase.is_continued else model)
+            if hasattr(step.optimizer, "finish"):
+                cleanup.callback(step.optimizer.finish)
+            self._first_update(step, model)
+            batch = MicroBatch(self.targets, None if before is None else self._hidden(before.dtype))
+            of_batch = tensors_of(tuple(batch))
+            seen = StepFacts()
+            cleanup.enter_context(recomputing(rack, settings.recompute, layers=list(model.blocks)))
+            cleanup.enter_context(uncollected())
+            with StorageMeter() as meter:
+                watch(model, step, meter, seen)
+                step([batch] * micro, 0.0)
+            state = step.optimizer.state  # type: ignore[attr-defined]
+            masters = sum(each["master"].nbytes for each in state.values() if "master" in each)
+            kept = sum(t.nbytes for each in state.values() for t in each.values()) - masters
+            masters += sum(wide.nbytes for p, wide in getattr(step.optimizer, "_frozen", ()))
+            ends = _unique((rack.embedding, rack.final_norm, rack.lm_head))
+            fresh = _unique((rack.final_norm, rack.lm_head)) if settings.scope.head == "per_unit" else []
+            of_path = {i: _bytes_of(_unique([self.blocks[i]])) for i in phase.path[phase.n_prefix :]}
+            return PhasePlan(
+                name="",
+                steps=0,
+                n_prefix=0,
+                ends=_bytes_of(ends) + sum(p.numel() * 4 for p in fresh),
+                trained=sum(size for i, size in of_path.items() if i in phase.trained),
+                frozen=sum(size for i, size in of_path.items() if i not in phase.trained),
+                idle=0,
+                in_flight=0,
+                masters=masters,
+                gradients=seen.gradients,
+                optimizer=kept,
+                batch=self.batches_per_step * _bytes_of(of_batch),
+                activations=seen.activations,
+                loss=seen.loss,
+                peak=meter.peak,
+                host_blocks=0,
+                host_prefix=0,
+                disk_blocks=0,
+                disk_prefix=0,
+                flops_forward=seen.flops_forward * self.batches_per_step // micro,
+                flops_backward=(seen.flops - seen.flops_forward) * self.batches_per_step // micro,
+                flops_optimizer=meter.flops - seen.flops,
+                flops_prefix=0,
+                flops_prefix_kept=0.0,
+            )
+
+    def _first_update(self, step: TrainStep, model: nn.Module) -> None:
+        """Have the optimizer begin, as it has before every step but the first."""
+        for p in model.parameters():
+            p.grad = torch.empty_like(p) if p.requires_grad else None
+        step.optimizer.step()
+        step.optimizer.zero_grad()
+
+    def _hidden(self, dtype: torch.dtype) -> Tensor:
+        shape = (*self.targets.input_ids.shape, self.rack.d_model)
+        return torch.empty(shape, dtype=dtype, device=self._device())
+
+    def _device(self) -> torch.device:
+        return torch.device(self.kernels)
+
+
+class _KeptOutputs:
+    """How many batches there are outputs of, by the rules of `PrefixOutputs`, and how deep they are."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+
+    def advance(
+        self, n_prefix: int, visits: int, n_batches: int | None, room: int
+    ) -> tuple[int, list[tuple[int, int]]]:
+        """Go through a phase.
+
+        Args:
+            n_prefix: of it.
+            visits: batches that it takes.
+            n_batches: after how many of them the data begins anew; None: never.
+            room: how many outputs are kept.
+
+        Returns:
+            how many are kept in the end, and (the first Block that is computed, for how many batches) of all
+            that are computed.
+        """
+        if not n_prefix:
+            self.depth = 0
+            return 0, []
+        different = visits if n_batches is None else min(visits, n_batches)
+        kept = min(different, room)
+        # What comes first is kept, and the data begins anew after its last batch.
+        rounds, more = divmod(visits, different)
+        start = self.depth if self.depth <= n_prefix else 0
+        self.depth = n_prefix if kept else 0
+        return kept, [(start, kept), (0, visits - kept * rounds - min(kept, more))]
+
+
+class _WithoutMemory(Objective):
+    """An objective whose head has a weight that is no plain tensor, and could be one."""
+
+    def total(
+        self, final_norm: nn.Module, lm_head: nn.Module, hidden_BTC: Tensor, targets: Targets
+    ) -> Tensor:
+        config = self.config
+        if config.logits_chunk is None:
+            return super().total(final_norm, lm_head, hidden_BTC, targets)
+        weights_N = None if targets.weights is None else targets.weights.flatten()
+        normed_NC, labels_N = final_norm(hidden_BTC).flatten(0, 1), targets.labels.flatten()
+        weight_VC = lm_head.get_parameter("weight")
+        return chunked_cross_entropy(
+            normed_NC, weight_VC, labels_N, weights_N, config.z_loss, config.logits_chunk
+        )
+
+
+@dataclass(frozen=True)
+class _Forward:
+    """A frozen Block: bytes of its output, the most that it takes, and its FLOPs for one batch."""
+
+    output: int
+    peak: int
+    flops: int
+    dtype: torch.dtype
+
+
+def _targets(config: StackWiseConfig, objective: Objective, kernels: str, device: str) -> Targets:
+    """What a model sees of a batch of `create_data`."""
+    settings, kind = config.training, config.training.objective.kind
+    shape = (settings.batch_size, objective.row_length(settings.seq_len))
+    ids_BT = torch.zeros(shape, dtype=torch.int64, device=kernels)
+    if kind == "next_token":
+        rows = {"input_ids": ids_BT, **({"document_ids": ids_BT} if config.data.pack_documents else {})}
+        targets = next_token_targets(rows)
+        # Parts of rows are parts of them on the CPU still, and arrive elsewhere as tensors of their own.
+        moved: Targets = targets if device == "cpu" else tree_map_only(Tensor, torch.clone, targets)
+        return moved
+    return Targets(
+        ids_BT,
+        ids_BT.clone(),
+        torch.zeros((), device=kernels),
+        weights=torch.zeros(shape, device=kernels) if kind == "mask_diffusion" else None,
+        document_ids=ids_BT.clone() if config.data.pack_documents else None,
+    )
+
+
+def _check(settings: TrainingConfig, device: str) -> None:
+    scope = settings.scope
+    own_place = device != "cpu" or scope.offload != "cpu"
+    require(own_place, "training.scope.offload", scope.offload, "none or disk, as this device is the CPU")
+    allowed = "another, as what {} is not planned"
+    eighth = settings.precision != "float8"
+    require(eighth, "training.precision", settings.precision, allowed.format("float8 kernels keep"))
+    chosen = settings.recompute.kind != "budget"
+    require(
+        chosen, "training.recompute.kind", settings.recompute.kind, allowed.format("the compiler chooses")
+    )
+    whole = settings.distributed.strategy != "fsdp"
+    require(
+        whole, "training.distributed.strategy", settings.distributed.strategy, allowed.format("FSDP gathers")
+    )
+
+
+@contextmanager
+def _narrowed(module: nn.Module) -> Iterator[None]:
+    wide = [(p, p.data) for p in module.parameters()]
+    for p, data in wide:
+        p.data = data.bfloat16()
+    try:
+        yield
+    finally:
+        for p, data in wide:
+            p.data = data
+
+
+def _unique(modules: Iterable[nn.Module]) -> list[Tensor]:
+    """Their parameters and buffers, what is tied once."""
+    return list({id(t): t for m in modules for t in (*m.parameters(), *m.buffers())}.values())
+
+
+def _bytes_of(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def _narrow(block: Block) -> int:
+    return 2 * sum(p.numel() for p in block.parameters()) + sum(b.nbytes for b in block.buffers())

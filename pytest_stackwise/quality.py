@@ -120,6 +120,7 @@ class QualityFixtures:
             task = load_task(
                 marked.task_of(item.path.parent), marked.folder_of(item.path.parent), **marked.how
             )
+            marked.requirement.check(is_cost=task.is_cost)
             found = task.run(Scorer(model, tokenizer, **options))
             base = None if baseline is None else task.run(Scorer(baseline, tokenizer, **options))
             judgement = marked.requirement.judge(found, base)

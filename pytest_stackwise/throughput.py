@@ -272,6 +272,8 @@ def _measure(
         found = replace(found, notes=(*found.notes, *notes))
         used = None if disabled else workload.utilization(found.median, rates)
         floor = None if disabled else workload.floor(rates)
+        if used is not None and (used.mfu is not None or used.mbu is not None):
+            found = replace(found, notes=(*found.notes, *used.notes))  # of what is shown
     record = {
         **shape,
         **found.to_dict(),

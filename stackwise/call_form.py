@@ -6,14 +6,14 @@ Shapes: B batch, T positions, C width.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["CallForm", "call_forms", "unwrapped"]
+__all__ = ["CallForm", "call_forms", "forward_parameters", "unwrapped"]
 
 _KEYS = ("input_ids", "tokens", "inputs", "x")
 
@@ -81,9 +81,14 @@ def unwrapped(model: nn.Module) -> nn.Module:
         model = wrapped
 
 
+def forward_parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
+    """What `forward` takes by name, of a wrapped model that of the model itself."""
+    return inspect.signature(unwrapped(model).forward).parameters
+
+
 def call_forms(model: nn.Module) -> Iterator[CallForm]:
     """Forms that the signature of `model` allows, the usual one first."""
-    named = inspect.signature(model.forward).parameters
+    named = forward_parameters(model)
     yield CallForm()
     if "targets" in named:
         yield CallForm(with_targets=True)

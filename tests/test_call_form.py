@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stackwise.call_form import CallForm, call_forms, unwrapped
+from stackwise.call_form import CallForm, call_forms, forward_parameters, unwrapped
 from stackwise.checks import check_model
 from stackwise.spec import ModelSpec
 
@@ -192,4 +192,8 @@ def test_what_a_trial_warns_of_is_kept_quiet():
 def test_what_is_wrapped():
     core = Core()
     assert unwrapped(core) is core
-    assert unwrapped(torch.compile(core, backend="eager")) is core
+    compiled = torch.compile(core, backend="eager")
+    assert unwrapped(compiled) is core
+    named = torch.compile(Named(), backend="eager")
+    assert list(forward_parameters(named)) == ["input_ids"]
+    assert list(call_forms(named)) == list(call_forms(Named())) == [CallForm(), CallForm("input_ids")]

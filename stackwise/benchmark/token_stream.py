@@ -6,7 +6,6 @@ Shapes: B batch, T prompt, V vocabulary.
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stackwise.call_form import unwrapped
+from stackwise.call_form import forward_parameters, unwrapped
 from stackwise.inference import cast, logits_of
 from stackwise.out_of_memory import is_out_of_memory
 from stackwise.spec import ModelSpec
@@ -111,7 +110,7 @@ def _asking(spec: ModelSpec, model: nn.Module) -> Iterator[ModelSpec]:
             decode=decode and (lambda model, inputs, cache: decode(_Asked(model, ask), inputs, cache)),  # type: ignore[arg-type]
         )
 
-    if "logits_to_keep" in inspect.signature(unwrapped(model).forward).parameters:
+    if "logits_to_keep" in forward_parameters(model):
         yield asked(_keeping_one)
     # What is compiled is the call of the whole, which these two would go past.
     compiled = unwrapped(model) is not model or getattr(model, "_compiled_call_impl", None) is not None

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from stackwise.call_form import CallForm
+from stackwise.call_form import CallForm, forward_parameters
 from stackwise.inference.masked_form import MASK, MaskedForm
 from stackwise.inference.sizes import vocabulary_candidates, width_candidates
 
@@ -44,7 +44,7 @@ def examples_by_missing(
 def examples_by_signature(model: nn.Module, known: Mapping[str, Any]) -> Iterator[tuple[int, str]]:
     """What the arguments that have no default show of it; nothing, where there is but one, as usual."""
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    named = inspect.signature(model.forward).parameters.values()
+    named = forward_parameters(model).values()
     required = [p for p in named if p.default is p.empty and p.kind not in variadic]
     by_name = [p for p in required if p.kind is p.KEYWORD_ONLY]
     if len(required) < 2 and not by_name:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stackwise.call_form import CallForm, call_forms
+from stackwise.call_form import CallForm, call_forms, forward_parameters
 
 __all__ = ["MASK", "MaskedForm", "masked_forms"]
 
@@ -32,7 +31,7 @@ class MaskedForm(CallForm):
 
 def masked_forms(model: nn.Module) -> Iterator[CallForm]:
     """The call forms of a model without a default for its mask, with one of ones."""
-    mask = inspect.signature(model.forward).parameters.get(MASK)
+    mask = forward_parameters(model).get(MASK)
     if mask is not None and mask.default is mask.empty:
         for form in call_forms(model):
             if not form.in_batch:

@@ -5,7 +5,6 @@ Shapes: B batch, T positions, V vocabulary.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 
 from stackwise.argument import check_sizes, require
 from stackwise.benchmark.token_stream import empty_cache
+from stackwise.call_form import forward_parameters
 from stackwise.inference import infer, logits_of
 from stackwise.out_of_memory import is_out_of_memory
 from stackwise.quality.cache_rows import CacheRows
@@ -203,7 +203,7 @@ class LanguageModel:
     @cached_property
     def _keeps_logits(self) -> bool:
         """Whether it leaves out logits that are not asked for, as models of transformers do."""
-        if "logits_to_keep" not in inspect.signature(self.model.forward).parameters:
+        if "logits_to_keep" not in forward_parameters(self.model):
             return False
         ids_1T = torch.arange(3, device=self.device)[None] % self.vocab_size
         model: Any = _FewerLogits(self.model, 1)

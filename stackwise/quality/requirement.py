@@ -76,6 +76,20 @@ class Requirement:
                 check_number(key, asked[key], "a number >= 0", lambda value: value >= 0)
         check_number("level", self.level, "a number above 0 and below 1", lambda value: 0 < value < 1)
 
+    def check(self, *, is_cost: bool) -> None:
+        """Refuse a limit that the figure of a task has not, before anything is asked of a model.
+
+        Args:
+            is_cost: as of `Task`.
+
+        Raises:
+            ValueError: naming the limit, and the one to use.
+        """
+        if is_cost:
+            require(self.at_least is None, "at_least", self.at_least, "none of bits per byte: use at_most")
+        else:
+            require(self.at_most is None, "at_most", self.at_most, "none of right answers: use at_least")
+
     def judge(self, result: TaskResult, baseline: TaskResult | None = None) -> Judgement:
         """Hold a result against it.
 
@@ -89,10 +103,7 @@ class Requirement:
         """
         is_cost = isinstance(result, PerplexityResult)
         metric, value, examples = _figure(result)
-        if is_cost:
-            require(self.at_least is None, "at_least", self.at_least, "none of bits per byte: use at_most")
-        else:
-            require(self.at_most is None, "at_most", self.at_most, f"none of {metric}: use at_least")
+        self.check(is_cost=is_cost)
         if baseline is not None:
             base = _figure(baseline)[1]
             require(math.isfinite(base), f"{metric} of the baseline", base, "a finite number")

@@ -35,11 +35,13 @@ class Task:
         name: in reports.
         examples: how many questions or texts.
         run: what a Scorer says of it.
+        is_cost: whether its figure is bits per byte, of which less is better, and no share of right answers.
     """
 
     name: str
     examples: int
     run: Callable[[Scorer], TaskResult]
+    is_cost: bool = False
 
 
 def cut_note(task: str, result: TaskResult) -> str | None:
@@ -156,7 +158,7 @@ def _of_file(path: Path, limit: int | None, context: int) -> Task:
         return Task(name, len(requests), lambda scorer: score_cloze(scorer, requests))
     if "text" in rows[0]:
         texts = each(lambda row: _text(row, "text"))
-        return Task(name, len(texts), lambda scorer: score_texts(scorer, texts, context=context))
+        return Task(name, len(texts), lambda scorer: score_texts(scorer, texts, context=context), True)
     raise ValueError(
         f"{path}: got rows with {', '.join(map(repr, rows[0]))}; allowed: context, choices and answer; "
         "context and continuation; or text"

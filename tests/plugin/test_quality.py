@@ -127,6 +127,20 @@ def test_a_baseline_that_is_missing_is_missed_before_the_model_is_asked(project)
     result.stdout.fnmatch_lines(["*ValueError: baseline: got None; allowed: a model, for within_of_baseline"])
 
 
+@pytest.mark.parametrize(
+    ("marker", "line"),
+    [
+        ("task='questions.jsonl', at_most=12.0", "*ValueError: at_most: got 12.0; * use at_least"),
+        ("task='texts.jsonl', at_least=0.5", "*ValueError: at_least: got 0.5; * use at_most"),
+    ],
+)
+def test_a_limit_that_the_task_has_not_is_missed_before_the_model_is_asked(project, marker, line):
+    project.write(marker, "quality(None, TOKENIZER)")
+    result = run(project)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines([line])
+
+
 def test_a_model_that_gives_no_numbers_fails(project):
     with (project.path / "models.py").open("a") as file:
         file.write(

@@ -350,6 +350,32 @@ def test_default_length_leaves_room_for_what_is_to_come(pytester, run, report):
     assert [record["seq_len"] for record in report()["throughput"]] == [12, 11, 7]
 
 
+def test_what_a_share_leaves_out_is_told_beside_it(pytester, run, report):
+    """And nothing of shares that are not known at all, as of any CPU."""
+    pytester.makepyfile(
+        """
+        import models, pytest
+        from stackwise import ModelSpec
+        from stackwise.benchmark.flops.peak_rate import PeakRate
+        from stackwise.benchmark.workload import workload
+
+        def replaced():
+            rack = models.rack()
+            rack.stacks[0].forward = rack.stacks[0].forward
+            return rack
+
+        @pytest.mark.parametrize("known", [True, False])
+        def test_speed(throughput, monkeypatch, known):
+            peak = PeakRate("here", "published", {"float32": 1e9}, 1e8, {})
+            monkeypatch.setattr(workload, "published_peak", lambda device: peak if known else None)
+            throughput(ModelSpec.of(replaced), mode="train", seq_len=4, **models.QUICK)
+        """
+    )
+    run("--stackwise-report=out.json").assert_outcomes(passed=2)
+    told = [[note for note in each["notes"] if "recomputes" in note] for each in report()["throughput"]]
+    assert told == [["what the backward pass recomputes is not known"], []]
+
+
 def test_dtype_and_compile_are_settings_like_any_other(pytester, run, report):
     pytester.makepyfile(
         """

@@ -26,6 +26,15 @@ def test_fewer_logits_that_are_refused_are_cut_off(subjects):
     assert model.logits(ids, first=2).shape == (1, 3, 31)
 
 
+def test_a_compiled_model_is_asked_for_fewer_logits(subjects):
+    llama = subjects.llama()
+    asked = []
+    llama.lm_head.register_forward_hook(lambda module, inputs, output: asked.append(output.shape[1]))
+    model = LanguageModel(torch.compile(llama, backend="eager"))
+    model.logits(torch.zeros(1, 6, dtype=torch.long), first=4)
+    assert asked[-1] == 2
+
+
 def full_for_three(error):
     """A model that keeps a cache, and raises for three sequences at once."""
     rack = create_simple_rack(2, 1, d_model=32, d_ff=64, n_heads=4, vocab_size=61)

@@ -89,7 +89,7 @@ def test_the_worst_counts():
         (lambda: Requirement(within_of_baseline=math.nan), "within_of_baseline: got nan"),
         (lambda: Requirement(at_least=0.5, level=1), "level: got 1"),
         (lambda: Requirement(at_least=0.5).judge(bits(1.0)), "none of bits per byte: use at_most"),
-        (lambda: Requirement(at_most=0.5).judge(right(True)), "none of acc: use at_least"),
+        (lambda: Requirement(at_most=0.5).judge(right(True)), "none of right answers: use at_least"),
         (
             lambda: Requirement(within_of_baseline=0.5).judge(right(True)),
             "baseline: got None; allowed: a model",

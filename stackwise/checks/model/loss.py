@@ -5,11 +5,11 @@ Each check reads one side of the formula that `read_loss_formula` finds.
 
 from __future__ import annotations
 
-import inspect
 import math
 
 import torch
 
+from stackwise.call_form import forward_parameters
 from stackwise.checks.check import check
 from stackwise.checks.probe.difference import relative_difference
 from stackwise.checks.probe.loss_formula import (
@@ -98,7 +98,7 @@ def label_shift(subject: Subject) -> CheckResult:
 def _decodes_for_an_encoder(subject: Subject) -> bool:
     """Whether weights are left over that only an encoder's output would reach."""
     model = subject.model()
-    takes = inspect.signature(model.forward).parameters
+    takes = forward_parameters(model)
     if not {"encoder_hidden_states", "encoder_outputs"} & takes.keys():
         return False
     used = [p for p in model.parameters() if p.requires_grad]

@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from statistics import median
+from statistics import mean, median
 from typing import Any, NamedTuple
 
 from bench.gate import command
@@ -53,6 +53,9 @@ EFFECTS = {
     "wait": Effect(0.05, sleeps=True),
 }
 _PROBE = 0.25  # share that is added to find out what an iteration takes
+_SHORTEST_SLEEP = 1e-6  # seconds
+_CORRECTIONS = 3
+_PAIRS = 16  # least of them, of which an interval is known in each order
 _COUNT = (2, 6)  # calls within callgrind: what a start takes is the same in both
 
 
@@ -125,36 +128,60 @@ def _calibrate(name: str, seconds: float) -> Iterator[dict[str, Any]]:
     plain = with_added(0)
     _ratios(plain, plain, seconds / 4)
     call_seconds = median(_timed(plain, time.thread_time) for _ in range(50))
-    on_cpu = partial(_ratios, plain, timer=time.thread_time)
+    on_cpu = partial(_change, plain, timer=time.thread_time)
     probe = 1
-    while median(on_cpu(with_added(probe), seconds / 20)) < 1 + _PROBE:
+    while on_cpu(with_added(probe), seconds / 20).value < _PROBE:
         probe *= 2
-    share = (median(on_cpu(with_added(probe), seconds)) - 1) / probe
+    share = on_cpu(with_added(probe), seconds).value / probe
     effects = {}
     for branch, effect in EFFECTS.items():
         iterations, asleep = 0, 0.0
         if effect.sleeps:
             asleep = _sleep_seconds(effect.share * call_seconds)
+            for _ in range(_CORRECTIONS):  # a call that finds the caches cold takes longer, too
+                more = _change(plain, with_added(0, asleep), seconds / 4).value - effect.share
+                asleep = max(_SHORTEST_SLEEP, asleep - more * call_seconds)
         elif effect.share:
             iterations = max(1, round(effect.share / share))
         changed = with_added(iterations, asleep)
-        ratio = percentile(_ratios(plain, changed, seconds), 50)
+        found = _change(plain, changed, seconds)
         effects[branch] = {
             "iterations": iterations,
             "sleep_seconds": asleep,
-            "on_cpu": median(on_cpu(changed, seconds / 2)) - 1,
-            "change": _less_one(ratio.value),
-            "low": _less_one(ratio.low),
-            "high": _less_one(ratio.high),
+            "on_cpu": on_cpu(changed, seconds / 2).value,
+            "change": found.value,
+            "low": found.low,
+            "high": found.high,
         }
     yield {"seconds": call_seconds, "iteration_share": share, "effects": effects}
 
 
 def _sleep_seconds(wanted: float) -> float:
     """How long to ask the system to sleep for, so that it takes this long: it always takes longer."""
-    shortest = 1e-6
     late = median(_timed(lambda: time.sleep(wanted)) for _ in range(100)) - wanted
-    return max(shortest, wanted - late)
+    return max(_SHORTEST_SLEEP, wanted - late)
+
+
+class _Change(NamedTuple):
+    """How much longer a call takes, as a share, with its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+def _change(
+    plain: Callable[[], object],
+    other: Callable[[], object],
+    seconds: float,
+    timer: Callable[[], float] = time.perf_counter,
+) -> _Change:
+    """The mean of the medians of both orders: who comes second finds cold caches."""
+    logs = [math.log(ratio) for ratio in _ratios(plain, other, seconds, timer)]
+    orders = [percentile(logs[first::2], 50) for first in (0, 1)]
+    value = mean(order.value for order in orders)
+    half = math.hypot(*((order.high - order.low) / 2 for order in orders)) / len(orders)
+    return _Change(*(math.expm1(each) for each in (value, value - half, value + half)))
 
 
 def _ratios(
@@ -166,7 +193,7 @@ def _ratios(
     """Of pairs of calls in turns, other / plain; who is first alternates."""
     found: list[float] = []
     end = time.perf_counter() + seconds
-    while len(found) < 8 or time.perf_counter() < end:
+    while len(found) < _PAIRS or time.perf_counter() < end:
         if len(found) % 2:
             second, first = _timed(other, timer), _timed(plain, timer)
         else:
@@ -179,10 +206,6 @@ def _timed(call: Callable[[], object], timer: Callable[[], float] = time.perf_co
     start = timer()
     call()
     return timer() - start
-
-
-def _less_one(value: float | None) -> float | None:
-    return None if value is None else value - 1
 
 
 def _instructions(name: str, calls: int, iterations: int) -> int:

@@ -1,5 +1,7 @@
 """How much is added to a call, found by processor time, and counted in instructions."""
 
+import math
+import random
 import shutil
 
 import pytest
@@ -38,7 +40,27 @@ def test_ratios_are_of_pairs_whose_first_alternates():
 
     effects._ratios(lambda: made.append("plain"), lambda: made.append("other"), 0.0, timer)
     assert made[:8] == ["plain", "other", "other", "plain"] * 2
-    assert made.count("plain") == made.count("other") == 8
+    assert made.count("plain") == made.count("other") == 16
+
+
+def test_a_change_is_not_that_of_the_order(monkeypatch):
+    """The second of a pair takes half as long again, whichever it is; the other a tenth longer by itself."""
+    pairs = [1.1 * 1.5, 1.1 / 1.5] * 20
+    pairs[4] *= 9
+    monkeypatch.setattr(effects, "_ratios", lambda *_: pairs)
+    found = effects._change(list, list, 0.0)
+    assert found == pytest.approx((0.1, 0.1, 0.1))
+
+
+def test_the_interval_of_a_change_is_that_of_both_orders(monkeypatch):
+    chance = random.Random(7)
+    hits = 0
+    for _ in range(200):
+        pairs = [math.exp(chance.gauss(0.05 + 0.1 * (i % 2 - 0.5), 0.02)) for i in range(60)]
+        monkeypatch.setattr(effects, "_ratios", lambda *_, pairs=pairs: pairs)
+        _, low, high = effects._change(list, list, 0.0)
+        hits += low <= math.expm1(0.05) <= high
+    assert hits >= 185
 
 
 def test_a_sleep_is_asked_for_shorter_by_what_it_is_late(monkeypatch):

@@ -456,6 +456,12 @@ REFUSED_TRAININGS = [
 ]
 # Keys with a value that does nothing where the key before it has such a value, and both allowed elsewhere.
 INAPPLICABLE = {
+    "model.rope_theta": (5e5, "use_rope", False, "True"),
+    "model.kernel.n_features": (64, "feature_map", "elu", "'favor' or 'gaussian' or 'laplacian'"),
+    "model.kernel.bandwidth": (2.0, "feature_map", "favor", "'gaussian' or 'laplacian'"),
+    "model.rope_scaling.low_freq_factor": (2.0, "rope_type", "linear", "'llama3'"),
+    "model.rope_scaling.high_freq_factor": (8.0, "rope_type", "linear", "'llama3'"),
+    "model.rope_scaling.original_max_position_embeddings": (64, "rope_type", "linear", "'llama3'"),
     "training.optimizer.momentum": (0.5, "kind", "adamw", "'muon'"),
     "training.schedule.min_lr": (1e-5, "kind", "constant", "'cosine' or 'linear' or 'wsd' or 'inverse_sqrt'"),
     "training.schedule.decay_fraction": (0.5, "kind", "cosine", "'wsd'"),
@@ -929,7 +935,7 @@ def valid_models(draw):
         "mup_base_width": draw(counts) if initialization == "mup" else None,
         "freeze_up_proj": draw(st.booleans()),
         "use_rope": use_rope,
-        "rope_theta": draw(positive),
+        "rope_theta": draw(positive) if use_rope else 10_000.0,
         "rope_scaling": draw(st.none() | scalings) if use_rope else None,
         "architecture": {"n_stacks": draw(counts), "blocks_per_stack": draw(counts)},
     }

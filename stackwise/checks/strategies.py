@@ -324,9 +324,10 @@ def _sections(draw: st.DrawFn, fixed: dict[str, Any]) -> dict[str, Any]:
             "n_kv_heads", st.sampled_from(divisors) if kind == "gqa" else st.sampled_from((None, *divisors))
         )
     if kind == "kernel":
-        kernels = st.sampled_from(("favor", "gaussian", "laplacian", "elu"))
+        random = st.sampled_from(("favor", "gaussian", "laplacian"))
         features = st.integers(1, 8).map(lambda n: 2 * n)
-        choose("kernel", st.fixed_dictionaries({"feature_map": kernels, "n_features": features}))
+        drawn = st.fixed_dictionaries({"feature_map": random, "n_features": features})
+        choose("kernel", drawn | st.fixed_dictionaries({"feature_map": st.just("elu")}))
     else:
         choose("sliding_window", st.none() | st.integers(1, 8))
         choose("softcap", st.sampled_from((None, 5.0, 50.0)))

@@ -125,7 +125,7 @@ def _only_for(section: type[Section], name: str) -> str:
     if name not in section.applies:
         return ""
     other, values = section.applies[name]
-    return f" ({other}: {', '.join('null' if each is None else str(each) for each in values)})"
+    return f" ({other}: {', '.join(map(_yaml, values))})"
 
 
 def _section_in(annotation: Any) -> type[Section] | None:

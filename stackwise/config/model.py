@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationInfo, field_validator
 
-from stackwise.config.section import KeysRefusedError, Section, Size
+from stackwise.config.section import Applies, KeysRefusedError, Section, Size
 
 __all__ = [
     "ArchitectureConfig",
@@ -69,6 +69,11 @@ class KernelConfig(Section):
     `n_features` is per head; `elu` has one per dimension of the head and draws nothing.
     """
 
+    applies: ClassVar[Applies] = {
+        "n_features": ("feature_map", ("favor", "gaussian", "laplacian")),
+        "bandwidth": ("feature_map", ("gaussian", "laplacian")),
+    }
+
     feature_map: FeatureMapKind = "favor"
     n_features: Size = 256
     bandwidth: float = Field(1.0, gt=0.0)
@@ -89,6 +94,12 @@ class RopeScalingConfig(Section):
     `original_max_position_embeddings / high_freq_factor` and blends between (Llama 3.1).
     """
 
+    applies: ClassVar[Applies] = {
+        "low_freq_factor": ("rope_type", ("llama3",)),
+        "high_freq_factor": ("rope_type", ("llama3",)),
+        "original_max_position_embeddings": ("rope_type", ("llama3",)),
+    }
+
     rope_type: Literal["linear", "llama3"]
     factor: float = Field(ge=1.0)
     low_freq_factor: float = Field(1.0, gt=0.0)
@@ -106,6 +117,8 @@ class RopeScalingConfig(Section):
 
 class _BlockSection(Section):
     """What a Block and a whole Rack are both configured by."""
+
+    applies: ClassVar[Applies] = {"rope_theta": ("use_rope", (True,))}
 
     d_model: Size
     d_ff: Size

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from statistics import median
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,10 +19,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from stackwise.argument import check_choice
 from stackwise.logit_bound import note_logits
+from stackwise.model.compilation import is_constant
 from stackwise.model.mask import AttentionMask
 from stackwise.model.sliced import sliced_attention
 
-__all__ = ["attend", "tuning", "using"]
+__all__ = ["attend", "rules_in_force", "tuning", "using"]
 
 _KERNELS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -68,7 +70,9 @@ def attend(
 
 @contextmanager
 def using(name: str) -> Iterator[None]:
-    """Attention goes through this backend meanwhile, soft-capped logits apart, which only "sliced" has.
+    """Attention goes through this backend meanwhile, but for what only "sliced" computes.
+
+    That are soft-capped logits, and latent attention to what its cache holds.
 
     Raises:
         ValueError: no such backend.
@@ -86,6 +90,8 @@ def using(name: str) -> Iterator[None]:
 def tuning(*, compiled: bool = False) -> Iterator[None]:
     """Whatever attention runs meanwhile is first tried with every backend that can, and the fastest kept.
 
+    What `using` leaves alone is left alone here too.
+
     Kept are device, dtype, sizes, mask and whether gradients are needed, for as long as the process
     lives. A single query, as in decoding, is tried once for each power of two of keys. Without tuning
     the choice follows fixed rules, so that two runs compute the same bits.
@@ -99,6 +105,18 @@ def tuning(*, compiled: bool = False) -> Iterator[None]:
         yield
     finally:
         _tuning = before
+
+
+def rules_in_force() -> tuple[object, ...]:
+    """What decides, beside the inputs, how attention is computed now: `using`, `tuning`, torch's kernels."""
+    cuda: Any = torch.backends.cuda
+    kernels = (
+        cuda.flash_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(),
+        cuda.cudnn_sdp_enabled(),
+        cuda.math_sdp_enabled(),
+    )
+    return (_forced, _tuning is not None, sorted(map(repr, _tuned.items())), kernels)
 
 
 def _as_it_is(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -132,6 +150,8 @@ def _rule(q_BHTD: Tensor, mask: AttentionMask) -> str:
     if q_BHTD.device.type != "cpu":
         return "sdpa"
     compiling = torch.compiler.is_compiling()
+    if compiling and not is_constant(mask.n_keys):
+        return "sdpa"  # slices would be a graph for each length
     if mask.aligned and mask.window is not None:
         # As they are, slices are a dozen operations each: they take less time where they leave out a lot.
         least = 2 * mask.window if compiling else max(8 * mask.window, 1024)

@@ -151,6 +151,7 @@ class RackCache:
         self.blocks, self.batch_size, self.capacity = blocks, batch_size, capacity
         self.length = 0
         self.device = device
+        self._open = False  # a pass has begun that is not counted yet
         self._keep_BS: Tensor | None = None
         self._length_on_device: Tensor | None = None
 
@@ -170,7 +171,7 @@ class RackCache:
             attention_mask: bool or integer (B, T), nonzero at real tokens; None: all are.
 
         Raises:
-            ValueError: another batch size, or no room left.
+            ValueError: another batch size, no room left, or sums or a ring of slots in which a pass failed.
         """
         if batch_size != self.batch_size:
             raise ValueError(f"input_ids: got {batch_size} rows; allowed: {self.batch_size}, as in the cache")
@@ -180,14 +181,29 @@ class RackCache:
                 "the capacity of the cache"
             )
         keep_BT = padding_mask(attention_mask, batch_size, seq_len)
+        if self._open:
+            self._forget_failed_pass()
+        self._open = True
         if keep_BT is not None and self._keep_BS is None:
             self._keep_BS = torch.ones(batch_size, self.capacity, dtype=torch.bool, device=self.device)
         if self._keep_BS is not None and keep_BT is not None:
             self._keep_BS[:, self.length : self.length + seq_len] = keep_BT
         return self.length if self._length_on_device is None else self._length_on_device, self._keep_BS
 
+    def _forget_failed_pass(self) -> None:
+        """Slots are written again; but sums have counted its tokens, and a ring has lost others for them."""
+        blocks = [cache for stack in self.blocks for cache in stack]
+        if any(isinstance(cache, StateCache) or cache.rolling for cache in blocks):
+            raise ValueError(
+                f"cache: got one in which a pass failed after {self.length} tokens, and left what cannot be "
+                "taken out; allowed: a new one"
+            )
+        if self._keep_BS is not None:
+            self._keep_BS[:, self.length :] = True
+
     def advance(self, n_tokens: int) -> None:
         """Count `n_tokens` more."""
+        self._open = False
         self.length += n_tokens
         if self._length_on_device is not None:
             self._length_on_device += n_tokens

@@ -1,14 +1,22 @@
-"""Compilation: torch.compile for one caller alone."""
+"""Compilation: torch.compile for one caller alone, and what is known while it traces."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from types import FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
-__all__ = ["compiled"]
+if TYPE_CHECKING:
+    from torch.fx import GraphModule
+
+__all__ = ["Replayable", "compiled", "is_constant"]
+
+BACKEND = "inductor"
+_Run = tuple[Callable[..., Sequence[Tensor]], tuple[Tensor, ...], Sequence[Tensor]]
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -17,6 +25,61 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     The compiler keeps few graphs for each code object and runs what is beyond them as it is; so each
     Rack and each optimizer gets a code object of its own.
     """
+    return torch.compile(_with_own_code(function), dynamic=False)
+
+
+class Replayable:
+    """A function to one tensor, compiled as by `compiled`, whose graph can be run again on the same tensors.
+
+    Before each call the compiler looks through all that the function reads, every module of a model
+    included, for what might have changed. A stance that leaves this out holds for the whole process, where
+    another thread may have something to compile at that time; the graph alone concerns nobody else.
+
+    Args:
+        function: takes a tensor first, then anything.
+    """
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        self._function = torch.compile(_with_own_code(function), backend=self._compile, dynamic=False)
+        self._thread = threading.local()
+
+    def __call__(self, x: Tensor, *arguments: object) -> tuple[Tensor, Callable[[], Tensor] | None]:
+        """`function(x, *arguments)`, and what computes that from whatever its tensors then contain.
+
+        None in its place where that is not one graph alone: where the function is several, or keeps
+        tensors besides its result. Nothing else that it does to objects is done again.
+        """
+        runs: list[_Run] = []
+        self._thread.runs = runs
+        try:
+            y = self._function(x, *arguments)
+        finally:
+            del self._thread.runs
+        match runs:
+            # What follows another graph, or what is in none, takes what comes from there and not `x`.
+            case [(graph, inputs, [only])] if only is y and any(each is x for each in inputs):
+                return y, lambda: graph(*inputs)[0]
+        return y, None
+
+    def _compile(self, traced: GraphModule, examples: list[Tensor]) -> Callable[..., Sequence[Tensor]]:
+        graph = torch._dynamo.lookup_backend(BACKEND)(traced, examples)
+
+        def noted(*inputs: Tensor) -> Sequence[Tensor]:
+            outputs: Sequence[Tensor] = graph(*inputs)
+            self._thread.runs.append((graph, inputs, outputs))
+            return outputs
+
+        return noted
+
+
+def is_constant(size: int) -> bool:
+    """Whether the compiler that traces this knows `size`, and not only that it is some number."""
+    from torch.fx.experimental.symbolic_shapes import has_static_value  # imports the compiler
+
+    return has_static_value(size)
+
+
+def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
     assert isinstance(function, FunctionType)
     own = FunctionType(
         function.__code__.replace(),
@@ -26,4 +89,4 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
         function.__closure__,
     )
     own.__kwdefaults__ = function.__kwdefaults__
-    return torch.compile(own, dynamic=False)
+    return own

@@ -6,7 +6,6 @@ Shapes: B batch, S slots of the cache, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from stackwise.model.cache import BlockCache, RackCache
-from stackwise.model.compilation import compiled
+from stackwise.model.compilation import Replayable
 from stackwise.model.layout import Layout
 from stackwise.model.linear import Linear
 from stackwise.model.mode import evaluating
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["DecodeStep"]
 
 _LEAST_CAPACITY = 256
-_passes: WeakKeyDictionary[Rack, Callable[..., Tensor]] = WeakKeyDictionary()
+_passes: WeakKeyDictionary[Rack, dict[tuple[object, ...], Replayable]] = WeakKeyDictionary()
 
 
 class DecodeStep:
@@ -35,7 +34,9 @@ class DecodeStep:
     model takes longer than running them. The tensor returned is then overwritten by the next call.
 
     Compiled, one graph serves every position, since the position is a tensor; it reads all slots of
-    the cache each time. What is compiled is kept for caches of the same batch size and capacity.
+    the cache each time. What is compiled is kept for caches of the same batch size and capacity, with
+    and without padding. From the second call on the graph alone is run, with the tensors of the first:
+    weights may change in value; whatever else changes is seen by the next DecodeStep.
 
     Args:
         rack: causal.
@@ -53,9 +54,9 @@ class DecodeStep:
         compile: bool = False,  # noqa: A002  # the name in PyTorch
     ) -> None:
         self.rack, self.cache = rack, cache
-        self._compile, self._same = compile, False
+        self._compile = compile
         self._wide = compile and cache.batch_size == 1 and _takes_float32(rack)
-        self._pass = _compiled(rack) if compile else _pass
+        self._again: Callable[[], Tensor] | None = None
         if compile:
             cache.count_on_device()
         self.capture = cache.device.type == "cuda" if capture is None else capture
@@ -66,10 +67,10 @@ class DecodeStep:
     @torch.no_grad()
     def __call__(self, token_B: Tensor) -> Tensor:
         """Put the tokens into the cache; the logits that follow them."""
-        if not self.capture:
-            return self._step(token_B[:, None])
-        assert self.cache.length < self.cache.capacity, "the device cannot say that the cache is full"
         self._token_B1.copy_(token_B[:, None])
+        if not self.capture:
+            return self._step()
+        assert self.cache.length < self.cache.capacity, "the device cannot say that the cache is full"
         if self._graph is None:
             with torch.cuda.device(self.cache.device):
                 self._graph = self._captured()
@@ -83,15 +84,20 @@ class DecodeStep:
         """Room for `n_tokens`, rounded up so that few different compiled steps serve all prompts."""
         return max(_LEAST_CAPACITY, 1 << (n_tokens - 1).bit_length())
 
-    def _step(self, token_B1: Tensor) -> Tensor:
-        with evaluating(self.rack):
-            start, keep_BS = self.cache.admit(*token_B1.shape)
-            # Nothing but the tensors' contents changes from the second step on; looking through every
-            # module for what else might have takes a tenth of the step.
-            with torch.compiler.set_stance(skip_guard_eval_unsafe=True) if self._same else nullcontext():
-                logits_BV = self._pass(self.rack, token_B1, start, keep_BS, self.cache.blocks, self._wide)
-            self._same = self._compile
-            self.cache.advance(1)
+    def _step(self) -> Tensor:
+        start, keep_BS = self.cache.admit(*self._token_B1.shape)
+        logits_BV = self._whole_step(start, keep_BS) if self._again is None else self._again()
+        self.cache.advance(1)
+        return logits_BV
+
+    def _whole_step(self, start: int | Tensor, keep_BS: Tensor | None) -> Tensor:
+        """Through all modules; compiled, it also says how to do the same again."""
+        rack, cache = self.rack, self.cache
+        with evaluating(rack):
+            if not self._compile:
+                return _pass(self._token_B1, rack, start, keep_BS, cache.blocks)
+            run = _compiled(rack, cache.batch_size, cache.capacity, keep_BS is not None)
+            logits_BV, self._again = run(self._token_B1, rack, start, keep_BS, cache.blocks, self._wide)
         return logits_BV
 
     def _captured(self) -> torch.cuda.CUDAGraph:
@@ -107,23 +113,23 @@ class DecodeStep:
         ):
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
-                self._step(self._token_B1)
+                self._step()
             torch.cuda.current_stream().wait_stream(side)
             cache.restore(before)
             cache.length = length
             with torch.cuda.graph(graph, stream=side):
-                self._logits_BV = self._step(self._token_B1)
+                self._logits_BV = self._step()
             cache.length = length
         return graph
 
 
 def _pass(
-    rack: Rack,
     token_B1: Tensor,
+    rack: Rack,
     start: int | Tensor,
     keep_BS: Tensor | None,
     caches: Sequence[Sequence[BlockCache]],
-    wide: bool,
+    wide: bool = False,
 ) -> Tensor:
     x_B1C = rack.embed(token_B1)
     if wide:
@@ -139,7 +145,9 @@ def _takes_float32(rack: Rack) -> bool:
     return wide and rack.embedding.weight.device.type == "cpu"
 
 
-def _compiled(rack: Rack) -> Callable[..., Tensor]:
-    if rack not in _passes:
-        _passes[rack] = compiled(_pass)
-    return _passes[rack]
+def _compiled(rack: Rack, *sizes: object) -> Replayable:
+    """The pass compiled for one size of cache: the compiler keeps few graphs for each code object."""
+    of_rack = _passes.setdefault(rack, {})
+    if sizes not in of_rack:
+        of_rack[sizes] = Replayable(_pass)
+    return of_rack[sizes]

@@ -5,6 +5,7 @@ Shapes: B batch, T positions, N = B * T, C model width, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -94,9 +95,13 @@ class BoundedEmbedding(TokenEmbedding):
         """Token ids (B, T) to (B, T, C), in the weight's dtype."""
         x_BTC = super().forward(input_ids)
         wide_BTC = x_BTC.to(torch.promote_types(x_BTC.dtype, torch.float32))
+        # Squares of float32 overflow above 2**64; a power of two takes no digit from what is so large.
+        largest_BT1 = torch.linalg.vector_norm(wide_BTC.detach(), math.inf, dim=-1, keepdim=True)
+        unit_BT1 = torch.ones_like(largest_BT1).masked_fill_(largest_BT1 > 2.0**48, 2.0**80)
+        wide_BTC = wide_BTC / unit_BT1
         norm_BT1: Tensor = torch.linalg.vector_norm(wide_BTC, dim=-1, keepdim=True)
-        # Within the bound this is exactly 1, without gradient, also where the norm is 0.
-        excess_BT1 = (norm_BT1 / self.bound).clamp(min=1.0)
+        # Within the bound this is exactly 1 / unit, without gradient, also where the norm is 0.
+        excess_BT1 = (norm_BT1 / self.bound).clamp(min=unit_BT1.reciprocal())
         bounded_BTC: Tensor = (wide_BTC / excess_BT1).to(x_BTC.dtype)
         return bounded_BTC
 

@@ -6,7 +6,8 @@ Shapes: B batch, K heads, T positions, D head size, M features, F frequencies.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -43,7 +44,8 @@ class FeatureMap(nn.Module):
       scale 1 / b, the Fourier transform of the kernel.
     - `elu`: (elu(x) + 1) . (elu(y) + 1) (Katharopoulos et al. 2020, arXiv:2006.16236), nothing drawn.
 
-    The estimates are unbiased, and their error falls as 1 / sqrt(M).
+    The estimates are unbiased, and their error falls as 1 / sqrt(M). Frequencies stay float32, or float64,
+    whatever the module is cast to: some Cauchy numbers are beyond float16.
 
     Args:
         kind: see above.
@@ -65,11 +67,21 @@ class FeatureMap(nn.Module):
             case "gaussian":
                 frequencies = _orthogonal_normal(n_heads, n_features // 2, head_dim) / bandwidth
             case "laplacian":
-                frequencies = torch.empty(n_heads, n_features // 2, head_dim).cauchy_() / bandwidth
+                frequencies = torch.empty(n_heads, n_features // 2, head_dim, dtype=_dtype()).cauchy_()
+                frequencies = frequencies / bandwidth
             case "elu":
-                frequencies = torch.empty(n_heads, 0, head_dim)
+                frequencies = torch.empty(n_heads, 0, head_dim, dtype=_dtype())
         self.frequencies_KFD: Tensor
         self.register_buffer("frequencies_KFD", frequencies)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        before = self.frequencies_KFD
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        after = self.frequencies_KFD
+        wide = torch.promote_types(after.dtype, torch.float32)
+        if after.dtype != wide:
+            self.frequencies_KFD = before.to(after.device, wide)
+        return self
 
     @property
     def is_positive(self) -> bool:
@@ -100,10 +112,15 @@ class FeatureMap(nn.Module):
 def _orthogonal_normal(n_heads: int, n_frequencies: int, head_dim: int) -> Tensor:
     """Rows that are each N(0, I), and orthogonal within each group of D."""
     groups = math.ceil(n_frequencies / head_dim)
-    gaussian = torch.randn(n_heads, groups, head_dim, head_dim)
+    gaussian = torch.randn(n_heads, groups, head_dim, head_dim, dtype=_dtype())
     q, r = torch.linalg.qr(gaussian)
     # The signs make Q uniform (Mezzadri 2007, arXiv:math-ph/0609050); lengths are redrawn apart from it.
     q = q * r.diagonal(dim1=-2, dim2=-1).sign()[..., None, :]
-    lengths = torch.randn(n_heads, groups, head_dim, head_dim).norm(dim=-1, keepdim=True)
+    lengths = torch.randn(n_heads, groups, head_dim, head_dim, dtype=_dtype()).norm(dim=-1, keepdim=True)
     rows: Tensor = (q * lengths).flatten(1, 2)[:, :n_frequencies]
     return rows
+
+
+def _dtype() -> torch.dtype:
+    """What is drawn in: torch's default, unless that is narrower than float32."""
+    return torch.promote_types(torch.get_default_dtype(), torch.float32)

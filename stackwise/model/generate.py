@@ -5,6 +5,7 @@ Shapes: B batch, T prompt, N new tokens, C model width, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Unpack
 
@@ -58,6 +59,7 @@ def generate(
         TypeError: an option that there is not, or no `max_new_tokens`.
         ValueError: an argument outside its range, nothing to continue, a bidirectional Rack, or a sequence
             that could become longer than `rack.max_seq_len`, padding not counted.
+        FloatingPointError: logits of a row that has not ended hold NaN or +inf, or nothing but -inf.
     """
     new_BN = torch.stack(list(stream(rack, input_ids, attention_mask, **options)), dim=1)
     return torch.cat((input_ids.to(new_BN), new_BN), dim=1)
@@ -71,8 +73,9 @@ def stream(
 ) -> Iterator[Tensor]:
     """As `generate`, but each column of tokens, int64 (B,), as soon as it is there.
 
-    Errors come with the call, before the first token. Whenever the caller has control the Rack is in its
-    own mode, so that streams may take turns, and one may be left unfinished.
+    Errors come with the call, before the first token; that logits are not finite comes instead of the token
+    drawn from them, on a GPU after the last one, as no step waits for it. Whenever the caller has control
+    the Rack is in its own mode, so that streams may take turns, and one may be left unfinished.
     """
     asked = GenerationOptions(**options)
     is_stop_V = asked.is_stop(rack.vocab_size, rack.embedding.weight.device)
@@ -100,21 +103,27 @@ def _columns(
     logits_BV = prefill(rack, cache, prompt_BT, keep_BT, asked.prefill_chunk)
     decode = DecodeStep(rack, cache, compile=asked.compile)
     ended_B = torch.zeros(batch_size, dtype=torch.bool, device=prompt_BT.device)
+    extreme_B = torch.zeros(batch_size, device=prompt_BT.device)  # of the scores; NaN and infinity stay
     for count in range(1, asked.max_new_tokens + 1):
-        token_B = sampler(logits_BV, generator)
+        score_B, token_B = sampler.draw(logits_BV, generator)
         if is_stop_V is not None:
+            score_B = score_B.masked_fill(ended_B, 0)
             token_B = token_B.masked_fill(ended_B, pad_token_id)
             ended_B = ended_B | is_stop_V[token_B]
+        extreme_B = torch.maximum(extreme_B, score_B.abs())
+        if not extreme_B.is_cuda:
+            _check_scores(extreme_B)
         yield token_B
         if count == asked.max_new_tokens:
-            return
+            break
         all_ended = _never if is_stop_V is None else _on_its_way(ended_B.all())
         # A GPU gets its next step before it is asked, or it would idle; but the first is a capture.
         if (count == 1 or not ended_B.is_cuda) and all_ended():
-            return
+            break
         logits_BV = decode(token_B)
         if all_ended():
-            return
+            break
+    _check_scores(extreme_B)
 
 
 @torch.no_grad()
@@ -137,6 +146,15 @@ def prefill(
             mask = None if keep_BT is None else keep_BT[:, part]
             hidden_BTC = rack.hidden(prompt_BT[:, part], mask, cache=cache)
         return rack.head(hidden_BTC[:, -1:])[:, 0]
+
+
+def _check_scores(extreme_B: Tensor) -> None:
+    if not _on_its_way((extreme_B < math.inf).all())():
+        rows = [row for row, extreme in enumerate(extreme_B.tolist()) if not math.isfinite(extreme)]
+        raise FloatingPointError(
+            f"logits: NaN or infinite in row {', '.join(map(str, rows))} of the batch, so that there is no "
+            "token to take; weights may be so, or something have left the range of its dtype"
+        )
 
 
 def _never() -> bool:

@@ -53,11 +53,14 @@ class GenerationOptions:
     compile: bool = False
 
     def __post_init__(self) -> None:
+        for key in ("max_new_tokens", "top_k", "seed", "prefill_chunk"):
+            object.__setattr__(self, key, _plain(getattr(self, key)))
         check_sizes(max_new_tokens=self.max_new_tokens)
         if self.prefill_chunk is not None:
             check_sizes(prefill_chunk=self.prefill_chunk)
         if self.seed is not None:
             check_sizes(0, seed=self.seed)
+            require(self.seed < 2**64, "seed", self.seed, "an integer below 2**64")
         self.sampler()  # refuses its own
 
     def sampler(self) -> Sampler:
@@ -89,6 +92,14 @@ class GenerationOptions:
         """
         (pad_token_id,) = _ids("pad_token_id", [self.pad_token_id], vocab_size)
         return pad_token_id
+
+
+def _plain(value: Any) -> Any:
+    """An integer of any kind, of NumPy say, as Python's own; anything else as it is."""
+    try:
+        return value if isinstance(value, bool) else index(value)
+    except TypeError:
+        return value
 
 
 def _ids(key: str, given: Any, vocab_size: int) -> list[int]:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stackwise.argument import require
+from stackwise.model.compilation import is_constant
 from stackwise.model.mask import AttentionMask, Keys, document_runs, padding_mask
 from stackwise.model.rotary import Rotary, constant_tables
 
@@ -87,7 +88,7 @@ class Layout:
         """
         if rotary.key not in self._tables:
             plain = self.positions is self.time_T and isinstance(self.start, int) and self.start == 0
-            if plain and torch.compiler.is_compiling():
+            if plain and torch.compiler.is_compiling() and is_constant(self.seq_len):
                 tables = constant_tables(rotary.key, self.seq_len, self.device, self._wide)
             else:
                 tables = rotary.tables(self.positions.to(self._wide))

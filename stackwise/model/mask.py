@@ -52,7 +52,8 @@ class AttentionMask:
         documents: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         self.query_time_T, (self.key_time_S, self.aligned) = query_time_T, keys
-        self.n_queries, self.n_keys = len(query_time_T), len(self.key_time_S)
+        # Not len(), which for an exporter is a constant.
+        self.n_queries, self.n_keys = query_time_T.shape[0], self.key_time_S.shape[0]
         self.causal = causal
         self.window = None if self.aligned and window is not None and window >= self.n_keys else window
         self.keep_BS, self.documents = keep_BS, documents
@@ -71,7 +72,9 @@ class AttentionMask:
     @property
     def is_lower_triangle(self) -> bool:
         """Whether causality over equally many queries and keys is the only rule."""
-        return self.is_plain and self.window is None and self.causal and self.n_queries == self.n_keys
+        if self.n_queries != self.n_keys:  # a branch: of a length left open a compiler decides only there
+            return False
+        return self.is_plain and self.window is None and self.causal
 
     def key_range(self, start: int, end: int) -> tuple[int, int]:
         """The first and one past the last key that queries `start` to `end` (exclusive) may see."""

@@ -82,7 +82,8 @@ class QuantizedLinear(Linear):
         """(..., I) -> (..., O).
 
         Raises:
-            ValueError: training: the weight was unfrozen, or a gradient is wanted that its kernel has not.
+            ValueError: training: the weight was unfrozen, or a gradient is wanted that its kernel has not;
+                an input in another dtype than that of the weight, which for int4 and fp8 no cast changes.
         """
         if torch.is_grad_enabled():
             # torchao answers these with no gradient at all, or with an error from deep inside.
@@ -95,6 +96,11 @@ class QuantizedLinear(Linear):
         if self.takes_float32 and self.is_single(x):
             return self.single(x, self.weight.qdata, self.weight.scale.flatten())  # type: ignore[attr-defined]
         if not torch.is_autocast_enabled(x.device.type):
+            if x.dtype != self.weight.dtype and not _is_int8_by_row(self.weight):
+                raise ValueError(
+                    f"input of a quantised layer: got {x.dtype}; allowed: {self.weight.dtype}, that of the "
+                    "weight, since int4 and fp8 do not follow a cast: cast the Rack, then quantise"
+                )
             return F.linear(x, self.weight, self.bias)
         # Autocast casts nothing for a kernel that it does not know, as that of int4.
         return F.linear(x.to(self.weight.dtype), self.weight, self.bias).to(x.dtype)
@@ -151,6 +157,9 @@ def quantize_stack(
     stack = rack.get_stack(index)
     done = any(isinstance(module, QuantizedLinear) for module in stack.modules())
     require(not done, "index", index, "a Stack that is not quantised yet")
+    if sample_ids is not None:
+        seen = tuple(sample_ids.shape)
+        require(sample_ids.numel() > 0, "sample_ids", seen, "at least one row of one token")
     groups = ParameterGroups(rack, optimizer)
 
     layers = {name: module for name, module in stack.named_modules() if isinstance(module, nn.Linear)}

@@ -52,14 +52,22 @@ class Sampler:
 
     def __call__(self, logits_BV: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Token ids (B,), int64. Never waits for the device."""
+        return self.draw(logits_BV, generator)[1]
+
+    def draw(self, logits_BV: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+        """The scores (B,) by which tokens won, and their ids (B,).
+
+        A score is finite where there was something to take: not where a logit is NaN or +inf, nor where all
+        are -inf.
+        """
         if self.temperature == 0:
-            return logits_BV.argmax(-1)
+            return logits_BV.max(-1)
         logits_BV = self.filter(logits_BV)
         # argmax of p / Exp(1) is distributed as p, and needs no cumulative sum and no host. Some devices
         # draw a zero now and then, and 0 / 0 would win.
         noise_BV = torch.empty_like(logits_BV).exponential_(generator=generator)
         noise_BV.clamp_(min=torch.finfo(noise_BV.dtype).tiny)
-        return (logits_BV.softmax(-1) / noise_BV).argmax(-1)
+        return (logits_BV.softmax(-1) / noise_BV).max(-1)
 
     def filter(self, logits_BV: Tensor) -> Tensor:
         """The logits, float32, over the temperature, with -inf at what is never drawn."""

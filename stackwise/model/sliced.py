@@ -53,13 +53,21 @@ def sliced_attention(
                 .masked_fill(~visible, float("-inf"))
                 .view_as(logits)
             )
-        # Divided by their sum only after the product: one pass over the weights less, and their
-        # rounding to bfloat16 cancels.
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        weights = (wide - wide.detach().amax(-1, keepdim=True)).exp().to(logits.dtype)
-        total = weights.sum(-1, keepdim=True, dtype=wide.dtype)
-        if dropout:
-            weights = F.dropout(weights, dropout)
-        y = ((weights @ v_BKSD[:, :, first:last]) / total).to(logits.dtype)
+        y = _mean(logits, v_BKSD[:, :, first:last], dropout)
         slices.append(y.view(B, H, end - start, v_BKSD.shape[-1]))
     return slices[0] if len(slices) == 1 else torch.cat(slices, dim=2)
+
+
+def _mean(logits_BKRS: Tensor, v_BKSD: Tensor, dropout: float) -> Tensor:
+    """softmax(logits) v, in the dtype of the logits; R the queries of all heads that share keys."""
+    if logits_BKRS.dtype == torch.float16:  # ends at 65504, which a sum over many keys soon passes
+        weights = logits_BKRS.softmax(-1)
+        return (F.dropout(weights, dropout) if dropout else weights) @ v_BKSD
+    # Divided by their sum only after the product: one pass over the weights less, and their
+    # rounding to bfloat16 cancels.
+    wide = logits_BKRS.to(torch.promote_types(logits_BKRS.dtype, torch.float32))
+    weights = (wide - wide.detach().amax(-1, keepdim=True)).exp().to(logits_BKRS.dtype)
+    total = weights.sum(-1, keepdim=True, dtype=wide.dtype)
+    if dropout:
+        weights = F.dropout(weights, dropout)
+    return ((weights @ v_BKSD) / total).to(logits_BKRS.dtype)

@@ -24,8 +24,13 @@ C = 12
 SOFTMAX = ["mha", "gqa", "mqa", "mla"]
 KERNELS = ["favor", "gaussian", "laplacian", "elu"]
 # Of the largest output. Cauchy frequencies have no bound, and magnify what is rounded off.
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 5e-4, torch.bfloat16: 0.1}
-CAUCHY_TOLERANCE = {torch.float64: 1e-6, torch.float32: 0.05, torch.bfloat16: float("inf")}
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 5e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
+CAUCHY_TOLERANCE = {
+    torch.float64: 1e-6,
+    torch.float32: 0.05,
+    torch.bfloat16: float("inf"),
+    torch.float16: float("inf"),
+}
 MODES = ["causal", "bidirectional"]
 
 properties = settings(max_examples=2 * settings.default.max_examples, derandomize=True)
@@ -66,7 +71,7 @@ class Case:
             layout = cache.layout(x_BTC[:, part], None if mask_BT is None else mask_BT[:, part])
             with patch.object(kernel, "CHUNK", self.chunk):
                 outputs.append(attention(x_BTC[:, part], layout, new_cache))
-            cache.length += size
+            cache.advance(size)
         return torch.cat(outputs, dim=1)
 
     @property
@@ -116,11 +121,11 @@ def cases(draw, modes=MODES, dtypes=tuple(TOLERANCE), min_len=1):
     if kind in ("gqa", *KERNELS):
         keys["n_kv_heads"] = draw(st.sampled_from(divisors))
     if kind in KERNELS:
-        keys["kernel"] = {
-            "feature_map": kind,
-            "n_features": draw(st.sampled_from([2, 8, 32])),
-            "bandwidth": draw(st.sampled_from([1.0, 3.0])),
-        }
+        keys["kernel"] = {"feature_map": kind}
+        if kind != "elu":
+            keys["kernel"]["n_features"] = draw(st.sampled_from([2, 8, 32]))
+        if kind in ("gaussian", "laplacian"):
+            keys["kernel"]["bandwidth"] = draw(st.sampled_from([1.0, 3.0]))
     else:
         keys["softcap"] = draw(st.sampled_from([None, 1.5]))
         keys["sliding_window"] = draw(st.none() | st.integers(1, seq_len + 1))
@@ -217,6 +222,8 @@ def test_packed_is_separate(case, data):
 @properties
 @given(case=cases(), size=st.sampled_from([0.0, 1e-3, 1.0, 50.0]), padded=st.booleans(), data=st.data())
 def test_finite(case, size, padded, data):
+    # Logits of such inputs, and the squares of their weights' gradients, end beyond float16.
+    assume(case.dtype != torch.float16 or size <= 1)
     attention, x = case.build()
     x = (x * size).requires_grad_()
     # A row may be padding altogether.

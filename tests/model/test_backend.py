@@ -9,6 +9,7 @@ from stackwise.model import backend, create_simple_rack
 from stackwise.model.backend import attend, tuning, using
 from stackwise.model.layout import Layout
 from stackwise.model.mask import AttentionMask, Keys
+from stackwise.model.sliced import sliced_attention
 
 
 @pytest.fixture(autouse=True)
@@ -62,6 +63,20 @@ def test_gradients_agree():
         gradients[name] = torch.autograd.grad(y.square().sum(), (q, k, v))
     for ours, theirs in zip(gradients["sliced"], gradients["sdpa"], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("softcap", [None, 50.0])
+def test_a_sum_over_many_keys_stays_within_float16(softcap):
+    # 4096 values of 40 add up to more than it can hold; their mean is 40.
+    q, k = torch.zeros(1, 4, 1, 8).half(), torch.randn(1, 2, 4096, 8).half()
+    v = torch.full((1, 2, 4096, 8), 40.0).half().requires_grad_()
+    keys = Keys(torch.arange(4096), True)
+    mask = Layout(torch.empty(1, 1, 1), start=4095).mask(causal=True, window=None, keys=keys)
+    y = sliced_attention(q, k, v, mask, softcap=softcap)
+    assert y.dtype == torch.float16
+    torch.testing.assert_close(y, torch.full_like(y, 40.0), rtol=2e-3, atol=0)
+    y.backward(torch.ones_like(y))
+    torch.testing.assert_close(v.grad, torch.full_like(v, 2 / 4096), rtol=2e-3, atol=0)
 
 
 class TestRules:
@@ -201,7 +216,7 @@ def test_a_rack_tells_what_ran():
 
 @pytest.mark.parametrize("kind", ["favor", "gaussian", "laplacian", "elu"])
 def test_kernel_attention_tells_its_features(kind):
-    kernel = {"feature_map": kind, "n_features": 8}
+    kernel = {"feature_map": kind}
     rack = create_simple_rack(1, 1, 16, 24, 2, 11, attention_type="kernel", kernel=kernel)
     rack(torch.zeros(1, 4, dtype=torch.int64))
     assert rack.execution() == {"attention": f"{kind} features"}

@@ -138,7 +138,7 @@ def pass_through(attention, cache, x_BTC, sizes, mask_BT=None):
         part = slice(cache.length, cache.length + size)
         layout = cache.layout(x_BTC[:, part], None if mask_BT is None else mask_BT[:, part])
         outputs.append(attention(x_BTC[:, part], layout, cache.blocks[0][0]))
-        cache.length += size
+        cache.advance(size)
     return torch.cat(outputs, dim=1)
 
 
@@ -184,7 +184,7 @@ class TestAttentionThroughACache:
             if on_device:
                 layout = Layout(x[:, t : t + 1], start=torch.tensor(t), keep_BS=layout.keep_BS)
             y = torch.cat((y, attention(x[:, t : t + 1], layout, cache.blocks[0][0])), dim=1)
-            cache.length += 1
+            cache.advance(1)
         for row, n in enumerate(n_padding):
             alone = x[row : row + 1, n:]
             torch.testing.assert_close(y[row : row + 1, n:], attention(alone, Layout(alone)))
@@ -262,6 +262,37 @@ class TestRackCache:
         assert make_rack().new_cache(3, 10).nbytes == 2 * 2 * 3 * 10 * 8 * 8
         assert make_rack().new_cache(3, 10, torch.bfloat16).nbytes == 2 * 2 * 3 * 10 * 8 * 2
         assert make_rack(sliding_window=4).new_cache(3, 10).nbytes == 2 * 2 * 3 * 4 * 8 * 8
+
+    @pytest.mark.parametrize(
+        "options, allowed",
+        [
+            ({}, True),
+            ({"sliding_window": 20}, True),
+            ({"sliding_window": 4}, False),
+            ({"sliding_window": [None, 4]}, False),
+            ({"attention_type": "kernel"}, False),
+        ],
+        ids=str,
+    )
+    @torch.no_grad()
+    def test_a_pass_that_failed_is_made_again_where_it_left_nothing(self, options, allowed):
+        rack, ids = make_rack(**options), torch.randint(13, (2, 16))
+        cache = rack.new_cache(2, 16)
+        rack(ids[:, :10], cache=cache)
+
+        def fail(*_):
+            raise MemoryError("in the middle")
+
+        hook = rack.get_stack(0).get_block(1).feedforward.register_forward_pre_hook(fail)
+        with pytest.raises(MemoryError):
+            rack(ids[:, 10:], torch.tensor([1, 0, 1, 0, 1, 1]).expand(2, -1), cache=cache)
+        hook.remove()
+        if allowed:
+            parts = [rack(ids[:, 10:12], cache=cache), rack(ids[:, 12:], cache=cache)]
+            torch.testing.assert_close(torch.cat(parts, dim=1), rack(ids)[:, 10:])
+        else:
+            with pytest.raises(ValueError, match=r"cache: got one in which a pass failed after 10 tokens"):
+                rack(ids[:, 10:], cache=cache)
 
     @pytest.mark.parametrize("window", [None, 3])
     @torch.no_grad()

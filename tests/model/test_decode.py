@@ -4,12 +4,12 @@ What is said of the graph is asked of it as it is traced, by `aot_eager`; of eac
 the kernels.
 """
 
-import functools
+from threading import Thread
 
 import pytest
 import torch
 
-from stackwise.model import create_simple_rack, quantize_stack
+from stackwise.model import compilation, create_simple_rack, quantize_stack
 from stackwise.model.decode import DecodeStep
 from stackwise.model.generate import prefill
 
@@ -42,7 +42,12 @@ def logits_of(rack, prompt, tokens, *, compiled, keep=None):
 @pytest.fixture(params=["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def backend(request, monkeypatch):
     """What runs the compiled step."""
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=request.param))
+    monkeypatch.setattr(compilation, "BACKEND", request.param)
+
+
+@pytest.fixture
+def _traced_alone(monkeypatch):
+    monkeypatch.setattr(compilation, "BACKEND", "eager")
 
 
 SLOW = pytest.mark.slow
@@ -130,6 +135,75 @@ def test_generation_compiled_is_generation():
     prompt = torch.randint(50, (1, 6))
     plain, compiled = (rack.generate(prompt, max_new_tokens=12, compile=c) for c in (False, True))
     assert plain.equal(compiled)
+
+
+@pytest.mark.usefixtures("_traced_alone")
+def test_more_sizes_than_the_compiler_keeps_graphs_of_one_code_object():
+    rack = rack_of().eval()
+    with torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):
+        for ids in (torch.randint(50, (1, 6)), torch.randint(50, (2, 6))):
+            for mask in (None, torch.arange(6).expand_as(ids) > 1):
+                plain, compiled = (
+                    rack.generate(ids, mask, max_new_tokens=4, compile=compiled) for compiled in (False, True)
+                )
+                assert plain.equal(compiled)
+
+
+def test_another_thread_compiles_meanwhile(monkeypatch):
+    """What this one tells the compiler must not hold for the other."""
+    elsewhere = []
+
+    def compile_elsewhere():
+        run = torch.compile(lambda x: x + 1, backend="eager", fullgraph=True)
+        elsewhere.append(run(torch.ones(2)).tolist())
+
+    def backend(graph, _):
+        def run(*inputs):
+            thread = Thread(target=compile_elsewhere)
+            thread.start()
+            thread.join()
+            return graph(*inputs)
+
+        return run
+
+    monkeypatch.setattr(compilation, "BACKEND", backend)
+    rack_of().generate(torch.randint(50, (1, 6)), max_new_tokens=4, compile=True)
+    assert elsewhere == [[2, 2]] * 3
+
+
+@pytest.mark.parametrize("kind", ["gqa", pytest.param("mla", marks=SLOW), "kernel"])
+@pytest.mark.usefixtures("_traced_alone")
+def test_what_changes_between_steps(kind):
+    """Weights are read each time; what else a Rack has is looked at by the first step."""
+    rack = rack_of(**KINDS[kind]).eval()
+    prompt, tokens = torch.randint(50, (1, 6)), torch.randint(50, (3, 1))
+    steps = []
+    for compiled in (False, True):
+        cache = rack.new_cache(1, 16)
+        prefill(rack, cache, prompt)
+        steps.append(DecodeStep(rack, cache, compile=compiled))
+    for token in tokens:
+        plain, compiled = (step(token) for step in steps)
+        torch.testing.assert_close(compiled, plain, rtol=1e-4, atol=1e-4 * plain.abs().max().item())
+        with torch.no_grad():
+            rack.final_norm.weight.mul_(2)
+            rack.get_stack(0).get_block(0).feedforward.down.weight.mul_(-1)
+    expected, rack.final_norm.eps = steps[0](tokens[0]), 10.0
+    scale = expected.abs().max().item()
+    torch.testing.assert_close(steps[1](tokens[0]), expected, rtol=1e-4, atol=1e-4 * scale)
+    plain, compiled = (logits_of(rack, prompt, tokens.T, compiled=compiled) for compiled in (False, True))
+    torch.testing.assert_close(compiled, plain, rtol=1e-4, atol=1e-4 * plain.abs().max().item())
+
+
+@pytest.mark.usefixtures("_traced_alone")
+def test_a_hook_that_reads_a_value_does_so_at_each_token():
+    """It leaves no graph that could be run alone."""
+    rack, seen = rack_of().eval(), []
+    rack.get_stack(0).register_forward_hook(lambda _module, _inputs, y: seen.append(y[0, -1, 0].item()))
+    prompt, tokens = torch.randint(50, (1, 6)), torch.randint(50, (1, 3))
+    plain, compiled = (logits_of(rack, prompt, tokens, compiled=compiled) for compiled in (False, True))
+    torch.testing.assert_close(compiled, plain, rtol=1e-4, atol=1e-4 * plain.abs().max().item())
+    assert seen[4:] == pytest.approx(seen[:4], rel=1e-4)
 
 
 @pytest.mark.parametrize("n_tokens, capacity", [(1, 256), (256, 256), (257, 512), (1000, 1024), (1025, 2048)])

@@ -64,6 +64,23 @@ class TestBound:
         assert out.dtype == dtype
         assert torch.equal(out[0].view(bits), rows.view(bits))
 
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("bound", [1e-3, 1.0, 1e20])
+    def test_of_rows_whose_squares_overflow(self, bound, dtype):
+        rows = torch.full((5, 64), 1.0)
+        rows[:, ::2] *= -1
+        rows[:4] *= torch.tensor([[3e18], [1e19], [1e30], [3e38]])
+        rows[4, 7] = 3e38
+        rows = rows.to(dtype)
+        embedding = embedding_of(rows, bound, dtype)
+        out = embedding(torch.arange(5)[None])[0]
+        length = rows.double().norm(dim=1, keepdim=True)
+        expected = rows.double() * (bound / length).clamp(max=1.0)
+        eps = torch.finfo(dtype).eps
+        torch.testing.assert_close(out.double(), expected, rtol=8 * eps, atol=bound * 1e-30)
+        out.sum().backward()
+        assert embedding.weight.grad.isfinite().all()
+
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     def test_lengths_of_half_precision_rows_are_those_of_float32(self, dtype):
         rows = rows_of_length([1.2, 3.3, 17.0, 900.0], 256).to(dtype)

@@ -169,6 +169,33 @@ class TestFrequencies:
         assert (squares[:, 0] - squares[:, 1]).abs().min() > 1e-6
 
     @pytest.mark.parametrize("kind", RANDOM)
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+    def test_are_not_rounded_with_the_module(self, dtype, kind):
+        feature_map = FeatureMap(kind, 20, 16, 256, 0.1)
+        before = feature_map.frequencies_KFD.clone()
+        assert kind != "laplacian" or before.abs().max() > torch.finfo(torch.float16).max
+        module = torch.nn.ModuleList([feature_map]).to(dtype)
+        assert feature_map.frequencies_KFD.dtype == torch.float32
+        assert torch.equal(feature_map.frequencies_KFD, before)
+        assert feature_map(torch.randn(1, 20, 3, 16).to(dtype)).value_BKTM.isfinite().all()
+        assert module.double()[0].frequencies_KFD.dtype == torch.float64
+        assert module.to(dtype)[0].frequencies_KFD.dtype == torch.float32
+        assert module.to("meta", dtype)[0].frequencies_KFD.is_meta
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_are_drawn_in_float32_where_the_default_is_narrower(self, kind):
+        torch.manual_seed(0)
+        expected = FeatureMap(kind, 2, 4, 8, 1.0).frequencies_KFD
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            torch.manual_seed(0)
+            actual = FeatureMap(kind, 2, 4, 8, 1.0).frequencies_KFD
+        finally:
+            torch.set_default_dtype(default)
+        assert actual.dtype == torch.float32 and torch.equal(actual, expected)
+
+    @pytest.mark.parametrize("kind", RANDOM)
     def test_heads_have_draws_of_their_own_that_a_checkpoint_keeps(self, kind):
         feature_map, other = (FeatureMap(kind, 2, 4, 8, 1.0) for _ in range(2))
         first, second = feature_map.frequencies_KFD

@@ -55,12 +55,13 @@ KINDS = {
         "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 16},
     },
 } | {
-    kernel: {
-        "attention_type": "kernel",
-        "n_kv_heads": 2,
-        "kernel": {"feature_map": kernel, "n_features": 8, "bandwidth": 4.0},
-    }
-    for kernel in ("favor", "gaussian", "laplacian", "elu")
+    kernel: {"attention_type": "kernel", "n_kv_heads": 2, "kernel": {"feature_map": kernel, **keys}}
+    for kernel, keys in {
+        "favor": {"n_features": 8},
+        "gaussian": {"n_features": 8, "bandwidth": 4.0},
+        "laplacian": {"n_features": 8, "bandwidth": 4.0},
+        "elu": {},
+    }.items()
 }
 DRAWS = {"max_new_tokens": 8, "temperature": 1.5, "top_k": 20, "top_p": 0.95}
 # Real tokens of a batch of four; what is not real is other tokens, which must not matter.
@@ -566,6 +567,53 @@ class TestDraws:
         assert len(new[:, 0].unique()) > 10 and not torch.equal(new[:, 0], new[:, 1])
 
 
+def spoil(rack, row, since):
+    """The logits of a row are NaN from this call of the head on, counted from 1."""
+    calls = []
+
+    def hook(_, __, output):
+        calls.append(None)
+        if len(calls) >= since:
+            output[row] = np.nan
+
+    rack.lm_head.register_forward_hook(hook)
+
+
+class TestLogitsThatAreNotFinite:
+    @pytest.mark.parametrize("options", [{}, DRAWS, {"temperature": 1.0, "stop_token_ids": [0]}], ids=str)
+    @pytest.mark.parametrize("value", [np.nan, np.inf])
+    def test_yield_no_token(self, ids, value, options):
+        rack = make_rack()
+        rack.final_norm.weight.data[:] = value
+        with pytest.raises(FloatingPointError, match=r"^logits: NaN or infinite in row 0, 1 of the batch"):
+            rack.generate(ids, **{"max_new_tokens": 4, **options})
+
+    @pytest.mark.parametrize("options", [{}, {"stop_token_ids": []}, DRAWS], ids=str)
+    def test_end_a_stream_where_they_are(self, rack, ids, options):
+        spoil(rack, row=1, since=3)
+        columns = []
+        with pytest.raises(FloatingPointError, match="in row 1 of the batch"):
+            columns.extend(rack.stream(ids, **{**options, "max_new_tokens": 5}))
+        assert len(columns) == 2
+
+    def test_do_not_matter_in_a_row_that_has_ended(self, rack, ids):
+        expected = rack.generate(ids, max_new_tokens=6)[:, 6:].tolist()
+        end, stop = next((n, token) for n, token in enumerate(expected[0]) if token not in expected[1])
+        spoil(rack, row=0, since=end + 2)
+        new = rack.generate(ids, max_new_tokens=6, stop_token_ids=stop)[:, 6:].tolist()
+        assert new == [expected[0][: end + 1] + [0] * (5 - end), expected[1]]
+
+    @pytest.mark.gpu
+    @pytest.mark.parametrize("options", [{}, {"stop_token_ids": VOCAB - 1}], ids=str)
+    def test_are_told_at_the_end_where_a_look_would_wait(self, ids, options):
+        rack = make_rack().cuda()
+        rack.final_norm.weight.data[:] = np.nan
+        columns = []
+        with pytest.raises(FloatingPointError, match="in row 0, 1 of the batch"):
+            columns.extend(rack.stream(ids, max_new_tokens=4, **options))
+        assert len(columns) == 4
+
+
 class TestStream:
     def test_is_generate_column_by_column(self, rack, ids):
         options = {"max_new_tokens": 8, "temperature": 1.0, "seed": 1, "stop_token_ids": range(5)}
@@ -732,6 +780,7 @@ class TestInputs:
             ({"prefill_chunk": 0}, "prefill_chunk: got 0; allowed: an integer >= 1"),
             ({"seed": -1}, "seed: got -1; allowed: an integer >= 0"),
             ({"seed": 1.0}, "seed: got 1.0"),
+            ({"seed": 2**64}, f"seed: got {2**64}; allowed: an integer below 2**64"),
             ({"stop_token_ids": [3, VOCAB]}, "stop_token_ids: got 29; allowed: integers from 0 to 28"),
             ({"stop_token_ids": -1}, "stop_token_ids: got -1; allowed: integers from 0 to 28"),
             ({"stop_token_ids": [3.0]}, "stop_token_ids: got 3.0"),

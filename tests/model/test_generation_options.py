@@ -4,7 +4,9 @@ import dataclasses
 import re
 from typing import get_type_hints
 
+import numpy as np
 import pytest
+import torch
 
 from stackwise.model import Rack
 from stackwise.model.generate import generate, stream
@@ -28,6 +30,16 @@ def test_every_option_and_its_default_is_documented(option):
     else:
         default = "none" if option.default == () else str(option.default).removesuffix(".0")
         assert "default" in entry.lower() and default in entry
+
+
+def test_integers_may_be_of_any_kind():
+    plain = {"max_new_tokens": 3, "temperature": 1.0, "top_k": 2, "seed": 2**64 - 1, "prefill_chunk": 4}
+    given = {"max_new_tokens": np.int64(3), "top_k": np.uint8(2), "seed": np.uint64(2**64 - 1)}
+    options = GenerationOptions(**{**plain, **given, "prefill_chunk": torch.tensor(4)})
+    assert options == GenerationOptions(**plain) and type(options.max_new_tokens) is int
+    for wrong in (True, np.float64(3), torch.tensor(3.0), torch.tensor([3, 3]), np.int64(0)):
+        with pytest.raises(ValueError, match="max_new_tokens: got "):
+            GenerationOptions(max_new_tokens=wrong)
 
 
 def test_options_do_not_change():

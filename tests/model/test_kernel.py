@@ -28,7 +28,11 @@ EXACT = {"rtol": 1e-9, "atol": 1e-9}
 
 
 def make_attention(kind="favor", n_heads=2, n_kv_heads=1, head_dim=4, n_features=8, scale=0.35, **options):
-    kernel_options = {"feature_map": kind, "n_features": n_features, "bandwidth": 1.5}
+    kernel_options = {"feature_map": kind}
+    if kind != "elu":
+        kernel_options["n_features"] = n_features
+    if kind in ("gaussian", "laplacian"):
+        kernel_options["bandwidth"] = 1.5
     config = BlockConfig.from_dict(
         {
             "d_model": 8,
@@ -61,7 +65,8 @@ def one_after_the_other(attention, x_BTC, sizes, mask_BT=None):
         part = slice(start, start + size)
         layout = cache.layout(x_BTC[:, part], None if mask_BT is None else mask_BT[:, part])
         outputs.append(attention(x_BTC[:, part], layout, new_cache))
-        cache.length = start = start + size
+        cache.advance(size)
+        start += size
     assert start == seq_len
     return torch.cat(outputs, dim=1)
 

@@ -120,7 +120,7 @@ def through_a_cache(attention, x_BTC, sizes, mask_BT=None, dtype=torch.float64):
         part = slice(cache.length, cache.length + size)
         layout = cache.layout(x_BTC[:, part], None if mask_BT is None else mask_BT[:, part])
         outputs.append(attention(x_BTC[:, part], layout, new_cache))
-        cache.length += size
+        cache.advance(size)
     assert cache.length == capacity
     return torch.cat(outputs, dim=1)
 

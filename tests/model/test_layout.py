@@ -76,6 +76,36 @@ def test_a_causal_pass_builds_no_table(monkeypatch):
     assert rack(torch.randint(11, (2, 7))).shape == (2, 7, 11)
 
 
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 5}, {"attention_mode": "bidirectional"}])
+def test_one_compiled_graph_serves_every_length(options):
+    torch.manual_seed(0)
+    graphs = []
+    rack = Rack([Stack([Block(16, 24, 2, **options)])], vocab_size=11, d_model=16).eval()
+    compiled = torch.compile(
+        rack,
+        backend=lambda graph, _: graphs.append(graph) or graph.forward,
+        fullgraph=True,
+        dynamic=True,
+    )
+    for seq_len in (16, 24, 9):
+        ids = torch.randint(11, (1, seq_len))
+        torch.testing.assert_close(compiled(ids), rack(ids))
+    assert len(graphs) == 1
+
+
+@pytest.mark.parametrize(
+    "options", [{"softcap": 2.0}, pytest.param({"attention_type": "kernel"}, marks=pytest.mark.slow)]
+)
+def test_compiled_for_one_length_and_then_another(options):
+    """These are computed in parts, of which a graph has some number."""
+    torch.manual_seed(0)
+    rack = Rack([Stack([Block(16, 24, 2, **options)])], vocab_size=11, d_model=16).eval()
+    compiled = torch.compile(rack, backend="eager", fullgraph=True)
+    for seq_len in (16, 24):
+        ids = torch.randint(11, (1, seq_len))
+        torch.testing.assert_close(compiled(ids), rack(ids))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_tables_are_at_least_float32(dtype):
     cos, sin = layout_of(7, dtype=dtype).rotary(Rotary(8))

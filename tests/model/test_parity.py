@@ -102,7 +102,7 @@ def cached(attention, x_BTC, keep_BT, sizes):
         part = slice(cache.length, cache.length + size)
         layout = cache.layout(x_BTC[:, part], None if keep_BT is None else keep_BT[:, part])
         outputs.append(attention(x_BTC[:, part], layout, new_cache))
-        cache.length += size
+        cache.advance(size)
     return torch.cat(outputs, dim=1)
 
 

@@ -217,6 +217,26 @@ class TestUse:
             expected = torch.cat((expected, logits_of(rack, expected)[:, -1:].argmax(-1)), dim=1)
         assert torch.equal(tokens[:, -4:], expected[:, -4:])
 
+    def test_int8_follows_a_cast(self):
+        rack = make_rack()
+        quantize_stack(rack, 1, "int8")
+        expected = logits_of(rack)
+        logits = logits_of(rack.bfloat16())
+        assert logits.dtype == torch.bfloat16
+        assert (logits - expected).norm() < 0.05 * expected.norm()
+
+    @pytest.mark.parametrize("dtype", ["int4", "fp8"])
+    def test_a_cast_that_the_format_does_not_follow(self, dtype):
+        rack = make_rack()
+        quantize_stack(rack, 1, dtype)
+        expected = logits_of(rack)
+        message = (
+            r"input of a quantised layer: got torch.float64; allowed: torch.float32, .* cast the Rack, then"
+        )
+        with pytest.raises(ValueError, match=message):
+            logits_of(rack.double())
+        assert torch.equal(logits_of(rack.float()), expected)
+
     @pytest.mark.parametrize("dtype", ["int8", "fp8"])
     def test_gradients_pass_through(self, dtype):
         rack = make_rack()
@@ -403,6 +423,8 @@ class TestRefusals:
                 {"index": 0, "dtype": "int4"},
             ),
             ("input_ids: got shape", make_rack, {"sample_ids": IDS[0]}),
+            ("sample_ids: got (0, 9", make_rack, {"sample_ids": IDS[:0]}),
+            ("sample_ids: got (2, 0", make_rack, {"sample_ids": IDS[:, :0]}),
             (
                 "optimizer: got 'AdamW'",
                 make_rack,

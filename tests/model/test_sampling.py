@@ -237,6 +237,16 @@ def test_cold_draws_are_the_most_likely():
     assert torch.equal(Sampler(1e-6)(logits), logits.argmax(-1))
 
 
+@pytest.mark.parametrize("sampler", [Sampler(), Sampler(1.0), Sampler(0.7, 3), Sampler(0.7, 3, 0.9)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_a_score_tells_whether_there_was_anything_to_take(sampler, dtype):
+    nan = float("nan")
+    rows = [[1, nan, 2, 3], [nan] * 4, [1, 2, INF, 3], [-INF] * 4, [1, -INF, 2, 3], [-INF, -INF, 0, -INF]]
+    score, token = sampler.draw(torch.tensor(rows, dtype=dtype))
+    assert score.isfinite().tolist() == [False, False, False, False, True, True]
+    assert token[4] in (0, 2, 3) and token[5] == 2
+
+
 @pytest.mark.parametrize("sampler", [Sampler(), Sampler(0.7, 3, 0.9)])
 def test_no_value_is_read(sampler):
     # A tensor without data has none to wait for.

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from typing import Any
+from types import UnionType
+from typing import Any, get_args
 
 from stackwise.config import ModelConfig, StackWiseConfig
 from stackwise.config.section import Section
@@ -175,10 +176,11 @@ def _put_away(section: type[Section], content: dict[str, Any]) -> None:
     """Put keys to their default that mean something only beside another value of a key before them."""
     for name, field in section.model_fields.items():
         other, allowed = section.applies.get(name, ("", ()))
-        if other and content.get(other) not in allowed:
+        if other and content.get(other, section.model_fields[other].default) not in allowed:
             content[name] = field.get_default(call_default_factory=True)
             if isinstance(content[name], Section):
                 content[name] = content[name].to_dict()
-        kind = field.annotation
-        if isinstance(kind, type) and issubclass(kind, Section) and isinstance(content.get(name), dict):
-            _put_away(kind, content[name])
+        kind: Any = field.annotation
+        for each in get_args(kind) if isinstance(kind, UnionType) else (kind,):
+            if isinstance(each, type) and issubclass(each, Section) and isinstance(content.get(name), dict):
+                _put_away(each, content[name])

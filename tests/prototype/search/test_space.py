@@ -182,6 +182,10 @@ class TestShape:
         assert (model.softcap, model.sliding_window, model.kernel.n_features) == (None, None, 8)
         model = self.config({"model.attention_type": "mla", "model.kernel.n_features": 8}, base)
         assert (model.qk_norm, model.kernel, model.sliding_window) == (None, None, 8)
+        kernel = {"attention_type": "kernel", "kernel": {"feature_map": "gaussian", "bandwidth": 3.0}}
+        kernels = {"model": BASE["model"] | kernel}
+        assert self.config({"model.kernel.feature_map": "laplacian"}, kernels).kernel.bandwidth == 3.0
+        assert self.config({"model.kernel.feature_map": "favor"}, kernels).kernel.bandwidth == 1.0
         space = Space.from_dict({"base": base, "space": {"training.optimizer.kind": ["adamw", "muon"]}})
         assert space.config({"training.optimizer.kind": "adamw"}).training.optimizer.momentum == 0.95
         assert space.config({"training.optimizer.kind": "muon"}).training.optimizer.momentum == 0.5

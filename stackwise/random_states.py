@@ -10,7 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["random_states", "random_states_kept", "random_states_set", "set_random_states"]
+__all__ = [
+    "random_states",
+    "random_states_equal",
+    "random_states_kept",
+    "random_states_set",
+    "set_random_states",
+]
 
 
 def random_states() -> dict[str, Any]:
@@ -23,6 +29,19 @@ def random_states() -> dict[str, Any]:
     if used := _cuda_devices_in_use():
         states["cuda"] = {device: torch.cuda.get_rng_state(device) for device in used}
     return states
+
+
+def random_states_equal(states: Mapping[str, Any], others: Mapping[str, Any]) -> bool:
+    """Whether these are the same: of all parts, and of the same CUDA devices."""
+    same = torch.equal(states["torch"], others["torch"]) and states["python"] == others["python"]
+    mine, theirs = states["numpy"], others["numpy"]
+    same = same and all(np.array_equal(a, b) for a, b in zip(mine, theirs, strict=True))
+    devices, of_others = states.get("cuda", {}), others.get("cuda", {})
+    return (
+        same
+        and devices.keys() == of_others.keys()
+        and all(torch.equal(state, of_others[device]) for device, state in devices.items())
+    )
 
 
 def set_random_states(states: Mapping[str, Any]) -> None:

@@ -5,7 +5,13 @@ import random
 import numpy as np
 import torch
 
-from stackwise.random_states import random_states, random_states_kept, random_states_set, set_random_states
+from stackwise.random_states import (
+    random_states,
+    random_states_equal,
+    random_states_kept,
+    random_states_set,
+    set_random_states,
+)
 from stackwise.seed import seeded
 
 
@@ -36,6 +42,21 @@ def test_set_for_a_while():
         with random_states_set(states):
             assert draw() == first
         assert draw() == second
+
+
+def test_equal():
+    draws = (lambda: torch.rand(1), random.random, lambda: np.random.rand())  # noqa: NPY002
+    with seeded(0):
+        states = random_states()
+        for draw_one in draws:
+            assert random_states_equal(states, random_states())
+            draw_one()
+            assert not random_states_equal(states, random_states())
+            set_random_states(states)
+    device, other = ({**states, "cuda": {0: torch.tensor([number])}} for number in (1, 2))
+    assert random_states_equal(device, device)
+    assert not random_states_equal(device, other)
+    assert not random_states_equal(device, states)
 
 
 class Cuda:

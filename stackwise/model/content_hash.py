@@ -22,8 +22,9 @@ __all__ = ["ContentHash", "code_of", "plain_tensors", "tensor_digest"]
 
 _LARGE = 2**20  # bytes; below, SHA-256 takes no longer than what would spare it
 _WIDTH, _COLUMNS = 2**12, 16
-# Not what is computed: what torch keeps on every module, and the name of the kernel of the last pass.
-_NO_SETTINGS = {*vars(nn.Module()), "_compiled_call_impl", "backend"} - {"training"}
+# Not what is computed: what torch keeps on every module; on ours the name of the kernel of the last pass.
+_NO_SETTINGS = {*vars(nn.Module()), "_compiled_call_impl"} - {"training"}
+_NO_SETTINGS_OF_OURS = {*_NO_SETTINGS, "backend"}
 _KNOWN = {"torch", "stackwise", *sys.stdlib_module_names}
 # What runs is what was imported, so the files are read when they are.
 _OWN_CODE = hashlib.sha256(
@@ -54,8 +55,10 @@ class ContentHash:
         """The digest, in hexadecimal, of modules under names of the caller's choice.
 
         In it are parameters and buffers by value, shape and dtype, all attributes that modules have of
-        their own, the mode, and the code: the files of this package, and those of classes from
-        elsewhere but torch. Functions replaced while the process runs are not seen.
+        their own and those of classes from elsewhere, the mode, whether it is compiled, and the code: the
+        files of this package, and those of classes from elsewhere but torch. Functions replaced while the
+        process runs are not seen, nor what code from elsewhere reads that is in no module: its globals, its
+        imports, files.
 
         Raises:
             ValueError: what cannot be in it: a forward hook, an attribute that is no plain value, a class
@@ -69,11 +72,15 @@ class ContentHash:
         return digest.hexdigest()
 
     def _facts(self, path: str, module: nn.Module) -> Iterator[str]:
-        yield f"{path} {code_of(type(module))}"
+        kind: type = type(module)
+        yield f"{path} {code_of(kind)} {module._compiled_call_impl is not None}"
         hooked = module._forward_hooks or module._forward_pre_hooks
         require(not hooked, path, "a forward hook", "none, as its code cannot be part of a digest")
-        attributes = {name: value for name, value in vars(module).items() if name not in _NO_SETTINGS}
-        for name, value in {**attributes, **module._parameters, **module._buffers}.items():
+        elsewhere = _from_elsewhere(kind)
+        without = _NO_SETTINGS if elsewhere else _NO_SETTINGS_OF_OURS
+        shared = {name: value for each in reversed(elsewhere) for name, value in _class_settings(each)}
+        own = {name: value for name, value in vars(module).items() if name not in without}
+        for name, value in {**shared, **own, **module._parameters, **module._buffers}.items():
             if isinstance(value, Tensor):
                 for text, plain in plain_tensors(value):
                     yield f"{name} {text} {self._digest(plain)}"
@@ -131,13 +138,25 @@ def code_of(kind: type) -> str:
         ValueError: a class that comes from no file.
     """
     texts = [f"{kind.__module__}.{kind.__qualname__}"]
-    for each in kind.__mro__:
-        if each.__module__.partition(".")[0] not in _KNOWN:
-            file = getattr(sys.modules.get(each.__module__), "__file__", None)
-            allowed = "one that comes from a file, so that its code can be part of a digest"
-            require(file is not None, "class", each.__qualname__, allowed)
-            texts.append(_file_digest(str(file)))
+    for each in _from_elsewhere(kind):
+        file = getattr(sys.modules.get(each.__module__), "__file__", None)
+        allowed = "one that comes from a file, so that its code can be part of a digest"
+        require(file is not None, "class", each.__qualname__, allowed)
+        texts.append(_file_digest(str(file)))
     return " ".join(texts)
+
+
+@functools.lru_cache(2**10)
+def _from_elsewhere(kind: type) -> list[type]:
+    """A class and its bases, but those of this package, of torch and of Python."""
+    return [each for each in kind.__mro__ if each.__module__.partition(".")[0] not in _KNOWN]
+
+
+def _class_settings(kind: type) -> Iterator[tuple[str, Any]]:
+    """The attributes of a class that are no code: functions, properties and their like bind to an object."""
+    for name, value in vars(kind).items():
+        if not name.startswith("__") and name != "_abc_impl" and not hasattr(type(value), "__get__"):
+            yield name, value
 
 
 @functools.cache
@@ -174,4 +193,4 @@ def _text(path: str, value: Any) -> str:
         case _:
             allowed = "a plain value, a tensor or a module"
             raise ValueError(f"{path}: got {type(value).__name__}; allowed: {allowed}")
-    return f"{type(value).__qualname__} {_text(path, inner)}"
+    return f"{code_of(type(value))} {_text(path, inner)}"

@@ -42,6 +42,7 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "mlp_bias": (False, None),
     "partial_rotary_factor": (1.0, None),
     "per_layer_config": (None,),
+    "auto_map": (None,),
     "quantization_config": (None,),
 }
 _ROPE_KEYS = {
@@ -91,7 +92,7 @@ class HfFamily:
         """What a Rack is built from, all Blocks in one Stack.
 
         Args:
-            config: config.json, or `to_dict()` of a live model's configuration.
+            config: config.json, or what a live model says of itself.
             source: where it is from, for messages.
 
         Raises:
@@ -101,7 +102,7 @@ class HfFamily:
         if missing:
             raise ValueError(f"{source}: {', '.join(missing)} missing; needed: {', '.join(_NEEDED)}")
         config = {**_DEFAULTS, **self.defaults, **config}
-        for key, allowed in _FIXED.items():
+        for key, allowed in {**_FIXED, "architectures": ([self.architecture], None)}.items():
             if key == "attention_bias" and self.block.get("qkv_bias"):
                 continue  # the family has its biases whatever this key says
             some = " or ".join(map(repr, allowed))

@@ -55,7 +55,7 @@ def load_pretrained(
 
     Raises:
         ValueError: pickled weights; a damaged file; a tensor missing, unexpected or misshapen; a key of
-            config.json whose value no Rack has.
+            config.json whose value no Rack has; a live model of another class than the family's own.
     """
     if dtype is not None:
         require(dtype in FLOATS, "dtype", dtype, f"None, {', '.join(map(str, FLOATS))}")
@@ -73,7 +73,7 @@ def load_pretrained(
         known = isinstance(source, nn.Module) and hasattr(live, "to_dict")
         require(known, "source", where, "a folder, or a live transformers model")
         assert isinstance(source, nn.Module) and live is not None
-        config = live.to_dict()
+        config = {**live.to_dict(), **_class_of(source)}
         family = family_named(config.get("model_type"), where)
         weights = dict(source.state_dict())
     rack = _load_hf(family, config, weights, where, n_stacks, dtype)
@@ -140,6 +140,16 @@ def save_pretrained(
     return write_folder(path, config, weights, max_shard_bytes=max_shard_bytes, overwrite=overwrite)
 
 
+def _class_of(model: nn.Module) -> dict[str, Any]:
+    """What config.json says of a model's class, as it is and not as its configuration remembers it."""
+    kind = type(model)
+    theirs = kind.__module__.partition(".")[0] == "transformers"
+    return {
+        "architectures": [kind.__name__ if theirs else f"{kind.__module__}.{kind.__qualname__}"],
+        "auto_map": None,
+    }
+
+
 def _load_own(
     config: Mapping[str, Any], weights: dict[str, Tensor], where: str, dtype: torch.dtype | None
 ) -> Rack:
@@ -157,7 +167,10 @@ def _load_own(
         parameter.requires_grad_(name not in frozen)
     check_tensors(where, weights, _shapes(rack))
     rack.hf_origin = origin
-    return _filled(rack, {name: _joined([weights.pop(name)], dtype) for name in list(weights)})
+    # Frequencies of kernel attention are not narrower than float32, as in a Rack that is cast.
+    wide = None if dtype is None else torch.promote_types(dtype, torch.float32)
+    kept = {n: _joined([weights.pop(n)], dtype if n in parameters else wide) for n in list(weights)}
+    return _filled(rack, kept)
 
 
 def _load_hf(

@@ -24,9 +24,11 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from stackwise.argument import check_sizes, require
+from stackwise.model.backend import rules_in_force
 from stackwise.model.content_hash import ContentHash, code_of, tensor_digest
 from stackwise.model.mask import document_runs, padding_mask
 from stackwise.model.rack import Rack
+from stackwise.random_states import random_states, random_states_equal
 
 __all__ = ["StackCache", "StackCacheStatistics"]
 
@@ -56,8 +58,9 @@ class StackCache:
     For training what is above a frozen prefix over several epochs: the prefix then costs one pass over its
     weights instead of one over all tokens. The key is a digest of the bytes of all weights and buffers,
     settings and code of the prefix (`ContentHash`), of the inputs, and of the numerics in force: device,
-    dtypes, autocast, the precision of float32 products, the version of torch. A result is kept only
-    when the digest is the same after it was computed as before.
+    dtypes, autocast, the precision of products, the choice of attention kernels, the version of torch. A
+    result is kept only when the digest is the same after it was computed as before, and so are the
+    random states: what was drawn once is not what would be drawn now.
 
     Entries lie in memory, or as one safetensors file each in a directory, where they outlive the process and
     several processes may share them. A file appears whole under its name, and is believed only when its
@@ -90,7 +93,8 @@ class StackCache:
         """`rack.forward_from_stack(rack.embed(input_ids), 0, n_stacks, attention_mask, document_ids)`.
 
         Args:
-            rack: with embedding and first `n_stacks` Stacks frozen.
+            rack: with embedding and first `n_stacks` Stacks frozen; it may be of a class of one's own, but
+                computes the prefix by Rack's own `embed` and `forward_from_stack`.
             input_ids: integer (B, T).
             n_stacks: 1 to the number of Stacks.
             attention_mask: bool or integer (B, T), nonzero at real tokens.
@@ -100,12 +104,13 @@ class StackCache:
             (B, T, C), without gradient, the caller's own to change.
 
         Raises:
-            ValueError: a prefix that trains or drops out, or has what no digest can hold (`ContentHash`);
-                inputs that the Rack refuses.
+            ValueError: a prefix that trains or drops out, that a Rack computes in its own way, or that has
+                what no digest can hold (`ContentHash`); inputs that the Rack refuses.
             OSError: the directory cannot be written or read.
         """
         check_sizes(n_stacks=n_stacks)
         require(n_stacks <= len(rack.stacks), "n_stacks", n_stacks, f"1 to {len(rack.stacks)}")
+        _check_known(rack)
         modules: dict[str, nn.Module] = {"embedding": rack.embedding}
         modules |= {f"stacks.{i}": rack.get_stack(i) for i in range(n_stacks)}
         _check_fixed(modules)
@@ -115,8 +120,12 @@ class StackCache:
             self._hits += 1
             return hidden_BTC.to(rack.embedding.weight.device)
         self._misses += 1
+        before = random_states()
         hidden_BTC = rack.forward_from_stack(rack.embed(input_ids), 0, n_stacks, attention_mask, document_ids)
-        if self._key(rack, modules, input_ids, attention_mask, document_ids) == key:
+        trains = hidden_BTC.requires_grad  # by a tensor that is no parameter
+        require(not trains, "prefix", "hidden states with a gradient", "a prefix that is frozen")
+        drew = not random_states_equal(before, random_states())
+        if not drew and self._key(rack, modules, input_ids, attention_mask, document_ids) == key:
             self._entries.put(key, hidden_BTC)
         return hidden_BTC
 
@@ -139,6 +148,7 @@ class StackCache:
         require(is_integer, "input_ids", input_ids.dtype, "int32 or int64")
         device = rack.embedding.weight.device.type
         backends: Any = torch.backends
+        products = backends.cuda.matmul
         inputs = (
             input_ids.long(),
             padding_mask(attention_mask, *input_ids.shape),
@@ -151,9 +161,19 @@ class StackCache:
             torch.__version__,
             device,
             torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
-            [each.fp32_precision for each in (backends, backends.cuda.matmul, backends.mkldnn.matmul)],
+            [each.fp32_precision for each in (backends, products, backends.mkldnn.matmul)],
+            products.allow_fp16_reduced_precision_reduction,
+            products.allow_bf16_reduced_precision_reduction,
+            rules_in_force(),
         )
         return hashlib.sha256(repr(facts).encode()).hexdigest()
+
+
+def _check_known(rack: Rack) -> None:
+    """Refuse a Rack whose prefix may depend on more than its embedding and Stacks."""
+    for name in ("embed", "forward_from_stack"):
+        known = getattr(getattr(rack, name), "__func__", None) is getattr(Rack, name)
+        require(known, "rack", f"another {name} in {type(rack).__name__}", f"Rack.{name}")
 
 
 def _check_fixed(modules: dict[str, nn.Module]) -> None:

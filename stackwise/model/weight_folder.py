@@ -12,17 +12,19 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from stackwise.argument import check_sizes, require
 from stackwise.checkpoint.folder import flush, publish
+from stackwise.checkpoint.tensor_file import write_bytes, write_read
 
 __all__ = ["FLOATS", "check_tensors", "read_config", "read_weights", "write_folder"]
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
-_OURS = re.compile(rf"{CONFIG}|{WEIGHTS}|{INDEX}|model-\d{{5,}}-of-\d{{5,}}\.safetensors")
+_OURS = re.compile(
+    rf"{CONFIG}|{WEIGHTS}|{INDEX}|model-\d{{5,}}-of-\d{{5,}}\.safetensors|\.partial\.[0-9a-f]{{8}}"
+)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _SHOWN = 4
 
@@ -115,14 +117,18 @@ def _check_target(path: str | Path, overwrite: bool) -> Path:
     """The folder to write, if it may be.
 
     Raises:
-        ValueError: it is a file, or is not empty and `overwrite` is False, or holds what a save does
-            not write and would be lost with it.
+        ValueError: it is a file, or is not empty and `overwrite` is False, or is a mount point, or holds
+            what a save does not write and would be lost with it.
     """
     target = Path(path).resolve()
     require(target.is_dir() or not target.exists(), "path", str(path), "a folder")
     held = sorted(entry.name for entry in target.iterdir()) if target.exists() else []
     if held and not overwrite:
         raise ValueError(f"path: {target} holds {_listed(held)}; allowed: an empty folder, or overwrite=True")
+    if held and target.is_mount():
+        raise ValueError(
+            f"path: {target} is a mount point, which cannot be replaced; allowed: a folder below it"
+        )
     foreign = [name for name in held if not _OURS.fullmatch(name)]
     if foreign:
         raise ValueError(
@@ -142,6 +148,10 @@ def write_folder(
 ) -> Path:
     """Write beside the target, flush, and rename: the folder is the old one or the new one, never half of it.
 
+    Of a process that is killed between the two renames that replace a folder, the old one is left beside the
+    target, as `.NAME.XXXXXXXX.old`. A folder that is empty is not replaced, so that it may be a mount point:
+    files are moved into it, config.json last, without which nothing takes it for a model.
+
     Args:
         path: the folder; made with those above it.
         config: of config.json.
@@ -153,22 +163,39 @@ def write_folder(
         The folder.
 
     Raises:
-        ValueError: a target that holds something else, or something already without `overwrite`.
+        ValueError: a target that holds something else, or something already without `overwrite`; or is a
+            mount point and holds something.
         OSError: the disk refused; what was there is as it was.
     """
     check_sizes(max_shard_bytes=max_shard_bytes)
     target = _check_target(path, overwrite)
-    scratch = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+    mark, is_there = secrets.token_hex(4), target.is_dir() and not any(target.iterdir())
+    scratch = target / f".partial.{mark}" if is_there else target.with_name(f".{target.name}.{mark}")
     scratch.mkdir(parents=True)
     try:
         _write_weights(scratch, weights, max_shard_bytes)
         _write_json(scratch / CONFIG, config)
-        for written in scratch.iterdir():
-            flush(written)
-        publish(scratch, target)
+        if is_there:
+            _move_into(target, scratch)
+        else:
+            publish(scratch, target)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return target
+
+
+def _move_into(target: Path, scratch: Path) -> None:
+    names = [path.name for path in scratch.iterdir() if path.name != CONFIG]
+    try:
+        for name in names:
+            (scratch / name).rename(target / name)
+        flush(target)
+        (scratch / CONFIG).rename(target / CONFIG)
+        flush(target)
+    except BaseException:
+        for name in (CONFIG, *names):
+            (target / name).unlink(missing_ok=True)
+        raise
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -212,8 +239,7 @@ def _write_weights(folder: Path, weights: Mapping[str, Tensor], max_shard_bytes:
     places: dict[str, str] = {}
     for i, names in enumerate(shards, 1):
         file = WEIGHTS if count == 1 else f"model-{i:05d}-of-{count:05d}.safetensors"
-        tensors = {name: weights[name].detach().cpu().contiguous() for name in names}
-        save_file(tensors, folder / file, metadata={"format": "pt"})  # transformers wants to be told
+        write_read(folder / file, {name: weights[name] for name in names}, weights.__getitem__)
         places |= dict.fromkeys(names, file)
     if count > 1:
         total = sum(tensor.nbytes for tensor in weights.values())
@@ -221,7 +247,8 @@ def _write_weights(folder: Path, weights: Mapping[str, Tensor], max_shard_bytes:
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, sort_keys=True, allow_nan=False) + "\n", "utf-8")
+    text = json.dumps(content, indent=2, sort_keys=True, allow_nan=False) + "\n"
+    write_bytes(path, [text.encode()])
 
 
 def _listed(names: list[str]) -> str:

@@ -12,13 +12,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from stackwise.config import TrainingConfig
 from stackwise.model.rack import Rack
-from stackwise.random_states import random_states, set_random_states
+from stackwise.random_states import random_states, random_states_equal, set_random_states
 from stackwise.stability.guard import Alarm, Decision, Guard, GuardPolicy
 from stackwise.stability.guard.batch_feed import BatchFeed
 from stackwise.stability.telemetry import StepRecord, global_norm
@@ -243,7 +242,7 @@ class PhaseGuard(Guard):
             before = random_states()
             _, batches = next(stream)
             epoch, place = places.place
-            drew = not _equal(before, random_states())
+            drew = not random_states_equal(before, random_states())
             yield {"epoch": epoch, "place": place, "drew": drew, "batches": [dict(each) for each in batches]}
 
     def train(self, batch: StepBatches, lr: float) -> bool:
@@ -317,7 +316,7 @@ class PhaseGuard(Guard):
         """
         state, count = super().state_dict(closed=closed), deepcopy(self.count.state_dict())
         begins = count["begins"]
-        if begins is not None and _equal(begins, random_states()):
+        if begins is not None and random_states_equal(begins, random_states()):
             count["begins"] = None  # those of the process, which are kept beside this
         return {**state, "count": count}
 
@@ -356,16 +355,3 @@ class PhaseGuard(Guard):
         self._take_in()
         self._ready = [record for record in self._ready if record.step < self._first + done]
         self._went_back(done)
-
-
-def _equal(states: Mapping[str, Any], others: Mapping[str, Any]) -> bool:
-    """Whether these are the same random states of Python, numpy, and torch."""
-    same = torch.equal(states["torch"], others["torch"]) and states["python"] == others["python"]
-    mine, theirs = states["numpy"], others["numpy"]
-    same = same and all(np.array_equal(a, b) for a, b in zip(mine, theirs, strict=True))
-    devices, of_others = states.get("cuda", {}), others.get("cuda", {})
-    return (
-        same
-        and devices.keys() == of_others.keys()
-        and all(torch.equal(state, of_others[device]) for device, state in devices.items())
-    )

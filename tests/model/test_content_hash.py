@@ -1,6 +1,7 @@
 """The content hash against the bytes themselves: whatever changes what is computed changes it."""
 
 import copy
+import dataclasses
 import functools
 import hashlib
 from pathlib import Path
@@ -280,6 +281,8 @@ def test_code_of_the_package_counts(monkeypatch):
 class Scaled(nn.Module):
     """A module from elsewhere."""
 
+    gain = 1.0
+
     def __init__(self, scale):
         super().__init__()
         self.scale = scale
@@ -295,6 +298,32 @@ def test_class_from_elsewhere_counts_with_its_file():
     nowhere = type("Nowhere", (nn.Module,), {"__module__": "nowhere"})
     with pytest.raises(ValueError, match="class: got 'Nowhere'; allowed: one that comes from a file"):
         code_of(nowhere)
+
+
+def test_attributes_of_a_class_from_elsewhere_count(monkeypatch):
+    assert changed(lambda _: monkeypatch.setattr(Scaled, "gain", 3.0), Scaled(2.0))
+    assert changed(lambda _: monkeypatch.setattr(Scaled, "gain", torch.ones(2)), Scaled(2.0))
+    part = Scaled(2.0)
+    part.gain = 5.0  # hides that of the class
+    assert not changed(lambda _: monkeypatch.setattr(Scaled, "gain", 4.0), part)
+    monkeypatch.setattr(Scaled, "gain", object())
+    with pytest.raises(ValueError, match=r"part\.gain: got object; allowed: a plain value"):
+        ContentHash()({"part": Scaled(2.0)})
+
+
+def test_what_only_our_own_classes_keep_of_a_pass_is_not_taken_for_that_of_others():
+    assert changed(lambda part: setattr(part, "backend", "double"), Scaled(2.0))
+    assert not changed(lambda part: setattr(part.get_block(0).attention, "backend", "sdpa"), make_stack())
+
+
+def test_compiled_modules_count():
+    assert changed(lambda part: part.get_block(0).compile(), make_stack())
+
+
+def test_class_of_a_value_counts_with_its_file():
+    rule = dataclasses.make_dataclass("Rule", ["x"], namespace={"__module__": "nowhere"})
+    with pytest.raises(ValueError, match="class: got 'Rule'; allowed: one that comes from a file"):
+        ContentHash()({"part": Scaled(rule(1))})
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,10 @@
 """Racks from and to transformers and folders: the same logits, the same bits, nothing believed blindly."""
 
 import copy
+import errno
 import json
 import os
+import resource
 import shutil
 import textwrap
 from itertools import pairwise
@@ -19,6 +21,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     LlamaConfig,
+    LlamaForCausalLM,
     MistralConfig,
     Olmo2Config,
     Qwen2Config,
@@ -97,8 +100,13 @@ HF_RACKS = {
 LATENT = {"kv_lora_rank": 8, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5}
 MLA = {"attention_type": "mla", "latent": {**LATENT, "q_lora_rank": 12}}
 KERNELS = {
-    kind: {"attention_type": "kernel", "kernel": {"feature_map": kind, "n_features": 8, "bandwidth": 1.5}}
-    for kind in ("favor", "gaussian", "laplacian", "elu")
+    kind: {"attention_type": "kernel", "kernel": {"feature_map": kind, **keys}}
+    for kind, keys in {
+        "favor": {"n_features": 8},
+        "gaussian": {"n_features": 8, "bandwidth": 1.5},
+        "laplacian": {"n_features": 8, "bandwidth": 1.5},
+        "elu": {},
+    }.items()
 }
 OWN_RACKS = {
     **{name: block for name, (block, _) in HF_RACKS.items()},
@@ -582,6 +590,13 @@ def test_own_format_holds_stacks_their_names_and_what_is_frozen(tmp_path, ids):
         Rack.from_pretrained(tmp_path, n_stacks=2)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_frequencies_of_a_kernel_are_not_rounded_with_the_weights(tmp_path, dtype):
+    rack = own_rack(**KERNELS["laplacian"])
+    rack.save_pretrained(tmp_path, format="stackwise")
+    assert_same(Rack.from_pretrained(tmp_path, dtype=dtype).state_dict(), rack.to(dtype).state_dict())
+
+
 def test_what_a_rack_came_from_is_kept(tmp_path):
     assert own_rack().hf_origin == {}
     rack = Rack.from_pretrained(hf_model("mistral-full", bos_token_id=3, eos_token_id=[5, 6], pad_token_id=0))
@@ -755,6 +770,8 @@ def test_a_rack_that_would_not_come_back_is_refused(tmp_path):
         ({"model_type": "gpt2"}, "model_type: got 'gpt2'; allowed: 'llama', 'mistral', 'qwen2', "),
         ({"model_type": "absent"}, "model_type: got None"),
         ({"hidden_size": "absent", "vocab_size": None}, "vocab_size, hidden_size missing; needed: "),
+        ({"architectures": ["LlamaBiForMNTP"]}, r"got \['LlamaBiForMNTP'\]; allowed: \['LlamaForCausalLM'\]"),
+        ({"auto_map": {"AutoModel": "m.Other"}}, "auto_map: got {'AutoModel': 'm.Other'}; allowed: None"),
         ({"hidden_act": "gelu"}, "hidden_act: got 'gelu'; allowed: 'silu' or 'swish'"),
         ({"attention_bias": True}, "attention_bias: got True; allowed: False or None"),
         ({"mlp_bias": True}, "mlp_bias: got True; allowed: False or None"),
@@ -947,6 +964,21 @@ def test_a_folder_without_a_model_is_refused(tmp_path, hf_folder):
         Rack.from_pretrained(hf_folder)
 
 
+def test_a_live_model_of_another_class_is_refused(ids):
+    class Scaled(LlamaForCausalLM):
+        """Of the same configuration and weights."""
+
+    model = hf_model()
+    model.config.architectures, model.config.auto_map = ["Other"], {"AutoModel": "other.Other"}
+    assert torch.allclose(Rack.from_pretrained(model)(ids), model(ids).logits, atol=1e-5)
+    model.__class__ = Scaled
+    with pytest.raises(ValueError, match=r"Scaled: architectures: got \[.*Scaled'\]; allowed: \['LlamaForC"):
+        Rack.from_pretrained(model)
+    Scaled.__qualname__ = Scaled.__name__ = "LlamaForCausalLM"  # as code that comes with weights is called
+    with pytest.raises(ValueError, match=r"architectures: got \['.*test_interop.LlamaForCausalLM'\]"):
+        Rack.from_pretrained(model)
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_live_model_without_data_is_refused(tied):
     with torch.device("meta"):
@@ -1029,8 +1061,8 @@ def test_what_was_there_survives_a_write_that_fails(when, error, tmp_path, monke
         return renamed
 
     places = {
-        "weights": (weight_folder, "save_file", fail),
-        "config": (weight_folder.json, "dumps", fail),
+        "weights": (weight_folder, "write_read", fail),
+        "config": (weight_folder, "write_bytes", fail),
         "flush": (os, "fsync", fail),
         "away": (Path, "rename", fail_at(1)),
         "publish": (Path, "rename", fail_at(2)),
@@ -1043,7 +1075,60 @@ def test_what_was_there_survives_a_write_that_fails(when, error, tmp_path, monke
     assert {path.name: path.read_bytes() for path in target.iterdir()} == before
 
 
-def test_files_reach_the_disk_before_they_are_published(tmp_path, monkeypatch):
+@pytest.mark.parametrize("format", ["hf", "stackwise"])
+def test_a_disk_that_is_full_is_an_os_error(format, tmp_path):  # noqa: A002
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))  # of each file
+    try:
+        with pytest.raises(OSError, match=r"File too large.*model\.safetensors") as caught:
+            own_rack(n_kv_heads=2).save_pretrained(tmp_path / "model", format=format)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert caught.value.errno == errno.EFBIG
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_empty_folder_is_filled_and_not_replaced(tmp_path, monkeypatch):
+    """It may be a mount point, which no folder can replace, or in a folder that is not ours to write to."""
+    target, rack = tmp_path / "parent" / "model", own_rack()
+    target.mkdir(parents=True)
+    before = target.stat().st_ino, target.parent.stat().st_mtime_ns
+    rack.save_pretrained(target, format="stackwise", max_shard_bytes=10_000)
+    assert (target.stat().st_ino, target.parent.stat().st_mtime_ns) == before
+    assert_same(Rack.from_pretrained(target).state_dict(), rack.state_dict())
+    assert all(path.is_file() for path in target.iterdir())
+    monkeypatch.setattr(Path, "is_mount", lambda _: True)
+    with pytest.raises(ValueError, match=r"model is a mount point, .*; allowed: a folder below it"):
+        rack.save_pretrained(target, overwrite=True)
+
+
+@pytest.mark.parametrize("at", [1, 2])
+def test_an_empty_folder_is_empty_again_after_a_write_that_fails(at, tmp_path, monkeypatch):
+    rename, calls = Path.rename, []
+
+    def renamed(self, to):
+        calls.append(to.name)
+        if len(calls) == at:
+            raise OSError("disk full")
+        return rename(self, to)
+
+    monkeypatch.setattr(Path, "rename", renamed)
+    with pytest.raises(OSError, match="disk full"):
+        own_rack().save_pretrained(tmp_path)
+    assert calls == ["model.safetensors", "config.json"][:at]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_write_left_in_a_folder_is_replaced(tmp_path):
+    (tmp_path / "model" / ".partial.0123abcd").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"holds \.partial\.0123abcd; allowed: .* overwrite=True"):
+        own_rack().save_pretrained(tmp_path / "model")
+    own_rack().save_pretrained(tmp_path / "model", overwrite=True)
+    assert {path.name for path in (tmp_path / "model").iterdir()} == {"config.json", "model.safetensors"}
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_files_reach_the_disk_before_they_are_published(is_there, tmp_path, monkeypatch):
     events = []
     fsync, rename = os.fsync, Path.rename
 
@@ -1059,11 +1144,16 @@ def test_files_reach_the_disk_before_they_are_published(tmp_path, monkeypatch):
         pytest.skip("needs /proc")
     monkeypatch.setattr(os, "fsync", noted_fsync)
     monkeypatch.setattr(Path, "rename", noted_rename)
+    if is_there:
+        (tmp_path / "model").mkdir()
     own_rack().save_pretrained(tmp_path / "model")
-    published = events.index("to model")
+    published = events.index("to model.safetensors" if is_there else "to model")
     assert {"config.json", "model.safetensors"} <= set(events[:published])
-    assert any(event.startswith(".model.") for event in events[:published])
-    assert events[published + 1 :] == [tmp_path.name]
+    if is_there:
+        assert events[published + 1 :] == ["model", "to config.json", "model"]
+    else:
+        assert any(event.startswith(".model.") for event in events[:published])
+        assert events[published + 1 :] == [tmp_path.name]
 
 
 def test_a_format_or_option_that_is_none_is_refused(tmp_path):

@@ -1,6 +1,7 @@
 """The StackCache against recomputation: a hit is what the Rack would compute now, whatever was done to it."""
 
 import copy
+import random
 import subprocess
 import sys
 import tempfile
@@ -11,10 +12,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import stackwise.model.content_hash as content_hash
-from stackwise.model import create_simple_rack
+from stackwise.model import backend, create_simple_rack
+from stackwise.model.block import Block
 from stackwise.model.rack import Rack
 from stackwise.model.stack_cache import StackCache
 
@@ -49,6 +53,37 @@ def computed(rack, ids, n_stacks, *masks):
 
 def counts(cache):
     return cache.statistics.hits, cache.statistics.misses
+
+
+class Gain(Block):
+    gain = 1.0
+
+    def forward(self, x_BTC, *args, **options):
+        return super().forward(x_BTC, *args, **options) * self.gain
+
+
+class Dropping(Block):
+    def forward(self, x_BTC, *args, **options):
+        return F.dropout(super().forward(x_BTC, *args, **options), 0.5, self.training)
+
+
+class Chancy(Block):
+    def forward(self, x_BTC, *args, **options):
+        return super().forward(x_BTC, *args, **options) * (random.random() if self.training else 1)
+
+
+class Positioned(Rack):
+    """Learned positions, as in GPT-2."""
+
+    def embed(self, input_ids):
+        return super().embed(input_ids) + self.position.weight[: input_ids.shape[1]]
+
+
+def make_rack_of(kind):
+    """A Rack whose first Block is of another class."""
+    rack = make_rack()
+    rack.get_stack(0).get_block(0).__class__ = kind
+    return rack
 
 
 @pytest.fixture
@@ -178,6 +213,31 @@ class TestKey:
         cache.prefix(rack, make_ids(), 2)
         assert counts(cache) == (0, 3)
 
+    def test_attribute_of_a_class_from_elsewhere(self, make_cache, monkeypatch):
+        cache, rack = make_cache(False), make_rack_of(Gain)
+        for gain in (1.0, 2.0, 2.0):
+            monkeypatch.setattr(Gain, "gain", gain)
+            assert torch.equal(cache.prefix(rack, make_ids(), 1), computed(rack, make_ids(), 1))
+        assert counts(cache) == (1, 2)
+
+    def test_choice_of_attention_kernels(self, make_cache, monkeypatch):
+        monkeypatch.setattr(backend, "_tuned", {})
+        cache, rack, ids = make_cache(False), make_rack(), make_ids()
+        cache.prefix(rack, ids, 1)
+        for forced in (backend.using("sliced"), sdpa_kernel(SDPBackend.MATH)):
+            with forced:
+                assert torch.equal(cache.prefix(rack, ids, 1), computed(rack, ids, 1))
+        assert counts(cache) == (0, 3)
+        with backend.tuning():
+            cache.prefix(rack, ids, 1)  # not kept: how it began is not how it would be computed now
+            cache.prefix(rack, ids, 1)
+            cache.prefix(rack, ids, 1)
+        assert counts(cache) == (1, 5)
+        cache.prefix(rack, ids, 1)
+        monkeypatch.setattr(backend, "_tuned", {})
+        cache.prefix(rack, ids, 1)
+        assert counts(cache) == (2, 6)
+
     def test_what_is_above_the_prefix_is_not_in_it(self, make_cache):
         cache, rack = make_cache(False), make_rack(tie_embeddings=False)
         cache.prefix(rack, make_ids(), 2)
@@ -189,18 +249,28 @@ class TestKey:
         assert torch.equal(cache.prefix(rack, make_ids(), 2), computed(rack, make_ids(), 2))
         assert counts(cache) == (1, 1)
 
-    def test_change_while_it_is_computed_is_not_kept(self, make_cache):
+    @pytest.mark.parametrize("kind", [Dropping, Chancy])
+    def test_what_is_drawn_is_not_kept(self, kind, make_cache):
+        cache, rack = make_cache(False), make_rack_of(kind)
+        first, second = (cache.prefix(rack, make_ids(), 1) for _ in range(2))
+        assert not torch.equal(first, second)
+        rack.eval()
+        for _ in range(2):
+            assert torch.equal(cache.prefix(rack, make_ids(), 1), computed(rack, make_ids(), 1))
+        assert counts(cache) == (1, 3)
+
+    def test_change_while_it_is_computed_is_not_kept(self, make_cache, monkeypatch):
         cache, rack = make_cache(False), make_rack()
-        forward, weight = rack.forward_from_stack, rack.get_stack(0).get_block(0).feedforward.up.weight
+        forward, weight = Rack.forward_from_stack, rack.get_stack(0).get_block(0).feedforward.up.weight
         kept = weight.clone()
 
         def written_to(*arguments):
             weight.data.mul_(2)
             return forward(*arguments)
 
-        rack.forward_from_stack = written_to
-        wrong = cache.prefix(rack, make_ids(), 1)
-        del rack.forward_from_stack
+        with monkeypatch.context() as patch:
+            patch.setattr(Rack, "forward_from_stack", written_to)
+            wrong = cache.prefix(rack, make_ids(), 1)
         weight.data.copy_(kept)
         right = cache.prefix(rack, make_ids(), 1)
         assert torch.equal(right, computed(rack, make_ids(), 1))
@@ -272,6 +342,27 @@ class TestRefusals:
         rack.get_stack(0).get_block(0).attention.feature_map.frequencies_KFD.requires_grad_(True)
         with pytest.raises(ValueError, match=r"frequencies_KFD that trains"):
             make_cache(False).prefix(rack, make_ids(), 1)
+
+    def test_tensor_that_trains_and_is_no_parameter(self, make_cache):
+        rack, cache = make_rack_of(Gain), make_cache(False)
+        rack.get_stack(0).get_block(0).gain = torch.ones(1, requires_grad=True)
+        with pytest.raises(ValueError, match=r"hidden states with a gradient'; allowed: a prefix that is fr"):
+            cache.prefix(rack, make_ids(), 1)
+        assert cache.statistics.entries == 0
+
+    def test_rack_that_computes_its_prefix_in_its_own_way(self, make_cache):
+        rack, cache = make_rack(), make_cache(False)
+        cache.prefix(rack, make_ids(), 1)
+        rack.__class__, rack.position = Positioned, nn.Embedding(5, WIDTH)
+        with pytest.raises(
+            ValueError, match=r"rack: got 'another embed in Positioned'; allowed: Rack\.embed"
+        ):
+            cache.prefix(rack, make_ids(), 1)
+        rack = make_rack()
+        rack.forward_from_stack = lambda *given: Rack.forward_from_stack(rack, *given)
+        with pytest.raises(ValueError, match=r"another forward_from_stack in Rack"):
+            cache.prefix(rack, make_ids(), 1)
+        assert counts(cache) == (0, 1)
 
     def test_dropout(self, make_cache):
         rack, cache = make_rack(dropout=0.5), make_cache(False)

@@ -170,7 +170,7 @@ def tensors_of(
     try:
         return reader.module(name)
     except tree.MalformedTreeError as error:
-        raise DamagedCheckpointError(folder, reader.file, str(error)) from error
+        raise DamagedCheckpointError(folder, reader.file, str(error), whole=True) from error
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ class Loaded:
             digest = hashlib.sha256(first + ranks.rank.to_bytes(8, "little")).digest()
             return cls(states, None, int.from_bytes(digest[:8], "little") >> 1, remarks)
         except tree.MalformedTreeError as error:
-            raise DamagedCheckpointError(folder, reader.file, str(error)) from error
+            raise DamagedCheckpointError(folder, reader.file, str(error), whole=True) from error
 
     def into(self, objects: Objects) -> None:
         """Give each object its state, and the generators theirs.

@@ -66,11 +66,12 @@ class DamagedCheckpointError(ValueError):
         folder: of the checkpoint.
         file: that is not as it was; None: the folder itself.
         reason: what is wrong with it.
+        whole: every file is as it was written, and this one is not understood: another version may.
     """
 
-    def __init__(self, folder: Path, file: str | None, reason: str) -> None:
+    def __init__(self, folder: Path, file: str | None, reason: str, whole: bool = False) -> None:
         super().__init__(f"{folder if file is None else folder / file}: {reason}")
-        self.folder, self.file, self.reason = folder, file, reason
+        self.folder, self.file, self.reason, self.whole = folder, file, reason, whole
 
 
 @dataclass(frozen=True)
@@ -254,6 +255,9 @@ def read_regular(folder: Path, name: str, most: int) -> bytes:
 
 def publish(scratch: Path, target: Path) -> None:
     """Give a folder its name; what had the name before is there until then.
+
+    Between the two renames no folder has the name: of a process that is killed there, what had it is left as
+    `SCRATCH.old`, and `recover` gives it back.
 
     Raises:
         OSError: the disk refused; what was there is as it was.

@@ -70,7 +70,8 @@ class Restored:
         world_size: of the processes that wrote it.
         versions: of what it was written with.
         remarks: what is not just as it was.
-        damaged: checkpoints that were passed over, as they were named: they have become `step-N.damaged`.
+        damaged: checkpoints that were passed over, as they were named: they have become `step-N.damaged`,
+            but for those that are whole and not understood.
         manifest: the list of its files, which were read through.
     """
 
@@ -208,9 +209,10 @@ class CheckpointManager:
 
         Every byte is checked before anything is loaded. Damaged checkpoints are named in a
         `CheckpointWarning` and passed over; they become `step-N.damaged`, so that no later restore takes
-        one that the run has gone back behind. What cannot be read is no damage, but an error. Where a
-        `DirectoryUpload` copies to is looked into too: of one step the checkpoint of `directory` is taken
-        first.
+        one that the run has gone back behind. One whose files are as they were written and that is not
+        understood, as of a later version, keeps its name. What cannot be read is no damage, but an error.
+        Where a `DirectoryUpload` copies to is looked into too: of one step the checkpoint of `directory` is
+        taken first.
 
         Args:
             objects: all that were saved, or some of them.
@@ -504,6 +506,11 @@ class CheckpointManager:
     def _set_aside(self, damaged: list[DamagedCheckpointError]) -> None:
         """Take their names from checkpoints that were passed over."""
         for error in damaged:
+            if error.whole:
+                self._warnings.append(
+                    f"a checkpoint that is whole is passed over: {error}; it keeps its name"
+                )
+                continue
             try:
                 place = f"it is now {set_aside(error.folder).name}"
             except OSError as refused:
@@ -573,8 +580,8 @@ def _manifest(step: int, world_size: int, metric: float | None, notes: Mapping[s
     """
     check_sizes(0, step=step)
     require(step < 10**19, "step", step, "below 10**19")
-    number = metric is None or (isinstance(metric, int | float) and not isinstance(metric, bool))
-    require(number, "metric", metric, "a number, or None")
+    number = isinstance(metric, int | float | np.integer | np.floating) and not isinstance(metric, bool)
+    require(metric is None or number, "metric", metric, "a number, or None")
     held: dict[str, Tensor] = {}
     plain = tree.encode(dict(notes), ("notes",), held)
     require(not held, "notes", ", ".join(held), "plain values; tensors and arrays belong to objects")

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from stackwise.argument import require
 from stackwise.checkpoint.tree import Path, is_sharded, leaves
 
-__all__ = ["Objects"]
+__all__ = ["Objects", "unwrapped"]
 
 _KINDS = "what has state_dict() and load_state_dict(), or a mapping that can be changed"
 
@@ -32,7 +32,7 @@ class Objects:
     """
 
     def __init__(self, objects: Mapping[str, Any]) -> None:
-        self._objects = {name: _unwrapped(each) for name, each in objects.items()}
+        self._objects = {name: unwrapped(each) for name, each in objects.items()}
         for name, each in self._objects.items():
             require(
                 isinstance(name, str) and name.isidentifier(), "objects", name, "names like those in Python"
@@ -162,7 +162,7 @@ class Objects:
         return names if names.keys() >= state["state"].keys() else None
 
 
-def _unwrapped(each: Any) -> Any:
+def unwrapped(each: Any) -> Any:
     """The module in what DDP and the compiler put around it, which only change its names."""
     while isinstance(each, DistributedDataParallel) or (
         isinstance(each, nn.Module) and hasattr(each, "_orig_mod")

@@ -122,13 +122,20 @@ def write_bytes(path: Path, content: Iterable[bytes | memoryview]) -> FileEntry:
     return FileEntry(size, digest.hexdigest())
 
 
-def write_tensors(path: Path, parts: Mapping[str, Part], *, in_parts: bool = True) -> FileEntry:
+def write_tensors(
+    path: Path,
+    parts: Mapping[str, Part],
+    *,
+    in_parts: bool = True,
+    metadata: Mapping[str, str] | None = None,
+) -> FileEntry:
     """Write a safetensors file; tensors on another device are fetched one at a time.
 
     Args:
         path: of the new file.
         parts: by the name of the tensor.
         in_parts: say where in the whole each begins; else all of them are whole.
+        metadata: that the header has beside.
 
     Raises:
         ValueError: a dtype that safetensors does not have.
@@ -136,13 +143,11 @@ def write_tensors(path: Path, parts: Mapping[str, Part], *, in_parts: bool = Tru
     """
     tensors = {name: part.tensor for name, part in parts.items()}
     names = _in_order(tensors)
-    metadata = {"format": "pt"}
+    told = {"format": "pt", **(metadata or {})}
     if in_parts:
-        metadata[_OFFSETS] = json.dumps(
-            {name: {"saved_offsets": list(parts[name].offsets)} for name in names}
-        )
+        told[_OFFSETS] = json.dumps({name: {"saved_offsets": list(parts[name].offsets)} for name in names})
     content = (_bytes_of(tensors[name]) for name in names)
-    return write_bytes(path, _after(_header(tensors, names, metadata), content))
+    return write_bytes(path, _after(_header(tensors, names, told), content))
 
 
 def write_read(path: Path, likes: Mapping[str, Tensor], read: Callable[[str], Tensor]) -> FileEntry:

@@ -3,7 +3,10 @@
 Text, true and false, integers, finite numbers, None, lists, and mappings with text as keys are what they
 are in JSON. All else is an object with one key that says what it is: `$tensor`, `$array`, `$scalar`,
 `$tuple`, `$namedtuple` (its name and pairs), `$dict` (pairs; keys that are no text), `$state_dict` (pairs
-and the versions of modules), `$counter`, `$set`, `$bytes`, `$number` (inf, nan), `$complex`, `$dtype`.
+and the versions of modules), `$counter`, `$defaultdict` (what it makes, and pairs), `$set`, `$frozenset`,
+`$bytes`, `$bytearray`, `$path`, `$number` (inf, nan), `$complex`, `$dtype`.
+
+Types are those that they were; of classes that others derive from these the type named here comes back.
 """
 
 from __future__ import annotations
@@ -11,12 +14,12 @@ from __future__ import annotations
 import base64
 import binascii
 import math
+import pathlib
 import re
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from operator import itemgetter
-from pathlib import PurePath
 from typing import Any
 
 import numpy as np
@@ -31,9 +34,14 @@ Fetch = Callable[[str, tuple[int, ...], Path], Tensor]
 
 _ARRAY = re.compile(r"[<>|][biufc][0-9]{1,2}")
 _DTYPES = {str(d): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
+# What a defaultdict makes: a function would have to be imported.
+_FACTORIES: dict[str, Any] = {"None": None} | {
+    each.__name__: each for each in (bool, int, float, complex, str, bytes, list, tuple, set, dict, Counter)
+}
+_COUNTS = (int, float, complex, np.generic, Tensor)
 _ALLOWED = (
-    "tensors, numpy arrays of numbers, None, bool, int, float, complex, str, bytes, lists, tuples, sets, "
-    "mappings"
+    "tensors, numpy arrays of numbers, None, bool, int, float, complex, str, bytes, paths, lists, tuples, "
+    "sets, mappings; a Counter of numbers, a defaultdict of None or a builtin type"
 )
 _INTEGER_DIGITS = 4000  # Python reads no more from text
 _PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
@@ -105,7 +113,9 @@ def _encode(tree: Any, path: Path, tensors: dict[str, Tensor], known: dict[Any, 
         return tree
     if isinstance(tree, Tensor):
         return {"$tensor": [_named(tree, path, tensors, known), list(tree.shape)]}
-    if isinstance(tree, np.ndarray | np.generic):  # before float, of which float64 is one
+    if isinstance(tree, np.generic):  # before float, of which float64 is one
+        return {"$scalar": [_code(tree, path), _text(tree.tobytes())]}
+    if isinstance(tree, np.ndarray):
         return _encode_array(tree, path, tensors, known)
     if tree is None or kind in (bool, str):
         return tree
@@ -118,33 +128,45 @@ def _encode(tree: Any, path: Path, tensors: dict[str, Tensor], known: dict[Any, 
     if kind is complex:
         return {"$complex": [down("real", tree.real), down("imag", tree.imag)]}
     if isinstance(tree, bytes | bytearray):
-        return {"$bytes": base64.b64encode(tree).decode("ascii")}
+        return {"$bytes" if isinstance(tree, bytes) else "$bytearray": _text(tree)}
+    if isinstance(tree, pathlib.Path):
+        return {"$path": str(tree)}
     if isinstance(tree, torch.dtype):
         return {"$dtype": str(tree)}
     if isinstance(tree, list):
         return [down(i, value) for i, value in enumerate(tree)]
-    if isinstance(tree, tuple) and hasattr(tree, "_fields") and hasattr(tree, "_make"):
-        # Paths are by place, as `leaves` has them.
-        pairs = [[field, down(i, tree[i])] for i, field in enumerate(tree._fields)]
-        return {"$namedtuple": [kind.__name__, pairs]}
     if isinstance(tree, tuple):
-        return {"$tuple": [down(i, value) for i, value in enumerate(tree)]}
+        # Paths are by place, as `leaves` has them.
+        values = [down(i, value) for i, value in enumerate(tree)]
+        fields = getattr(tree, "_fields", None)
+        if fields is not None and hasattr(tree, "_make") and _are_fields(fields):
+            return {"$namedtuple": [kind.__name__, list(map(list, zip(fields, values, strict=True)))]}
+        return {"$tuple": values}
     if isinstance(tree, set | frozenset):
-        return {"$set": [down(i, value) for i, value in enumerate(sorted(tree, key=repr))]}
+        items = [down(i, value) for i, value in enumerate(sorted(tree, key=repr))]
+        for item in items:
+            _check_hashed(item, path, "a set with")
+        return {"$set" if isinstance(tree, set) else "$frozenset": items}
     if isinstance(tree, Mapping):
         for key in tree:
             _check_key(key, path)
         pairs = [[_key(key, path), down(key, value)] for key, value in tree.items()]
         if isinstance(tree, Counter):
+            if not _are_counts(tree.values()):
+                raise _refused(path, "a Counter of other values than numbers")
             return {"$counter": pairs}
+        if isinstance(tree, defaultdict):
+            makes = tree.default_factory
+            name = next((name for name, each in _FACTORIES.items() if each is makes), None)
+            if name is None:
+                raise _refused(path, f"a defaultdict of {makes!r}")
+            return {"$defaultdict": [name, pairs]}
         if isinstance(tree, OrderedDict):
             # Modules read the versions of their state from there.
             return {"$state_dict": [pairs, down("_metadata", getattr(tree, "_metadata", None))]}
         if all(isinstance(key, str) and not key.startswith("$") for key in tree):
             return dict(pairs)
         return {"$dict": pairs}
-    if isinstance(tree, PurePath):
-        return str(tree)
     raise _refused(path, f"{kind.__module__}.{kind.__qualname__}")
 
 
@@ -179,20 +201,28 @@ def _identity(tensor: Tensor) -> Any:
 
 
 def _encode_array(tree: Any, path: Path, tensors: dict[str, Tensor], known: dict[Any, str]) -> Any:
-    array = np.asarray(tree)
-    code = array.dtype.str
-    if not _ARRAY.fullmatch(code):
-        raise _refused(path, f"a numpy array of {array.dtype}")
-    content = (
-        torch.frombuffer(bytearray(array.tobytes()), dtype=torch.uint8) if array.size else torch.empty(0)
-    )
+    if type(tree) not in (np.ndarray, np.memmap):  # a masked one is more than its numbers
+        raise _refused(path, f"a numpy array of {type(tree).__name__}")
+    code = _code(tree, path)
+    content = torch.frombuffer(bytearray(tree.tobytes()), dtype=torch.uint8) if tree.size else torch.empty(0)
     content = content.to(torch.uint8)
-    kind = "$array" if isinstance(tree, np.ndarray) else "$scalar"
-    return {kind: [_named(content, path, tensors, known), code, list(array.shape)]}
+    return {"$array": [_named(content, path, tensors, known), code, list(tree.shape)]}
+
+
+def _code(numbers: Any, path: Path) -> str:
+    """Of a dtype of numpy."""
+    code: str = numbers.dtype.str
+    if not _ARRAY.fullmatch(code):
+        raise _refused(path, f"a numpy array of {numbers.dtype}")
+    return code
+
+
+def _text(content: bytes | bytearray) -> str:
+    return base64.b64encode(content).decode("ascii")
 
 
 def _check_key(key: Any, path: Path) -> None:
-    if not isinstance(key, str | int | float | bool | tuple | None):
+    if not isinstance(key, str | int | float | bool | tuple | np.generic | None):
         raise _refused(path, f"a mapping with the key {key!r}")
 
 
@@ -202,7 +232,22 @@ def _key(key: Any, path: Path) -> Any:
     plain = _encode(key, (*path, "key"), held, {})
     if held:
         raise _refused(path, f"a mapping with the key {key!r}")
+    _check_hashed(plain, path, "a mapping with the key")
     return plain
+
+
+def _check_hashed(plain: Any, path: Path, holder: str) -> None:
+    """Refuse what comes back as something that has no hash, as a list does that somebody gave one."""
+    if not isinstance(plain, dict | list):
+        return
+    try:
+        hash(_decode(plain, lambda *_: torch.empty(0), path))
+    except TypeError:
+        raise _refused(path, f"{holder} {plain!r:.80}") from None
+
+
+def _are_counts(values: Iterable[Any]) -> bool:
+    return all(isinstance(value, _COUNTS) for value in values)
 
 
 def _refused(path: Path, what: str) -> ValueError:
@@ -225,7 +270,7 @@ def _decode(plain: Any, fetch: Fetch, path: Path) -> Any:
     if len(plain) != 1:
         raise _malformed(path, plain)
     content = plain[kind]
-    if kind in ("$number", "$bytes", "$dtype"):
+    if kind in ("$number", "$bytes", "$bytearray", "$path", "$dtype"):
         return _decode_text(kind, content, path)
     if not isinstance(content, list):
         raise _malformed(path, plain)
@@ -233,18 +278,23 @@ def _decode(plain: Any, fetch: Fetch, path: Path) -> Any:
         match content:
             case [str(name), list(shape)] if _is_shape(shape):
                 return fetch(name, tuple(shape), path)
-    elif kind in ("$array", "$scalar"):
-        return _decode_array(kind, content, fetch, path)
+    elif kind == "$array":
+        return _decode_array(content, fetch, path)
+    elif kind == "$scalar":
+        match content:
+            case [str(code), str(text)]:
+                return _decode_scalar(code, text, path)
     elif kind == "$tuple":
         return tuple(down(i, value) for i, value in enumerate(content))
     elif kind == "$namedtuple":
         match content:
             case [str(name), list(items)] if all(_is_pair_of_text(pair) for pair in items):
                 fields = tuple(field for field, _ in items)
-                if len(set(fields)) == len(fields) and name.isidentifier() and all(map(_is_field, fields)):
+                if name.isidentifier() and _are_fields(fields):
                     return _named_tuple(name, fields)._make(down(i, pair[1]) for i, pair in enumerate(items))
-    elif kind == "$set":
-        return _hashed(lambda: {down(i, value) for i, value in enumerate(content)}, path)
+    elif kind in ("$set", "$frozenset"):
+        found = _hashed(lambda: {down(i, value) for i, value in enumerate(content)}, path)
+        return found if kind == "$set" else frozenset(found)
     elif kind == "$complex":
         match [down(i, value) for i, value in enumerate(content)]:
             case [float(real), float(imaginary)]:
@@ -258,8 +308,12 @@ def _decode(plain: Any, fetch: Fetch, path: Path) -> Any:
                 return state
     elif kind == "$counter":
         counts = _pairs(content, fetch, path)
-        if all(isinstance(count, int) for count in counts.values()):
+        if _are_counts(counts.values()):
             return Counter(counts)
+    elif kind == "$defaultdict":
+        match content:
+            case [str(name), list(items)] if name in _FACTORIES:
+                return defaultdict(_FACTORIES[name], _pairs(items, fetch, path))
     elif kind == "$dict":
         return _pairs(content, fetch, path)
     raise _malformed(path, plain)
@@ -281,8 +335,12 @@ def _is_pair_of_text(pair: Any) -> bool:
     return isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str)
 
 
-def _is_field(text: str) -> bool:
-    return text.isidentifier() and not text.startswith("_")
+def _are_fields(fields: Sequence[str]) -> bool:
+    """Whether they are those of a namedtuple, of which one without a name is called by its place: `_1`."""
+    return len(set(fields)) == len(fields) and all(
+        field == f"_{i}" or (field.isidentifier() and not field.startswith("_"))
+        for i, field in enumerate(fields)
+    )
 
 
 @lru_cache(maxsize=64)
@@ -320,30 +378,46 @@ def _decode_text(kind: str, content: Any, path: Path) -> Any:
         return float(content)
     if kind == "$dtype" and isinstance(content, str) and content in _DTYPES:
         return _DTYPES[content]
-    if kind == "$bytes" and isinstance(content, str):
-        try:
-            return base64.b64decode(content, validate=True)
-        except (binascii.Error, ValueError):
-            pass
+    if kind == "$path" and isinstance(content, str):
+        return pathlib.Path(content)
+    if kind in ("$bytes", "$bytearray") and isinstance(content, str):
+        found = _bytes(content, path)
+        return found if kind == "$bytes" else bytearray(found)
     raise _malformed(path, {kind: content})
 
 
-def _decode_array(kind: str, content: list[Any], fetch: Fetch, path: Path) -> Any:
+def _bytes(text: str, path: Path) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        raise _malformed(path, text) from None
+
+
+def _decode_array(content: list[Any], fetch: Fetch, path: Path) -> Any:
     match content:
-        case [str(name), str(code), list(shape)] if _ARRAY.fullmatch(code) and _is_shape(shape):
-            try:
-                dtype = np.dtype(code)
-            except TypeError:
-                raise _malformed(path, content) from None
+        case [str(name), str(code), list(shape)] if _is_shape(shape):
+            dtype = _dtype(code, path)
             n_bytes = math.prod(shape) * dtype.itemsize
             held = fetch(name, (n_bytes,), path)
             if held.dtype == torch.uint8 and held.shape == (n_bytes,):
-                array = np.frombuffer(held.numpy().tobytes(), dtype).reshape(shape)
-                if kind == "$array":
-                    return array.copy()
-                if not shape:
-                    return array[()]
+                return np.frombuffer(held.numpy().tobytes(), dtype).reshape(shape).copy()
     raise _malformed(path, content)
+
+
+def _decode_scalar(code: str, text: str, path: Path) -> Any:
+    dtype, held = _dtype(code, path), _bytes(text, path)
+    if len(held) != dtype.itemsize:
+        raise _malformed(path, [code, text])
+    return np.frombuffer(held, dtype)[0]
+
+
+def _dtype(code: str, path: Path) -> np.dtype[Any]:
+    try:
+        if _ARRAY.fullmatch(code):
+            return np.dtype(code)
+    except TypeError:
+        pass
+    raise _malformed(path, code)
 
 
 def _is_shape(shape: list[Any]) -> bool:

@@ -219,6 +219,21 @@ def test_hostile_states_with_a_list_that_agrees(original, tmp_path_factory, chan
     check_passed_over(signed(changed(original, tmp_path_factory, name, content)), name, *blamed)
 
 
+def test_what_is_whole_and_not_understood_keeps_its_name(original, tmp_path_factory):
+    """It may be of a later version, and is not to be cleared as damage is."""
+    plain = json.loads((original / "step-2" / FILES[1]).read_text())
+    plain["own"]["state"] = {"$of_tomorrow": []}
+    content = json.dumps(plain).encode()
+    directory = signed(changed(original, tmp_path_factory, FILES[1], content))
+    manager = CheckpointManager(directory)
+    with pytest.warns(CheckpointWarning, match=r"whole is passed over: .*not understood.*it keeps its name"):
+        assert manager.restore(objects(0.0)).step == 1
+    assert names_in(directory) == ["step-1", "step-2"]
+    assert (directory / "step-2" / FILES[1]).read_bytes() == content
+    manager.save(2, objects(3.0))
+    assert manager.restore(objects(0.0)).step == 2
+
+
 @given(st.data())
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 def test_any_json_with_a_list_that_agrees(original, tmp_path_factory, data):

@@ -400,7 +400,7 @@ def test_metric_notes_and_files_of_others(tmp_path):
         manager.save(
             1,
             {"counts": {}},
-            metric=np.float64(0.25),
+            metric=np.float32(0.25),
             notes={"config": {"a": [1, (2, None)]}, "nan": float("nan")},
             files={
                 "model.safetensors": lambda path: save_file(weights, path),

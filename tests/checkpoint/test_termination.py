@@ -159,22 +159,22 @@ def test_torchrun_and_its_processes_are_both_asked(tmp_path):
     (tmp_path / "script.py").write_text(TORCHRUN)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    process = subprocess.Popen(
-        [*command, str(tmp_path / "script.py"), str(tmp_path)], env=environment, text=True, **pipes
-    )
+    said = tmp_path / "said"
+    with said.open("w") as file:
+        process = subprocess.Popen(
+            [*command, str(tmp_path / "script.py"), str(tmp_path)], env=environment, stdout=file, stderr=file
+        )
     pids = [tmp_path / f"pid-{rank}" for rank in range(2)]
     until(lambda: all(path.exists() and path.read_text() for path in pids), process)
     for path in pids:
         os.kill(int(path.read_text()), signal.SIGTERM)
     until((tmp_path / "saving").exists, process)
-    process.send_signal(signal.SIGTERM)  # which passes it on
-    time.sleep(1.0)
+    process.send_signal(signal.SIGTERM)  # which passes it on, and says so
+    until(lambda: said.read_text().count("closing signal SIGTERM") == 2, process)
     (tmp_path / "go").touch()
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode != 0
+    assert process.wait(timeout=60) != 0
     ended = [(tmp_path / f"ended-{rank}").read_text() for rank in range(2)]
-    assert ended[0] == ended[1], errors
+    assert ended[0] == ended[1], said.read_text()
     manager = CheckpointManager(tmp_path / "run")
     assert manager.steps() == [int(ended[0])]
     manager.verify(int(ended[0]))

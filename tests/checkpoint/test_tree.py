@@ -4,7 +4,8 @@ import copy
 import json
 import math
 import pickle
-from collections import Counter, OrderedDict, deque, namedtuple
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from pathlib import Path, PurePosixPath
 
 import numpy as np
 import pytest
@@ -16,18 +17,31 @@ from torch import nn
 from stackwise.checkpoint.tree import MalformedTreeError, decode, encode, leaves
 
 Pair = namedtuple("Pair", "first second")
+Renamed = namedtuple("Renamed", "first class first", rename=True)
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
-plain = (
+CODES = ["<f8", ">f4", "<i2", "|u1", "|b1", "<c16", "<u8"]
+FACTORIES = [None, bool, int, float, complex, str, bytes, list, tuple, set, dict, Counter]
+scalars = st.builds(lambda code, n: np.dtype(code).type(n), st.sampled_from(CODES), st.integers(0, 9))
+numbers = st.integers() | st.floats() | st.complex_numbers() | scalars
+hashed = (
     st.none()
     | st.booleans()
-    | st.integers()
-    | st.floats()
+    | numbers
     | st.text()
     | st.binary()
-    | st.complex_numbers()
     | st.sampled_from(DTYPES)
+    | st.sampled_from([Path(), Path("a/b c"), Path("/x").absolute()])
 )
-keys = st.text() | st.integers() | st.booleans() | st.none() | st.tuples(st.integers(), st.text())
+keys = st.text() | st.integers() | st.floats() | st.booleans() | st.none() | scalars
+keys |= st.tuples(st.integers(), st.text()) | st.frozensets(st.integers(), max_size=2).map(lambda s: (s, 1))
+items = hashed | st.frozensets(hashed, max_size=2) | st.tuples(hashed) | st.builds(Pair, hashed, hashed)
+plain = (
+    hashed
+    | st.binary().map(bytearray)
+    | st.sets(items, max_size=3)
+    | st.frozensets(items, max_size=3)
+    | st.dictionaries(keys, numbers, max_size=3).map(Counter)
+)
 
 
 @st.composite
@@ -39,7 +53,7 @@ def tensors(draw):
 @st.composite
 def arrays(draw):
     shape = draw(st.lists(st.integers(0, 3), max_size=3))
-    code = draw(st.sampled_from(["<f8", ">f4", "<i2", "|u1", "|b1", "<c16", "<u8"]))
+    code = draw(st.sampled_from(CODES))
     return np.arange(math.prod(shape)).reshape(shape).astype(code)
 
 
@@ -49,7 +63,10 @@ trees = st.recursive(
         st.lists(down, max_size=3)
         | st.lists(down, max_size=3).map(tuple)
         | st.dictionaries(keys, down, max_size=3)
-        | st.dictionaries(st.text(), down, max_size=3).map(OrderedDict)
+        | st.dictionaries(keys, down, max_size=3).map(OrderedDict)
+        | st.builds(defaultdict, st.sampled_from(FACTORIES), st.dictionaries(keys, down, max_size=3))
+        | st.builds(Pair, down, down)
+        | st.builds(Renamed, down, down, down)
     ),
     max_leaves=8,
 )
@@ -84,16 +101,22 @@ def test_fields_of_a_namedtuple_keep_their_names():
 
 def same(a, b):
     """By type and by bits, in order."""
+    fields = getattr(a, "_fields", None)
+    if fields is not None:
+        return type(a).__name__ == type(b).__name__ and fields == b._fields and same(tuple(a), tuple(b))
     if type(a) is not type(b):
         return False
     if isinstance(a, torch.Tensor):
-        return (a.dtype, a.shape) == (b.dtype, b.shape) and a.numpy(
-            force=True
-        ).tobytes() == b.numpy().tobytes()
+        alike = (a.dtype, a.shape) == (b.dtype, b.shape)
+        return alike and raw(a).numpy(force=True).tobytes() == raw(b).numpy().tobytes()
     if isinstance(a, np.ndarray | np.generic):
         return (a.dtype, a.shape) == (b.dtype, b.shape) and a.tobytes() == b.tobytes()
+    if isinstance(a, defaultdict) and a.default_factory is not b.default_factory:
+        return False
     if isinstance(a, dict):
         return len(a) == len(b) and all(same(x, y) for x, y in zip(a.items(), b.items(), strict=True))
+    if isinstance(a, set | frozenset):
+        return len(a) == len(b) and all(any(same(x, y) for y in b) for x in a)
     if isinstance(a, list | tuple):
         return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
     if isinstance(a, float | complex):
@@ -107,14 +130,25 @@ def raw(tensor):
 
 @given(trees)
 def test_every_state_comes_back(tree):
-    def comparable(value):
-        if isinstance(value, torch.Tensor):
-            return raw(value)
-        if isinstance(value, dict):
-            return type(value)((k, comparable(v)) for k, v in value.items())
-        return type(value)(map(comparable, value)) if type(value) in (list, tuple) else value
+    assert same(tree, there_and_back(tree))
 
-    assert same(comparable(tree), comparable(there_and_back(tree)))
+
+class Hashed(list):
+    def __hash__(self):
+        return 1
+
+
+@pytest.mark.parametrize("tree", [{(Hashed(),): 1}, {Hashed()}, {(1, (Hashed(),))}], ids=repr)
+def test_what_would_come_back_without_a_hash_is_refused(tree):
+    with pytest.raises(ValueError, match=r"^x: got a (set|mapping) with .*allowed in a checkpoint"):
+        encode(tree, ("x",), {})
+
+
+def test_milestones_of_numpy():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
+    milestones = np.linspace(1, 5, 3).astype(int)
+    state = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones).state_dict()
+    assert same(state, there_and_back(state))
 
 
 @pytest.mark.parametrize(
@@ -188,6 +222,10 @@ def test_names_are_each_of_one_tensor():
         np.datetime64("2026-01-01"),
         {frozenset(): 1},
         {(torch.ones(1),): 1},
+        Counter({"a": "text"}),
+        defaultdict(lambda: 0),
+        PurePosixPath("a"),
+        np.ma.masked_array([1, 2], [True, False]),
         torch.Generator(),
         10**6000,
     ],
@@ -214,8 +252,13 @@ class Evil:
         {"$array": ["x", "<f7", [1]]},
         {"$array": ["x", "<f8", "y"]},
         {"$scalar": ["x", "<f8", [2]]},
+        {"$scalar": ["|O8", "AAAAAAAAAAA="]},
+        {"$scalar": ["<f8", "AAAA"]},
+        {"$scalar": ["<f8", 3]},
         {"$bytes": "not base64!"},
         {"$bytes": 3},
+        {"$bytearray": "not base64!"},
+        {"$path": 3},
         {"$number": "1"},
         {"$number": []},
         {"$dtype": "torch.load"},
@@ -225,6 +268,7 @@ class Evil:
         {"$namedtuple": ["A", [["a", 1], ["a", 2]]]},
         {"$namedtuple": ["A", [["_a", 1]]]},
         {"$namedtuple": ["A", [["__class__", 1]]]},
+        {"$namedtuple": ["A", [["_1", 1]]]},
         {"$namedtuple": ["A", [["a"]]]},
         {"$namedtuple": ["import os", [["a", 1]]]},
         {"$namedtuple": ["A", [[["a"], 1]]]},
@@ -234,6 +278,10 @@ class Evil:
         {"$dict": {}},
         {"$state_dict": [1]},
         {"$counter": [["a", "b"]]},
+        {"$frozenset": [[1]]},
+        {"$defaultdict": ["exec", []]},
+        {"$defaultdict": [None, []]},
+        {"$defaultdict": ["int", {}]},
         {"$complex": [1]},
         {"$pickle": pickle.dumps(Evil()).hex()},
         {"$tuple": [], "more": 1},

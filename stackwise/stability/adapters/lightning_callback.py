@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import wraps
 from pathlib import Path
@@ -143,7 +144,8 @@ class GuardCallback(Callback):  # type: ignore[misc, unused-ignore]
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:  # noqa: ARG002
         """A batch was drawn."""
         assert self._loop is not None
-        self._loop.give({"batch": batch, "batch_idx": batch_idx}, (trainer.current_epoch, batch_idx))
+        given = {"batch": _own(batch), "batch_idx": batch_idx}
+        self._loop.give(given, (trainer.current_epoch, batch_idx))
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:  # noqa: ARG002
         """The loss of a batch, divided by the batches of a step, and scaled where there is a scaler."""
@@ -259,7 +261,7 @@ class GuardCallback(Callback):  # type: ignore[misc, unused-ignore]
         return _loss_in(output) / int(self._trainer.accumulate_grad_batches)
 
     def _arguments(self, given: Mapping[str, Any]) -> tuple[Any, ...]:
-        return step_arguments(self._module.training_step, given["batch"], given["batch_idx"])
+        return step_arguments(self._module.training_step, _own(given["batch"]), given["batch_idx"])
 
     def _watched_logit(self) -> Callable[[], Tensor] | None:
         """Watch `training_step`, which Lightning calls, and not the module."""
@@ -366,6 +368,11 @@ class _Schedulers:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         for number, each in enumerate(self._schedulers):
             each.load_state_dict(state_dict[str(number)])
+
+
+def _own(batch: Any) -> Any:
+    """The same parts in a container of its own: `training_step` may take some out of what it is given."""
+    return copy.copy(batch) if isinstance(batch, MutableMapping | MutableSequence) else batch
 
 
 def _loss_in(output: Any) -> Tensor:

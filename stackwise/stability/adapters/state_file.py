@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from stackwise.argument import require
 from stackwise.checkpoint import tree
+from stackwise.checkpoint.tensor_file import Part, write_tensors
 
 __all__ = ["read_state", "write_state"]
 
@@ -28,12 +29,14 @@ def write_state(state: Mapping[str, Any], folder: Path, rank: int) -> Path:
     """
     tensors: dict[str, Tensor] = {}
     plain = tree.encode(dict(state), ("guard",), tensors)
-    kept = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+    told = {"format": _FORMAT, "state": json.dumps(plain, allow_nan=False)}
     folder.mkdir(parents=True, exist_ok=True)
     place = _place(folder, rank)
     part = place.with_name(f".{place.name}.{os.getpid()}")
+    part.unlink(missing_ok=True)  # of a killed process that had this one's number
     try:
-        save_file(kept, part, {"format": _FORMAT, "state": json.dumps(plain, allow_nan=False)})
+        parts = {name: Part.whole(tensor) for name, tensor in tensors.items()}
+        write_tensors(part, parts, in_parts=False, metadata=told)
         part.replace(place)
     except BaseException:
         part.unlink(missing_ok=True)
@@ -58,8 +61,10 @@ def read_state(folder: Path, rank: int) -> dict[str, Any] | None:
             state: dict[str, Any] = tree.decode(
                 json.loads(told["state"]), lambda name, shape, _: file.get_tensor(name).reshape(shape).clone()
             )
+            require(isinstance(state, dict), "state", type(state).__name__, "a mapping")
             return state
-    except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
+    # A shape that does not fit is a RuntimeError, and so is JSON that is nested too deeply.
+    except (SafetensorError, OSError, KeyError, TypeError, RuntimeError, ValueError) as error:
         raise ValueError(f"{place}: no state of a guard, or a damaged one: {error!r}") from error
 
 

@@ -184,10 +184,14 @@ class GuardCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
             self.guard.renew_snapshot()
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """Put the guard's state into the checkpoint that was written."""
+        """Put the guard's state into the checkpoint that was written; it can be without, with a warning."""
         if self.guard is not None and not args.save_only_model:
             folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-            write_state(self.guard.state_dict(), folder, args.process_index)
+            guarded = self.guard.state_dict()
+            try:
+                write_state(guarded, folder, args.process_index)
+            except (OSError, ValueError) as error:
+                warnings.warn(f"{folder}: no state of the guard: {error}", RuntimeWarning, stacklevel=2)
 
     # What is called in place of the trainer's own.
 

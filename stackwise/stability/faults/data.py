@@ -40,7 +40,7 @@ class _Seeded(Fault):
 
 @dataclass(frozen=True)
 class CorruptSample(_Seeded):
-    """Replaces one row of a batch by noise: whole numbers that occur in it, and floats of their size.
+    """Replaces one row of a batch by noise: whole numbers that occur in the batch, and floats of their size.
 
     Attributes:
         seed: chooses the row and the noise; others at each step.
@@ -75,8 +75,9 @@ def _noise(part: Tensor, generator: torch.Generator) -> Tensor:
     if part.is_floating_point():
         size = float(part.detach().float().square().mean().sqrt()) or 1.0
         return (size * torch.randn(shape, generator=generator)).to(part)
-    lowest, highest = int(part.min()), int(part.max())
-    return torch.randint(lowest, highest + 1, shape, generator=generator).to(part)
+    # What is between two of them need not be one: labels are -100 where nothing is predicted.
+    places = torch.randint(part.numel(), shape, generator=generator).to(part.device)
+    return part.detach().flatten()[places]
 
 
 @dataclass(frozen=True)

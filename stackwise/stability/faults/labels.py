@@ -21,7 +21,7 @@ _NAMES = ("labels", "label", "targets", "target", "y")
 
 @dataclass(frozen=True)
 class LabelCorruption(Fault):
-    """Replaces labels by other ones that occur; those below 0, which are not predicted, stay.
+    """Replaces labels by other ones, up to the largest of the batch; those below 0, not predicted, stay.
 
     Labels are what a batch calls "labels", "label", "targets", "target" or "y", or the second of two tensors.
 
@@ -57,12 +57,11 @@ class LabelCorruption(Fault):
                 f"it has {described(batch)}"
             )
         labels = parts[names[0]]
-        # Ids and labels are often of one vocabulary, of which both together show the more.
-        whole = [p for p in parts.values() if p.dtype == labels.dtype and p.numel()]
-        n_classes = 1 + max(int(part.max()) for part in whole)
         (places,) = torch.where(labels.detach().flatten().cpu() >= 0)
-        if n_classes < 2 or not len(places):
-            raise ValueError(f"{self.name}: {names[0]}: got no label, or only one value; wanted two at least")
+        # Other tensors, such as ids, do not tell how many classes there are, and one too many is an error.
+        n_classes = 1 + int(labels.max()) if len(places) else 0
+        if n_classes < 2:
+            raise ValueError(f"{self.name}: {names[0]}: got no label, or only 0; wanted one above 0 at least")
         generator = torch.Generator().manual_seed(self.seed)
         count = max(1, round(self.fraction * len(places)))
         places = places[torch.randperm(len(places), generator=generator)[:count]]

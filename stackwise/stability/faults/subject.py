@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
+from stackwise.checkpoint.object_state import unwrapped
 from stackwise.lightning_run import is_lightning_module
 from stackwise.trainer_spec import TrainingRun
 from stackwise.transformers_run import is_transformers_trainer
@@ -47,18 +47,18 @@ class Subject:
             TypeError: nothing known.
         """
         if is_transformers_trainer(given):
-            return cls(given.model, _inner(given.model), trainer=given)
+            return cls(given.model, unwrapped(given.model), trainer=given)
         if isinstance(given, nn.Module):
-            return cls(given, _inner(given), lightning=given if is_lightning_module(given) else None)
+            return cls(given, unwrapped(given), lightning=given if is_lightning_module(given) else None)
         if isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], nn.Module):
             model, optimizer = given
             if callable(getattr(optimizer, "step", None)):
-                return cls(model, _inner(model), _inner_optimizer(optimizer))
+                return cls(model, unwrapped(model), _inner_optimizer(optimizer))
         if isinstance(given, TrainingRun) and isinstance(given.model, nn.Module):
             trainer = getattr(given, "trainer", None)
             return cls(
                 given.model,
-                _inner(given.model),
+                unwrapped(given.model),
                 _inner_optimizer(given.optimizer),
                 run=given,
                 trainer=trainer if is_transformers_trainer(trainer) else None,
@@ -81,16 +81,6 @@ class Subject:
 def is_compiled(model: nn.Module) -> bool:
     """Whether a part of it is."""
     return any(hasattr(m, _COMPILED) or getattr(m, IN_PLACE, None) is not None for m in model.modules())
-
-
-def _inner(model: nn.Module) -> nn.Module:
-    while True:
-        inner = getattr(model, _COMPILED, None)
-        if inner is None and isinstance(model, DistributedDataParallel):
-            inner = model.module
-        if not isinstance(inner, nn.Module):
-            return model
-        model = inner
 
 
 def _inner_optimizer(optimizer: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 
 from stackwise.argument import check_sizes, require
+from stackwise.checkpoint import tree
 from stackwise.random_states import random_states, set_random_states
 from stackwise.stability.guard.alarm import hashable
 
@@ -41,7 +43,8 @@ class BatchFeed:
     A step may take several batches: what was given since the last `take_hand` is in hand.
 
     Args:
-        batch_id: by which a batch is known; None: by (epoch, place in it), both counted from 0.
+        batch_id: by which a batch is known: an integer, a string, or a tuple of these; None: by (epoch,
+            place in it), both counted from 0.
     """
 
     def __init__(self, batch_id: Callable[[Any], Hashable] | None = None) -> None:
@@ -55,6 +58,7 @@ class BatchFeed:
         self._epoch, self._index = 0, 0  # of the next batch that is new
         self._next_step = 0
         self._drawn_outside = False
+        self._is_checked = False  # whether a checkpoint takes the batches
         self._within = False  # an epoch that `batches` began here
 
     @property
@@ -72,6 +76,9 @@ class BatchFeed:
             loader: gone through once.
             fast_forward: read over as many batches as were given in this epoch.
             ending: called when the loader has no more; what it puts back is then given.
+
+        Raises:
+            ValueError: an id of another kind.
         """
         if self._within:
             self._epoch, self._index = self._epoch + 1, 0
@@ -105,6 +112,7 @@ class BatchFeed:
     def give(self, batch: Any, identity: Hashable) -> None:
         """A batch that somebody else has drawn is in hand."""
         require(not self._again, "give", identity, "first those that are to be given again")
+        identity = _known("identity", identity)
         self._drawn_outside = True
         self._give(GivenBatch(self._next_step, identity, batch, random_states()))
 
@@ -138,7 +146,7 @@ class BatchFeed:
     def _new(self, source: Iterator[Any]) -> GivenBatch | None:
         for batch in source:
             place = self._epoch, self._index
-            identity = place if self._batch_id is None else hashable(self._batch_id(batch))
+            identity = place if self._batch_id is None else _known("batch_id", self._batch_id(batch))
             self._index += 1
             if identity not in self.quarantined:
                 return GivenBatch(self._next_step, identity, batch, random_states())
@@ -205,7 +213,11 @@ class BatchFeed:
         """Where it is, with the batches that are to be given again.
 
         A step in hand was not begun: its batches are to be given again, unless somebody else has drawn them.
+
+        Warns:
+            RuntimeWarning: of the first state, where no checkpoint would take a batch.
         """
+        self._check_kept()
         hand = [] if self._drawn_outside and not self.gives_again else self.hand
         return {
             "epoch": self._epoch,
@@ -218,6 +230,17 @@ class BatchFeed:
                 for g in (*hand, *self._again)
             ],
         }
+
+    def _check_kept(self) -> None:
+        """Before there is anything to be given again, so that it is not found out behind a rewind."""
+        if self._is_checked or not self._kept:
+            return
+        self._is_checked = True
+        try:
+            tree.encode(self._kept[-1].batch, ("batch",), {})
+        except ValueError as error:
+            said = f"{error}. Behind a rewind batches are in this state, which a checkpoint then refuses"
+            warnings.warn(said, RuntimeWarning, stacklevel=4)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` gave, also where it went through JSON.
@@ -236,6 +259,15 @@ class BatchFeed:
         )
         self.hand, self._kept, self._before = [], [], []
         self._within = False
+
+
+def _known(key: str, identity: Any) -> Hashable:
+    """An id of anybody's as plain values. What is known by where it is in memory is never met again."""
+    if isinstance(identity, list | tuple):
+        return tuple(_known(key, each) for each in identity)
+    allowed = "an integer, a string, or a tuple of these"
+    require(isinstance(identity, int | str | np.integer), key, identity, allowed)
+    return int(identity) if isinstance(identity, np.integer) else identity
 
 
 def _told(states: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from torch import Tensor, distributed, nn
 
 from stackwise.stability.guard.alarm import Alarm
 from stackwise.stability.guard.batch_feed import GivenBatch
-from stackwise.stability.guard.diagnosis import Bundle, whole
+from stackwise.stability.guard.diagnosis import Bundle, names_in, whole
 from stackwise.stability.guard.policy import GuardPolicy
 
 __all__ = ["BundleFolder"]
@@ -57,27 +57,30 @@ class BundleFolder:
             return alarm
         self.written += 1
         first = self._group is None or distributed.get_rank(self._group) == 0
+        names = names_in(model)
         weights: dict[str, Tensor] | None = {} if self._policy.bundle_weights else None
         if weights is not None:
             # In every process, one after the other: weights in shards are gathered.
             for name, tensor in (*model.named_parameters(), *model.named_buffers()):
                 gathered = whole(tensor.detach())
                 if first:
-                    weights[name] = gathered.to("cpu", copy=True)
-        place = [""]
+                    weights[names[name]] = gathered.to("cpu", copy=True)
+        place, refused = [""], ""
         if first:
-            folder = self._free(alarm.step)
-            alarm = replace(alarm, bundle=str(folder))
             notes = {"policy": self._policy.to_dict(), "loss_scale": loss_scale}
-            bundle = Bundle(alarm.to_dict(), batches, dict(norms), model.training, weights, notes)
+            of_names = {names.get(name, name): norm for name, norm in norms.items()}
             try:
+                folder = self._free(alarm.step)
+                told = replace(alarm, bundle=str(folder)).to_dict()
+                bundle = Bundle(told, batches, of_names, model.training, weights, notes)
                 place = [str(bundle.write(folder))]
-            except (OSError, ValueError, TypeError) as error:
-                # Training can do without it.
-                warnings.warn(f"no diagnostic bundle of step {alarm.step}: {error}", stacklevel=2)
+            except Exception as error:  # whatever it is: the other processes wait for the place
+                refused = f"no diagnostic bundle of step {alarm.step}: {error}"
         if self._group is not None:
             source = distributed.get_global_rank(self._group, 0)
             distributed.broadcast_object_list(place, src=source, group=self._group)
+        if refused:  # training can do without it
+            warnings.warn(refused, stacklevel=2)
         return replace(alarm, bundle=place[0])
 
     def _free(self, step: int) -> Path:

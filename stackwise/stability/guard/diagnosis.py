@@ -18,18 +18,31 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, distributed, nn
 
 from stackwise.argument import check_number, require
 from stackwise.checkpoint import tree
+from stackwise.checkpoint.object_state import unwrapped
+from stackwise.checkpoint.tensor_file import Part, write_tensors
 from stackwise.random_states import random_states_kept, set_random_states
 from stackwise.stability.guard.batch_feed import GivenBatch
-from stackwise.stability.locate import locate
+from stackwise.stability.locate import ModuleScales, locate
+from stackwise.stability.locate.first_module import shown_name
 from stackwise.stability.recomputation import recomputation
 from stackwise.stability.telemetry.gradient_norm import global_norm, gradient_norms
 
-__all__ = ["Bundle", "Replay", "forget_gradients", "histogram", "replay", "rerun", "scaled", "whole"]
+__all__ = [
+    "Bundle",
+    "Replay",
+    "forget_gradients",
+    "histogram",
+    "names_in",
+    "replay",
+    "rerun",
+    "scaled",
+    "whole",
+]
 
 _FORMAT = 1
 _FILES = ("bundle.json", "tensors.safetensors", "weights.safetensors")
@@ -96,7 +109,8 @@ class Bundle:
         """Write it as `folder`, which is there whole or not at all.
 
         Raises:
-            ValueError: the folder is there, or a batch has something that cannot be told without pickles.
+            ValueError: the folder is there, or a batch has something that cannot be told without pickles, or
+                a dtype that safetensors does not have.
             OSError: the disk does not take it; nothing is left of it then.
         """
         folder = Path(folder)
@@ -125,9 +139,9 @@ class Bundle:
         part = folder.with_name(f".{folder.name}.{os.getpid()}")
         try:
             part.mkdir(parents=True)
-            save_file({name: _plain(tensor) for name, tensor in tensors.items()}, part / _FILES[1])
+            _write(part / _FILES[1], tensors)
             if self.weights is not None:
-                save_file({name: _plain(tensor) for name, tensor in self.weights.items()}, part / _FILES[2])
+                _write(part / _FILES[2], self.weights)
             (part / _FILES[0]).write_text(json.dumps(told, indent=1, allow_nan=False) + "\n")
             part.rename(folder)
         except BaseException:
@@ -158,17 +172,27 @@ class Bundle:
                 # In memory of its own: what is mapped lies anywhere, and sums round by where they begin.
                 return tree.decode(plain, lambda name, shape, _: tensors[name].reshape(shape).clone())
 
+            def mapping(held: Mapping[str, Any], key: str) -> dict[str, Any]:
+                value = untold(held[key])
+                require(isinstance(value, dict), key, value, "a mapping")
+                return dict(value)
+
             batches = [
-                GivenBatch(int(each["step"]), *(untold(each[key]) for key in ("id", "batch", "random")))
+                GivenBatch(
+                    int(each["step"]), untold(each["id"]), untold(each["batch"]), mapping(each, "random")
+                )
                 for each in told["batches"]
             ]
+            norms = mapping(told, "norms")
+            numbers = all(isinstance(norm, int | float) for norm in norms.values())
+            require(numbers, "norms", norms, "numbers by name")
             return cls(
-                alarm=untold(told["alarm"]),
+                alarm=mapping(told, "alarm"),
                 batches=batches,
-                norms=untold(told["norms"]),
+                norms=norms,
                 training=bool(told["training"]),
                 weights=weights,
-                notes=untold(told["notes"]),
+                notes=mapping(told, "notes"),
             )
         except (
             OSError,
@@ -176,7 +200,8 @@ class Bundle:
             KeyError,
             TypeError,
             IndexError,
-            RecursionError,
+            OverflowError,  # of a step without end
+            RuntimeError,  # of a shape that does not fit
             ValueError,
         ) as error:
             raise ValueError(f"{place}: no bundle, or a damaged one: {error!r}") from error
@@ -195,7 +220,7 @@ def replay(
 
     Args:
         bundle: itself, or its folder.
-        model: built as it was.
+        model: built as it was, with or without what compiling and data parallelism put around it.
         loss_of: the loss of a batch.
         device: where the batches go; None: where the model is.
 
@@ -212,6 +237,8 @@ def replay(
     try:
         batches = [GivenBatch(b.step, b.id, _moved(b.batch, device), b.random) for b in bundle.batches]
         found = rerun(model, batches, loss_of, loss_scale=bundle.loss_scale)
+        names = names_in(model)
+        found = found._replace(parameter_norms={names[n]: x for n, x in found.parameter_norms.items()})
         return found._replace(spike=_is_spike(bundle, found))
     finally:
         model.train(was_training)
@@ -221,7 +248,7 @@ def rerun(
     model: nn.Module,
     batches: Sequence[GivenBatch],
     loss_of: Callable[[nn.Module, Any], Tensor],
-    scales: Any = None,
+    scales: Callable[[], ModuleScales | None] | None = None,
     group: distributed.ProcessGroup | None = None,
     *,
     named: Sequence[tuple[str, nn.Parameter]] = (),
@@ -229,45 +256,62 @@ def rerun(
 ) -> Replay:
     """Forward and backward over `batches` under hooks. Random states and buffers are put back, gradients go.
 
+    So they are where it fails. It then fails in every process, as those that wait for its gradients would
+    wait for ever.
+
     Args:
         model: with the weights of the step.
         batches: of the step.
         loss_of: the loss of one, as it is given to `backward`.
-        scales: `ModuleScales` of sound steps; None: only what is not finite is found.
+        scales: gives those of sound steps, first of all; None: only what is not finite is found.
         group: of processes that all compute the step again, and that average their gradients.
         named: parameters that are trained and may be none of the model's, with their names.
         loss_scale: what losses are multiplied with before their backward pass; norms are divided by it.
+
+    Raises:
+        Exception: whatever the loss of a batch raises.
+        RuntimeError: it failed in another process.
     """
     losses: list[float] = []
     where = ""
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    failure: Exception | None = None
     # Not by zero_grad: to whoever watches that, the step would be over.
     forget_gradients(model, named)
-    with recomputation(), random_states_kept(), torch.enable_grad():
-        for given in batches:
+    try:
+        try:
+            known_scales = None if scales is None else scales()
+            with recomputation(), random_states_kept(), torch.enable_grad():
+                for given in batches:
 
-            def run(given: GivenBatch = given) -> None:
-                set_random_states(given.random)
-                loss = loss_of(model, given.batch)
-                losses.append(float(loss.detach()))
-                scaled(loss, loss_scale).backward()  # type: ignore[no-untyped-call]
+                    def run(given: GivenBatch = given) -> None:
+                        set_random_states(given.random)
+                        loss = loss_of(model, given.batch)
+                        losses.append(float(loss.detach()))
+                        scaled(loss, loss_scale).backward()  # type: ignore[no-untyped-call]
 
-            location = locate(model, run, scales=scales)
-            if location is not None and not where:
-                of_loss = location.direction == "loss"
-                where = location.module if of_loss else f"{location.module} ({location.direction})"
-    everything = _with_others(model, named)
-    if group is not None:
-        _average_gradients(everything.values(), group)
-    known = {name: p for name, p in everything.items() if p.grad is not None}
-    norms_P = gradient_norms(known.values()) / loss_scale
-    total = float(global_norm(norms_P))
-    norms = dict(zip(known, norms_P.tolist(), strict=True))
-    forget_gradients(model, named)
-    with torch.no_grad():
-        for name, buffer in model.named_buffers():
-            if name in buffers and buffer.shape == buffers[name].shape:
-                buffer.copy_(buffers[name])
+                    location = locate(model, run, scales=known_scales)
+                    if location is not None and not where:
+                        of_loss = location.direction == "loss"
+                        where = location.module if of_loss else f"{location.module} ({location.direction})"
+        except Exception as error:  # of a loss that is anybody's
+            failure = error
+        if _fails_anywhere(failure, group):
+            raise failure or RuntimeError("it failed in another process")
+        everything = _with_others(model, named)
+        if group is not None:
+            _average_gradients(everything.values(), group)
+        known = {name: p for name, p in everything.items() if p.grad is not None}
+        norms_P = gradient_norms(known.values()) / loss_scale
+        total = float(global_norm(norms_P))
+        norms = dict(zip(known, norms_P.tolist(), strict=True))
+    finally:
+        failure = None  # its frames hold this one, and all that it has computed
+        forget_gradients(model, named)
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                if name in buffers and buffer.shape == buffers[name].shape:
+                    buffer.copy_(buffers[name])
     return Replay(sum(losses), total, norms, where)
 
 
@@ -306,6 +350,15 @@ def _with_others(model: nn.Module, named: Sequence[tuple[str, nn.Parameter]]) ->
     return found | {name: p for name, p in named if id(p) not in mine}
 
 
+def _fails_anywhere(failure: Exception | None, group: distributed.ProcessGroup | None) -> bool:
+    """Whether this process or another one of `group` has failed; each has to ask."""
+    if group is None:
+        return failure is not None
+    everyone: list[Any] = [None] * distributed.get_world_size(group)
+    distributed.all_gather_object(everyone, failure is not None, group)
+    return any(everyone)
+
+
 def _average_gradients(parameters: Iterable[nn.Parameter], group: distributed.ProcessGroup) -> None:
     """Over the processes; where they are averaged already, as by DDP, that changes nothing."""
     processes = distributed.get_world_size(group)
@@ -341,10 +394,20 @@ def histogram(norms: Mapping[str, float]) -> dict[str, Any]:
     }
 
 
+def names_in(model: nn.Module) -> dict[str, str]:
+    """What its parameters and buffers are called without what compiling and data parallelism add to that."""
+    inner = unwrapped(model)
+    wrapped = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
+    plain = [shown_name(name) for name, _ in (*inner.named_parameters(), *inner.named_buffers())]
+    return dict(zip(wrapped, plain, strict=True))
+
+
 def _load(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    mine = dict([*model.named_parameters(), *model.named_buffers()])
-    missing = sorted(mine.keys() ^ weights.keys())
-    require(not missing, "weights", missing[:3], "the names of this model's parameters and buffers")
+    names = names_in(model)
+    mine = {names[name]: own for name, own in (*model.named_parameters(), *model.named_buffers())}
+    unknown, missing = sorted(weights.keys() - mine.keys()), sorted(mine.keys() - weights.keys())
+    require(not unknown, "weights", unknown[:3], "the names of this model's parameters and buffers")
+    require(not missing, "weights", f"none of {missing[:3]}", "all of this model's parameters and buffers")
     for name, own in mine.items():
         fits = own.shape == weights[name].shape
         require(fits, f"weights[{name!r}]", tuple(weights[name].shape), str(tuple(own.shape)))
@@ -359,9 +422,9 @@ def whole(tensor: Tensor) -> Tensor:
     return gathered
 
 
-def _plain(tensor: Tensor) -> Tensor:
-    """On the host, whole, sharing memory with no other."""
-    return whole(tensor.detach()).to("cpu", copy=True).contiguous()
+def _write(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    parts = {name: Part.whole(whole(tensor.detach())) for name, tensor in tensors.items()}
+    write_tensors(path, parts, in_parts=False)
 
 
 def _moved(value: Any, device: torch.device | None) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -62,11 +63,16 @@ class Examination:
             alarm: with the place that its norms tell.
             norms: of each parameter's gradient in the broken step, by name.
             proven_limit: the largest norm that is sound where the step has it again.
+
+        Warns:
+            RuntimeWarning: the loss cannot be computed again; `reproduced` is then None.
         """
         where, reproduced, placed = alarm.where, None, False
+        found = None
         if self._loss_of is not None and batches:
-            finite = alarm.kind not in ("non-finite loss", "non-finite gradient")
             found = self._again(batches)
+        if found is not None:
+            finite = alarm.kind not in ("non-finite loss", "non-finite gradient")
             reproduced = found.broken
             # It had not in the loop: neither whether it breaks again nor where tells of the alarm.
             overflowed = finite and self._loss_scale() != 1.0 and not math.isfinite(found.grad_norm)
@@ -84,7 +90,7 @@ class Examination:
             sound = reproduced and alarm.kind == "gradient spike" and alarm.value <= proven_limit
             # In all processes or in none: sharded weights are gathered by all of them.
             if any(self._of_all(finite and not overflowed and reproduced is not False and not sound)):
-                found = self._again(batches, self._scales(batches))
+                found = self._again(batches, lambda: self._scales(batches)) or found
             if not overflowed:
                 where, placed = found.where or where, bool(found.where)
             self._buffers.keep()
@@ -97,17 +103,27 @@ class Examination:
         )
         return replace(alarm, where=where, reproduced=reproduced, value=value, limit=limit)
 
-    def _again(self, batches: Sequence[GivenBatch], scales: ModuleScales | None = None) -> Replay:
+    def _again(
+        self, batches: Sequence[GivenBatch], scales: Callable[[], ModuleScales | None] | None = None
+    ) -> Replay | None:
+        """None, in every process: it cannot be done."""
         assert self._loss_of is not None
-        return rerun(
-            self._model,
-            batches,
-            self._loss_of,
-            scales,
-            self._group,
-            named=self._named(),
-            loss_scale=self._loss_scale(),
-        )
+        try:
+            return rerun(
+                self._model,
+                batches,
+                self._loss_of,
+                scales,
+                self._group,
+                named=self._named(),
+                loss_scale=self._loss_scale(),
+            )
+        except Exception as error:  # of a loss that is anybody's; under hooks it takes more memory
+            # Training can do without it.
+            advice = "whether its batches broke it is not known"
+            said = f"step {batches[0].step} cannot be computed again: {error!r}; {advice}"
+            warnings.warn(said, RuntimeWarning, stacklevel=2)
+            return None
 
     def _of_all(self, mine: Any) -> list[Any]:
         """What each process has, in the order of their ranks."""

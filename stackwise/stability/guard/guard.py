@@ -41,6 +41,7 @@ __all__ = ["Guard"]
 _SCALARS = 10  # of a row, before the norms
 _LAG = 4  # steps after which the host asks for a row of another device
 _KEPT_RECORDS = 1024
+_TOLD_AFTER = 8  # batches whose spikes are their own
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,8 +67,8 @@ class Guard:
         loss_of: the loss of (model, batch) as it is given to `backward()`: of a step of n batches each one's
             part. With it a broken step is computed again, to know whether its batches broke it, and to name
             the module; None: parameters are named by their norms.
-        batch_id: by which a batch is known; None: (epoch, place in it). With one of its own a batch is left
-            out in later epochs as well.
+        batch_id: by which a batch is known: an integer, a string, or a tuple of these; None: (epoch, place
+            in it). With one of its own a batch is left out in later epochs as well.
         others: objects whose state goes back with a rewind, by name.
         bundles: folder for diagnostic bundles; None: none are written.
         group: of processes that train together, and that decide as one; None: all there are.
@@ -80,6 +81,10 @@ class Guard:
         alarms: in order.
         skipped: updates that were left out, also those of which a rewind has undone the rest.
         cleared: steps that were computed again on suspicion, and then made as they were.
+
+    Warns:
+        RuntimeWarning: at every eighth step between sound ones that is left out for a finite loss or gradient
+            which it has again when it is computed again: data of another kind would be lost so.
 
     Raises:
         ValueError: nothing to train, parameters on several devices, an optimizer that cannot leave
@@ -197,6 +202,7 @@ class Guard:
         What an earlier loop was given and made no step of is not part of the first step of this one.
 
         Raises:
+            ValueError: an id of a batch that is no such value.
             GuardError: training is broken for good.
         """
         require(self._lag == 0 or not self._under_way, "batches", "steps under way", "no other loop before")
@@ -314,7 +320,7 @@ class Guard:
 
         Args:
             batch: kept until the next snapshot, not copied.
-            identity: by which it is known.
+            identity: by which it is known, as a `batch_id`.
         """
         self._feeds = True
         self._feed.give(batch, identity)
@@ -601,6 +607,24 @@ class Guard:
         self._feed.give_again(later)
         if answer.action == "raised":
             raise GuardError(alarm, self.alarms)
+        self._look_for_sources()
+
+    def _look_for_sources(self) -> None:
+        """Say it once in a while where batches are left out, one at a time, for what is their own."""
+        if not _is_of_batch(self.alarms[-1]):
+            return
+        steps = {alarm.step for alarm in self.alarms}
+        own = [alarm for alarm in self.alarms if _is_of_batch(alarm) and alarm.step - 1 not in steps]
+        if not own or own[-1] is not self.alarms[-1] or len(own) % _TOLD_AFTER:
+            return
+        identities = [identity for alarm in own[-_TOLD_AFTER:] for identity in alarm.batch or ()]
+        said = (
+            f"{len(own)} steps between sound ones were left out for a loss or gradient that they had again "
+            f"when computed again; batches of the last {_TOLD_AFTER}: {', '.join(map(str, identities))}. "
+            "Where they are sound, of a rarer or harder source than the others, nothing is learned of it: a "
+            "higher loss_factor (None: any) and proven_factor let them pass"
+        )
+        warnings.warn(said, RuntimeWarning, stacklevel=3)
 
     def _unwind(self, made: _Made) -> list[GivenBatch]:
         """Undo what the host did for steps behind `made`, which the device has left out; their batches."""
@@ -632,7 +656,7 @@ class Guard:
 
     def _see_parameters(self) -> None:
         """Take in what the optimizer was given since, as where a part of the model is not frozen any more."""
-        if sum(len(group["params"]) for group in self.optimizer.param_groups) == len(self._named):
+        if [id(p) for p in _optimized(self.optimizer)] == [id(p) for _, p in self._named]:
             return
         self._named = _named_parameters(self.model, self.optimizer)
         self._names = GradientNames(self._named)
@@ -655,11 +679,21 @@ def _named_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> lis
         ValueError: none, or on several devices.
     """
     names = {id(p): name for name, p in model.named_parameters()}
-    optimized = [p for group in optimizer.param_groups for p in group["params"]]
+    optimized = _optimized(optimizer)
     require(bool(optimized), "optimizer", "no parameters", "at least one")
     devices = {p.device for p in optimized}
     require(len(devices) == 1, "parameters", sorted(map(str, devices)), "all on one device")
     return [(names.get(id(p), f"parameter {i}"), p) for i, p in enumerate(optimized)]
+
+
+def _is_of_batch(alarm: Alarm) -> bool:
+    """Whether a finite number was too large, and was so again when the step was computed again."""
+    return alarm.action == "skipped" and alarm.limit is not None and bool(alarm.reproduced)
+
+
+def _optimized(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """Of all its groups, in their order."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _has_noted(scaler: torch.amp.GradScaler) -> bool:

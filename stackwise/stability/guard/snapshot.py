@@ -46,7 +46,10 @@ class Moment:
         scheduler: Stateful | None,
         others: Mapping[str, Stateful] | None = None,
     ) -> None:
-        self._groups = [_options(group) for group in optimizer.param_groups]
+        # By a parameter of each: groups come and go.
+        self._options = {
+            group["params"][0]: _options(group) for group in optimizer.param_groups if group["params"]
+        }
         self._scheduler = None if scheduler is None else copy.deepcopy(dict(scheduler.state_dict()))
         self._others = {name: copy.deepcopy(dict(o.state_dict())) for name, o in (others or {}).items()}
 
@@ -56,12 +59,15 @@ class Moment:
         scheduler: Stateful | None,
         others: Mapping[str, Stateful] | None = None,
     ) -> None:
-        """Put everything back."""
+        """Put everything back. Groups that the optimizer did not have yet stay as they are."""
         if scheduler is not None and self._scheduler is not None:
             scheduler.load_state_dict(copy.deepcopy(self._scheduler))
         # Behind the scheduler: what loading it does to the rates is undone.
-        for group, options in zip(optimizer.param_groups, self._groups, strict=True):
+        for group in optimizer.param_groups:
             kept = group["params"]
+            options = self._options.get(kept[0]) if kept else None
+            if options is None:
+                continue
             group.clear()
             group["params"] = kept
             for key, value in options.items():
@@ -106,12 +112,22 @@ class Snapshot:
     def restore(self) -> None:
         """Put everything back, in place. State that the optimizer did not have yet is dropped.
 
+        Parameters and buffers that came since are left as they are. So are buffers of another shape than they
+        had: they were computed for a longer input.
+
         Raises:
-            ValueError: a tensor of another shape than it had.
+            ValueError: a parameter of another shape than it had; nothing was put back then.
         """
         assert self._kept, "take() first"
-        for key, tensor in self._tensors():
-            self._put_back(tensor, self._kept[key], " ".join(map(str, key)))
+        known = [
+            (key, _local(tensor), self._kept[key]) for key, tensor in self._tensors() if key in self._kept
+        ]
+        for (what, which), tensor, kept in known:
+            fits = what == "buffer" or tensor.shape == kept.shape
+            require(fits, f"{what} {which}", tuple(tensor.shape), f"{tuple(kept.shape)}, as it was")
+        for _, tensor, kept in known:
+            if tensor.shape == kept.shape:
+                tensor.copy_(kept, non_blocking=True)
         of_number: dict[int, dict[Any, Any]] = {}
         for (what, which, *rest), value in self._kept.items():
             if what == "optimizer":
@@ -126,10 +142,13 @@ class Snapshot:
             for key in [key for key in mine if key not in kept]:
                 del mine[key]
             for key, value in kept.items():
-                if isinstance(value, Tensor) and isinstance(mine.get(key), Tensor):
-                    self._put_back(mine[key], value, f"optimizer {key}")
+                own = mine.get(key)
+                if not isinstance(value, Tensor):
+                    mine[key] = copy.deepcopy(value)
+                elif isinstance(own, Tensor) and _local(own).shape == value.shape:
+                    _local(own).copy_(value, non_blocking=True)
                 else:
-                    mine[key] = value.to(p.device, copy=True) if isinstance(value, Tensor) else value
+                    mine[key] = value.to(p.device, copy=True)
 
     def _values(self) -> Iterator[tuple[_Key, Any]]:
         yield from self._tensors()
@@ -151,12 +170,6 @@ class Snapshot:
 
     def _parameters(self) -> list[nn.Parameter]:
         return [p for group in self._optimizer.param_groups for p in group["params"]]
-
-    @staticmethod
-    def _put_back(tensor: Tensor, kept: Tensor, key: str) -> None:
-        mine = _local(tensor)
-        require(mine.shape == kept.shape, key, tuple(mine.shape), f"{tuple(kept.shape)}, as it was")
-        mine.copy_(kept, non_blocking=True)
 
     def _copied(self, value: Any, place: Any) -> Any:
         if not isinstance(value, Tensor):

@@ -35,6 +35,7 @@ _CUT = "Slice Select Split Cat ConstantPadNd"
 _MOVES = frozenset(_MOVED.split())
 _STEPS = _MOVES.union(_CHANGED.split(), _CUT.split())
 _STEPS_AT_MOST = 64
+_SUBTRACTIONS = (torch.sub, Tensor.sub, Tensor.sub_)
 
 
 class AttentionLogit:
@@ -44,14 +45,15 @@ class AttentionLogit:
     of `nn.MultiheadAttention`, and its logits are bounded by the norms of queries and keys: no logit is
     larger, and none is computed for it. A bias that is added, as a mask of numbers, is not counted. Of
     attention that is written out the numbers that its softmax takes are seen, behind a soft cap if there is
-    one: of each query the largest, and of these the largest absolute value. Attention of a Rack is seen
-    whichever way it is computed. Kernels of other libraries, `flex_attention`, nested tensors and DTensors
-    are not seen.
+    one: of each query the largest, and of these the largest absolute value. Where the largest of each query
+    is subtracted first, as in gpt-oss of transformers, that is what is seen, but not in a compiled model, nor
+    if it is detached. Attention of a Rack is seen whichever way it is computed. Kernels of other libraries,
+    `flex_attention`, nested tensors and DTensors are not seen.
 
     Seen is what gradients come back to. What the guard computes again is no part of a step, and not seen.
-    Attention that is written out is known by a product of two activations that its softmax comes from. The
-    compiler does not tell of that: in a compiled model it is known by its shape, (..., H, T, S) with S from T
-    to T + 2.
+    Attention that is written out is known by a product of two activations that its softmax comes from. Where
+    nothing tells of products, as the compiler does not, it is known by its shape, (..., H, T, S) with S from
+    T to T + 2.
 
     Args:
         model: whose calls are watched until `remove`; compiled or not.
@@ -196,6 +198,11 @@ class _Functions(TorchFunctionMode):
             scores, axis = _given("input", 0, args, kwargs), _given("dim", 1, args, kwargs)
             if axis is not None and _are_trained(scores) and _is_of_keys(scores, axis):
                 self.bound.note_scores(scores.detach(), axis)
+        elif not torch.compiler.is_compiling() and function in _SUBTRACTIONS:
+            # A softmax that takes scores less the largest of each query takes none above 0.
+            scores, largest = _given("input", 0, args, kwargs), _given("other", 1, args, kwargs)
+            if isinstance(largest, Tensor) and _are_trained(scores) and _is_largest(output, largest):
+                self.bound.note_scores(largest.detach().reshape(-1, 1))
         return output
 
 
@@ -226,35 +233,59 @@ def _are_trained(*tensors: Tensor) -> bool:
 
 
 def _is_of_keys(scores: Tensor, axis: int) -> bool:
-    """Whether a softmax over `axis` is attention: by what the scores come from, or by their shape."""
-    if scores.ndim > 3 and are_attention_scores(scores, axis):
-        return True
+    """Whether a softmax over `axis` is attention: by what the scores come from; else by their shape."""
     # The compiler does not follow graphs of autograd.
-    if scores.ndim < 3 or torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling():
+        products = _products(scores.grad_fn)
+        if products:
+            return scores.ndim > 2 and True in products
+    return scores.ndim > 3 and are_attention_scores(scores, axis)
+
+
+def _is_largest(difference: Tensor, largest: Tensor) -> bool:
+    """Whether what was subtracted is a maximum, and this from attention scores."""
+    if difference.ndim < 3 or difference.grad_fn is None or _operation(difference.grad_fn) != "Sub":
         return False
-    open_nodes, left = [scores.grad_fn], _STEPS_AT_MOST
+    minuend, subtrahend = (node for node, _ in difference.grad_fn.next_functions)
+    is_maximum = subtrahend is not None and _operation(_behind_moves(subtrahend)) in ("Max", "Amax")
+    return is_maximum and largest.numel() > 0 and True in _products(minuend)
+
+
+def _products(node: Any) -> set[bool]:
+    """What is known of the products that a node of autograd comes from: whether of two activations."""
+    found, open_nodes, left = set[bool](), [node], _STEPS_AT_MOST
     while open_nodes and left:
         node, left = open_nodes.pop(), left - 1
         if node is None:
             continue
-        if _operation(node) in ("Bmm", "Baddbmm"):
-            # Of a weight it is a linear layer: the last two are the factors.
-            return not any(_is_parameter(factor) for factor, _ in node.next_functions[-2:])
-        if _operation(node) in _STEPS:
+        operation = _operation(node)
+        if operation in _STEPS:
             open_nodes += [following for following, _ in node.next_functions]
-    return False
+            continue
+        # The last two are the factors; of a weight it is a linear layer.
+        factors = [factor for factor, _ in node.next_functions[-2:]]
+        if operation in ("Bmm", "Baddbmm"):
+            found.add(not any(map(_is_parameter, factors)))
+        elif operation in ("Mm", "Addmm") and any(each is None or _is_parameter(each) for each in factors):
+            found.add(False)
+    return found
 
 
 def _is_parameter(node: Any) -> bool:
     """Whether what a node of autograd is of is a parameter, but for its shape."""
+    return node is not None and _operation(_behind_moves(node)) == "AccumulateGrad"
+
+
+def _behind_moves(node: Any) -> Any:
+    """The node of autograd whose numbers are only in another shape in this one; None: no gradients."""
     while node is not None and _operation(node) in _MOVES:
         node = node.next_functions[0][0]
-    return node is not None and _operation(node) == "AccumulateGrad"
+    return node
 
 
 def _operation(node: Any) -> str:
-    """`Bmm` of `BmmBackward0`."""
-    name: str = node.name()
+    """`Bmm` of `BmmBackward0`; "": there is no node."""
+    name: str = node.name() if node is not None else ""
     return name.rpartition("::")[2].partition("Backward")[0]
 
 

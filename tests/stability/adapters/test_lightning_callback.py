@@ -147,6 +147,25 @@ def test_a_broken_batch_is_as_if_it_were_not_there(tmp_path, at):
     assert same(state_of(trainer), state_of(fit(tmp_path, batches(leave_out=at))))
 
 
+@pytest.mark.parametrize("container", [dict, list])
+def test_a_batch_that_training_step_takes_apart_is_computed_again(tmp_path, container):
+    class Taking(Regression):
+        def training_step(self, batch, batch_idx):
+            labels = batch.pop(1 if container is list else "labels")
+            return super().training_step((batch[0 if container is list else "x"], labels), batch_idx)
+
+    def run(data, *callbacks):
+        torch.manual_seed(0)
+        held = [[x, labels] if container is list else {"x": x, "labels": labels} for x, labels in data]
+        return fit(tmp_path, held, callbacks, module=Taking())
+
+    callback, at = GuardCallback(POLICY), (23, 24, 25)
+    trainer = run(batches(broken_at=at), callback)
+    assert [alarm.action for alarm in callback.guard.alarms] == ["skipped", "skipped", "rewound"]
+    assert {alarm.where for alarm in callback.guard.alarms} == {"square (forward)"}
+    assert same(state_of(trainer), state_of(run(batches(leave_out=at))))
+
+
 def test_a_rewind_makes_the_steps_again(tmp_path):
     at = (23, 24, 25)
     callback = GuardCallback(POLICY, locate=False)

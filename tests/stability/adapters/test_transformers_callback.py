@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from stackwise.stability.faults import GradientExplosion, LossSpike, NanInjection, broken
+from stackwise.stability.faults import DiskFull, GradientExplosion, LossSpike, NanInjection, broken
 from stackwise.stability.guard import GuardError, GuardPolicy
 
 pytest.importorskip("accelerate")
@@ -330,6 +330,16 @@ def test_a_checkpoint_without_a_guard_says_so(tmp_path):
     trainer = trainer_of(tmp_path, flat(rows()), [GuardCallback(POLICY)], **arguments)
     with pytest.raises(ValueError, match=r"guard_0.safetensors: no state of a guard"):
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-20"))
+
+
+def test_a_state_that_cannot_be_written_stops_nothing(tmp_path):
+    arguments = {"save_strategy": "steps", "save_steps": 20}
+    trainer = trainer_of(tmp_path, flat(rows()), [GuardCallback(POLICY)], **arguments)
+    full = DiskFull(step=0, folder=tmp_path, target="*guard_*").around_saves(lambda: None)
+    with full, pytest.warns(RuntimeWarning, match=r"checkpoint-\d0: no state of the guard: .*No space left"):
+        trainer.train()
+    assert trainer.state.global_step == N
+    assert not list(tmp_path.glob("checkpoint-*/*guard_*"))
 
 
 def test_it_may_be_attached_later_and_train_twice(tmp_path):

@@ -1,6 +1,7 @@
 """Batches: several of a step, of an epoch, with ids of their own."""
 
 import io
+import json
 import math
 import random
 
@@ -257,3 +258,17 @@ def test_an_id_that_is_a_list_is_known_as_a_tuple():
     again = BatchFeed(lambda batch: [batch, "text"])
     again.load_state_dict(feed.state_dict())
     assert list(again.batches([3, 5, 4], ending=lambda: None)) == [5]
+
+
+def test_ids_are_plain_values():
+    feed = BatchFeed(lambda batch: batch)
+    given = feed.batches([np.int64(3), (np.int32(4), ["a"]), True], ending=lambda: None)
+    for _ in given:
+        feed.quarantine(feed.take_hand())
+    assert json.dumps(list(feed.quarantined)) == '[3, [4, ["a"]], true]'
+    for other in (torch.tensor(3), {"a": 1}, (1, torch.ones(2)), None, 0.5):
+        feed = BatchFeed(lambda batch: batch)
+        with pytest.raises(ValueError, match=r"batch_id: got .*; allowed: an integer, a string, or a tuple"):
+            next(feed.batches([other], ending=lambda: None))
+        with pytest.raises(ValueError, match=r"identity: got .*; allowed: an integer, a string, or a tuple"):
+            feed.give(0, other)

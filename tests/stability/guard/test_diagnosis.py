@@ -12,8 +12,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 from stackwise.random_states import random_states
+from stackwise.stability.guard import Alarm, GuardPolicy
 from stackwise.stability.guard.batch_feed import GivenBatch
 from stackwise.stability.guard.blame import blamed
+from stackwise.stability.guard.bundle_folder import BundleFolder
 from stackwise.stability.guard.diagnosis import Bundle, histogram, replay, rerun
 
 
@@ -176,19 +178,69 @@ def test_a_loss_in_float16_is_scaled_as_in_training(broken):
     assert found.parameter_norms == pytest.approx(plain.parameter_norms, rel=1e-3, abs=1e-6)
 
 
+@pytest.mark.parametrize("fails", ["here", "elsewhere"])
+def test_what_fails_leaves_nothing_behind_in_any_process(broken, monkeypatch, fails):
+    model, bundle = broken
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda _: 2)
+    monkeypatch.setattr(
+        torch.distributed,
+        "all_gather_object",
+        lambda everyone, mine, _: everyone.__setitem__(slice(None), [mine, fails == "elsewhere"]),
+    )
+
+    def failing(model, batch):
+        loss = loss_of(model, batch)
+        loss.backward(retain_graph=True)
+        if fails == "here":
+            raise torch.OutOfMemoryError("no more")
+        return loss
+
+    states = random_states()
+    message = "no more" if fails == "here" else "it failed in another process"
+    with pytest.raises(RuntimeError, match=message):
+        rerun(model, bundle.batches, failing, group=object())
+    assert all(p.grad is None for p in model.parameters())
+    assert same(
+        dict(model.named_buffers()), {name: bundle.weights[name] for name, _ in model.named_buffers()}
+    )
+    assert same(random_states(), states)
+
+
 def test_weights_of_another_model_are_refused(broken, tmp_path):
     folder = broken[1].write(tmp_path / "step")
-    with pytest.raises(ValueError, match="weights: got"):
+    with pytest.raises(ValueError, match=r"weights: got \['0.bias', .*allowed: the names of this model"):
         replay(folder, nn.Linear(4, 1), loss_of)
+    more = nn.Sequential(*make_model(), nn.Linear(1, 1))
+    with pytest.raises(ValueError, match=r"weights: got .*none of \['4.bias', '4.weight'\].*allowed: all of"):
+        replay(folder, more, loss_of)
     wider = nn.Sequential(nn.Linear(4, 7), nn.BatchNorm1d(7), nn.Dropout(0.5), nn.Linear(7, 1))
     with pytest.raises(ValueError, match=r"weights\['0.weight'\]: got \(6, 4\)"):
         replay(folder, wider, loss_of)
+
+
+def test_names_are_those_of_the_model_without_what_is_put_around_it(broken, tmp_path):
+    model, bundle = broken
+    parts = nn.Sequential(*model[:3], torch.compile(model[3], backend="eager"))
+    wrapped = torch.compile(parts, backend="eager")
+    assert "_orig_mod.3._orig_mod.bias" in dict(wrapped.named_parameters())
+    alarm = Alarm(12, "gradient spike", 1.0, 0.5)
+    norms = dict.fromkeys(dict(wrapped.named_parameters()), 1.0)
+    written = BundleFolder(tmp_path, GuardPolicy(), None).write(wrapped, bundle.batches, alarm, norms, 1.0)
+    read = Bundle.read(written.bundle)
+    assert same(dict(read.weights), bundle.weights)
+    assert read.norms.keys() == dict(model.named_parameters()).keys()
+    plain, found = (replay(read, each, loss_of) for each in (make_model(), wrapped))
+    assert plain == found
+    assert plain.parameter_norms.keys() == read.norms.keys()
 
 
 def test_what_needs_a_pickle_is_refused_and_leaves_nothing(tmp_path):
     bundle = Bundle({}, [GivenBatch(0, 0, {"x": object()}, {})], {})
     with pytest.raises(ValueError, match=r"batch.0.x: got builtins.object"):
         bundle.write(tmp_path / "step")
+    wide = Bundle({}, [GivenBatch(0, 0, torch.ones(2, dtype=torch.complex128), {})], {})
+    with pytest.raises(ValueError, match=r"batch.0: got torch.complex128"):
+        wide.write(tmp_path / "step")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -202,6 +254,30 @@ def test_damage_is_an_error_that_names_the_file(data, tmp_path_factory):
     cut = data.draw(st.integers(0, len(content) - 3))  # behind it JSON has a newline
     (folder / name).write_bytes(content[:cut])
     with pytest.raises(ValueError, match="no bundle, or a damaged one"):
+        Bundle.read(folder)
+
+
+HARMS = {
+    "another shape": {
+        "batches": [{"step": 1, "id": 2, "batch": {"$tensor": ["batch.0", [5]]}, "random": {}}]
+    },
+    "no end": {"batches": [{"step": math.inf, "id": 2, "batch": 1, "random": {}}]},
+    "no random states": {"batches": [{"step": 1, "id": 2, "batch": 1, "random": []}]},
+    "deep": {"batches": "deep"},
+    "alarm": {"alarm": [1]},
+    "norms": {"norms": "x"},
+    "no norms": {"norms": {"w": "x"}},
+    "notes": {"notes": None},
+}
+
+
+@pytest.mark.parametrize("harm", HARMS.values(), ids=HARMS)
+def test_what_nobody_wrote_is_an_error_that_names_the_file(harm, tmp_path):
+    folder = Bundle({"step": 1}, [GivenBatch(1, 2, torch.ones(2), {})], {"w": 1.0}).write(tmp_path / "step")
+    place = folder / "bundle.json"
+    text = json.dumps(json.loads(place.read_text()) | harm)
+    place.write_text(text.replace('"deep"', "[" * 100_000))
+    with pytest.raises(ValueError, match=r"bundle.json: no bundle, or a damaged one"):
         Bundle.read(folder)
 
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from stackwise.random_states import random_states
 from stackwise.stability.faults import LossSpike, broken
 from stackwise.stability.guard import Guard, GuardPolicy
-from stackwise.stability.recomputation import is_recomputation
+from stackwise.stability.recomputation import is_recomputation, is_reference
 from tests.stability.guard.guarded_run import (
     POLICY,
     element,
@@ -347,3 +347,26 @@ def test_sound_steps_are_without_the_fault_of_the_broken_one():
             guard.step(loss)
     [alarm] = guard.alarms
     assert (alarm.kind, alarm.where, alarm.reproduced) == ("gradient spike", "the loss", True)
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+@pytest.mark.parametrize("fails, reproduced", [(is_recomputation, None), (is_reference, True)])
+def test_a_step_that_cannot_be_computed_again_is_left_out(fails, reproduced, lag):
+    """Hooks take more memory than the step did. What was found before it failed still holds."""
+    data = make_data()
+
+    def compute(model, batch):
+        return loss_of(model, batch) * (100 if batch is data[30] else 1)
+
+    def failing(model, batch):
+        loss = compute(model, batch)
+        if fails():
+            loss.backward(retain_graph=True)
+            raise torch.OutOfMemoryError("no more")
+        return loss
+
+    with pytest.warns(RuntimeWarning, match="step 30 cannot be computed again: OutOfMemoryError"):
+        run = guarded("fused adamw", data=data, loss_of=failing, lag=lag, dropout=0.1)
+    [alarm] = run.guard.alarms
+    assert (alarm.step, alarm.action, alarm.reproduced) == (30, "skipped", reproduced)
+    assert same(run.state, guarded("fused adamw", data=data, loss_of=compute, lag=lag, dropout=0.1).state)

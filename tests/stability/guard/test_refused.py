@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from stackwise.stability.faults import DiskFull
 from stackwise.stability.guard import Guard, GuardPolicy
 from tests.stability.guard.guarded_run import (
     OPTIMIZERS,
@@ -111,6 +112,10 @@ def test_a_bundle_that_cannot_be_written_stops_nothing(tmp_path):
         run = guarded("sgd", data=data, loss_of=loss_of, bundles=tmp_path / "file")
     assert [alarm.bundle for alarm in run.guard.alarms] == [""]
     assert run.guard.quarantined == [(0, 30)]
+    full = DiskFull(step=0, folder=tmp_path / "full", after=100).around_saves(lambda: None)
+    with full, pytest.warns(UserWarning, match="no diagnostic bundle of step 30: .*No space left"):
+        guarded("sgd", data=data, loss_of=loss_of, bundles=tmp_path / "full")
+    assert list((tmp_path / "full").iterdir()) == []
 
 
 def test_bundles_are_written(tmp_path):

@@ -106,3 +106,28 @@ def test_signals_can_be_left_out():
         loss.backward()
         guard.step(loss * (40 if step == 30 else 1), logit=torch.tensor(1e6 if step == 35 else 1.0))
     assert guard.alarms == []
+
+
+def test_a_rarer_source_that_is_left_out_each_time_is_told_of():
+    data = make_data()
+    rare = [id(batch) for batch in data[20::5]]
+
+    def compute(model, batch):
+        return loss_of(model, batch) * (6 if id(batch) in rare else 1)
+
+    with pytest.warns(RuntimeWarning, match="steps between sound ones were left out for a loss") as told:
+        run = guarded("sgd", data=data, loss_of=compute, policy=GuardPolicy(patience=2))
+    first, second = (str(warning.message) for warning in told)
+    assert first.startswith("8 steps") and "the last 8: (0, 20), (0, 25)," in first and "(0, 55). " in first
+    assert second.startswith("16 steps") and "the last 8: (0, 60), (0, 65)," in second
+    assert run.guard.quarantined == [(0, place) for place in range(20, N, 5)]
+
+
+def test_batches_in_a_row_are_no_source():
+    data = make_data()
+    broken = [id(batch) for start in (20, 40, 60, 80) for batch in data[start : start + 4]]
+
+    def compute(model, batch):
+        return loss_of(model, batch) * (6 if id(batch) in broken else 1)
+
+    assert len(guarded("sgd", data=data, loss_of=compute).guard.quarantined) == 16

@@ -138,13 +138,79 @@ def test_weights_that_only_the_optimizer_has():
     assert outside.tolist() == [1, 1, 1]
 
 
-def test_another_shape_is_refused():
-    model = nn.BatchNorm1d(3)
-    snapshot = Snapshot(model, torch.optim.SGD(model.parameters(), lr=1.0))
+def test_state_in_containers_comes_back_each_time():
+    """As where preconditioners are a list, which the optimizer changes in place."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer.state[model.weight]["factors"] = [torch.ones(2), {"side": torch.ones(2)}]
+    snapshot = Snapshot(model, optimizer)
     snapshot.take()
-    model.running_mean = torch.zeros(1)
-    with pytest.raises(ValueError, match=r"buffer running_mean: got \(1,\); allowed: \(3,\), as it was"):
+    for _ in range(2):
+        factors = optimizer.state[model.weight]["factors"]
+        factors[0].add_(1)
+        factors[1]["side"].add_(1)
         snapshot.restore()
+        assert same(optimizer.state[model.weight]["factors"], [torch.ones(2), {"side": torch.ones(2)}])
+
+
+def test_a_parameter_of_another_shape_is_refused_before_anything_is_put_back():
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    snapshot = Snapshot(model, torch.optim.SGD(model[:1].parameters(), lr=1.0))
+    snapshot.take()
+    with torch.no_grad():
+        model[0].weight.zero_()
+    model[1].bias = nn.Parameter(torch.zeros(2))
+    with pytest.raises(ValueError, match=r"parameter 1\.bias: got \(2,\); allowed: \(1,\), as it was"):
+        snapshot.restore()
+    assert not model[0].weight.any()
+
+
+def test_what_came_or_grew_since_stays_as_it_is():
+    """Tables that are computed for the longest input so far, and weights that nobody trains."""
+    model = nn.Module()
+    model.linear = nn.Linear(2, 2)
+    model.register_buffer("table", torch.zeros(4))
+    snapshot = Snapshot(model, torch.optim.SGD(model.linear.parameters(), lr=1.0))
+    snapshot.take()
+    weight = model.linear.weight.detach().clone()
+    with torch.no_grad():
+        model.linear.weight.zero_()
+    model.table = torch.ones(6)
+    model.register_buffer("mask", torch.ones(3))
+    model.adapter = nn.Parameter(torch.ones(2))
+    snapshot.restore()
+    assert torch.equal(model.linear.weight, weight)
+    assert all(tensor.all() for tensor in (model.table, model.mask, model.adapter))
+
+
+def test_state_of_another_shape_comes_back():
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer.state[model.weight]["basis"] = torch.ones(2)
+    snapshot = Snapshot(model, optimizer)
+    snapshot.take()
+    optimizer.state[model.weight]["basis"] = torch.zeros(3)
+    for _ in range(2):
+        snapshot.restore()
+        assert optimizer.state[model.weight]["basis"].tolist() == [1, 1]
+        optimizer.state[model.weight]["basis"].zero_()
+
+
+def test_options_go_with_their_group():
+    a, b, c = (nn.Parameter(torch.ones(1)) for _ in range(3))
+    optimizer = torch.optim.SGD([{"params": [a], "lr": 1.0}, {"params": [b], "lr": 2.0}])
+    moment = Moment(optimizer, None)
+    del optimizer.param_groups[0]
+    optimizer.add_param_group({"params": [c], "lr": 3.0})
+    optimizer.param_groups[0]["lr"] = 9.0
+    moment.restore(optimizer, None)
+    assert [
+        (group["params"][0] is p, group["lr"])
+        for p, group in zip((b, c), optimizer.param_groups, strict=True)
+    ] == [
+        (True, 2.0),
+        (True, 3.0),
+    ]
 
 
 def test_scheduler_rates_and_others_come_back():

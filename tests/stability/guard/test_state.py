@@ -73,6 +73,27 @@ def test_a_run_that_is_continued_ends_the_same(at, lag):
     assert same(again.state, final)
 
 
+def test_batches_that_no_checkpoint_takes_are_told_of_at_the_first_state():
+    """And not behind the first rewind, when there are some to be given again."""
+
+    class Odd:
+        def __init__(self, rows):
+            self.rows = rows
+
+    model = nn.Linear(2, 1)
+    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for batch in guard.batches([Odd(torch.ones(2, 2)) for _ in range(3)]):
+        model(batch.rows).sum().backward()
+        guard.step(model(batch.rows).sum())
+        if guard.steps == 1:
+            with pytest.warns(
+                RuntimeWarning, match=r"batch: got .*Odd; allowed in a checkpoint: .* a rewind"
+            ):
+                guard.state_dict()
+        else:
+            guard.state_dict()
+
+
 def test_a_state_is_refused_that_undoes_what_was_saved_before_it():
     run = made("fused sgd", 0)
     guard = Guard(run.model, run.optimizer, policy=POLICY, lag=4)
@@ -142,6 +163,57 @@ def test_parameters_that_the_optimizer_is_given_later_are_judged(lag):
     assert guard.alarms[0].where == "layers.1.up.weight"
     assert all(bool(p.isfinite().all()) for p in model.parameters())
     assert "layers.1.up.weight" in guard.records()[-1].parameter_norms
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_parameters_that_are_exchanged_for_as_many_are_judged(lag):
+    torch.manual_seed(0)
+    body, *heads = nn.Linear(8, 8), nn.Linear(8, 1), nn.Linear(8, 1)
+    model = nn.ModuleDict({"body": body, "first": heads[0], "second": heads[1]})
+    optimizer = torch.optim.AdamW([*body.parameters(), *heads[0].parameters()], lr=1e-2, fused=True)
+    head = heads[0]
+
+    def compute(_, batch):
+        return (head(body(batch)) - batch.sum(-1, keepdim=True)).square().mean()
+
+    guard = Guard(model, optimizer, policy=POLICY, loss_of=compute, lag=lag)
+    for number, batch in enumerate(guard.batches(torch.randn(20, 16, 8))):
+        if number == 6:
+            head = heads[1]
+            optimizer.param_groups[0]["params"] = [*body.parameters(), *head.parameters()]
+        loss = compute(model, batch)
+        loss.backward()
+        if guard.steps == 10:
+            head.weight.grad[0, 3] = math.nan
+        guard.step(loss)
+    assert {(alarm.step, alarm.where) for alarm in guard.alarms} == {(10, "second.weight")}
+    assert all(bool(p.isfinite().all()) for p in model.parameters())
+
+
+@pytest.mark.parametrize("change", ["added", "removed"])
+def test_groups_may_change_while_an_alarm_is_under_way(change):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+    groups = [{"params": list(model[2].parameters())}, {"params": list(model[0].parameters())}]
+    optimizer = torch.optim.AdamW(groups[: 1 + (change == "removed")], lr=1e-2, fused=True)
+
+    def compute(model, batch):
+        return (model(batch) - batch.sum(-1, keepdim=True)).square().mean()
+
+    data = torch.randn(30, 16, 8)
+    data[10, 0, 0] = math.nan
+    guard = Guard(model, optimizer, policy=POLICY, loss_of=compute, lag=4)
+    for number, batch in enumerate(guard.batches(data)):
+        if number == 12:
+            if change == "added":
+                optimizer.add_param_group(groups[1])
+            else:
+                del optimizer.param_groups[1]
+        loss = compute(model, batch)
+        loss.backward()
+        guard.step(loss)
+    assert [(alarm.step, alarm.action) for alarm in guard.alarms] == [(10, "skipped")]
+    assert guard.steps == 30
 
 
 @pytest.mark.parametrize("lag", [0, 2])

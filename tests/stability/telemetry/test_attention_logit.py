@@ -279,8 +279,18 @@ WRITTEN_OUT = {
     "keys before queries": lambda m, q, k: (k @ q.mT).softmax(-2),
     "local": lambda m, q, k: (q @ torch.cat([k.roll(1, 1), k, k], 1).mT).softmax(-1),
     "masked in place": lambda m, q, k: hide_first(q @ k[:, :3].mT).softmax(-1),
+    "less the largest": lambda m, q, k: less(q @ k[:, :3].mT, lambda x: x.amax(-1, keepdim=True)),
+    "less the largest, with a sink": lambda m, q, k: less(
+        torch.cat([q[:, None] @ k[:, None].mT, q[:, None, :, :1]], -1),
+        lambda x: x.max(-1, keepdim=True).values,
+    ),
+    "less the largest of all, in place": lambda m, q, k: (q @ k.mT).sub_((q @ k.mT).max()).softmax(-1),
     "half": lambda m, q, k: torch.baddbmm(q.new_zeros(()), q, k[:, :3].mT).bfloat16().float().softmax(-1),
 }
+
+
+def less(scores, largest):
+    return (scores - largest(scores)).softmax(-1)
 
 
 def hide_first(scores):
@@ -310,6 +320,8 @@ NO_ATTENTION = {
     "router of a product": lambda m, q, k: torch.einsum("btc,ec->bte", numbers(2, 8, 8), m.q.weight).softmax(
         -1
     ),
+    "router of groups": lambda m, q, k: m.q(numbers(2, 3, 8, 8)).softmax(-1).sum((1, 2)),
+    "less the largest": lambda m, q, k: q - q.amax(-1, keepdim=True),
     "frozen": lambda m, q, k: q + torch.no_grad()(fused)(m, 100 * k, k),
     "frozen, written out": lambda m, q, k: q + torch.no_grad()(written)(m, 100 * k, k),
     "constant": lambda m, q, k: q + fused(m, numbers(2, 8, 8), numbers(2, 8, 8)),

@@ -200,6 +200,7 @@ class Gate:
                         [item.nodeid for item in items],
                         self._launch(items),
                         limits={item.nodeid: markers.gate_of(item, self.asked.limits) for item in items},
+                        asked={item.nodeid: markers.gated_metrics(item) for item in items},
                         places={item.nodeid: _place(item, self._root()) for item in items},
                         sampling=self._sampling(),
                         missing=self.asked.missing,
@@ -214,7 +215,8 @@ class Gate:
                 self.result, self._interrupted = interrupted.result, True
                 raise
             except (GateError, OSError, ValueError) as error:
-                raise pytest.UsageError(f"--stackwise-against: {error}") from None
+                said = str(error).removeprefix("against: ")
+                raise pytest.UsageError(f"--stackwise-against: {said}") from None
 
     def _trees(
         self, items: Sequence[pytest.Item]

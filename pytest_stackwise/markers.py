@@ -21,6 +21,7 @@ __all__ = [
     "fault_readers",
     "faults_of",
     "gate_of",
+    "gated_metrics",
     "lengths_of",
     "max_latency_of",
     "max_memory_of",
@@ -315,12 +316,18 @@ def quality_of(item: pytest.Item) -> QualityMarker | None:
 
 
 def gate_of(item: pytest.Item, limits: Limits) -> Limits:
-    """The limits of a test: `limits`, with what its marker gate says."""
-    marker = item.get_closest_marker("gate")
-    if marker is None:
-        return limits
-    found: Limits = _call(item, marker, limits.changed)
-    return found
+    """The limits of a test: `limits`, with what its markers gate say; of a key the closest one counts."""
+    for marker in reversed(_closest_first(item, "gate")):
+        limits = _call(item, marker, limits.changed)
+    return limits
+
+
+def gated_metrics(item: pytest.Item) -> tuple[str, ...]:
+    """The metrics that markers gate of the test itself name: one on a class or module is of several tests."""
+    from stackwise.gate.limit import METRICS
+
+    named = {key for marker in item.own_markers if marker.name == "gate" for key in marker.kwargs}
+    return tuple(metric for metric in METRICS if metric in named)
 
 
 def _closest_first(item: pytest.Item, name: str) -> list[pytest.Mark]:

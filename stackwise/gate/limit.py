@@ -73,13 +73,16 @@ class Limit:
             allowed = f"a share from 0 to the tolerance, {self.tolerance}"
             check_number("minimum_effect", self.minimum_effect, allowed, lambda v: 0 <= v <= self.tolerance)
 
-    def at(self, base_level: float) -> tuple[float, float]:
+    def at(self, base_level: float | None) -> tuple[float, float]:
         """Tolerance and minimum effect as logarithms of head over base, where base costs `base_level`.
 
-        A floor that is above the tolerance takes its place, and the minimum effect grows with it.
+        A floor that is above the tolerance takes its place, and the minimum effect grows with it. Where the
+        level is not known (None) it is not known to be.
         """
-        check_number("base_level", base_level, "a number above 0, in the metric's unit", lambda v: v > 0)
-        tolerance = max(self.tolerance, self.floor / base_level)
+        tolerance = self.tolerance
+        if base_level is not None:
+            check_number("base_level", base_level, "a number above 0, in the metric's unit", lambda v: v > 0)
+            tolerance = max(tolerance, self.floor / base_level)
         least = self.tolerance / 2 if self.minimum_effect is None else self.minimum_effect
         return math.log1p(tolerance), math.log1p(least * tolerance / self.tolerance)
 

@@ -14,7 +14,7 @@ from stackwise.gate.trial import Trial
 
 __all__ = ["OpenTest"]
 
-# What a test fails with where the base lacks what it calls.
+# What a test, or the import of its file, fails with where the base lacks what it calls.
 _LACKING = ("ImportError", "ModuleNotFoundError", "AttributeError", "NameError", "TypeError", "fixture ")
 _UNITS = {"time": "s", "ttft": "s", "tpot": "s", "memory": "B"}
 
@@ -26,6 +26,7 @@ class OpenTest:
     Attributes:
         nodeid: pytest's name of it.
         limits: that its metrics are judged by.
+        asked: metrics that its own marker names: one that has a limit and no number is INCONCLUSIVE.
         trials: by metric; those of the first round.
         base: of each metric what base cost in each round, in the metric's unit.
         head: the same of head.
@@ -41,6 +42,7 @@ class OpenTest:
 
     nodeid: str
     limits: Limits
+    asked: tuple[str, ...] = ()
     trials: dict[str, Trial] = field(default_factory=dict)
     base: dict[str, list[float]] = field(default_factory=dict)
     head: dict[str, list[float]] = field(default_factory=dict)
@@ -79,9 +81,9 @@ class OpenTest:
 
     @property
     def n_trials(self) -> int:
-        """How many trials it has; before its first round, how many it has at most."""
+        """How many trials it has that have rounds; before its first round, how many it has at most."""
         if self.begun:
-            return len(self.trials)
+            return sum(bool(trial.differences) for trial in self.trials.values())
         return sum(limit is not None for limit in self.limits.all)
 
     def add(self, found: Paired | Ended, rule: Rule) -> None:
@@ -95,7 +97,8 @@ class OpenTest:
             self.ended = found
             return
         if not self.order:
-            judged = {metric: self.limits.of(metric) for metric in found.differences}
+            expected = dict.fromkeys((*found.differences, *found.lacking, *self.asked))
+            judged = {metric: self.limits.of(metric) for metric in expected}
             self.trials = {
                 metric: Trial(limit, rule) for metric, limit in judged.items() if limit is not None
             }
@@ -111,7 +114,7 @@ class OpenTest:
                 continue
             if metric not in found.differences:
                 # It could go on like this for ever.
-                trial.conclude(f"round {len(self.order) + 1} had no {metric}")
+                trial.conclude(f"round {len(self.order) + 1} had no {metric}{_why(metric, found)}")
                 continue
             self.base.setdefault(metric, []).append(found.base[metric])
             self.head.setdefault(metric, []).append(found.head[metric])
@@ -139,7 +142,8 @@ class OpenTest:
                 return TestResult(self.nodeid, status, {}, detail, **where)
             reason = f"it was {status} in round {len(self.order) + 1}: {detail}"
         if not self.trials:
-            return TestResult(self.nodeid, "skipped", {}, "its marker leaves no metric to be judged", **where)
+            detail = "its limits leave nothing to be judged of what was measured"
+            return TestResult(self.nodeid, "skipped", {}, detail, **where)
         trials = {metric: self._trial(metric, trial, reason) for metric, trial in self.trials.items()}
         more: dict[str, Any] = {"reference": tuple(self.reference), "tokens": self.tokens}
         return TestResult(self.nodeid, "measured", trials, detail, **more, **where)
@@ -147,16 +151,23 @@ class OpenTest:
     def _trial(self, metric: str, trial: Trial, reason: str) -> TrialResult:
         decision = trial.conclude(reason)
         limit: Limit = trial.limit
-        tolerance, least = map(math.expm1, limit.at(trial.base_level))
+        tolerance, least = map(math.expm1, limit.at(trial.base_level if trial.differences else None))
         return TrialResult(
             decision,
             _UNITS[metric],
             tolerance,
             least,
             trial.differences,
-            tuple(self.base[metric]),
-            tuple(self.head[metric]),
+            tuple(self.base.get(metric, ())),
+            tuple(self.head.get(metric, ())),
         )
+
+
+def _why(metric: str, found: Paired) -> str:
+    """What is known of a metric that a round had no number of, as the end of a sentence."""
+    if metric in found.lacking:
+        return f" on {found.lacking[metric]}"
+    return ", which is not read of a single call" if metric == "memory" else ""
 
 
 def _status(ended: Ended) -> tuple[Status, str]:

@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,7 +21,7 @@ from stackwise.gate.side.channel import (
     Channel,
     ChannelClosedError,
 )
-from stackwise.gate.twins import Twin, Twins, by_chance
+from stackwise.gate.twins import Twin, Twins, by_chance, interpreter
 
 __all__ = ["SideFailedError", "SideProcess"]
 
@@ -119,7 +118,7 @@ class SideProcess:
         try:
             with log.open("wb") as output:
                 self._process = subprocess.Popen(  # noqa: S603
-                    [sys.executable, "-m", "pytest", *arguments],
+                    [*interpreter(), "-m", "pytest", *arguments],
                     cwd=folder,
                     env=variables,
                     stdin=subprocess.DEVNULL,

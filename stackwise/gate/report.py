@@ -220,7 +220,9 @@ def _rows(test: TestResult) -> list[tuple[str, str, str, str, str]]:
             test.nodeid,
             metric,
             _levels(trial),
-            f"{_change(trial)} {_interval(trial)}  {_rounds(trial)}  {_rates(test, metric)}".rstrip(),
+            f"{_change(trial)} {_interval(trial)}  {_rounds(trial)}  {_rates(test, metric)}".rstrip()
+            if trial.differences
+            else _one_line(trial.decision.reason),
         )
         for metric, trial in test.trials.items()
     ]

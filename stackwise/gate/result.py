@@ -226,8 +226,7 @@ class GateResult:
         tests: all of them, in their order.
         seconds: that the comparison took, the start of processes included.
         rounds: that were made.
-        missing: what a test that is not on base is: "fail" a failure, "warn" a warning, "create" the first of
-            its history.
+        missing: what a test that is not on base is: "fail" a failure, "warn" a warning, "create" no matter.
         environment: of the machine and its software (`stackwise.device.fingerprint`).
         seed: of the random orders.
         order_bias: what being first in a pair was worth: 0.01 means 1 % faster; None: not known. The turns

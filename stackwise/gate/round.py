@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import random
@@ -20,9 +21,10 @@ __all__ = ["SIDES", "Ended", "Paired", "Sampling", "Starter", "run_round"]
 SIDES = ("base", "head")
 _LEAST_PAIRS = 4
 _SURROUNDED = 4.0  # how much longer than its calls alone a test may take for what surrounds them
-_REFERENCES = 8  # samples in a round, about
+_REFERENCES = 8  # samples in the shortest round that there may be
 # Pairs after which it is looked whether they are enough; odd, so that it comes before either order.
 _CHECKED = 13
+_FEWEST = 2 * _CHECKED  # pairs of a round that may end early
 _STRAY = (
     "which is not of its tree: what was measured is not what is compared. An editable installation that "
     "hooks into the import (meson-python, scikit-build-core) wins over PYTHONPATH"
@@ -82,6 +84,7 @@ class Paired:
         own: whether each side has imported code of its own tree, beside the tests.
         reference: the median seconds of each part of a pinned workload, timed among the pairs; () without it.
         tokens: that a call of base handles, and one of head; 0: the work does not say.
+        lacking: of each metric that some calls have a number of and others have not, the sides of these.
     """
 
     base: dict[str, float]
@@ -94,6 +97,7 @@ class Paired:
     own: bool = True
     reference: tuple[float, ...] = ()
     tokens: tuple[int, int] = (0, 0)
+    lacking: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -122,7 +126,7 @@ class _Side:
     def __init__(self, process: SideProcess) -> None:
         self.process = process
         self.collected: list[str] = []
-        self.not_collected: dict[str, str] = {}  # by file
+        self.not_collected: dict[str, str] = {}  # by file, or by class
         self.ended: dict[str, tuple[str, str]] = {}
         self.only_once: dict[str, bool] = {}
         self.tokens: dict[str, int] = {}
@@ -137,6 +141,18 @@ class _Side:
             elif "collected" in message:
                 self.collected = message["collected"]
                 return
+
+    def lacks(self, test: str) -> bool:
+        """Whether the test was not collected, which ends it."""
+        if test in self.collected:
+            return False
+        around = itertools.accumulate(test.split("::"), "{}::{}".format)
+        broken = next((place for place in around if place in self.not_collected), None)
+        if broken is None:
+            self.ended[test] = ("missing", "there is no test of this name")
+        else:
+            self.ended[test] = ("failed", self.not_collected[broken])
+        return True
 
     def come_to(self, test: str) -> bool:
         """Hear until the test waits to be measured (True) or is over."""
@@ -261,9 +277,7 @@ def _both(start: Callable[[str, int], SideProcess], rng: random.Random) -> Itera
 def _test(test: str, sides: dict[str, _Side], sampling: Sampling, rng: random.Random) -> Paired | Ended:
     waiting = []
     for role, side in sides.items():
-        if test not in side.collected:
-            detail = side.not_collected.get(test.split("::")[0], "there is no test of this name")
-            side.ended[test] = ("missing", detail)
+        if side.lacks(test):
             continue
         with _lost(role):
             if side.come_to(test):
@@ -302,10 +316,12 @@ def _measure(test: str, sides: dict[str, _Side], sampling: Sampling, rng: random
     order = turns(pairs, rng, sampling.order)
     samples: dict[str, list[dict[str, float]]] = {role: [] for role in SIDES}
     references = []
+    next_reference = 0
+    fewest = min(pairs, _FEWEST) if sampling.precision else pairs
 
     def enough(made: int) -> bool:
         # Of deviations alone, whatever their sign: where nothing has changed, this favours no side.
-        if not sampling.precision or made == 0 or made % _CHECKED or made < 2 * _CHECKED:
+        if not sampling.precision or made < _FEWEST or made % _CHECKED:
             return False
         return all(
             standard_error(each, order[:made]) < sampling.precision for each in _logs(samples).values()
@@ -316,9 +332,11 @@ def _measure(test: str, sides: dict[str, _Side], sampling: Sampling, rng: random
         for number, head_first in enumerate(order):
             if enough(number):
                 break
-            # Odd: what it leaves behind in the caches meets both orders.
-            if sampling.reference is not None and number % (pairs // _REFERENCES | 1) == 0:
+            if sampling.reference is not None and number == next_reference:
                 references.append(sampling.reference())
+                # Odd: what it leaves behind in the caches meets both orders. Farther apart as the round goes
+                # on: nobody knows when it ends.
+                next_reference += max(fewest // _REFERENCES, number // 4) | 1
             for role in reversed(SIDES) if head_first else SIDES:
                 samples[role].append(ask(role, calls=calls))
     sampled = time.perf_counter() - began
@@ -330,9 +348,11 @@ def _measure(test: str, sides: dict[str, _Side], sampling: Sampling, rng: random
         }
     else:
         held = {role: {} for role in SIDES}
+    for role in SIDES:
+        with _lost(role):
+            if not all(sample["time"] > 0 for sample in samples[role]):
+                raise SideFailedError("crashed", "a call took no time at all")
     logs = _logs(samples)
-    if "time" not in logs:
-        raise SideFailedError("crashed", "a call took no time at all")
     levels = {
         role: {m: statistics.median(s[m] for s in samples[role]) for m in logs} | held[role] for role in SIDES
     }
@@ -347,15 +367,26 @@ def _measure(test: str, sides: dict[str, _Side], sampling: Sampling, rng: random
         tuple(logs["time"]),
         sampled=sampled,
         reference=tuple(statistics.median(part) for part in zip(*references, strict=True)),
+        lacking=_lacking(samples),
     )
 
 
 def _logs(samples: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, list[float]]:
     """Of each metric that all samples have, log(head / base) of each pair."""
     # A text that ends at its first token has no time of a later one: on either side, in any call.
-    metrics = [m for m in samples["base"][0] if all(s[m] > 0 for role in SIDES for s in samples[role])]
+    metrics = [m for m in samples["base"][0] if all(s.get(m, 0) > 0 for role in SIDES for s in samples[role])]
     pairs = list(zip(samples["base"], samples["head"], strict=True))
     return {metric: [math.log(head[metric] / base[metric]) for base, head in pairs] for metric in metrics}
+
+
+def _lacking(samples: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, str]:
+    """Of each metric that some samples have and others have not, the sides of these."""
+    known = dict.fromkeys(m for role in SIDES for s in samples[role] for m, value in s.items() if value > 0)
+    without = {
+        metric: [role for role in SIDES if not all(s.get(metric, 0) > 0 for s in samples[role])]
+        for metric in known
+    }
+    return {metric: " and ".join(roles) for metric, roles in without.items() if roles}
 
 
 @contextmanager

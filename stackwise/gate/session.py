@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import random
 import re
 import shutil
+import statistics
 import sys
 import tempfile
 import time
@@ -113,6 +115,7 @@ def run_gate(
     launch: Launch,
     *,
     limits: Mapping[str, Limits] | None = None,
+    asked: Mapping[str, Sequence[str]] | None = None,
     places: Mapping[str, tuple[str, int]] | None = None,
     rule: Rule | None = None,
     sampling: Sampling | None = None,
@@ -131,6 +134,7 @@ def run_gate(
         tests: pytest's names of the tests to be measured.
         launch: how processes are started.
         limits: of tests, by name; of the others the defaults.
+        asked: metrics that are asked for of a test, by its name: one that cannot be measured is INCONCLUSIVE.
         places: file and line of tests, by name.
         rule: when to decide.
         sampling: how a test is measured in a round.
@@ -151,9 +155,11 @@ def run_gate(
     if most_seconds is not None:
         check_number("most_seconds", most_seconds, "a number > 0", lambda value: value > 0)
     rule, sampling = rule or Rule(), sampling or Sampling()
-    limits, places = limits or {}, places or {}
+    limits, asked, places = limits or {}, asked or {}, places or {}
     began, rng = time.monotonic(), random.Random(seed)  # noqa: S311
-    all_tests = {test: OpenTest(test, limits.get(test, Limits())) for test in tests}
+    all_tests = {
+        test: OpenTest(test, limits.get(test, Limits()), tuple(asked.get(test, ()))) for test in tests
+    }
 
     def suffices(rounds: int, round_seconds: float = 0.0) -> bool:
         """Whether there is time left for so many rounds."""
@@ -231,6 +237,7 @@ def run_gate(
             *dict.fromkeys((*base.notes, *head.notes)),
             *(() if order.balanced else ("one side was first more often than the other: do not trust this",)),
             *_other_work(all_tests.values()),
+            *_slower_now_and_then(all_tests.values()),
             *(("the run was interrupted: what was open then is INCONCLUSIVE",) if interrupted else ()),
         ),
     )
@@ -259,6 +266,19 @@ def _other_work(tests: Iterable[OpenTest]) -> Iterator[str]:
         if base and head and base != head:
             counts = f"{base} tokens on the base, {head} on the head"
             yield f"{test.nodeid}: a call handles {counts}: it is not the same work"
+
+
+def _slower_now_and_then(tests: Iterable[OpenTest]) -> Iterator[str]:
+    """Of each test whose median call is as fast as before, while the mean is not, a sentence that says so."""
+    for test in tests:
+        trial = test.trials.get("time")
+        if trial is None or trial.decision is None or not trial.decision.verdict.ok:
+            continue
+        means = [statistics.fmean(logs) for _, logs in test.order]
+        tolerance, _ = trial.limit.at(trial.base_level)
+        if min(means) > tolerance:
+            mean = f"the mean is ({math.expm1(statistics.fmean(means)):+.1%})"
+            yield f"{test.nodeid}: fewer than half of its calls are slower: {mean}, the median is not"
 
 
 @contextmanager

@@ -98,7 +98,7 @@ def revision_name(repository: Path, revision: str) -> str:
         shallow = _run_git(repository, "rev-parse", "--is-shallow-repository").stdout.strip() == "true"
         why = "; this clone is shallow: fetch more (actions/checkout: fetch-depth: 0)" if shallow else ""
         allowed = f"a revision of {repository}, ./FOLDER, a wheel, 'callable'"
-        raise ValueError(f"against: got {revision!r}; allowed: {allowed}{why}")
+        raise ValueError(f"against: got {revision!r}; allowed: {allowed}{why}{_said(done)}")
     return done.stdout.strip()
 
 
@@ -194,7 +194,9 @@ def _base(
         tree = Tree(folder, str(place))
     else:
         if not in_repository:
-            why = f"since {root} is no git repository"
+            has_git = shutil.which("git") is not None
+            said = _said(_run_git(root, "rev-parse")) if has_git else "; git is not installed"
+            why = f"since {root} is no git repository{said}"
             raise ValueError(f"against: got {against!r}; allowed: a folder (./NAME) or a wheel, {why}")
         tree = _checked_out(folder, root, against)
     old = {str(file): (folder / file).read_text(errors="replace") for file in _test_files(folder, relative)}
@@ -368,6 +370,12 @@ def _test_functions(files: dict[str, str]) -> dict[str, str]:
                 body = [ast.dump(part) for part in (node.args, *node.decorator_list, *node.body)]
                 found[f"{file}::{node.name}"] = "\n".join(body)
     return found
+
+
+def _said(done: subprocess.CompletedProcess[str]) -> str:
+    """What git has said, to end a sentence with: it may refuse to read what is there."""
+    said = done.stderr.strip()[-500:]
+    return f"; git says: {said}" if said else ""
 
 
 def _look_up(repository: Path, revision: str) -> subprocess.CompletedProcess[str]:

@@ -121,7 +121,8 @@ class Trial:
                 few = f"{len(self._stage())} rounds are too few to say anything"
                 found = Decision(Verdict.INCONCLUSIVE, mean, -math.inf, math.inf, 0.0, 0, False, few)
             decision = self._final(found)
-            self._decision = replace(decision, reason=f"{decision.reason}; {why}")
+            reason = f"{decision.reason}; {why}" if self._differences else why
+            self._decision = replace(decision, reason=reason)
         return self._decision
 
     def _rule(self) -> Rule:

@@ -16,11 +16,20 @@ from pathlib import Path
 from stackwise.gate.side import twin as program
 from stackwise.gate.side.channel import DESCRIPTOR, Channel, ChannelClosedError
 
-__all__ = ["Twin", "Twins", "by_chance"]
+__all__ = ["Twin", "Twins", "by_chance", "interpreter"]
 
 _PADDING = 4096  # most characters that the environment is longer by
 _COUNT = 2
 _PATIENCE = 60.0  # seconds that an interpreter has to start
+# Options that have a flag, and are handed on. Not -E and -I: a side is told by its environment what it is.
+_OPTIONS = {
+    "optimize": "O",
+    "bytes_warning": "b",
+    "dont_write_bytecode": "B",
+    "no_site": "S",
+    "no_user_site": "s",
+    "safe_path": "P",
+}
 
 
 def by_chance(seed: int) -> dict[str, str]:
@@ -30,6 +39,17 @@ def by_chance(seed: int) -> dict[str, str]:
         "PYTHONHASHSEED": str(chance.randrange(2**32)),
         "STACKWISE_GATE_PADDING": "x" * chance.randrange(_PADDING),
     }
+
+
+def interpreter() -> list[str]:
+    """The command of this Python, with the options that decide how code runs in it."""
+    flags = [letter * int(getattr(sys.flags, name)) for name, letter in _OPTIONS.items()]
+    return [
+        sys.executable,
+        *(f"-{letters}" for letters in flags if letters),
+        *(f"-W{option}" for option in sys.warnoptions),
+        *(f"-X{key}" if value is True else f"-X{key}={value}" for key, value in sys._xoptions.items()),
+    ]
 
 
 class Twins:
@@ -60,10 +80,9 @@ class Twins:
             with log.open("wb") as output:
                 self._process = subprocess.Popen(  # noqa: S603
                     [
-                        sys.executable,
+                        *interpreter(),
                         program.__file__,
                         *(str(theirs.fileno()) for _, theirs in pairs),
-                        *imports,
                     ],
                     env={**os.environ, **by_chance(seed)},
                     stdin=subprocess.DEVNULL,
@@ -79,6 +98,9 @@ class Twins:
         finally:
             for _, theirs in pairs:
                 theirs.close()
+        # Of one that is gone hears whoever wants a twin.
+        with contextlib.suppress(ChannelClosedError, TimeoutError):
+            self._parent.send({"imports": list(imports)}, _PATIENCE)
 
     @property
     def left(self) -> int:  # noqa: D102

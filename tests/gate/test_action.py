@@ -2,7 +2,9 @@
 
 import os
 import re
+import shutil
 import subprocess
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,20 +16,25 @@ ZEROS = "0" * 40
 
 
 class Job:
-    """A job in a folder of its own, whose python ends with a code of choice."""
+    """A job in a folder of its own, whose python ends with a code of choice, and whose git knows commits.
+
+    Without `commits` it is the real one, in the folder `checkout`.
+    """
 
     def __init__(self, folder, commits=("abc",)):
-        self.folder, self.output = folder, folder / "output"
+        self.folder, self.output, self.place = folder, folder / "output", None
         self.command(
             "python",
             f'printf "%s\\n" "$@" > {folder}/given; exit "$(cat {folder}/code 2>/dev/null || echo 0)"',
         )
+        if not commits:
+            self.place = folder / "checkout"
+            return
         known = " | ".join(f'*" {commit}^{{commit}}"' for commit in commits)
         self.command(
             "git",
             f'echo "$@" >> {folder}/git.log\n'
-            f'case "$*" in {known}) exit 0 ;; *FETCH_HEAD) echo fetched ;; *"HEAD^1") echo parent ;; '
-            "rev-parse*) exit 1 ;; esac",
+            f'case "$*" in {known}) exit 0 ;; *FETCH_HEAD) echo fetched ;; rev-parse*) exit 1 ;; esac',
         )
 
     def command(self, name, text):
@@ -51,6 +58,7 @@ class Job:
                 "GITHUB_SHA": "merged",
                 **values,
             },
+            cwd=self.place,
             capture_output=True,
             text=True,
             check=False,
@@ -82,9 +90,16 @@ def test_defaults(job):
 
 
 def test_all_inputs(job):
-    job.run(base="abc", tests="bench tests/b.py", limits="time=3%", seconds="600", build="make ext")
+    job.run(
+        base="abc",
+        tests="bench\n  tests/b.py tests/c.py\n",
+        limits="time=3%",
+        seconds="600",
+        build="make ext",
+    )
     assert job.given[8:] == [
-        *("--limits", "time=3%", "--seconds", "600", "--build", "make ext", "--tests", "bench", "tests/b.py")
+        *("--limits", "time=3%", "--seconds", "600", "--build", "make ext", "--tests"),
+        *("bench", "tests/b.py", "tests/c.py"),
     ]
 
 
@@ -113,13 +128,67 @@ def test_a_base_that_was_not_checked_out_is_fetched(job):
     assert job.given[3] == "fetched"
 
 
-@pytest.mark.parametrize("merged", [True, False])
-@pytest.mark.parametrize("asked", ["", "abc"])
-def test_a_pull_request_is_compared_with_what_it_was_merged_into(tmp_path, merged, asked):
-    job = Job(tmp_path, ("abc", "parent", *(["HEAD^2"] if merged else [])))
-    done = job.run(base="abc", environment={"GIVEN": asked, "GITHUB_EVENT_NAME": "pull_request"})
+@pytest.fixture(scope="module")
+def pull_request(tmp_path_factory):
+    """A repository with a pull request into which its base was merged once, and its commits by name."""
+    root = tmp_path_factory.mktemp("origin")
+    git = partial(run_git, root)
+
+    def commit(name):
+        git("commit", "--quiet", "--allow-empty", "-m", name)
+        return git("rev-parse", "HEAD")
+
+    git("init", "--quiet", "--initial-branch", "main")
+    git("config", "uploadpack.allowAnySHA1InWant", "true")
+    commit("first")
+    git("checkout", "--quiet", "-b", "change")
+    commit("a change")
+    git("checkout", "--quiet", "main")
+    commits = {"opened": commit("of others")}
+    git("checkout", "--quiet", "change")
+    git("merge", "--quiet", "--no-edit", "main")
+    commits["head"] = git("rev-parse", "HEAD")
+    git("checkout", "--quiet", "main")
+    commits["tip"] = commit("of others again")
+    git("checkout", "--quiet", "--detach")
+    git("merge", "--quiet", "--no-edit", "--no-ff", "change")
+    commits["merged"] = git("rev-parse", "HEAD")
+    git("checkout", "--quiet", "main")
+    return root, commits
+
+
+def run_git(folder, *arguments):
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
+    command = ["git", "-c", "user.name=n", "-c", "user.email=e@x", "-C", str(folder), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    return done.stdout.strip()
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+@pytest.mark.parametrize("depth", [1, 100])
+@pytest.mark.parametrize(
+    "checked_out, given, base",
+    [
+        ("merged", "", "tip"),  # newer than what the event tells of
+        ("head", "", "opened"),  # and not its first parent, which is of the change itself
+        ("merged", "opened", "opened"),
+    ],
+)
+def test_a_pull_request_is_compared_with_what_it_was_merged_into(
+    tmp_path, pull_request, checked_out, given, base, depth
+):
+    origin, commits = pull_request
+    job = Job(tmp_path, ())
+    job.place.mkdir()
+    run_git(job.place, "init", "--quiet")
+    run_git(job.place, "remote", "add", "origin", f"file://{origin}")
+    run_git(job.place, "fetch", "--quiet", "--no-tags", f"--depth={depth}", "origin", commits[checked_out])
+    run_git(job.place, "checkout", "--quiet", commits[checked_out])
+    told = {"GIVEN": given, "GITHUB_EVENT_NAME": "pull_request", "GITHUB_SHA": commits["merged"]}
+    done = job.run(base=commits["opened"], environment=told)
     assert (done.returncode, done.stderr) == (0, "")
-    assert job.given[3] == ("parent" if merged and not asked else "abc")
+    assert job.given[3] == commits[base]
+    assert not run_git(job.place, "status", "--porcelain")
 
 
 @pytest.mark.parametrize("base", ["./old", "/old", "dist/p-1-py3-none-any.whl", "callable"])

@@ -32,6 +32,7 @@ def test_a_floor_takes_the_place_of_a_tolerance_that_is_less():
     assert limit.at(1.0) == pytest.approx((math.log(1.02), math.log(1.01)))
     # 50 us of 500 us are 10 %, five times the tolerance.
     assert limit.at(500e-6) == pytest.approx((math.log(1.1), math.log(1.05)))
+    assert limit.at(None) == pytest.approx((math.log(1.02), math.log(1.01)))  # nothing was measured
 
 
 @pytest.mark.parametrize(

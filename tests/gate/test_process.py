@@ -11,7 +11,6 @@ import pytest
 from stackwise.gate import side
 from stackwise.gate.process import SideFailedError, SideProcess
 from stackwise.gate.side import early_imports
-from stackwise.gate.side.early_imports import EarlyImports
 from stackwise.gate.twins import Twins
 
 TESTS = """
@@ -202,6 +201,12 @@ def test_changed(benchmark):
 """
 
 
+beside_no_device = pytest.mark.skipif(
+    any(Path(device).exists() for device in early_imports._DEVICES),
+    reason="beside a device none is made ahead",
+)
+
+
 def finish(process):
     """Let it come to the end of a test."""
     while not (message := process.receive()).get("over"):
@@ -209,6 +214,7 @@ def finish(process):
             process.send(go_on=True)
 
 
+@beside_no_device
 def test_what_later_twins_may_import_ahead(start):
     process = start(["test_first"], IMPORTS)
     finish(process)
@@ -217,6 +223,7 @@ def test_what_later_twins_may_import_ahead(start):
     assert {name.partition(".")[0] for name in process.early} <= {"numpy", "scipy", "torch"}
 
 
+@beside_no_device
 @pytest.mark.parametrize("name", ["test_once", "test_changed"])
 def test_where_an_import_is_measured_or_finds_other_variables_none_is_made_ahead(start, name):
     """What is called once may be the import; a library may read the variable that the tests have set."""
@@ -227,11 +234,16 @@ def test_where_an_import_is_measured_or_finds_other_variables_none_is_made_ahead
     assert process.early is None
 
 
-def test_on_an_accelerator_none_is_made_ahead(monkeypatch, tmp_path):
-    assert EarlyImports().new() is not None
-    (tmp_path / "nvidiactl").touch()
-    monkeypatch.setattr(early_imports, "_DEVICES", (str(tmp_path / "nvidiactl"),))
-    assert EarlyImports().new() is None
+def test_it_has_the_options_of_this_interpreter(start, monkeypatch):
+    monkeypatch.setitem(sys._xoptions, "of_the_user", "7")
+    text = """
+import sys
+def test_it(benchmark):
+    assert sys._xoptions["of_the_user"] == "7"
+"""
+    process = start(["test_it"], text)
+    assert process.receive()["collected"]
+    assert process.receive().get("over")
 
 
 def test_a_process_that_says_nothing_hangs_and_leaves_no_child(start, tmp_path, ends):
@@ -271,7 +283,37 @@ def test_a_file_that_cannot_be_collected(start):
     process = start(["test_seed"], "import nothing_of_this_name\n")
     message = process.receive()
     assert message["not_collected"] == "test_it.py"
-    assert "nothing_of_this_name" in message["detail"]
+    assert message["detail"] == "ModuleNotFoundError: No module named 'nothing_of_this_name'"
+
+
+def test_why_files_cannot_be_collected(start, tmp_path):
+    files = {
+        "test_attribute.py": "import work\nwork.new\n",
+        "test_raises.py": "raise RuntimeError('no answer')\n",
+        "test_syntax.py": "def (\n",
+        "test_class.py": "import pytest\nclass TestIt:\n    @pytest.mark.parametrize('n', 1)\n"
+        "    def test_it(self, n): pass\n",
+    }
+    for name, text in files.items():
+        (tmp_path / "tree" / name).write_text(text)
+    process = start(
+        ["test_it"], "def test_it(new): pass\n", arguments=["--continue-on-collection-errors", *files]
+    )
+    told = {}
+    while "not_collected" in (message := process.receive()):
+        told[message["not_collected"]] = message["detail"]
+    assert told == {
+        "test_attribute.py": "AttributeError: module 'work' has no attribute 'new' (test_attribute.py:2)",
+        "test_raises.py": "RuntimeError: no answer (test_raises.py:1)",
+        "test_syntax.py": told["test_syntax.py"],
+        "test_class.py::TestIt": told["test_class.py::TestIt"],
+    }
+    assert told["test_syntax.py"].startswith("SyntaxError: invalid syntax (test_syntax.py, line 1)")
+    assert told["test_class.py::TestIt"].startswith("TypeError: ")
+    assert message == {"collected": ["test_it.py::test_it"]}
+    ended = process.receive()
+    assert (ended["ended"], ended["when"]) == ("failed", "setup")
+    assert ended["detail"] == "fixture 'new' not found"
 
 
 def test_an_unknown_option(start):

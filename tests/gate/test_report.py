@@ -80,6 +80,7 @@ def test_what_is_not_known_is_no_number():
     found = TestResult("a", trials={"time": TrialResult(decision, "s", 0.02, 0.01, (), (), ())})
     assert test_text(found).startswith("time INCONCLUSIVE: not known -> not known, not known [not known]")
     assert "nan" not in "\n".join([*terminal_lines(gate(found)), markdown(gate(found))])
+    assert terminal_lines(gate(found))[0].split()[-1] == "stopped"
 
 
 def test_a_line_for_each_metric():

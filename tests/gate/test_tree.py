@@ -195,6 +195,27 @@ def test_without_a_repository(tmp_path):
         pass
 
 
+def test_what_git_refuses_to_read(repository, tmp_path, monkeypatch):
+    """As it does a checkout of another owner, in a container: its own words say what to do."""
+    (tmp_path / "git").write_text("#!/bin/sh\necho fatal: detected dubious ownership >&2\nexit 128\n")
+    (tmp_path / "git").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    below = repository / "bench"  # which is then all that is known of
+    assert repository_of(below) is None
+    for root, head in ((below, None), (repository, "main")):
+        with (
+            pytest.raises(ValueError, match=r"against: got .*; git says: fatal: detected dubious ownership"),
+            trees(root, "main", tests=("test_work.py",), head=head),
+        ):
+            pass
+    monkeypatch.setenv("PATH", "")
+    with (
+        pytest.raises(ValueError, match="no git repository; git is not installed"),
+        trees(below, "main", tests=("test_work.py",)),
+    ):
+        pass
+
+
 def wheel(folder, files):
     path = folder / "engine-1.0-py3-none-any.whl"
     about = "engine-1.0.dist-info"

@@ -123,6 +123,7 @@ def test_time_that_is_up_decides_nothing_by_itself():
     assert decision.verdict == Verdict.INCONCLUSIVE and decision.estimate == pytest.approx(math.expm1(0.05))
     assert (decision.low, decision.high, decision.level) == (-math.inf, math.inf, 0.0)
     assert decision.reason == "2 rounds are too few to say anything; the time is up"
+    assert Trial(Limit()).conclude("round 1 had no tpot").reason == "round 1 had no tpot"
 
 
 def test_a_flag_without_the_time_for_fresh_rounds_is_inconclusive():

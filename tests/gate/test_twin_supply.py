@@ -70,6 +70,23 @@ def test_nothing_ahead_where_a_side_forbids_it_or_has_nothing(supply, base, head
     assert supply.next(1, "files").imports == [] and len(Pair.made) == 2
 
 
+@pytest.mark.parametrize("purpose", ["files", "fewer"])
+def test_what_waits_ends_where_a_side_forbids_it(supply, purpose):
+    """A test that is reached later may be the first to do so, also behind a crash, for another purpose."""
+    supply.next(0, "files")
+    over(supply, ["torch"], ["torch"])
+    supply.next(1, "files")
+    over(supply, ["torch"], ["torch"])
+    assert supply.next(2, purpose).imports == ["torch"]
+    for base, head in ((None, None), (["torch"], None)):
+        over(supply, base, head)
+        assert supply.next(3, "files").imports == []
+    assert [pair.ended for pair in Pair.made if pair.imports] == [False, False, True]
+    # Where the rounds that follow allow it again, it is begun afresh.
+    over(supply, ["numpy"], ["numpy"])
+    assert supply.next(4, "files").imports == ["numpy"]
+
+
 def test_each_purpose_has_its_own(supply):
     supply.next(0, "all")
     over(supply, ["torch"], ["torch"])
@@ -91,6 +108,11 @@ def test_where_imports_fail_ahead_sides_import_for_themselves(supply):
     pair = supply.next(1, "files")
     assert pair.imports == [] and not pair.ended
     assert all(each.ended for each in Pair.made if each.imports)
+    tried = len(Pair.made)
+    for purpose in ("files", "fewer", "fewer"):  # not again, which may take a minute each time
+        over(supply, ["torch"], ["torch"])
+        assert supply.next(2, purpose).imports == []
+    assert len(Pair.made) == tried + 3
 
 
 def test_none_is_left(supply):

@@ -4,14 +4,17 @@ import colorsys
 import json
 import os
 import signal
+import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from stackwise.gate.side import twin as program
 from stackwise.gate.side.channel import DESCRIPTOR, ChannelClosedError
-from stackwise.gate.twins import Twins
+from stackwise.gate.twins import Twins, interpreter
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere there are none")
 
@@ -114,6 +117,55 @@ def test_imports_come_before_the_fork(made, tmp_path):
     assert base["path"] == [str(tmp_path / "base"), f"{tmp_path}/base/first", f"{tmp_path}/inherited"]
     assert base["place"] == head["place"]
     assert (tmp_path / "twins.log").read_text() == ""
+
+
+def test_what_pythonpath_has_of_installed_modules_is_imported(made, tmp_path, monkeypatch):
+    """As the sides would, which look there too; not what its other folders have, absolute or relative."""
+    installed = tmp_path / "overlay" / "site-packages"
+    for folder in (installed, tmp_path / "src"):
+        folder.mkdir(parents=True)
+        (folder / "colorsys.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", f"src{os.pathsep}overlay/site-packages")
+    made(imports=["colorsys"])
+    for who in ("base", "head"):
+        assert told(tmp_path, who)["colors"] == str(installed / "colorsys.py")
+
+
+def test_imports_are_told_in_no_argument(made, tmp_path):
+    """Of which Linux takes 2 MiB at most, and `ps` shows them all."""
+    twins, [(base, _), _] = made(imports=[f"colorsys.{number}{'x' * 30_000}" for number in range(100)])
+    assert base.pid and b"colorsys" not in Path(f"/proc/{twins._process.pid}/cmdline").read_bytes()
+    assert told(tmp_path, "base")["colors"] == told(tmp_path, "head")["colors"] == colorsys.__file__
+
+
+def test_where_nobody_says_what_to_import_they_end():
+    parent, *others = (socket.socketpair() for _ in range(3))
+    descriptors = [theirs.fileno() for _, theirs in (parent, *others)]
+    process = subprocess.Popen(
+        [sys.executable, program.__file__, *map(str, descriptors)],
+        pass_fds=descriptors,
+        stderr=subprocess.PIPE,
+    )
+    for own, theirs in (parent, *others):
+        theirs.close()
+        own.close()
+    assert process.communicate(timeout=60) == (None, b"") and process.returncode == 0
+
+
+def test_options_of_the_interpreter_are_handed_on():
+    options = ["-OO", "-bb", "-B", "-s", "-Xdev", "-Xutf8=0", "-Xno_debug_ranges", "-Wignore::ImportWarning"]
+    look = "import sys; print(sys.flags, sys._xoptions, list(dict.fromkeys(sys.warnoptions)))"
+    ask = "from stackwise.gate.twins import interpreter; import json; print(json.dumps(interpreter()))"
+
+    def printed(*command):
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    handed_on = json.loads(printed(sys.executable, *options, "-c", ask))
+    wanted = printed(sys.executable, *options, "-c", look)
+    assert printed(*handed_on, "-c", look) == wanted != printed(sys.executable, "-c", look)
+    assert json.loads(printed(sys.executable, "-I", "-c", ask)) == [sys.executable, "-s", "-P"]
+    assert interpreter()[0] == sys.executable
 
 
 def test_each_pair_has_another_layout(made, tmp_path):

@@ -408,12 +408,20 @@ def test_a_file_that_the_base_cannot_import_is_no_matter_of_the_others(project, 
     (pytester.path / "bench" / "test_new.py").write_text(
         "from work import new\ndef test_new(benchmark): benchmark(new)\n"
     )
+    (pytester.path / "bench" / "test_broken.py").write_text(
+        "import work\nif not hasattr(work, 'new'): raise RuntimeError('no answer')\n"
+        "def test_it(benchmark): benchmark(work.new)\n"
+    )
     result = pytester.runpytest_inprocess(
         "--stackwise-against=base", ONE_ROUND, "--stackwise-missing=create", "--benchmark-only"
     )
-    result.assert_outcomes(passed=1, skipped=1)
-    result.stdout.fnmatch_lines(
-        ["missing on base * bench/test_new.py::test_new *", "INCONCLUSIVE * bench/test_work.py::test_it *"]
+    result.assert_outcomes(passed=1, skipped=2)
+    result.stdout.fnmatch_lines_random(
+        [
+            "crashed on base * bench/test_broken.py::test_it * RuntimeError: no answer (test_broken.py:2)",
+            "missing on base * bench/test_new.py::test_new * failed: ImportError: cannot import name 'new'*",
+            "INCONCLUSIVE * bench/test_work.py::test_it *",
+        ]
     )
 
 
@@ -490,7 +498,10 @@ def test_options_of_the_configuration_file_wait_for_a_base(pytester):
 
 
 def test_limits_that_are_not_judged_are_told(project, pytester, monkeypatch):
-    def ran(base, head, tests, launch, *, missing, notes, **_):
+    wanted = {}
+
+    def ran(base, head, tests, launch, *, missing, notes, asked, **_):
+        wanted.update(asked)
         found = tuple(TestResult(test, "missing on base") for test in tests)
         return GateResult(base.name, head.name, found, missing=missing, notes=tuple(notes))
 
@@ -505,6 +516,7 @@ def test_one(throughput): pass
 @pytest.mark.min_tokens_per_second(1e12)
 def test_two(throughput): pass
 @pytest.mark.max_memory("1 B")
+@pytest.mark.gate(memory="5%", floor="1us")
 def test_other(benchmark): pass
 """,
         work,
@@ -517,6 +529,7 @@ def test_other(benchmark): pass
     result.stdout.fnmatch_lines(
         ["not judged beside a base: min_tokens_per_second of 2 tests, max_memory of 1 test"]
     )
+    assert [wanted[f"bench/test_work.py::test_{name}"] for name in ("one", "other")] == [(), ("memory",)]
 
 
 def finished(result, status, *, interrupted=False, report=(), history=None):

@@ -2,8 +2,12 @@
 
 import ast
 import dataclasses
+from dataclasses import replace
 
 import pytest
+
+from pytest_stackwise.markers import gate_of, gated_metrics
+from stackwise.gate.limit import Limit, Limits
 
 FAULTS = ("nan_injection", "gradient_explosion", "gradient_scale", "loss_spike", "logit_growth")
 FAULTS += ("embedding_explosion", "bit_flip", "half_overflow")
@@ -262,6 +266,28 @@ def test_marker_of_a_module_is_for_the_tests_that_read_it(pytester, run):
 def test_max_latency_is_refused(pytester, run, arguments, text):
     marked(pytester, f"max_latency({arguments})", "throughput")
     refused(run(), "max_latency", text)
+
+
+def test_of_several_markers_gate_the_closest_counts_for_each_argument(pytester):
+    items = pytester.getitems(
+        """
+        import pytest
+        pytestmark = pytest.mark.gate(time="9%", tpot="9%", memory=None)
+        @pytest.mark.gate(time="3%", floor="1us")
+        @pytest.mark.parametrize("n", [1, pytest.param(2, marks=pytest.mark.gate(time="5%", ttft="4%"))])
+        def test_it(benchmark, n): pass
+        def test_other(benchmark): pass
+        """
+    )
+    found = [gate_of(item, Limits(ttft=Limit(0.5))) for item in items]
+    of_function = Limits(Limit(0.03, floor=1e-6), None, Limit(0.5, floor=1e-6), Limit(0.09, floor=1e-6))
+    assert found == [
+        of_function,
+        replace(of_function, time=Limit(0.05, floor=1e-6), ttft=Limit(0.04, floor=1e-6)),
+        Limits(Limit(0.09), None, Limit(0.5), Limit(0.09)),
+    ]
+    # Of one on a module it is not known which tests it means.
+    assert [gated_metrics(item) for item in items] == [("time",), ("time", "ttft"), ()]
 
 
 def test_help_has_every_argument_of_a_fault(pytestconfig):

@@ -23,7 +23,7 @@ __all__ = ["judge_run", "judged_results", "results_of"]
 def results_of(
     gate: GateResult, references: Mapping[str, Sequence[ReferenceTime]] | None = None
 ) -> list[Result]:
-    """What a gate found of head, for the history. Tests that were not measured are left out.
+    """What a gate found of head, for the history. What was not measured is left out.
 
     Args:
         gate: the result.
@@ -38,6 +38,8 @@ def results_of(
         said = [ReferenceTime(*each) for each in test.reference]
         given = said if references is None else references.get(test.nodeid, ())
         for metric, trial in test.trials.items():
+            if not trial.head:
+                continue
             # A metric that was decided early has no more rounds, though the test has.
             times = () if trial.unit == "B" else tuple(given[: len(trial.head)])
             require(

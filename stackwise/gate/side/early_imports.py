@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 __all__ = ["EarlyImports"]
@@ -21,11 +22,13 @@ class EarlyImports:
     """Which installed modules of this process the twins of later rounds may import before they are forked.
 
     Made before any code of the tests or their plugins is loaded, which may set variables that libraries read
-    as they are imported.
+    as they are imported: what they set and leave set is seen.
     """
 
     def __init__(self) -> None:
         self._began = _environment()
+        # Where twins look for them; folders of PYTHONPATH are among them where they are of this kind.
+        self._places = [place for place in sys.path if not _INSTALLED.isdisjoint(Path(place).parts)]
         self._told: set[str] = set()
         self._never = any(Path(device).exists() for device in _DEVICES)
 
@@ -35,21 +38,25 @@ class EarlyImports:
 
     def new(self) -> list[str] | None:
         """Names that were not told before, in the order of their import; None: there are to be none."""
-        if self._never or _environment() != self._began:
+        if self._never or _environment() != self._began or self._hide_installed():
             return None
         found = [
             name
             for name, module in list(sys.modules.items())
-            if name.partition(".")[0] in _SLOW and name not in self._told and _is_installed(module)
+            if name.partition(".")[0] in _SLOW and name not in self._told and self._is_installed(module)
         ]
         self._told.update(found)
         return found
 
+    def _hide_installed(self) -> bool:
+        """Whether one of them is from elsewhere, and what is imported ahead could find another one."""
+        others = [n for n in _SLOW if n in sys.modules and not self._is_installed(sys.modules[n])]
+        return any(PathFinder.find_spec(name, self._places) for name in others)
+
+    def _is_installed(self, module: object) -> bool:
+        file = getattr(module, "__dict__", {}).get("__file__")
+        return isinstance(file, str) and any(file.startswith(place + os.sep) for place in self._places)
+
 
 def _environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith(_OWN)}
-
-
-def _is_installed(module: object) -> bool:
-    file = getattr(module, "__dict__", {}).get("__file__")
-    return isinstance(file, str) and not _INSTALLED.isdisjoint(Path(file).parts)

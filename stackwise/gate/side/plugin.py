@@ -69,10 +69,18 @@ class SidePlugin:
         """Say which tests there are."""
         self._send(collected=[item.nodeid for item in session.items])
 
-    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Say which files cannot be collected."""
-        if report.failed:
-            self._send(not_collected=report.nodeid, detail=str(report.longrepr)[-_LONGEST:])
+    def pytest_exception_interact(
+        self, call: pytest.CallInfo[Any], report: pytest.CollectReport | pytest.TestReport
+    ) -> None:
+        """Say which files cannot be collected, and with what: no report has the exception."""
+        if not isinstance(report, pytest.CollectReport):
+            return
+        assert call.excinfo is not None, "called of an exception"
+        error = call.excinfo.value
+        # pytest tells of an import that fails, and of its syntax, in words of its own.
+        cause = error.__cause__ if isinstance(error, pytest.Collector.CollectError) else None
+        reason = _reason(report) if cause is None else f"{type(cause).__name__}: {cause}"
+        self._send(not_collected=report.nodeid, detail=reason[:_LONGEST])
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(
@@ -289,14 +297,16 @@ def _ended(report: pytest.TestReport) -> str:
     return report.outcome
 
 
-def _reason(report: pytest.TestReport) -> str:
+def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:
     """Why a phase ended, on a line or a few."""
     if isinstance(report.longrepr, tuple):
         return str(report.longrepr[2]).removeprefix("Skipped: ")
     crash = getattr(report.longrepr, "reprcrash", None)
-    if crash is None:
-        return str(report.longrepr)
-    return f"{crash.message} ({Path(crash.path).name}:{crash.lineno})"
+    if crash is not None:
+        return f"{crash.message} ({Path(crash.path).name}:{crash.lineno})"
+    # Of a fixture that is not there pytest tells where it is asked for first, and then which ones there are.
+    fixture = getattr(report.longrepr, "errorstring", None)
+    return str(report.longrepr) if fixture is None else str(fixture).partition("\n")[0]
 
 
 def _benchmark_type() -> type[Benchmark]:

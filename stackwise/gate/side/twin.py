@@ -5,9 +5,10 @@ seed, the same environment and the same layout of memory, which the system choos
 pure Python of 0.1 ms rounds differed by 1.7 % (standard deviation) where each side had a layout of its own,
 in steps of what a layout is worth, and by 0.3 % as twins, also where one of them had more code.
 
-Arguments: the descriptor on which the parent tells of the twins, and that of each twin's channel, on which
-it is told what to become, in a line of JSON: `module`, `arguments`, `folder`, `import_path`, `environment`,
-`log`. Behind them names of installed modules that both would import, which are imported before the fork.
+Arguments: the descriptor of the parent's channel, and that of each twin's. On the first it is told `imports`,
+names of installed modules that both would import, which are imported before the fork, and tells of the twins;
+on the others each is told what to become: `module`, `arguments`, `folder`, `import_path`, `environment`,
+`log`. Each message is a line of JSON.
 """
 
 import contextlib
@@ -23,13 +24,14 @@ import warnings
 from collections.abc import Iterable
 from typing import Any
 
-_DESCRIPTORS = 3
+_INSTALLED = frozenset({"dist-packages", "site-packages"})  # as in `early_imports`
+_CHUNK = 65536
 
 
 def become() -> str:
     """Fork the twins, and return in each of them alone: the module that it is to run, in its place."""
-    parent, *channels = map(int, sys.argv[1 : 1 + _DESCRIPTORS])
-    _import(sys.argv[1 + _DESCRIPTORS :])
+    parent, *channels = map(int, sys.argv[1:])
+    _import(_told(parent, _CHUNK)["imports"])  # all that the parent is ever told
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
     twins = []
     for channel in channels:
@@ -54,9 +56,9 @@ def _import(names: Iterable[str]) -> None:
     """Import what is installed; what cannot be, each side will find out for itself."""
     path = list(sys.path)
     # Not from the folder of this file, nor from where the sides' own code may lie.
-    own = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    installed = path if sys.flags.safe_path else path[1:]
-    sys.path[:] = [place for place in installed if place not in own]
+    inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    own = {os.path.abspath(place) for place in inherited if not _is_installed(place)}  # noqa: PTH100
+    sys.path[:] = [place for place in (path if sys.flags.safe_path else path[1:]) if place not in own]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name in names:
@@ -65,6 +67,10 @@ def _import(names: Iterable[str]) -> None:
     sys.path[:] = path
     gc.collect()
     gc.freeze()  # or the first collection on each side would write on all of it
+
+
+def _is_installed(place: str) -> bool:
+    return not _INSTALLED.isdisjoint(place.split(os.sep))  # noqa: PTH206
 
 
 def _watch(parent: int, twins: list[int]) -> None:
@@ -102,11 +108,11 @@ def _tell(descriptor: int, **what: object) -> None:
         os.write(descriptor, json.dumps(what).encode() + b"\n")
 
 
-def _told(channel: int) -> dict[str, Any]:
-    """The first line of a channel, and nothing behind it."""
+def _told(channel: int, at_once: int = 1) -> dict[str, Any]:
+    """The first line of a channel, and nothing behind it where no more than a byte is read at once."""
     line = bytearray()
     while not line.endswith(b"\n"):
-        piece = os.read(channel, 1)
+        piece = os.read(channel, at_once)
         if not piece:
             os._exit(0)
         line += piece

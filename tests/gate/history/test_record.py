@@ -121,7 +121,13 @@ def test_what_a_gate_found_of_head():
         "base",
         "head",
         (
-            TestResult("a", trials={"time": trial(Verdict.REGRESSED, (1.0, 4.0, 2.0))}),
+            TestResult(
+                "a",
+                trials={
+                    "time": trial(Verdict.REGRESSED, (1.0, 4.0, 2.0)),
+                    "tpot": trial(Verdict.INCONCLUSIVE, ()),  # of which no round had a number
+                },
+            ),
             TestResult("b", trials={"memory": trial(Verdict.PASS, (100.0, 100.0), "B")}),
             TestResult("c", "crashed on head"),
         ),

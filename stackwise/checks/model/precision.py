@@ -271,9 +271,16 @@ def _attempt(
     if autocast:
         around = torch.autocast(subject.device.type, dtype)
     else:
-        for tensor in (*model.parameters(), *(model.buffers() if buffers_too else ())):
-            if _is_wide(tensor):
-                tensor.data = tensor.detach().to(dtype)
+
+        def narrowed(tensor: Tensor) -> Tensor:
+            return tensor.detach().to(dtype) if _is_wide(tensor) else tensor
+
+        if buffers_too:
+            # As model.to does: a module may keep some of its own as they are.
+            model._apply(narrowed)  # type: ignore[no-untyped-call]
+        else:
+            for parameter in model.parameters():
+                parameter.data = narrowed(parameter.data)
         inputs = cast(inputs, model)
     shadow = Shadow(model, inputs, limits, budget)
     for name, buffer in model.named_buffers():

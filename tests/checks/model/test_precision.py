@@ -188,6 +188,15 @@ def test_buffers_that_a_cast_ruins(subjects):
     assert subjects.ask(Rotary, "bfloat16_error").status == "passed"
     assert subjects.ask(subjects.tiny, "cast_buffers").status == "not applicable"
 
+    class Kept(Rotary):
+        def _apply(self, fn, recurse=True):
+            frequencies = self.frequencies
+            super()._apply(fn, recurse)
+            self.frequencies = frequencies
+            return self
+
+    assert subjects.ask(Kept, "cast_buffers").status == "passed"
+
 
 def test_products_that_autocast_passes_over(subjects):
     class InPlace(nn.Linear):

@@ -324,10 +324,7 @@ def _sections(draw: st.DrawFn, fixed: dict[str, Any]) -> dict[str, Any]:
             "n_kv_heads", st.sampled_from(divisors) if kind == "gqa" else st.sampled_from((None, *divisors))
         )
     if kind == "kernel":
-        random = st.sampled_from(("favor", "gaussian", "laplacian"))
-        features = st.integers(1, 8).map(lambda n: 2 * n)
-        drawn = st.fixed_dictionaries({"feature_map": random, "n_features": features})
-        choose("kernel", drawn | st.fixed_dictionaries({"feature_map": st.just("elu")}))
+        choose("kernel", st.sampled_from(("favor", "gaussian", "laplacian", "elu")).flatmap(_kernels))
     else:
         choose("sliding_window", st.none() | st.integers(1, 8))
         choose("softcap", st.sampled_from((None, 5.0, 50.0)))
@@ -346,6 +343,12 @@ def _sections(draw: st.DrawFn, fixed: dict[str, Any]) -> dict[str, Any]:
         # Of which the base has a whole number of heads.
         choose("mup_base_width", st.sampled_from((made["d_model"], 2 * made["d_model"])))
     return made | {key: value for key, value in fixed.items() if key not in made}
+
+
+def _kernels(feature_map: str) -> st.SearchStrategy[dict[str, Any]]:
+    """A section `kernel`: all but `elu` have a number of features."""
+    features = {} if feature_map == "elu" else {"n_features": st.integers(1, 8).map(lambda n: 2 * n)}
+    return st.fixed_dictionaries({"feature_map": st.just(feature_map), **features})
 
 
 def _filled(shape: tuple[int, int], elements: st.SearchStrategy[int]) -> st.SearchStrategy[Tensor]:

@@ -185,7 +185,7 @@ class Report:
                 for row in asked
             ]
             table += [[MARKS["not applicable"], names, "", "", words] for words, names in not_asked.items()]
-            header = ["", "check", "measured_text", "limit", "what it says"]
+            header = ["", "check", "measured", "limit", "what it says"]
             blocks.append(f"## Checks of {model}\n\n{markdown_table(header, table)}")
         if self.stability:
             table = [

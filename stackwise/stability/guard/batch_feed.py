@@ -267,7 +267,7 @@ def _known(key: str, identity: Any) -> Hashable:
         return tuple(_known(key, each) for each in identity)
     allowed = "an integer, a string, or a tuple of these"
     require(isinstance(identity, int | str | np.integer), key, identity, allowed)
-    return int(identity) if isinstance(identity, np.integer) else identity
+    return str(identity) if isinstance(identity, str) else int(identity)  # not what is derived from these
 
 
 def _told(states: Mapping[str, Any]) -> dict[str, Any]:

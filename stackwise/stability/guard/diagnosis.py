@@ -256,8 +256,8 @@ def rerun(
 ) -> Replay:
     """Forward and backward over `batches` under hooks. Random states and buffers are put back, gradients go.
 
-    So they are where it fails. It then fails in every process, as those that wait for its gradients would
-    wait for ever.
+    So they are where it fails. The other processes of `group` are not told: they may be in a collective of
+    the model by then, and wait there until this one ends.
 
     Args:
         model: with the weights of the step.
@@ -270,34 +270,27 @@ def rerun(
 
     Raises:
         Exception: whatever the loss of a batch raises.
-        RuntimeError: it failed in another process.
     """
     losses: list[float] = []
     where = ""
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    failure: Exception | None = None
     # Not by zero_grad: to whoever watches that, the step would be over.
     forget_gradients(model, named)
     try:
-        try:
-            known_scales = None if scales is None else scales()
-            with recomputation(), random_states_kept(), torch.enable_grad():
-                for given in batches:
+        known_scales = None if scales is None else scales()
+        with recomputation(), random_states_kept(), torch.enable_grad():
+            for given in batches:
 
-                    def run(given: GivenBatch = given) -> None:
-                        set_random_states(given.random)
-                        loss = loss_of(model, given.batch)
-                        losses.append(float(loss.detach()))
-                        scaled(loss, loss_scale).backward()  # type: ignore[no-untyped-call]
+                def run(given: GivenBatch = given) -> None:
+                    set_random_states(given.random)
+                    loss = loss_of(model, given.batch)
+                    losses.append(float(loss.detach()))
+                    scaled(loss, loss_scale).backward()  # type: ignore[no-untyped-call]
 
-                    location = locate(model, run, scales=known_scales)
-                    if location is not None and not where:
-                        of_loss = location.direction == "loss"
-                        where = location.module if of_loss else f"{location.module} ({location.direction})"
-        except Exception as error:  # of a loss that is anybody's
-            failure = error
-        if _fails_anywhere(failure, group):
-            raise failure or RuntimeError("it failed in another process")
+                location = locate(model, run, scales=known_scales)
+                if location is not None and not where:
+                    of_loss = location.direction == "loss"
+                    where = location.module if of_loss else f"{location.module} ({location.direction})"
         everything = _with_others(model, named)
         if group is not None:
             _average_gradients(everything.values(), group)
@@ -306,7 +299,6 @@ def rerun(
         total = float(global_norm(norms_P))
         norms = dict(zip(known, norms_P.tolist(), strict=True))
     finally:
-        failure = None  # its frames hold this one, and all that it has computed
         forget_gradients(model, named)
         with torch.no_grad():
             for name, buffer in model.named_buffers():
@@ -348,15 +340,6 @@ def _with_others(model: nn.Module, named: Sequence[tuple[str, nn.Parameter]]) ->
     found = dict(model.named_parameters())
     mine = {id(p) for p in found.values()}
     return found | {name: p for name, p in named if id(p) not in mine}
-
-
-def _fails_anywhere(failure: Exception | None, group: distributed.ProcessGroup | None) -> bool:
-    """Whether this process or another one of `group` has failed; each has to ask."""
-    if group is None:
-        return failure is not None
-    everyone: list[Any] = [None] * distributed.get_world_size(group)
-    distributed.all_gather_object(everyone, failure is not None, group)
-    return any(everyone)
 
 
 def _average_gradients(parameters: Iterable[nn.Parameter], group: distributed.ProcessGroup) -> None:

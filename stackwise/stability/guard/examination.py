@@ -64,6 +64,9 @@ class Examination:
             norms: of each parameter's gradient in the broken step, by name.
             proven_limit: the largest norm that is sound where the step has it again.
 
+        Raises:
+            Exception: whatever the loss raises, where several processes train together.
+
         Warns:
             RuntimeWarning: the loss cannot be computed again; `reproduced` is then None.
         """
@@ -106,7 +109,7 @@ class Examination:
     def _again(
         self, batches: Sequence[GivenBatch], scales: Callable[[], ModuleScales | None] | None = None
     ) -> Replay | None:
-        """None, in every process: it cannot be done."""
+        """None: it cannot be done."""
         assert self._loss_of is not None
         try:
             return rerun(
@@ -119,6 +122,8 @@ class Examination:
                 loss_scale=self._loss_scale(),
             )
         except Exception as error:  # of a loss that is anybody's; under hooks it takes more memory
+            if self._group is not None and distributed.get_world_size(self._group) > 1:
+                raise  # others may be in a collective of the model by now, and wait for this process
             # Training can do without it.
             advice = "whether its batches broke it is not known"
             said = f"step {batches[0].step} cannot be computed again: {error!r}; {advice}"

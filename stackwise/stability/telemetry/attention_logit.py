@@ -51,9 +51,9 @@ class AttentionLogit:
     `flex_attention`, nested tensors and DTensors are not seen.
 
     Seen is what gradients come back to. What the guard computes again is no part of a step, and not seen.
-    Attention that is written out is known by a product of two activations that its softmax comes from. Where
-    nothing tells of products, as the compiler does not, it is known by its shape, (..., H, T, S) with S from
-    T to T + 2.
+    Attention that is written out is known by a product of two activations that its softmax comes from, also
+    where a weight mixes its heads, as in CaiT. Where nothing tells of products, as the compiler does not, it
+    is known by its shape, (..., H, T, S) with S from T to T + 2.
 
     Args:
         model: whose calls are watched until `remove`; compiled or not.
@@ -201,7 +201,8 @@ class _Functions(TorchFunctionMode):
         elif not torch.compiler.is_compiling() and function in _SUBTRACTIONS:
             # A softmax that takes scores less the largest of each query takes none above 0.
             scores, largest = _given("input", 0, args, kwargs), _given("other", 1, args, kwargs)
-            if isinstance(largest, Tensor) and _are_trained(scores) and _is_largest(output, largest):
+            are_tensors = isinstance(scores, Tensor) and isinstance(largest, Tensor)
+            if are_tensors and _are_trained(scores) and _is_largest(output, largest):
                 self.bound.note_scores(largest.detach().reshape(-1, 1))
         return output
 
@@ -236,7 +237,7 @@ def _is_of_keys(scores: Tensor, axis: int) -> bool:
     """Whether a softmax over `axis` is attention: by what the scores come from; else by their shape."""
     # The compiler does not follow graphs of autograd.
     if not torch.compiler.is_compiling():
-        products = _products(scores.grad_fn)
+        products = _products(scores.grad_fn, scores)
         if products:
             return scores.ndim > 2 and True in products
     return scores.ndim > 3 and are_attention_scores(scores, axis)
@@ -248,27 +249,43 @@ def _is_largest(difference: Tensor, largest: Tensor) -> bool:
         return False
     minuend, subtrahend = (node for node, _ in difference.grad_fn.next_functions)
     is_maximum = subtrahend is not None and _operation(_behind_moves(subtrahend)) in ("Max", "Amax")
-    return is_maximum and largest.numel() > 0 and True in _products(minuend)
+    return is_maximum and largest.numel() > 0 and True in _products(minuend, difference)
 
 
-def _products(node: Any) -> set[bool]:
-    """What is known of the products that a node of autograd comes from: whether of two activations."""
-    found, open_nodes, left = set[bool](), [node], _STEPS_AT_MOST
+def _products(node: Any, scores: Tensor) -> set[bool]:
+    """What is known of the products that scores come from: whether of two activations.
+
+    Args:
+        node: of autograd, that they come from.
+        scores: where they are (..., H, T, S) a weight may mix heads, once: a product (T, S) is behind it.
+    """
+    found, open_nodes, left = set[bool](), [(node, False)], _STEPS_AT_MOST
     while open_nodes and left:
-        node, left = open_nodes.pop(), left - 1
+        (node, mixed), left = open_nodes.pop(), left - 1
         if node is None:
             continue
         operation = _operation(node)
         if operation in _STEPS:
-            open_nodes += [following for following, _ in node.next_functions]
+            open_nodes += [(following, mixed) for following, _ in node.next_functions]
             continue
         # The last two are the factors; of a weight it is a linear layer.
         factors = [factor for factor, _ in node.next_functions[-2:]]
         if operation in ("Bmm", "Baddbmm"):
-            found.add(not any(map(_is_parameter, factors)))
+            of_activations = not any(map(_is_parameter, factors))
         elif operation in ("Mm", "Addmm") and any(each is None or _is_parameter(each) for each in factors):
-            found.add(False)
+            of_activations = False
+        else:
+            continue
+        # Behind a router there is attention as well, but of other shapes.
+        found.add(of_activations and (not mixed or _matrix(node) == scores.shape[-2:]))
+        if not (of_activations or mixed) and scores.ndim > 3 and scores.shape[-3] in _matrix(node):
+            open_nodes += [(factor, True) for factor in factors]
     return found
+
+
+def _matrix(node: Any) -> tuple[int, ...]:
+    """The last two sizes of what a node of autograd is of."""
+    return tuple(node._input_metadata[0].shape[-2:])
 
 
 def _is_parameter(node: Any) -> bool:

@@ -262,10 +262,11 @@ def test_an_id_that_is_a_list_is_known_as_a_tuple():
 
 def test_ids_are_plain_values():
     feed = BatchFeed(lambda batch: batch)
-    given = feed.batches([np.int64(3), (np.int32(4), ["a"]), True], ending=lambda: None)
+    given = feed.batches([np.int64(3), (np.int32(4), ["a"]), np.str_("b")], ending=lambda: None)
     for _ in given:
         feed.quarantine(feed.take_hand())
-    assert json.dumps(list(feed.quarantined)) == '[3, [4, ["a"]], true]'
+    assert json.dumps(list(feed.quarantined)) == '[3, [4, ["a"]], "b"]'
+    assert {type(each) for each in feed.quarantined} == {int, tuple, str}
     for other in (torch.tensor(3), {"a": 1}, (1, torch.ones(2)), None, 0.5):
         feed = BatchFeed(lambda batch: batch)
         with pytest.raises(ValueError, match=r"batch_id: got .*; allowed: an integer, a string, or a tuple"):

@@ -7,9 +7,14 @@ import textwrap
 
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
 
+from stackwise.random_states import random_states
 from stackwise.stability.guard import Alarm, Guard
+from stackwise.stability.guard.batch_feed import GivenBatch
+from stackwise.stability.recomputation import is_recomputation
+from tests.forked import end_of, start
 
 RANKS = """
 import math, sys
@@ -116,6 +121,46 @@ def test_an_alarm_tells_of_the_process_that_broke(monkeypatch, kind, limit, mine
         monkeypatch.setattr(guard._examination, "_of_all", of_all)
         alarm = guard._examination.located([], Alarm(3, kind, mine, limit, "weight"), {}, math.inf)
         assert (alarm.value, alarm.limit) == (other, limit)
+
+
+def test_of_a_step_that_fails_no_other_process_is_asked(monkeypatch):
+    def failing(model, batch):
+        raise torch.OutOfMemoryError("no more")
+
+    model = nn.Linear(2, 1)
+    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_of=failing)
+    monkeypatch.setattr(guard._examination, "_group", object())
+    monkeypatch.setattr(distributed, "get_world_size", lambda _: 2)
+    given = GivenBatch(3, 3, torch.ones(2), random_states())
+    with pytest.raises(torch.OutOfMemoryError, match="no more"):
+        guard._examination.located([given], Alarm(3, "non-finite loss", math.nan, None, "0"), {}, math.inf)
+
+
+def fails_in_one(rank, place):
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", init_method=f"file://{place}", rank=rank, world_size=2)
+    model = DistributedDataParallel(nn.Linear(4, 1))
+
+    def loss_of(model, batch):
+        if rank == 0 and is_recomputation():
+            raise torch.OutOfMemoryError("no more")
+        return model(batch).square().mean()
+
+    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_of=loss_of)
+    for batch in guard.batches([torch.ones(2, 4), torch.full((2, 4), math.nan)]):
+        loss = loss_of(model, batch)
+        loss.backward()
+        guard.step(loss)
+
+
+@pytest.mark.slow
+def test_what_one_of_two_processes_cannot_compute_again_ends_training(tmp_path):
+    """The other is in the collective of its backward pass by then, where nothing can be asked of it."""
+    outputs = [tmp_path / f"{rank}.txt" for rank in range(2)]
+    ranks = [start(fails_in_one, rank, tmp_path / "store", output=outputs[rank]) for rank in range(2)]
+    codes = [end_of(process) for process in ranks]
+    assert codes == [1, 1], [path.read_text() for path in outputs]
+    assert "OutOfMemoryError: no more" in outputs[0].read_text()
 
 
 @pytest.mark.slow

@@ -272,6 +272,7 @@ def test_attention_over_other_positions_is_seen_in_torchs_own(need_weights):
     assert watch.take() > 0
 
 
+MIXED = torch.tensor([[1.0, 0.3], [-0.5, 1.5], [2.0, -1.0]], requires_grad=True)  # three heads of two
 WRITTEN_OUT = {
     "cross": lambda m, q, k: (q @ k[:, :3].mT).softmax(-1),
     "four dimensions": lambda m, q, k: (q[:, None] @ k[:, None, :3].mT * 0.5).softmax(-1),
@@ -285,8 +286,23 @@ WRITTEN_OUT = {
         lambda x: x.max(-1, keepdim=True).values,
     ),
     "less the largest of all, in place": lambda m, q, k: (q @ k.mT).sub_((q @ k.mT).max()).softmax(-1),
+    "talking heads": lambda m, q, k: (
+        F.linear((heads(q) @ heads(k).mT).movedim(1, -1), MIXED).movedim(-1, 1).softmax(-1)
+    ),
+    "talking heads, with a bias": lambda m, q, k: (
+        F.linear((heads(q) @ heads(k)[:, :, :3].mT).movedim(1, -1), MIXED, torch.zeros(3, requires_grad=True))
+        .movedim(-1, 1)
+        .softmax(-1)
+    ),
+    "talking heads by einsum": lambda m, q, k: torch.einsum(
+        "bhts,gh->bgts", heads(q) @ heads(k).mT, MIXED
+    ).softmax(-1),
     "half": lambda m, q, k: torch.baddbmm(q.new_zeros(()), q, k[:, :3].mT).bfloat16().float().softmax(-1),
 }
+
+
+def heads(x):
+    return x.unflatten(-1, (2, 4)).transpose(1, 2)
 
 
 def less(scores, largest):
@@ -308,6 +324,25 @@ def test_attention_that_is_written_out_is_seen_in_any_shape(name):
     assert logit_of(model, x) == pytest.approx(100 * before, rel=0.02)
 
 
+ROUTERS = {
+    "experts": lambda m, attended: m.q(attended),
+    "one head": lambda m, attended: m.q(attended)[:, None],
+    "one position": lambda m, attended: m.q(attended)[:, :, None],
+}
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_a_router_behind_attention_is_none(name):
+    """Also with as many experts as positions and as features."""
+
+    def attended(m, q, k):
+        return m.k(fused(m, q, k)) + 100 * written(m, q, k)
+
+    routed = lambda m, q, k: ROUTERS[name](m, attended(m, q, k)).softmax(-1)  # noqa: E731
+    x = numbers(2, 8, 8)
+    assert logit_of(Attends(routed), x) == logit_of(Attends(attended), x)
+
+
 def test_distances_grow_as_products_do():
     model = Attends(lambda m, q, k: (-((q @ k.mT) ** 2) - 1).softmax(-1))
     before = logit_of(model, numbers(2, 5, 8))
@@ -322,6 +357,7 @@ NO_ATTENTION = {
     ),
     "router of groups": lambda m, q, k: m.q(numbers(2, 3, 8, 8)).softmax(-1).sum((1, 2)),
     "less the largest": lambda m, q, k: q - q.amax(-1, keepdim=True),
+    "one less": lambda m, q, k: torch.sub(1.0, q),
     "frozen": lambda m, q, k: q + torch.no_grad()(fused)(m, 100 * k, k),
     "frozen, written out": lambda m, q, k: q + torch.no_grad()(written)(m, 100 * k, k),
     "constant": lambda m, q, k: q + fused(m, numbers(2, 8, 8), numbers(2, 8, 8)),

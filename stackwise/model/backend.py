@@ -6,7 +6,7 @@ Shapes: B batch, H query heads, K key/value heads, G = H/K, T queries, S keys, D
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from statistics import median
@@ -34,6 +34,7 @@ _KERNELS = {
 BACKENDS = ("sdpa", "sliced", *_KERNELS)
 
 Signature = tuple[object, ...]
+_QUERIES = slice(2, 6)  # where a signature has the shape of the queries
 _tuned: dict[Signature, str] = {}
 _forced: str | None = None
 _tuning: Callable[[Callable[..., Tensor]], Callable[..., Tensor]] | None = None
@@ -107,8 +108,12 @@ def tuning(*, compiled: bool = False) -> Iterator[None]:
         _tuning = before
 
 
-def rules_in_force() -> tuple[object, ...]:
-    """What decides, beside the inputs, how attention is computed now: `using`, `tuning`, torch's kernels."""
+def rules_in_force(shapes: Collection[tuple[int, ...]] | None = None) -> tuple[object, ...]:
+    """What decides, beside the inputs, how attention is computed now: `using`, `tuning`, torch's kernels.
+
+    Args:
+        shapes: of queries (B, H, T, D); what was tuned for others is left out. None: of any.
+    """
     cuda: Any = torch.backends.cuda
     kernels = (
         cuda.flash_sdp_enabled(),
@@ -116,7 +121,8 @@ def rules_in_force() -> tuple[object, ...]:
         cuda.cudnn_sdp_enabled(),
         cuda.math_sdp_enabled(),
     )
-    return (_forced, _tuning is not None, sorted(map(repr, _tuned.items())), kernels)
+    tuned = [each for each in _tuned.items() if shapes is None or each[0][_QUERIES] in shapes]
+    return (_forced, _tuning is not None, sorted(map(repr, tuned)), kernels)
 
 
 def _as_it_is(function: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -10,6 +10,7 @@ import secrets
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import BuiltinFunctionType
 from typing import Any
 
 import torch
@@ -17,14 +18,16 @@ from pydantic import BaseModel
 from torch import Tensor, nn
 
 from stackwise.argument import require
+from stackwise.model.attention import Attention
+from stackwise.model.latent import LatentAttention
 
-__all__ = ["ContentHash", "code_of", "plain_tensors", "tensor_digest"]
+__all__ = ["ContentHash", "code_of", "from_elsewhere", "plain_tensors", "tensor_digest"]
 
 _LARGE = 2**20  # bytes; below, SHA-256 takes no longer than what would spare it
 _WIDTH, _COLUMNS = 2**12, 16
-# Not what is computed: what torch keeps on every module; on ours the name of the kernel of the last pass.
+# Not what is computed: what torch keeps on every module; on attention the kernel of the last pass.
 _NO_SETTINGS = {*vars(nn.Module()), "_compiled_call_impl"} - {"training"}
-_NO_SETTINGS_OF_OURS = {*_NO_SETTINGS, "backend"}
+_NO_SETTINGS_OF_ATTENTION = {*_NO_SETTINGS, "backend"}
 _KNOWN = {"torch", "stackwise", *sys.stdlib_module_names}
 # What runs is what was imported, so the files are read when they are.
 _OWN_CODE = hashlib.sha256(
@@ -56,36 +59,85 @@ class ContentHash:
 
         In it are parameters and buffers by value, shape and dtype, all attributes that modules have of
         their own and those of classes from elsewhere, the mode, whether it is compiled, and the code: the
-        files of this package, and those of classes from elsewhere but torch. Functions replaced while the
-        process runs are not seen, nor what code from elsewhere reads that is in no module: its globals, its
-        imports, files.
+        files of this package, and those of classes from elsewhere but torch. Classes and builtin functions
+        count by name; so does what is no plain value on a class, such as a logger, by that of its class.
+        Functions replaced while the process runs are not seen, nor what code from elsewhere reads that is
+        in no module: its globals, its imports, files.
 
         Raises:
             ValueError: what cannot be in it: a forward hook, an attribute that is no plain value, a class
                 that comes from no file.
         """
         digest = hashlib.sha256(_OWN_CODE.encode())
+        shared: dict[nn.Module, str] = {}
         for name, module in modules.items():
-            for path, part in module.named_modules(prefix=name, remove_duplicate=False):
-                for fact in self._facts(path, part):
-                    digest.update(f"{len(fact)} {fact}".encode())
+            for fact in self._facts(name, module, shared):
+                digest.update(f"{len(fact)} {fact}".encode())
         return digest.hexdigest()
 
-    def _facts(self, path: str, module: nn.Module) -> Iterator[str]:
+    def _facts(self, name: str, module: nn.Module, shared: dict[nn.Module, str]) -> Iterator[str]:
+        for path, part in module.named_modules(prefix=name, remove_duplicate=False):
+            yield from self._facts_of_part(path, part, shared)
+
+    def _facts_of_part(self, path: str, module: nn.Module, shared: dict[nn.Module, str]) -> Iterator[str]:
         kind: type = type(module)
         yield f"{path} {code_of(kind)} {module._compiled_call_impl is not None}"
         hooked = module._forward_hooks or module._forward_pre_hooks
         require(not hooked, path, "a forward hook", "none, as its code cannot be part of a digest")
-        elsewhere = _from_elsewhere(kind)
-        without = _NO_SETTINGS if elsewhere else _NO_SETTINGS_OF_OURS
-        shared = {name: value for each in reversed(elsewhere) for name, value in _class_settings(each)}
+        keeps_kernel = isinstance(module, Attention | LatentAttention)
+        without = _NO_SETTINGS_OF_ATTENTION if keeps_kernel else _NO_SETTINGS
         own = {name: value for name, value in vars(module).items() if name not in without}
-        for name, value in {**shared, **own, **module._parameters, **module._buffers}.items():
-            if isinstance(value, Tensor):
-                for text, plain in plain_tensors(value):
-                    yield f"{name} {text} {self._digest(plain)}"
-            else:
-                yield f"{name} {_text(f'{path}.{name}', value)}"
+        own |= {**module._parameters, **module._buffers}
+        of_class = {
+            name: value
+            for each in reversed(from_elsewhere(kind))
+            for name, value in _class_settings(each)
+            if name not in vars(module)
+        }
+        for name, value in of_class.items():
+            yield f"{name} {self._text(f'{path}.{name}', value, shared, of_class=True)}"
+        for name, value in own.items():
+            yield f"{name} {self._text(f'{path}.{name}', value, shared)}"
+
+    def _text(self, path: str, value: Any, shared: dict[nn.Module, str], *, of_class: bool = False) -> str:
+        """A value in full; of a class also what is no value, by the name and code of its own class.
+
+        `shared` says where a module that is held by a class was met first: all objects of that class have
+        it, perhaps itself among them.
+        """
+        text = functools.partial(self._text, path, shared=shared, of_class=of_class)
+        match value:
+            case None | bool() | int() | float() | str() | bytes():
+                return repr(value)
+            case enum.Enum() | torch.dtype() | torch.device():
+                return repr(value)
+            case Tensor():
+                return " ".join(f"{part} {self._digest(plain)}" for part, plain in plain_tensors(value))
+            case nn.Module():
+                first = shared.setdefault(value, path)
+                facts = self._facts(path, value, shared) if first == path else ()
+                return f"{first} {' '.join(f'{len(fact)} {fact}' for fact in facts)}"
+            case type():
+                return code_of(value)
+            case BuiltinFunctionType() if of_class:
+                return f"{value.__module__}.{value.__qualname__}"
+            case dict():
+                inner: Any = [(key, value[key]) for key in sorted(value, key=repr)]
+            case set() | frozenset():
+                return f"{code_of(type(value))} {sorted(map(text, value))}"
+            case tuple() | list():
+                return f"[{', '.join(map(text, value))}]"
+            case BaseModel():
+                inner = dict(value)
+            case _ if dataclasses.is_dataclass(value):
+                inner = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
+                inner |= getattr(value, "__dict__", {})  # none where it has slots
+            case _ if of_class:
+                inner = None
+            case _:
+                allowed = "a plain value, a tensor, a class or a module"
+                raise ValueError(f"{path}: got {type(value).__name__}; allowed: {allowed}")
+        return f"{code_of(type(value))} {text(inner)}"
 
     @torch.no_grad()
     def _digest(self, tensor: Tensor) -> str:
@@ -138,7 +190,7 @@ def code_of(kind: type) -> str:
         ValueError: a class that comes from no file.
     """
     texts = [f"{kind.__module__}.{kind.__qualname__}"]
-    for each in _from_elsewhere(kind):
+    for each in from_elsewhere(kind):
         file = getattr(sys.modules.get(each.__module__), "__file__", None)
         allowed = "one that comes from a file, so that its code can be part of a digest"
         require(file is not None, "class", each.__qualname__, allowed)
@@ -147,7 +199,7 @@ def code_of(kind: type) -> str:
 
 
 @functools.lru_cache(2**10)
-def _from_elsewhere(kind: type) -> list[type]:
+def from_elsewhere(kind: type) -> list[type]:
     """A class and its bases, but those of this package, of torch and of Python."""
     return [each for each in kind.__mro__ if each.__module__.partition(".")[0] not in _KNOWN]
 
@@ -155,7 +207,7 @@ def _from_elsewhere(kind: type) -> list[type]:
 def _class_settings(kind: type) -> Iterator[tuple[str, Any]]:
     """The attributes of a class that are no code: functions, properties and their like bind to an object."""
     for name, value in vars(kind).items():
-        if not name.startswith("__") and name != "_abc_impl" and not hasattr(type(value), "__get__"):
+        if not name.startswith("__") and not hasattr(type(value), "__get__"):
             yield name, value
 
 
@@ -175,22 +227,3 @@ def _raw(tensor: Tensor) -> Tensor:
 
 def _buffer(tensor: Tensor) -> memoryview:
     return tensor.cpu().numpy().data.cast("B") if tensor.numel() else memoryview(b"")
-
-
-def _text(path: str, value: Any) -> str:
-    """A plain value in full."""
-    match value:
-        case None | bool() | int() | float() | str() | bytes() | enum.Enum() | torch.dtype() | torch.device():
-            return repr(value)
-        case dict():
-            inner: Any = [(key, value[key]) for key in sorted(value, key=repr)]
-        case tuple() | list():
-            return f"[{', '.join(_text(path, each) for each in value)}]"
-        case BaseModel():
-            inner = dict(value)
-        case _ if dataclasses.is_dataclass(value):
-            inner = vars(value)
-        case _:
-            allowed = "a plain value, a tensor or a module"
-            raise ValueError(f"{path}: got {type(value).__name__}; allowed: {allowed}")
-    return f"{code_of(type(value))} {_text(path, inner)}"

@@ -24,8 +24,10 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from stackwise.argument import check_sizes, require
+from stackwise.model.attention import Attention
 from stackwise.model.backend import rules_in_force
-from stackwise.model.content_hash import ContentHash, code_of, tensor_digest
+from stackwise.model.content_hash import ContentHash, code_of, from_elsewhere, tensor_digest
+from stackwise.model.latent import LatentAttention
 from stackwise.model.mask import document_runs, padding_mask
 from stackwise.model.rack import Rack
 from stackwise.random_states import random_states, random_states_equal
@@ -164,9 +166,18 @@ class StackCache:
             [each.fp32_precision for each in (backends, products, backends.mkldnn.matmul)],
             products.allow_fp16_reduced_precision_reduction,
             products.allow_bf16_reduced_precision_reduction,
-            rules_in_force(),
+            rules_in_force(_query_shapes(modules, *input_ids.shape)),
         )
         return hashlib.sha256(repr(facts).encode()).hexdigest()
+
+
+def _query_shapes(modules: dict[str, nn.Module], B: int, T: int) -> set[tuple[int, ...]] | None:
+    """(B, H, T, D) of all attention in modules; None: code from elsewhere may attend with any."""
+    parts = [part for module in modules.values() for part in module.modules()]
+    kinds: set[type] = {type(part) for part in parts}
+    if any(map(from_elsewhere, kinds)):
+        return None
+    return {(B, p.n_heads, T, p.head_dim) for p in parts if isinstance(p, Attention | LatentAttention)}
 
 
 def _check_known(rack: Rack) -> None:

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import functools
 import hashlib
+import logging
 from pathlib import Path
 
 import pytest
@@ -306,14 +307,68 @@ def test_attributes_of_a_class_from_elsewhere_count(monkeypatch):
     part = Scaled(2.0)
     part.gain = 5.0  # hides that of the class
     assert not changed(lambda _: monkeypatch.setattr(Scaled, "gain", 4.0), part)
-    monkeypatch.setattr(Scaled, "gain", object())
-    with pytest.raises(ValueError, match=r"part\.gain: got object; allowed: a plain value"):
-        ContentHash()({"part": Scaled(2.0)})
 
 
-def test_what_only_our_own_classes_keep_of_a_pass_is_not_taken_for_that_of_others():
+class Nested:
+    pass
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slotted:
+    x: int
+
+
+@pytest.mark.parametrize(
+    "value, other",
+    [
+        (nn.LayerNorm, nn.RMSNorm),
+        (Nested, Scaled),
+        (torch.relu, torch.tanh),
+        (frozenset({"a", "b"}), frozenset({"a", "c"})),
+        ({1, "a"}, {1}),
+        (logging.getLogger(), Nested()),
+        ({"act": (torch.relu, nn.LayerNorm)}, {"act": (torch.tanh, nn.LayerNorm)}),
+        ([torch.ones(2)], [torch.zeros(2)]),
+        (Slotted(1), Slotted(2)),
+        (nn.Linear(2, 2), nn.Linear(2, 2)),
+        ((nn.Linear(2, 2),), (nn.Linear(2, 2),)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_whatever_a_class_from_elsewhere_holds_counts(value, other, monkeypatch):
+    monkeypatch.setattr(Scaled, "gain", value)
+    assert changed(lambda _: monkeypatch.setattr(Scaled, "gain", other), Scaled(2.0))
+
+
+def test_order_of_a_set_does_not_count(monkeypatch):
+    digests = set()
+    for values in ([0, 8], [8, 0]):  # 0 and 8 collide: the order is that of insertion
+        monkeypatch.setattr(Scaled, "gain", set(values))
+        digests.add(ContentHash()({"part": Scaled(2.0)}))
+    assert len(digests) == 1
+
+
+def test_module_of_a_class_counts_in_full_and_once(monkeypatch):
+    inner = Scaled(nn.Linear(2, 2))
+    monkeypatch.setattr(Scaled, "gain", inner)  # which has itself in turn
+    parts = nn.ModuleList([Scaled(2.0), Scaled(2.0)])
+    assert changed(lambda _: setattr(inner.scale, "bias", None), parts)
+    digested, content = [], ContentHash()
+    monkeypatch.setattr(content, "_digest", lambda tensor: digested.append(tensor) or "")
+    content({"part": parts})
+    assert len(digested) == 1
+
+
+def test_only_on_attention_is_the_kernel_of_the_last_pass_left_out():
     assert changed(lambda part: setattr(part, "backend", "double"), Scaled(2.0))
-    assert not changed(lambda part: setattr(part.get_block(0).attention, "backend", "sdpa"), make_stack())
+    for kind in ("mha", "mla", "kernel"):
+        stack = make_stack(attention_type=kind)
+        attention = stack.get_block(0).attention
+        of_ones_own = type("OwnAttention", (type(attention),), {"__module__": __name__})
+        for each in (type(attention), of_ones_own):
+            attention.__class__ = each
+            assert not changed(lambda _, a=attention: setattr(a, "backend", f"{a.backend}'"), stack)
+            assert changed(lambda _, a=attention: setattr(a, "dropout", a.dropout + 0.5), stack)
 
 
 def test_compiled_modules_count():

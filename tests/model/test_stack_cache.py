@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import stackwise.model.content_hash as content_hash
 from stackwise.model import backend, create_simple_rack
+from stackwise.model.attention import Attention
 from stackwise.model.block import Block
 from stackwise.model.rack import Rack
 from stackwise.model.stack_cache import StackCache
@@ -70,6 +71,10 @@ class Dropping(Block):
 class Chancy(Block):
     def forward(self, x_BTC, *args, **options):
         return super().forward(x_BTC, *args, **options) * (random.random() if self.training else 1)
+
+
+class OwnAttention(Attention):
+    pass
 
 
 class Positioned(Rack):
@@ -237,6 +242,44 @@ class TestKey:
         monkeypatch.setattr(backend, "_tuned", {})
         cache.prefix(rack, ids, 1)
         assert counts(cache) == (2, 6)
+
+    @pytest.mark.parametrize("kind", ["gqa", "mla"])
+    def test_kernels_tuned_for_other_shapes(self, kind, make_cache, monkeypatch):
+        monkeypatch.setattr(backend, "_tuned", {})
+        cache, rack, ids = make_cache(False), make_rack(**KINDS[kind]), make_ids()
+        cache.prefix(rack, ids, 1)
+        with backend.tuning():
+            computed(make_rack(n_stacks=1, head_dim=6), ids, 1)
+            computed(rack, make_ids(shape=(2, 6)), 1)
+        assert len(backend._tuned) == 2
+        cache.prefix(rack, ids, 1)
+        assert counts(cache) == (1, 1)
+        with backend.tuning():
+            computed(rack, ids, 1)
+        cache.prefix(rack, ids, 1)
+        assert counts(cache) == (1, 2)
+
+    def test_kernels_tuned_for_whatever_a_class_from_elsewhere_attends_with(self, make_cache, monkeypatch):
+        monkeypatch.setattr(backend, "_tuned", {})
+        cache, rack, ids = make_cache(False), make_rack_of(Gain), make_ids()
+        cache.prefix(rack, ids, 1)
+        with backend.tuning():
+            computed(make_rack(n_stacks=1, head_dim=6), ids, 1)
+        cache.prefix(rack, ids, 1)
+        cache.prefix(rack, ids, 1)
+        assert counts(cache) == (1, 2)
+
+    def test_kernel_that_ran_last_for_other_lengths(self, make_cache):
+        cache, rack = make_cache(False), make_rack(sliding_window=3)
+        attention = rack.get_stack(0).get_block(0).attention
+        attention.__class__ = OwnAttention
+        ran = []
+        for T in (8, 1100, 8, 1100):
+            ids = make_ids(shape=(1, T))
+            assert torch.equal(cache.prefix(rack, ids, 1), computed(rack, ids, 1))
+            ran.append(attention.backend)
+        assert ran == ["sdpa", "sliced"] * 2
+        assert counts(cache) == (2, 2)
 
     def test_what_is_above_the_prefix_is_not_in_it(self, make_cache):
         cache, rack = make_cache(False), make_rack(tie_embeddings=False)

@@ -32,6 +32,7 @@ __all__ = [
     "entries_of",
     "flush",
     "folder_of",
+    "lives",
     "nameless_in",
     "newest_in",
     "publish",
@@ -41,6 +42,7 @@ __all__ = [
     "scratch_of",
     "set_aside",
     "steps_in",
+    "this_process",
     "verify_files",
 ]
 
@@ -167,7 +169,7 @@ def folder_of(directory: Path, step: int) -> Path:
 
 def scratch_of(directory: Path, step: int) -> Path:
     """Where this process writes the checkpoint of a step."""
-    return directory / f".step-{step}.{_process()}"
+    return directory / f".step-{step}.{this_process()}"
 
 
 def steps_in(directory: Path) -> list[int]:
@@ -284,7 +286,7 @@ def remove(folder: Path) -> None:
     Raises:
         OSError: the disk refused; it is still there.
     """
-    removed = folder.with_name(f".{folder.name}.{_process()}.removed")
+    removed = folder.with_name(f".{folder.name}.{this_process()}.removed")
     folder.rename(removed)
     flush(folder.parent)
     shutil.rmtree(removed, ignore_errors=True)
@@ -307,7 +309,7 @@ def recover(directory: Path, *, clear: bool) -> None:
         return
     for path in sorted(directory.iterdir()):
         match = _LEFT_OVER.fullmatch(path.name)
-        if match is None or not path.is_dir() or _lives(match[2]):
+        if match is None or not path.is_dir() or lives(match[2]):
             continue
         target = directory / match[1]
         if match[3] == "old" and not target.exists():
@@ -402,6 +404,29 @@ def entries_of(folder: Path, names: Iterable[str]) -> dict[str, FileEntry]:
     return entries
 
 
+def this_process() -> str:
+    """What stands for this process in the name of a folder."""
+    mark = _mark(os.getpid())
+    return f"{os.getpid()}" if mark is None else f"{os.getpid()}-{mark}"
+
+
+def lives(process: str) -> bool:
+    """Whether that other process is there; what this one left is left over."""
+    text, _, mark = process.partition("-")
+    number = int(text[:12])
+    if number == os.getpid():
+        return False
+    try:
+        os.kill(number, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        pass
+    found = _mark(number)
+    # The number alone tells where the system has no marks, or hides those of other people.
+    return found is None or (found != _ENDED and found == mark)
+
+
 def _published_name(name: str) -> str:
     """Of a folder that has its name, or is still being written."""
     match = _LEFT_OVER.fullmatch(name)
@@ -425,29 +450,6 @@ def _regular(folder: Path, name: str) -> os.stat_result:
 
 def _unreadable(folder: Path, name: str, error: OSError) -> DamagedCheckpointError:
     return DamagedCheckpointError(folder, name, f"cannot be read: {error}")
-
-
-def _process() -> str:
-    """What stands for this process in the name of a folder."""
-    mark = _mark(os.getpid())
-    return f"{os.getpid()}" if mark is None else f"{os.getpid()}-{mark}"
-
-
-def _lives(process: str) -> bool:
-    """Whether that other process is there; what this one left is left over."""
-    text, _, mark = process.partition("-")
-    number = int(text[:12])
-    if number == os.getpid():
-        return False
-    try:
-        os.kill(number, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:
-        pass
-    found = _mark(number)
-    # The number alone tells where the system has no marks, or hides those of other people.
-    return found is None or (found != _ENDED and found == mark)
 
 
 _ENDED = ""

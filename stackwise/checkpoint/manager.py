@@ -507,6 +507,7 @@ class CheckpointManager:
         """Take their names from checkpoints that were passed over."""
         for error in damaged:
             if error.whole:
+                self._pass_over(error.folder)
                 self._warnings.append(
                     f"a checkpoint that is whole is passed over: {error}; it keeps its name"
                 )
@@ -515,9 +516,13 @@ class CheckpointManager:
                 place = f"it is now {set_aside(error.folder).name}"
             except OSError as refused:
                 place = f"it keeps its name: {refused}"
-                if error.folder.parent == self.directory:
-                    self._damaged.add(int(error.folder.name.removeprefix("step-")))
+                self._pass_over(error.folder)
             self._warnings.append(f"a damaged checkpoint is passed over: {error}; {place}")
+
+    def _pass_over(self, path: Path) -> None:
+        """One that keeps its name and is no good to this run: it does not count as one that is kept."""
+        if path.parent == self.directory:
+            self._damaged.add(int(path.name.removeprefix("step-")))
 
     def _verified(self, path: Path) -> Manifest:
         """The manifest; each process reads every so many-th file through."""

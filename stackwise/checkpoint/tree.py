@@ -213,7 +213,8 @@ def _code(numbers: Any, path: Path) -> str:
     """Of a dtype of numpy."""
     code: str = numbers.dtype.str
     if not _ARRAY.fullmatch(code):
-        raise _refused(path, f"a numpy array of {numbers.dtype}")
+        what = "array" if isinstance(numbers, np.ndarray) else "scalar"
+        raise _refused(path, f"a numpy {what} of {numbers.dtype}")
     return code
 
 
@@ -284,6 +285,8 @@ def _decode(plain: Any, fetch: Fetch, path: Path) -> Any:
         match content:
             case [str(code), str(text)]:
                 return _decode_scalar(code, text, path)
+            case [str(), str(), []]:  # an array once
+                return _decode_array(content, fetch, path)[()]
     elif kind == "$tuple":
         return tuple(down(i, value) for i, value in enumerate(content))
     elif kind == "$namedtuple":

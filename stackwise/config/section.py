@@ -10,6 +10,7 @@ import difflib
 import re
 import reprlib
 from collections.abc import Mapping
+from types import UnionType
 from typing import Annotated, Any, ClassVar, Self, get_args
 
 from pydantic import (
@@ -112,6 +113,20 @@ class Section(BaseModel):
             return cls.model_validate(dict(mapping))
         except ValidationError as error:
             raise ConfigError(_problems(cls, error), source) from None
+
+    @classmethod
+    def put_away(cls, content: dict[str, Any]) -> None:
+        """Put keys of nested mappings to their default that mean nothing beside the others; see `applies`."""
+        for name, field in cls.model_fields.items():
+            other, allowed = cls.applies.get(name, ("", ()))
+            if other and content.get(other, cls.model_fields[other].default) not in allowed:
+                content[name] = field.get_default(call_default_factory=True)
+                if isinstance(content[name], Section):
+                    content[name] = content[name].to_dict()
+            kind, value = field.annotation, content.get(name)
+            for each in get_args(kind) if isinstance(kind, UnionType) else (kind,):
+                if isinstance(each, type) and issubclass(each, Section) and isinstance(value, dict):
+                    each.put_away(value)
 
     def to_dict(self) -> dict[str, Any]:
         """Nested plain Python values; `from_dict` gives an equal section back."""

@@ -151,7 +151,7 @@ class RackCache:
         self.blocks, self.batch_size, self.capacity = blocks, batch_size, capacity
         self.length = 0
         self.device = device
-        self._open = False  # a pass has begun that is not counted yet
+        self._opened_at: int | None = None  # the length at which a pass began that is not counted yet
         self._keep_BS: Tensor | None = None
         self._length_on_device: Tensor | None = None
 
@@ -181,9 +181,9 @@ class RackCache:
                 "the capacity of the cache"
             )
         keep_BT = padding_mask(attention_mask, batch_size, seq_len)
-        if self._open:
+        if self._opened_at == self.length:
             self._forget_failed_pass()
-        self._open = True
+        self._opened_at = self.length
         if keep_BT is not None and self._keep_BS is None:
             self._keep_BS = torch.ones(batch_size, self.capacity, dtype=torch.bool, device=self.device)
         if self._keep_BS is not None and keep_BT is not None:
@@ -203,7 +203,7 @@ class RackCache:
 
     def advance(self, n_tokens: int) -> None:
         """Count `n_tokens` more."""
-        self._open = False
+        self._opened_at = None
         self.length += n_tokens
         if self._length_on_device is not None:
             self._length_on_device += n_tokens

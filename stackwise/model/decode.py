@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from stackwise.argument import require
 from stackwise.model.cache import BlockCache, RackCache
 from stackwise.model.compilation import Replayable
 from stackwise.model.layout import Layout
@@ -67,6 +68,8 @@ class DecodeStep:
     @torch.no_grad()
     def __call__(self, token_B: Tensor) -> Tensor:
         """Put the tokens into the cache; the logits that follow them."""
+        rows, allowed = len(token_B), self.cache.batch_size
+        require(rows == allowed, "token_B", rows, f"{allowed} rows, as in the cache")
         self._token_B1.copy_(token_B[:, None])
         if not self.capture:
             return self._step()

@@ -6,6 +6,7 @@ Blocks it has, is in `hf_family.py`; files are read and written by `weight_folde
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 import warnings
@@ -286,7 +287,11 @@ def _build(description: Mapping[str, Any], where: str) -> Rack:
 
 def _stack(where: str, /, stack_id: int, blocks: Iterable[Mapping[str, Any]]) -> Stack:
     require(isinstance(stack_id, int), f"{where}: stack_id", stack_id, "an integer")
-    configs = [BlockConfig.from_dict(block, source=where) for block in blocks]
+    configs = []
+    for block in blocks:
+        content = copy.deepcopy(dict(block))
+        BlockConfig.put_away(content)  # what was saved before such keys were refused
+        configs.append(BlockConfig.from_dict(content, source=where))
     return Stack([Block(**config.to_dict()) for config in configs], stack_id)
 
 

@@ -15,16 +15,15 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from stackwise.argument import check_sizes, require
-from stackwise.checkpoint.folder import flush, publish
+from stackwise.checkpoint.folder import flush, lives, publish, this_process
 from stackwise.checkpoint.tensor_file import write_bytes, write_read
 
 __all__ = ["FLOATS", "check_tensors", "read_config", "read_weights", "write_folder"]
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
-_OURS = re.compile(
-    rf"{CONFIG}|{WEIGHTS}|{INDEX}|model-\d{{5,}}-of-\d{{5,}}\.safetensors|\.partial\.[0-9a-f]{{8}}"
-)
+_OURS = re.compile(rf"{CONFIG}|{WEIGHTS}|{INDEX}|model-\d{{5,}}-of-\d{{5,}}\.safetensors")
+_LEFT_OVER = re.compile(r"\.partial\.([1-9][0-9]*(?:-[0-9a-f]{12})?)\.[0-9a-f]{8}", re.ASCII)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _SHOWN = 4
 
@@ -114,15 +113,18 @@ def check_tensors(source: str, given: Mapping[str, Tensor], wanted: Mapping[str,
 
 
 def _check_target(path: str | Path, overwrite: bool) -> Path:
-    """The folder to write, if it may be.
+    """The folder to write, if it may be, without what killed saves have left in it.
 
     Raises:
         ValueError: it is a file, or is not empty and `overwrite` is False, or is a mount point, or holds
-            what a save does not write and would be lost with it.
+            what a save does not write and would be lost with it; another process is saving into it.
     """
     target = Path(path).resolve()
     require(target.is_dir() or not target.exists(), "path", str(path), "a folder")
-    held = sorted(entry.name for entry in target.iterdir()) if target.exists() else []
+    held: list[str] = []
+    if target.exists():
+        _clear(target)
+        held = sorted(entry.name for entry in target.iterdir())
     if held and not overwrite:
         raise ValueError(f"path: {target} holds {_listed(held)}; allowed: an empty folder, or overwrite=True")
     if held and target.is_mount():
@@ -138,6 +140,14 @@ def _check_target(path: str | Path, overwrite: bool) -> Path:
     return target
 
 
+def _clear(folder: Path) -> None:
+    """Remove what is left of processes that are no more, and of this one; another machine's are not seen."""
+    for path in list(folder.iterdir()):
+        match = _LEFT_OVER.fullmatch(path.name)
+        if match is not None and not lives(match[1]):
+            shutil.rmtree(path, ignore_errors=True)
+
+
 def write_folder(
     path: str | Path,
     config: Mapping[str, Any],
@@ -150,7 +160,8 @@ def write_folder(
 
     Of a process that is killed between the two renames that replace a folder, the old one is left beside the
     target, as `.NAME.XXXXXXXX.old`. A folder that is empty is not replaced, so that it may be a mount point:
-    files are moved into it, config.json last, without which nothing takes it for a model.
+    files are moved into it, config.json last, without which nothing takes it for a model. Until then they are
+    in its `.partial.PROCESS.XXXXXXXX`, which the next save removes where that process is no more.
 
     Args:
         path: the folder; made with those above it.
@@ -170,7 +181,9 @@ def write_folder(
     check_sizes(max_shard_bytes=max_shard_bytes)
     target = _check_target(path, overwrite)
     mark, is_there = secrets.token_hex(4), target.is_dir() and not any(target.iterdir())
-    scratch = target / f".partial.{mark}" if is_there else target.with_name(f".{target.name}.{mark}")
+    scratch = target.with_name(f".{target.name}.{mark}")
+    if is_there:
+        scratch = target / f".partial.{this_process()}.{mark}"
     scratch.mkdir(parents=True)
     try:
         _write_weights(scratch, weights, max_shard_bytes)
@@ -186,14 +199,17 @@ def write_folder(
 
 def _move_into(target: Path, scratch: Path) -> None:
     names = [path.name for path in scratch.iterdir() if path.name != CONFIG]
+    moved: list[str] = []  # what else is there by now is another process's
     try:
         for name in names:
             (scratch / name).rename(target / name)
+            moved.append(name)
         flush(target)
         (scratch / CONFIG).rename(target / CONFIG)
+        moved.append(CONFIG)
         flush(target)
     except BaseException:
-        for name in (CONFIG, *names):
+        for name in reversed(moved):
             (target / name).unlink(missing_ok=True)
         raise
 

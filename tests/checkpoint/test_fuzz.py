@@ -225,13 +225,16 @@ def test_what_is_whole_and_not_understood_keeps_its_name(original, tmp_path_fact
     plain["own"]["state"] = {"$of_tomorrow": []}
     content = json.dumps(plain).encode()
     directory = signed(changed(original, tmp_path_factory, FILES[1], content))
-    manager = CheckpointManager(directory)
+    manager = CheckpointManager(directory, keep_last=2)
     with pytest.warns(CheckpointWarning, match=r"whole is passed over: .*not understood.*it keeps its name"):
         assert manager.restore(objects(0.0)).step == 1
     assert names_in(directory) == ["step-1", "step-2"]
     assert (directory / "step-2" / FILES[1]).read_bytes() == content
+    # Nor does it count as one of those that are kept.
+    manager.save(3, objects(3.0))
+    assert names_in(directory) == ["step-1", "step-2", "step-3"]
     manager.save(2, objects(3.0))
-    assert manager.restore(objects(0.0)).step == 2
+    assert manager.restore(objects(0.0), 2).step == 2
 
 
 @given(st.data())

@@ -180,6 +180,13 @@ def test_corners(value):
         assert same(value, found)
 
 
+def test_a_scalar_of_an_older_checkpoint_is_read():
+    """It was an array without a dimension."""
+    content = torch.frombuffer(bytearray(np.float64(0.1).tobytes()), dtype=torch.uint8)
+    found = decode({"$scalar": ["x", "<f8", []]}, lambda name, shape, path: content)
+    assert same(found, np.float64(0.1))
+
+
 def test_versions_of_modules_are_kept():
     module = nn.BatchNorm1d(2)
     state = there_and_back(module.state_dict())

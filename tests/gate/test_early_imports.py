@@ -1,5 +1,6 @@
 """What twins of later rounds may import ahead: of which modules a process of a side tells."""
 
+import importlib
 import sys
 from types import ModuleType
 
@@ -18,6 +19,8 @@ def told(tmp_path, monkeypatch):
         for name in files:
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / name).touch()
+        # What was looked up before may have been noted within the same tick of the file system's clock.
+        importlib.invalidate_caches()
         with monkeypatch.context() as patch:
             patch.setattr(sys, "path", [str(tmp_path / place) for place in path])
             early = EarlyImports()

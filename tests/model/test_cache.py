@@ -294,6 +294,18 @@ class TestRackCache:
             with pytest.raises(ValueError, match=r"cache: got one in which a pass failed after 10 tokens"):
                 rack(ids[:, 10:], cache=cache)
 
+    @torch.no_grad()
+    def test_a_pass_that_is_counted_by_the_caller_did_not_fail(self):
+        rack, ids = make_rack(sliding_window=4), torch.randint(13, (2, 12))
+        cache = rack.new_cache(2, 12)
+        parts = []
+        for t in range(12):
+            x_B1C = rack.embed(ids[:, t : t + 1])
+            layout = cache.layout(x_B1C, None)
+            parts.append(rack.head(rack.follow(x_B1C, layout, cache.blocks)))
+            cache.length += 1
+        torch.testing.assert_close(torch.cat(parts, dim=1), rack(ids))
+
     @pytest.mark.parametrize("window", [None, 3])
     @torch.no_grad()
     def test_a_mask_may_come_late_and_stop(self, window):

@@ -206,6 +206,13 @@ def test_a_hook_that_reads_a_value_does_so_at_each_token():
     assert seen[4:] == pytest.approx(seen[:4], rel=1e-4)
 
 
+def test_other_rows_than_those_of_the_cache():
+    rack = rack_of()
+    decode = DecodeStep(rack, rack.new_cache(3, 16))
+    with pytest.raises(ValueError, match="token_B: got 1; allowed: 3 rows, as in the cache"):
+        decode(torch.tensor([1]))
+
+
 @pytest.mark.parametrize("n_tokens, capacity", [(1, 256), (256, 256), (257, 512), (1000, 1024), (1025, 2048)])
 def test_capacity_is_rounded_up(n_tokens, capacity):
     assert DecodeStep.capacity(n_tokens) == capacity

@@ -28,6 +28,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from stackwise.checkpoint.folder import this_process
 from stackwise.model import Rack, create_rack_from_specs, create_simple_rack, weight_folder
 from stackwise.model.embedding import BoundedEmbedding
 from stackwise.model.hf_family import FAMILIES
@@ -597,6 +598,25 @@ def test_frequencies_of_a_kernel_are_not_rounded_with_the_weights(tmp_path, dtyp
     assert_same(Rack.from_pretrained(tmp_path, dtype=dtype).state_dict(), rack.to(dtype).state_dict())
 
 
+@pytest.mark.parametrize(
+    ("options", "meaningless"),
+    [
+        ({"attention_type": "kernel", "kernel": {"feature_map": "elu"}}, {"kernel": {"n_features": 8}}),
+        ({"use_rope": False}, {"rope_theta": 5e5}),
+    ],
+)
+def test_keys_that_meant_nothing_as_it_was_saved_mean_nothing(tmp_path, options, meaningless):
+    rack = own_rack(**options)
+    rack.save_pretrained(tmp_path, format="stackwise")
+    config = json.loads((tmp_path / "config.json").read_text())
+    for stack in config["stacks"]:
+        for block in stack["blocks"]:
+            for key, value in meaningless.items():
+                block[key] = block[key] | value if isinstance(value, dict) else value
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert_same(Rack.from_pretrained(tmp_path).state_dict(), rack.state_dict())
+
+
 def test_what_a_rack_came_from_is_kept(tmp_path):
     assert own_rack().hf_origin == {}
     rack = Rack.from_pretrained(hf_model("mistral-full", bos_token_id=3, eos_token_id=[5, 6], pad_token_id=0))
@@ -1119,12 +1139,47 @@ def test_an_empty_folder_is_empty_again_after_a_write_that_fails(at, tmp_path, m
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_killed_write_left_in_a_folder_is_replaced(tmp_path):
-    (tmp_path / "model" / ".partial.0123abcd").mkdir(parents=True)
-    with pytest.raises(ValueError, match=r"holds \.partial\.0123abcd; allowed: .* overwrite=True"):
-        own_rack().save_pretrained(tmp_path / "model")
-    own_rack().save_pretrained(tmp_path / "model", overwrite=True)
-    assert {path.name for path in (tmp_path / "model").iterdir()} == {"config.json", "model.safetensors"}
+@pytest.mark.parametrize("is_mount", [False, True])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_what_a_killed_write_left_in_a_folder_is_removed(is_mount, overwrite, tmp_path, monkeypatch):
+    def fail(*args):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(Path, "is_mount", lambda _: is_mount)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", lambda *args, **kwargs: None)
+        patch.setattr(weight_folder, "write_bytes", fail)
+        with pytest.raises(OSError, match="disk full"):
+            own_rack().save_pretrained(tmp_path)
+    (left,) = tmp_path.iterdir()
+    assert left.name.startswith(f".partial.{os.getpid()}")
+    assert (left / "model.safetensors").exists()
+    shutil.copytree(left, left.with_name(f".partial.{10**11}.0123abcd"))  # a number that no process has
+    own_rack().save_pretrained(tmp_path, overwrite=overwrite)
+    assert {path.name for path in tmp_path.iterdir()} == {"config.json", "model.safetensors"}
+
+
+def test_what_a_living_process_writes_into_a_folder_is_left_alone(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", os.getppid)
+        name = f".partial.{this_process()}.0123abcd"
+    (tmp_path / name).mkdir()
+    with pytest.raises(ValueError, match=rf"holds {name}; allowed: an empty folder"):
+        own_rack().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=rf"holds {name}, which would be lost; allowed: another folder"):
+        own_rack().save_pretrained(tmp_path, overwrite=True)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_a_write_that_fails_removes_only_what_it_has_moved(tmp_path, monkeypatch):
+    def fail(folder):
+        (folder / "config.json").write_text("of another process")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(weight_folder, "flush", fail)
+    with pytest.raises(OSError, match="disk full"):
+        own_rack().save_pretrained(tmp_path)
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["of another process"]
 
 
 @pytest.mark.parametrize("is_there", [False, True])

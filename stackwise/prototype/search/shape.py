@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from types import UnionType
-from typing import Any, get_args
+from typing import Any
 
 from stackwise.config import ModelConfig, StackWiseConfig
-from stackwise.config.section import Section
 
 __all__ = ["DEPENDENT_KEYS", "DERIVED_KEYS", "D_FF_MULTIPLE", "base_sizes", "shaped", "shaped_model"]
 
@@ -69,7 +67,7 @@ def shaped(base: StackWiseConfig, values: Mapping[str, Any]) -> dict[str, Any]:
     content = base.to_dict()
     _place_all(content, {key: value for key, value in values.items() if not _is_of_model(key)})
     content["model"] = shaped_model(content["model"], base_sizes(base), values)
-    _put_away(StackWiseConfig, content)
+    StackWiseConfig.put_away(content)
     return content
 
 
@@ -170,17 +168,3 @@ def _place_all(content: dict[str, Any], values: Mapping[str, Any]) -> None:
                 inner[part] = {}
             inner = inner[part]
         inner[path[-1]] = copy.deepcopy(value)
-
-
-def _put_away(section: type[Section], content: dict[str, Any]) -> None:
-    """Put keys to their default that mean something only beside another value of a key before them."""
-    for name, field in section.model_fields.items():
-        other, allowed = section.applies.get(name, ("", ()))
-        if other and content.get(other, section.model_fields[other].default) not in allowed:
-            content[name] = field.get_default(call_default_factory=True)
-            if isinstance(content[name], Section):
-                content[name] = content[name].to_dict()
-        kind: Any = field.annotation
-        for each in get_args(kind) if isinstance(kind, UnionType) else (kind,):
-            if isinstance(each, type) and issubclass(each, Section) and isinstance(content.get(name), dict):
-                _put_away(each, content[name])

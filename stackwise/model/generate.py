@@ -153,7 +153,7 @@ def _check_scores(extreme_B: Tensor) -> None:
         rows = [row for row, extreme in enumerate(extreme_B.tolist()) if not math.isfinite(extreme)]
         raise FloatingPointError(
             f"logits: NaN or infinite in row {', '.join(map(str, rows))} of the batch, so that there is no "
-            "token to take; weights may be so, or something have left the range of its dtype"
+            "token to take: a weight is, or a sum has left the range of its dtype"
         )
 
 

@@ -19,6 +19,7 @@ ROOMS = [
     "seed",
     "device",
     "out_of_memory",
+    "disk_error",
     "tensor_tree",
     "logit_bound",
     "factory",

@@ -75,12 +75,12 @@ class TrialResult:
 
     @property
     def levels(self) -> tuple[float, float] | None:
-        """What base costs, the median of rounds, and what head does by the estimate; None without rounds.
+        """What base costs, the median of rounds, and what head does by the estimate; None without both.
 
         The median of head's own rounds would say something else beside the estimate: sides are compared
         within rounds, and the machine is not equally fast in all of them.
         """
-        if not self.base:
+        if not self.base or not self.head:
             return None
         base, estimate = statistics.median(self.base), self.decision.estimate
         return base, base * (1 + estimate) if math.isfinite(estimate) else statistics.median(self.head)

@@ -141,12 +141,14 @@ def _compared(
         limit = limits.of(metric)
         base = tuple(run.levels[name][metric] for run in bases if metric in run.levels[name])
         head = tuple(run.levels[name][metric] for run in heads if metric in run.levels[name])
-        # A metric that only one side has cannot be compared; time both have, if on another machine.
-        if limit is None or not head or (metric != "time" and not base):
+        # A metric that is new has nothing to be compared with; time both have, if on another machine.
+        if limit is None or (metric != "time" and not base):
             continue
         ways = {json.dumps(run.ways[name], sort_keys=True) for run in (*bases, *heads)}
         reason = ""
-        if not base:
+        if not head:
+            reason = f"saved runs have a {metric} of it, and the new ones have none"
+        elif not base:
             reason = "no saved run is of this machine, and those of others are not compared"
         elif metric == "time" and len(ways) > 1:
             reason = f"it was timed in different ways: {', '.join(sorted(ways))}"

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from stackwise.argument import require
+from stackwise.disk_error import told_as_os_error
 from stackwise.model.block import Block
 from stackwise.model.layout import Layout
 from stackwise.model.rack import Rack
@@ -210,7 +211,8 @@ def _write(block: Block, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        save_file({name: t.detach().contiguous() for name, t in block.state_dict().items()}, partial)
+        with told_as_os_error(path):
+            save_file({name: t.detach().contiguous() for name, t in block.state_dict().items()}, partial)
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)

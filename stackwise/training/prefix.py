@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import TextIO
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from stackwise.disk_error import told_as_os_error
 from stackwise.model.layout import Layout
 from stackwise.model.rack import Rack
 from stackwise.training.block_store import BlockStore
@@ -158,8 +159,9 @@ class PrefixOutputs:
         else:
             place = self._folder / key
             try:
-                save_file({"hidden": x_BTC.cpu().contiguous()}, place)
-            except (OSError, SafetensorError) as error:
+                with told_as_os_error(place):
+                    save_file({"hidden": x_BTC.cpu().contiguous()}, place)
+            except OSError as error:
                 place.unlink(missing_ok=True)
                 self.byte_budget = self.statistics.bytes
                 said = f"{self._folder}: no room for more than {self.byte_budget} bytes: {error}"

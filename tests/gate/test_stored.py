@@ -9,6 +9,7 @@ import pytest
 from scipy import stats
 
 from stackwise.gate.limit import Limit, Limits
+from stackwise.gate.report import markdown
 from stackwise.gate.result import GateResult
 from stackwise.gate.sequential import Rule
 from stackwise.gate.stored import compare_stored
@@ -172,8 +173,17 @@ def test_memory_is_judged_where_both_have_it(save):
         result = compare_stored(old, save("new", peak(n_bytes)))
         assert decision(result, "memory").verdict is verdict
         assert result.tests[0].trials["memory"].unit == "B"
-    [test] = compare_stored(old, save("new", {TEST: 0.01})).tests
+    [test] = compare_stored(save("older", {TEST: 0.01}), save("new", peak(10**8))).tests
     assert list(test.trials) == ["time"]
+
+
+def test_a_lost_metric_is_told(save):
+    old = save("old", {TEST: ({"min": 0.01}, {"peak_memory_bytes": 10**8})})
+    result = compare_stored(old, save("new", {TEST: 0.01}))
+    assert decision(result, "memory").verdict is Verdict.INCONCLUSIVE
+    assert decision(result, "memory").reason == "saved runs have a memory of it, and the new ones have none"
+    assert result.outcome == "inconclusive"
+    assert "the new ones have none" in markdown(result)
 
 
 def test_tests_that_one_side_does_not_have(save):

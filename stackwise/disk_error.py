@@ -1,0 +1,35 @@
+"""Disk errors: that a disk refuses is an `OSError`, whoever writes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+__all__ = ["told_as_os_error"]
+
+_NUMBER = re.compile(r"\(os error (\d+)\)")
+
+
+@contextmanager
+def told_as_os_error(path: Path) -> Iterator[None]:
+    """Raise what safetensors says of the system, as of a full disk, as Python does.
+
+    Args:
+        path: of the file that is written.
+
+    Raises:
+        OSError: with the path, and its number, as `ENOSPC`, where it is known; errors of another kind are
+            let through.
+    """
+    try:
+        yield
+    except SafetensorError as error:
+        said = str(error)
+        found = _NUMBER.search(said)
+        if found is None and "I/O error" not in said:
+            raise
+        raise OSError(int(found[1]) if found else 0, said, str(path)) from error

@@ -1,0 +1,35 @@
+"""Disk errors: what safetensors says of the system is an OSError with its number, and nothing else is."""
+
+import errno
+
+import pytest
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from stackwise.disk_error import told_as_os_error
+
+
+def test_what_the_system_says_has_its_number_and_its_path(tmp_path):
+    path = tmp_path / "none" / "a.safetensors"
+    with pytest.raises(FileNotFoundError) as raised, told_as_os_error(path):
+        save_file({"a": torch.zeros(3)}, path)
+    assert (raised.value.errno, raised.value.filename) == (errno.ENOENT, str(path))
+
+
+def test_a_full_disk(tmp_path):
+    with pytest.raises(OSError) as raised, told_as_os_error(tmp_path):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+    assert raised.value.errno == errno.ENOSPC
+
+
+def test_no_number_is_known(tmp_path):
+    with pytest.raises(OSError, match="I/O error: broken pipe"), told_as_os_error(tmp_path):
+        raise SafetensorError("I/O error: broken pipe")
+
+
+def test_other_errors_are_let_through(tmp_path):
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(b"no tensors")
+    with pytest.raises(SafetensorError), told_as_os_error(path), safe_open(path, framework="pt"):
+        pass

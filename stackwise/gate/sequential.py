@@ -26,12 +26,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from scipy.special import stdtrit
 
 from stackwise.argument import check_number, check_sizes
 from stackwise.gate.boundary import check_looks, quantiles
 from stackwise.gate.verdict import Decision, Verdict
 
-__all__ = ["Rule"]
+__all__ = ["Rule", "surely_differs"]
 
 _FLAG_SHAPE, _PASS_SHAPE = 0.4, 0.5
 
@@ -135,3 +136,15 @@ class Rule:
             return None
         why = f"open after {rounds} rounds, which differ by {spread:.2%} (sd)"
         return decided(Verdict.INCONCLUSIVE, to_flag, to_pass, 1 - self.alpha - self.miss, why)
+
+
+def surely_differs(differences: Sequence[float], chance: float) -> tuple[float, float, float] | None:
+    """Mean and ends of the t interval that is wrong on either side with `chance`; None: it has 0 in it.
+
+    One look only: at more of them it would be wrong more often.
+    """
+    values = np.asarray(differences, dtype=np.float64)
+    mean = float(values.mean())
+    error = float(values.std(ddof=1)) / math.sqrt(len(values))
+    beside = -float(stdtrit(len(values) - 1, chance)) * error
+    return (mean, mean - beside, mean + beside) if abs(mean) > beside else None

@@ -8,17 +8,22 @@ from dataclasses import replace
 
 from stackwise.argument import check_number, check_sizes
 from stackwise.gate.limit import Limit
-from stackwise.gate.sequential import Rule
+from stackwise.gate.sequential import Rule, surely_differs
 from stackwise.gate.verdict import Decision, Verdict
 
 __all__ = ["Trial"]
+
+
+# Fresh rounds that have to say the same where all rounds together are what decides.
+_LEAST_FRESH = 2
 
 
 class Trial:
     """One metric of one test, round by round.
 
     Where the rule finds it slower or faster this is a flag. Fresh rounds follow, which are judged by
-    themselves, and the flag becomes the verdict if they say the same.
+    themselves, and the flag becomes the verdict if they say the same. Where the time is up before they are
+    enough for that, all rounds are judged together, once, and held to the two chances multiplied.
 
     Args:
         limit: of the metric.
@@ -102,7 +107,8 @@ class Trial:
     def conclude(self, why: str) -> Decision:
         """Decide with what there is, unless it was decided before.
 
-        What the last look proved is proved; a flag that was not confirmed is INCONCLUSIVE.
+        What the last look proved is proved; a flag that was not confirmed, and that all rounds together do
+        not prove, is INCONCLUSIVE.
 
         Args:
             why: no more rounds are made, as half a sentence: "the time is up".
@@ -120,10 +126,31 @@ class Trial:
                 mean = math.expm1(statistics.fmean(rounds)) if rounds else math.nan
                 few = f"{len(self._stage())} rounds are too few to say anything"
                 found = Decision(Verdict.INCONCLUSIVE, mean, -math.inf, math.inf, 0.0, 0, False, few)
-            decision = self._final(found)
+            decision = self._together() or self._final(found)
             reason = f"{decision.reason}; {why}" if self._differences else why
             self._decision = replace(decision, reason=reason)
         return self._decision
+
+    def _together(self) -> Decision | None:
+        """What was flagged, if the fresh rounds go the same way and all rounds prove it; else None.
+
+        A flag that fresh rounds deny has been decided before.
+        """
+        fresh = self._stage()
+        if self._flag is None or len(fresh) < _LEAST_FRESH:
+            return None
+        chance = self.rule.alpha * self._fresh_rule.alpha
+        found = surely_differs(self._differences, chance)
+        if found is None:
+            return None
+        _, least = self.limit.at(self.base_level)
+        sign = 1 if self._flag.verdict is Verdict.REGRESSED else -1
+        if min(sign * found[0], sign * statistics.fmean(fresh)) <= least:
+            return None
+        estimate, low, high = map(math.expm1, found)
+        rounds = len(self._differences)
+        reason = f"{self._flag.reason}, and after all {rounds} together"
+        return Decision(self._flag.verdict, estimate, low, high, 1 - 2 * chance, rounds, True, reason)
 
     def _rule(self) -> Rule:
         return self.rule if self._flag is None else self._fresh_rule

@@ -40,7 +40,8 @@ class Decision:
             where there is none.
         rounds: that were made, those of the confirmation too.
         confirmed: whether the verdict was found a second time, in fresh rounds. The estimate and the interval
-            are then of these alone, as the first ones were chosen for being large.
+            are then of these alone, as the first ones were chosen for being large; where the time was up
+            before they were enough, of all rounds together, which were held to more.
         reason: why it is this verdict, in one sentence.
     """
 

@@ -226,6 +226,47 @@ def test_what_the_rule_does_not_assume(name):
         assert error_rates(name, sd, 0.05, trials=10_000).regressed >= 0.99
 
 
+def at_the_end_of_time(values, made, rule=None):
+    """What became of each row, all of which have no time for more than `made` rounds."""
+    verdicts = []
+    for row in values:
+        trial = Trial(Limit(), rule)
+        for each in row[:made]:
+            if not trial.decided:
+                trial.add(each, 1e-3)
+        verdicts.append(trial.conclude("the time is up").verdict)
+    return verdicts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("made", "found"), [(8, 0.28), (10, 0.82), (12, 0.97)])
+def test_where_the_time_is_up_all_rounds_together_find_it(made, found):
+    slower = 0.007 * draw("normal", (2000, made), np.random.default_rng(1)) + math.log1p(0.02)
+    assert at_the_end_of_time(slower, made).count("REGRESSED") >= found * 2000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*SYMMETRIC, "drifting"])
+def test_where_the_time_is_up_identical_code_is_found_slower_as_rarely(name):
+    rule, hits = Rule(), 0
+    rng = np.random.default_rng(2)
+    for made in (8, 10, 12):
+        values = 0.015 * draw(name, (100_000, made), rng)
+        # Only what is flagged can be found slower, which is seen for all rows at once.
+        looks = tuple(look for look in rule.looks if look <= made)
+        bounds = quantiles(rule.looks, rule.alpha, 0.4)[: len(looks)]
+        seen = np.stack(
+            [
+                values[:, :look].mean(1) - bound * stats.sem(values[:, :look], axis=1)
+                for look, bound in zip(looks, bounds, strict=True)
+            ]
+        )
+        flagged = values[(seen > 0).any(0)]
+        hits += at_the_end_of_time(flagged, made).count("REGRESSED")
+    # The chance is 0.0025 * 0.05 at most where rounds are independent: 37 of 300,000.
+    assert hits <= (300 if name == "drifting" else 60)
+
+
 @pytest.mark.slow
 def test_a_run_of_many_tests_raises_no_more_alarms():
     rates = error_rates("normal", 0.03, trials=200_000, n_tests=1000)

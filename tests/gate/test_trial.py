@@ -1,8 +1,10 @@
 import math
+import statistics
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy import stats
 
 from stackwise.gate.limit import Limit
 from stackwise.gate.sequential import Rule
@@ -132,6 +134,34 @@ def test_a_flag_without_the_time_for_fresh_rounds_is_inconclusive():
     decision = trial.conclude("the time is up")
     assert decision.verdict == Verdict.INCONCLUSIVE and decision.rounds == 4
     assert "surely costs more after 4 rounds" in decision.reason and "the time is up" in decision.reason
+
+
+@pytest.mark.parametrize(
+    ("change", "verdict"), [(0.03, Verdict.REGRESSED), (-0.03, Verdict.IMPROVED)], ids=["slower", "faster"]
+)
+def test_all_rounds_together_may_say_what_there_was_no_time_to_say_again(change, verdict):
+    trial = Trial(Limit())
+    rounds = [*around(change), *around(change * 2 / 3)[:2]]
+    give(trial, rounds)
+    assert trial.confirming and not trial.decided
+    decision = trial.conclude("the time is up")
+    assert (decision.verdict, decision.confirmed, decision.rounds) == (verdict, True, 6)
+    # Student's interval of all six, at the chances of flag and confirmation multiplied.
+    chance = 0.0025 * 0.05
+    ends = stats.t(5, statistics.fmean(rounds), stats.sem(rounds)).interval(1 - 2 * chance)
+    assert (decision.low, decision.high) == pytest.approx(tuple(map(math.expm1, ends)))
+    assert decision.estimate == pytest.approx(math.expm1(statistics.fmean(rounds)))
+    assert decision.level == 1 - 2 * chance
+    assert decision.reason.endswith("after 4 rounds, and after all 6 together; the time is up")
+
+
+@pytest.mark.parametrize(
+    "fresh", [[0.03], [0.03, -0.03], [0.005, 0.006], [0.2, 0.03]], ids=["one", "denied", "small", "wild"]
+)
+def test_all_rounds_together_are_held_to_fresh_ones_and_to_more(fresh):
+    trial = Trial(Limit())
+    give(trial, around(0.03) + fresh)
+    assert trial.conclude("the time is up").verdict == Verdict.INCONCLUSIVE
 
 
 def test_what_the_last_look_proved_stays_proved():

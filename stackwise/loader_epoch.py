@@ -5,15 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-__all__ = ["epoch_of", "tell_epoch"]
+__all__ = ["epoch_of", "parts_of", "tell_epoch"]
+
+
+def parts_of(loader: object) -> list[object]:
+    """What the order of a loader may come from: itself, its dataset, its samplers and what these wrap."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    inside = (getattr(loader, "dataset", None), getattr(loader, "sampler", None))
+    parts = (loader, *inside, batch_sampler, getattr(batch_sampler, "sampler", None))
+    return [part for part in parts if part is not None]
 
 
 def tell_epoch(loader: Iterable[Any], number: int) -> None:
-    """Call `set_epoch` of all that has it: the loader, its dataset, its samplers and what these wrap."""
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    inside = (getattr(loader, "dataset", None), getattr(loader, "sampler", None))
-    for each in (loader, *inside, batch_sampler, getattr(batch_sampler, "sampler", None)):
-        if callable(told := getattr(each, "set_epoch", None)):
+    """Call `set_epoch` of all parts of a loader that have it."""
+    for part in parts_of(loader):
+        if callable(told := getattr(part, "set_epoch", None)):
             told(number)
 
 

@@ -44,6 +44,7 @@ class ScopeConfig(Section):
     - `polish_steps`: how many of `max_steps` are given to training all units together in the end.
     - `cache_bytes`: of what frozen units before the unit in training say of each batch, so much is kept, in
       memory or in `cache_dir`; the rest is computed again.
+      From right to left nothing is moved on, and only what comes again within a unit is spared.
     - `offload`: where units are that take no part: on the device as well, in the memory of the CPU, or on
       disk in `offload_dir`.
     """
@@ -186,7 +187,8 @@ class ScheduleConfig(Section):
     `warmup_steps=None` is a tenth of the run. `wsd` stays at the peak and falls linearly over the last
     `decay_fraction` of the run (Hu et al. 2024, arXiv:2404.06395); `inverse_sqrt` falls as one over the
     root of the step (Vaswani et al. 2017), and no lower than `min_lr`. Each unit of a local scope starts
-    it anew.
+    it anew. With a polish the steps are divided, and so is the warm-up: units and polish have the share of
+    it that they have of `max_steps`, rounded down.
     """
 
     applies: ClassVar[Applies] = {

@@ -40,7 +40,8 @@ def create_data(
 
     Raises:
         ValueError: a vocabulary too small for the tokens; too little text; `pack_documents` where documents
-            are not known; a `mask_token_id` that is a token of the text; damaged shards.
+            are not known; a `mask_token_id` that is a token of the text; damaged shards, or a tokenizer for
+            them.
         OSError: the file or the folder cannot be read.
         ImportError: a tokenizer whose library is not installed.
     """
@@ -127,6 +128,8 @@ def _sequence(config: StackWiseConfig) -> TokenSequence:
     path = None if config.data.dataset_path is None else Path(config.data.dataset_path)
     vocab_size = config.model.vocab_size
     if path is not None and path.is_dir():
+        unasked = f"'byte', the default, with the shards in {path}, which are tokens already"
+        require(config.data.tokenizer == "byte", "data.tokenizer", config.data.tokenizer, unasked)
         shards = TokenShards(path)
         check_vocabulary(vocab_size, shards.vocab_size, f"the shards in {path}")
         return shards

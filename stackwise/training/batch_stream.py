@@ -6,13 +6,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from stackwise.argument import require
-from stackwise.loader_epoch import tell_epoch
+from stackwise.loader_epoch import parts_of, tell_epoch
 from stackwise.random_states import random_states, set_random_states
 
-__all__ = ["Batch", "BatchStream", "as_mapping", "check_restarts"]
+__all__ = ["Batch", "BatchStream", "as_mapping", "check_apart", "check_restarts"]
 
 Batch = Mapping[str, Tensor] | Tensor | Sequence[Tensor]
 
@@ -22,8 +23,8 @@ class BatchStream:
 
     Its state is a place: a pass and the batch of it that comes next. A loader with a state of its own
     (`Batches`, `StatefulDataLoader`) goes on there by it. Of any other as many batches are taken again and
-    left out, after the random states with which the pass began: that is the same of a `DataLoader` that
-    shuffles, unless it has a generator of its own.
+    left out, after the random states with which the pass began, those of a `generator` that the loader or one
+    of its parts has included: that is the same of a `DataLoader` that shuffles.
 
     Args:
         dataloader: started again when it ends; it, its dataset and its samplers are told the pass, where they
@@ -44,6 +45,7 @@ class BatchStream:
         self.place = (0, 0)
         self._batches: Iterator[Batch] | None = None
         self._began: dict[str, Any] | None = None  # random states at the start of the pass
+        self._generators = _generators(dataloader)
         for _ in range(first_step * per_step):
             self._take()
 
@@ -59,16 +61,25 @@ class BatchStream:
     def state_dict(self) -> dict[str, Any]:
         """The place of the batch that comes next."""
         state: dict[str, Any] = {"epoch": self._epoch, "batch": self._index}
+        state["generators"] = self._generator_states()
         if _has_state(self._dataloader):
             return state | {"loader": self._dataloader.state_dict()}  # type: ignore[attr-defined]
         return state | {"began": self._began}  # None: the pass has not begun
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], *, reads: bool = True) -> None:
         """Go on at a place; random states are as they then come to be.
+
+        Args:
+            state: of `state_dict`.
+            reads: whether the rest of the pass is asked for; without, no batch is taken again, and only the
+                generators of the loader go on, for passes of another stream.
 
         Raises:
             ValueError: the loader is another one, or has fewer batches.
         """
+        if not reads:
+            self._set_generators(state.get("generators", []))  # older states have none
+            return
         self._epoch, self._index = state["epoch"], state["batch"]
         tell_epoch(self._dataloader, self._epoch)
         if _has_state(self._dataloader):
@@ -80,6 +91,7 @@ class BatchStream:
         self._began = state["began"]
         if self._began is None:
             return
+        self._set_generators(self._began.get("generators", []))
         set_random_states(self._began)
         self._batches = iter(self._dataloader)
         left_out = sum(1 for _ in islice(self._batches, self._index))
@@ -90,7 +102,8 @@ class BatchStream:
         while True:
             if self._batches is None:
                 tell_epoch(self._dataloader, self._epoch)
-                self._began = None if _has_state(self._dataloader) else random_states()
+                if not _has_state(self._dataloader):
+                    self._began = random_states() | {"generators": self._generator_states()}
                 self._batches, self._index = iter(self._dataloader), 0
             for batch in self._batches:
                 self._index += 1
@@ -99,9 +112,42 @@ class BatchStream:
                 raise ValueError("dataloader: got no batch" + (" in a later epoch" if self._epoch else ""))
             self._epoch, self._batches = self._epoch + 1, None
 
+    def _generator_states(self) -> list[Tensor]:
+        return [generator.get_state() for generator in self._generators]
+
+    def _set_generators(self, states: Sequence[Tensor]) -> None:
+        count, saved = len(self._generators), len(states)
+        require(count == saved, "generators of the dataloader", count, f"{saved}, as many as were saved")
+        for generator, state in zip(self._generators, states, strict=True):
+            generator.set_state(state)
+
 
 def _has_state(dataloader: object) -> bool:
     return hasattr(dataloader, "state_dict") and hasattr(dataloader, "load_state_dict")
+
+
+def _generators(dataloader: object) -> list[torch.Generator]:
+    """What a loader and its parts draw from, where that is not the random state of all; each once."""
+    drawn_from = (getattr(part, "generator", None) for part in parts_of(dataloader))
+    return list(dict.fromkeys(each for each in drawn_from if isinstance(each, torch.Generator)))
+
+
+def check_apart(dataloader: Iterable[Batch], validation: Iterable[Batch]) -> None:
+    """Refuse validation data whose evaluation would move the place in the training data.
+
+    Raises:
+        ValueError: both are, or go through, one object that keeps its place.
+    """
+    kept = [part for part in _all_parts(dataloader) if _has_state(part)] if _has_state(dataloader) else []
+    others = {id(part) for part in _all_parts(validation)}
+    shared = [type(part).__name__ for part in kept if id(part) in others]
+    allowed = f"batches of its own: the dataloader keeps its place in the same {', '.join(shared)}"
+    require(not shared, "validation", type(validation).__name__, allowed)
+
+
+def _all_parts(loader: object) -> list[object]:
+    """Those of a loader, and of the one that it reads ahead, as `Prefetched` does."""
+    return parts_of(loader) + parts_of(getattr(loader, "loader", None))
 
 
 def check_restarts(dataloader: Iterable[Batch], n_units: int) -> None:

@@ -177,14 +177,19 @@ def hidden_states(rack: Rack, targets: Targets, device: torch.device) -> Tensor:
 def block_writer(directory: str | Path) -> Callable[[Block], Block]:
     """What `create_rack_from_config(config, place=...)` gives each new Block to, so that it lies on disk.
 
-    A Rack of any depth is then built in the memory of one Block.
+    A Rack of any depth is then built in the memory of one Block. A file that is there is replaced.
+
+    Raises:
+        ValueError: from the writer: a directory in which another run has its Blocks. They are as they were.
+        OSError: from the writer: the directory cannot be written.
     """
     folder, count = Path(directory), iter(range(2**63))
 
     def write(block: Block) -> Block:
         path = _path(folder, next(count))
-        _write(block, path)
-        _assign(block, _mapped(path))
+        with _locked(folder):  # no longer: a Block that is mapped stays, whoever replaces its file
+            _write(block, path)
+            _assign(block, _mapped(path))
         return block
 
     return write

@@ -323,8 +323,7 @@ class TrainingLoop:
     def _go_on(self, state: Mapping[str, Any], step: TrainStep, *, reads: bool) -> None:
         """Put everything where it was behind the step that `state` is of; random states last."""
         assert self.checkpoints is not None, "the state is of a checkpoint"
-        if reads:
-            self._batches.load_state_dict(state["stream"])
+        self._batches.load_state_dict(state["stream"], reads=reads)
         if step.loss_scale is not None:
             step.loss_scale.load_state_dict(state["loss_scale"])
         self.checkpoints.restore(self._shared_objects(step), len(self.records))

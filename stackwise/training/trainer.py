@@ -29,7 +29,7 @@ from stackwise.model.surgery import residual_ends
 from stackwise.seed import seeded
 from stackwise.stability.guard import GuardError
 from stackwise.trainer_spec import TrainerSpec
-from stackwise.training.batch_stream import Batch, check_restarts
+from stackwise.training.batch_stream import Batch, check_apart, check_restarts
 from stackwise.training.block_store import BlockStore, hidden_states
 from stackwise.training.checkpoint import RackCheckpoints
 from stackwise.training.distributed import SharedRack, check_rows
@@ -98,14 +98,15 @@ class ArchitectureTrainer:
                 With "fsdp" it stays where it is, and parts of a copy are on the devices meanwhile.
             dataloader: batches with `input_ids` (B, N), as `Objective.targets` takes them, or bare (B, N)
                 tensors. Started again when it ends, and for every unit.
-            validation: as `dataloader`: what is evaluated every `training.eval_interval` steps.
+            validation: as `dataloader`: what is evaluated every `training.eval_interval` steps. Not the same
+                loader, nor one of the same data, if that keeps its place in them.
 
         Raises:
             ValueError: attention that does not fit the objective (the loss would leak), nothing to train,
                 no data or data that cannot be gone through again, tokens that the vocabulary does not have,
                 no gradients (`torch.no_grad`), a log that another run wrote, `eval_interval` without
-                validation data, a `checkpoint_dir` for a Rack that the configuration does not describe, or
-                processes that do not have the same Rack or the same rows of the data.
+                validation data of its own, a `checkpoint_dir` for a Rack that the configuration does not
+                describe, or processes that do not have the same Rack or the same rows of the data.
             NonFiniteStepError: the loss or the gradient stopped being finite, and there is no guard.
             GuardError: the guard could not help; weights are those before the step that broke.
             TrainingTerminated: SIGTERM came, and the run is saved in `checkpoint_dir`.
@@ -120,7 +121,7 @@ class ArchitectureTrainer:
         phases = self._phases(rack)
         check_restarts(dataloader, sum(not phase.continues for phase in phases))
         check_rows(dataloader, self.processes)
-        self._check_validation(validation)
+        self._check_validation(validation, dataloader)
         checkpoints = self._checkpoints(rack)
         resumed = checkpoints.resume(rack) if checkpoints is not None and settings.resume else None
         rack.zero_grad()
@@ -166,7 +167,7 @@ class ArchitectureTrainer:
     def learning_rate(self, step: int, total_steps: int | None = None) -> float:
         """Learning rate of `step`, counted from 0, in a schedule of `total_steps`; None: of `max_steps`.
 
-        A schedule of another length, as of the last polish, has a warm-up of the same share.
+        One of another length, as of units and polish with `polish_steps`, has a warm-up of the same share.
         """
         settings, schedule = self.config.training, self.config.training.schedule
         total_steps = settings.max_steps if total_steps is None else total_steps
@@ -257,7 +258,7 @@ class ArchitectureTrainer:
             require(weight.requires_grad, "training.scope.growth", True, frozen)
         return phases
 
-    def _check_validation(self, validation: Iterable[Batch] | None) -> None:
+    def _check_validation(self, validation: Iterable[Batch] | None, dataloader: Iterable[Batch]) -> None:
         interval = self.config.training.eval_interval
         given = "data to evaluate: train_architecture(rack, dataloader, validation)"
         require(interval is None or validation is not None, "training.eval_interval", interval, given)
@@ -267,6 +268,7 @@ class ArchitectureTrainer:
             require(not once, "validation", kind, "what gives its batches again each time, as a list")
             some = length_hint(validation, 1) > 0
             require(some, "validation", "no batch", "at least one, with training.eval_interval")
+            check_apart(dataloader, validation)
             check_rows(validation, self.processes)
 
     def _checkpoints(self, rack: Rack) -> RackCheckpoints | None:

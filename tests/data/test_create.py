@@ -595,6 +595,12 @@ class TestShardsOfAConfiguration:
         with pytest.raises(ValueError, match=r"model\.vocab_size: got 199; allowed: at least 200, .*shards"):
             create_data(config(model={"vocab_size": 199}))
 
+    def test_a_tokenizer_that_is_not_asked(self, config, tmp_path):
+        with pytest.raises(
+            ValueError, match=r"data\.tokenizer: got 'words'; allowed: 'byte', .*tokens already"
+        ):
+            create_data(config(data={"tokenizer": "words"}))
+
     def test_damage(self, config, tmp_path):
         path = tmp_path / "shards" / "tokens-00003.safetensors"
         path.write_bytes(path.read_bytes()[:-3])

@@ -134,6 +134,30 @@ def test_a_rack_that_was_built_onto_disk_may_stay_in_its_folder(tmp_path):
     store.close()
 
 
+def test_a_rack_is_not_built_over_the_blocks_of_another_run(rack, tmp_path):
+    store = BlockStore(rack, CPU, "disk", tmp_path)
+    x_BTC = torch.randn(1, 3, 16)
+    expected = store.run(range(4), x_BTC, Layout(x_BTC))
+    torch.manual_seed(1)
+    with pytest.raises(ValueError, match=r"training\.scope\.offload_dir: got .* no other run"):
+        create_rack_from_config(CONFIG, place=block_writer(tmp_path))
+    assert store.run(range(4), x_BTC, Layout(x_BTC)).equal(expected)
+    store.close()
+    create_rack_from_config(CONFIG, place=block_writer(tmp_path))
+
+
+def test_a_rack_that_was_built_onto_disk_keeps_its_weights_whatever_is_built_there(tmp_path):
+    """Two runs that begin together: neither has its Blocks there yet."""
+    built = create_rack_from_config(CONFIG, place=block_writer(tmp_path))
+    before = state_of(built)
+    other = create_rack_from_config(CONFIG, place=block_writer(tmp_path))
+    store = BlockStore(built, CPU, "disk", tmp_path)
+    assert same(state_of(built), before) and not same(state_of(other), before)
+    x_BTC = torch.randn(1, 3, 16)
+    assert store.run(range(4), x_BTC, Layout(x_BTC)).equal(built.forward_from_stack(x_BTC, 0))
+    store.close()
+
+
 def test_an_error_while_resident_still_puts_blocks_back(rack, tmp_path):
     store = BlockStore(rack, CPU, "disk", tmp_path)
     with pytest.raises(RuntimeError, match="stop"), store.resident([0]):

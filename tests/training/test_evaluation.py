@@ -4,9 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
 
-from stackwise.data import TokenWindows
+from stackwise.data import Prefetched, TokenWindows
 from stackwise.training import ArchitectureTrainer, load_rack
+from stackwise.training.batch_stream import check_apart
 from stackwise.training.evaluation import ValidationRecord
 from stackwise.training.json_lines_log import read_json_lines
 from stackwise.training.phase_model import blocks_of
@@ -162,6 +164,58 @@ def test_without_data_for_it_nothing_begins(make_config, make_rack, make_batches
     with pytest.raises(ValueError, match=named):
         ArchitectureTrainer(config).train_architecture(rack, make_batches(config), given)
     assert torch.equal(weights(rack), before)
+
+
+def windows():
+    return TokenWindows(torch.arange(400) % 23, 2, 8)
+
+
+def in_a_loader(data):
+    return DataLoader(data, batch_size=None)
+
+
+def in_a_stateful_loader(data):
+    return StatefulDataLoader(data, batch_size=None)
+
+
+def in_two(make):
+    """Two loaders of one and the same data."""
+    data = windows()
+    return make(data), data
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata's own call
+@pytest.mark.parametrize(
+    "loaders, validation, shared",
+    [
+        (lambda: (data := windows(), data), "TokenWindows", "TokenWindows"),
+        (lambda: (data := Prefetched(windows()), data), "Prefetched", "Prefetched, TokenWindows"),
+        (lambda: in_two(Prefetched), "TokenWindows", "TokenWindows"),
+        (lambda: in_two(Prefetched)[::-1], "Prefetched", "TokenWindows"),
+        (lambda: in_two(in_a_loader)[::-1], "DataLoader", "TokenWindows"),
+        (lambda: in_two(in_a_stateful_loader), "TokenWindows", "TokenWindows"),
+    ],
+)
+def test_a_place_that_would_be_lost_is_refused(make_config, make_rack, loaders, validation, shared):
+    config = make_config(training={"eval_interval": 1})
+    told = f"validation: got '{validation}'; allowed: batches of its own.*place in the same {shared}$"
+    with pytest.raises(ValueError, match=told):
+        ArchitectureTrainer(config).train_architecture(make_rack(config), *loaders())
+
+
+@pytest.mark.parametrize(
+    "loaders",
+    [
+        lambda: (windows(), windows()),
+        lambda: (Prefetched(windows()), Prefetched(windows())),
+        lambda: (data := list(windows()), data),
+        lambda: (data := DataLoader(torch.arange(90).view(10, 9) % 23, batch_size=2), data),
+        lambda: (windows(), in_a_loader(list(windows()))),
+        lambda: in_two(in_a_loader),  # which is read again up to its place
+    ],
+)
+def test_what_keeps_no_place_or_another_is_taken(loaders):
+    check_apart(*loaders())
 
 
 def test_as_plain_values():

@@ -523,6 +523,14 @@ class TestMemory:
         assert [unit["prefix_blocks"] for unit in kept["results"]] == [0, 4, 4, 4]
         assert [unit["prefix_blocks"] for unit in again["results"]] == [0, 8, 16, 24]
 
+    def test_from_right_to_left_a_budget_spares_what_comes_again_within_a_unit(self, run):
+        scope = {"order": "right_to_left"}
+        kept, _, _ = run(BLOCKWISE | {"max_steps": 8, "scope": scope | {"cache_bytes": 2**20}})
+        again, _, _ = run(BLOCKWISE | {"max_steps": 8, "scope": scope})
+        # Four batches, each seen twice.
+        assert [unit["prefix_blocks"] for unit in kept["results"]] == [8, 4, 0]
+        assert [unit["prefix_blocks"] for unit in again["results"]] == [16, 8, 0]
+
 
 def fails(block, after, kind):
     """A Block whose forward pass, so many times in training, goes wrong from then on."""

@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, RandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from stackwise import cli
@@ -299,8 +299,16 @@ def test_the_last_checkpoint_is_not_lost_without_a_word(make, monkeypatch):
         train(config, rack, batches)
 
 
+def drawn():
+    return torch.Generator().manual_seed(3)
+
+
 LOADERS = {
     "shuffling": lambda rows: DataLoader(rows, batch_size=2, shuffle=True),
+    "own generator": lambda rows: DataLoader(rows, batch_size=2, shuffle=True, generator=drawn()),
+    "sampler's generator": lambda rows: DataLoader(
+        rows, batch_size=2, sampler=RandomSampler(rows, generator=drawn())
+    ),
     "workers": lambda rows: DataLoader(rows, batch_size=2, shuffle=True, num_workers=1),
     "stateful": lambda rows: StatefulDataLoader(rows, batch_size=2, shuffle=True),
     "list": lambda rows: list(rows.split(2)),
@@ -337,6 +345,43 @@ def test_a_stream_goes_on_with_the_same_batches(name, done):
     torch.set_rng_state(states)
     for (epoch, ids), (other_epoch, other) in zip(expected, taken(again, 5 - done), strict=True):
         assert epoch == other_epoch and torch.equal(ids, other)
+
+
+def test_a_loader_with_a_generator_goes_on_in_a_unit_and_behind_it(make):
+    def train_on(config, rack, batches):
+        loader = DataLoader(torch.cat(batches), batch_size=2, shuffle=True, generator=drawn())
+        return train(config, rack, loader)
+
+    config, rack, batches = make(BLOCKWISE)
+    train_on(config, rack, batches)
+    for step in (STEPS + 1, STEPS, 1):
+        forget(config.training.checkpoint_dir, step)
+        config, fresh, batches = make(BLOCKWISE, resume=True)
+        train_on(config, fresh, batches)
+        assert torch.equal(weights(fresh), weights(rack)), step
+
+
+def test_a_loader_whose_generator_is_missing_is_refused():
+    rows = torch.arange(18).view(6, 3)
+    stream = BatchStream(LOADERS["own generator"](rows))
+    next(stream)
+    told = "generators of the dataloader: got 0; allowed: 1, as many as were saved"
+    for reads in (True, False):
+        with pytest.raises(ValueError, match=told):
+            BatchStream(LOADERS["shuffling"](rows)).load_state_dict(stream.state_dict(), reads=reads)
+
+
+def test_a_state_without_generators_is_read():
+    """As those were that were saved before there were any."""
+    rows = torch.arange(18).view(6, 3)
+    torch.manual_seed(5)
+    stream = BatchStream(LOADERS["shuffling"](rows))
+    next(stream)
+    state = stream.state_dict()
+    del state["generators"], state["began"]["generators"]
+    again = BatchStream(LOADERS["shuffling"](rows))
+    again.load_state_dict(state)
+    assert torch.equal(next(again)[1][0]["input_ids"], next(stream)[1][0]["input_ids"])
 
 
 def islice_(iterator, count):

@@ -294,6 +294,13 @@ class TestResult:
             assert rates[peak] == max(rates) == 1e-2
         assert rates[:peak] == pytest.approx([1e-2 * (step + 1) / (peak + 1) for step in range(peak)])
 
+    @pytest.mark.parametrize("total_steps, peak", [(100, 9), (75, 6), (25, 1), (9, 0)])
+    def test_a_part_of_the_steps_has_its_share_of_the_warm_up(self, make_config, total_steps, peak):
+        schedule = {"kind": "linear", "warmup_steps": 10}
+        trainer = ArchitectureTrainer(make_config(training={"max_steps": 100, "schedule": schedule}))
+        rates = [trainer.learning_rate(step, total_steps) for step in range(total_steps)]
+        assert rates[peak] == max(rates) == 1e-2 and 1e-2 not in rates[:peak]
+
     def test_epochs(self, run, make_config, make_batches):
         result, _ = run({"max_steps": 8}, dataloader=make_batches(make_config(), 3))
         losses = losses_of(result)

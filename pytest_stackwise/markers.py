@@ -34,6 +34,7 @@ __all__ = [
     "throughput_of",
     "validate",
     "wants_folder",
+    "warn_of_labels",
 ]
 
 _HELP = """\
@@ -122,6 +123,9 @@ _NEEDS = {
 # Fixtures: those that read faults, and those that train at several lengths. Tests of both are of stability.
 _FAULT_READERS = ("stability_run", "inject_faults", "run_processes", "broken_storage")
 _LENGTH_SWEEPS = ("length_sweep", "first_unstable_length")
+_OF_OTHERS = ("benchmark",)
+_OURS = {name for readers in _NEEDS.values() for name in readers if name not in _OF_OTHERS}
+_OURS |= {"peak_memory", *_LENGTH_SWEEPS}
 
 
 def register(config: pytest.Config) -> None:
@@ -138,12 +142,8 @@ def validate(item: pytest.Item) -> None:
     """
     fixtures = getattr(item, "fixturenames", ())
     for marker in item.own_markers:  # one on a class or module is for those of its tests that read it
-        needed = _NEEDS.get(marker.name)
-        if needed and not any(name in fixtures for name in needed):
-            raise pytest.UsageError(
-                f"{item.nodeid}: marker {marker.name} does nothing here: the test does not use "
-                f"{' or '.join(needed)}"
-            )
+        if _is_unread(item, marker) and not _is_label(item, marker):
+            raise pytest.UsageError(f"{item.nodeid}: {_does_nothing(marker)}")
     faults_of(item)
     lengths_of(item)
     recovery_of(item)
@@ -162,6 +162,46 @@ def validate(item: pytest.Item) -> None:
         item.add_marker("stability")
 
 
+def warn_of_labels(item: pytest.Item) -> None:
+    """Warn of labels of a test that have one of our names and that only we register: ours may be meant."""
+    labels = [marker for marker in item.own_markers if _is_label(item, marker)]
+    if not labels:
+        return
+    ours = _HELP.splitlines()
+    registered = {
+        line.partition(":")[0].partition("(")[0].strip()
+        for line in item.config.getini("markers")
+        if line not in ours
+    }
+    for marker in labels:
+        if marker.name not in registered:
+            hint = "a label of your own is silent where `markers` of the configuration file has it"
+            item.warn(pytest.PytestWarning(f"{_does_nothing(marker)}; {hint}"))
+
+
+def _is_label(item: pytest.Item, marker: pytest.Mark) -> bool:
+    """Whether a marker only has one of our names: it has no arguments, and the test no fixture of ours."""
+    bare = not marker.args and not marker.kwargs
+    return bare and _is_unread(item, marker) and _OURS.isdisjoint(getattr(item, "fixturenames", ()))
+
+
+def _is_unread(item: pytest.Item, marker: pytest.Mark) -> bool:
+    """Whether fixtures read markers of that name, and the test uses none of them."""
+    readers = _NEEDS.get(marker.name, ())
+    return bool(readers) and not any(name in getattr(item, "fixturenames", ()) for name in readers)
+
+
+def _does_nothing(marker: pytest.Mark) -> str:
+    readers = " or ".join(_NEEDS[marker.name])
+    return f"marker {marker.name} does nothing here: the test does not use {readers}"
+
+
+def _closest(item: pytest.Item, name: str) -> pytest.Mark | None:
+    """The closest marker of a name that is no label."""
+    marker = item.get_closest_marker(name)
+    return None if marker is None or _is_label(item, marker) else marker
+
+
 def faults_of(item: pytest.Item, folder: Path | None = None) -> list[Fault]:
     """The faults that the markers of a test declare, the farthest first.
 
@@ -169,7 +209,7 @@ def faults_of(item: pytest.Item, folder: Path | None = None) -> list[Fault]:
         item: the test.
         folder: in which the folders are that the markers name; None: that of the process.
     """
-    found = [m for m in item.iter_markers() if m.name in _FAULTS]
+    found = [m for m in item.iter_markers() if m.name in _FAULTS and not _is_label(item, m)]
     if not found:
         return []
     from stackwise.stability.faults import KNOWN_FAULTS
@@ -209,7 +249,7 @@ def fault_readers(item: pytest.Item) -> list[str]:
 
 def recovery_of(item: pytest.Item) -> dict[str, Any]:
     """The arguments of the marker recovers, or {}."""
-    marker = item.get_closest_marker("recovers")
+    marker = _closest(item, "recovers")
     if marker is None:
         return {}
     from stackwise.stability.recovery import check_recovery
@@ -220,7 +260,7 @@ def recovery_of(item: pytest.Item) -> dict[str, Any]:
 
 def lengths_of(item: pytest.Item) -> tuple[int, ...]:
     """The lengths of the marker seq_lengths, or ()."""
-    marker = item.get_closest_marker("seq_lengths")
+    marker = _closest(item, "seq_lengths")
     return check_lengths(item.nodeid, marker) if marker else ()
 
 
@@ -245,7 +285,7 @@ def refuse_other_length(seq_len: int | None, arguments: Mapping[str, Any]) -> No
 
 def throughput_of(item: pytest.Item) -> dict[str, Any]:
     """The arguments of the marker throughput, or {}."""
-    marker = item.get_closest_marker("throughput")
+    marker = _closest(item, "throughput")
     if marker is None:
         return {}
     from stackwise.benchmark.workload import check_shape
@@ -267,7 +307,7 @@ def max_memory_of(item: pytest.Item) -> int | None:
 
 def min_tokens_per_second_of(item: pytest.Item) -> float | None:
     """The tokens per second that the marker min_tokens_per_second wants; None: there is none."""
-    marker = item.get_closest_marker("min_tokens_per_second")
+    marker = _closest(item, "min_tokens_per_second")
     if marker is None:
         return None
     from stackwise.argument import check_number
@@ -290,7 +330,7 @@ def max_latency_of(item: pytest.Item) -> list[LatencyLimit]:
 
 def no_memory_growth_of(item: pytest.Item) -> dict[str, Any]:
     """The arguments of the marker no_memory_growth, `tolerance` in bytes; or {}."""
-    marker = item.get_closest_marker("no_memory_growth")
+    marker = _closest(item, "no_memory_growth")
     if marker is None:
         return {}
     from stackwise.amount import parse_bytes
@@ -306,7 +346,7 @@ def no_memory_growth_of(item: pytest.Item) -> dict[str, Any]:
 
 def quality_of(item: pytest.Item) -> QualityMarker | None:
     """What the marker quality asks; None: there is none."""
-    marker = item.get_closest_marker("quality")
+    marker = _closest(item, "quality")
     if marker is None:
         return None
     from pytest_stackwise.quality import QualityMarker
@@ -333,7 +373,7 @@ def gated_metrics(item: pytest.Item) -> tuple[str, ...]:
 def _closest_first(item: pytest.Item, name: str) -> list[pytest.Mark]:
     """The markers of one name, with those of the test's parameters, which pytest has behind, in front."""
     of_parameters = getattr(getattr(item, "callspec", None), "marks", ())
-    found = item.iter_markers(name)
+    found = (marker for marker in item.iter_markers(name) if not _is_label(item, marker))
     return sorted(found, key=lambda marker: not any(marker is each for each in of_parameters))
 
 

@@ -93,8 +93,9 @@ def pytest_collection_modifyitems(
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Start each run of a test, a rerun too, without what an earlier one left."""
+    """Start each run of a test, a rerun too, without what an earlier one left; warn of its labels."""
     records.reset(item)
+    markers.warn_of_labels(item)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -142,6 +142,59 @@ def test_marker_that_nothing_reads_is_refused(pytester, folder, run, marker, fix
     assert not (folder / "ran").exists()
 
 
+LABELS = """
+import pytest
+@pytest.mark.throughput
+@pytest.mark.disk_full
+def test_sorting_speed(): sorted([3, 1, 2])
+@pytest.mark.quality
+@pytest.mark.recovers
+class TestQuality:
+    @pytest.mark.parametrize("n", [1, pytest.param(2, marks=pytest.mark.seq_lengths)])
+    def test_it(self, n): pass
+@pytest.mark.max_latency
+@pytest.mark.min_tokens_per_second
+@pytest.mark.gate
+@pytest.mark.nan_injection
+def test_other(): pass
+"""
+OF_LABELS = ("throughput", "disk_full", "seq_lengths", "max_latency", "min_tokens_per_second", "gate")
+
+
+def test_labels_of_a_project_that_have_our_names(pytester, run):
+    """Nothing of ours is used: they are for `-m`, and each may have been meant for us."""
+    pytester.makepyfile(test_it=LABELS)
+    result = run("-W", "always")
+    result.assert_outcomes(passed=4, warnings=7)
+    for name in (*OF_LABELS, "nan_injection"):
+        result.stdout.fnmatch_lines(
+            [f"*PytestWarning: marker {name} does nothing here: the test does not use *"]
+        )
+    run("-W", "always", "-m", "quality").assert_outcomes(passed=2, deselected=2, warnings=1)
+
+
+def test_labels_that_a_project_registers_are_its_own(pytester, run):
+    pytester.makeini("[pytest]\nmarkers =\n" + "".join(f"    {name}: ours\n" for name in OF_LABELS))
+    pytester.makepyfile(test_it=LABELS)
+    run("-W", "error", "--strict-markers", "--deselect", "test_it.py::test_other").assert_outcomes(
+        passed=3, deselected=1
+    )
+    # Of the one that is not registered the warning is an error of its own test.
+    run("-W", "error").assert_outcomes(passed=3, errors=1)
+
+
+def test_a_label_beside_a_fixture_of_ours_is_meant_for_it(pytester, run):
+    marked(pytester, "throughput", "peak_memory")
+    refused(run(), "throughput does nothing here")
+
+
+def test_a_label_with_arguments_of_ours_is_refused_all_the_same(pytester, folder, run):
+    pytester.makeini("[pytest]\nmarkers =\n    throughput: ours\n")
+    marked(pytester, "throughput(seq_len=4)", "tmp_path")
+    refused(run(), "throughput does nothing here: the test does not use throughput")
+    assert not (folder / "ran").exists()
+
+
 @pytest.mark.slow
 def test_bad_arguments_are_named_under_xdist_too(pytester, folder, run_apart):
     marked(pytester, "nan_injection(step=-1)", "stability_run")

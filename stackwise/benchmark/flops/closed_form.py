@@ -249,8 +249,9 @@ def convention_flops_per_token(
     """
     if shape.n_frozen != 0:
         raise ValueError(f"n_frozen: got {shape.n_frozen!r}; allowed: 0, as in the convention all trains")
-    forward = forward_flops(shape, batch_size=1, seq_len=seq_len)
-    total = forward.times(4 if recompute else 3).total("all") / seq_len
+    forward = forward_flops(shape, batch_size=1, seq_len=seq_len).times(2 if recompute else 1)
+    backward = backward_flops(shape, batch_size=1, seq_len=seq_len)
+    total = (forward + backward).total("all") / seq_len
     return total + (8 if recompute else 6) * shape.embedding_weights * embeddings
 
 

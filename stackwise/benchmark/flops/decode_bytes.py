@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from stackwise.argument import check_sizes, require
 from stackwise.benchmark.flops.shape_reader import looked_up, matrices, read_shape
 from stackwise.benchmark.flops.transformer_shape import (
+    AttentionShape,
     CrossShape,
     KernelShape,
     LatentShape,
@@ -54,12 +55,15 @@ def decode_bytes(
 ) -> DecodeBytes | None:
     """Bytes that decoding one token in each row moves at least; None where they are not known.
 
-    Weights are read once, of tables that are only looked up one row for each token. Not known are sizes that
-    `read_shape` does not find, and which experts several rows go through.
+    Weights are read once, of tables that are only looked up one row for each token; not those that have made
+    keys and values of another sequence before. Not known are sizes that `read_shape` does not find, and which
+    experts several rows go through.
 
     Args:
         model: as in `model_flops`. Of a shape all weights are in `dtype`; of a model they are as they are,
-            quantised ones included, with biases, norms and whatever else it keeps in floating-point numbers.
+            quantised ones included, with biases and norms. Of floating-point buffers vectors count, and the
+            numbers that kernel attention has drawn; of others, such as a cache, a mask or a table of angles,
+            nobody says how much is read.
         batch_size: B.
         seq_len: tokens in the cache already.
         dtype: of the cache; None: that of the model's first parameter.
@@ -72,18 +76,19 @@ def decode_bytes(
     shape = read_shape(model).shape
     if shape is None or (batch_size > 1 and shape.n_active != shape.n_weights):
         return None
+    unread = _weights_of_memory(shape) if seq_len else 0
     if isinstance(model, TransformerShape):
         require(dtype is not None, "dtype", dtype, "a torch.dtype, where the model is given by its shape")
         assert dtype is not None
         row = shape.d_model if shape.embedding_weights else 0
-        weights = (shape.n_active + batch_size * row) * dtype.itemsize
+        weights = (shape.n_active - unread + batch_size * row) * dtype.itemsize
     else:
-        of_model = _weights(model, shape, batch_size)
+        of_model = _weights(model, shape, batch_size, unread)
         if of_model is None:
             return None
         weights, dtype = of_model, dtype or next(model.parameters()).dtype
     read = written = 0
-    for attention in (each for layer in shape.layers for each in layer.attention):
+    for attention in _attention(shape):
         match attention:
             case KernelShape():  # every token changes all of it
                 sums = attention.cache_bytes(batch_size, seq_len, dtype)
@@ -97,21 +102,38 @@ def decode_bytes(
     return DecodeBytes(weights, read, written)
 
 
-def _weights(model: nn.Module, shape: TransformerShape, batch_size: int) -> int | None:
-    """Bytes of parameters and floating-point buffers that one token in each row reads."""
+def _weights(model: nn.Module, shape: TransformerShape, batch_size: int, unread: int) -> int | None:
+    """Bytes of parameters and buffers that one token in each row reads: not `unread`, nor all experts."""
     tables = {id(table) for table in looked_up(model)}
     total = 0
     for parameter in model.parameters():  # each once, also where several modules share it
         nbytes = _nbytes(parameter)
         total += batch_size * (nbytes // len(parameter)) if id(parameter) in tables else nbytes
-    total += sum(_nbytes(buffer) for buffer in model.buffers() if buffer.is_floating_point())
-    unread = shape.n_weights - shape.n_active
+    drawn = _drawn(shape)
+    for buffer in model.buffers():
+        if buffer.is_floating_point() and (buffer.ndim < 2 or buffer.numel() in drawn):
+            total += _nbytes(buffer)
+    unread += shape.n_weights - shape.n_active
     if unread:
         widths = {parameter.element_size() for parameter in matrices(model)}
-        if len(widths) > 1:  # how wide the experts that are not read are, is not told
+        if len(widths) > 1:  # how wide those that are not read are, is not told
             return None
         total -= unread * widths.pop()
     return total
+
+
+def _weights_of_memory(shape: TransformerShape) -> int:
+    return sum(each.n_weights_of_memory for each in _attention(shape) if isinstance(each, CrossShape))
+
+
+def _drawn(shape: TransformerShape) -> set[int]:
+    """How many numbers an attention by features multiplies with and does not train."""
+    kernels = [each for each in _attention(shape) if isinstance(each, KernelShape)]
+    return {each.n_kv_heads * each.head_dim * each.n_frequencies for each in kernels}
+
+
+def _attention(shape: TransformerShape) -> list[AttentionShape]:
+    return [attention for layer in shape.layers for attention in layer.attention]
 
 
 def _nbytes(tensor: Tensor) -> int:

@@ -18,19 +18,38 @@ _ALMOST_ALL = 0.99
 
 @dataclass(frozen=True)
 class Products:
-    """The dtype of most products of a call, and what a reader must know of the others."""
+    """What is known of the products of a call.
+
+    Attributes:
+        dtype: of most of them.
+        notes: what a reader must know of the others.
+        recomputes: whether a backward pass makes some of them a second time; None: not known.
+    """
 
     dtype: torch.dtype
     notes: tuple[str, ...] = ()
+    recomputes: bool | None = None
 
 
 def products_of(call: Callable[[], object], model: nn.Module) -> Products:
-    """As seen in one more call; where it multiplies nothing that is counted, the dtype of the weights."""
-    by_dtype = count_flops(call).by_dtype
-    if not by_dtype:
-        return Products(weights_dtype(model))
-    dtype, flops = next(iter(by_dtype.items()))
-    share = flops / sum(by_dtype.values())
-    name = str(dtype).removeprefix("torch.")
-    others = f"{1 - share:.0%} of the products are not in {name}, whose peak rate this is of"
-    return Products(dtype, (others,) if share < _ALMOST_ALL else ())
+    """As seen in one more call; where it multiplies nothing that is counted, the dtype of the weights.
+
+    A call that was measured is sound: where it cannot be made under a counter, that is a note.
+    """
+    try:
+        counted = count_flops(call)
+    except Exception as error:  # whatever torch's counter makes of an operation that it does not know
+        dtype = weights_dtype(model)
+        why = f"the products could not be counted ({type(error).__name__})"
+        return Products(dtype, (f"{why}: the peak rate is that of the weights, {_name(dtype)}",))
+    recomputes = counted.recomputed > 0
+    if not counted.by_dtype:
+        return Products(weights_dtype(model), (), recomputes)
+    dtype, flops = next(iter(counted.by_dtype.items()))
+    share = flops / sum(counted.by_dtype.values())
+    others = f"{1 - share:.0%} of the products are not in {_name(dtype)}, whose peak rate this is of"
+    return Products(dtype, (others,) if share < _ALMOST_ALL else (), recomputes)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -108,6 +108,9 @@ def _told(model: nn.Module) -> TransformerShape:
         raise _UnknownError(f"model_type {family!r} is none of {', '.join(_FAMILIES)}")
     if getattr(config, "is_heterogeneous", False):
         raise _UnknownError("per_layer_config: the layers of one model differ")
+    # Either makes a decoder see later positions, in some kernels and versions of transformers, not in all.
+    if getattr(config, "use_bidirectional_attention", False) or getattr(config, "is_causal", True) is False:
+        raise _UnknownError("use_bidirectional_attention, is_causal: who sees whom, the model does not say")
     try:
         return _FAMILIES[family](model, config)
     except (AttributeError, TypeError, ValueError) as error:

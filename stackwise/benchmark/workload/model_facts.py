@@ -28,7 +28,8 @@ def recomputed_by(model: nn.Module) -> Recompute | None:
     """What the backward pass of a model computes again: nothing, every layer, or what nobody tells.
 
     Models of transformers have a switch on each layer. Whoever replaces the `forward` of a module, as
-    recomputation from outside does, may compute anything.
+    recomputation from outside does, may compute anything. A `forward` that calls checkpoint by itself is not
+    seen from here.
     """
     modules = list(unwrapped(model).modules())
     layers = [module for module in modules if hasattr(type(module), "gradient_checkpointing")]

@@ -50,7 +50,7 @@ class Workload:
         counted: whether a call computes what closed forms tell of its mode. Not where all tokens are computed
             again for each new one, nor in a loop of others, which may accumulate, freeze or cast.
         recompute: of train, what the backward pass computes a second time: "none", or "blocks", every layer;
-            None: not known.
+            None: not known. "none" is not believed where a call is seen to do so.
         logits: of prefill, whether the head is computed for "all" positions or for the "last" one of each
             row; None: as is usual in its mode.
         prepare_alone: in place of `prepare`, before a call whose memory is looked at: nothing is held then to
@@ -117,7 +117,9 @@ class Workload:
         )
         if products.notes:
             used = replace(used, notes=(*used.notes, *products.notes))
-        if self.recompute is not None:
+        if self.mode != "train" or self.recompute == "blocks":
+            return used
+        if self.recompute == "none" and (used.hfu is None or products.recomputes is False):
             return used
         return replace(used, hfu=None, notes=(*used.notes, "what the backward pass recomputes is not known"))
 

@@ -384,6 +384,15 @@ def test_convention():
     assert forward.per_token("all") == 2 * N + 4 * 32 * 32 * 128 * T
 
 
+def test_convention_of_attention_by_features():
+    """Frequencies are fixed, so that a training step is less than three forward passes."""
+    shape = one_layer(8, KernelShape(2, 2, 4, 6, 3, chunk=4), 12, 11)
+    step = model_flops(shape, batch_size=2, seq_len=10, mode="train")
+    forward = model_flops(shape, batch_size=2, seq_len=10, mode="forward").per_token("all")
+    assert convention_flops_per_token(shape, 10) == step.per_token("all") < 3 * forward
+    assert convention_flops_per_token(shape, 10, recompute=True) == step.per_token("all") + forward
+
+
 def test_convention_is_for_what_trains():
     with pytest.raises(ValueError, match="n_frozen: got 4"):
         convention_flops_per_token(replace(llama_7b(), n_frozen=4), 8)

@@ -97,6 +97,34 @@ def test_what_is_recomputed_counts_again():
     assert count_flops(again).total == 2 * 3 * product + product
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_what_is_recomputed_is_told_apart(reentrant):
+    layers = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Tanh(), nn.Linear(4, 4, bias=False))
+    x = torch.randn(3, 4, requires_grad=True)
+
+    def again():
+        checkpoint(layers, x, use_reentrant=reentrant).sum().backward()
+
+    plain = count_flops(lambda: layers(x).sum().backward())
+    counted = count_flops(again)
+    assert plain.recomputed == 0
+    assert counted.recomputed == counted.total - plain.total > 0
+    assert counted.to_dict()["recomputed"] == counted.recomputed
+
+
+@pytest.mark.parametrize("groups", [1, 2, 6])
+@pytest.mark.parametrize("kind", [nn.Conv1d, nn.ConvTranspose1d])
+def test_a_convolution_backward(kind, groups):
+    """A weight is multiplied once for each position of the output, or where transposed of the input."""
+    layer, x = kind(6, 12, 3, stride=2, groups=groups, bias=False), heads(2, 6, 9)
+    product = 2 * 2 * (4 if kind is nn.Conv1d else 9) * layer.weight.numel()
+    assert count_flops(lambda: layer(x)).total == product
+    step = count_flops(lambda: layer(x).sum().backward())
+    assert step.total == sum(step.by_dtype.values()) == 3 * product
+    without = x.detach()
+    assert count_flops(lambda: layer(without).sum().backward()).total == 2 * product
+
+
 def test_an_operation_of_others_is_named():
     @torch.library.custom_op("stackwise_test::product", mutates_args=())
     def product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ import torch
 import transformers
 from torch import nn
 
+from stackwise.benchmark.flops.closed_form import model_flops
 from stackwise.benchmark.flops.decode_bytes import DecodeBytes, decode_bytes
 from stackwise.benchmark.flops.transformer_shape import (
     CrossShape,
@@ -125,6 +126,51 @@ def test_one_row_reads_the_experts_of_a_model():
     assert decode_bytes(model, batch_size=2, seq_len=1) is None
     model.lm_head.bfloat16()
     assert decode_bytes(model, batch_size=1, seq_len=1) is None
+
+
+@pytest.mark.parametrize("context", [0, 7])
+def test_what_made_keys_and_values_of_another_sequence_is_read_once(context):
+    """What a step multiplies with is read: by the first one, which has nine tokens for some of it, once."""
+    cross = CrossShape(4, 2, 5, memory_len=9, memory_width=3)
+    shape = shape_of(cross)
+    found = decode_bytes(shape, batch_size=1, seq_len=context, dtype=torch.float16)
+    step = model_flops(shape, batch_size=1, seq_len=context, mode="decode").forward.weights // 2
+    table = 4
+    of_memory = 0 if context else 2 * 2 * 3 * 2 * 5
+    assert found.weights == 2 * (step - (cross.memory_len - 1) * of_memory + table)
+
+
+def test_of_a_model_too():
+    class Told(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(shape.n_weights, 1))
+
+        def transformer_shape(self):
+            return shape
+
+    layer = LayerShape((CrossShape(4, 2, 5, memory_len=9, memory_width=3),), None)
+    shape = TransformerShape(4, (layer,), 0, 0)
+    first, later = (decode_bytes(Told(), batch_size=1, seq_len=n).weights for n in (0, 1))
+    assert (first, later) == (4 * shape.n_weights, 4 * (shape.n_weights - 2 * 3 * 2 * 5))
+
+
+def test_a_cache_in_buffers_is_not_counted_again():
+    rack = rack_of()
+    before = decode_bytes(rack, batch_size=1, seq_len=5)
+    rack.register_buffer("k_cache", torch.zeros(1, 4, 4096, 8), persistent=False)
+    rack.register_buffer("angles", torch.zeros(4096, 8))
+    assert decode_bytes(rack, batch_size=1, seq_len=5) == before
+    rack.register_buffer("frequencies", torch.zeros(5))
+    assert decode_bytes(rack, batch_size=1, seq_len=5).weights == before.weights + 5 * 4
+
+
+def test_what_kernel_attention_has_drawn_is_read():
+    rack = rack_of(attention_type="kernel", kernel={"n_features": 6}, tie_embeddings=True)
+    drawn = sum(buffer.numel() for name, buffer in rack.named_buffers() if "frequencies_KFD" in name)
+    assert drawn > 0
+    found = decode_bytes(rack, batch_size=1, seq_len=5)
+    assert found.weights == 4 * (sum(p.numel() for p in rack.parameters()) + drawn)
 
 
 def test_what_is_not_known():

@@ -274,6 +274,23 @@ def test_reasons(make, reason):
     assert reason in reading.reason
 
 
+@pytest.mark.parametrize(
+    "family, setting",
+    [
+        *((family, ("use_bidirectional_attention", True)) for family in ("gemma", "gemma2", "gemma3_text")),
+        ("llama", ("is_causal", False)),
+    ],
+)
+def test_a_decoder_that_may_see_what_follows(family, setting):
+    model = model_of(family)
+    setattr(model.config, *setting)
+    reading = read_shape(model)
+    assert reading.shape is None
+    assert setting[0] in reading.reason
+    setattr(model.config, setting[0], not setting[1])
+    assert read_shape(model).reason is None
+
+
 class Told(nn.Module):
     def __init__(self, answer):
         super().__init__()

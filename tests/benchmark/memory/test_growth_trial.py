@@ -631,6 +631,30 @@ def test_python_objects_alone_are_growth_of_python():
     assert any("notes.extend" in place.code for place in found.places)
 
 
+class TestWhereTheCLibraryDoesNotTell:
+    """As on macOS: of what is larger than Python's own blocks only tracing tells."""
+
+    @pytest.fixture(autouse=True)
+    def _silent(self, monkeypatch):
+        monkeypatch.setattr(growth_trial, "bytes_now", lambda device: Bytes(None, None, None, None))
+
+    def test_a_large_object_that_grows(self):
+        kept = [b""]
+
+        def step():
+            kept[0] += bytes(100_000)
+
+        found = growth_of(step, steps=12)
+        assert found.verdict == "grows"
+        assert found.host is None
+        assert found.bytes_per_step == pytest.approx(100_000, rel=0.2)
+        assert "more a step are in use by Python" in found.reasons[0]
+
+    @pytest.mark.parametrize("kind", [Loop, History])
+    def test_silent_on_a_sound_loop(self, kind):
+        assert growth_of(kind(), steps=STEPS).reasons == []
+
+
 def test_tolerance_decides():
     notes = []
     step = lambda: notes.append(bytes(4000))  # noqa: E731

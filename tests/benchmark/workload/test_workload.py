@@ -4,10 +4,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from stackwise.benchmark import Workload, call_once, measure, model_workload
 from stackwise.benchmark.flops.peak_rate import PeakRate
+from stackwise.benchmark.flops.transformer_shape import TransformerShape
 from stackwise.benchmark.generation import generate_once, measure_generation
 from stackwise.benchmark.timing.graph_replay import graph_replay
 from stackwise.benchmark.timing.interleaved import interleave
@@ -113,6 +118,59 @@ class TestUtilization:
         assert used.mfu > 0
         assert "what the backward pass recomputes is not known" in used.notes
         assert model_workload(ModelSpec.of(replaced), "forward", batch_size=1, seq_len=4).recompute == "none"
+
+    @pytest.mark.parametrize("recomputes", [False, True])
+    def test_recomputation_that_only_a_call_shows(self, monkeypatch, recomputes):
+        monkeypatch.setattr(workload, "measured_peak", lambda device, dtype: self.PEAK)
+
+        class Own(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.embedding, self.head = nn.Embedding(10, 8), nn.Linear(8, 10, bias=False)
+                self.qkv, self.out = nn.Linear(8, 24, bias=False), nn.Linear(8, 8, bias=False)
+                self.up, self.down = nn.Linear(8, 12, bias=False), nn.Linear(12, 8, bias=False)
+
+            def transformer_shape(self):
+                return TransformerShape.uniform(
+                    n_layers=1, d_model=8, n_heads=1, d_ff=12, n_matrices=2, vocab_size=10
+                )
+
+            def layer(self, x):
+                q, k, v = self.qkv(x).chunk(3, -1)
+                x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True))
+                return x + self.down(self.up(x).relu())
+
+            def forward(self, ids):
+                x = self.embedding(ids)
+                return self.head(
+                    checkpoint(self.layer, x, use_reentrant=False) if recomputes else self.layer(x)
+                )
+
+        used = model_workload(Own, "train", batch_size=3, seq_len=5).utilization(1.0, "measured")
+        assert used.mfu > 0
+        assert used.hfu == (None if recomputes else used.mfu)
+        told = ("what the backward pass recomputes is not known",)
+        assert used.notes == (told if recomputes else ())
+
+    def test_products_that_cannot_be_counted(self, llama, monkeypatch):
+        """As with flex_attention, which torch does not run under its counter."""
+        monkeypatch.setattr(workload, "measured_peak", lambda device, dtype: self.PEAK)
+
+        def forward(model, ids):
+            if _get_current_dispatch_mode() is not None:
+                raise TypeError("no implementation found for it in that mode")
+            return llama.forward(model, ids)
+
+        spec = replace(llama, forward=forward)
+        used = model_workload(spec, "train", batch_size=1, seq_len=4).utilization(1.0, "measured")
+        assert used.mfu > 0
+        assert used.hfu is None, "nobody has seen whether it recomputes"
+        assert used.notes == (
+            "the products could not be counted (TypeError): the peak rate is that of the weights, float32",
+            "what the backward pass recomputes is not known",
+        )
+        made = model_workload(spec, "forward", batch_size=1, seq_len=4)
+        assert made.utilization(1.0, "measured").hfu == made.utilization(1.0, "measured").mfu > 0
 
     def test_floor_of_decoding(self, llama, monkeypatch):
         monkeypatch.setattr(workload, "measured_peak", lambda device, dtype: self.PEAK)

@@ -49,8 +49,8 @@ class BlockStore:
         directory: of the files; created where it is missing. A file that is there is replaced.
 
     Raises:
-        ValueError: `cpu` on the CPU, where they already are, `disk` without a directory, or a directory in
-            which another run has its Blocks.
+        ValueError: `cpu` on the CPU, where they already are, `disk` without a directory, a directory in which
+            another run has its Blocks, or weights that a file does not hold, as quantized ones.
         OSError: the directory cannot be written.
     """
 
@@ -65,6 +65,8 @@ class BlockStore:
         require(moves, "training.scope.offload", kind, "none or disk, as this device is the CPU")
         require((kind == "disk") == (directory is not None), "training.scope.offload_dir", directory, kind)
         self.blocks, self.device, self.kind = blocks_of(rack), device, kind
+        if kind == "disk":
+            _check_plain(self.blocks)
         self._directory = None if directory is None else Path(directory)
         self._lock = None if self._directory is None else _locked(self._directory)
         self._resident: set[int] = set(range(len(self.blocks)))
@@ -206,6 +208,14 @@ def _locked(directory: Path) -> TextIO:
         key, allowed = "training.scope.offload_dir", "a folder that no other run has its Blocks in"
         raise ValueError(f"{key}: got {str(directory)!r}; allowed: {allowed}") from None
     return file
+
+
+def _check_plain(blocks: Sequence[Block]) -> None:
+    """Refuse what a file cannot hold, as quantized weights, before any Block has moved."""
+    for i, block in enumerate(blocks):
+        for name, tensor in block.state_dict().items():
+            said = f"none or cpu: {name} of Block {i} is of {type(tensor).__name__}, which files do not hold"
+            require(type(tensor) is Tensor, "training.scope.offload", "disk", said)
 
 
 def _path(directory: Path, i: int) -> Path:

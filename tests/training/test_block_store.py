@@ -52,6 +52,17 @@ def same(one, other):
     return one.keys() == other.keys() and all(one[name].equal(other[name]) for name in one)
 
 
+def test_what_no_file_holds_is_refused_before_any_block_has_moved(rack, tmp_path):
+    class Quantized(torch.Tensor):
+        pass
+
+    blocks_of(rack)[2].register_buffer("scale", torch.ones(3).as_subclass(Quantized))
+    folder = tmp_path / "blocks"
+    with pytest.raises(ValueError, match="allowed: none or cpu: scale of Block 2 is of Quantized"):
+        BlockStore(rack, CPU, "disk", folder)
+    assert not folder.exists() and mapped_from(next(rack.parameters())) is None
+
+
 def test_on_disk_a_rack_is_whole_and_every_block_is_a_mapped_file(rack, tmp_path):
     before, ids = state_of(rack), torch.randint(31, (2, 7))
     logits = rack(ids)

@@ -3,8 +3,10 @@
 A small Llama of transformers, with random weights and again after a short training on the documentation that
 every CPython carries, answers questions made of that text: in the format of MMLU with five examples, in the
 format of HellaSwag, and whole pages for perplexity. It is asked in three ways: by our scorer, by the harness
-through our adapter, and by the harness with its own `hf` model. All have to agree, example by example. Our
-scorer is timed beside the `hf` model, in turns, on the same questions, with the same batch size.
+through our adapter, and by the harness with its own `hf` model. All have to agree, example by example. Of a
+page the harness also scores the token that the tokenizer puts before it. No model is trained to predict that,
+and our scorer does not score it: it is held to an `hf` model that is told to put none. Our scorer is timed
+beside the `hf` model, in turns, on the same questions, with the same batch size.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -260,7 +262,7 @@ def train(model: Any, tokenizer: Any, size: Size) -> None:
     model.eval()
 
 
-# Three ways to ask
+# Ways to ask
 
 
 @dataclass(frozen=True)
@@ -304,27 +306,29 @@ def ask_adapter(model: Any, tokenizer: Any, size: Size, folder: Path) -> Scores:
 
 
 def ask_hf(model: Any, tokenizer: Any, size: Size, folder: Path) -> Scores:
+    return evaluated(hf_model(model, tokenizer, size), task_names(), folder)
+
+
+def ask_hf_pages(model: Any, tokenizer: Any, size: Size, folder: Path) -> Scores:
+    """The pages, with nothing put before them but what they follow."""
+    return evaluated(hf_model(model, tokenizer, size, add_bos_token=False), ["own_pages"], folder)
+
+
+WAYS = {"ours": ask_ours, "adapter": ask_adapter, "hf": ask_hf, "hf, pages alone": ask_hf_pages}
+
+
+def hf_model(model: Any, tokenizer: Any, size: Size, **options: Any) -> Any:
+    from lm_eval.models.huggingface import HFLM
+
+    return HFLM(pretrained=model, tokenizer=tokenizer, batch_size=size.batch_size, device="cpu", **options)
+
+
+def evaluated(model: Any, tasks: list[str], folder: Path) -> Scores:
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
     manager = TaskManager(include_path=str(folder / "tasks"), include_defaults=False)
-    return of_harness(
-        simple_evaluate(
-            model=hf_model(model, tokenizer, size),
-            tasks=task_names(),
-            task_manager=manager,
-            bootstrap_iters=0,
-        )
-    )
-
-
-WAYS = {"ours": ask_ours, "adapter": ask_adapter, "hf": ask_hf}
-
-
-def hf_model(model: Any, tokenizer: Any, size: Size) -> Any:
-    from lm_eval.models.huggingface import HFLM
-
-    return HFLM(pretrained=model, tokenizer=tokenizer, batch_size=size.batch_size, device="cpu")
+    return of_harness(simple_evaluate(model=model, tasks=tasks, task_manager=manager, bootstrap_iters=0))
 
 
 def of_harness(found: Any) -> Scores:
@@ -343,9 +347,10 @@ def of_harness(found: Any) -> Scores:
 
 
 def compare(claim: Claim, state: str, scores: Mapping[str, Scores]) -> None:
-    """How far the three are apart; for pages, whose log-probabilities are in the thousands, relatively."""
-    theirs = scores["hf"]
-    for name in ("ours", "adapter"):
+    """How far both are from `hf`; for pages, whose log-probabilities are in the thousands, relatively."""
+    hf = scores["hf"]
+    alone = hf.log_probabilities | scores["hf, pages alone"].log_probabilities
+    for name, theirs in (("ours", replace(hf, log_probabilities=alone)), ("adapter", hf)):
         own = scores[name]
         assert own.log_probabilities.keys() == theirs.log_probabilities.keys()
         worst = {"choices": 0.0, "pages": 0.0}
@@ -359,7 +364,7 @@ def compare(claim: Claim, state: str, scores: Mapping[str, Scores]) -> None:
             claim.enter(bar, {"largest_difference": value, "accuracies": own.accuracies})
         apart = {task for task, value in theirs.accuracies.items() if own.accuracies.get(task, -1) != value}
         claim.enter(Bar(f"{state}: {name}, other accuracies", len(apart), 0, at_most=True), sorted(apart))
-    print(f"{state}: {theirs.accuracies}", flush=True)
+    print(f"{state}: {hf.accuracies}", flush=True)
 
 
 def questions_of(task: str, folder: Path) -> list[Question]:

@@ -1,6 +1,7 @@
 """`stackwise quality`: what is asked, and what is printed and written."""
 
 import json
+import shutil
 
 import pytest
 
@@ -102,6 +103,26 @@ def test_a_folder_that_is_mistyped(place, capsys):
 def test_a_tokenizer_is_wanted(place, capsys):
     assert main(["quality", "own_model.py:build", "--tasks", "quiz.jsonl"]) == 2
     assert "tokenizer: got none; allowed: byte" in capsys.readouterr().err
+
+
+def test_a_folder_and_the_file_in_it_are_one_tokenizer(place):
+    transformers = pytest.importorskip("transformers")
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    words = ["<s>", "[UNK]", "One", "is", "more"]
+    inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    inner.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    transformers.PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>").save_pretrained("whole")
+    (place / "alone").mkdir()
+    shutil.copy("whole/tokenizer.json", "alone")
+    (place / "cloze.jsonl").write_text(json.dumps({"context": "One is", "continuation": " more"}) + "\n")
+    found = []
+    for name in ("whole", "whole/tokenizer.json", "alone"):
+        options = ["--tokenizer", name, "--tasks", "cloze.jsonl", "--report", "out.json"]
+        assert main(["quality", "own_model.py:build", *options]) == 0
+        found.append(json.loads((place / "out.json").read_text())["results"])
+    assert found[0] == found[1] == found[2]
 
 
 @pytest.mark.parametrize("kind", ["hf", "stackwise"])

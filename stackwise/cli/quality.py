@@ -218,13 +218,18 @@ def _model_in(folder: Path) -> Any:
 
 
 def _tokenizer_of(name: str | Path) -> Any:
-    """As transformers has it where the folder says so, since that also says what begins a text."""
+    """As transformers has it where the folder says so, since that also says what begins a text.
+
+    A folder and the tokenizer.json in it are the same tokenizer.
+    """
     from stackwise.data.tokenizer import create_tokenizer
 
-    if not (Path(name) / "tokenizer_config.json").is_file():
+    path = Path(name)
+    folder = path.parent if path.name == "tokenizer.json" and path.is_file() else path
+    if not (folder / "tokenizer_config.json").is_file():
         return create_tokenizer(name)
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
         raise ImportError(f"{name}: pip install 'stackwise[hf]' ({error})") from error
-    return AutoTokenizer.from_pretrained(name, local_files_only=True)
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True)

@@ -126,14 +126,19 @@ class HuggingFaceTokenizer:
         given = {"bos": bos, "eos": eos, "mask": mask}
         self.bos, self.eos, self.mask = (self._id(key, given[key] or said[key]) for key in _SPECIALS)
 
-    def encode(self, text: str) -> list[int]:
-        """The ids of `text`; nothing is put before or behind it. Special tokens in the text count as such."""
-        ids: list[int] = self._inner.encode(text, add_special_tokens=False).ids
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """The ids of `text`. Special tokens in the text count as such.
+
+        Args:
+            text: may be empty.
+            add_special_tokens: put around it what the file says; False: nothing.
+        """
+        ids: list[int] = self._inner.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids`, without special tokens."""
-        text: str = self._inner.decode(list(ids), skip_special_tokens=True)
+    def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of `ids`, without special tokens unless asked for."""
+        text: str = self._inner.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
 
     def _id(self, key: str, token: str | None) -> int | None:

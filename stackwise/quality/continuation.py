@@ -54,7 +54,10 @@ class Sampling:
         """
         if self.temperature == 0:
             return logits_BV.argmax(-1)
-        logits_BV = logits_BV.float() / self.temperature
+        # Differences: what is divided by a tiny temperature is then 0 or -inf, and never inf.
+        logits_BV = logits_BV.float()
+        logits_BV = logits_BV - logits_BV.amax(-1, keepdim=True)
+        logits_BV = logits_BV / max(self.temperature, torch.finfo(torch.float32).tiny)
         if self.top_k is not None and self.top_k < logits_BV.shape[-1]:
             least_B1 = logits_BV.topk(self.top_k).values[:, -1:]
             logits_BV = logits_BV.masked_fill(logits_BV < least_B1, -torch.inf)

@@ -135,7 +135,10 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         return answers
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:  # noqa: ARG002
-        """The log-probability of each whole text, read in windows."""
+        """The log-probability of each whole text, read in windows.
+
+        As the harness has it: what a tokenizer puts before a text is scored as a token of the text.
+        """
         windows: list[TokenRequest] = []
         parts = []
         for (text,) in (request.args for request in requests):

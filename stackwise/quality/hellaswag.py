@@ -8,6 +8,7 @@ from typing import Any
 
 from stackwise.argument import require
 from stackwise.quality.multiple_choice import Question
+from stackwise.quality.task_file import in_place, text_of, texts_of
 
 __all__ = ["clean_text", "hellaswag_questions"]
 
@@ -32,16 +33,22 @@ def hellaswag_questions(rows: Iterable[Mapping[str, Any]]) -> list[Question]:
             integer or its digits).
 
     Raises:
-        ValueError: a row without one of these, or without a label, as in the split "test".
+        ValueError: a row without one of these, or without a label, as in the split "test"; with its place and
+            context.
     """
     questions = []
-    for row in rows:
-        for key in _KEYS:
-            require(key in row, "row", sorted(row), f"one with {key!r}, as HellaSwag has it")
-        label = str(row["label"])
-        allowed = "the number of an ending; the split test has none, use validation"
-        require(label.isdecimal() and int(label) < len(row["endings"]), "label", row["label"], allowed)
-        context = f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}"
-        endings = tuple(clean_text(ending) for ending in row["endings"])
-        questions.append(Question(clean_text(context), endings, int(label)))
+    for i, row in enumerate(rows):
+        with in_place(f"rows[{i}], {row.get('ctx_a')!r:.60}"):
+            questions.append(_read(row))
     return questions
+
+
+def _read(row: Mapping[str, Any]) -> Question:
+    for key in _KEYS:
+        require(key in row, "row", sorted(row), f"one with {key!r}, as HellaSwag has it")
+    activity, first, second = (text_of(row, key) for key in _KEYS[:3])
+    endings, label = texts_of(row, "endings"), str(row["label"])
+    allowed = "the number of an ending; the split test has none, use validation"
+    require(label.isdecimal() and int(label) < len(endings), "label", row["label"], allowed)
+    context = f"{activity}: {first} {second.capitalize()}"
+    return Question(clean_text(context), tuple(map(clean_text, endings)), int(label))

@@ -101,11 +101,12 @@ def load_problems(path: Path | str) -> list[Problem]:
     path = Path(path)
     if path.suffix == ".gz":
         with gzip.open(path, "rt", encoding="utf-8") as file:
-            lines = file.read().splitlines()
+            text = file.read()
     else:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        text = path.read_text(encoding="utf-8")
     found: dict[str, Problem] = {}
-    for number, line in enumerate(lines, 1):
+    # Not splitlines: what else ends a line may stand in a text of JSON.
+    for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         where = f"{path}, line {number}"

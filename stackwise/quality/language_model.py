@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -19,6 +20,7 @@ from stackwise.call_form import forward_parameters
 from stackwise.inference import infer, logits_of
 from stackwise.out_of_memory import is_out_of_memory
 from stackwise.quality.cache_rows import CacheRows
+from stackwise.quality.packed_ends import PackedEnds, Stem
 from stackwise.seed import seeded
 from stackwise.spec import ModelSpec
 
@@ -111,7 +113,7 @@ class LanguageModel:
     def logits(self, ids_BT: Tensor, first: int = 0) -> Tensor:
         """(B, T - first, V): what follows each position from `first` on."""
         if first and self._keeps_logits:
-            model: Any = _FewerLogits(self.model, ids_BT.shape[1] - first)
+            model: Any = _CalledWith(self.model, logits_to_keep=ids_BT.shape[1] - first)
             return logits_of(self.spec.forward(model, ids_BT))
         return self.spec.logits(self.model, ids_BT)[:, first:]
 
@@ -120,11 +122,25 @@ class LanguageModel:
         assert self.spec.decode is not None
         model: Any = self.model
         if first and self._keeps_logits:
-            model = _FewerLogits(model, ids_BT.shape[1] - first)
+            model = _CalledWith(model, logits_to_keep=ids_BT.shape[1] - first)
             output, cache = self.spec.decode(model, ids_BT, cache)
             return logits_of(output), cache
         output, cache = self.spec.decode(model, ids_BT, cache)
         return logits_of(output)[:, first:], cache
+
+    def follow_packed(self, ends: PackedEnds, cache: Any) -> Tensor:
+        """Logits (B, T, V) of all positions, where it `packs_ends`; the cache is of no use afterwards."""
+        assert self.spec.decode is not None
+        dtype = next((p.dtype for p in self.model.parameters() if p.is_floating_point()), torch.float32)
+        ids_BT, position_BT, visible_BTS = (
+            torch.from_numpy(array).to(self.device, non_blocking=True)
+            for array in (ends.ids_BT, ends.position_BT, ends.visible_BTS)
+        )
+        # Added to the attention logits, which models take whether their kernel would take a bool or not.
+        hidden_BTS = torch.zeros(visible_BTS.shape, dtype=dtype, device=self.device)
+        hidden_BTS.masked_fill_(~visible_BTS, torch.finfo(dtype).min)
+        model: Any = _CalledWith(self.model, attention_mask=hidden_BTS[:, None], position_ids=position_BT)
+        return logits_of(self.spec.decode(model, ids_BT, cache)[0])
 
     def empty_cache(self, batch_size: int, capacity: int) -> Any:
         """For so many sequences of at most `capacity` tokens; None: it grows by itself."""
@@ -137,7 +153,7 @@ class LanguageModel:
     @property
     def keeps_cache(self) -> bool:
         """Whether it keeps what it has read, and that is to be used."""
-        return self._reuse and self.spec.decode is not None
+        return self._reuse and self.spec.decode is not None and self._cache_problem is None
 
     @cached_property
     def cache_rows(self) -> CacheRows | None:
@@ -150,6 +166,23 @@ class LanguageModel:
         return self._tried_rows[1]
 
     @cached_property
+    def packs_ends(self) -> bool:
+        """Whether it reads sequences that begin alike as `PackedEnds`: it takes a mask of pairs of positions.
+
+        A window is what such a mask would take the place of, and nobody says so: with one it is not asked.
+        """
+        takes = {"attention_mask", "position_ids"} <= set(forward_parameters(self.model))
+        if not takes or self.cache_rows is None or self.spec.window is not None or _has_window(self.model):
+            return False
+        with self.reading(), seeded(0, self.device):
+            try:
+                return self._try_packed(self._trial_length())
+            except Exception as error:  # any failure but this one is an answer: it does not take such a mask
+                if is_out_of_memory(error):
+                    raise
+                return False
+
+    @cached_property
     def _tried_rows(self) -> tuple[CacheRows | None, str]:
         if not self._reuse:
             return None, "not asked for"
@@ -158,6 +191,8 @@ class LanguageModel:
         n = self._trial_length()
         if n < 4:
             return None, f"it takes only {n} positions"
+        if self._cache_problem is not None:
+            return None, self._cache_problem
         with self.reading(), seeded(0, self.device):
             try:
                 rows, note = self._try_rows(n), "what several sequences begin with is read once"
@@ -166,8 +201,39 @@ class LanguageModel:
             except Exception as error:  # whatever else goes wrong: this cache cannot be taken apart
                 if is_out_of_memory(error):
                     raise
-                text = " ".join(str(error).split())[:200]
-                return None, f"its cache is not used: {type(error).__name__}: {text}"
+                return None, _not_used(error)
+
+    @cached_property
+    def _cache_problem(self) -> str | None:
+        """Why its cache is not used; None: token by token it gives what a plain pass does."""
+        n = self._trial_length()
+        if n < 2:
+            return None
+        with self.reading(), seeded(0, self.device):
+            try:
+                self._try_cache(n)
+            except Exception as error:  # whatever else goes wrong: nothing can be read behind this cache
+                if is_out_of_memory(error):
+                    raise
+                return _not_used(error)
+        return None
+
+    def _try_cache(self, n: int) -> None:
+        """Read some tokens, and more of them one by one.
+
+        Raises:
+            ValueError: their logits are not those of a plain pass.
+            Exception: whatever the model raises.
+        """
+        ids_2T = torch.randint(self.vocab_size, (2, n), device=self.device)
+        start, cache = n - min(n // 2, 5), self.empty_cache(2, n)
+        got, cache = self.follow(ids_2T[:, :start], cache, first=start - 1)
+        parts = [got]
+        for i in range(start, n):
+            got, cache = self.follow(ids_2T[:, i : i + 1], cache)
+            parts.append(got)
+        if not self._are_equal(torch.cat(parts, dim=1), self.logits(ids_2T)[:, start - 1 :]):
+            raise ValueError("other logits than without it")
 
     def _try_rows(self, n: int) -> CacheRows:
         """Rows of a cache, where what is computed with them is what is computed without.
@@ -194,6 +260,29 @@ class LanguageModel:
             raise ValueError("other logits where fewer are asked for")
         return rows
 
+    def _try_packed(self, n: int) -> bool:
+        """Whether ends give the logits that they give by themselves."""
+        half = n - min(n // 2, 5)
+        ids_2T = torch.randint(self.vocab_size, (2, half), device=self.device)
+        trunks, lengths = (1, 0), ((n - half - 1, 1), (1, n - half))
+        stems = [
+            Stem(self._drawn(trunk), [self._drawn(length) for length in both])
+            for trunk, both in zip(trunks, lengths, strict=True)
+        ]
+        _, cache = self.follow(ids_2T, self.empty_cache(2, half + max(stem.length for stem in stems)))
+        ends = PackedEnds.of(stems, half)
+        got = self.follow_packed(ends, cache)
+        for row, (stem, columns) in enumerate(zip(stems, ends.columns, strict=True)):
+            for end, column in zip(stem.ends, columns, strict=True):
+                rest = torch.from_numpy(np.concatenate((stem.trunk, end))).to(self.device)
+                wanted = self.logits(torch.cat((ids_2T[row], rest))[None], half + len(stem.trunk))
+                if not self._are_equal(got[row : row + 1, column : column + len(end)], wanted):
+                    return False
+        return True
+
+    def _drawn(self, length: int) -> np.ndarray:
+        return torch.randint(self.vocab_size, (length,), device=self.device).cpu().numpy()
+
     def _trial_length(self) -> int:
         """Beyond what a window hides, where that is short enough to be tried."""
         window = self.spec.window if isinstance(self.spec.window, int) else 0
@@ -206,7 +295,7 @@ class LanguageModel:
         if "logits_to_keep" not in forward_parameters(self.model):
             return False
         ids_1T = torch.arange(3, device=self.device)[None] % self.vocab_size
-        model: Any = _FewerLogits(self.model, 1)
+        model: Any = _CalledWith(self.model, logits_to_keep=1)
         with self.reading():
             try:
                 fewer = logits_of(self.spec.forward(model, ids_1T))
@@ -249,17 +338,29 @@ class LanguageModel:
         return bool(apart.max() <= tolerance * spread)
 
 
-class _FewerLogits:
-    """A model that is asked for the logits of its last `n` positions alone, however it is called."""
+class _CalledWith:
+    """A model that is given arguments of ours as well, however it is called."""
 
-    def __init__(self, model: nn.Module, n: int) -> None:
-        self._model, self._n = model, n
+    def __init__(self, model: nn.Module, **ours: Any) -> None:
+        self._model, self._ours = model, ours
 
     def __call__(self, *inputs: Any, **more: Any) -> Any:
-        return self._model(*inputs, **more, logits_to_keep=self._n)
+        return self._model(*inputs, **more, **self._ours)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
+
+
+def _not_used(error: Exception) -> str:
+    text = " ".join(str(error).split())[:200]
+    return f"its cache is not used: {type(error).__name__}: {text}"
+
+
+def _has_window(model: nn.Module) -> bool:
+    """Whether it says that it hides what is far, beyond what was tried as well."""
+    configs = [getattr(module, "config", None) for module in model.modules()]
+    names = ("sliding_window", "attention_chunk_size", "local_attention")
+    return any(getattr(config, name, None) for config in configs for name in names)
 
 
 def _rotary_lengths(model: nn.Module) -> tuple[list[int], list[int]]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from stackwise.argument import check_sizes, require
 from stackwise.quality.multiple_choice import Question
+from stackwise.quality.task_file import in_place, text_of, texts_of
 
 __all__ = ["SUBJECTS", "mmlu_questions"]
 
@@ -95,17 +96,19 @@ def mmlu_questions(
         shots: how many examples are shown; 0: none.
 
     Raises:
-        ValueError: a row without one of these, or too few examples of a subject.
+        ValueError: a row without one of these, with its place and question; or too few examples of a subject.
     """
     check_sizes(0, shots=shots)
     shown: dict[str, list[str]] = {}
     if shots:
-        for row in examples:
-            subject, text, answer = _read(row)
+        for i, row in enumerate(examples):
+            with in_place(f"examples[{i}], {row.get('question')!r:.60}"):
+                subject, text, answer = _read(row)
             shown.setdefault(subject, []).append(f"{text} {LETTERS[answer]}\n\n")
     questions = []
-    for row in rows:
-        subject, text, answer = _read(row)
+    for i, row in enumerate(rows):
+        with in_place(f"rows[{i}], {row.get('question')!r:.60}"):
+            subject, text, answer = _read(row)
         some = shown.get(subject, [])[:shots]
         allowed = f"at most {len(some)}, as many as the split dev has of {subject!r}"
         require(len(some) == shots, "shots", shots, allowed)
@@ -119,13 +122,13 @@ def _read(row: Mapping[str, Any]) -> tuple[str, str, int]:
     """The subject of a row, its question with choices and "Answer:", and which is right."""
     for key in ("question", "choices", "answer", "subject"):
         require(key in row, "row", sorted(row), f"one with {key!r}, as MMLU has it")
-    choices: Sequence[str] = row["choices"]
+    choices, question, subject = texts_of(row, "choices"), text_of(row, "question"), text_of(row, "subject")
     require(len(choices) == len(LETTERS), "choices", len(choices), f"{len(LETTERS)}, as MMLU has")
     answer = row["answer"]
     if isinstance(answer, str):
         require(answer in (*LETTERS, *"0123"), "answer", answer, "A to D, or 0 to 3")
         answer = LETTERS.index(answer) if answer in LETTERS else int(answer)
-    check_sizes(0, answer=int(answer))
-    require(int(answer) < len(LETTERS), "answer", int(answer), "0 to 3")
+    check_sizes(0, answer=answer)
+    require(answer < len(LETTERS), "answer", answer, "0 to 3")
     lines = [f"{letter}. {choice}" for letter, choice in zip(LETTERS, choices, strict=True)]
-    return str(row["subject"]), "\n".join([str(row["question"]).strip(), *lines, "Answer:"]), int(answer)
+    return subject, "\n".join([question.strip(), *lines, "Answer:"]), answer

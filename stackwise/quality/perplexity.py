@@ -21,7 +21,7 @@ class TextScore:
 
     Attributes:
         log_probability: natural logarithm, of all tokens.
-        tokens: how many the tokenizer made of it.
+        tokens: how many the tokenizer made of it, without what it puts before a text.
         characters, bytes: of the text, bytes in UTF-8.
         words: parts between white space, counted as the harness does.
     """
@@ -132,6 +132,9 @@ def score_texts(
 ) -> PerplexityResult:
     """Score each text as a whole, from what stands before a text that follows nothing.
 
+    That token itself is read and never scored, whether the tokenizer puts it before texts, the text begins
+    with it, or neither: no model is trained to predict it.
+
     Args:
         scorer: with a tokenizer that has a prefix token.
         texts: none of them empty.
@@ -152,11 +155,13 @@ def score_texts(
         require(limit <= scorer.model.max_length, "max_length", limit, f"at most {scorer.model.max_length}")
     windows: list[TokenRequest] = []
     parts: list[slice] = []
-    ids_of = [scorer.texts.encode(text) for text in texts]
+    prefix = scorer.texts.needed_prefix()
+    encoded = [scorer.texts.encode(text, begins=False) for text in texts]
+    ids_of = [ids[1:] if ids[:1] == [prefix] else ids for ids in encoded]
     for i, ids in enumerate(ids_of):
         require(len(ids) > 0, f"texts[{i}]", texts[i], "at least one token")
         start = len(windows)
-        windows += rolling_windows(ids, scorer.texts.needed_prefix(), limit, context)
+        windows += rolling_windows(ids, prefix, limit, context)
         parts.append(slice(start, len(windows)))
     scores = scorer.score_tokens(windows)
     return PerplexityResult(

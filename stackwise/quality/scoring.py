@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from stackwise.argument import check_sizes, require
 from stackwise.quality.language_model import LanguageModel
+from stackwise.quality.packed_ends import PackedEnds, Stem
 from stackwise.quality.prefix import Family, Group, group_by_prefix
 from stackwise.quality.request import Request, Score, TokenRequest, encode_request
 from stackwise.quality.text_tokenizer import TextTokenizer
@@ -34,7 +35,8 @@ class Scorer:
 
     Requests are read in batches of like length, padded on the right: a causal model does not see what is
     behind a token, so that no mask is needed. What several of them begin with, as the examples before all
-    questions or a question before its choices, is read once where the model keeps a cache that allows it. In
+    questions or a question before its choices, is read once where the model keeps a cache that allows it, and
+    the choices behind it in one row where the model takes a mask of pairs of positions (`PackedEnds`). In
     float32 neither that nor the size of a batch changes a log-probability by more than rounding: sequences
     for which a model takes other rotary angles (`LanguageModel.span`) are read apart, each as a whole.
 
@@ -205,11 +207,43 @@ class Scorer:
         cut = min(family.shared for family in families)
         members = [(row, readings[i]) for row, family in enumerate(families) for i in family.members]
         prefixes = [readings[family.members[0]].ids[start:cut] for family in families]
-        cache = self._read_prefix(prefixes, before, max(len(reading.ids) for _, reading in members))
+        longest = max(len(reading.ids) for _, reading in members)
+        if self.model.packs_ends:
+            stems = [_stem(family, cut, readings) for family in families]
+            width = max(stem.length for stem in stems)
+            if self._has_room(len(stems), width, cut + width, longest):
+                cache = self._read_prefix(prefixes, before, cut + width)
+                self._read_packed(families, stems, cut, cache, readings, answers)
+                return
+        cache = self._read_prefix(prefixes, before, longest)
         lengths = [len(reading.ids) for _, reading in members]
         for batch in _batches(range(len(members)), lengths, self.batch_size):
             rows, some = zip(*(members[i] for i in batch), strict=True)
             self._read_rest(some, cut, cache, rows, answers)
+
+    def _has_room(self, rows: int, width: int, length: int, longest: int) -> bool:
+        """Whether rows so wide are no more than the model reads at once of whole sequences."""
+        limit = self.model.max_length
+        return rows * width <= self.batch_size * longest and (limit is None or length <= limit)
+
+    def _read_packed(
+        self,
+        families: Sequence[Family],
+        stems: Sequence[Stem],
+        cut: int,
+        cache: Any,
+        readings: list[_Reading],
+        answers: _Answers,
+    ) -> None:
+        """All ends of a family in its own row of the cache."""
+        ends = PackedEnds.of(stems, cut)
+        self.tokens_read += ends.ids_BT.size
+        placed = [
+            _Placed(readings[i], row, family.shared - column)
+            for row, family in enumerate(families)
+            for i, column in zip(family.members, ends.columns[row], strict=True)
+        ]
+        answers.take(self.model.follow_packed(ends, cache), placed)
 
     def _read_prefix(self, prefixes: Sequence[np.ndarray], before: Any, capacity: int) -> Any:
         """The cache of sequences of equal length that follow the one in `before`, or nothing."""
@@ -229,12 +263,12 @@ class Scorer:
         first = min(reading.first for reading in readings) - start
         ids_BT = self._padded([reading.ids[start:] for reading in readings])
         logits_BTV, _ = self.model.follow(ids_BT, self._taken(cache, rows), first)
-        answers.take(logits_BTV, readings, start + first)
+        answers.take(logits_BTV, _in_rows(readings, start + first))
 
     def _read_plain(self, readings: Sequence[_Reading], answers: _Answers) -> None:
         first = min(reading.first for reading in readings)
         logits_BTV = self.model.logits(self._padded([reading.ids for reading in readings]), first)
-        answers.take(logits_BTV, readings, first)
+        answers.take(logits_BTV, _in_rows(readings, first))
 
     def _taken(self, cache: Any, rows: Sequence[int]) -> Any:
         assert self.model.cache_rows is not None
@@ -295,6 +329,25 @@ class _Reading:
         return self.wanted[0].position
 
 
+@dataclass(frozen=True)
+class _Placed:
+    """Where the logits of a reading are: those behind its position `start` + i in column i of its row."""
+
+    reading: _Reading
+    row: int
+    start: int
+
+
+def _in_rows(readings: Sequence[_Reading], start: int) -> list[_Placed]:
+    return [_Placed(reading, row, start) for row, reading in enumerate(readings)]
+
+
+def _stem(family: Family, cut: int, readings: Sequence[_Reading]) -> Stem:
+    """What is left of a family behind its first `cut` tokens."""
+    ends = [readings[i].ids[family.shared :] for i in family.members]
+    return Stem(readings[family.members[0]].ids[cut : family.shared], ends)
+
+
 def _wanted(requests: Sequence[TokenRequest], asked: Sequence[int], length: int) -> tuple[_Wanted, ...]:
     found = [
         _Wanted(length - len(requests[i].continuation) + j, token, i)
@@ -316,11 +369,15 @@ class _Answers:
     _requests: list[int] = field(default_factory=list)
     _found: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
-    def take(self, logits_BTV: Tensor, readings: Sequence[_Reading], start: int) -> None:
-        """Those of a batch whose logits begin with position `start`."""
+    def take(self, logits_BTV: Tensor, placed: Sequence[_Placed]) -> None:
+        """Those of a batch."""
         spots: dict[tuple[int, int], int] = {}
-        asked = [(row, each) for row, reading in enumerate(readings) for each in reading.wanted]
-        places = [spots.setdefault((row, each.position - start), len(spots)) for row, each in asked]
+        asked = [
+            ((where.row, each.position - where.start), each)
+            for where in placed
+            for each in where.reading.wanted
+        ]
+        places = [spots.setdefault(spot, len(spots)) for spot, _ in asked]
         device = logits_BTV.device
         row_N, position_N = torch.tensor(list(spots), device=device).T
         place_M = torch.tensor(places, device=device)

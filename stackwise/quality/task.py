@@ -16,7 +16,7 @@ from stackwise.quality.multiple_choice import MultipleChoiceResult, Question, sc
 from stackwise.quality.perplexity import PerplexityResult, score_texts
 from stackwise.quality.request import Request
 from stackwise.quality.scoring import Scorer
-from stackwise.quality.task_file import Dataset, Row, read_rows
+from stackwise.quality.task_file import Dataset, Row, in_place, read_rows, text_of, texts_of
 
 __all__ = ["Task", "TaskResult", "cut_note", "load_task", "load_tasks"]
 
@@ -145,10 +145,8 @@ def _of_file(path: Path, limit: int | None, context: int) -> Task:
     def each(read: Callable[[Row], T]) -> list[T]:
         found = []
         for place in places:
-            try:
+            with in_place(f"{path}, row {place + 1}"):
                 found.append(read(rows[place]))
-            except ValueError as error:
-                raise ValueError(f"{path}, row {place + 1}: {error}") from None
         return found
 
     if "choices" in rows[0]:
@@ -157,7 +155,7 @@ def _of_file(path: Path, limit: int | None, context: int) -> Task:
         requests = each(_request)
         return Task(name, len(requests), lambda scorer: score_cloze(scorer, requests))
     if "text" in rows[0]:
-        texts = each(lambda row: _text(row, "text"))
+        texts = each(_text)
         return Task(name, len(texts), lambda scorer: score_texts(scorer, texts, context=context), True)
     raise ValueError(
         f"{path}: got rows with {', '.join(map(repr, rows[0]))}; allowed: context, choices and answer; "
@@ -166,24 +164,21 @@ def _of_file(path: Path, limit: int | None, context: int) -> Task:
 
 
 def _question(row: Row) -> Question:
-    choices: Any = row.get("choices")
     answer: Any = row.get("answer")
-    sound = isinstance(choices, list) and all(isinstance(choice, str) for choice in choices)
-    require(sound, "choices", choices, "a list of texts")
-    subject = row.get("subject")
-    return Question(_text(row, "context"), tuple(choices), answer, "" if subject is None else str(subject))
+    subject = "" if row.get("subject") is None else str(row["subject"])
+    return Question(text_of(row, "context"), texts_of(row, "choices"), answer, subject)
 
 
 def _request(row: Row) -> Request:
-    request = Request(_text(row, "context"), _text(row, "continuation"))
+    request = Request(text_of(row, "context"), text_of(row, "continuation"))
     require(request.continuation != "", "continuation", "", "a text that is not empty")
     return request
 
 
-def _text(row: Row, key: str) -> str:
-    value: Any = row.get(key)
-    require(isinstance(value, str), key, value, "a text")
-    return str(value)
+def _text(row: Row) -> str:
+    text = text_of(row, "text")
+    require(text != "", "text", "", "a text that is not empty")
+    return text
 
 
 def _limited(rows: list[Row], limit: int | None) -> list[Row]:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from stackwise.argument import require
 
-__all__ = ["Dataset", "read_rows"]
+__all__ = ["Dataset", "in_place", "read_rows", "text_of", "texts_of"]
 
 Row = dict[str, Any]
 _ENDINGS = (".jsonl", ".parquet")
@@ -117,6 +118,48 @@ def read_rows(path: Path) -> list[Row]:
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file")
     return _parquet(path) if path.suffix == ".parquet" else _json_lines(path)
+
+
+@contextmanager
+def in_place(place: str) -> Iterator[None]:
+    """Errors of a row that say where it is."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from None
+
+
+def text_of(row: Mapping[str, Any], key: str) -> str:
+    """What a row has under a key.
+
+    Raises:
+        ValueError: no text, or one with half a character, which no tokenizer takes.
+    """
+    value: Any = row.get(key)
+    require(_is_text(value), key, value, "a text that UTF-8 can write")
+    return str(value)
+
+
+def texts_of(row: Mapping[str, Any], key: str) -> tuple[str, ...]:
+    """The same of several.
+
+    Raises:
+        ValueError: no list of texts.
+    """
+    values: Any = row.get(key)
+    sound = isinstance(values, list | tuple) and all(map(_is_text, values))
+    require(sound, key, values, "a list of texts that UTF-8 can write")
+    return tuple(values)
+
+
+def _is_text(value: Any) -> bool:
+    if not isinstance(value, str):
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _json_lines(path: Path) -> list[Row]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -16,6 +17,8 @@ class TextTokenizer:
 
     A tokenizer that puts tokens before a text, as Llama's does, does so for whatever begins a sequence,
     unless the text begins with that token itself. What it puts behind a text is left out: nothing ends there.
+    Truncation and padding, which one of tokenizers may be set to and which are for the rows of a batch, are
+    not done.
 
     Args:
         tokenizer: of transformers or tokenizers, or any with `encode(text) -> ids` and `decode(ids) -> text`.
@@ -50,14 +53,14 @@ class TextTokenizer:
         for key, given in (("prefix_token_id", prefix_token_id), ("eos_token_id", eos_token_id)):
             if given is not None:
                 check_sizes(0, **{key: given})
-        self.inner: Any = tokenizer
+        self.inner: Any = _of_whole_texts(tokenizer)
         self.name = str(getattr(tokenizer, "name_or_path", None) or getattr(tokenizer, "name", "tokenizer"))
         eos = _special(tokenizer, "eos") if eos_token_id is None else eos_token_id
         bos = _special(tokenizer, "bos") if prefix_token_id is None else prefix_token_id
         self.eos_token_id: int | None = eos
         self.prefix_token_id: int | None = eos if bos is None else bos
         self.vocab_size = _vocab_size(tokenizer)
-        # Of transformers and tokenizers; those of others add nothing.
+        # Of transformers, of tokenizers, and of a tokenizer.json; those of others add nothing.
         self._adds = "add_special_tokens" in _parameters(tokenizer.encode)
         self._skips = "skip_special_tokens" in _parameters(tokenizer.decode)
         self._before = self._put_before()
@@ -121,6 +124,18 @@ class TextTokenizer:
             return False
         shown: str = self.inner.decode([self.prefix_token_id], skip_special_tokens=False)
         return bool(shown) and text.startswith(shown)
+
+
+def _of_whole_texts(tokenizer: Any) -> Any:
+    """The same, or a copy where it is one of tokenizers that cuts texts or fills them up."""
+    if not callable(getattr(tokenizer, "no_truncation", None)):
+        return tokenizer
+    if tokenizer.truncation is None and tokenizer.padding is None:
+        return tokenizer
+    whole = copy.deepcopy(tokenizer)
+    whole.no_truncation()
+    whole.no_padding()
+    return whole
 
 
 def _parameters(function: Any) -> Sequence[str]:

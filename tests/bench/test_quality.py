@@ -37,10 +37,12 @@ def test_the_right_ending_is_the_one_that_follows():
 
 def test_the_bars_see_what_is_apart(tmp_path, monkeypatch):
     monkeypatch.setattr(claim_module, "RESULTS", tmp_path)
-    sound = Scores({"own_hellaswag": [[-1.0, -2.0]], "own_pages": [[-1000.0]]}, {"own_hellaswag": 0.5})
+    # Ours are held to pages alone, the adapter to what the harness makes of them.
+    sound = Scores({"own_hellaswag": [[-1.0, -2.0]], "own_pages": [[-1005.0]]}, {"own_hellaswag": 0.5})
     apart = Scores({"own_hellaswag": [[-1.0, -2.5]], "own_pages": [[-1010.0]]}, {"own_hellaswag": 0.25})
     claim = claim_module.Claim("quality", quick=True)
-    compare(claim, "random", {"ours": apart, "adapter": sound, "hf": sound})
+    pages = Scores({"own_pages": [[-1000.0]]}, {})
+    compare(claim, "random", {"ours": apart, "adapter": sound, "hf": sound, "hf, pages alone": pages})
     values = {bar.name: (bar.value, bar.verdict) for bar in claim.bars}
     assert values["random: ours against hf, choices"] == (0.5, "SHORT")
     assert values["random: ours against hf, pages"] == (pytest.approx(0.01), "SHORT")

@@ -88,6 +88,9 @@ class TestHuggingFace:
         tokenizer = HuggingFaceTokenizer(folder)
         assert tokenizer._inner.encode("low").ids[-1] == end
         assert tokenizer.encode("low") == trained.encode("low", add_special_tokens=False).ids
+        assert tokenizer.encode("low", add_special_tokens=True) == [*tokenizer.encode("low"), end]
+        assert tokenizer.decode([end]) == ""
+        assert tokenizer.decode([end], skip_special_tokens=False) == "<|end|>"
 
     def test_a_text_is_neither_cut_nor_filled_up(self, folder, trained):
         """What a `tokenizer.json` says of the rows of a batch, as those of many fine-tuned encoders do."""

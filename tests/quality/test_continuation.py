@@ -5,7 +5,7 @@ import torch
 
 from stackwise.data.tokenizer import ByteTokenizer
 from stackwise.quality import Sampling, Scorer, continue_texts
-from tests.quality.test_scoring import longrope
+from tests.quality.test_scoring import WrongCache, longrope
 
 CONTEXTS = ["Hello", "A rather longer context", "", "x"]
 
@@ -28,6 +28,18 @@ def test_texts_that_cross_where_angles_change(options, byte_tokenizer):
     written = continue_texts(Scorer(model, byte_tokenizer, **options), contexts, max_new_tokens=30)
     for context, text in zip(contexts, written, strict=True):
         assert text == byte_tokenizer.decode(until_end(greedy(model, list(context.encode()), 30)))
+
+
+def test_a_cache_that_says_something_else_is_not_written_with(byte_tokenizer):
+    torch.manual_seed(0)
+    model = WrongCache()
+    model.embedding, model.head = torch.nn.Embedding(258, 8), torch.nn.Linear(8, 258)
+    scorer = Scorer(model, byte_tokenizer, max_length=64)
+    written = continue_texts(scorer, CONTEXTS, max_new_tokens=12)
+    for context, text in zip(CONTEXTS, written, strict=True):
+        ids = until_end(greedy(model, list(context.encode()) or [256], 12))
+        assert text == byte_tokenizer.decode(ids)
+    assert scorer.model.reuse_note == "its cache is not used: ValueError: other logits than without it"
 
 
 def until_end(ids):
@@ -186,6 +198,14 @@ def test_a_number_draws_what_its_share_is():
     assert drawn.tolist() == pytest.approx([0, 0.5, 0.3, 0, 0.2], abs=1e-4)
     ends = torch.tensor([0.0, 1.0 - 2**-53], dtype=torch.float64)
     assert Sampling(1.0, top_k=2)(logits.expand(2, 5), ends).tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 1e-38, 1e-45, 5e-324])
+def test_a_tiny_temperature_draws_the_most_likely(temperature):
+    logits = torch.tensor([[5.0, 1.0, 0.0, 2.0], [-torch.inf, 1.0, 3.0, 2.0]])
+    uniform = torch.tensor([0.3, 0.9], dtype=torch.float64)
+    assert Sampling(temperature)(logits, uniform).tolist() == [0, 2]
+    assert Sampling(temperature, top_p=0.9, top_k=3)(logits).tolist() == [0, 2]
 
 
 @pytest.mark.parametrize("kind", ["llama", "rack"])

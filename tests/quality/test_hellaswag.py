@@ -58,3 +58,18 @@ def test_what_is_no_question():
         hellaswag_questions([ROW | {"label": ""}])
     with pytest.raises(ValueError, match="label: got 4"):
         hellaswag_questions([ROW | {"label": 4}])
+
+
+@pytest.mark.parametrize(
+    "damage, message",
+    [
+        ({"ctx_b": None}, "ctx_b: got None; allowed: a text"),
+        ({"endings": "wxyz"}, "endings: got 'wxyz'; allowed: a list of texts"),
+        ({"endings": ["[title]", "x", "y", "z"]}, "choices: got .*; allowed: no empty one"),
+        ({"ctx_b": "\ud800"}, "ctx_b: got .*; allowed: a text that UTF-8 can write"),
+    ],
+    ids=["none", "a text", "empty", "half a character"],
+)
+def test_a_row_that_is_damaged_is_named(damage, message):
+    with pytest.raises(ValueError, match=rf"rows\[1\], '\[header\] How to bake .*': {message}"):
+        hellaswag_questions([ROW, ROW | damage])

@@ -64,6 +64,11 @@ def test_loaded(problems, tmp_path):
     with gzip.open(packed, "wt") as file:
         file.write(json.dumps(DECODE))
     assert load_problems(str(packed)) == [Problem(**DECODE)]
+    # What else ends a line of text is one of a text's letters here.
+    odd = DECODE | {"prompt": "# \u2028\u2029\x85\n" + DECODE["prompt"]}
+    text = json.dumps(odd, ensure_ascii=False)
+    packed.with_suffix("").write_text(text, encoding="utf-8")
+    assert load_problems(packed.with_suffix("")) == [Problem(**odd)]
 
 
 @pytest.mark.parametrize(

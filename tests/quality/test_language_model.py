@@ -35,13 +35,13 @@ def test_a_compiled_model_is_asked_for_fewer_logits(subjects):
     assert asked[-1] == 2
 
 
-def full_for_three(error):
-    """A model that keeps a cache, and raises for three sequences at once."""
+def full_for(n, error):
+    """A model that keeps a cache, and raises for `n` sequences at once."""
     rack = create_simple_rack(2, 1, d_model=32, d_ff=64, n_heads=4, vocab_size=61)
     model = LanguageModel(rack)
 
     def look(_, inputs):
-        if len(inputs[0]) == 3:
+        if len(inputs[0]) == n:
             raise error
 
     rack.register_forward_pre_hook(look)
@@ -50,16 +50,24 @@ def full_for_three(error):
 
 @pytest.mark.parametrize("error", NO_MEMORY, ids=["cuda", "cpu"])
 def test_memory_for_rows_of_a_cache(error):
-    model = full_for_three(error)
-    with pytest.raises(type(error)) as raised:
-        assert model.cache_rows
-    assert raised.value is error
+    for n, what in ((3, "cache_rows"), (2, "keeps_cache")):
+        model = full_for(n, error)
+        with pytest.raises(type(error)) as raised:
+            getattr(model, what)
+        assert raised.value is error
 
 
 def test_a_cache_that_cannot_be_taken_apart_is_not_used():
-    model = full_for_three(ValueError("two at most"))
+    model = full_for(3, ValueError("two at most"))
     assert model.cache_rows is None
     assert model.reuse_note == "its cache is not used: ValueError: two at most"
+    assert model.keeps_cache  # for what is written, whose rows need not be taken
+
+
+def test_a_cache_behind_which_nothing_can_be_read_is_not_kept():
+    model = full_for(2, ValueError("one at most"))
+    assert not model.keeps_cache and model.cache_rows is None
+    assert model.reuse_note == "its cache is not used: ValueError: one at most"
 
 
 class Shifted(torch.nn.Module):

@@ -43,12 +43,25 @@ def test_without_examples():
         ([row("?", 4)], {"shots": 0}, "answer: got 4; allowed: 0 to 3"),
         ([row("?", "E")], {"shots": 0}, "answer: got 'E'; allowed: A to D"),
         ([row("?") | {"choices": ["a"]}], {"shots": 0}, "choices: got 1; allowed: 4"),
+        ([row("?"), row("Why?", None)], {"shots": 0}, r"rows\[1\], 'Why\?': answer: got None; allowed: an"),
+        ([row("?", 1.7)], {"shots": 0}, "answer: got 1.7; allowed: an integer"),
+        ([row("?", float("nan"))], {"shots": 0}, "answer: got nan; allowed: an integer"),
+        ([row("?", True)], {"shots": 0}, "answer: got True; allowed: an integer"),
+        ([row("?") | {"choices": "ABCD"}], {"shots": 0}, "choices: got 'ABCD'; allowed: a list of texts"),
+        ([row("?") | {"choices": None}], {"shots": 0}, "choices: got None; allowed: a list of texts"),
+        ([row(None)], {"shots": 0}, r"rows\[0\], None: question: got None; allowed: a text"),
+        ([row("?", subject=None)], {"shots": 0}, "subject: got None; allowed: a text"),
+        ([row("half \ud800")], {"shots": 0}, r"question: got 'half \\ud800'; allowed: a text that UTF-8"),
     ],
-    ids=["missing", "shots", "number", "letter", "choices"],
 )
 def test_what_is_no_question(rows, options, message):
     with pytest.raises(ValueError, match=message):
         mmlu_questions(rows, **options)
+
+
+def test_an_example_that_is_damaged_is_named():
+    with pytest.raises(ValueError, match=r"examples\[1\], 'Who\?': answer: got None"):
+        mmlu_questions([row("?")], [row("?"), row("Who?", None)], shots=1)
 
 
 def test_there_are_57_subjects_in_four_groups():

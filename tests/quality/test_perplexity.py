@@ -69,6 +69,31 @@ def test_by_hand(llama, byte_tokenizer):
     assert found.to_dict()["texts"] == 2
 
 
+def test_what_begins_a_text_is_read_and_never_scored(llama, hf_tokenizer):
+    """Whether the tokenizer puts it before texts, puts nothing there, or the text itself begins with it."""
+
+    class Bare:
+        bos_token_id = 0
+
+        def encode(self, text):
+            return hf_tokenizer.encode(text, add_special_tokens=False)
+
+        def decode(self, ids):
+            return hf_tokenizer.decode(ids)
+
+    text = "The cat sat on the mat. " * 3
+    ids = torch.tensor([hf_tokenizer.encode(text)])
+    n = ids.shape[1] - 1
+    with torch.no_grad():
+        wanted = -n * llama(ids, labels=ids).loss.item()  # as transformers trains it
+    for tokenizer, whole in ((hf_tokenizer, text), (Bare(), text), (hf_tokenizer, f"<s>{text}")):
+        [found] = score_texts(Scorer(llama, tokenizer), [whole]).texts
+        assert found.tokens == n
+        assert found.log_probability == pytest.approx(wanted, rel=1e-5)
+    with pytest.raises(ValueError, match=r"texts\[0\]: got '<s>'; allowed: at least one token"):
+        score_texts(Scorer(llama, hf_tokenizer), ["<s>"])
+
+
 def test_long_texts_are_read_in_windows(llama, byte_tokenizer):
     text = "All work and no play. " * 30
     scorer = Scorer(llama, byte_tokenizer)

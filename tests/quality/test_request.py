@@ -1,10 +1,12 @@
 """Requests in tokens: where a text is parted, and how much of its context there is room for."""
 
+import copy
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stackwise.data.tokenizer import ByteTokenizer
+from stackwise.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 from stackwise.quality import TextTokenizer, TokenRequest
 from stackwise.quality.request import encode_request
 
@@ -74,6 +76,31 @@ def test_a_tokenizer_of_transformers_puts_its_token_before_what_begins(hf_tokeni
     assert tokenizer.decode([0, *tokenizer.encode("A text")]) == "A text"
     request = encode_request(tokenizer, "A text", " goes on")
     assert [*request.context, *request.continuation] == hf_tokenizer.encode("A text goes on")
+
+
+def test_a_tokenizer_json_says_what_is_put_before_a_text(hf_tokenizer, tmp_path):
+    hf_tokenizer.save_pretrained(tmp_path)
+    tokenizer = TextTokenizer(HuggingFaceTokenizer(tmp_path / "tokenizer.json"))
+    known = TextTokenizer(hf_tokenizer)
+    assert (tokenizer.prefix_token_id, tokenizer.eos_token_id) == (0, 1)
+    for text in ("A text", "<s>A text", ""):
+        for begins in (True, False):
+            assert tokenizer.encode(text, begins=begins) == known.encode(text, begins=begins)
+    assert tokenizer.encode("A text")[0] == 0
+    assert (tokenizer.special_token("</s>"), tokenizer.special_token("A")) == (1, None)
+
+
+def test_a_text_is_neither_cut_nor_filled_up(hf_tokenizer):
+    inner = copy.deepcopy(hf_tokenizer.backend_tokenizer)
+    for text in ("low", "low lower lowest"):
+        inner.no_truncation()
+        inner.no_padding()
+        wanted = TextTokenizer(inner).encode(text)
+        inner.enable_truncation(5)
+        assert TextTokenizer(inner).encode(text) == wanted
+        inner.enable_padding(length=9, pad_id=1, pad_token="</s>")
+        assert TextTokenizer(inner).encode(text) == wanted
+        assert inner.truncation["max_length"] == 5 and inner.padding["length"] == 9  # as it was
 
 
 @given(

@@ -127,6 +127,67 @@ def test_what_is_shared_is_read_once(llama):
     assert scorers[0].tokens_read < scorers[1].tokens_read / 3
 
 
+def test_ends_of_one_beginning_are_read_in_one_row(llama):
+    rng = random.Random(0)
+    contexts = [tuple(rng.randrange(256) for _ in range(n)) for n in (31, 21, 26)]
+    asked = [TokenRequest(context, (9,) * n) for context in contexts for n in (3, 5, 2, 4)]
+    scorer = Scorer(llama, batch_size=8)
+    scorer.score_tokens(asked)
+    # As far as the shortest but for its last token; then what is left of each, and its ends behind it.
+    assert scorer.model.packs_ends and scorer.tokens_read == 3 * 20 + 3 * (10 + 3 + 5 + 2 + 4)
+
+
+def test_ends_that_would_be_too_wide_are_read_apart(llama, by_hand):
+    shown = tuple(range(20))
+    asked = [TokenRequest(shown, (9, end, *range(60))) for end in range(20)]
+    scorer = Scorer(llama, batch_size=4)
+    scores = scorer.score_tokens(asked)
+    assert scorer.tokens_read == 19 + 20 * 62
+    assert scores[7].log_probability == pytest.approx(by_hand(llama, asked[7])[0], rel=1e-5)
+
+
+def test_a_model_that_takes_no_mask_of_pairs_reads_ends_apart(by_hand):
+    class Deaf(nn.Module):
+        """Takes a mask and looks at none."""
+
+        def __init__(self):
+            super().__init__()
+            self.inner = tiny_llama()
+            self.config = self.inner.config
+
+        def forward(
+            self, input_ids, attention_mask=None, position_ids=None, past_key_values=None, use_cache=False
+        ):
+            return self.inner(
+                input_ids, position_ids=position_ids, past_key_values=past_key_values, use_cache=use_cache
+            )
+
+    torch.manual_seed(0)
+    model, asked = Deaf().eval(), requests_of(2)
+    scorer = Scorer(model)
+    scores = scorer.score_tokens(asked)
+    assert scorer.model.cache_rows is not None and not scorer.model.packs_ends
+    for score, one in zip(scores, asked, strict=True):
+        assert score.log_probability == pytest.approx(by_hand(model, one)[0], abs=1e-4, rel=1e-5)
+
+
+def test_a_window_is_not_taken_for_a_mask(by_hand):
+    from transformers import MistralConfig, MistralForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = MistralConfig(vocab_size=258, num_key_value_heads=2, sliding_window=600, **sizes)
+    model = MistralForCausalLM(config).eval()
+    rng = random.Random(0)
+    shown = tuple(rng.randrange(256) for _ in range(700))
+    asked = [TokenRequest(shown, (end, 5, 6)) for end in range(3)]
+    scorer = Scorer(model)
+    scores = scorer.score_tokens(asked)
+    assert scorer.model.cache_rows is not None and not scorer.model.packs_ends
+    for score, one in zip(scores, asked, strict=True):
+        assert score.log_probability == pytest.approx(by_hand(model, one)[0], abs=1e-4, rel=1e-5)
+
+
 def test_choices_that_are_read_alike_are_read_once(llama):
     asked = [TokenRequest((1, 2, 3), (letter,)) for letter in (4, 5, 6, 7)]
     scorer = Scorer(llama)

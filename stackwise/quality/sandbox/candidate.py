@@ -5,7 +5,6 @@ It runs alone in a jail: whatever the code does to this process, it can only ans
 
 from __future__ import annotations
 
-import builtins
 import os
 import sys
 import types
@@ -28,7 +27,7 @@ _TEXT = 500  # characters of an error
 
 
 def main() -> None:
-    """Answer calls until there are no more."""
+    """Load the program when the checks are about to begin, and answer calls until there are no more."""
     with open(f"{FOLDER}/program.py", encoding="utf-8") as file:
         source = file.read()
     # A module like any other: pickle and dataclasses look for one by the name that a class says.
@@ -36,17 +35,24 @@ def main() -> None:
     namespace, loaded = vars(module), False
     while (request := unpack(lambda size: os.read(CHANNEL, size))) is not None:
         try:
-            if not loaded:
-                # Without what this file imports from __future__.
-                exec(compile(source, "program.py", "exec", dont_inherit=True), namespace)  # noqa: S102
-                loaded = True
-            reply = _answer(request, namespace)
+            reply = _answer(request, namespace) if loaded else _load(request, source, namespace)
+            loaded = True
         except NotPlainError as error:
-            reply = pack({"raised": "NotPlainError", "text": str(error)})
+            reply = pack({"not plain": str(error)})
         except BaseException as error:
             reply = _raised(error)
         while reply:
             reply = reply[os.write(CHANNEL, reply) :]
+        if not loaded:
+            return
+
+
+def _load(request: dict[str, Any], source: str, namespace: dict[str, Any]) -> bytes:
+    """Which of the functions that are asked for the program does not define."""
+    # Without what this file imports from __future__.
+    exec(compile(source, "program.py", "exec", dont_inherit=True), namespace)  # noqa: S102
+    missing = [name for name in request["load"] if not callable(namespace.get(name))]
+    return bytes(pack({"missing": missing}))
 
 
 def _answer(request: dict[str, Any], namespace: dict[str, Any]) -> bytes:
@@ -60,12 +66,12 @@ def _answer(request: dict[str, Any], namespace: dict[str, Any]) -> bytes:
 
 
 def _raised(error: BaseException) -> bytes:
-    """Its name, the names of those of Python's own errors that it is one of, and what it was made of."""
-    kinds = [each.__name__ for each in type(error).__mro__ if vars(builtins).get(each.__name__) is each]
+    """Its name, where it and all that it is one of are defined, what it was made of, and what it holds."""
+    kinds = [[str(each.__module__), each.__qualname__] for each in type(error).__mro__]
     said = {"raised": type(error).__name__, "kinds": kinds, "text": _text(error)}
     try:
         # As for pickle: what it is made again of, which for OSError is more than its `args`.
-        return bytes(pack(said | {"args": encode(error.__reduce__()[1])}))
+        return bytes(pack(said | {"args": encode(error.__reduce__()[1]), "state": encode(vars(error))}))
     except BaseException:  # not plain, or whatever the code has made of it
         return bytes(pack(said))
 

@@ -5,25 +5,90 @@ The nonce, which says that all checks are through, is only here, where the untru
 
 from __future__ import annotations
 
-import builtins
 import json
 import os
 import sys
 import traceback
 import types
+from functools import partial
 from typing import Any
 
 FOLDER = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, FOLDER)
 
-from plain import Shared, decode, encode, pack, unpack  # type: ignore[import-not-found]  # noqa: E402
+from plain import (  # type: ignore[import-not-found]  # noqa: E402
+    NotPlainError,
+    Shared,
+    decode,
+    encode,
+    pack,
+    unpack,
+)
 
 CHANNEL, RESULT = 3, 4
 _TEXT = 2000  # characters of an error
+# Whose errors are known by their names. An error of unittest says that a check is skipped.
+_STANDARD = sys.stdlib_module_names - {"unittest"}
 
 
 class CandidateError(Exception):
-    """The candidate raised what cannot be raised here, or ended, or answered with nonsense."""
+    """The program cannot be loaded, or its function raised what cannot be raised here."""
+
+
+class ChannelError(Exception):
+    """A value cannot be handed over, or the candidate has ended, or answered with nonsense."""
+
+
+class Channel:
+    """The way to the candidate.
+
+    Attributes:
+        broken: what went wrong on it first: the checks are then not through, even where they take it for an
+            error of the function; None: nothing did.
+    """
+
+    def __init__(self) -> None:
+        self.broken: ChannelError | None = None
+
+    def load(self, names: list[str]) -> None:
+        """Have the program loaded.
+
+        Raises:
+            CandidateError: it raises an error, or does not define one of these functions.
+            ChannelError: as `ask`.
+        """
+        reply = self.ask({"load": names})
+        if "raised" in reply:
+            raise CandidateError(f"the program cannot be loaded: {_said(reply)}")
+        if reply.get("missing"):
+            raise CandidateError(f"the program defines no function {reply['missing']!r:.100}")
+
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The candidate's answer.
+
+        Raises:
+            ChannelError: it has ended, or gives none.
+        """
+        try:
+            message = pack(request)
+            while message:
+                message = message[os.write(CHANNEL, message) :]
+            reply: dict[str, Any] | None = unpack(lambda size: os.read(CHANNEL, size))
+        except OSError:
+            reply = None
+        except NotPlainError as error:
+            raise self.failed(str(error)) from None
+        if reply is None:
+            raise self.failed("the process of the candidate ended before it answered")
+        if "not plain" in reply:
+            raise self.failed(str(reply["not plain"])[:_TEXT])
+        return reply
+
+    def failed(self, reason: str) -> ChannelError:
+        """What is to be raised."""
+        error = ChannelError(reason)
+        self.broken = self.broken or error
+        return error
 
 
 class Candidate:
@@ -34,55 +99,85 @@ class Candidate:
 
     Args:
         name: of the function.
+        channel: to where it is.
+        own: by name, what the problem itself defines, such as errors.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, channel: Channel, own: dict[str, Any]) -> None:
         self.__name__ = name
+        self._channel, self._own = channel, own
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call it there."""
         shared = Shared()
-        parts = {"args": encode(args, shared), "kwargs": encode(kwargs, shared)}
-        given = list(shared.objects)
-        request = pack({"name": self.__name__, **parts})
         try:
-            while request:
-                request = request[os.write(CHANNEL, request) :]
-            reply = unpack(lambda size: os.read(CHANNEL, size))
-        except OSError:
-            reply = None
-        if reply is None:
-            raise CandidateError("the process of the candidate ended before it answered")
-        if "raised" in reply:
-            raise _error(reply)
-        value, after = decode(reply.get("value"), shared), decode(reply.get("after"), shared)
+            parts = {"args": encode(args, shared), "kwargs": encode(kwargs, shared)}
+            given = list(shared.objects)
+            reply = self._channel.ask({"name": self.__name__, **parts})
+            raised = _error(reply, self._own) if "raised" in reply else None
+            value, after = decode(reply.get("value"), shared), decode(reply.get("after"), shared)
+        except NotPlainError as error:
+            raise self._channel.failed(str(error)) from None
+        if raised is not None:
+            raise raised
         if not isinstance(after, list) or len(after) != len(given):
-            raise CandidateError("it does not say what has become of its arguments")
+            raise self._channel.failed("it does not say what has become of its arguments")
         for mine, theirs in zip(given, after, strict=True):
             _update(mine, theirs)
         return value
 
 
-def _error(reply: dict[str, Any]) -> Exception:
-    """What the candidate raised, as the nearest of Python's own errors, under its name."""
+def _said(reply: dict[str, Any]) -> str:
+    return f"{str(reply['raised'])[:100]}: {str(reply.get('text'))[:_TEXT]}"
+
+
+def _error(reply: dict[str, Any], own: dict[str, Any]) -> Exception:
+    """What the candidate raised, as the nearest error that is known here, under its name."""
     name, text = str(reply["raised"])[:100], str(reply.get("text"))[:_TEXT]
-    kinds = [vars(builtins).get(str(each)) for each in reply.get("kinds") or ()]
-    errors = [each for each in kinds if isinstance(each, type) and issubclass(each, BaseException)]
-    kind: Any = errors[0] if errors else None
-    # The two that end loops would end those of the checks, without a word.
-    if kind is None or not issubclass(kind, Exception) or kind in (StopIteration, StopAsyncIteration):
-        return CandidateError(f"{name}: {text}")
-    if name != kind.__name__ and name.isidentifier():
-        kind = type(name, (kind,), {})
-    args = decode(reply.get("args"))
-    for some in (args if isinstance(args, tuple) else (), (text,)):
-        try:
-            made: Exception = kind(*some)
-        except TypeError:  # such as UnicodeDecodeError, which wants more than a text
+    args, state = decode(reply.get("args")), decode(reply.get("state"))
+    args, state = args if isinstance(args, tuple) else (), state if isinstance(state, dict) else {}
+    for module, place in reply.get("kinds") or ():
+        kind = _known(module, place, own)
+        if kind is None:
             continue
-        if str(made).startswith(text):
+        # The two that end loops would end those of the checks, without a word.
+        if issubclass(kind, StopIteration | StopAsyncIteration):
+            break
+        if name != kind.__name__ and name.isidentifier():
+            kind = type(name, (kind,), {})
+        made = _made(kind, args, state, text)
+        if made is not None:
             return made
-    return CandidateError(f"{name}: {text}")
+    return CandidateError(_said(reply))
+
+
+def _known(module: object, name: object, own: dict[str, Any]) -> Any:
+    """A class of errors that the problem defines, or a standard module that is imported here; None: neither.
+
+    No module is imported for it: of others the checks have no class to compare with.
+    """
+    held = own
+    if module != "candidate":
+        standard = isinstance(module, str) and module.partition(".")[0] in _STANDARD
+        found = sys.modules.get(str(module)) if standard else None
+        held = vars(found) if isinstance(found, types.ModuleType) else {}
+    kind = held.get(str(name))
+    return kind if isinstance(kind, type) and issubclass(kind, Exception) else None
+
+
+def _made(kind: Any, args: tuple[Any, ...], state: dict[Any, Any], text: str) -> Exception | None:
+    """One of that kind which says the same; None: none can be made."""
+    # The second is for one whose own arguments are others than those of its base, the third for one whose
+    # arguments could not be handed over.
+    for make, given in ((kind, args), (partial(kind.__new__, kind), args), (kind, (text,))):
+        try:
+            made: Exception = make(*given)
+            vars(made).update(state)
+            if str(made).startswith(text):
+                return made
+        except Exception:  # noqa: S112  # such as UnicodeDecodeError, which wants more than a text
+            continue
+    return None
 
 
 def _update(mine: Any, theirs: Any) -> None:
@@ -98,15 +193,20 @@ def main() -> None:
     with open(f"{FOLDER}/task.json", encoding="utf-8") as file:
         task = json.load(file)
     module = sys.modules["check"] = types.ModuleType("check")
-    namespace = vars(module)
+    namespace, channel = vars(module), Channel()
     try:
+        channel.load(task["names"])
         # Without what this file imports from __future__.
         exec(compile(task["setup"], "setup.py", "exec", dont_inherit=True), namespace)  # noqa: S102
-        namespace |= {name: Candidate(name) for name in task["names"]}
+        own = dict(namespace)
+        namespace |= {name: Candidate(name, channel, own) for name in task["names"]}
         exec(compile(task["test"], "test.py", "exec", dont_inherit=True), namespace)  # noqa: S102
+        if channel.broken is not None:
+            raise channel.broken
         said = {"nonce": task["nonce"]}
     except BaseException as error:
-        where = [f"line {frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)[1:][:1]]
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "test.py"]
+        where = [f"line {frame.lineno}" for frame in frames[:1]]
         said = {"failed": f"{type(error).__name__}: {error}"[:_TEXT], "where": ", ".join(where)}
     message = pack(said)
     while message:

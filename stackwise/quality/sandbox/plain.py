@@ -50,8 +50,8 @@ class Shared:
 def encode(value: Any, shared: Shared | None = None, depth: int = 0) -> Any:
     """The value as what JSON can hold.
 
-    Numbers, texts, bytes, None, and lists, tuples, sets and dicts of them; of their subclasses what they
-    hold. Of an iterator its items, which are taken out of it.
+    Numbers, texts, bytes, None, and lists, tuples, sets, dicts and views of dicts of them; of their
+    subclasses what they hold. Of an iterator its items, which are taken out of it.
 
     Args:
         value: to be written.
@@ -96,6 +96,9 @@ def _written(value: Any, shared: Shared, depth: int) -> Any:
         return {"dict": [[encode(each, shared, depth + 1) for each in pair] for pair in pairs]}
     if isinstance(value, range):
         return {"range": [value.start, value.stop, value.step]}
+    for name, kind in _VIEWS.items():
+        if isinstance(value, kind):
+            return {name: [encode(each, shared, depth + 1) for each in value]}
     if isinstance(value, Mapping | Set):
         raise NotPlainError(f"a {type(value).__name__} cannot be handed over")
     if isinstance(value, Iterator):
@@ -185,6 +188,7 @@ def unpack(read: Callable[[int], bytes]) -> dict[str, Any] | None:
 
 _CHANGING = (list, dict, set, bytearray)
 _ITERABLES: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+_VIEWS: dict[str, Any] = {"keys": type({}.keys()), "values": type({}.values()), "items": type({}.items())}
 
 
 def _complex(real: str, imaginary: str) -> complex:
@@ -214,6 +218,9 @@ _MAKERS: dict[str, Callable[[Any, Shared, int], Any]] = {
     "range": lambda held, *_: range(*held),
     "dict": _dict,
     "iterator": _many(iter),
+    "keys": _many(lambda held: dict.fromkeys(held).keys()),
+    "values": _many(lambda held: dict(enumerate(held)).values()),
+    "items": _many(lambda held: dict(held).items()),
     **{name: _many(kind) for name, kind in _ITERABLES.items()},
 }
 

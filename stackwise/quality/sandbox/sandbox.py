@@ -98,11 +98,13 @@ class Sandbox:
         """Run checks on a program.
 
         Args:
-            program: the code, which defines functions.
+            program: the code, which defines functions. It is loaded once, before the checks; where it cannot
+                be, or does not define them, that is a failure.
             test: the checks, which call them by name; an error in it is a failure.
             functions: names of the functions of `program` that `test` calls. Arguments and results have to be
-                plain: numbers, texts, bytes, None, and lists, tuples, sets and dicts of them; iterators are
-                handed over as their items.
+                plain: numbers, texts, bytes, None, and lists, tuples, sets, dicts and views of dicts of them;
+                iterators are handed over as their items. Where one is not, the run fails, whatever the checks
+                make of it.
             setup: code that is run before `test`, where it is, such as what the problem itself defines.
 
         Raises:

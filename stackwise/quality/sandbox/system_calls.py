@@ -1,8 +1,9 @@
 """System calls that nothing in a jail may make: a filter of the kernel's (seccomp(2)).
 
 They reach memory that no limit counts (System V's, files without a name), keys of whoever has started the
-jail, other processes, or parts of the kernel that programs have no need of. The numbers are those of
-asm/unistd.h.
+jail, other processes, or parts of the kernel that programs have no need of. Sockets are of the families that
+a namespace of networks holds: others, such as AF_VSOCK, reach the host of a virtual machine through it. The
+numbers are those of asm/unistd.h and of bits/socket.h.
 """
 
 from __future__ import annotations
@@ -16,18 +17,19 @@ __all__ = ["forbid"]
 
 # By machine: what the kernel calls it; shmget, shmat, shmctl, semget, msgget, ptrace, mount, umount2,
 # pivot_root, chroot, add_key, request_key, keyctl, unshare, setns, perf_event_open, process_vm_readv,
-# process_vm_writev, bpf, userfaultfd, memfd_create, io_uring_setup; clone.
+# process_vm_writev, bpf, userfaultfd, memfd_create, io_uring_setup; clone; socket, socketpair.
 _X86 = "29 30 31 64 68 101 165 166 155 161 248 249 250 272 308 298 310 311 321 323 319 425"
 _ARM = "194 196 195 190 186 117 40 39 41 51 217 218 219 97 268 241 270 271 280 282 279 425"
 _MACHINES = {
-    "x86_64": (0xC000003E, tuple(map(int, _X86.split())), 56),
-    "aarch64": (0xC00000B7, tuple(map(int, _ARM.split())), 220),
+    "x86_64": (0xC000003E, tuple(map(int, _X86.split())), 56, (41, 53)),
+    "aarch64": (0xC00000B7, tuple(map(int, _ARM.split())), 220, (198, 199)),
 }
 _CLONE3 = 435
 _NAMESPACES = 0x7E020000  # of the flags of clone: all that make a namespace
+_FAMILIES = (1, 2, 10)  # AF_UNIX, AF_INET, AF_INET6
 _OTHER_TABLE = 0x40000000  # x32: the same calls under other numbers
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-_NUMBER, _MACHINE, _FIRST_ARGUMENT = 0, 4, 16  # in struct seccomp_data
+_NUMBER, _MACHINE, _FIRST_ARGUMENT = 0, 4, 16  # in struct seccomp_data; of an argument its lower half
 _ALLOW, _ERROR, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
 _SET_SECCOMP, _FILTER = 22, 2
 
@@ -48,7 +50,7 @@ def forbid() -> bool:
     known = _MACHINES.get(platform.machine())
     if known is None:
         return False
-    machine, numbers, clone = known
+    machine, numbers, clone, (one_socket, two_sockets) = known
     steps = [
         (_LOAD, 0, 0, _MACHINE),
         (_EQUAL, 1, 0, machine),
@@ -62,6 +64,14 @@ def forbid() -> bool:
     ]
     for number in numbers:
         steps += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ERROR | errno.EPERM)]
+    by_family = [
+        (_LOAD, 0, 0, _FIRST_ARGUMENT),
+        *((_EQUAL, len(_FAMILIES) - i, 0, family) for i, family in enumerate(_FAMILIES)),
+        # As of a family that the kernel does not have.
+        (_RETURN, 0, 0, _ERROR | errno.EAFNOSUPPORT),
+        (_RETURN, 0, 0, _ALLOW),
+    ]
+    steps += [(_EQUAL, 1, 0, one_socket), (_EQUAL, 0, len(by_family), two_sockets), *by_family]
     steps += [
         (_EQUAL, 0, 3, clone),
         (_LOAD, 0, 0, _FIRST_ARGUMENT),

@@ -91,6 +91,52 @@ assert Q.__annotations__ == {'x': int}
 assert f() == (1, 1, 3)
 """,
     ),
+    "sockets": (
+        """
+import asyncio, socket
+async def echo():
+    one, other = socket.socketpair()
+    reader, _ = await asyncio.open_connection(sock=one)
+    other.send(b"a")
+    return await reader.read(1)
+def f():
+    socket.socket(socket.AF_INET, socket.SOCK_DGRAM).close()
+    return asyncio.run(echo())
+""",
+        "assert f() == b'a'",
+    ),
+    "views of dicts": (
+        "def f(d): return d.keys(), d.values(), d.items()",
+        """
+keys, values, items = f({2: [1], 1: [2]})
+assert keys == {1, 2} and list(keys) == [2, 1] and list(values) == [[1], [2]]
+assert items == {2: [1], 1: [2]}.items() and sorted(items) == [(1, [2]), (2, [1])]
+""",
+    ),
+    "errors of standard modules": (
+        """
+import decimal, json, subprocess
+def f(what):
+    match what:
+        case 'json': json.loads('{')
+        case 'decimal': decimal.Decimal('a')
+        case 'process': raise subprocess.CalledProcessError(3, 'ls', stderr='no')
+        case 'group': raise ExceptionGroup('several', [ValueError(1)])
+""",
+        """
+import decimal, json, subprocess
+def raised(kind, what):
+    try: f(what)
+    except kind as error: return error
+    raise AssertionError(what)
+error = raised(json.JSONDecodeError, 'json')
+assert (error.pos, error.doc) == (1, '{')
+assert isinstance(raised(decimal.InvalidOperation, 'decimal'), ArithmeticError)
+error = raised(subprocess.CalledProcessError, 'process')
+assert (error.returncode, error.stderr) == (3, 'no')
+assert str(raised(Exception, 'group')) == 'several (1 sub-exception)'
+""",
+    ),
     "annotations are no texts": (
         "def g(x: int): ...\ndef f(): return g.__annotations__['x'] is int, __name__",
         "assert f() == (True, 'candidate')",

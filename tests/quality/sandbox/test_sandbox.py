@@ -35,6 +35,7 @@ SAYS = {
     "memory that belongs to nobody": r"MADE 0",
     "empty files": r"FILES True",
     "keys of the user": r"KEYS \[\]",
+    "sockets of other families": r"OPENED \[\]",
     "connects": r"127.0.0.1 .*\n(.*\n)*.*refused",
     "reads the environment": r"\{'LC_CTYPE'",
     "looks for the nonce": r"\[\]",
@@ -206,6 +207,114 @@ def test_setup_is_where_the_checks_are():
     assert (
         Sandbox().run("def f(x): return x", "assert helper(f(2)) == 20", functions=["f"], setup=setup).passed
     )
+
+
+# It expects any error at all.
+ANY_ERROR = "try: f(-1)\nexcept Exception: pass\nelse: raise AssertionError"
+
+
+@needs_jail
+@pytest.mark.parametrize(
+    ("program", "checks", "reason"),
+    [
+        ("def f(x: return (((", ANY_ERROR, "cannot be loaded: SyntaxError: "),
+        ("def f(x: return (((", "pass", "cannot be loaded: SyntaxError: "),
+        ("def f(x): return x\nraise ValueError('here')", ANY_ERROR, "cannot be loaded: ValueError: here"),
+        ("import sys\nsys.exit(0)", "pass", "cannot be loaded: SystemExit: 0"),
+        ("x = 1", ANY_ERROR, r"defines no function \['f'\]"),
+        ("f = 1", ANY_ERROR, r"defines no function \['f'\]"),
+    ],
+    ids=["syntax", "never called", "raises", "exits", "none", "a number"],
+)
+def test_a_program_that_cannot_be_loaded_passes_nothing(program, checks, reason):
+    done = Sandbox().run(program, checks, functions=["f"])
+    assert done.status == "failed"
+    assert re.search(f"^CandidateError: the program {reason}", done.reason), done
+
+
+@needs_jail
+def test_a_program_is_loaded_once():
+    once = """
+import os
+print("LOADED", flush=True)
+if not os.path.exists("/tmp/once"):
+    open("/tmp/once", "w").close()
+    raise ValueError("the first time")
+def f(x): return x
+"""
+    done = Sandbox().run(once, "try: f(1)\nexcept ValueError: pass\nassert f(1) == 1", functions=["f"])
+    assert (done.status, done.output) == ("failed", "LOADED\n")
+
+
+@needs_jail
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [
+        ("import os\ndef f(x): os._exit(0)", "the process of the candidate ended before it answered"),
+        ("def f(x): return object()", "a object cannot be handed over"),
+        ("import os\ndef f(x): os.write(3, b'\\0\\0\\0\\4spam')", "no message"),
+    ],
+    ids=["ends", "returns an object", "nonsense"],
+)
+def test_what_breaks_the_channel_is_no_expected_error(program, reason):
+    done = Sandbox().run(program, ANY_ERROR, functions=["f"])
+    assert done.status == "failed"
+    assert done.reason.startswith(f"ChannelError: {reason}")
+    assert done.reason.endswith("(line 1 of the test)")
+
+
+@needs_jail
+def test_errors_that_the_problem_defines_are_those_of_the_checks():
+    setup = """
+class Bad(Exception):
+    def __init__(self, code):
+        self.code = code
+        super().__init__(f"code {code}")
+class Worse(Bad): pass
+"""
+    program = """
+def f(x):
+    if x == 3:
+        class Bad(Exception): pass
+        raise Bad(3)
+    raise Worse(x)
+"""
+    checks = """
+try: f(2)
+except Bad as error: assert type(error) is Worse and (error.code, str(error)) == (2, "code 2")
+else: raise AssertionError
+try: f(3)
+except Bad: raise AssertionError("another one")
+except Exception as error: assert type(error).__name__ == "Bad"
+"""
+    done = Sandbox().run(setup + program, checks, functions=["f"], setup=setup)
+    assert done.passed, done
+
+
+@needs_jail
+def test_no_error_imports_a_module_or_skips_a_check():
+    program = """
+def f(what):
+    if what == "skip":
+        import unittest
+        raise unittest.SkipTest("none")
+    raise type("Error", (Exception,), {"__module__": what})("none")
+"""
+    checks = """
+import sys, unittest
+before = set(sys.modules)
+for module in ("this", "antigravity", "__main__", "plain"):
+    try: f(module)
+    except Exception as error: assert type(error).__name__ == "Error" and type(error).__base__ is Exception
+assert set(sys.modules) == before
+class Checks(unittest.TestCase):
+    def test(self): self.assertEqual(f("skip"), 1)
+found = unittest.TestResult()
+Checks("test").run(found)
+assert found.errors and not found.skipped
+"""
+    done = Sandbox().run(program, checks, functions=["f"])
+    assert done.passed, done
 
 
 @needs_jail

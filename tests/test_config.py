@@ -3,6 +3,7 @@
 import collections
 import copy
 import functools
+import json
 import math
 import pickle
 import random
@@ -1120,6 +1121,11 @@ class TestRoundTrip:
         config = StackWiseConfig.from_dict(mapping)
         assert config.to_dict() == before == mapping
         assert_valid(config.to_dict())
+
+    @given(valid_mappings())
+    def test_json(self, mapping):
+        config = StackWiseConfig.from_json(json.loads(json.dumps(mapping)))
+        assert config.to_dict() == mapping
 
     @given(valid_mappings())
     def test_yaml(self, yaml_file, mapping):

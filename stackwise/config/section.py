@@ -115,6 +115,15 @@ class Section(BaseModel):
             raise ConfigError(_problems(cls, error), source) from None
 
     @classmethod
+    def from_json(cls, loaded: Mapping[str, Any], *, source: str = "configuration") -> Self:
+        """As `from_dict`, of what was loaded from JSON, in which keys that were numbers are text.
+
+        Raises:
+            ConfigError: as of `from_dict`.
+        """
+        return cls.from_dict(_numbered(loaded), source=source)
+
+    @classmethod
     def put_away(cls, content: dict[str, Any]) -> None:
         """Put keys of nested mappings to their default that mean nothing beside the others; see `applies`."""
         for name, field in cls.model_fields.items():
@@ -138,6 +147,14 @@ class Section(BaseModel):
         except ValidationError as error:
             raise ConfigError(_problems(type(self), error)) from None
         super().__setattr__(name, getattr(checked, name))
+
+
+def _numbered(loaded: Any) -> Any:
+    """The same with numbers for keys that are the text of one, which no section calls a key of its own."""
+    if not isinstance(loaded, Mapping):
+        return loaded
+    numbers = {key: int(key) for key in loaded if str(key).isascii() and str(key).isdigit()}
+    return {numbers.get(key, key): _numbered(value) for key, value in loaded.items()}
 
 
 def _problems(section: type[BaseModel], error: ValidationError) -> list[str]:

@@ -87,7 +87,8 @@ class DivergenceRule:
     more than `n_mads` standard deviations of the noise as well. These are taken of the changes from step to
     step, as their scaled MAD over sqrt(2): a running median of few losses follows their noise. The step at
     which it left is the first of those from which on the smoothed loss never comes below that level again,
-    or of the unsmoothed ones above it right before.
+    or of the unsmoothed ones above it right before. Where that is among the first three or right behind
+    them, their median has risen as well, and what was left is the level of the first.
 
     Attributes:
         rise_nats: above the first loss, and above the median of the first three.
@@ -128,13 +129,19 @@ class DivergenceRule:
         begin = max(losses[0], statistics.median(losses[:3]))  # a first loss may be low by chance
         if not smoothed[-1] > min(begin + rise, above_best):
             return None
-        level = min(losses[0] + rise, above_best)
-        step = len(losses)
-        while step > 0 and smoothed[step - 1] > level:
-            step -= 1
-        while step > 0 and losses[step - 1] > level:
-            step -= 1
-        return step
+        step = _left(losses, smoothed, min(begin + rise, above_best))
+        # Of a loss that rises at once the median of the first three has risen as well.
+        return step if step > 3 else _left(losses, smoothed, min(losses[0] + rise, above_best))
+
+
+def _left(losses: Sequence[float], smoothed: Sequence[float], level: float) -> int:
+    """The first step from which on the smoothed losses are above a level, or the others right before."""
+    step = len(losses)
+    while step > 0 and smoothed[step - 1] > level:
+        step -= 1
+    while step > 0 and losses[step - 1] > level:
+        step -= 1
+    return step
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,7 @@ def learning_rate_sweep(
     effective_batch: int | None = None,
     data: Data | None = None,
     device: torch.device | str | None = None,
+    data_name: str | None = None,
     jobs: int = 1,
     store: str | Path | None = None,
     on_run: Callable[[SweepRun], None] | None = None,
@@ -81,19 +82,23 @@ def learning_rate_sweep(
         data: what to train on instead of the configured; an iterator, whose batches would go to one run
             after the other, is refused.
         device: where to run.
+        data_name: what `data` is called in the store, which does not see what is in it.
         jobs: processes at a time; with several, `subject` has to be picklable. Each run has one thread, so
             that the number of processes changes no result.
         store: a file of JSON lines that each run is kept in as it ends, and that runs are read from instead
-            of being made again. What is no configuration is known there by its name alone, `data` by nothing.
+            of being made again. What is no configuration is known there by its name alone, and `data` by
+            `data_name`, which it wants.
         on_run: called with each run as it ends, in the order of their ends, not with those that were read.
 
     Raises:
-        ValueError: an empty or repeated list, a value out of range, a width that the subject cannot have, or
-            a subject that cannot be sent to other processes.
+        ValueError: an empty or repeated list, a value out of range, a width that the subject cannot have, a
+            subject that cannot be sent to other processes, or `data` in a store without a `data_name`.
         ConfigError: a learning rate or width that the configuration refuses.
         TypeError: a subject of another kind.
     """
     check_sizes(jobs=jobs)
+    if store is not None and data is not None:
+        require(data_name is not None, "data_name", data_name, "a name that the store knows data by")
     plans = plan_sweep(
         subject,
         learning_rates,
@@ -107,6 +112,7 @@ def learning_rate_sweep(
         effective_batch=effective_batch,
         data=data,
         device=device,
+        data_name=data_name,
     )
     kept = None if store is None else SweepStore(store)
     known = {} if kept is None else kept.read()
@@ -138,6 +144,7 @@ def plan_sweep(
     effective_batch: int | None = None,
     data: Data | None = None,
     device: torch.device | str | None = None,
+    data_name: str | None = None,
 ) -> list[PlannedRun]:
     """The runs of `learning_rate_sweep`, the widest first: for who wants to make them elsewhere.
 
@@ -147,6 +154,8 @@ def plan_sweep(
     learning_rates = LEARNING_RATES if learning_rates is None else tuple(learning_rates)
     widths, chosen = tuple(widths), chosen_seeds(seeds)
     check_data(data)
+    if data_name is not None:
+        require(data is not None, "data_name", data_name, "None without data")
     _check(learning_rates, widths, steps, parametrization, warmup)
     sizes = {"seq_len": seq_len, "batch_size": batch_size, "effective_batch": effective_batch}
     given: dict[str, Any] = sizes | {"data": data, "device": device}
@@ -161,7 +170,9 @@ def plan_sweep(
                 if isinstance(made, StackWiseConfig):
                     of_seed = _configured(made, steps, seed, warmup)
                 sets = isinstance(subject, ModelSpec)
-                plans.append(PlannedRun(of_seed, width, learning_rate, seed, steps, sets, dict(options)))
+                plans.append(
+                    PlannedRun(of_seed, width, learning_rate, seed, steps, sets, dict(options), data_name)
+                )
     return plans
 
 

@@ -9,7 +9,14 @@ from dataclasses import dataclass
 
 from stackwise.argument import check_sizes, require
 from stackwise.config import ModelConfig, StackWiseConfig
-from stackwise.prototype.widen import as_mup, growing_sizes, n_kv_heads_of, scaled_latent, whole_base
+from stackwise.prototype.widen import (
+    as_mup,
+    growing_sizes,
+    n_kv_heads_of,
+    scaled_bound,
+    scaled_latent,
+    whole_base,
+)
 
 __all__ = ["SmallVariant", "create_small_variant"]
 
@@ -40,10 +47,11 @@ def create_small_variant(
     """Fewer heads and fewer Blocks, of the same kind.
 
     Kept are the size of a head, of queries, keys and values of `mla` and of random features too; the
-    feed-forward ratio; the ranks of latents for each number of width; the law of initialisation, of which
-    what scales with depth follows the depth that there is; the kinds of Blocks. Width shrinks with the
-    number of heads, `factor` times, and depth as much as width does, so that their ratio stays. Of what
-    whole numbers do not allow the nearest is taken, and a note says so:
+    feed-forward ratio; the ranks of latents for each number of width; `embedding_max_norm` for its
+    square root, as the length of a row goes; the law of initialisation, of which what scales with depth
+    follows the depth that there is; the kinds of Blocks. Width shrinks with the number of heads, `factor`
+    times, and depth as much as width does, so that their ratio stays. Of what whole numbers do not allow
+    the nearest is taken, and a note says so:
 
     - Query heads for each key/value head stay, if a number of heads that allows it is at most 1.5 times
       more or fewer than its share.
@@ -90,6 +98,7 @@ def create_small_variant(
         "n_kv_heads": None if model.n_kv_heads is None else n_kv_heads,
         "d_ff": _share("d_ff", model.d_ff, d_model, model.d_model, notes),
         "latent": _latent(model, d_model, notes),
+        "embedding_max_norm": scaled_bound(model, d_model / model.d_model),
         "architecture": {"n_stacks": n_stacks, "blocks_per_stack": blocks_per_stack},
         "sliding_window": _windows(config, n_stacks * blocks_per_stack, seq_len, notes),
         "max_seq_len": _longest(config, seq_len, notes),

@@ -104,6 +104,7 @@ class PlannedRun:
         width, learning_rate, seed, steps: of the run.
         sets_learning_rate: whether the learning rate is given to the prototype, or is in the subject already.
         options: further arguments of ArchitecturePrototype.
+        data_name: what the data among them are called; None: they have no name.
     """
 
     subject: Any
@@ -113,6 +114,7 @@ class PlannedRun:
     steps: int
     sets_learning_rate: bool = True
     options: Mapping[str, Any] = field(default_factory=dict)
+    data_name: str | None = None
 
     @property
     def name(self) -> str:
@@ -123,12 +125,15 @@ class PlannedRun:
     def key(self) -> str:
         """The same for runs that come to the same.
 
-        A configuration is known by all that it says; anything else by its name, and data by nothing.
+        A configuration is known by all that it says; anything else by its name, and data by
+        `data_name` alone.
         """
         subject = self.subject
         known = subject.to_dict() if isinstance(subject, StackWiseConfig) else name_of(subject)
         options = {key: value for key, value in self.options.items() if key != "data"}
         told = {"subject": known, "steps": self.steps, **options}
+        if self.data_name is not None:
+            told["data"] = self.data_name
         # The name has six digits of it, and a configuration all, as it says it itself.
         if not (self._says_learning_rate or float(f"{self.learning_rate:.6g}") == self.learning_rate):
             told["learning_rate"] = self.learning_rate

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 from stackwise.argument import check_sizes, require
@@ -13,6 +14,7 @@ __all__ = [
     "as_standard",
     "growing_sizes",
     "n_kv_heads_of",
+    "scaled_bound",
     "scaled_latent",
     "whole_base",
     "widened",
@@ -25,7 +27,8 @@ def widened(config: StackWiseConfig, factor: int) -> StackWiseConfig:
     """`factor` times the width, by more heads of the same size.
 
     `d_model`, `n_heads`, `n_kv_heads`, the ranks of latents and `d_ff` grow alike (Yang et al. 2022,
-    arXiv:2203.03466, section 4), the size of a head and all else stay, `mup_base_width` too. The one
+    arXiv:2203.03466, section 4), and `embedding_max_norm` with their square root, as the length of a row
+    whose entries stay as large. The size of a head and all else stay, `mup_base_width` too. The one
     key/value head of `mqa` cannot grow along and stays one.
 
     Args:
@@ -44,6 +47,7 @@ def widened(config: StackWiseConfig, factor: int) -> StackWiseConfig:
         "n_heads": factor * model.n_heads,
         "n_kv_heads": kv if kv is None or model.attention_type == "mqa" else factor * kv,
         "d_ff": factor * model.d_ff,
+        "embedding_max_norm": scaled_bound(model, factor),
         "latent": scaled_latent(model, {key: factor * rank for key, rank in _ranks(model).items()}),
     }
     return StackWiseConfig.from_dict(changed)
@@ -98,6 +102,11 @@ def whole_base(model: ModelConfig) -> tuple[str, int] | None:
 def n_kv_heads_of(model: ModelConfig) -> int:
     """Key/value heads. Each head of `mla` makes its own of the latent."""
     return 1 if model.attention_type == "mqa" else model.n_kv_heads or model.n_heads
+
+
+def scaled_bound(model: ModelConfig, times: float) -> float | None:
+    """The key `embedding_max_norm` at so many times the width: the length of a row goes with its root."""
+    return None if model.embedding_max_norm is None else model.embedding_max_norm * math.sqrt(times)
 
 
 def scaled_latent(model: ModelConfig, ranks: dict[str, int]) -> dict[str, int | None] | None:

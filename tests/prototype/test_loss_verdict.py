@@ -45,6 +45,14 @@ def test_one_low_loss_at_the_start_is_no_divergence():
     assert (loss_verdict(rising).status, loss_verdict(rising).step) == ("diverged", 2)
 
 
+def test_the_step_at_which_it_left_is_not_that_of_a_first_loss_that_was_low_by_chance():
+    sound = [5.5 - 0.6 * i / 399 for i in range(400)]
+    up = [6.5 + 0.02 * math.sin(i) for i in range(100)]
+    for first in (5.5, 3.0):
+        verdict = loss_verdict([first, *sound, *up])
+        assert (verdict.status, verdict.step) == ("diverged", 401)
+
+
 def test_of_fewer_losses_than_its_history_nothing_has_diverged():
     losses = [2.0, 2.1, 9.0, 9.1, 9.0, 9.2, 9.1, 9.0]
     assert [loss_verdict(losses[:n]).status for n in (7, 8)] == ["success", "diverged"]

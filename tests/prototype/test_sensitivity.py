@@ -352,6 +352,21 @@ def test_rates_that_hardly_differ_are_not_one_run(tmp_path):
     assert len(ended) == 2
 
 
+def test_data_in_a_store_have_a_name(tmp_path):
+    data = {name: [torch.full((2, 9), token)] for token, name in enumerate(("zeros", "ones"))}
+    asked = {"steps": 3, "seeds": 1, "store": tmp_path / "sweep.jsonl"}
+    with pytest.raises(ValueError, match="data_name: got None; allowed: a name that the store knows data by"):
+        learning_rate_sweep(config_of(), [0.1], (1,), data=data["zeros"], **asked)
+    with pytest.raises(ValueError, match="data_name: got 'zeros'; allowed: None without data"):
+        learning_rate_sweep(config_of(), [0.1], (1,), data_name="zeros", **asked)
+    made = []
+    for name in ("zeros", "ones", "zeros"):
+        learning_rate_sweep(
+            config_of(), [0.1], (1,), data=data[name], data_name=name, on_run=made.append, **asked
+        )
+    assert len(made) == 2
+
+
 def test_the_callers_threads_and_random_state_are_as_they_were():
     before, state = torch.get_num_threads(), torch.get_rng_state()
     torch.set_num_threads(2)

@@ -536,6 +536,17 @@ class TestMup:
         assert model.mup_base_width == 32 or any("mup_base_width" in note for note in variant.notes)
         create_rack_from_config(variant.config)
 
+    @pytest.mark.parametrize("mup", [False, True])
+    def test_a_bound_on_embeddings_leaves_entries_of_one_size(self, mup):
+        wide = widened(config_of((64, 4, 4, 128, 1, 2), embedding_max_norm=0.4), 4)
+        assert wide.model.embedding_max_norm == 0.8
+        variant = create_small_variant(wide, 4, mup=mup)
+        for config in (variant.config, variant.target):
+            embedding = create_rack_from_config(config).embedding
+            torch.nn.init.normal_(embedding.weight)  # so that no row is within the bound
+            size = embedding(torch.arange(8)).square().mean().sqrt().item()
+            assert size == pytest.approx(0.4 / math.sqrt(64), rel=1e-5)
+
     def test_the_output_of_a_wider_member_is_that_of_the_base_on_average(self):
         """Table 8 by hand: logits are multiplied by base / width, which the final norm's gain does here."""
         config = config_of((64, 4, 4, 128, 1, 2), vocab_size=32, tie_embeddings=False)

@@ -94,4 +94,6 @@ def test_equal_plans_have_equal_keys():
     again = PlannedRun(StackWiseConfig.from_dict(CONFIG.to_dict()), 2, 0.01, 1, 10)
     assert again.key == PLAN.key
     given = replace(PLAN, options={"data": [1, 2]})
-    assert given.key == replace(PLAN, options={"data": [3]}).key  # data is known by nothing
+    assert given.key == replace(PLAN, options={"data": [3]}).key  # without a name data is known by nothing
+    named = [replace(given, data_name=name).key for name in ("one", "two")]
+    assert len({given.key, *named}) == 3

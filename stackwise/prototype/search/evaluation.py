@@ -11,9 +11,13 @@ import torch
 
 from stackwise.argument import check_sizes
 from stackwise.config import StackWiseConfig
+from stackwise.model.build import create_rack_from_config
 from stackwise.prototype.search.trial import TrialOutcome
+from stackwise.training.objective import Objective
+from stackwise.training.optimizer import create_optimizer
+from stackwise.training.precision import check_precision
 
-__all__ = ["Evaluate", "PrototypeEvaluation", "Report", "unread_keys"]
+__all__ = ["Evaluate", "PrototypeEvaluation", "Report", "check_trains", "unread_keys"]
 
 Report = Callable[[float, float], None]
 # Keys that a run is told otherwise, or does without; a section stands for all that is in it.
@@ -83,6 +87,25 @@ class PrototypeEvaluation:
             peak_bytes=run.peak_bytes if prototype.device.type == "cuda" else _planned_peak(config),
             reason=reason,
         )
+
+
+def check_trains(config: StackWiseConfig, device: str | None) -> None:
+    """Refuse a configuration that `PrototypeEvaluation` cannot set up; no weights are made for it.
+
+    Raises:
+        ValueError: naming the key, or the argument that it is.
+        ImportError: a precision needs a library that is not installed.
+    """
+    from stackwise.prototype.prototype import ArchitecturePrototype
+
+    prototype, settings = ArchitecturePrototype(config, device=device), config.training
+    check_precision(settings.precision, prototype.device)
+    changed = config.to_dict()
+    changed["model"]["architecture"]["blocks_per_stack"] = 1  # all of them are of one kind
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        rack = create_rack_from_config(changed)
+    Objective(settings.objective, config.model.vocab_size).check(rack)
+    create_optimizer(rack, settings.optimizer, masters=settings.precision == "bf16_weights")
 
 
 def unread_keys(keys: Iterable[str], device: str | None) -> Iterator[str]:

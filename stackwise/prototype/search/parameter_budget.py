@@ -68,8 +68,9 @@ class ParameterBudget:
         check_number("tolerance", tolerance, "a number above 0 and below 1", lambda number: 0 < number < 1)
         solve = "n_layers" if solve is None else solve
         check_choice("solve", solve, SOLVED_KEYS)
-        low, high = math.ceil(target * (1 - tolerance)), math.floor(target * (1 + tolerance))
-        return cls(max(1, low), high, target, solve)
+        # A tolerance that was itself made of whole parameters is as many again, whatever its last digit is.
+        room = math.floor(target * tolerance * (1 + 1e-12))
+        return cls(max(1, target - room), target + room, target, solve)
 
     def holds(self, count: int) -> bool:
         """Whether so many parameters are within."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from stackwise.argument import require
+from stackwise.prototype.search.objective import Objective
 from stackwise.prototype.search.optuna_import import import_optuna, quiet_optuna
 
 if TYPE_CHECKING:
@@ -19,24 +21,30 @@ RUNGS = 16  # points of a run at which its loss is compared, evenly over its ste
 _FEWEST_SEEDS = 5  # the last is not compared; a signed-rank test of three pairs has p >= 1/8, of four 1/16
 
 
-def make_pruner(given: Any, *, seeds: int, n_objectives: int) -> BasePruner | None:
+def make_pruner(given: Any, *, seeds: int, objectives: Sequence[Objective]) -> BasePruner | None:
     """An Optuna pruner by name, or the one that is given, as it is; None: nothing ends early.
+
+    All of them are told of losses, also where the objective is the score, of which that is a part.
 
     - `median`: what is worse at a rung than the median of those before it, after five whole trials.
     - `hyperband`: successive halving in brackets; a third of a bracket goes on at each of its rungs.
     - `wilcoxon`: what is worse than the best over the seeds so far, by a signed-rank test (p < 0.1).
 
     Raises:
-        ValueError: no name of a pruner; several objectives, which Optuna prunes none of; too few seeds.
+        ValueError: no name of a pruner; several objectives, which Optuna prunes none of; for a name, an
+            objective other than loss and score, or too few seeds.
     """
     optuna = import_optuna()
     if given is None:
         return None
-    require(n_objectives == 1, "pruner", given, "None with several objectives")
+    require(len(objectives) == 1, "pruner", given, "None with several objectives")
     if isinstance(given, optuna.pruners.BasePruner):
         return given  # type: ignore[no-any-return]
     named = isinstance(given, str) and given in PRUNERS
     require(named, "pruner", given, f"None, {', '.join(map(repr, PRUNERS))}, or an Optuna pruner")
+    objective = objectives[0].name
+    allowed = f"'loss' or 'score' with pruner={given!r}, which compares losses"
+    require(objective in ("loss", "score"), "objective", objective, allowed)
     if given == "wilcoxon":
         require(seeds >= _FEWEST_SEEDS, "seeds", seeds, f"{_FEWEST_SEEDS} or more with pruner='wilcoxon'")
     with quiet_optuna() as optuna:

@@ -76,7 +76,7 @@ def read_trial(frozen: FrozenTrial) -> SearchTrial | None:
     claimed = Claimed.of(frozen)
     if claimed is None or not is_result(frozen):
         return None
-    config = StackWiseConfig.from_dict(claimed.config)
+    config = StackWiseConfig.from_json(claimed.config)
     states = import_optuna().trial.TrialState
     known: dict[str, Any] = dict(frozen.user_attrs.get(OUTCOME, {}))
     if not frozen.state.is_finished():

@@ -7,6 +7,7 @@ import hashlib
 import itertools
 import json
 import random
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -323,9 +324,26 @@ class Space:
             products = random.Random(0).sample(products, _CHECKED)  # noqa: S311
         for product in products:
             values = sizes | dict(zip(others, product, strict=True))
-            if self._nearest(values) is None:
+            # Where the search begins changes nothing but how long it takes.
+            if self._nearest(values | self._sizes_near(values)) is None:
                 yield self._no_size(values)
                 return
+
+    def _sizes_near(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Of sizes that grow together from the smallest to the largest the first with parameters enough."""
+        assert self.budget is not None
+        lattices = {key: self.dimensions[key].lattice() for key in _SIZE_KEYS if key in self.dimensions}
+        steps = max([len(lattice) - 1 for lattice in lattices.values()], default=0)
+
+        def at(step: int) -> dict[str, Any]:
+            return {
+                key: each[round(step * (len(each) - 1) / max(1, steps))] for key, each in lattices.items()
+            }
+
+        def counted(step: int) -> int:
+            return count_of(self._model({**values, **at(step)}))
+
+        return at(bisect_left(range(steps), self.budget.low, key=counted))
 
     def _no_size(self, values: Mapping[str, Any]) -> str:
         """Why no size is within the budget beside values of the other keys."""

@@ -70,10 +70,10 @@ def shown_place(place: str | BaseStorage) -> str:
 
 
 def open_storage(place: str | BaseStorage, *, create: bool = True) -> BaseStorage:
-    """The storage at a place that `place_of` gave.
+    """The storage at a place that `place_of` gave; with `create=False` no file is made or mended.
 
     Raises:
-        ValueError: with `create=False`, a file that is not there; one that is no journal.
+        ValueError: with `create=False`, what is not there; a file that is no journal.
         OSError: it cannot be made or read.
     """
     if not isinstance(place, str):
@@ -82,11 +82,14 @@ def open_storage(place: str | BaseStorage, *, create: bool = True) -> BaseStorag
         if place == MEMORY:
             return optuna.storages.InMemoryStorage()  # type: ignore[no-any-return]
         if "://" in place:
-            return _database(optuna, place)
+            return _database(optuna, place, create=create)
         path = Path(place)
         require(create or path.is_file(), "storage", place, "a journal file that is there")
         path.parent.mkdir(parents=True, exist_ok=True)
-        _mend_journal(optuna, path)
+        if path.exists() and path.stat().st_size:
+            _check_journal(path)
+            if create:
+                _mend_journal(optuna, path)
         backend = optuna.storages.journal.JournalFileBackend(place)
         try:
             return optuna.storages.JournalStorage(backend)  # type: ignore[no-any-return]
@@ -94,32 +97,46 @@ def open_storage(place: str | BaseStorage, *, create: bool = True) -> BaseStorag
             raise ValueError(f"storage: {place} is no journal of Optuna: {error}") from None
 
 
+def _check_journal(path: Path) -> None:
+    """Refuse a file of another kind, by what Optuna begins each line of a journal with."""
+    with path.open("rb") as file:
+        try:
+            first = json.loads(file.readline())
+        except ValueError:
+            first = None
+    is_journal = isinstance(first, dict) and {"op_code", "worker_id"} <= first.keys()
+    require(is_journal, "storage", str(path), "a journal of Optuna, or a file that is not there yet")
+
+
 def _mend_journal(optuna: Any, path: Path) -> None:
-    """Refuse a file of another kind, and take off a last line that was cut off, as where a disk was full.
+    """Take off a last line that was cut off, as where a disk was full.
 
     Whatever is appended to such a line can never be read again.
     """
-    if not path.exists() or not path.stat().st_size:
-        return
     with path.open("rb") as file:
-        try:
-            is_journal = isinstance(json.loads(file.readline()), dict)
-        except ValueError:
-            is_journal = False
-        require(is_journal, "storage", str(path), "a journal of Optuna, or a file that is not there yet")
         file.seek(-1, os.SEEK_END)
         if file.read() == b"\n":
             return
     lock = optuna.storages.journal.JournalFileSymlinkLock(str(path))
     lock.acquire()
     try:
-        whole = path.read_bytes().rpartition(b"\n")[0]
-        os.truncate(path, len(whole) + 1)
+        os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
     finally:
         lock.release()
 
 
-def _database(optuna: Any, url: str) -> BaseStorage:
+def _check_sqlite(url: str) -> None:
+    """Refuse a file that is not there, which SQLite would make."""
+    from sqlalchemy import make_url
+
+    there = make_url(url)
+    if "uri" not in there.query:  # of those SQLite itself knows whether they may be made
+        require(Path(there.database or "").is_file(), "storage", shown_place(url), "a database that is there")
+
+
+def _database(optuna: Any, url: str, *, create: bool) -> BaseStorage:
+    if not create and url.startswith("sqlite"):
+        _check_sqlite(url)
     wait = {"connect_args": {"timeout": _SQLITE_WAIT}} if url.startswith("sqlite") else {}
     for attempt in range(5):
         try:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import hashlib
 import itertools
 import json
@@ -17,13 +15,13 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from stackwise.argument import check_number, check_sizes, require
-from stackwise.config import ConfigError, StackWiseConfig
+from stackwise.config import ConfigError
 from stackwise.device import resolve_device
-from stackwise.prototype.search.evaluation import Evaluate, PrototypeEvaluation, unread_keys
+from stackwise.prototype.search.evaluation import Evaluate, PrototypeEvaluation, check_trains, unread_keys
+from stackwise.prototype.search.evaluation_name import evaluation_code, evaluation_name, kind_name
 from stackwise.prototype.search.objective import read_objectives
 from stackwise.prototype.search.optuna_import import import_optuna, quiet_optuna
 from stackwise.prototype.search.record import is_result, read_trial, read_trials
@@ -88,8 +86,9 @@ def search_architecture_space(
         objective: "loss", "score", "tokens_per_second", "peak_bytes" or "parameters"; several for a Pareto
             front.
         sampler: "tpe", "random", "gp", "nsga2", or an Optuna sampler; see `make_sampler`.
-        pruner: for one objective: None, "median", "hyperband", "wilcoxon" (over `seeds`), or an Optuna
-            pruner. At 16 even points of the first run the mean loss since the last of them is compared.
+        pruner: None; for loss or score "median", "hyperband", "wilcoxon" (over `seeds`); for one objective an
+            Optuna pruner. They are told of losses: at 16 even points of the first run of the mean since the
+            last of them.
         steps: updates of each run; a verdict on stability wants 1000.
         seeds: runs of each configuration: how many, from `seed` on; or which. Loss is their mean, and the
             worst status counts.
@@ -105,16 +104,18 @@ def search_architecture_space(
         weights: of the score; None: `ScoreWeights()`.
         evaluate: what is done instead of training an `ArchitecturePrototype`: (configuration, seed, report)
             -> `TrialOutcome`; see `Evaluate`. A study is known by it: by the name of a function, by what a
-            partial or a dataclass holds of plain values. A lambda, a function that holds values of one
-            around it, and any other object wants a `name`.
+            partial or a dataclass holds of plain values, and by file and source of what a script or notebook
+            defines, unless there is a `name`. A lambda, a function that holds values of one around it, and
+            any other object wants a `name`.
         on_trial: called here with each trial that ends while this call lasts.
         stale_seconds: see above.
 
     Raises:
         ValueError: naming the argument, or the key of the space; a study of that name that was begun
             otherwise; a configuration whose training cannot be set up.
-        ConfigError: a key of the space that no training reads, such as `training.seed`.
-        ImportError: Optuna is not installed.
+        ConfigError: a key of the space that no training reads, such as `training.seed`, or a value with which
+            there is no training beside the first values of the others.
+        ImportError: Optuna is not installed, or what a precision of the space needs.
         TypeError: `evaluate` returned what is no `TrialOutcome`; with several jobs a RuntimeError says so.
         RuntimeError: a worker failed outside of a trial, or ended before it began, or again and again.
     """
@@ -134,7 +135,7 @@ def search_architecture_space(
     require(shared or jobs == 1, "jobs", jobs, "1 with a storage that other processes cannot open")
     weights = ScoreWeights() if weights is None else weights
     objectives = read_objectives(objective)
-    told = None if evaluate is None else _name_of(evaluate)
+    told = None if evaluate is None else evaluation_name(evaluate)
     if evaluate is not None and told is None:
         require(
             name is not None or place == MEMORY,
@@ -142,7 +143,7 @@ def search_architecture_space(
             name,
             f"a name of the study, since what evaluate={evaluate!r} does cannot be told from it",
         )
-        told = _place_of_kind(evaluate)
+        told = kind_name(evaluate)
     definition = {
         "space": space.to_dict(),
         "objectives": [each.name for each in objectives],
@@ -154,6 +155,9 @@ def search_architecture_space(
         "evaluate": told,
         "device": _device_type(space, device) if evaluate is None else None,
     }
+    if evaluate is not None and name is None and place != MEMORY:
+        code = evaluation_code(evaluate)
+        definition |= {} if code is None else {"code": code}
     task = Task(
         place=place,
         name=_name(definition) if name is None else name,
@@ -175,11 +179,12 @@ def search_architecture_space(
     opened = open_storage(place)
     study = open_study(task, opened)
     _agree(study, definition)
+    before = _count_of_results(study)
     if jobs == 1:
         work(task, study, opened, on_trial)
     else:
         _work_in_processes(task, study, jobs, on_trial)
-    return _result(study, place, budget)
+    return _result(study, place, budget, made=_count_of_results(study) > before)
 
 
 def load_search(storage: str | Path | BaseStorage | None = None, name: str | None = None) -> SearchResult:
@@ -200,13 +205,15 @@ def load_search(storage: str | Path | BaseStorage | None = None, name: str | Non
         require(name in names if name is not None else len(names) == 1, "name", name, told)
         study = optuna.load_study(study_name=name or names[0], storage=opened)
     require(_DEFINITION in study.user_attrs, "name", study.study_name, "a study of stackwise")
-    return _result(study, place, None)
+    return _result(study, place)
 
 
-def _result(study: Study, place: Any, budget: int | None) -> SearchResult:
+def _result(study: Study, place: Any, budget: int | None = None, *, made: bool = True) -> SearchResult:
     definition = study.user_attrs[_DEFINITION]
     trials = read_trials(study)
     notes = []
+    if not made:
+        notes.append(f"no trial was made: all {len(trials)} were in the storage")
     if budget is not None and len(trials) < budget:
         notes.append(f"{len(trials)} of {budget} trials: the space holds no further configuration")
     if len({trial.worker for trial in trials}) > 1 and _overlap(study):
@@ -243,37 +250,6 @@ def _device_type(space: Space, device: str | None) -> str | None:
     return resolve_device(str(device or space.base.training.device)).type
 
 
-def _name_of(evaluate: Any) -> str | None:
-    """All that tells an evaluation from others, the same in each process; None: it cannot be told."""
-    if isinstance(evaluate, functools.partial):
-        inner = _name_of(evaluate.func)
-        return _called(inner, [evaluate.args, evaluate.keywords])
-    if dataclasses.is_dataclass(evaluate) and not isinstance(evaluate, type):
-        values = {each.name: getattr(evaluate, each.name) for each in dataclasses.fields(evaluate)}
-        return _called(_place_of_kind(evaluate), values)
-    owner = getattr(evaluate, "__self__", None)
-    if owner is not None and not isinstance(owner, type | ModuleType):
-        inner = _name_of(owner)
-        return None if inner is None else f"{inner}.{evaluate.__name__}"
-    # One name has as many lambdas as lines, and a closure as many as values that it was made with.
-    unnamed = getattr(evaluate, "__closure__", None) or getattr(evaluate, "__name__", "") == "<lambda>"
-    if unnamed or not hasattr(evaluate, "__qualname__"):
-        return None
-    return f"{evaluate.__module__}:{evaluate.__qualname__}"
-
-
-def _called(name: str | None, values: Any) -> str | None:
-    try:
-        return None if name is None else f"{name}({json.dumps(values, sort_keys=True)})"
-    except (TypeError, ValueError):
-        return None
-
-
-def _place_of_kind(evaluate: Any) -> str:
-    kind = evaluate if hasattr(evaluate, "__qualname__") else type(evaluate)
-    return f"{kind.__module__}:{kind.__qualname__}"
-
-
 def _name(definition: Mapping[str, Any]) -> str:
     text = json.dumps(definition, sort_keys=True, default=str)
     return f"search-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
@@ -295,15 +271,24 @@ def _agree(study: Study, definition: Mapping[str, Any]) -> None:
 
 
 def _can_train(task: Task, device: str | None) -> None:
-    """Refuse what no configuration of the space could be trained with, before a trial is spent on it."""
-    from stackwise.prototype.prototype import ArchitecturePrototype
+    """Refuse a space with values that trials could not be trained with, before one is spent on it.
 
-    unread = [*unread_keys(task.space.dimensions, device)]
-    if unread:
-        raise ConfigError(unread, task.space.source)
-    values = {key: dimension.ends[0] for key, dimension in task.space.dimensions.items()}
-    config: StackWiseConfig = task.stand_in(task.space.config(values))
-    ArchitecturePrototype(config, device=device)
+    Looked at is each end of each key, beside the first values of the others.
+    """
+    dimensions = task.space.dimensions
+    problems = [*unread_keys(dimensions, device)]
+    if problems:
+        raise ConfigError(problems, task.space.source)
+    first = {key: dimension.ends[0] for key, dimension in dimensions.items()}
+    check_trains(task.stand_in(task.space.config(first)), device)
+    for key, dimension in dimensions.items():
+        for value in dimension.ends[1:]:
+            try:
+                check_trains(task.stand_in(task.space.config(first | {key: value})), device)
+            except ValueError as error:
+                problems.append(f"space.{key}: got {value!r}; {error}")
+    if problems:
+        raise ConfigError(problems, task.space.source)
 
 
 def _work_in_processes(task: Task, study: Study, jobs: int, on_trial: OnTrial | None) -> None:

@@ -116,6 +116,6 @@ class SearchTrial:
 
     @classmethod
     def from_dict(cls, plain: dict[str, Any]) -> Self:
-        """What `to_dict` gave."""
+        """What `to_dict` gave, also after JSON."""
         losses = tuple(math.inf if loss is None else loss for loss in plain["losses"])
-        return cls(**plain | {"config": StackWiseConfig.from_dict(plain["config"]), "losses": losses})
+        return cls(**plain | {"config": StackWiseConfig.from_json(plain["config"]), "losses": losses})

@@ -90,7 +90,7 @@ def open_study(task: Task, storage: BaseStorage) -> Study:
             study_name=task.name,
             directions=directions,
             sampler=make_sampler(task.sampler, budget=task.budget, n_objectives=n_objectives, seed=task.seed),
-            pruner=make_pruner(task.pruner, seeds=len(task.seeds), n_objectives=n_objectives)
+            pruner=make_pruner(task.pruner, seeds=len(task.seeds), objectives=task.objectives)
             or optuna.pruners.NopPruner(),
             load_if_exists=True,
         )

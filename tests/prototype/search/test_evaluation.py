@@ -4,10 +4,12 @@ import math
 
 import optuna
 import pytest
+import torch
 
 from stackwise.config import ConfigError, StackWiseConfig
 from stackwise.prototype import ArchitecturePrototype, create_small_variant
 from stackwise.prototype.search import PrototypeEvaluation, TrialOutcome, search_architecture_space
+from stackwise.prototype.search.evaluation import check_trains
 from stackwise.training.memory_planner import plan_memory
 
 BASE = {
@@ -100,6 +102,58 @@ def test_what_cannot_be_trained_is_refused_before():
     }
     with pytest.raises(ValueError, match=r"training\.training_architecture: got 'stackwise'"):
         search_architecture_space(space, 2, storage="memory")
+
+
+@pytest.mark.parametrize(
+    "base, space, said",
+    [
+        (
+            {"model": {"initialization": "mup", "mup_base_width": 16}},
+            {"model.head_dim": [8, 12]},
+            "space.model.head_dim: got 12; base_width: got 16; allowed: a width whose share of n_heads=2",
+        ),
+        (
+            {},
+            {"model.attention_mode": ["causal", "bidirectional"]},
+            "space.model.attention_mode: got 'bidirectional'; ",
+        ),
+        (
+            {},
+            {"training.training_architecture": ["rackwise", "blockwise"]},
+            "space.training.training_architecture: got 'blockwise'; training.training_architecture: got",
+        ),
+        (
+            {},
+            {"training.precision": ["fp32", "fp16"]},
+            "space.training.precision: got 'fp16'; training.precision: got 'fp16'; ",
+        ),
+        (
+            {
+                "model": {"architecture": {"n_stacks": 2}},
+                "training": {"optimizer": {"per_stack": {1: {"lr": 1.0}}}},
+            },
+            {"n_layers": [2, 3]},
+            "space.n_layers: got 3; training.optimizer.per_stack: got 1; allowed: 0 to 0",
+        ),
+    ],
+    ids=["base", "mode", "scope", "precision", "stacks"],
+)
+def test_a_value_that_cannot_be_trained_is_refused_before(base, space, said):
+    merged = {section: keys | base.get(section, {}) for section, keys in BASE.items()}
+    with pytest.raises(ConfigError) as caught:
+        search_architecture_space({"base": merged, "space": space}, 2, storage="memory")
+    [problem] = caught.value.problems
+    assert problem.startswith(said)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_what_can_be_trained_is_not(kind):
+    state = torch.get_rng_state()
+    training = BASE["training"] | {"optimizer": {"kind": kind}}
+    check_trains(StackWiseConfig.from_dict(BASE | {"training": training}), None)
+    narrow = BASE["training"] | {"precision": "bf16_weights"}
+    check_trains(StackWiseConfig.from_dict(BASE | {"training": narrow}), "cpu")
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,11 @@
 """Searches without training: samplers, pruners, failures as results, and a budget that is the study's."""
 
 import importlib
+import json
 import math
 import os
 import pickle
+import runpy
 import signal
 import subprocess
 import sys
@@ -20,6 +22,7 @@ import torch
 
 from stackwise.prototype.search import (
     ScoreWeights,
+    SearchTrial,
     Space,
     TrialOutcome,
     load_search,
@@ -431,8 +434,12 @@ class TestPruners:
                 {"pruner": "median", "objective": ("loss", "parameters")},
                 "pruner: got 'median'; allowed: None with several objectives",
             ),
+            (
+                {"pruner": "median", "objective": "tokens_per_second"},
+                "objective: got 'tokens_per_second'; allowed: 'loss' or 'score' with pruner='median', which",
+            ),
         ],
-        ids=["name", "seeds", "objectives"],
+        ids=["name", "seeds", "objectives", "no loss"],
     )
     def test_what_cannot_be_is_refused(self, asked, said):
         with pytest.raises(ValueError) as caught:
@@ -524,6 +531,39 @@ class TestStorage:
         assert study._device_type(searched, None) is None
         assert search_architecture_space(FEW, 1, **PLAIN).definition["device"] is None
 
+    def test_a_script_that_was_edited_and_another_script_are_other_studies(self, folder):
+        def losses(script, loss, **name):
+            text = (
+                "from stackwise.prototype.search import TrialOutcome, search_architecture_space\n"
+                "def evaluate(config, seed, report):\n"
+                f"    return TrialOutcome('success', {loss}, 1.0, 1)\n"
+                f"space = {{'space': {FEW['space']}}}\n"
+                f"result = search_architecture_space(space, 2, evaluate=evaluate, **{name})\n"
+            )
+            (folder / script).write_text(text)
+            result = runpy.run_path(str(folder / script), run_name="__main__")["result"]
+            made = not any("no trial was made: all 2 were" in note for note in result.notes)
+            return [trial.loss for trial in result.trials], made
+
+        assert losses("one.py", 1.0) == ([1.0, 1.0], True)
+        assert losses("one.py", 22.0) == ([22.0, 22.0], True)
+        assert losses("two.py", 1.0) == ([1.0, 1.0], True)
+        assert losses("one.py", 1.0) == ([1.0, 1.0], False)
+        # Whoever gives a name says that it is one study.
+        assert losses("one.py", 1.0, name="mine") == ([1.0, 1.0], True)
+        assert losses("two.py", 22.0, name="mine") == ([1.0, 1.0], False)
+
+    def test_what_was_typed_at_a_prompt_wants_a_name(self):
+        prompt = {"__name__": "__main__", "bowl": bowl}
+        exec("def evaluate(*given):\n    return bowl(*given)\n", prompt)
+        asked = {"evaluate": prompt["evaluate"], "sampler": "random"}
+        with pytest.raises(
+            ValueError, match="name: got None; allowed: a name of the study, since the source"
+        ):
+            search_architecture_space(FEW, 1, **asked)
+        assert len(search_architecture_space(FEW, 1, name="mine", **asked).trials) == 1
+        assert len(search_architecture_space(FEW, 1, storage="memory", **asked).trials) == 1
+
     def test_a_study_is_of_one_kind(self):
         search_architecture_space(SPACE, 2, name="mine", **PLAIN)
         with pytest.raises(ValueError, match="steps: study 'mine' was begun with 1000; allowed: the same"):
@@ -532,24 +572,60 @@ class TestStorage:
             search_architecture_space(FEW, 4, name="mine", **PLAIN)
         assert len(search_architecture_space(SPACE, 3, name="mine", **PLAIN).trials) == 3
 
-    @pytest.mark.parametrize("text", [b"no journal\n", b"\xff\xfe\n", b"[1]\n"])
-    def test_what_is_no_journal_is_refused(self, folder, text):
+    @pytest.mark.parametrize(
+        "text",
+        [
+            b"no journal\n",
+            b"\xff\xfe\n",
+            b"[1]\n",
+            b'{"precious": [1, 2, 3]}',
+            b'{"a": 1}\n{"b": 2}',
+        ],
+    )
+    def test_what_is_no_journal_is_refused_and_left_as_it_is(self, folder, text):
         (folder / "other").write_bytes(text)
-        with pytest.raises(ValueError, match=r"storage: got .*other.*; allowed: a journal of Optuna"):
+        refused = r"storage: got .*other.*; allowed: a journal of Optuna"
+        with pytest.raises(ValueError, match=refused):
             search_architecture_space(SPACE, 2, storage=folder / "other", **PLAIN)
+        with pytest.raises(ValueError, match=refused):
+            load_search(folder / "other")
+        assert (folder / "other").read_bytes() == text
 
-    def test_a_last_line_that_was_cut_off_is_taken_off(self, folder):
-        search_architecture_space(SPACE, 3, storage=folder / "j", name="one", **PLAIN)
+    def test_a_last_line_that_was_cut_off_is_taken_off_by_who_writes(self, folder):
+        asked = {"storage": folder / "j", "name": "one", **PLAIN}
+        search_architecture_space(SPACE, 3, **asked)
         whole = (folder / "j").read_bytes()
-        (folder / "j").write_bytes(whole + b'{"op_code": 6, "wor')
+        torn = whole + b'{"op_code": 6, "wor'
+        (folder / "j").write_bytes(torn)
         assert len(load_search(folder / "j").trials) == 3
-        assert (folder / "j").read_bytes() == whole
-        assert len(search_architecture_space(SPACE, 4, storage=folder / "j", name="one", **PLAIN).trials) == 4
+        assert (folder / "j").read_bytes() == torn
+        assert len(search_architecture_space(SPACE, 3, **asked).trials) == 3
+        assert (folder / "j").read_bytes().startswith(whole) and b'"wor{' not in (folder / "j").read_bytes()
+        assert len(search_architecture_space(SPACE, 4, **asked).trials) == 4
+
+    def test_a_journal_that_was_cut_off_within_its_first_line_is_begun_again(self, folder):
+        asked = {"storage": folder / "j", "name": "one", **PLAIN}
+        search_architecture_space(FEW, 1, **asked)
+        (folder / "j").write_bytes((folder / "j").read_bytes().partition(b"\n")[0])
+        assert len(search_architecture_space(FEW, 2, **asked).trials) == 2
+
+    def test_settings_of_stacks_are_read_again(self, folder):
+        base = {"training": {"optimizer": {"per_stack": {0: {"lr": 1e-2}, 1: {"weight_decay": 0.5}}}}}
+        result = search_architecture_space(FEW | {"base": base}, 2, storage=folder / "j", **PLAIN)
+        assert load_search(folder / "j").trials == result.trials
+        for trial in result.succeeded:
+            own = trial.config.training.optimizer.per_stack
+            assert (own[0].lr, own[1].weight_decay) == (1e-2, 0.5)
+            assert SearchTrial.from_dict(json.loads(json.dumps(trial.to_dict()))) == trial
+        assert len(result.succeeded) == 2
 
     def test_what_is_not_there_is_not_shown(self, folder):
         with pytest.raises(ValueError, match=r"storage: got .*none\.journal.*; allowed: a journal file"):
             load_search(folder / "none.journal")
         assert not (folder / "none.journal").exists()
+        with pytest.raises(ValueError, match=r"storage: got 'sqlite:///none\.db'; allowed: a database"):
+            load_search("sqlite:///none.db")
+        assert not (folder / "none.db").exists()
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from stackwise.config import ConfigError, StackWiseConfig
 from stackwise.model import create_rack_from_config
-from stackwise.prototype.search import Space
+from stackwise.prototype.search import Space, parameter_budget
 
 BASE = {
     "model": {
@@ -351,10 +351,25 @@ class TestFile:
     def test_budgets_are_described(self):
         for budget in (
             {"parameters": 150_000, "tolerance": 0.1, "solve": "model.d_ff"},
+            {"parameters": 123_457, "tolerance": 0.02, "solve": "model.d_ff"},
             {"max_parameters": 10**6},
         ):
             space = Space.from_dict({"base": BASE, "space": {"n_layers": [2, 4]}, **budget})
             assert Space.from_dict(space.to_dict()).budget == space.budget
+            assert Space.from_dict(space.to_dict()).to_dict() == space.to_dict()
+
+
+def test_sizes_within_a_budget_are_found_without_going_through_all(monkeypatch):
+    looks, count = [], parameter_budget.count_of
+    monkeypatch.setattr(parameter_budget, "count_of", lambda model: looks.append(model) or count(model))
+    space = {
+        "model.n_heads": {"low": 1, "high": 32},
+        "model.head_dim": [16, 32, 64],
+        "n_layers": {"low": 1, "high": 48},
+        "model.attention_type": ["mha", "mqa"],
+    }
+    Space.from_dict({"space": space, "min_parameters": 3 * 10**8, "max_parameters": 4 * 10**8})
+    assert len(looks) < 200  # of 4608 for each of the two kinds
 
 
 def test_values_of_other_keys_are_refused():

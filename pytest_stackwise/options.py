@@ -120,7 +120,7 @@ def add_options(parser: pytest.Parser) -> None:
     group.addoption(
         "--stackwise-gate-seconds",
         metavar="SECONDS",
-        help="gate: begin no round after this time; what is open then is INCONCLUSIVE (default: no limit)",
+        help="gate: begin no round after this time; what cannot be told is INCONCLUSIVE (default: no limit)",
     )
     group.addoption(
         "--stackwise-gate-timeout",

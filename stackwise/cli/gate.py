@@ -35,7 +35,7 @@ class Gate:
     missing: str | None = None
     """How to treat a test that the base does not have: fail, warn or create."""
     seconds: float | None = None
-    """Begin no round after this time; what is open then is INCONCLUSIVE."""
+    """Begin no round after this time; what cannot be told then is INCONCLUSIVE."""
     timeout: float | None = None
     """A process that says nothing for so many seconds hangs; none: 600."""
     build: str | None = None

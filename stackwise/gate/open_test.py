@@ -16,6 +16,7 @@ __all__ = ["OpenTest"]
 
 # What a test, or the import of its file, fails with where the base lacks what it calls.
 _LACKING = ("ImportError", "ModuleNotFoundError", "AttributeError", "NameError", "TypeError", "fixture ")
+_TIME = "the time is up"
 _UNITS = {"time": "s", "ttft": "s", "tpot": "s", "memory": "B"}
 
 
@@ -134,7 +135,7 @@ class OpenTest:
         if not self.begun:
             detail = "interrupted" if interrupted else "the time was not enough for all tests"
             return TestResult(self.nodeid, "not begun", {}, detail, **where)
-        reason, detail = "interrupted" if interrupted else "the time is up", ""
+        reason, detail = "interrupted" if interrupted else _TIME, ""
         if self.ended is not None:
             status, detail = _status(self.ended)
             # What was found before stands, unless the head is broken.
@@ -149,7 +150,7 @@ class OpenTest:
         return TestResult(self.nodeid, "measured", trials, detail, **more, **where)
 
     def _trial(self, metric: str, trial: Trial, reason: str) -> TrialResult:
-        decision = trial.conclude(reason)
+        decision = trial.conclude(reason, together=reason == _TIME)
         limit: Limit = trial.limit
         tolerance, least = map(math.expm1, limit.at(trial.base_level if trial.differences else None))
         return TrialResult(

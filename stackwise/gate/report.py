@@ -252,8 +252,14 @@ def _trial_text(test: TestResult, metric: str, trial: TrialResult) -> str:
     beside = f" ({rates})" if rates else ""
     return (
         f"{metric} {decision.verdict}: {_levels(trial)}{beside}, {_change(trial)} {_interval(trial)} at "
-        f"{decision.level:.1%}, tolerance {_share(trial.tolerance)}: {decision.reason}{_unlike(trial)}"
+        f"{_level(decision.level)}, tolerance {_share(trial.tolerance)}: {decision.reason}{_unlike(trial)}"
     )
+
+
+def _level(level: float) -> str:
+    """With so many digits that what is nearly sure is not told as sure."""
+    doubt = max(100 * (1 - level), 1e-9)
+    return f"{level:.{max(1, -math.floor(math.log10(doubt)))}%}"
 
 
 def _unlike(trial: TrialResult) -> str:

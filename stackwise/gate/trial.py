@@ -23,7 +23,7 @@ class Trial:
 
     Where the rule finds it slower or faster this is a flag. Fresh rounds follow, which are judged by
     themselves, and the flag becomes the verdict if they say the same. Where the time is up before they are
-    enough for that, all rounds are judged together, once, and held to the two chances multiplied.
+    enough for that, all rounds are judged together, once (`conclude`).
 
     Args:
         limit: of the metric.
@@ -104,14 +104,15 @@ class Trial:
         else:
             self._decision = self._final(found)
 
-    def conclude(self, why: str) -> Decision:
+    def conclude(self, why: str, *, together: bool = False) -> Decision:
         """Decide with what there is, unless it was decided before.
 
-        What the last look proved is proved; a flag that was not confirmed, and that all rounds together do
-        not prove, is INCONCLUSIVE.
+        What the last look proved is proved; a flag that was not confirmed is INCONCLUSIVE.
 
         Args:
             why: no more rounds are made, as half a sentence: "the time is up".
+            together: whether all rounds may confirm a flag, once, held to the chances of flag and
+                confirmation multiplied; where what ends the rounds has nothing to do with what was found.
         """
         if self._decision is None:
             looks = [look for look in self._rule().looks if look <= len(self._stage())]
@@ -126,7 +127,7 @@ class Trial:
                 mean = math.expm1(statistics.fmean(rounds)) if rounds else math.nan
                 few = f"{len(self._stage())} rounds are too few to say anything"
                 found = Decision(Verdict.INCONCLUSIVE, mean, -math.inf, math.inf, 0.0, 0, False, few)
-            decision = self._together() or self._final(found)
+            decision = (self._together() if together else None) or self._final(found)
             reason = f"{decision.reason}; {why}" if self._differences else why
             self._decision = replace(decision, reason=reason)
         return self._decision
@@ -137,15 +138,17 @@ class Trial:
         A flag that fresh rounds deny has been decided before.
         """
         fresh = self._stage()
-        if self._flag is None or len(fresh) < _LEAST_FRESH:
+        # Equal differences, as of bytes, have no spread that could say how sure they are: their number does.
+        least = _LEAST_FRESH + (len(set(self._differences)) == 1)
+        if self._flag is None or len(fresh) < least:
             return None
         chance = self.rule.alpha * self._fresh_rule.alpha
         found = surely_differs(self._differences, chance)
         if found is None:
             return None
-        _, least = self.limit.at(self.base_level)
+        _, minimum_effect = self.limit.at(self.base_level)
         sign = 1 if self._flag.verdict is Verdict.REGRESSED else -1
-        if min(sign * found[0], sign * statistics.fmean(fresh)) <= least:
+        if min(sign * found[0], sign * statistics.fmean(fresh)) <= minimum_effect:
             return None
         estimate, low, high = map(math.expm1, found)
         rounds = len(self._differences)

@@ -144,7 +144,7 @@ def test_all_rounds_together_may_say_what_there_was_no_time_to_say_again(change,
     rounds = [*around(change), *around(change * 2 / 3)[:2]]
     give(trial, rounds)
     assert trial.confirming and not trial.decided
-    decision = trial.conclude("the time is up")
+    decision = trial.conclude("the time is up", together=True)
     assert (decision.verdict, decision.confirmed, decision.rounds) == (verdict, True, 6)
     # Student's interval of all six, at the chances of flag and confirmation multiplied.
     chance = 0.0025 * 0.05
@@ -155,13 +155,28 @@ def test_all_rounds_together_may_say_what_there_was_no_time_to_say_again(change,
     assert decision.reason.endswith("after 4 rounds, and after all 6 together; the time is up")
 
 
+def test_all_rounds_are_judged_together_only_where_that_is_asked():
+    trial = Trial(Limit())
+    give(trial, [*around(0.03), *around(0.03)[:2]])
+    assert trial.conclude("interrupted").verdict == Verdict.INCONCLUSIVE
+
+
+def test_bytes_that_repeat_exactly_want_one_fresh_round_more():
+    found = []
+    for fresh in (2, 3):
+        trial = Trial(Limit(), RULE)
+        give(trial, [0.05] * (4 + fresh))
+        found.append(trial.conclude("the time is up", together=True).verdict)
+    assert found == [Verdict.INCONCLUSIVE, Verdict.REGRESSED]
+
+
 @pytest.mark.parametrize(
     "fresh", [[0.03], [0.03, -0.03], [0.005, 0.006], [0.2, 0.03]], ids=["one", "denied", "small", "wild"]
 )
 def test_all_rounds_together_are_held_to_fresh_ones_and_to_more(fresh):
     trial = Trial(Limit())
     give(trial, around(0.03) + fresh)
-    assert trial.conclude("the time is up").verdict == Verdict.INCONCLUSIVE
+    assert trial.conclude("the time is up", together=True).verdict == Verdict.INCONCLUSIVE
 
 
 def test_what_the_last_look_proved_stays_proved():

@@ -5,7 +5,7 @@ Shapes: B batch, T positions, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -77,6 +77,7 @@ class LanguageModel:
         known = [limit for limit in (max_length, self.spec.max_length, *dynamic) if limit is not None]
         self.max_length = min(known) if known else None
         self._reuse = reuse
+        self._packing: dict[int, bool] = {}  # by the length that it was tried at
         self._refuse_reading_ahead()
 
     @property
@@ -166,21 +167,30 @@ class LanguageModel:
         return self._tried_rows[1]
 
     @cached_property
-    def packs_ends(self) -> bool:
-        """Whether it reads sequences that begin alike as `PackedEnds`: it takes a mask of pairs of positions.
+    def grows_cache(self) -> bool:
+        """Whether a cache has room for however much follows."""
+        return self.empty_cache(1, 1) is None
 
-        A window is what such a mask would take the place of, and nobody says so: with one it is not asked.
+    def packs_ends(self, length: int) -> bool:
+        """Whether sequences that begin alike can be read as `PackedEnds`, in rows of so many positions.
+
+        It is tried at the next power of two: what hides by the place in a row, and not by the position that
+        is told, is seen only in rows that are as long. Kernels that take no mask of pairs are not asked.
         """
         takes = {"attention_mask", "position_ids"} <= set(forward_parameters(self.model))
-        if not takes or self.cache_rows is None or self.spec.window is not None or _has_window(self.model):
+        if not takes or self.cache_rows is None or not _takes_masks_of_pairs(self.model):
             return False
-        with self.reading(), seeded(0, self.device):
-            try:
-                return self._try_packed(self._trial_length())
-            except Exception as error:  # any failure but this one is an answer: it does not take such a mask
-                if is_out_of_memory(error):
-                    raise
-                return False
+        n = max(16, 1 << (length - 1).bit_length())
+        n = n if self.max_length is None else min(n, self.max_length)
+        if n not in self._packing:
+            with self.reading(), seeded(0, self.device):
+                try:
+                    self._packing[n] = self._try_packed(n)
+                except Exception as error:  # any failure but this one is an answer: it takes no such mask
+                    if is_out_of_memory(error):
+                        raise
+                    self._packing[n] = False
+        return length <= n and self._packing[n]
 
     @cached_property
     def _tried_rows(self) -> tuple[CacheRows | None, str]:
@@ -261,24 +271,35 @@ class LanguageModel:
         return rows
 
     def _try_packed(self, n: int) -> bool:
-        """Whether ends give the logits that they give by themselves."""
-        half = n - min(n // 2, 5)
+        """Whether ends give the logits that they give by themselves, and what is in one moves no other."""
+        half = n // 2
         ids_2T = torch.randint(self.vocab_size, (2, half), device=self.device)
-        trunks, lengths = (1, 0), ((n - half - 1, 1), (1, n - half))
+        long = (n - half) // 2
         stems = [
-            Stem(self._drawn(trunk), [self._drawn(length) for length in both])
-            for trunk, both in zip(trunks, lengths, strict=True)
+            Stem(self._drawn(1), [self._drawn(long - 1), self._drawn(n - half - long)]),
+            Stem(self._drawn(0), [self._drawn(2), self._drawn(n - half - 2)]),
         ]
-        _, cache = self.follow(ids_2T, self.empty_cache(2, half + max(stem.length for stem in stems)))
-        ends = PackedEnds.of(stems, half)
-        got = self.follow_packed(ends, cache)
+        ends, got = self._packed_logits(ids_2T, stems)
         for row, (stem, columns) in enumerate(zip(stems, ends.columns, strict=True)):
             for end, column in zip(stem.ends, columns, strict=True):
                 rest = torch.from_numpy(np.concatenate((stem.trunk, end))).to(self.device)
                 wanted = self.logits(torch.cat((ids_2T[row], rest))[None], half + len(stem.trunk))
                 if not self._are_equal(got[row : row + 1, column : column + len(end)], wanted):
                     return False
-        return True
+        # Rounding may hide the state of a convolution that goes on from one end to the next.
+        others = [Stem(stem.trunk, [self._drawn(len(stem.ends[0])), stem.ends[1]]) for stem in stems]
+        _, moved = self._packed_logits(ids_2T, others)
+        return all(
+            self._are_equal(moved[row, columns[1] :], got[row, columns[1] :], 1e-4)
+            for row, columns in enumerate(ends.columns)
+        )
+
+    def _packed_logits(self, ids_BT: Tensor, stems: Sequence[Stem]) -> tuple[PackedEnds, Tensor]:
+        before = ids_BT.shape[1]
+        ends = PackedEnds.of(stems, before)
+        capacity = before + max(stem.length for stem in stems)
+        _, cache = self.follow(ids_BT, self.empty_cache(len(ids_BT), capacity))
+        return ends, self.follow_packed(ends, cache)
 
     def _drawn(self, length: int) -> np.ndarray:
         return torch.randint(self.vocab_size, (length,), device=self.device).cpu().numpy()
@@ -325,11 +346,12 @@ class LanguageModel:
             )
 
     @staticmethod
-    def _are_equal(one: Tensor, two: Tensor) -> bool:
-        """But for rounding."""
+    def _are_equal(one: Tensor, two: Tensor, tolerance: float | None = None) -> bool:
+        """But for rounding, or for a share of the spread of all."""
         if one.shape != two.shape:
             return False
-        tolerance = 1e-4 if one.dtype in (torch.float32, torch.float64) else 5e-2
+        if tolerance is None:
+            tolerance = 1e-4 if one.dtype in (torch.float32, torch.float64) else 5e-2
         one, two = one.float(), two.float()
         # Ids that are never written may have a logit of minus infinity.
         known = two[two.isfinite()]
@@ -356,11 +378,15 @@ def _not_used(error: Exception) -> str:
     return f"its cache is not used: {type(error).__name__}: {text}"
 
 
-def _has_window(model: nn.Module) -> bool:
-    """Whether it says that it hides what is far, beyond what was tried as well."""
+def _takes_masks_of_pairs(model: nn.Module) -> bool:
+    """Whether its kernel of attention takes a mask of pairs, as far as it says which it is.
+
+    Others read something else from it: flash attention takes its entries for places of tokens, which on a
+    GPU no error is told of until later.
+    """
     configs = [getattr(module, "config", None) for module in model.modules()]
-    names = ("sliding_window", "attention_chunk_size", "local_attention")
-    return any(getattr(config, name, None) for config in configs for name in names)
+    kernels = {getattr(config, "_attn_implementation", None) for config in configs}
+    return kernels <= {"eager", "sdpa", None}
 
 
 def _rotary_lengths(model: nn.Module) -> tuple[list[int], list[int]]:

@@ -28,6 +28,8 @@ _WIDENED = 1 << 26
 _LEAST_SHARED = 8
 # How many tokens longer than the shortest a family may be that is read with it.
 _SPREAD = 16
+# How many batches of ends are read at once where they are packed: a question has four ends or so.
+_AT_ONCE = 4
 
 
 class Scorer:
@@ -208,23 +210,27 @@ class Scorer:
         members = [(row, readings[i]) for row, family in enumerate(families) for i in family.members]
         prefixes = [readings[family.members[0]].ids[start:cut] for family in families]
         longest = max(len(reading.ids) for _, reading in members)
-        if self.model.packs_ends:
-            stems = [_stem(family, cut, readings) for family in families]
-            width = max(stem.length for stem in stems)
-            if self._has_room(len(stems), width, cut + width, longest):
-                cache = self._read_prefix(prefixes, before, cut + width)
-                self._read_packed(families, stems, cut, cache, readings, answers)
-                return
+        stems = [_stem(family, cut, readings) for family in families]
+        if self._packs(stems, cut, longest) and (before is None or self.model.grows_cache):
+            cache = self._read_prefix(prefixes, before, cut + max(stem.length for stem in stems))
+            self._read_packed(families, stems, cut, cache, readings, answers)
+            return
         cache = self._read_prefix(prefixes, before, longest)
         lengths = [len(reading.ids) for _, reading in members]
         for batch in _batches(range(len(members)), lengths, self.batch_size):
             rows, some = zip(*(members[i] for i in batch), strict=True)
             self._read_rest(some, cut, cache, rows, answers)
 
-    def _has_room(self, rows: int, width: int, length: int, longest: int) -> bool:
-        """Whether rows so wide are no more than the model reads at once of whole sequences."""
-        limit = self.model.max_length
-        return rows * width <= self.batch_size * longest and (limit is None or length <= limit)
+    def _packs(self, stems: Sequence[Stem], cut: int, longest: int) -> bool:
+        """Whether all ends may be read at once.
+
+        Their logits are to be not many more than those of a batch of ends, and their pairs of positions than
+        those of a batch of whole sequences.
+        """
+        width, end = max(stem.length for stem in stems), longest - cut
+        positions, most = len(stems) * width, _AT_ONCE * self.batch_size
+        fits = positions <= most * end and positions * (cut + width) <= most * longest**2
+        return fits and self.model.packs_ends(cut + width)
 
     def _read_packed(
         self,

@@ -134,7 +134,7 @@ def test_ends_of_one_beginning_are_read_in_one_row(llama):
     scorer = Scorer(llama, batch_size=8)
     scorer.score_tokens(asked)
     # As far as the shortest but for its last token; then what is left of each, and its ends behind it.
-    assert scorer.model.packs_ends and scorer.tokens_read == 3 * 20 + 3 * (10 + 3 + 5 + 2 + 4)
+    assert scorer.model.packs_ends(32) and scorer.tokens_read == 3 * 20 + 3 * (10 + 3 + 5 + 2 + 4)
 
 
 def test_ends_that_would_be_too_wide_are_read_apart(llama, by_hand):
@@ -166,7 +166,7 @@ def test_a_model_that_takes_no_mask_of_pairs_reads_ends_apart(by_hand):
     model, asked = Deaf().eval(), requests_of(2)
     scorer = Scorer(model)
     scores = scorer.score_tokens(asked)
-    assert scorer.model.cache_rows is not None and not scorer.model.packs_ends
+    assert scorer.model.cache_rows is not None and not scorer.model.packs_ends(64)
     for score, one in zip(scores, asked, strict=True):
         assert score.log_probability == pytest.approx(by_hand(model, one)[0], abs=1e-4, rel=1e-5)
 
@@ -183,9 +183,45 @@ def test_a_window_is_not_taken_for_a_mask(by_hand):
     asked = [TokenRequest(shown, (end, 5, 6)) for end in range(3)]
     scorer = Scorer(model)
     scores = scorer.score_tokens(asked)
-    assert scorer.model.cache_rows is not None and not scorer.model.packs_ends
+    # Within the window it is one mask of pairs as good as another.
+    assert scorer.model.packs_ends(500) and not scorer.model.packs_ends(702)
     for score, one in zip(scores, asked, strict=True):
         assert score.log_probability == pytest.approx(by_hand(model, one)[0], abs=1e-4, rel=1e-5)
+
+
+def test_a_window_of_places_is_seen_in_rows_that_are_as_long(by_hand):
+    from transformers import GPTNeoConfig, GPTNeoForCausalLM
+
+    torch.manual_seed(0)
+    config = GPTNeoConfig(
+        vocab_size=258,
+        hidden_size=32,
+        num_layers=2,
+        num_heads=4,
+        attention_types=[[["global", "local"], 1]],
+        window_size=32,
+        max_position_embeddings=256,
+        initializer_range=0.2,
+    )
+    model, rng = GPTNeoForCausalLM(config).eval(), random.Random(0)
+    shown = tuple(rng.randrange(256) for _ in range(40))
+    asked = [TokenRequest(shown, tuple(rng.randrange(256) for _ in range(9))) for _ in range(4)]
+    scorer = Scorer(model)
+    scores = scorer.score_tokens(asked)
+    assert scorer.model.cache_rows is not None and not scorer.model.packs_ends(75)
+    for score, one in zip(scores, asked, strict=True):
+        assert score.log_probability == pytest.approx(by_hand(model, one)[0], abs=1e-4, rel=1e-5)
+
+
+def test_a_state_that_goes_on_from_end_to_end_is_seen_below_rounding():
+    from transformers import Lfm2Config, Lfm2ForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    layers = {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}
+    config = Lfm2Config(vocab_size=258, pad_token_id=0, bos_token_id=1, eos_token_id=2, **sizes, **layers)
+    model = LanguageModel(Lfm2ForCausalLM(config).to(torch.bfloat16).eval())
+    assert not model.packs_ends(64)
 
 
 def test_choices_that_are_read_alike_are_read_once(llama):

@@ -182,7 +182,18 @@ def warn_of_labels(item: pytest.Item) -> None:
 def _is_label(item: pytest.Item, marker: pytest.Mark) -> bool:
     """Whether a marker only has one of our names: it has no arguments, and the test no fixture of ours."""
     bare = not marker.args and not marker.kwargs
-    return bare and _is_unread(item, marker) and _OURS.isdisjoint(getattr(item, "fixturenames", ()))
+    return bare and _is_unread(item, marker) and not _uses_ours(item)
+
+
+def _uses_ours(item: pytest.Item) -> bool:
+    """Whether a test uses a fixture of ours, or lengths: others may have fixtures or parameters so named."""
+    fixtures = getattr(item, "_fixtureinfo", None)
+    definitions = fixtures.name2fixturedefs if fixtures else {}
+    if "seq_len" in definitions and any(marker.args for marker in item.iter_markers("seq_lengths")):
+        return True
+    # The last definition of a name is the one that is used; that of a test's own parameter is pytest's.
+    used = (definitions[name][-1].func for name in _OURS & definitions.keys())
+    return any(function.__module__.startswith("pytest_stackwise.") for function in used)
 
 
 def _is_unread(item: pytest.Item, marker: pytest.Mark) -> bool:

@@ -188,6 +188,45 @@ def test_a_label_beside_a_fixture_of_ours_is_meant_for_it(pytester, run):
     refused(run(), "throughput does nothing here")
 
 
+OWN = """
+import pytest
+@pytest.fixture
+def quality(): return "high"
+@pytest.mark.throughput
+@pytest.mark.parametrize("seq_len", [8, 16])
+def test_parameters(seq_len): assert seq_len
+@pytest.mark.throughput
+def test_fixture(quality): assert quality == "high"
+"""
+
+
+def test_a_label_beside_a_parameter_or_fixture_that_has_our_name(pytester, run):
+    pytester.makeini("[pytest]\nmarkers =\n    throughput: ours\n")
+    pytester.makepyfile(test_it=OWN)
+    run("-W", "error").assert_outcomes(passed=3)
+
+
+def test_a_label_beside_lengths_of_ours_is_meant_for_them(pytester, folder, run):
+    marked(pytester, "throughput\n        @pytest.mark.seq_lengths(8, 16)", "seq_len")
+    refused(run(), "throughput does nothing here")
+    assert not (folder / "ran").exists()
+
+
+def test_lengths_of_a_class_are_for_those_of_its_tests_that_read_them(pytester, run):
+    pytester.makeini("[pytest]\nmarkers =\n    throughput: ours\n")
+    pytester.makepyfile(
+        """
+        import pytest
+        @pytest.mark.seq_lengths(8, 16)
+        class TestSpeed:
+            @pytest.mark.throughput
+            def test_other(self): pass
+            def test_length(self, seq_len): assert seq_len
+        """
+    )
+    run("-W", "error").assert_outcomes(passed=3)
+
+
 def test_a_label_with_arguments_of_ours_is_refused_all_the_same(pytester, folder, run):
     pytester.makeini("[pytest]\nmarkers =\n    throughput: ours\n")
     marked(pytester, "throughput(seq_len=4)", "tmp_path")

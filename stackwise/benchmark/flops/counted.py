@@ -78,8 +78,9 @@ class CountedFlops:
         by_dtype: by the dtype of what is multiplied, as autocast has cast it, the most first.
         uncounted: operations that ran and multiply, or may, and are no part of `total`: fused kernels of
             other packages, quantised and sparse products, recurrent layers in one piece.
-        recomputed: of `total`, those of forward passes inside of a backward pass, as checkpoint makes them;
-            what a fused kernel computes again is not told apart.
+        recomputed: of `total`, those of forward passes inside of a backward pass, as checkpoint makes them.
+            Not told apart is what a fused kernel or the backward of an autograd.Function computes again by
+            itself, nor anything of a backward pass with create_graph=True.
     """
 
     total: int
@@ -137,10 +138,24 @@ class _Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.uncounted: set[str] = set()
         self.by_dtype: Counter[torch.dtype] = Counter()
-        self.recomputed = 0
+        # By backward pass: operations with a graph of their own, and whether there are any without.
+        self._with_graph: Counter[int] = Counter()
+        self._without_graph: set[int] = set()
+
+    @property
+    def recomputed(self) -> int:
+        """Operations of forward passes inside of a backward pass.
+
+        A backward pass makes a graph of its own only where it computes forward again, or with create_graph
+        of everything.
+        """
+        return sum(n for backward, n in self._with_graph.items() if backward in self._without_graph)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         packet = getattr(function, "_overloadpacket", function)
+        backward = torch._C._current_graph_task_id()  # -1: there is none
+        if not torch.is_grad_enabled():
+            self._without_graph.add(backward)
         if packet not in _FORMULAS and packet not in flop_registry:
             namespace, name = getattr(function, "namespace", "higher_order"), packet.__name__
             if namespace not in _OF_TORCH or name in _WITHOUT_FORMULA:
@@ -151,9 +166,8 @@ class _Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if factor is not None:
             flops = operation_flops(function, args, kwargs or {}, result)
             self.by_dtype[factor.dtype] += flops
-            # A backward pass makes a graph of its own only where it computes forward again.
-            if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
-                self.recomputed += flops
+            if torch.is_grad_enabled() and backward != -1:
+                self._with_graph[backward] += flops
         return result
 
 

@@ -108,14 +108,21 @@ def _told(model: nn.Module) -> TransformerShape:
         raise _UnknownError(f"model_type {family!r} is none of {', '.join(_FAMILIES)}")
     if getattr(config, "is_heterogeneous", False):
         raise _UnknownError("per_layer_config: the layers of one model differ")
-    # Either makes a decoder see later positions, in some kernels and versions of transformers, not in all.
-    if getattr(config, "use_bidirectional_attention", False) or getattr(config, "is_causal", True) is False:
-        raise _UnknownError("use_bidirectional_attention, is_causal: who sees whom, the model does not say")
+    if _FAMILIES[family] is not _bert:
+        _check_causal(config)
     try:
         return _FAMILIES[family](model, config)
     except (AttributeError, TypeError, ValueError) as error:
         # The configuration is another's, who may give the name of a family to what is not like it.
         raise _UnknownError(f"the configuration is not that of a {family!r}: {error}") from error
+
+
+def _check_causal(config: Any) -> None:
+    """Refuse a decoder that sees later positions in some kernels and versions of transformers, not in all."""
+    for key, causal in (("use_bidirectional_attention", False), ("is_causal", True)):
+        value = getattr(config, key, causal)
+        if bool(value) is not causal:
+            raise _UnknownError(f"{key}: {value!r}; who sees whom, the model does not say")
 
 
 def _confirmed(shape: TransformerShape, model: nn.Module) -> TransformerShape:

@@ -12,8 +12,6 @@ __all__ = ["GrowingPlace", "GrowingType", "MemoryGrowth"]
 
 Verdict = Literal["flat", "grows", "fragments"]
 
-_SMALL_BLOCK = 512  # bytes, the most that one of Python's own has; what is larger comes of the C library
-
 # Free memory that the C library keeps rises by whole pages while blocks of many sizes come and go.
 _HOST_FREE_TOLERANCE = 64 * 1024
 
@@ -151,13 +149,12 @@ class MemoryGrowth:
     def _python(self) -> Trend | None:
         """What is traced, where objects or small blocks get more as steadily; of large ones the host tells.
 
-        Where it does not, they are what is more than small blocks can have. What interpreter and libraries
-        note of each place in the code that they come by gets more for hundreds of steps, ever more slowly.
+        What interpreter and libraries note of each place in the code that they come by gets more for hundreds
+        of steps, ever more slowly. Bytes alone say nothing, where the host tells nothing either: of a
+        window that was full before, more and more is traced, with each object that it replaces.
         """
         steady = self.blocks.exceeds(0) and not self.blocks.fades
-        in_small = _SMALL_BLOCK * max(0.0, self.blocks.high)
-        large = self.host is None and self.python.exceeds(self.tolerance + in_small)
-        return self.python if steady or large or self.objects.exceeds(0) else None
+        return self.python if steady or self.objects.exceeds(0) else None
 
     @property
     def _fragmentation(self) -> list[str]:

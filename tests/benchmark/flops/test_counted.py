@@ -97,19 +97,47 @@ def test_what_is_recomputed_counts_again():
     assert count_flops(again).total == 2 * 3 * product + product
 
 
+@pytest.mark.parametrize("retain_graph", [True, False])
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_what_is_recomputed_is_told_apart(reentrant):
+def test_what_is_recomputed_is_told_apart(reentrant, retain_graph):
     layers = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Tanh(), nn.Linear(4, 4, bias=False))
     x = torch.randn(3, 4, requires_grad=True)
 
     def again():
-        checkpoint(layers, x, use_reentrant=reentrant).sum().backward()
+        checkpoint(layers, x, use_reentrant=reentrant).sum().backward(retain_graph=retain_graph)
 
     plain = count_flops(lambda: layers(x).sum().backward())
     counted = count_flops(again)
     assert plain.recomputed == 0
     assert counted.recomputed == counted.total - plain.total > 0
     assert counted.to_dict()["recomputed"] == counted.recomputed
+
+
+def test_a_backward_pass_that_is_itself_differentiated_recomputes_nothing():
+    layers = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Tanh(), nn.Linear(4, 4, bias=False))
+
+    def penalty():
+        x = torch.randn(3, 4, requires_grad=True) * 1  # under a counter of modules torch refuses a leaf
+        (gradient,) = torch.autograd.grad(layers(x).sum(), x, create_graph=True)
+        return gradient.pow(2).sum()
+
+    product = 2 * 3 * 4 * 4
+    first = count_flops(penalty)
+    assert (first.total, first.recomputed) == (2 * 2 * product, 0)
+    twice = count_flops(lambda: penalty().backward())
+    assert twice.total > first.total
+    assert twice.recomputed == 0
+
+
+def test_beside_one_that_is_differentiated_recomputation_is_told_apart():
+    layers = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Tanh(), nn.Linear(4, 4, bias=False))
+
+    def step():
+        x = torch.randn(3, 4, requires_grad=True) * 1
+        torch.autograd.grad(layers(x).sum(), x, create_graph=True)
+        checkpoint(layers, x, use_reentrant=True).sum().backward()
+
+    assert count_flops(step).recomputed == 2 * (2 * 3 * 4 * 4)
 
 
 @pytest.mark.parametrize("groups", [1, 2, 6])

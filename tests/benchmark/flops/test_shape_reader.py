@@ -286,9 +286,18 @@ def test_a_decoder_that_may_see_what_follows(family, setting):
     setattr(model.config, *setting)
     reading = read_shape(model)
     assert reading.shape is None
-    assert setting[0] in reading.reason
+    assert reading.reason == f"{setting[0]}: {setting[1]}; who sees whom, the model does not say"
     setattr(model.config, setting[0], not setting[1])
     assert read_shape(model).reason is None
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta"])
+def test_an_encoder_sees_what_follows_whatever_it_says_of_it(family):
+    model = model_of(family)
+    shape = read_shape(model).shape
+    model.config.is_causal = False
+    assert read_shape(model).shape == shape
+    assert not shape.layers[0].attention[0].causal
 
 
 class Told(nn.Module):

@@ -8,6 +8,7 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -632,29 +633,34 @@ def test_python_objects_alone_are_growth_of_python():
 
 
 class TestWhereTheCLibraryDoesNotTell:
-    """As on macOS: of what is larger than Python's own blocks only tracing tells."""
+    """As on macOS: large objects of Python are seen where others of Python come with them."""
 
     @pytest.fixture(autouse=True)
     def _silent(self, monkeypatch):
         monkeypatch.setattr(growth_trial, "bytes_now", lambda device: Bytes(None, None, None, None))
 
-    def test_a_large_object_that_grows(self):
-        kept = [b""]
-
-        def step():
-            kept[0] += bytes(100_000)
-
-        found = growth_of(step, steps=12)
+    def test_arrays_that_stay(self):
+        kept = []
+        found = growth_of(lambda: kept.append(np.zeros(12_500)), steps=12)
         assert found.verdict == "grows"
         assert found.host is None
         assert found.bytes_per_step == pytest.approx(100_000, rel=0.2)
         assert "more a step are in use by Python" in found.reasons[0]
+
+    @pytest.mark.parametrize("make", [lambda: np.zeros(1250), lambda: bytes(10_000)])
+    def test_silent_on_a_window_that_was_full_before(self, make):
+        """Each step replaces what was not traced by what is."""
+        window = deque((make() for _ in range(4 * STEPS)), maxlen=4 * STEPS)
+        found = growth_of(lambda: window.append(make()), steps=STEPS)
+        assert found.python.exceeds(found.tolerance)
+        assert found.reasons == []
 
     @pytest.mark.parametrize("kind", [Loop, History])
     def test_silent_on_a_sound_loop(self, kind):
         assert growth_of(kind(), steps=STEPS).reasons == []
 
 
+@needs_glibc
 def test_tolerance_decides():
     notes = []
     step = lambda: notes.append(bytes(4000))  # noqa: E731

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 
 import pytest
 
@@ -117,12 +118,30 @@ def test_a_folder_and_the_file_in_it_are_one_tokenizer(place):
     (place / "alone").mkdir()
     shutil.copy("whole/tokenizer.json", "alone")
     (place / "cloze.jsonl").write_text(json.dumps({"context": "One is", "continuation": " more"}) + "\n")
+    (place / "text.jsonl").write_text(json.dumps({"text": "One is more"}) + "\n")
     found = []
     for name in ("whole", "whole/tokenizer.json", "alone"):
-        options = ["--tokenizer", name, "--tasks", "cloze.jsonl", "--report", "out.json"]
+        options = ["--tokenizer", name, "--tasks", "cloze.jsonl,text.jsonl", "--report", "out.json"]
         assert main(["quality", "own_model.py:build", *options]) == 0
         found.append(json.loads((place / "out.json").read_text())["results"])
     assert found[0] == found[1] == found[2]
+
+
+def test_a_tokenizer_json_is_read_as_it_is(place, monkeypatch):
+    """Without transformers, whatever is beside it."""
+    pytest.importorskip("tokenizers")
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    inner = Tokenizer(models.WordLevel({"<s>": 0, "[UNK]": 1}, unk_token="[UNK]"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    (place / "own").mkdir()
+    inner.save("own/tokenizer.json")
+    config = {"bos_token": "<s>", "auto_map": {"AutoTokenizer": ["code.OwnTokenizer", None]}}
+    (place / "own/tokenizer_config.json").write_text(json.dumps(config))
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    options = ["--tokenizer", "own/tokenizer.json", "--tasks", "text.jsonl", "--report", "out.json"]
+    assert main(["quality", "own_model.py:build", *options]) == 0
+    assert json.loads((place / "out.json").read_text())["results"]["text"]["tokens"] == 60
 
 
 @pytest.mark.parametrize("kind", ["hf", "stackwise"])

@@ -26,7 +26,8 @@ class Quality:
     tasks: tuple[str, ...] = ()
     """mmlu, hellaswag, .jsonl or .parquet files, by spaces or commas; with --harness, tasks that it knows."""
     tokenizer: str | None = None
-    """byte, a tokenizer.json, or a folder with a tokenizer; none: the folder of the model."""
+    """byte, a tokenizer.json, which is read as it is, or a folder with a tokenizer, as transformers loads it;
+    none: the folder of the model."""
     data: Path | None = None
     """Where the folders mmlu and hellaswag are, with .jsonl or .parquet files; none: from Hugging Face."""
     harness: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
@@ -218,18 +219,16 @@ def _model_in(folder: Path) -> Any:
 
 
 def _tokenizer_of(name: str | Path) -> Any:
-    """As transformers has it where the folder says so, since that also says what begins a text.
+    """Of a folder as transformers has it where it says so, since that also says what begins a text.
 
-    A folder and the tokenizer.json in it are the same tokenizer.
+    A tokenizer.json is read as it is: that needs neither transformers nor a tokenizer's own code.
     """
     from stackwise.data.tokenizer import create_tokenizer
 
-    path = Path(name)
-    folder = path.parent if path.name == "tokenizer.json" and path.is_file() else path
-    if not (folder / "tokenizer_config.json").is_file():
+    if not (Path(name) / "tokenizer_config.json").is_file():
         return create_tokenizer(name)
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
         raise ImportError(f"{name}: pip install 'stackwise[hf]' ({error})") from error
-    return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    return AutoTokenizer.from_pretrained(name, local_files_only=True)

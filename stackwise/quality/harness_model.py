@@ -143,7 +143,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         parts = []
         for (text,) in (request.args for request in requests):
             start = len(windows)
-            windows += rolling_windows(self.tok_encode(text), self.prefix_token_id, self.max_length)
+            windows += rolling_windows(self.tok_encode(text), [self.prefix_token_id], self.max_length)
             parts.append(slice(start, len(windows)))
         scores = self.scorer.score_tokens(windows)
         totals = [sum(score.log_probability for score in scores[part]) for part in parts]

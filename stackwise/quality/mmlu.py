@@ -7,7 +7,7 @@ from typing import Any
 
 from stackwise.argument import check_sizes, require
 from stackwise.quality.multiple_choice import Question
-from stackwise.quality.task_file import in_place, text_of, texts_of
+from stackwise.quality.task_file import in_place, index_of, text_of, texts_of
 
 __all__ = ["SUBJECTS", "mmlu_questions"]
 
@@ -124,11 +124,12 @@ def _read(row: Mapping[str, Any]) -> tuple[str, str, int]:
         require(key in row, "row", sorted(row), f"one with {key!r}, as MMLU has it")
     choices, question, subject = texts_of(row, "choices"), text_of(row, "question"), text_of(row, "subject")
     require(len(choices) == len(LETTERS), "choices", len(choices), f"{len(LETTERS)}, as MMLU has")
-    answer = row["answer"]
-    if isinstance(answer, str):
-        require(answer in (*LETTERS, *"0123"), "answer", answer, "A to D, or 0 to 3")
-        answer = LETTERS.index(answer) if answer in LETTERS else int(answer)
-    check_sizes(0, answer=answer)
-    require(answer < len(LETTERS), "answer", answer, "0 to 3")
+    said = row["answer"]
+    if isinstance(said, str):
+        require(said in (*LETTERS, *"0123"), "answer", said, "A to D, or 0 to 3")
+        answer = LETTERS.index(said) if said in LETTERS else int(said)
+    else:
+        answer = index_of(row, "answer")
+        require(answer in range(len(LETTERS)), "answer", answer, "0 to 3")
     lines = [f"{letter}. {choice}" for letter, choice in zip(LETTERS, choices, strict=True)]
     return subject, "\n".join([question.strip(), *lines, "Answer:"]), answer

@@ -96,35 +96,38 @@ class PerplexityResult:
 
 
 def rolling_windows(
-    ids: Sequence[int], prefix: int, max_length: int, context: int = 1
+    ids: Sequence[int], before: Sequence[int], max_length: int, context: int = 1
 ) -> Iterator[TokenRequest]:
     """A text in parts that a model can read, so that each token is predicted exactly once.
 
-    The first part follows `prefix` and is as long as the model reads; each later one has `context` tokens
+    The first part follows `before` and is as long as the model reads; each later one has `context` tokens
     before what it predicts, the last one as many as there is room for. With 1, parts hardly overlap, as in
     the harness; with `max_length`, each token but the first ones has all the context that there is room for,
     at the price of a pass for each.
 
     Args:
         ids: of the text.
-        prefix: what stands before it.
-        max_length: how many positions the model reads.
+        before: what stands before it, at least one id.
+        max_length: how many positions the model reads, at least those of `before`.
         context: 1 to `max_length`.
 
     Raises:
-        ValueError: another `context`.
+        ValueError: another `context`, or no room for `before`.
     """
     check_sizes(max_length=max_length, context=context)
     require(context <= max_length, "context", context, f"1 to {max_length}, as the model reads")
-    whole = (prefix, *ids)
-    end = min(max_length, len(ids))
+    n = len(before)
+    require(n <= max_length, "max_length", max_length, f"at least {n}, the tokens before a text")
+    whole = (*before, *ids)
+    end = min(max_length - n + 1, len(ids))
     if end:
-        yield TokenRequest(whole[:1], whole[1 : end + 1])
+        yield TokenRequest(whole[:n], whole[n : end + n])
     step = max_length - context + 1
     while end < len(ids):
         start, end = end, min(end + step, len(ids))
-        # `whole` is one ahead of `ids`, so that what predicts ids[start] is whole[start].
-        yield TokenRequest(whole[max(0, end - max_length) : start + 1], whole[start + 1 : end + 1])
+        # `whole` is n ahead of `ids`. The last token is predicted and never read.
+        first = max(0, end + n - 1 - max_length)
+        yield TokenRequest(whole[first : start + n], whole[start + n : end + n])
 
 
 def score_texts(
@@ -132,17 +135,18 @@ def score_texts(
 ) -> PerplexityResult:
     """Score each text as a whole, from what stands before a text that follows nothing.
 
-    That token itself is read and never scored, whether the tokenizer puts it before texts, the text begins
-    with it, or neither: no model is trained to predict it.
+    That is what the tokenizer puts before texts, else its prefix token (`TextTokenizer.encode_whole`). It is
+    read and never scored, whether the text itself begins with it or not: no model is trained to predict it.
 
     Args:
-        scorer: with a tokenizer that has a prefix token.
+        scorer: with a tokenizer that puts something before texts, or has a prefix token.
         texts: none of them empty.
         context: see `rolling_windows`.
         max_length: how many tokens to read at once; None: as many as the model takes.
 
     Raises:
-        ValueError: no text, an empty one, no prefix token, no length known, or more than the model takes.
+        ValueError: no text, an empty one, nothing to stand before it, no length known, or more than the model
+            takes.
     """
     require(len(texts) > 0, "texts", len(texts), "at least one")
     limit = scorer.model.max_length if max_length is None else max_length
@@ -155,13 +159,11 @@ def score_texts(
         require(limit <= scorer.model.max_length, "max_length", limit, f"at most {scorer.model.max_length}")
     windows: list[TokenRequest] = []
     parts: list[slice] = []
-    prefix = scorer.texts.needed_prefix()
-    encoded = [scorer.texts.encode(text, begins=False) for text in texts]
-    ids_of = [ids[1:] if ids[:1] == [prefix] else ids for ids in encoded]
-    for i, ids in enumerate(ids_of):
+    encoded = [scorer.texts.encode_whole(text) for text in texts]
+    for i, (before, ids) in enumerate(encoded):
         require(len(ids) > 0, f"texts[{i}]", texts[i], "at least one token")
         start = len(windows)
-        windows += rolling_windows(ids, prefix, limit, context)
+        windows += rolling_windows(ids, before, limit, context)
         parts.append(slice(start, len(windows)))
     scores = scorer.score_tokens(windows)
     return PerplexityResult(
@@ -173,6 +175,6 @@ def score_texts(
                 len(text.encode()),
                 len(re.split(r"\s+", text)),
             )
-            for text, ids, part in zip(texts, ids_of, parts, strict=True)
+            for text, (_, ids), part in zip(texts, encoded, parts, strict=True)
         )
     )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import operator
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 from stackwise.argument import require
 
-__all__ = ["Dataset", "in_place", "read_rows", "text_of", "texts_of"]
+__all__ = ["Dataset", "in_place", "index_of", "read_rows", "text_of", "texts_of"]
 
 Row = dict[str, Any]
 _ENDINGS = (".jsonl", ".parquet")
@@ -141,15 +142,32 @@ def text_of(row: Mapping[str, Any], key: str) -> str:
 
 
 def texts_of(row: Mapping[str, Any], key: str) -> tuple[str, ...]:
-    """The same of several.
+    """The same of several, in a list or in what is as good as one, such as an array.
 
     Raises:
         ValueError: no list of texts.
     """
     values: Any = row.get(key)
-    sound = isinstance(values, list | tuple) and all(map(_is_text, values))
+    several = isinstance(values, Collection) and not isinstance(values, str | Mapping | Set)
+    sound = several and all(map(_is_text, values))
     require(sound, key, values, "a list of texts that UTF-8 can write")
-    return tuple(values)
+    return tuple(map(str, values))
+
+
+def index_of(row: Mapping[str, Any], key: str) -> int:
+    """An integer, of Python or of numpy.
+
+    Raises:
+        ValueError: anything else, or a bool.
+    """
+    value: Any = row.get(key)
+    try:
+        index = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        index = None
+    if index is None:
+        raise ValueError(f"{key}: got {value!r}; allowed: an integer")
+    return index
 
 
 def _is_text(value: Any) -> bool:

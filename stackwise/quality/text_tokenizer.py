@@ -41,7 +41,7 @@ class TextTokenizer:
     ) -> None:
         if isinstance(tokenizer, TextTokenizer):
             known: TextTokenizer = tokenizer
-            prefix_token_id = known.prefix_token_id if prefix_token_id is None else prefix_token_id
+            prefix_token_id = known._given_prefix if prefix_token_id is None else prefix_token_id
             eos_token_id = known.eos_token_id if eos_token_id is None else eos_token_id
             tokenizer = known.inner
         for method in ("encode", "decode"):
@@ -59,6 +59,7 @@ class TextTokenizer:
         bos = _special(tokenizer, "bos") if prefix_token_id is None else prefix_token_id
         self.eos_token_id: int | None = eos
         self.prefix_token_id: int | None = eos if bos is None else bos
+        self._given_prefix: int | None = prefix_token_id
         self.vocab_size = _vocab_size(tokenizer)
         # Of transformers, of tokenizers, and of a tokenizer.json; those of others add nothing.
         self._adds = "add_special_tokens" in _parameters(tokenizer.encode)
@@ -76,6 +77,21 @@ class TextTokenizer:
         if not begins or not self._before or self._begins_itself(text):
             return ids
         return [*self._before, *ids]
+
+    def encode_whole(self, text: str) -> tuple[list[int], list[int]]:
+        """What a text that follows nothing is read after, and the ids of the text without that.
+
+        It is the `prefix_token_id` that was given, else all that the tokenizer puts before a text, else the
+        token that begins or ends one. Where the text itself begins with it, it is not there twice.
+
+        Raises:
+            ValueError: there is none of these.
+        """
+        ids, before = self._encode(text), self._before
+        if self._given_prefix is not None or not before or self._begins_itself(text):
+            before = [self.needed_prefix()]
+        n = len(before)
+        return before, ids[n:] if ids[:n] == before else ids
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`, without special tokens."""

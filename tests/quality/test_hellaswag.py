@@ -1,5 +1,6 @@
 """HellaSwag: how its texts are cleaned and put together."""
 
+import numpy as np
 import pytest
 
 from stackwise.quality import Question, hellaswag_questions
@@ -23,6 +24,12 @@ def test_a_question_as_it_is_put():
         )
         for answer in (1, 3)
     ]
+
+
+def test_rows_of_arrays():
+    """As pandas has those of Parquet."""
+    own = {"endings": np.array(ROW["endings"], object), "label": np.int64(1)}
+    assert hellaswag_questions([ROW | own]) == hellaswag_questions([ROW])
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """MMLU: how a question is put, which examples come before it, and what subjects there are."""
 
+import numpy as np
 import pytest
 
 from stackwise.quality import Question, mmlu_questions
@@ -25,6 +26,15 @@ def test_a_question_as_it_is_put():
     assert [request.continuation for request in question.requests] == [" A", " B", " C", " D"]
 
 
+@pytest.mark.parametrize("choices", [np.array(list("pqrs")), np.array(list("pqrs"), object)], ids=["U", "O"])
+@pytest.mark.parametrize("answer", [np.int64(2), np.str_("C"), np.array(2)], ids=["int64", "str", "array"])
+def test_rows_of_arrays(choices, answer):
+    """As pandas has those of Parquet."""
+    [question] = mmlu_questions([row("Which?", answer) | {"choices": choices}], shots=0)
+    assert question == mmlu_questions([row("Which?")], shots=0)[0]
+    assert type(question.answer) is int
+
+
 def test_without_examples():
     [question] = mmlu_questions([row("Which?", "2")], shots=0)
     assert "Answer:" in question.context and question.context.count("Answer") == 1
@@ -47,8 +57,17 @@ def test_without_examples():
         ([row("?", 1.7)], {"shots": 0}, "answer: got 1.7; allowed: an integer"),
         ([row("?", float("nan"))], {"shots": 0}, "answer: got nan; allowed: an integer"),
         ([row("?", True)], {"shots": 0}, "answer: got True; allowed: an integer"),
+        ([row("?", np.True_)], {"shots": 0}, "answer: got np.True_; allowed: an integer"),
+        ([row("?", -1)], {"shots": 0}, "answer: got -1; allowed: 0 to 3"),
         ([row("?") | {"choices": "ABCD"}], {"shots": 0}, "choices: got 'ABCD'; allowed: a list of texts"),
         ([row("?") | {"choices": None}], {"shots": 0}, "choices: got None; allowed: a list of texts"),
+        ([row("?") | {"choices": {*"ABCD"}}], {"shots": 0}, "choices: got {.*}; allowed: a list of texts"),
+        ([row("?") | {"choices": np.arange(4)}], {"shots": 0}, "choices: got array.*; allowed: a list of te"),
+        (
+            [row("?") | {"choices": dict.fromkeys("ABCD")}],
+            {"shots": 0},
+            "choices: got {.*}; allowed: a list of texts",
+        ),
         ([row(None)], {"shots": 0}, r"rows\[0\], None: question: got None; allowed: a text"),
         ([row("?", subject=None)], {"shots": 0}, "subject: got None; allowed: a text"),
         ([row("half \ud800")], {"shots": 0}, r"question: got 'half \\ud800'; allowed: a text that UTF-8"),

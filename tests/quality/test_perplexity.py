@@ -1,13 +1,14 @@
 """Perplexity: each token once, with the context that there is room for."""
 
 import math
+import re
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stackwise.quality import Request, Scorer, TokenRequest, score_cloze, score_texts
+from stackwise.quality import Request, Scorer, TextTokenizer, TokenRequest, score_cloze, score_texts
 from stackwise.quality.perplexity import rolling_windows
 
 IDS = st.lists(st.integers(0, 99), max_size=30)
@@ -16,9 +17,10 @@ IDS = st.lists(st.integers(0, 99), max_size=30)
 @given(IDS, st.integers(1, 9), st.data())
 def test_each_token_is_predicted_once_from_what_is_right_before_it(ids, max_length, data):
     context = data.draw(st.integers(1, max_length))
-    windows = list(rolling_windows(ids, -1, max_length, context))
+    before = list(range(-data.draw(st.integers(1, min(3, max_length))), 0))
+    windows = list(rolling_windows(ids, before, max_length, context))
     assert [token for window in windows for token in window.continuation] == ids
-    whole, end = [-1, *ids], 1
+    whole, end = [*before, *ids], len(before)
     for window in windows:
         read = [*window.context, *window.continuation]
         end += len(window.continuation)
@@ -31,7 +33,7 @@ def test_each_token_is_predicted_once_from_what_is_right_before_it(ids, max_leng
 
 
 def test_windows_as_the_harness_documents_them():
-    windows = list(rolling_windows(range(10), -1, 4))
+    windows = list(rolling_windows(range(10), [-1], 4))
     assert windows == [
         TokenRequest((-1,), (0, 1, 2, 3)),
         TokenRequest((3,), (4, 5, 6, 7)),
@@ -44,7 +46,7 @@ def test_windows_are_those_of_the_harness(ids, max_length, data):
     utils = pytest.importorskip("lm_eval.utils")
     context = data.draw(st.integers(1, max_length))
     theirs = map(utils.make_disjoint_window, utils.get_rolling_token_windows(ids, 7, max_length, context))
-    ours = [(list(w.context), list(w.continuation)) for w in rolling_windows(ids, 7, max_length, context)]
+    ours = [(list(w.context), list(w.continuation)) for w in rolling_windows(ids, [7], max_length, context)]
     assert ours == [(list(a), list(b)) for a, b in theirs]
 
 
@@ -94,13 +96,53 @@ def test_what_begins_a_text_is_read_and_never_scored(llama, hf_tokenizer):
         score_texts(Scorer(llama, hf_tokenizer), ["<s>"])
 
 
+SPECIALS = {"[gMASK]": 1, "<sop>": 2, "</s>": 257}
+
+
+class Template:
+    """A tokenizer of bytes that puts two tokens before texts, and names only the one that ends them."""
+
+    eos_token_id = 257
+
+    def encode(self, text, *, add_special_tokens=True):
+        parts = re.split(r"(\[gMASK\]|<sop>|</s>)", text)
+        ids = [i for part in parts for i in ([SPECIALS[part]] if part in SPECIALS else part.encode())]
+        return [1, 2, *ids] if add_special_tokens else ids
+
+    def decode(self, ids, *, skip_special_tokens=False):
+        names = {i: "" if skip_special_tokens else name for name, i in SPECIALS.items()}
+        return "".join(names.get(i, chr(i)) for i in ids)
+
+
+@pytest.mark.parametrize(
+    ("beginning", "before", "options"),
+    [
+        ("", [1, 2], {}),
+        ("[gMASK]<sop>", [1, 2], {}),
+        ("</s>", [257], {}),
+        ("", [5], {"prefix_token_id": 5}),
+        ("", [257], {"prefix_token_id": 257}),
+    ],
+    ids=["template", "begins with it", "begins with another", "told", "told the end"],
+)
+@pytest.mark.parametrize("max_length", [64, 8], ids=["whole", "in windows"])
+def test_all_that_is_put_before_texts_is_read(llama, by_hand, beginning, before, options, max_length):
+    text = "Fetch the milk."
+    scorer = Scorer(llama, TextTokenizer(Template(), **options))
+    [found] = score_texts(scorer, [beginning + text], max_length=max_length).texts
+    windows = list(rolling_windows(text.encode(), before, max_length))
+    assert windows[0].context == tuple(before)
+    assert found.tokens == len(text)
+    assert found.log_probability == pytest.approx(sum(by_hand(llama, w)[0] for w in windows), rel=1e-5)
+
+
 def test_long_texts_are_read_in_windows(llama, byte_tokenizer):
     text = "All work and no play. " * 30
     scorer = Scorer(llama, byte_tokenizer)
     totals = {}
     for context in (1, 32, 64):
         ids, total = [256, *text.encode()], 0.0
-        for window in rolling_windows(ids[1:], 256, 64, context):
+        for window in rolling_windows(ids[1:], [256], 64, context):
             whole = torch.tensor([[*window.context, *window.continuation]])
             with torch.no_grad():
                 log_p = llama(whole[:, :-1]).logits[0].double().log_softmax(-1)
@@ -122,7 +164,9 @@ def test_errors(rack, llama, byte_tokenizer):
     with pytest.raises(ValueError, match="texts: got 0"):
         score_texts(Scorer(llama, byte_tokenizer), [])
     with pytest.raises(ValueError, match="context: got 5; allowed: 1 to 4"):
-        list(rolling_windows([1], 0, 4, 5))
+        list(rolling_windows([1], [0], 4, 5))
+    with pytest.raises(ValueError, match="max_length: got 1; allowed: at least 2, the tokens before a text"):
+        list(rolling_windows([1], [0, 1], 1))
 
 
 def test_cloze(llama, byte_tokenizer):

@@ -100,7 +100,7 @@ class Candidate:
     Args:
         name: of the function.
         channel: to where it is.
-        own: by name, what the problem itself defines, such as errors.
+        own: by name, the classes that the problem itself defines, such as errors.
     """
 
     def __init__(self, name: str, channel: Channel, own: dict[str, Any]) -> None:
@@ -154,7 +154,8 @@ def _error(reply: dict[str, Any], own: dict[str, Any]) -> Exception:
 def _known(module: object, name: object, own: dict[str, Any]) -> Any:
     """A class of errors that the problem defines, or a standard module that is imported here; None: neither.
 
-    No module is imported for it: of others the checks have no class to compare with.
+    No module is imported for it: of others the checks have no class to compare with. What says that a check
+    is skipped is no error.
     """
     held = own
     if module != "candidate":
@@ -162,14 +163,17 @@ def _known(module: object, name: object, own: dict[str, Any]) -> Any:
         found = sys.modules.get(str(module)) if standard else None
         held = vars(found) if isinstance(found, types.ModuleType) else {}
     kind = held.get(str(name))
-    return kind if isinstance(kind, type) and issubclass(kind, Exception) else None
+    if not isinstance(kind, type) or not issubclass(kind, Exception):
+        return None
+    return None if issubclass(kind, getattr(sys.modules.get("unittest"), "SkipTest", ())) else kind
 
 
 def _made(kind: Any, args: tuple[Any, ...], state: dict[Any, Any], text: str) -> Exception | None:
     """One of that kind which says the same; None: none can be made."""
-    # The second is for one whose own arguments are others than those of its base, the third for one whose
-    # arguments could not be handed over.
-    for make, given in ((kind, args), (partial(kind.__new__, kind), args), (kind, (text,))):
+    # Without its constructor for one whose own arguments are others than those of its base, of the text for
+    # one whose arguments could not be handed over.
+    bare = partial(kind.__new__, kind)
+    for make, given in ((kind, args), (bare, args), (kind, (text,)), (bare, (text,))):
         try:
             made: Exception = make(*given)
             vars(made).update(state)
@@ -198,7 +202,12 @@ def main() -> None:
         channel.load(task["names"])
         # Without what this file imports from __future__.
         exec(compile(task["setup"], "setup.py", "exec", dont_inherit=True), namespace)  # noqa: S102
-        own = dict(namespace)
+        # What it imports it does not define.
+        own = {
+            name: kind
+            for name, kind in namespace.items()
+            if isinstance(kind, type) and kind.__module__ == module.__name__
+        }
         namespace |= {name: Candidate(name, channel, own) for name in task["names"]}
         exec(compile(task["test"], "test.py", "exec", dont_inherit=True), namespace)  # noqa: S102
         if channel.broken is not None:

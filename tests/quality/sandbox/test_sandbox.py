@@ -292,6 +292,46 @@ except Exception as error: assert type(error).__name__ == "Bad"
 
 
 @needs_jail
+def test_an_error_of_the_problem_whose_arguments_cannot_be_handed_over():
+    setup = """
+class Bad(Exception):
+    def __init__(self, a, b):
+        super().__init__(a, b)
+"""
+    checks = """
+try: f()
+except Bad as error: assert str(error).startswith("('a', <object object at")
+else: raise AssertionError
+"""
+    program = f"{setup}\ndef f(): raise Bad('a', object())"
+    done = Sandbox().run(program, checks, functions=["f"], setup=setup)
+    assert done.passed, done
+
+
+@needs_jail
+@pytest.mark.parametrize(
+    "setup",
+    ["from unittest import *", "import unittest\nclass SkipTest(unittest.SkipTest): pass"],
+    ids=["imports it", "defines one"],
+)
+def test_a_program_skips_no_check_whatever_the_problem_imports(setup):
+    program = """
+class SkipTest(Exception): pass
+def f(): raise SkipTest("none")
+"""
+    checks = """
+import unittest
+class Checks(unittest.TestCase):
+    def test(self): self.assertEqual(f(), 1)
+found = unittest.TestResult()
+Checks("test").run(found)
+assert not found.skipped and "SkipTest: none" in found.errors[0][1]
+"""
+    done = Sandbox().run(program, checks, functions=["f"], setup=setup)
+    assert done.passed, done
+
+
+@needs_jail
 def test_no_error_imports_a_module_or_skips_a_check():
     program = """
 def f(what):

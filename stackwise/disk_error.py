@@ -11,7 +11,9 @@ from safetensors import SafetensorError
 
 __all__ = ["told_as_os_error"]
 
-_NUMBER = re.compile(r"\(os error (\d+)\)")
+# As safetensors says it, and as it did before 0.5.4.
+_SYSTEM = re.compile(r"I/O error|IoError")
+_NUMBER = re.compile(r"\(os error (\d+)\)|\bOs \{ code: (\d+)")
 
 
 @contextmanager
@@ -30,6 +32,6 @@ def told_as_os_error(path: Path) -> Iterator[None]:
     except SafetensorError as error:
         said = str(error)
         found = _NUMBER.search(said)
-        if found is None and "I/O error" not in said:
+        if found is None and _SYSTEM.search(said) is None:
             raise
-        raise OSError(int(found[1]) if found else 0, said, str(path)) from error
+        raise OSError(int(found[1] or found[2]) if found else 0, said, str(path)) from error

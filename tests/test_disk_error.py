@@ -17,15 +17,26 @@ def test_what_the_system_says_has_its_number_and_its_path(tmp_path):
     assert (raised.value.errno, raised.value.filename) == (errno.ENOENT, str(path))
 
 
-def test_a_full_disk(tmp_path):
+@pytest.mark.parametrize(
+    "said",
+    [
+        "I/O error: No space left on device (os error 28)",
+        'IoError(Os { code: 28, kind: StorageFull, message: "No space left on device" })',  # 0.5.0 to 0.5.3
+    ],
+)
+def test_a_full_disk(tmp_path, said):
     with pytest.raises(OSError) as raised, told_as_os_error(tmp_path):
-        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+        raise SafetensorError(f"Error while serializing: {said}")
     assert raised.value.errno == errno.ENOSPC
 
 
-def test_no_number_is_known(tmp_path):
-    with pytest.raises(OSError, match="I/O error: broken pipe"), told_as_os_error(tmp_path):
-        raise SafetensorError("I/O error: broken pipe")
+@pytest.mark.parametrize(
+    "said", ["I/O error: broken pipe", 'IoError(Custom { kind: BrokenPipe, error: "broken pipe" })']
+)
+def test_no_number_is_known(tmp_path, said):
+    with pytest.raises(OSError, match="broken pipe") as raised, told_as_os_error(tmp_path):
+        raise SafetensorError(said)
+    assert raised.value.errno == 0
 
 
 def test_other_errors_are_let_through(tmp_path):

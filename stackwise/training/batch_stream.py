@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
@@ -10,10 +11,11 @@ import torch
 from torch import Tensor
 
 from stackwise.argument import require
+from stackwise.data.prefetch import Prefetched
 from stackwise.loader_epoch import parts_of, tell_epoch
 from stackwise.random_states import random_states, set_random_states
 
-__all__ = ["Batch", "BatchStream", "as_mapping", "check_apart", "check_restarts"]
+__all__ = ["Batch", "BatchStream", "as_mapping", "check_apart", "check_restarts", "generators_of"]
 
 Batch = Mapping[str, Tensor] | Tensor | Sequence[Tensor]
 
@@ -24,7 +26,8 @@ class BatchStream:
     Its state is a place: a pass and the batch of it that comes next. A loader with a state of its own
     (`Batches`, `StatefulDataLoader`) goes on there by it. Of any other as many batches are taken again and
     left out, after the random states with which the pass began, those of a `generator` that the loader or one
-    of its parts has included: that is the same of a `DataLoader` that shuffles.
+    of its parts has included: that is the same of a `DataLoader` that shuffles. With `persistent_workers`,
+    which draw once for all passes, it may be another, and there is a warning.
 
     Args:
         dataloader: started again when it ends; it, its dataset and its samplers are told the pass, where they
@@ -45,7 +48,6 @@ class BatchStream:
         self.place = (0, 0)
         self._batches: Iterator[Batch] | None = None
         self._began: dict[str, Any] | None = None  # random states at the start of the pass
-        self._generators = _generators(dataloader)
         for _ in range(first_step * per_step):
             self._take()
 
@@ -61,7 +63,7 @@ class BatchStream:
     def state_dict(self) -> dict[str, Any]:
         """The place of the batch that comes next."""
         state: dict[str, Any] = {"epoch": self._epoch, "batch": self._index}
-        state["generators"] = self._generator_states()
+        state["generators"] = _generator_states(self._dataloader)
         if _has_state(self._dataloader):
             return state | {"loader": self._dataloader.state_dict()}  # type: ignore[attr-defined]
         return state | {"began": self._began}  # None: the pass has not begun
@@ -71,14 +73,20 @@ class BatchStream:
 
         Args:
             state: of `state_dict`.
-            reads: whether the rest of the pass is asked for; without, no batch is taken again, and only the
-                generators of the loader go on, for passes of another stream.
+            reads: whether the rest of the pass is asked for; without, batches are not taken again, and only
+                the generators of the loader go on, for passes of another stream.
 
         Raises:
             ValueError: the loader is another one, or has fewer batches.
         """
+        generators = state.get("generators")  # older states have none
+        if not _has_state(self._dataloader) and getattr(self._dataloader, "persistent_workers", False):
+            told = "dataloader: its persistent_workers draw once for all passes, so its batches may be others"
+            warnings.warn(f"{told} than without a break; a loader with a state_dict goes on", stacklevel=2)
         if not reads:
-            self._set_generators(state.get("generators", []))  # older states have none
+            if len(generators_of(self._dataloader)) < len(generators or []):
+                next(iter(self._dataloader), None)  # a sampler may make its own when it is gone through
+            self._set_generators(generators)
             return
         self._epoch, self._index = state["epoch"], state["batch"]
         tell_epoch(self._dataloader, self._epoch)
@@ -91,19 +99,23 @@ class BatchStream:
         self._began = state["began"]
         if self._began is None:
             return
-        self._set_generators(self._began.get("generators", []))
+        # Those that there are: a sampler may make its own when it is gone through.
+        at_start = self._began.get("generators", [])
+        for generator, began in zip(generators_of(self._dataloader), at_start, strict=False):
+            generator.set_state(began)
         set_random_states(self._began)
         self._batches = iter(self._dataloader)
         left_out = sum(1 for _ in islice(self._batches, self._index))
         fewer = f"{self._index} or more in pass {self._epoch}, as when the state was saved"
         require(left_out == self._index, "batches of the dataloader", left_out, fewer)
+        self._set_generators(generators)
 
     def _take(self) -> Batch:
         while True:
             if self._batches is None:
                 tell_epoch(self._dataloader, self._epoch)
                 if not _has_state(self._dataloader):
-                    self._began = random_states() | {"generators": self._generator_states()}
+                    self._began = random_states() | {"generators": _generator_states(self._dataloader)}
                 self._batches, self._index = iter(self._dataloader), 0
             for batch in self._batches:
                 self._index += 1
@@ -112,13 +124,16 @@ class BatchStream:
                 raise ValueError("dataloader: got no batch" + (" in a later epoch" if self._epoch else ""))
             self._epoch, self._batches = self._epoch + 1, None
 
-    def _generator_states(self) -> list[Tensor]:
-        return [generator.get_state() for generator in self._generators]
-
-    def _set_generators(self, states: Sequence[Tensor]) -> None:
-        count, saved = len(self._generators), len(states)
+    def _set_generators(self, states: Sequence[Tensor] | None) -> None:
+        generators = generators_of(self._dataloader)
+        if states is None:
+            if generators:
+                told = "dataloader: its generators were not saved, so its batches may be others"
+                warnings.warn(f"{told} than without a break", stacklevel=3)
+            return
+        count, saved = len(generators), len(states)
         require(count == saved, "generators of the dataloader", count, f"{saved}, as many as were saved")
-        for generator, state in zip(self._generators, states, strict=True):
+        for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
 
 
@@ -126,23 +141,38 @@ def _has_state(dataloader: object) -> bool:
     return hasattr(dataloader, "state_dict") and hasattr(dataloader, "load_state_dict")
 
 
-def _generators(dataloader: object) -> list[torch.Generator]:
-    """What a loader and its parts draw from, where that is not the random state of all; each once."""
-    drawn_from = (getattr(part, "generator", None) for part in parts_of(dataloader))
+def generators_of(loader: object) -> list[torch.Generator]:
+    """What a loader and its parts draw from, where that is not the random state of all; each once.
+
+    A sampler may have none until it is gone through.
+    """
+    drawn_from = (getattr(part, "generator", None) for part in _all_parts(loader))
     return list(dict.fromkeys(each for each in drawn_from if isinstance(each, torch.Generator)))
 
 
-def check_apart(dataloader: Iterable[Batch], validation: Iterable[Batch]) -> None:
-    """Refuse validation data whose evaluation would move the place in the training data.
+def _generator_states(loader: object) -> list[Tensor]:
+    return [generator.get_state() for generator in generators_of(loader)]
+
+
+def check_apart(dataloader: Iterable[Batch], validation: Iterable[Batch], *, saves: bool) -> None:
+    """Refuse validation data whose evaluation would move the training elsewhere in its data.
+
+    Args:
+        saves: whether the place in the training data is saved.
 
     Raises:
-        ValueError: both are, or go through, one object that keeps its place.
+        ValueError: both are one loader of one pass at a time; or, where it `saves`, both are, or go through,
+            one object that keeps its place.
     """
-    kept = [part for part in _all_parts(dataloader) if _has_state(part)] if _has_state(dataloader) else []
+    kind, keeps = type(validation).__name__, saves and _has_state(dataloader)
+    kept = [part for part in _all_parts(dataloader) if _has_state(part)] if keeps else []
     others = {id(part) for part in _all_parts(validation)}
     shared = [type(part).__name__ for part in kept if id(part) in others]
     allowed = f"batches of its own: the dataloader keeps its place in the same {', '.join(shared)}"
-    require(not shared, "validation", type(validation).__name__, allowed)
+    require(not shared, "validation", kind, allowed)
+    one_pass = isinstance(dataloader, Prefetched) or getattr(dataloader, "persistent_workers", False)
+    ends = dataloader is validation and one_pass
+    require(not ends, "validation", kind, "a loader of its own: its pass would end that of the training")
 
 
 def _all_parts(loader: object) -> list[object]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor
 from stackwise.config import TrainingConfig
 from stackwise.loader_epoch import tell_epoch
 from stackwise.seed import seeded
-from stackwise.training.batch_stream import Batch, as_mapping
+from stackwise.training.batch_stream import Batch, as_mapping, generators_of
 from stackwise.training.objective import Objective
 from stackwise.training.precision import autocast, frozen_precision
 from stackwise.training.processes import Processes
@@ -44,9 +45,10 @@ class ValidationRecord:
 class Evaluation:
     """Means of what an objective asks for, over batches and processes.
 
-    Each is of the first epoch of the batches, what a loader draws starts from the run's seed, and what an
-    objective masks depends on the place of the batch alone, so that two evaluations ask for the same. The
-    random state of the process is neither used nor changed.
+    Each is of the first epoch of the batches, what a loader draws starts from the run's seed, or from that of
+    its own generator, and what an objective masks depends on the place of the batch alone, so that two
+    evaluations ask for the same. The random state of the process is neither used nor changed, and generators
+    are put back: the training may draw from the same.
 
     Args:
         objective: the seed of what it masks is the run's.
@@ -80,7 +82,7 @@ class Evaluation:
         precision = frozen_precision(self._settings.precision) if precision is None else precision
         tell_epoch(batches, 0)
         loss, count = torch.zeros(2, dtype=torch.float64, device=device)
-        with seeded(seed, device):
+        with seeded(seed, device), _from_their_seeds(generators_of(batches)):
             for place, batch in enumerate(map(as_mapping, islice(batches, limit))):
                 targets = self.objective.targets(batch, (seed, place)).sent(device)
                 with autocast(precision, device):
@@ -88,3 +90,16 @@ class Evaluation:
                 count += targets.count
         loss, count = self._processes.sum(torch.stack((loss, count)))
         return float(loss / count)
+
+
+@contextmanager
+def _from_their_seeds(generators: Iterable[torch.Generator]) -> Iterator[None]:
+    """Meanwhile generators draw as they did at first; afterwards they go on from where they were."""
+    before = [(generator, generator.get_state()) for generator in generators]
+    try:
+        for generator, _ in before:
+            generator.manual_seed(generator.initial_seed())
+        yield
+    finally:
+        for generator, state in before:
+            generator.set_state(state)

@@ -6,6 +6,7 @@ Shapes: N steps.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -98,10 +99,13 @@ def check_same_run(
     mine, saved = dict(_leaves(ours.to_dict())), dict(_leaves(theirs))
     for leaves, count in zip((mine, saved), processes, strict=True):
         leaves[_ROWS] = leaves.pop("training.batch_size", 0) * count
+    # Shards are tokens already: no tokenizer is asked, whatever was given.
+    path = ours.data.dataset_path
+    free = _FREE if path is None or not Path(path).is_dir() else (*_FREE, "data.tokenizer")
     differing = [
         f"{key}: got {mine.get(key)!r}; allowed: {saved.get(key)!r}"
         for key in sorted(mine.keys() | saved.keys())
-        if mine.get(key) != saved.get(key) and not any(f"{key}.".startswith(f"{free}.") for free in _FREE)
+        if mine.get(key) != saved.get(key) and not any(f"{key}.".startswith(f"{each}.") for each in free)
     ]
     if differing:
         raise ValueError(f"training.resume: {folder} is of another run: " + "; ".join(differing))

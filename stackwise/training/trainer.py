@@ -99,7 +99,8 @@ class ArchitectureTrainer:
             dataloader: batches with `input_ids` (B, N), as `Objective.targets` takes them, or bare (B, N)
                 tensors. Started again when it ends, and for every unit.
             validation: as `dataloader`: what is evaluated every `training.eval_interval` steps. Not the same
-                loader, nor one of the same data, if that keeps its place in them.
+                loader if that has one pass at a time; with a `checkpoint_dir` nor one of the same data, if
+                that keeps its place in them.
 
         Raises:
             ValueError: attention that does not fit the objective (the loss would leak), nothing to train,
@@ -268,7 +269,7 @@ class ArchitectureTrainer:
             require(not once, "validation", kind, "what gives its batches again each time, as a list")
             some = length_hint(validation, 1) > 0
             require(some, "validation", "no batch", "at least one, with training.eval_interval")
-            check_apart(dataloader, validation)
+            check_apart(dataloader, validation, saves=self.config.training.checkpoint_dir is not None)
             check_rows(validation, self.processes)
 
     def _checkpoints(self, rack: Rack) -> RackCheckpoints | None:

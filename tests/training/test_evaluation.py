@@ -78,6 +78,28 @@ def test_a_loader_that_draws_leaves_no_trace(run, make_config, make_batches):
     assert torch.equal(weights(rack), weights(twin))
 
 
+def drawn():
+    return torch.Generator().manual_seed(3)
+
+
+@pytest.mark.parametrize("loaders", ["one generator", "one loader"])
+def test_generators_of_the_training_are_put_back(run, make_config, make_batches, loaders):
+    """Also a `DataLoader` that does not shuffle draws from its generator as a pass begins."""
+    rows, others = (torch.cat(make_batches(make_config(), count=3, seed=seed)) for seed in (1, 2))
+    settings = {"max_steps": 5, "optimizer": {"lr": 1e-30}}
+
+    def evaluated(more):
+        generator = drawn()
+        training = DataLoader(rows, batch_size=2, shuffle=True, generator=generator)
+        other = DataLoader(others, batch_size=2, generator=generator)
+        validation = training if loaders == "one loader" else other
+        return run(settings | more, {"dropout": 0.0}, validation, training)[0]
+
+    watched = evaluated({"eval_interval": 1, "eval_batches": 1})
+    assert [r.loss for r in watched["records"]] == [r.loss for r in evaluated({})["records"]]
+    assert len({record.loss for record in watched["validation"]}) == 1
+
+
 def test_of_a_unit_it_is_what_the_unit_says(run, tmp_path):
     """Blocks behind it do not count: they have learned nothing yet."""
     settings = {"training_architecture": "blockwise", "max_steps": 2, "save_interval": 2, "eval_interval": 2}
@@ -116,12 +138,13 @@ def test_so_many_batches_from_the_first_on(run):
     assert result["validation"][-1].loss == pytest.approx(trainer.evaluate(rack, batches[:3]), rel=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["of an epoch", "shuffled"])
+@pytest.mark.parametrize("kind", ["of an epoch", "shuffled", "of its generator"])
 def test_a_loader_gives_the_same_batches_each_time(run, kind):
     tokens = torch.randint(23, (320,), generator=torch.Generator().manual_seed(0))
     loader = {
         "of an epoch": DataLoader(TokenWindows(tokens, 2, 8), batch_size=None),
         "shuffled": DataLoader(tokens[:315].view(-1, 9), batch_size=2, shuffle=True),
+        "of its generator": DataLoader(tokens[:315].view(-1, 9), 2, shuffle=True, generator=drawn()),
     }[kind]
     settings = {"max_steps": 3, "eval_interval": 1, "eval_batches": 1, "optimizer": {"lr": 1e-30}}
     result, rack, trainer, _ = run(settings, None, loader)
@@ -196,8 +219,8 @@ def in_two(make):
         (lambda: in_two(in_a_stateful_loader), "TokenWindows", "TokenWindows"),
     ],
 )
-def test_a_place_that_would_be_lost_is_refused(make_config, make_rack, loaders, validation, shared):
-    config = make_config(training={"eval_interval": 1})
+def test_a_place_that_would_be_lost_is_refused(make_config, make_rack, tmp_path, loaders, validation, shared):
+    config = make_config(training={"eval_interval": 1, "checkpoint_dir": str(tmp_path / "run")})
     told = f"validation: got '{validation}'; allowed: batches of its own.*place in the same {shared}$"
     with pytest.raises(ValueError, match=told):
         ArchitectureTrainer(config).train_architecture(make_rack(config), *loaders())
@@ -215,7 +238,31 @@ def test_a_place_that_would_be_lost_is_refused(make_config, make_rack, loaders, 
     ],
 )
 def test_what_keeps_no_place_or_another_is_taken(loaders):
-    check_apart(*loaders())
+    check_apart(*loaders(), saves=True)
+
+
+@pytest.mark.parametrize(
+    "loader",
+    [
+        lambda: Prefetched(windows()),
+        lambda: DataLoader(torch.arange(90).view(10, 9), num_workers=1, persistent_workers=True),
+    ],
+)
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_loader_of_one_pass_at_a_time_is_refused(loader, saves):
+    with pytest.raises(ValueError, match=r"validation: got '\w+'; allowed: (a loader|batches) of its own"):
+        check_apart(data := loader(), data, saves=saves)
+    check_apart(loader(), loader(), saves=saves)
+
+
+def test_a_place_that_is_not_saved_may_be_lost(run):
+    """The passes of the training are as they were."""
+    settings = {"max_steps": 5}
+    tokens = torch.randint(23, (66,), generator=torch.Generator().manual_seed(0))
+    data = TokenWindows(tokens, 2, 8)  # three batches
+    apart, *_ = run(settings, None, None, TokenWindows(tokens, 2, 8))
+    shared, *_ = run(settings | {"eval_interval": 1}, None, data, data)
+    assert [r.loss for r in shared["records"]] == [r.loss for r in apart["records"]]
 
 
 def test_as_plain_values():

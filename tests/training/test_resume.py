@@ -31,7 +31,7 @@ from stackwise.training import (
 )
 from stackwise.training.batch_stream import BatchStream
 from stackwise.training.json_lines_log import read_json_lines
-from stackwise.training.run_state import records_of, state_of_records
+from stackwise.training.run_state import check_same_run, records_of, state_of_records
 from tests.forked import end_of, start
 
 BLOCKWISE = {"training_architecture": "blockwise"}
@@ -303,12 +303,28 @@ def drawn():
     return torch.Generator().manual_seed(3)
 
 
+class Late(RandomSampler):
+    """With a generator of its own as soon as it is gone through, as the one of accelerate."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        if self.generator is None:
+            self.generator = torch.Generator()
+        self.generator.manual_seed(self.epoch)
+        yield from super().__iter__()
+
+
 LOADERS = {
     "shuffling": lambda rows: DataLoader(rows, batch_size=2, shuffle=True),
     "own generator": lambda rows: DataLoader(rows, batch_size=2, shuffle=True, generator=drawn()),
     "sampler's generator": lambda rows: DataLoader(
         rows, batch_size=2, sampler=RandomSampler(rows, generator=drawn())
     ),
+    "late generator": lambda rows: DataLoader(rows, batch_size=2, sampler=Late(rows)),
     "workers": lambda rows: DataLoader(rows, batch_size=2, shuffle=True, num_workers=1),
     "stateful": lambda rows: StatefulDataLoader(rows, batch_size=2, shuffle=True),
     "list": lambda rows: list(rows.split(2)),
@@ -347,10 +363,10 @@ def test_a_stream_goes_on_with_the_same_batches(name, done):
         assert epoch == other_epoch and torch.equal(ids, other)
 
 
-def test_a_loader_with_a_generator_goes_on_in_a_unit_and_behind_it(make):
+@pytest.mark.parametrize("name", ["own generator", "late generator"])
+def test_a_loader_with_a_generator_goes_on_in_a_unit_and_behind_it(make, name):
     def train_on(config, rack, batches):
-        loader = DataLoader(torch.cat(batches), batch_size=2, shuffle=True, generator=drawn())
-        return train(config, rack, loader)
+        return train(config, rack, LOADERS[name](torch.cat(batches)))
 
     config, rack, batches = make(BLOCKWISE)
     train_on(config, rack, batches)
@@ -382,6 +398,59 @@ def test_a_state_without_generators_is_read():
     again = BatchStream(LOADERS["shuffling"](rows))
     again.load_state_dict(state)
     assert torch.equal(next(again)[1][0]["input_ids"], next(stream)[1][0]["input_ids"])
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata's own call
+@pytest.mark.parametrize(
+    "name, reads", [("own generator", True), ("own generator", False), ("stateful", False)]
+)
+def test_a_state_without_the_generators_there_are_is_read_with_a_warning(name, reads):
+    rows = torch.arange(18).view(6, 3)
+    stream = BatchStream(LOADERS[name](rows))
+    next(stream)
+    state = stream.state_dict()
+    del state["generators"]
+    state.get("began", {}).pop("generators", None)
+    again = BatchStream(LOADERS[name](rows))
+    with pytest.warns(UserWarning, match="dataloader: its generators were not saved"):
+        again.load_state_dict(state, reads=reads)
+
+
+def test_what_others_drew_from_its_generator_since_the_pass_began():
+    rows, streams = torch.arange(18).view(6, 3), []
+    for _ in range(2):
+        loader = LOADERS["own generator"](rows)
+        streams.append((BatchStream(loader), loader.generator))
+    (stream, generator), (again, _) = streams
+    next(stream)
+    torch.rand(3, generator=generator)
+    again.load_state_dict(stream.state_dict())
+    for (_, [expected]), (_, [found]) in zip(islice_(stream, 5), islice_(again, 5), strict=True):
+        assert torch.equal(found["input_ids"], expected["input_ids"])
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_workers_that_stay_are_told_of(reads):
+    loader = DataLoader(torch.arange(18).view(6, 3), num_workers=1, persistent_workers=True)
+    stream = BatchStream(loader)
+    with pytest.warns(UserWarning, match="persistent_workers draw once for all passes"):
+        stream.load_state_dict(stream.state_dict(), reads=reads)
+
+
+def test_the_tokenizer_of_shards_may_change(make_config, tmp_path):
+    """None is asked; of a text it is another run."""
+    (tmp_path / "shards").mkdir()
+    (tmp_path / "text").write_text("text")
+    for name, refusal in (
+        ("shards", contextlib.nullcontext()),
+        ("text", pytest.raises(ValueError, match=r"data\.tokenizer: got 'byte'; allowed: 'words'")),
+    ):
+        ours, theirs = (
+            make_config(data={"dataset_path": str(tmp_path / name), "tokenizer": tokenizer})
+            for tokenizer in ("byte", "words")
+        )
+        with refusal:
+            check_same_run(ours, theirs.to_dict(), tmp_path)
 
 
 def islice_(iterator, count):

@@ -13,6 +13,7 @@ from stackwise.config import StackWiseConfig
 from stackwise.prototype.search.claims import Claim, Claims
 from stackwise.prototype.search.evaluation import Evaluate
 from stackwise.prototype.search.heartbeat import Heartbeat
+from stackwise.prototype.search.interrupt import kept_interrupts
 from stackwise.prototype.search.objective import Objective
 from stackwise.prototype.search.optuna_import import import_optuna, quiet_optuna
 from stackwise.prototype.search.process_identity import ProcessIdentity
@@ -115,21 +116,20 @@ def work(task: Task, study: Study, storage: BaseStorage, on_trial: OnTrial | Non
             seed=task.seed,
             stale_seconds=task.stale_seconds,
         )
-        while (claim := claims.next()) is not None:
-            try:
-                with Heartbeat(claim.trial, task.stale_seconds / 6):
-                    finish_claim = _trained(task, study, claim)
-                if claims.owns(claim):
-                    _write_down(finish_claim, claims, claim)
-            except BaseException:
-                if claims.owns(claim):
-                    claims.release(claim, "interrupted")
-                raise
-            if on_trial is not None:
-                frozen = next(t for t in study.get_trials(deepcopy=False) if t.number == claim.trial.number)
-                found = read_trial(frozen)
-                if found is not None and frozen.state.is_finished():
-                    on_trial(found)
+        with kept_interrupts() as raise_lost:
+            while (claim := claims.next()) is not None:
+                try:
+                    with Heartbeat(claim.trial, task.stale_seconds / 6):
+                        finish_claim = _trained(task, study, claim)
+                    if claims.owns(claim):
+                        _write_down(finish_claim, claims, claim)
+                except BaseException:
+                    if claims.owns(claim):
+                        claims.release(claim, "interrupted")
+                    raise
+                if on_trial is not None:
+                    _tell_of(claim, study, on_trial)
+                raise_lost()
     finally:
         worker.end()
 
@@ -154,6 +154,13 @@ def work_apart(pickled: bytes, errors: Connection) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     except Exception as error:
         errors.send(f"{type(error).__name__}: {error}")
+
+
+def _tell_of(claim: Claim, study: Study, on_trial: OnTrial) -> None:
+    frozen = next(t for t in study.get_trials(deepcopy=False) if t.number == claim.trial.number)
+    found = read_trial(frozen)
+    if found is not None and frozen.state.is_finished():
+        on_trial(found)
 
 
 def _write_down(finish_claim: Callable[[], None], claims: Claims, claim: Claim) -> None:

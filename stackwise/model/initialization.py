@@ -34,24 +34,39 @@ FLOOR_STD = 2e-3  # below, the epsilon of the first norm is no longer small besi
 _EXCESS = 0.03  # nats above ln(vocab) that either bound below may cost
 
 
-def embedding_std(vocab_size: int, d_model: int, *, tied: bool, floor: float = FLOOR_STD) -> float:
-    """Standard deviation of the token embedding.
+def embedding_std(
+    vocab_size: int,
+    d_model: int,
+    *,
+    tied: bool,
+    kind: InitializationKind = "normal",
+    base_width: int | None = None,
+) -> float:
+    """Standard deviation of the token embedding; of `mup` that of its base.
 
     A tied head multiplies the final hidden state, which still carries the token's own embedding,
     with that embedding again. In the worst case, where nothing else is in the stream, that logit is
     std * d_model, and softmax over V otherwise flat logits costs ln(1 + (e^logit - 1) / V) nats.
     The bound keeps this below 0.03 nat; N(0, 1) embeddings give a first loss in the hundreds. Where
-    the bound is below `floor`, the model is so wide that its blocks drown the embedding anyway.
+    the bound is below `FLOOR_STD`, the model is so wide that its blocks drown the embedding anyway, but
+    for those of `zero_out`, which add nothing.
     """
     if not tied:
         return WEIGHT_STD
-    bound = min(math.log1p(_EXCESS * vocab_size) / d_model, head_std(d_model))
-    return min(WEIGHT_STD, max(floor, bound))
+    base = base_width or d_model
+    bound = min(math.log1p(_EXCESS * vocab_size) / base, head_std(base))
+    floor = 0.0 if kind == "zero_out" else FLOOR_STD
+    return min(WEIGHT_STD, max(floor, bound)) * _narrow(d_model, base)
 
 
 def head_std(d_model: int) -> float:
     """Standard deviation of the head: logits of variance s cost s / 2 nats, kept below 0.03."""
     return min(WEIGHT_STD, math.sqrt(2 * _EXCESS / d_model))
+
+
+def _narrow(d_model: int, base: int) -> float:
+    """A Rack narrower than its base multiplies logits by more than one, which their bounds do not know of."""
+    return min(1.0, math.sqrt(d_model / base))
 
 
 @torch.no_grad()
@@ -142,14 +157,10 @@ def initialize_ends(rack: Rack, kind: InitializationKind = "normal", base_width:
     _check_base(rack, kind, base_width)
     vocab_size, d_model, tied = rack.vocab_size, rack.d_model, rack.tie_embeddings
     base = base_width or d_model
-    # A Rack narrower than its base multiplies logits by more than one, which the bounds do not know of.
-    narrow = min(1.0, math.sqrt(d_model / base))
-    # Blocks that add nothing drown no embedding.
-    floor = 0.0 if kind == "zero_out" else FLOOR_STD
-    std = embedding_std(vocab_size, base, tied=tied, floor=floor)
-    _normal(rack.embedding.weight, std * narrow if tied else std)
+    std = embedding_std(vocab_size, d_model, tied=tied, kind=kind, base_width=base_width)
+    _normal(rack.embedding.weight, std)
     if not tied:
-        _normal(rack.lm_head.weight, head_std(base) * narrow)
+        _normal(rack.lm_head.weight, head_std(base) * _narrow(d_model, base))
     nn.init.constant_(rack.final_norm.weight, base / d_model)
 
 

@@ -47,11 +47,11 @@ def create_small_variant(
     """Fewer heads and fewer Blocks, of the same kind.
 
     Kept are the size of a head, of queries, keys and values of `mla` and of random features too; the
-    feed-forward ratio; the ranks of latents for each number of width; `embedding_max_norm` for its
-    square root, as the length of a row goes; the law of initialisation, of which what scales with depth
-    follows the depth that there is; the kinds of Blocks. Width shrinks with the number of heads, `factor`
-    times, and depth as much as width does, so that their ratio stays. Of what whole numbers do not allow
-    the nearest is taken, and a note says so:
+    feed-forward ratio; the ranks of latents for each number of width; `embedding_max_norm` for the
+    length that a row starts with; the law of initialisation, of which what scales with depth follows the
+    depth that there is; the kinds of Blocks. Width shrinks with the number of heads, `factor` times, and
+    depth as much as width does, so that their ratio stays. Of what whole numbers do not allow the nearest
+    is taken, and a note says so:
 
     - Query heads for each key/value head stay, if a number of heads that allows it is at most 1.5 times
       more or fewer than its share.
@@ -98,7 +98,6 @@ def create_small_variant(
         "n_kv_heads": None if model.n_kv_heads is None else n_kv_heads,
         "d_ff": _share("d_ff", model.d_ff, d_model, model.d_model, notes),
         "latent": _latent(model, d_model, notes),
-        "embedding_max_norm": scaled_bound(model, d_model / model.d_model),
         "architecture": {"n_stacks": n_stacks, "blocks_per_stack": blocks_per_stack},
         "sliding_window": _windows(config, n_stacks * blocks_per_stack, seq_len, notes),
         "max_seq_len": _longest(config, seq_len, notes),
@@ -106,6 +105,7 @@ def create_small_variant(
     changed["training"] = _training(config, n_stacks, blocks_per_stack, seq_len, notes)
     if factor > 1 and not mup and model.initialization == "mup":
         changed["model"]["mup_base_width"] = _base_width(changed["model"], notes)
+    changed["model"]["embedding_max_norm"] = scaled_bound(model, changed["model"])
     small = StackWiseConfig.from_dict(changed)
     if not mup:
         return SmallVariant(small, tuple(notes), StackWiseConfig.from_dict(config.to_dict()))

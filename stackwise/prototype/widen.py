@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from stackwise.argument import check_sizes, require
 from stackwise.config import LatentConfig, ModelConfig, StackWiseConfig
+from stackwise.model.initialization import embedding_std
 
 __all__ = [
     "Parametrization",
@@ -27,9 +29,9 @@ def widened(config: StackWiseConfig, factor: int) -> StackWiseConfig:
     """`factor` times the width, by more heads of the same size.
 
     `d_model`, `n_heads`, `n_kv_heads`, the ranks of latents and `d_ff` grow alike (Yang et al. 2022,
-    arXiv:2203.03466, section 4), and `embedding_max_norm` with their square root, as the length of a row
-    whose entries stay as large. The size of a head and all else stay, `mup_base_width` too. The one
-    key/value head of `mqa` cannot grow along and stays one.
+    arXiv:2203.03466, section 4), and `embedding_max_norm` as the length that a row starts with: with their
+    square root where entries start alike at all widths, as with muP. The size of a head and all else stay,
+    `mup_base_width` too. The one key/value head of `mqa` cannot grow along and stays one.
 
     Args:
         config: left as it is.
@@ -47,14 +49,16 @@ def widened(config: StackWiseConfig, factor: int) -> StackWiseConfig:
         "n_heads": factor * model.n_heads,
         "n_kv_heads": kv if kv is None or model.attention_type == "mqa" else factor * kv,
         "d_ff": factor * model.d_ff,
-        "embedding_max_norm": scaled_bound(model, factor),
         "latent": scaled_latent(model, {key: factor * rank for key, rank in _ranks(model).items()}),
     }
+    changed["model"]["embedding_max_norm"] = scaled_bound(model, changed["model"])
     return StackWiseConfig.from_dict(changed)
 
 
 def as_mup(config: StackWiseConfig, base_width: int) -> StackWiseConfig:
     """The same architecture in the maximal update parametrisation of a base `base_width` wide.
+
+    `embedding_max_norm` is as many times the length that a row starts with as it was.
 
     Raises:
         ValueError: the base would have a part of a head, key/value head or rank.
@@ -62,6 +66,7 @@ def as_mup(config: StackWiseConfig, base_width: int) -> StackWiseConfig:
     check_sizes(base_width=base_width)
     changed = config.to_dict()
     changed["model"] |= {"initialization": "mup", "mup_base_width": base_width}
+    changed["model"]["embedding_max_norm"] = scaled_bound(config.model, changed["model"])
     made = StackWiseConfig.from_dict(changed)
     misfit = whole_base(made.model)
     if misfit is not None:
@@ -76,11 +81,15 @@ def as_mup(config: StackWiseConfig, base_width: int) -> StackWiseConfig:
 
 
 def as_standard(config: StackWiseConfig) -> StackWiseConfig:
-    """The same architecture in the standard parametrisation: `initialization="normal"` in place of "mup"."""
+    """The same architecture in the standard parametrisation: `initialization="normal"` in place of "mup".
+
+    `embedding_max_norm` as in `as_mup`.
+    """
     if config.model.initialization != "mup":
         return config
     changed = config.to_dict()
     changed["model"] |= {"initialization": "normal", "mup_base_width": None}
+    changed["model"]["embedding_max_norm"] = scaled_bound(config.model, changed["model"])
     return StackWiseConfig.from_dict(changed)
 
 
@@ -104,9 +113,11 @@ def n_kv_heads_of(model: ModelConfig) -> int:
     return 1 if model.attention_type == "mqa" else model.n_kv_heads or model.n_heads
 
 
-def scaled_bound(model: ModelConfig, times: float) -> float | None:
-    """The key `embedding_max_norm` at so many times the width: the length of a row goes with its root."""
-    return None if model.embedding_max_norm is None else model.embedding_max_norm * math.sqrt(times)
+def scaled_bound(model: ModelConfig, changed: Mapping[str, Any]) -> float | None:
+    """The key `embedding_max_norm` beside changed keys: as many times the length that a row starts with."""
+    if model.embedding_max_norm is None:
+        return None
+    return model.embedding_max_norm * (_row_length(changed) / _row_length(model.to_dict()))
 
 
 def scaled_latent(model: ModelConfig, ranks: dict[str, int]) -> dict[str, int | None] | None:
@@ -114,6 +125,18 @@ def scaled_latent(model: ModelConfig, ranks: dict[str, int]) -> dict[str, int | 
     if ranks == _ranks(model):
         return None if model.latent is None else model.latent.to_dict()
     return {**(model.latent or LatentConfig()).to_dict(), **ranks}
+
+
+def _row_length(model: Mapping[str, Any]) -> float:
+    """Root mean square of the length that a row of the embedding starts with."""
+    std = embedding_std(
+        model["vocab_size"],
+        model["d_model"],
+        tied=model["tie_embeddings"],
+        kind=model["initialization"],
+        base_width=model["mup_base_width"],
+    )
+    return std * math.sqrt(model["d_model"])
 
 
 def _ranks(model: ModelConfig) -> dict[str, int]:

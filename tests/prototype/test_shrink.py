@@ -13,6 +13,7 @@ from stackwise.config import StackWiseConfig
 from stackwise.model import create_rack_from_config
 from stackwise.model.initialization import learning_rate_multipliers
 from stackwise.prototype import SmallVariant, create_small_variant, widened
+from stackwise.prototype.widen import as_mup, as_standard
 from stackwise.training import ArchitectureTrainer
 from stackwise.training.scope import plan_phases
 
@@ -537,15 +538,27 @@ class TestMup:
         create_rack_from_config(variant.config)
 
     @pytest.mark.parametrize("mup", [False, True])
-    def test_a_bound_on_embeddings_leaves_entries_of_one_size(self, mup):
-        wide = widened(config_of((64, 4, 4, 128, 1, 2), embedding_max_norm=0.4), 4)
-        assert wide.model.embedding_max_norm == 0.8
-        variant = create_small_variant(wide, 4, mup=mup)
-        for config in (variant.config, variant.target):
-            embedding = create_rack_from_config(config).embedding
-            torch.nn.init.normal_(embedding.weight)  # so that no row is within the bound
-            size = embedding(torch.arange(8)).square().mean().sqrt().item()
-            assert size == pytest.approx(0.4 / math.sqrt(64), rel=1e-5)
+    @pytest.mark.parametrize("tied", [False, True])
+    def test_a_bound_on_embeddings_is_as_many_times_what_rows_start_with(self, tied, mup):
+        keys = {"vocab_size": 512, "tie_embeddings": tied, "embedding_max_norm": 0.3}
+        config = config_of((256, 8, 8, 64, 1, 4), **keys)
+
+        def times(config):
+            torch.manual_seed(0)
+            lengths = create_rack_from_config(config).embedding.weight.norm(dim=-1)
+            return config.model.embedding_max_norm / lengths.mean().item()
+
+        variant = create_small_variant(config, 4, mup=mup)
+        family = as_mup(config, 128)
+        made = [variant.config, variant.target, widened(config, 2), family, as_standard(family)]
+        made += [widened(family, 2), create_small_variant(family, 4).config]
+        for each in made:
+            assert times(each) == pytest.approx(times(config), rel=0.02)
+        wider = variant.target.model.embedding_max_norm / variant.config.model.embedding_max_norm
+        if mup or not tied:
+            assert wider == pytest.approx(2)
+        else:  # 0.02 at 64, ln(1 + 0.03 * 512) / 256 at 256
+            assert wider == pytest.approx(2 * math.log1p(0.03 * 512) / 256 / 0.02)
 
     def test_the_output_of_a_wider_member_is_that_of_the_base_on_average(self):
         """Table 8 by hand: logits are multiplied by base / width, which the final norm's gain does here."""

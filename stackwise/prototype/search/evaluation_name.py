@@ -9,7 +9,7 @@ import inspect
 import json
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, EllipsisType, FunctionType, ModuleType
 from typing import Any
 
 __all__ = ["evaluation_code", "evaluation_name", "kind_name"]
@@ -43,12 +43,11 @@ def kind_name(evaluate: Any) -> str:
 
 
 def evaluation_code(evaluate: Any) -> str | None:
-    """File and digest of the source of what a script or notebook defines; None: it is of another module.
+    """File and digest of the code of what a script or notebook defines; None: it is of another module.
 
-    All scripts and notebooks are one module, `__main__`, and its names are those of each of them.
-
-    Raises:
-        ValueError: nothing keeps the source, as of what was typed at a prompt.
+    All scripts and notebooks are one module, `__main__`, and its names are those of each of them. Digested is
+    what was compiled, since a file may have been edited after it was read; each version of Python compiles
+    to a code of its own.
     """
     while isinstance(evaluate, functools.partial):
         evaluate = evaluate.func
@@ -56,13 +55,12 @@ def evaluation_code(evaluate: Any) -> str | None:
     kind = _kind(evaluate if owner is None else owner)
     if kind.__module__ != _SCRIPT:
         return None
-    try:
-        source = inspect.getsource(kind)
-    except (OSError, TypeError):
-        allowed = f"a name of the study, since the source of evaluate={evaluate!r} is kept nowhere"
-        raise ValueError(f"name: got None; allowed: {allowed}") from None
+    defined = inspect.unwrap(getattr(kind, "__func__", kind))
+    if not isinstance(defined, FunctionType | type):
+        defined = type(defined)
+    code = _members(defined) if isinstance(defined, type) else _code(defined)
     file = Path(getattr(sys.modules[_SCRIPT], "__file__", None) or "notebook").name
-    return f"{file}:{hashlib.sha256(source.encode()).hexdigest()[:16]}"
+    return f"{file}:{hashlib.sha256(code.encode()).hexdigest()[:16]}"
 
 
 def _kind(evaluate: Any) -> Any:
@@ -73,6 +71,37 @@ def _owner(evaluate: Any) -> Any:
     """The object that a method is of; None: it is no method of an object."""
     owner = getattr(evaluate, "__self__", None)
     return None if isinstance(owner, type | ModuleType) else owner
+
+
+def _members(kind: type) -> str:
+    """What a class defines: its functions, and its values but for those that Python keeps of any class."""
+    own = {
+        name: _code(value)
+        for name, value in vars(kind).items()
+        if isinstance(value, FunctionType) or not name.startswith("__")
+    }
+    return repr(sorted(own.items()))
+
+
+def _code(value: Any) -> str:
+    """What is compiled, or a constant, as text without addresses and lines: the same in each process."""
+    if isinstance(value, FunctionType):
+        keywords = tuple(sorted((value.__kwdefaults__ or {}).items()))
+        decorated = getattr(value, "__wrapped__", None)
+        return _code((value.__code__, value.__defaults__, keywords, decorated))
+    if isinstance(value, CodeType):
+        names = value.co_names, value.co_varnames, value.co_freevars, value.co_cellvars
+        return _code((value.co_code, value.co_exceptiontable, *names, *value.co_consts))
+    if isinstance(value, staticmethod | classmethod):
+        return _code(value.__func__)
+    if isinstance(value, property):
+        return _code((value.fget, value.fset))
+    if isinstance(value, tuple):
+        return repr([_code(each) for each in value])
+    if isinstance(value, frozenset):  # in an order of each process's own
+        return repr(sorted(_code(each) for each in value))
+    constant = value is None or isinstance(value, str | bytes | int | float | complex | EllipsisType)
+    return repr(value) if constant else type(value).__qualname__
 
 
 def _called(name: str | None, values: Any) -> str | None:

@@ -103,8 +103,8 @@ class Space:
         """From `base`, `space`, and what bounds the parameters.
 
         Args:
-            mapping: `base` is a configuration or a mapping of its sections; `space` has by key a list of
-                choices, or `low`, `high`, and `step` or `log`. Either of `min_parameters` and
+            mapping: `base` is a configuration or a mapping of its sections, of JSON too; `space` has by key a
+                list of choices, or `low`, `high`, and `step` or `log`. Either of `min_parameters` and
                 `max_parameters`, or `parameters` with `tolerance` (0.02) and `solve` ("n_layers", or
                 "model.n_heads" or "model.d_ff"): all have as many, and that key is what it takes.
             source: where it is from, for messages.
@@ -118,7 +118,7 @@ class Space:
         base, given, dimensions, budget = mapping.get("base", {}), mapping.get("space"), {}, None
         if not isinstance(base, StackWiseConfig):
             try:
-                base = StackWiseConfig.from_dict({} if base is None else base, source=source)
+                base = StackWiseConfig.from_json({} if base is None else base, source=source)
             except ConfigError as error:
                 problems += [f"base.{problem}" for problem in error.problems]
         if not isinstance(given, Mapping) or not given:

@@ -18,6 +18,8 @@ __all__ = ["JOURNAL", "MEMORY", "open_storage", "place_of", "shown_place"]
 
 JOURNAL = "search.journal"
 MEMORY = "memory"
+_FIRST_LINE = b'{"op_code":0,"worker_id":'  # of a journal, as Optuna begins it
+_TABLES = {"studies", "version_info"}  # two of those that Optuna makes in a database
 _SQLITE_WAIT = 60.0  # seconds, while another process writes
 # What databases say of tables that another process has begun to make.
 _HALF_THERE = (
@@ -70,10 +72,11 @@ def shown_place(place: str | BaseStorage) -> str:
 
 
 def open_storage(place: str | BaseStorage, *, create: bool = True) -> BaseStorage:
-    """The storage at a place that `place_of` gave; with `create=False` no file is made or mended.
+    """The storage at a place that `place_of` gave; with `create=False` no file or table is made or mended.
 
     Raises:
-        ValueError: with `create=False`, what is not there; a file that is no journal.
+        ValueError: with `create=False`, what is not there, or a database without Optuna's tables; a file that
+            is no journal.
         OSError: it cannot be made or read.
     """
     if not isinstance(place, str):
@@ -98,13 +101,19 @@ def open_storage(place: str | BaseStorage, *, create: bool = True) -> BaseStorag
 
 
 def _check_journal(path: Path) -> None:
-    """Refuse a file of another kind, by what Optuna begins each line of a journal with."""
+    """Refuse a file of another kind, by what Optuna begins each line of a journal with.
+
+    A first line that was cut off, as where a disk was full, is one of a journal that has nothing yet.
+    """
     with path.open("rb") as file:
-        try:
-            first = json.loads(file.readline())
-        except ValueError:
-            first = None
+        line = file.readline()
+    try:
+        first = json.loads(line)
+    except ValueError:
+        first = None
     is_journal = isinstance(first, dict) and {"op_code", "worker_id"} <= first.keys()
+    if not line.endswith(b"\n"):
+        is_journal = is_journal or line[: len(_FIRST_LINE)] == _FIRST_LINE[: len(line)]
     require(is_journal, "storage", str(path), "a journal of Optuna, or a file that is not there yet")
 
 
@@ -125,19 +134,30 @@ def _mend_journal(optuna: Any, path: Path) -> None:
         lock.release()
 
 
-def _check_sqlite(url: str) -> None:
-    """Refuse a file that is not there, which SQLite would make."""
-    from sqlalchemy import make_url
+def _check_database(url: str, options: dict[str, Any]) -> None:
+    """Refuse what holds no studies: SQLite would make the file, and Optuna its tables in any database."""
+    import sqlalchemy
 
-    there = make_url(url)
-    if "uri" not in there.query:  # of those SQLite itself knows whether they may be made
-        require(Path(there.database or "").is_file(), "storage", shown_place(url), "a database that is there")
+    shown = shown_place(url)
+    try:
+        engine = sqlalchemy.create_engine(url, **options)
+    except (sqlalchemy.exc.SQLAlchemyError, ValueError) as error:
+        raise OSError(f"storage: {shown}: {error}") from error
+    if engine.dialect.name == "sqlite" and "uri" not in engine.url.query:  # those say it to SQLite itself
+        require(Path(engine.url.database or "").is_file(), "storage", shown, "a database that is there")
+    try:
+        tables = set(sqlalchemy.inspect(engine).get_table_names())
+    except sqlalchemy.exc.SQLAlchemyError as error:
+        raise OSError(f"storage: {shown}: {error}") from error
+    finally:
+        engine.dispose()
+    require(tables >= _TABLES, "storage", shown, "a database with studies of Optuna")
 
 
 def _database(optuna: Any, url: str, *, create: bool) -> BaseStorage:
-    if not create and url.startswith("sqlite"):
-        _check_sqlite(url)
     wait = {"connect_args": {"timeout": _SQLITE_WAIT}} if url.startswith("sqlite") else {}
+    if not create:
+        _check_database(url, wait)
     for attempt in range(5):
         try:
             return optuna.storages.RDBStorage(url, engine_kwargs=wait)  # type: ignore[no-any-return]

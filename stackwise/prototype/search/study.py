@@ -8,9 +8,10 @@ import json
 import multiprocessing
 import os
 import pickle
+import random
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
@@ -44,6 +45,7 @@ __all__ = ["load_search", "search_architecture_space"]
 _DEFINITION = "stackwise"  # attribute of a study: how its trials come to be
 _POLL = 0.2  # seconds between two looks at what workers have done
 _PATIENCE = 10.0  # seconds that workers have to give their trials back
+_DRAWS = 32  # combinations of ends of which one is wanted that can be trained
 _DEATHS = 3  # of each worker without a result between them; what kills three times is an error then
 
 
@@ -104,7 +106,7 @@ def search_architecture_space(
         weights: of the score; None: `ScoreWeights()`.
         evaluate: what is done instead of training an `ArchitecturePrototype`: (configuration, seed, report)
             -> `TrialOutcome`; see `Evaluate`. A study is known by it: by the name of a function, by what a
-            partial or a dataclass holds of plain values, and by file and source of what a script or notebook
+            partial or a dataclass holds of plain values, and by file and code of what a script or notebook
             defines, unless there is a `name`. A lambda, a function that holds values of one around it, and
             any other object wants a `name`.
         on_trial: called here with each trial that ends while this call lasts.
@@ -112,9 +114,10 @@ def search_architecture_space(
 
     Raises:
         ValueError: naming the argument, or the key of the space; a study of that name that was begun
-            otherwise; a configuration whose training cannot be set up.
-        ConfigError: a key of the space that no training reads, such as `training.seed`, or a value with which
-            there is no training beside the first values of the others.
+            otherwise.
+        ConfigError: a key of the space that no training reads, such as `training.seed`; a space of which
+            nothing can be trained; in a study without results a value that cannot be beside any end of
+            another key.
         ImportError: Optuna is not installed, or what a precision of the space needs.
         TypeError: `evaluate` returned what is no `TrialOutcome`; with several jobs a RuntimeError says so.
         RuntimeError: a worker failed outside of a trial, or ended before it began, or again and again.
@@ -175,7 +178,7 @@ def search_architecture_space(
     )
     make_sampler(sampler, budget=budget, n_objectives=len(objectives), seed=seed)
     if evaluate is None:
-        _can_train(task, device)
+        _check_space(task, device)
     opened = open_storage(place)
     study = open_study(task, opened)
     _agree(study, definition)
@@ -270,25 +273,70 @@ def _agree(study: Study, definition: Mapping[str, Any]) -> None:
             )
 
 
-def _can_train(task: Task, device: str | None) -> None:
+def _check_space(task: Task, device: str | None) -> None:
     """Refuse a space with values that trials could not be trained with, before one is spent on it.
 
-    Looked at is each end of each key, beside the first values of the others.
+    What a study has results of is not refused any more: there it is the `error` of a trial.
     """
-    dimensions = task.space.dimensions
-    problems = [*unread_keys(dimensions, device)]
-    if problems:
+    unread = [*unread_keys(task.space.dimensions, device)]
+    if unread:
+        raise ConfigError(unread, task.space.source)
+    trained = _trained_ends(task, device)
+    problems = [*_untrained_ends(task, device, trained)]
+    if problems and not _has_results(task):
         raise ConfigError(problems, task.space.source)
-    first = {key: dimension.ends[0] for key, dimension in dimensions.items()}
-    check_trains(task.stand_in(task.space.config(first)), device)
-    for key, dimension in dimensions.items():
-        for value in dimension.ends[1:]:
-            try:
-                check_trains(task.stand_in(task.space.config(first | {key: value})), device)
-            except ValueError as error:
-                problems.append(f"space.{key}: got {value!r}; {error}")
-    if problems:
-        raise ConfigError(problems, task.space.source)
+
+
+def _trained_ends(task: Task, device: str | None) -> dict[str, Any]:
+    """Ends of all keys that can be trained together: the first ones where these can, else drawn ones.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    ends = {key: dimension.ends for key, dimension in task.space.dimensions.items()}
+    first, source = {key: each[0] for key, each in ends.items()}, random.Random(0)  # noqa: S311
+    problem = _problem(task, device, first)
+    if problem is None:
+        return first
+    for _ in range(_DRAWS):
+        drawn = {key: source.choice(each) for key, each in ends.items()}
+        if _problem(task, device, drawn) is None:
+            return drawn
+    told = ", ".join(f"{key}={value!r}" for key, value in first.items())
+    raise ConfigError([f"space: got {told}; {problem}"], task.space.source)
+
+
+def _untrained_ends(task: Task, device: str | None, trained: Mapping[str, Any]) -> Iterator[str]:
+    """Ends that cannot be trained beside any end of another key: a sentence each."""
+    ends = [(key, end) for key, dimension in task.space.dimensions.items() for end in dimension.ends]
+    for key, value in ends:
+        problem = _problem(task, device, {**trained, key: value})
+        others = ({**trained, other: end, key: value} for other, end in ends if other != key)
+        if problem is not None and all(_problem(task, device, each) is not None for each in others):
+            yield f"space.{key}: got {value!r}; {problem}"
+
+
+def _problem(task: Task, device: str | None, values: Mapping[str, Any]) -> str | None:
+    """Why a draw cannot be trained; None: it can."""
+    try:
+        check_trains(task.stand_in(task.space.config(values)), device)
+    except ConfigError as error:
+        return error.problems[0]
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _has_results(task: Task) -> bool:
+    """Whether there is a study of that name already, with results; nothing is made."""
+    try:
+        opened = open_storage(task.place, create=False)
+    except ValueError:
+        return False
+    with quiet_optuna() as optuna:
+        if task.name not in optuna.get_all_study_names(opened):
+            return False
+        return _count_of_results(optuna.load_study(study_name=task.name, storage=opened)) > 0
 
 
 def _work_in_processes(task: Task, study: Study, jobs: int, on_trial: OnTrial | None) -> None:

@@ -8,7 +8,13 @@ import torch
 
 from stackwise.config import ConfigError, StackWiseConfig
 from stackwise.prototype import ArchitecturePrototype, create_small_variant
-from stackwise.prototype.search import PrototypeEvaluation, TrialOutcome, search_architecture_space
+from stackwise.prototype.search import (
+    PrototypeEvaluation,
+    TrialOutcome,
+    load_search,
+    search_architecture_space,
+    study,
+)
 from stackwise.prototype.search.evaluation import check_trains
 from stackwise.training.memory_planner import plan_memory
 
@@ -140,10 +146,48 @@ def test_what_cannot_be_trained_is_refused_before():
 )
 def test_a_value_that_cannot_be_trained_is_refused_before(base, space, said):
     merged = {section: keys | base.get(section, {}) for section, keys in BASE.items()}
+    turned = {key: choices[::-1] for key, choices in space.items()}
+    for each in (space, turned):
+        with pytest.raises(ConfigError) as caught:
+            search_architecture_space({"base": merged, "space": each}, 2, storage="memory")
+        [problem] = caught.value.problems
+        assert problem.startswith(said)
+
+
+def test_where_nothing_can_be_trained_the_first_values_are_named():
+    space = {"training.precision": ["fp16"], "n_layers": [1, 2]}
     with pytest.raises(ConfigError) as caught:
-        search_architecture_space({"base": merged, "space": space}, 2, storage="memory")
+        search_architecture_space({"base": BASE, "space": space}, 2, storage="memory")
     [problem] = caught.value.problems
-    assert problem.startswith(said)
+    assert problem.startswith("space: got training.precision='fp16', n_layers=1; training.precision: got")
+
+
+@pytest.mark.parametrize("kinds", [["adamw", "muon"], ["muon", "adamw"]])
+def test_what_only_some_combinations_forbid_is_the_error_of_a_trial(kinds):
+    space = {"training.precision": ["bf16_weights", "fp32"], "training.optimizer.kind": kinds}
+    asked = {"steps": 1, "objective": "loss", "sampler": "random", "storage": "memory"}
+    result = search_architecture_space({"base": BASE, "space": space}, 4, **asked)
+    for trial in result.trials:
+        forbidden = tuple(trial.values.values()) == ("bf16_weights", "muon")
+        assert (trial.status == "error") == forbidden
+
+
+def test_a_study_that_has_results_goes_on(tmp_path, monkeypatch):
+    space = {"base": BASE, "space": {"training.precision": ["fp32", "fp16"], "n_layers": [1, 2]}}
+    asked = {"steps": 1, "objective": "loss", "sampler": "random"}
+    with monkeypatch.context() as patch:
+        patch.setattr(study, "_untrained_ends", lambda *given: [])
+        search_architecture_space(space, 3, storage=tmp_path / "j", **asked)
+    result = search_architecture_space(space, 4, storage=tmp_path / "j", **asked)
+    assert sorted(trial.status for trial in result.trials) == ["error", "error", "success", "success"]
+    again = search_architecture_space(space, 4, storage=tmp_path / "j", **asked)
+    assert again.trials == result.trials
+    with pytest.raises(ConfigError, match="got 'fp16'"):
+        search_architecture_space(space, 4, storage=tmp_path / "new", **asked)
+    assert not (tmp_path / "new").exists()
+    with pytest.raises(ConfigError, match="got 'fp16'"):
+        search_architecture_space(space, 4, storage=tmp_path / "j", name="new", **asked)
+    assert load_search(tmp_path / "j").trials == result.trials
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])

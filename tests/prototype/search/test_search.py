@@ -553,16 +553,13 @@ class TestStorage:
         assert losses("one.py", 1.0, name="mine") == ([1.0, 1.0], True)
         assert losses("two.py", 22.0, name="mine") == ([1.0, 1.0], False)
 
-    def test_what_was_typed_at_a_prompt_wants_a_name(self):
-        prompt = {"__name__": "__main__", "bowl": bowl}
-        exec("def evaluate(*given):\n    return bowl(*given)\n", prompt)
-        asked = {"evaluate": prompt["evaluate"], "sampler": "random"}
-        with pytest.raises(
-            ValueError, match="name: got None; allowed: a name of the study, since the source"
-        ):
-            search_architecture_space(FEW, 1, **asked)
-        assert len(search_architecture_space(FEW, 1, name="mine", **asked).trials) == 1
-        assert len(search_architecture_space(FEW, 1, storage="memory", **asked).trials) == 1
+    def test_what_was_typed_at_a_prompt_is_told_by_its_code(self):
+        def name_of(way):
+            prompt = {"__name__": "__main__", "bowl": bowl, "moody": moody}
+            exec(f"def evaluate(*given):\n    return {way}(*given)\n", prompt)
+            return search_architecture_space(FEW, 1, evaluate=prompt["evaluate"], sampler="random").name
+
+        assert name_of("bowl") == name_of("bowl") != name_of("moody")
 
     def test_a_study_is_of_one_kind(self):
         search_architecture_space(SPACE, 2, name="mine", **PLAIN)
@@ -580,6 +577,8 @@ class TestStorage:
             b"[1]\n",
             b'{"precious": [1, 2, 3]}',
             b'{"a": 1}\n{"b": 2}',
+            b'{"op_code":0\n',
+            b'{"o": 1}',
         ],
     )
     def test_what_is_no_journal_is_refused_and_left_as_it_is(self, folder, text):
@@ -603,16 +602,24 @@ class TestStorage:
         assert (folder / "j").read_bytes().startswith(whole) and b'"wor{' not in (folder / "j").read_bytes()
         assert len(search_architecture_space(SPACE, 4, **asked).trials) == 4
 
-    def test_a_journal_that_was_cut_off_within_its_first_line_is_begun_again(self, folder):
+    @pytest.mark.parametrize("length", [1, 30, None])
+    def test_a_journal_that_was_cut_off_within_its_first_line_is_begun_again(self, folder, length):
         asked = {"storage": folder / "j", "name": "one", **PLAIN}
         search_architecture_space(FEW, 1, **asked)
-        (folder / "j").write_bytes((folder / "j").read_bytes().partition(b"\n")[0])
+        line = (folder / "j").read_bytes().partition(b"\n")[0][:length]
+        (folder / "j").write_bytes(line)
+        with pytest.raises(ValueError, match="name: got None; allowed: none: there is no study"):
+            load_search(folder / "j")
+        assert (folder / "j").read_bytes() == line
         assert len(search_architecture_space(FEW, 2, **asked).trials) == 2
 
     def test_settings_of_stacks_are_read_again(self, folder):
         base = {"training": {"optimizer": {"per_stack": {0: {"lr": 1e-2}, 1: {"weight_decay": 0.5}}}}}
-        result = search_architecture_space(FEW | {"base": base}, 2, storage=folder / "j", **PLAIN)
-        assert load_search(folder / "j").trials == result.trials
+        space = FEW | {"base": base}
+        result = search_architecture_space(space, 2, storage=folder / "j", **PLAIN)
+        stored = load_search(folder / "j")
+        assert stored.trials == result.trials
+        assert Space.from_dict(stored.definition["space"]) == Space.from_dict(space)
         for trial in result.succeeded:
             own = trial.config.training.optimizer.per_stack
             assert (own[0].lr, own[1].weight_decay) == (1e-2, 0.5)

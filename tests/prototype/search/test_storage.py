@@ -1,5 +1,8 @@
 """Storages of studies: a database whose tables another process is making, and one that cannot be had."""
 
+import sqlite3
+from contextlib import closing
+
 import optuna
 import pytest
 
@@ -55,6 +58,52 @@ def test_a_database_that_cannot_be_had_is_an_error_at_once(pauses, tmp_path):
     with pytest.raises(OSError, match="unable to open database file"):
         open_storage(f"sqlite:///{tmp_path / 'no' / 'a.db'}")
     assert pauses == []
+
+
+@pytest.mark.parametrize("tables", [[], ["photo"], ["photo", "studies"]])
+def test_a_database_of_something_else_is_left_as_it_is(tmp_path, tables):
+    path = tmp_path / "photos.db"
+    path.touch()
+    with closing(sqlite3.connect(path)) as database:
+        for table in tables:
+            database.execute(f"create table {table} (id int)")
+        database.commit()
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match=r"storage: got .*photos\.db'; allowed: a database with studies"):
+        open_storage(f"sqlite:///{path}", create=False)
+    assert path.read_bytes() == before
+
+
+def test_a_database_is_shown_where_there_are_tables_of_optuna_beside_others(tmp_path):
+    path = tmp_path / "photos.db"
+    with closing(sqlite3.connect(path)) as database:
+        database.execute("create table photo (id int)")
+    open_storage(f"sqlite:///{path}").engine.dispose()
+    before = path.read_bytes()
+    found = open_storage(f"sqlite:///{path}", create=False)
+    assert found.get_all_studies() == []
+    found.engine.dispose()
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("create", [True, False])
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("sqlite.x:///a.db", r"sqlite\.x://\*\*\*: Could not parse"),
+        ("none://host/a", r"none://host/a: Can't load plugin"),
+    ],
+)
+def test_an_url_of_no_database_is_named(url, said, create):
+    with pytest.raises(OSError, match=f"storage: {said}"):
+        open_storage(url, create=create)
+
+
+def test_what_is_no_database_is_named(tmp_path):
+    path = tmp_path / "a.db"
+    path.write_text("no database" * 100)
+    with pytest.raises(OSError, match=r"storage: .*a\.db: .*not a database"):
+        open_storage(f"sqlite:///{path}", create=False)
 
 
 @pytest.mark.parametrize(

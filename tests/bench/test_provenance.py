@@ -20,7 +20,6 @@ CHANGED = {
     "cpu/length_exercise.json": {"0038321-dirty"},
     "cpu/peers.json": {"c0544dc-dirty"},
     "cpu/pytest_benchmark_tests.json": {"724fb86-dirty"},
-    "cpu/quality.json": {"2bcd01c-dirty"},
 }
 # Measured of commits that are not in the history. The same holds of these.
 GONE = {

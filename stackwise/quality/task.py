@@ -166,7 +166,11 @@ def _of_file(path: Path, limit: int | None, context: int) -> Task:
 def _question(row: Row) -> Question:
     answer: Any = row.get("answer")
     subject = "" if row.get("subject") is None else str(row["subject"])
-    return Question(text_of(row, "context"), texts_of(row, "choices"), answer, subject)
+    choices = texts_of(row, "choices")
+    # Who writes the space that is between has it once all the same.
+    if all(choice.startswith(" ") for choice in choices):
+        choices = tuple(choice[1:] for choice in choices)
+    return Question(text_of(row, "context"), choices, answer, subject)
 
 
 def _request(row: Row) -> Request:

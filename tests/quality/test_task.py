@@ -92,6 +92,18 @@ def test_files_of_ones_own(tmp_path, llama, byte_tokenizer):
     assert [each.tokens for each in text.texts] == [9, 4]
 
 
+def test_a_space_that_choices_begin_with_is_the_one_between(tmp_path, llama, byte_tokenizer):
+    scorer, found = Scorer(llama, byte_tokenizer), []
+    for begin in ("", " "):
+        write_lines(
+            tmp_path / "own.jsonl", [{"context": "q", "choices": [begin + "ab", begin + "c"], "answer": 0}]
+        )
+        [question] = load_task(str(tmp_path / "own.jsonl")).run(scorer).log_probabilities
+        found.append(question)
+    asked = [score.log_probability for score in scorer.score([("q", " ab"), ("q", " c")])]
+    assert list(found[0]) == list(found[1]) == pytest.approx(asked)
+
+
 def test_files_of_one_name_are_called_by_their_paths(tmp_path):
     names = [str(tmp_path / f"{place}.jsonl") for place in ("one/quiz", "two/quiz", "two/other")]
     for name in names:

@@ -33,7 +33,7 @@ class Plan:
 
     conditions: tuple[str, ...] = CONDITIONS
     effects: tuple[str, ...] = tuple(name for name in EFFECTS if name != SAME)
-    same: int = 4
+    same: int = 8
     names: tuple[str, ...] = NAMES
     seconds: float = 15.0
     calibration: float = 20.0

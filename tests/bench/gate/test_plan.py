@@ -27,9 +27,10 @@ class TestBlocks:
 
     def test_they_are_the_same_again_and_differ_by_cycle(self):
         plan = Plan()
-        first, again = (list(itertools.islice(blocks(plan), 54)) for _ in range(2))
+        size = len(plan.conditions) * (plan.same + len(plan.effects))
+        first, again = (list(itertools.islice(blocks(plan), 2 * size)) for _ in range(2))
         assert first == again
-        order = [[(b.condition, b.effect) for b in part] for part in (first[:27], first[27:])]
+        order = [[(b.condition, b.effect) for b in part] for part in (first[:size], first[size:])]
         assert order[0] != order[1]
 
     def test_rivals_come_in_every_nth_and_the_order_is_by_chance(self):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from inspect import Parameter, signature
 from pathlib import Path
@@ -31,8 +31,8 @@ __all__ = [
     "recovery_of",
     "refuse_other_length",
     "register",
+    "take_validated",
     "throughput_of",
-    "validate",
     "wants_folder",
     "warn_of_labels",
 ]
@@ -132,6 +132,28 @@ def register(config: pytest.Config) -> None:
     """Make the markers known, for --strict-markers and --markers."""
     for line in _HELP.splitlines():
         config.addinivalue_line("markers", line)
+
+
+def take_validated(config: pytest.Config, items: Iterable[pytest.Item]) -> list[pytest.Item]:
+    """The items whose markers are understood; each other one is an error of collection.
+
+    So is what pytest itself does not understand: all errors are told, and without
+    `--continue-on-collection-errors` no test runs. What is wrong with all variants of a test is told once.
+    """
+    sound, told = [], set()
+    for item in items:
+        try:
+            validate(item)
+        except pytest.UsageError as error:
+            message = str(error)
+            wrong = (item.nodeid.partition("[")[0], message.removeprefix(item.nodeid))
+            if wrong not in told:
+                told.add(wrong)
+                report = pytest.CollectReport(item.nodeid, "failed", message, [])
+                config.hook.pytest_collectreport(report=report)
+        else:
+            sound.append(item)
+    return sound
 
 
 def validate(item: pytest.Item) -> None:
@@ -398,7 +420,7 @@ def _only_argument(item: pytest.Item, marker: pytest.Mark, wanted: str) -> Any:
 
 @contextmanager
 def _refused(item: pytest.Item, marker: pytest.Mark) -> Iterator[None]:
-    """A ValueError inside stops the run, with the names of test and marker."""
+    """A ValueError inside becomes a UsageError, with the names of test and marker."""
     try:
         yield
     except ValueError as error:

@@ -80,14 +80,13 @@ def pytest_collection_modifyitems(
     """Add the zero-code checks, validate markers, skip what needs a GPU: before anything deselects."""
     try:
         items.extend(checks.zero_code_items(session, config))
-        for item in items:
-            markers.validate(item)
     except pytest.UsageError as error:
         if not records.is_worker(config):
             raise
         # An exception here would end an xdist worker without a word: report it as a collection error.
         items.clear()
         config.hook.pytest_collectreport(report=pytest.CollectReport("stackwise", "failed", str(error), []))
+    items[:] = markers.take_validated(config, items)
     device.skip_without_gpu(config, items)
 
 

@@ -137,8 +137,8 @@ def test_marker_on_a_unittest_is_refused(pytester, run):
         """
     )
     result = run("test_other.py")
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines(["ERROR: *nan_injection does nothing here*"])
+    assert result.ret == pytest.ExitCode.INTERRUPTED
+    result.stdout.fnmatch_lines(["*::test_it: *nan_injection does nothing here*"])
 
 
 def test_hypothesis_test_may_use_the_fixtures(pytester, run, report):

@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import xml.etree.ElementTree as ET
 from dataclasses import replace
 
 import pytest
@@ -30,9 +31,9 @@ def marked(pytester, marker, fixture):
 
 
 def refused(result, *texts):
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    (line,) = [line for line in result.errlines if line.startswith("ERROR: ")]
-    for text in ("test_it.py::test_marked", *texts):
+    assert result.ret == pytest.ExitCode.INTERRUPTED
+    (line,) = [line for line in result.outlines if line.startswith("test_it.py::test_marked")]
+    for text in texts:
         assert text in line
     assert "Traceback" not in result.stderr.str() + result.stdout.str()
     assert "pluggy/" not in result.stderr.str() + result.stdout.str()
@@ -232,6 +233,50 @@ def test_a_label_with_arguments_of_ours_is_refused_all_the_same(pytester, folder
     marked(pytester, "throughput(seq_len=4)", "tmp_path")
     refused(run(), "throughput does nothing here: the test does not use throughput")
     assert not (folder / "ran").exists()
+
+
+WRONG = """
+import pytest
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.throughput(batch_size=0)
+def test_speed(n, throughput): raise AssertionError("ran")
+@pytest.mark.max_memory("lots")
+def test_memory(): raise AssertionError("ran")
+def test_sound(): pass
+"""
+
+
+def test_all_that_is_wrong_is_told_and_each_once(pytester, run):
+    pytester.makepyfile(test_it=WRONG)
+    result = run("--junitxml=out.xml")
+    assert result.ret == pytest.ExitCode.INTERRUPTED
+    result.assert_outcomes(errors=2)
+    result.stdout.fnmatch_lines(
+        [
+            "*ERROR collecting test_it.py*",
+            "test_it.py::test_speed*: marker throughput: batch_size: got 0*",
+            "*ERROR collecting test_it.py*",
+            "test_it.py::test_memory: marker max_memory: limit: got 'lots'*",
+            "*Interrupted: 2 errors during collection*",
+        ]
+    )
+    errors = [
+        each.get("name") for each in ET.parse("out.xml").iter("testcase") if each.find("error") is not None
+    ]
+    assert [name.partition("[")[0] for name in errors] == ["test_speed", "test_memory"]
+
+
+def test_what_is_sound_runs_where_pytest_is_told_to_go_on(pytester, run):
+    pytester.makepyfile(test_it=WRONG)
+    result = run("--continue-on-collection-errors")
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.assert_outcomes(passed=1, errors=2)
+
+
+def test_one_that_is_not_asked_for_is_told_too(pytester, run):
+    pytester.makepyfile(test_it=WRONG)
+    result = run("-k", "sound")
+    assert result.ret == pytest.ExitCode.INTERRUPTED
 
 
 @pytest.mark.slow

@@ -184,8 +184,8 @@ def test_asked_twice(project):
 def test_bad_arguments_stop_the_run(project, marker, message):
     project.write(marker, "pass")
     result = run(project)
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines([message])
+    assert result.ret == pytest.ExitCode.INTERRUPTED
+    result.stdout.fnmatch_lines([message])
 
 
 def test_a_marker_that_nothing_reads(project):
@@ -193,7 +193,7 @@ def test_a_marker_that_nothing_reads(project):
         "import pytest\n@pytest.mark.quality(task='a.jsonl', at_least=0.1)\ndef test_it(): pass\n"
     )
     result = run(project)
-    result.stderr.fnmatch_lines(["*marker quality does nothing here: the test does not use quality"])
+    result.stdout.fnmatch_lines(["*marker quality does nothing here: the test does not use quality"])
 
 
 def test_the_fixture_without_its_marker(project):

@@ -1,10 +1,10 @@
 """`python -m bench.memory`: what training unit by unit takes, beside training the whole Rack at once.
 
-Peak memory of a training run, each in a fresh process: on the CPU the high-water mark of everything that is
-resident, the interpreter and PyTorch included; on CUDA what tensors hold. Units train with their prefix
-outputs and the Blocks that take no part on disk; what lies there is stated. FLOPs are those of matrix
-products and attention, counted as they run, so that the price is beside the gain. Embedding and head are two
-matrices, as in `bench.locality`.
+Peak memory of a training run, each in a fresh process that gives back what it frees: on the CPU the
+high-water mark of everything resident, the interpreter and PyTorch included; on CUDA what tensors hold.
+Units train with their prefix outputs and the Blocks that take no part on disk; what lies there is stated.
+FLOPs are those of matrix products and attention, counted as they run, so that the price is beside the gain.
+Embedding and head are two matrices, as in `bench.locality`.
 """
 
 from __future__ import annotations
@@ -92,9 +92,11 @@ def measure(run: Run, folder: Path) -> dict[str, Any]:
     import torch
 
     from stackwise import ArchitectureTrainer, create_rack_from_config
+    from stackwise.device import keep_freed_memory
     from stackwise.training.block_store import block_writer
     from stackwise.training.storage_meter import StorageMeter
 
+    keep_freed_memory(False)
     config = run.config(folder)
     torch.manual_seed(0)
     place = {} if run.architecture == "rackwise" else {"place": block_writer(folder / "blocks")}
@@ -217,7 +219,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.run:
         print(json.dumps(measure(Run(**json.loads(options.run)), Path(options.folder))))
         return 0
-    claim = Claim("memory", options.quick)
+    claim = Claim("memory", options.quick, keeps_memory=False)
     base = Run("blockwise", 4, 1)
     if options.quick:
         base = replace(base, d_model=128, n_heads=4, n_kv_heads=2, d_ff=384, vocab_size=256, seq_len=64)

@@ -40,13 +40,19 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
-def keep_freed_memory() -> bool:
-    """Have this process keep what it frees instead of giving it back to the system, where glibc is.
+def keep_freed_memory(keep: bool = True) -> bool:
+    """Have this process keep what it frees, or give it back to the system at once, where glibc is.
 
     A training step on the CPU frees its gradients and activations and asks for them again; each time the
-    system clears their pages anew, measured at up to a tenth of a step. The process then keeps the
-    most memory that it ever used. A setting of the whole process, therefore for the program that owns it:
-    no part of the library calls this by itself, `stackwise train` does.
+    system clears their pages anew, measured at up to a tenth of a step. A process that keeps them keeps the
+    most memory that it ever used. Training unit by unit frees weights and moments that come again in other
+    sizes: by itself glibc then holds up to a tenth more than tensors take, the more the deeper the Rack is,
+    and a process that keeps all holds more yet. A setting of the whole process, therefore for the program
+    that owns it: no part of the library calls this by itself. `stackwise train` does, and keeps unless
+    Blocks are on disk.
+
+    Args:
+        keep: False: each block of memory of a MiB or more goes back as it is freed.
 
     Returns:
         whether the allocator took it.
@@ -54,8 +60,9 @@ def keep_freed_memory() -> bool:
     if platform.libc_ver()[0] != "glibc":
         return False
     libc = ctypes.CDLL(None)
+    mapped, trimmed = (1 << 30, (1 << 31) - 1) if keep else (1 << 20, 1 << 17)
     # One may not be left alone: setting either ends glibc's own adjustment of both.
-    return bool(libc.mallopt(_MMAP_THRESHOLD, 1 << 30) and libc.mallopt(_TRIM_THRESHOLD, (1 << 31) - 1))
+    return bool(libc.mallopt(_MMAP_THRESHOLD, mapped) and libc.mallopt(_TRIM_THRESHOLD, trimmed))
 
 
 def release_freed_memory() -> bool:

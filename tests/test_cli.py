@@ -512,6 +512,16 @@ class TestTrain:
         assert code == 0 and "saved" not in out and "validation" not in out
         assert not (workplace / "runs").exists()
 
+    @pytest.mark.parametrize("on_disk", [False, True])
+    def test_freed_memory_is_kept_unless_blocks_are_on_disk(self, call, workplace, monkeypatch, on_disk):
+        asked, scope = [], ["--training.training_architecture=blockwise"]
+        if on_disk:
+            scope += ["--training.scope.offload=disk", "--training.scope.offload_dir=blocks"]
+        monkeypatch.setattr("stackwise.device.keep_freed_memory", asked.append)
+        code, _, _ = call("train", "run.yaml", *scope)
+        assert code == 0 and asked == [not on_disk]
+        assert (workplace / "blocks").exists() == on_disk
+
     def test_progress(self, call, monkeypatch):
         for name in ("FORCE_COLOR", "TTY_COMPATIBLE"):
             monkeypatch.delenv(name, raising=False)

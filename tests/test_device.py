@@ -174,6 +174,29 @@ def test_kept_memory_needs_no_new_pages():
     assert int(after[1]) < 1 << 20
 
 
-def test_memory_is_kept_where_glibc_is_only(monkeypatch):
+# Of 32 blocks below 32 MiB every other one is freed, which leaves gaps.
+GAPS = """
+import resource, sys, torch
+from pathlib import Path
+from stackwise.device import keep_freed_memory
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() >> 20
+torch.ones(30 << 20, dtype=torch.uint8)  # by itself, glibc maps no smaller ones from now on
+assert not sys.argv[1:] or keep_freed_memory(sys.argv[1] == "keep")
+before = resident()
+blocks = [torch.ones(8 << 20, dtype=torch.uint8) for _ in range(32)]
+del blocks[::2]
+print(resident() - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
+def test_memory_that_is_not_kept_leaves_no_gaps():
+    assert 16 * 8 - 4 < int(printed(GAPS, "give back")) < 16 * 8 + 4
+    assert int(printed(GAPS)) > 31 * 8 and int(printed(GAPS, "keep")) > 31 * 8
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_memory_is_kept_where_glibc_is_only(monkeypatch, keep):
     monkeypatch.setattr(platform, "libc_ver", lambda: ("", ""))
-    assert not keep_freed_memory()
+    assert not keep_freed_memory(keep)

@@ -59,12 +59,12 @@ class Train:
         from stackwise.training.block_store import block_writer
         from stackwise.training.processes import Processes
 
-        keep_freed_memory()
         progress = self.progress != "off"
         with Processes.from_environment(config.training) as processes:
             training, validation = create_data(config, processes.rank, processes.world_size)
             trainer = ArchitectureTrainer(config, progress=progress, processes=processes)
             folder = trainer.offload_dir
+            keep_freed_memory(folder is None)
             torch.manual_seed(config.training.seed)
             rack = create_rack_from_config(config, *([] if folder is None else [block_writer(folder)]))
             try:

@@ -10,17 +10,17 @@ Shapes: B batch, H query heads, K key/value heads, T queries, S keys, D head siz
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from math import prod
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
+from torch.utils.module_tracker import ModuleTracker
 
 __all__ = ["CountedFlops", "count_flops", "operation_flops"]
 
@@ -108,9 +108,8 @@ def count_flops(call: Callable[[], object]) -> CountedFlops:
     """
     seen = _Seen()
     counter = FlopCounterMode(display=False, custom_mapping=dict(_FORMULAS))
-    with warnings.catch_warnings(), seen, counter:
-        # The counter listens to all modules, a compiled one included, which changes nothing of the count.
-        warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global hooks")
+    counter.mod_tracker = _NoModules()
+    with seen, counter:
         call()
     counts = {str(name): int(n) for name, n in counter.get_flop_counts().get("Global", {}).items() if n}
     ordered = dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
@@ -169,6 +168,16 @@ class _Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if torch.is_grad_enabled() and backward != -1:
                 self._with_graph[backward] += flops
         return result
+
+
+class _NoModules(ModuleTracker):
+    """All is of the call as a whole: to tell modules apart, torch hooks gradients, and refuses a leaf's."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
 
 
 def _raw(formula: Callable[..., int]) -> Callable[..., int]:

@@ -231,6 +231,19 @@ def test_one_operation():
     assert sum(seen) == 2 * B * H * T * S * (D + V)
 
 
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_the_gradient_of_an_input(create_graph):
+    """As for a gradient penalty, whose own gradient is not asked for here."""
+    layers = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
+    x = torch.randn(3, 4, requires_grad=True)
+
+    def call():
+        (gradient,) = torch.autograd.grad(layers(x).sum(), x, create_graph=create_graph)
+        assert gradient.shape == x.shape
+
+    assert count_flops(call).total == 2 * 2 * 3 * (4 * 8 + 8)
+
+
 def test_an_error_ends_the_count():
     with pytest.raises(ZeroDivisionError):
         count_flops(lambda: 1 / 0)

@@ -8,8 +8,9 @@ of them takes, with every start of a process, is in its seconds, and all tools h
 
 A block is one effect under one condition: an idle machine, bursts of work on all cores, or slow phases.
 Within a block the tools come in random order, and each meets the same disturbance, from its beginning. In
-every `--rivals-every`th block they are all there, in the others the gate alone, since its rates are what is
-claimed; tools are compared over the blocks that all of them have come through.
+most blocks the gate is alone, since its rates are what is claimed; in every `--rivals-every`th cycle of
+blocks all are there for nothing added, 2 % and 5 %, once under each condition, and tools are compared over
+the blocks that all of them have come through.
 
 Runs are kept in a file, a line each, and with `--resume` none is made again. `--minutes` begins no block
 that would end later. Nothing else should run on the machine. Needs `make gate-rivals`.
@@ -90,7 +91,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--blocks", type=int, help="end after so many more blocks")
     parser.add_argument("--seconds", type=float, help="of each tool, a call (default: 15; with --quick 8)")
     parser.add_argument(
-        "--rivals-every", type=int, default=4, metavar="N", help="blocks (default: %(default)s)"
+        "--rivals-every", type=int, default=3, metavar="N", help="cycles (default: %(default)s)"
     )
     parser.add_argument("--conditions", help=f"only blocks under these of {','.join(CONDITIONS)}")
     parser.add_argument(

@@ -26,6 +26,7 @@ class Plan:
         conditions: of the machine.
         effects: branches, other than `SAME`.
         same: blocks in which nothing is added, for each one of another effect.
+        shared: effects of which all tools have a block under each condition in a cycle that has rivals.
         names: calls.
         seconds: of a tool, a call.
         calibration: seconds of each measurement of what an iteration takes.
@@ -34,21 +35,32 @@ class Plan:
     conditions: tuple[str, ...] = CONDITIONS
     effects: tuple[str, ...] = tuple(name for name in EFFECTS if name != SAME)
     same: int = 8
+    shared: tuple[str, ...] = (SAME, "up02", "up05")
     names: tuple[str, ...] = NAMES
     seconds: float = 15.0
     calibration: float = 20.0
 
 
-QUICK = Plan((IDLE, "bursts"), ("up10",), 1, ("python", "memory"), 8.0, 0.5)
+QUICK = Plan((IDLE, "bursts"), ("up10",), 1, (SAME, "up10"), ("python", "memory"), 8.0, 0.5)
 
 
 @dataclass(frozen=True)
 class Block:
-    """An effect under a condition."""
+    """An effect under a condition.
+
+    Attributes:
+        number: from 0 through all cycles.
+        cycle: that it is of.
+        condition: of the machine.
+        effect: a branch.
+        shared: whether it is for all tools, where the cycle has rivals.
+    """
 
     number: int
+    cycle: int
     condition: str
     effect: str
+    shared: bool
 
 
 def blocks(plan: Plan) -> Iterator[Block]:
@@ -61,13 +73,16 @@ def blocks(plan: Plan) -> Iterator[Block]:
     for cycle in itertools.count():
         order = list(cells)
         random.Random(cycle).shuffle(order)
-        for place, (condition, effect) in enumerate(order):
-            yield Block(cycle * len(cells) + place, condition, effect)
+        last = {cell: place for place, cell in enumerate(order)}
+        for place, cell in enumerate(order):
+            shared = cell[1] in plan.shared and last[cell] == place
+            yield Block(cycle * len(cells) + place, cycle, *cell, shared)
 
 
 def tools_of(block: Block, tools: Sequence[Tool], rivals_every: int) -> list[Tool]:
-    """Those that come in a block, in their order."""
-    chosen = [tool for tool in tools if tool.name == OURS or block.number % rivals_every == 0]
+    """Those that come in a block, in their order; every so many cycles have rivals."""
+    all_of_them = block.shared and (block.cycle + 1) % rivals_every == 0
+    chosen = [tool for tool in tools if tool.name == OURS or all_of_them]
     random.Random(f"{block.number} order").shuffle(chosen)
     return chosen
 

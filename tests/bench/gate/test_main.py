@@ -19,6 +19,10 @@ from bench.gate.tools.tool import ToolFailedError
 from tests.bench.gate.made_runs import ours, theirs
 
 
+def small_plan(effect, *conditions):
+    return Plan(conditions, (effect,), 1, (SAME, effect), ("python",), 8.0, 0.5)
+
+
 class TestMain:
     """With tools that answer at once."""
 
@@ -53,7 +57,7 @@ class TestMain:
         monkeypatch.setattr(command, "TOOLS", made)
         monkeypatch.setattr(command, "missing_tools", list)
         monkeypatch.setattr(command, "calibrate", lambda name, seconds: {"effects": effects})
-        monkeypatch.setattr(command, "QUICK", Plan(("idle",), ("up10",), 1, ("python",), 8.0, 0.5))
+        monkeypatch.setattr(command, "QUICK", small_plan("up10", "idle"))
         threads = torch.get_num_threads()
         yield asked
         torch.set_num_threads(threads)
@@ -142,12 +146,12 @@ class TestMain:
     def test_another_plan_is_refused(self, tools, tmp_path, monkeypatch):
         folder = ["--folder", str(tmp_path / "repository")]
         main(["--quick", "--blocks", "2", *folder])
-        monkeypatch.setattr(command, "QUICK", Plan(("idle",), ("up05",), 1, ("python",), 8.0, 0.5))
+        monkeypatch.setattr(command, "QUICK", small_plan("up05", "idle"))
         with pytest.raises(RuntimeError, match="runs of another plan"):
             main(["--quick", "--resume", *folder])
 
     def test_only_some_conditions_and_the_others_later(self, tools, tmp_path, monkeypatch):
-        monkeypatch.setattr(command, "QUICK", Plan(("idle", "phases"), ("up10",), 1, ("python",), 8.0, 0.5))
+        monkeypatch.setattr(command, "QUICK", small_plan("up10", "idle", "phases"))
         monkeypatch.setattr(command, "noise", lambda condition, seed: contextlib.nullcontext())
         folder = ["--folder", str(tmp_path / "repository")]
         main(["--quick", "--conditions", "phases", "--blocks", "2", *folder])

@@ -33,14 +33,16 @@ class TestBlocks:
         order = [[(b.condition, b.effect) for b in part] for part in (first[:size], first[size:])]
         assert order[0] != order[1]
 
-    def test_rivals_come_in_every_nth_and_the_order_is_by_chance(self):
-        plan = Plan()
-        made = list(itertools.islice(blocks(plan), 40))
-        names = [[tool.name for tool in tools_of(block, TOOLS, 4)] for block in made]
-        assert all(each == [OURS] for number, each in enumerate(names) if number % 4)
-        full = [each for number, each in enumerate(names) if number % 4 == 0]
-        assert all(sorted(each) == sorted(tool.name for tool in TOOLS) for each in full)
-        assert len({each.index(OURS) for each in full}) > 1
+    def test_rivals_come_in_every_nth_cycle_and_the_order_is_by_chance(self):
+        plan, cycles = Plan(), 6
+        size = len(plan.conditions) * (plan.same + len(plan.effects))
+        made = list(itertools.islice(blocks(plan), cycles * size))
+        come = {block: [tool.name for tool in tools_of(block, TOOLS, 3)] for block in made}
+        full = {block: names for block, names in come.items() if names != [OURS]}
+        assert all(sorted(names) == sorted(tool.name for tool in TOOLS) for names in full.values())
+        found = Counter((block.cycle, block.condition, block.effect) for block in full)
+        assert found == {(i, c, e): 1 for i in (2, 5) for c in CONDITIONS for e in (SAME, "up02", "up05")}
+        assert len({names.index(OURS) for names in full.values()}) > 1
 
 
 class TestEffort:

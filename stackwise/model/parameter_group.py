@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 
 from stackwise.argument import require
+from stackwise.model.attention import Attention
+from stackwise.model.block import Block
 from stackwise.model.rack import Rack
 from stackwise.model.stack import Stack
 
-__all__ = ["Optimizers", "ParameterGroups"]
+__all__ = ["Optimizers", "ParameterGroups", "block_matrices"]
 
 Optimizers = Optimizer | Sequence[Optimizer] | None
 
@@ -20,9 +22,10 @@ Optimizers = Optimizer | Sequence[Optimizer] | None
 class ParameterGroups:
     """The groups of all optimizers that train one Rack.
 
-    A parameter that joins is appended to a group that exists, so that learning rate schedulers, which
-    count groups, go on; one that leaves takes its state with it, and its group stays, even when empty.
-    What any other parameter has in state (moments, steps) is not touched.
+    A parameter that joins gets into a group that exists, so that learning rate schedulers, which count
+    groups, go on; one that leaves takes its state with it, and its group stays, even when empty. What any
+    other parameter has in state (moments, steps) is not touched. A state dict counts parameters: within a
+    group they stay in the order of the Rack, so that an optimizer made anew for the Rack can load it.
 
     Args:
         rack: whose parameters these are.
@@ -62,6 +65,9 @@ class ParameterGroups:
         no Stack trains such a weight: the group of the final norm, or of an untied head for matrices;
         at last, the only empty group, where weight decay says which kind it is for.
 
+        Groups of `Muon` are for matrices of Blocks or for all else, and for matrices of as many maps: one
+        that is for another kind is none for this weight.
+
         Parameters that are in a group already have no part in the plan.
 
         Raises:
@@ -69,20 +75,29 @@ class ParameterGroups:
         """
         if not self.optimizers:
             return []
+        maps = block_matrices(stack)
         return [
-            (self._choose(role, p, like), p)
+            (self._choose(role, p, maps.get(id(p)), like), p)
             for role, p in _roles(stack)
             if p.requires_grad and id(p) not in self._group_of
         ]
 
     def add(self, plan: Iterable[tuple[dict[str, Any], nn.Parameter]]) -> None:
-        """Carry a plan out."""
+        """Carry a plan out, once the parameters are in the Rack."""
+        place = {id(p): i for i, p in enumerate(self.rack.parameters())}
         for group, parameter in plan:
-            group["params"].append(parameter)
+            params, own = group["params"], place[id(parameter)]
+            behind = (i for i, p in enumerate(params) if place.get(id(p), -1) > own)
+            params.insert(next(behind, len(params)), parameter)
         self.rename()
 
+    @property
+    def keeps_masters(self) -> bool:
+        """Whether an optimizer keeps weights in another dtype than the model has."""
+        return any(hasattr(each, "adopt") for each in self.optimizers)
+
     def adopt(self, parameters: Iterable[nn.Parameter]) -> bool:
-        """Whether an optimizer keeps weights in another dtype than the model has; it then takes these on."""
+        """Hand parameters to the optimizer that `keeps_masters`, where there is one; whether there is."""
         keeper = next((each for each in self.optimizers if hasattr(each, "adopt")), None)
         if keeper is not None:
             keeper.adopt(parameters)
@@ -118,20 +133,24 @@ class ParameterGroups:
         for optimizer in self.optimizers:
             yield from optimizer.param_groups
 
-    def _choose(self, role: str, parameter: nn.Parameter, like: int) -> dict[str, Any]:
+    def _choose(
+        self, role: str, parameter: nn.Parameter, rows: tuple[int, ...] | None, like: int
+    ) -> dict[str, Any]:
         is_matrix = parameter.ndim >= 2
         for index in sorted(range(len(self.rack.stacks)), key=lambda i: abs(i - like)):
             trained = [(r, p) for r, p in _roles(self.rack.get_stack(index)) if id(p) in self._group_of]
             same_kind = [(r, p) for r, p in trained if (p.ndim >= 2) == is_matrix]
-            for _, p in [(r, p) for r, p in same_kind if r == role] + same_kind:
-                return self._group_of[id(p)]
+            for r, p in [(r, p) for r, p in same_kind if r == role] + same_kind:
+                if _fits(self._group_of[id(p)], rows, as_one=r == role):
+                    return self._group_of[id(p)]
         outside = self.rack.lm_head if is_matrix else self.rack.final_norm
-        if id(outside.weight) in self._group_of and not (is_matrix and self.rack.tie_embeddings):
-            return self._group_of[id(outside.weight)]
+        group = self._group_of.get(id(outside.weight))
+        if group is not None and not (is_matrix and self.rack.tie_embeddings) and _fits(group, rows):
+            return group
         empty = [
             group
             for group in self._groups()
-            if not group["params"] and (group.get("weight_decay", 0) > 0) == is_matrix
+            if not group["params"] and (group.get("weight_decay", 0) > 0) == is_matrix and _fits(group, rows)
         ]
         if len(empty) == 1:
             return empty[0]
@@ -139,6 +158,33 @@ class ParameterGroups:
             f"optimizer: got no group for {role}, as nothing of its kind is trained yet; allowed: all "
             "optimizers of the Rack, or none here and afterwards add_param_group of your own"
         )
+
+
+def block_matrices(model: nn.Module) -> dict[int, tuple[int, ...]]:
+    """By id, the matrices of the Blocks of a model; and the rows of each of several maps that share one."""
+    found: dict[int, tuple[int, ...]] = {}
+    for block in model.modules():
+        if isinstance(block, Block):
+            found |= {id(m.weight): () for m in block.modules() if isinstance(m, nn.Linear)}
+            if isinstance(attention := block.attention, Attention):
+                heads = (attention.n_heads, attention.n_kv_heads, attention.n_kv_heads)
+                found[id(attention.qkv.weight)] = tuple(n * attention.head_dim for n in heads)
+    return found
+
+
+def _fits(group: Mapping[str, Any], rows: tuple[int, ...] | None, *, as_one: bool = False) -> bool:
+    """Whether a group is for such a weight: any of torch's own is, one of `Muon` says what it is for.
+
+    Args:
+        group: of an optimizer.
+        rows: of `block_matrices`; None: it is none of them.
+        as_one: whether a matrix of several maps may be taken for one, as the same weight elsewhere is.
+    """
+    if not group.keys() >= {"kind", "rows"}:
+        return True
+    if rows is None or group["kind"] == "adamw":
+        return rows is None and group["kind"] == "adamw"
+    return tuple(group["rows"]) == rows or (as_one and not group["rows"])
 
 
 def _roles(stack: Stack) -> Iterator[tuple[str, nn.Parameter]]:

@@ -147,7 +147,8 @@ def quantize_stack(
 
     Raises:
         ValueError: an index out of range, a Stack that is quantised already or has no layer that can be, a
-            dtype that this hardware or the dtype of the weights does not allow (with the reason).
+            dtype that this hardware or the dtype of the weights does not allow (with the reason), or other
+            than int8 beside `MasterAdamW`.
         ImportError: without torchao, which the extra `stackwise[quant]` installs.
     """
     check_sizes(minimum=0, index=index)
@@ -161,6 +162,8 @@ def quantize_stack(
         seen = tuple(sample_ids.shape)
         require(sample_ids.numel() > 0, "sample_ids", seen, "at least one row of one token")
     groups = ParameterGroups(rack, optimizer)
+    allowed = "int8 beside masters, which make the Rack float32 to save and evaluate it"
+    require(dtype == "int8" or not groups.keeps_masters, "dtype", dtype, allowed)
 
     layers = {name: module for name, module in stack.named_modules() if isinstance(module, nn.Linear)}
     left_out = dict(_unfit(stack, layers, dtype, group_size))
@@ -178,10 +181,12 @@ def quantize_stack(
             raise ValueError(f"dtype: got {dtype!r}; does not work for {place}: {error}") from error
 
     bytes_before = _bytes(stack)
+    known = {id(p) for p in stack.parameters()}
     groups.drop(stack.parameters())
     for name, layer in quantised.items():
         stack.set_submodule(name, layer)
     stack.freeze()
+    groups.adopt(p for p in stack.parameters() if id(p) in known)
     difference = None if before is None or sample_ids is None else _logits(rack, sample_ids) - before
     return QuantizationReport(
         stack_id=stack.stack_id,

@@ -73,10 +73,10 @@ def insert_stack(
             None: the one before it, for the first the one after it.
 
     Raises:
-        ValueError: an index out of range; no Stack, of another width, with weights on the meta device or
-            quantised from another dtype, that is in the Rack or an optimizer already or shares weights
-            with these; `identity` for quantised weights; an optimizer that has no part in this Rack or no
-            fitting group.
+        ValueError: an index out of range; no Stack, of another width, with weights on the meta device,
+            quantised from another dtype, or to int4 or fp8 beside `MasterAdamW`; one that is in the Rack or
+            an optimizer already or shares weights with these; `identity` for quantised weights; an
+            optimizer that has no part in this Rack or no fitting group.
     """
     count = len(rack.stacks)
     _check_index("index", index, count)
@@ -86,16 +86,16 @@ def insert_stack(
     _check_joins(rack, stack, weight)
     groups = ParameterGroups(rack, optimizer)
     groups.refuse_held(stack)
+    if groups.keeps_masters:
+        _check_follows_casts(stack)
     plan = groups.plan(stack, like)
     if identity:
-        residual_ends(_blocks(stack))
+        set_identity(stack)  # before an optimizer keeps what the weights are
 
     stack.to(device=weight.device).train(rack.training)
     if not groups.adopt(stack.parameters()):
         stack.to(dtype=weight.dtype)
     stack.zero_grad(set_to_none=True)
-    if identity:
-        set_identity(stack)
     if stack.stack_id in _ids(rack):
         stack.stack_id = _free_id(rack)
     rack.stacks.insert(index, stack)
@@ -219,7 +219,8 @@ def set_identity(part: Stack | Block) -> None:
     (`attention.out`, `feedforward.down`), with `norm_position="post"` the weights of the branch's norm. Their
     gradients are those of an ordinary layer, so that they leave zero at the first step and the rest of
     the branch follows at the second (the zero of ReZero, Bachlechner et al. 2020, arXiv:2003.04887, in
-    the weights that are there).
+    the weights that are there). For weights of which an optimizer keeps masters, as `MasterAdamW` does, it
+    is too late: they come back with the next step.
 
     Raises:
         ValueError: quantised weights.
@@ -266,6 +267,13 @@ def _check_joins(rack: Rack, stack: Stack, like: Tensor) -> None:
         if isinstance(module, QuantizedLinear):
             dtype = module.weight.dtype
             require(dtype == like.dtype, "stack", f"quantised from {dtype}", f"quantised from {like.dtype}")
+
+
+def _check_follows_casts(stack: Stack) -> None:
+    for module in stack.modules():
+        if isinstance(module, QuantizedLinear):
+            allowed = "quantised in int8, as masters make the Rack float32 to save and evaluate it"
+            require(module.takes_float32, "stack", f"quantised as {module}", allowed)
 
 
 def _blocks(stack: Stack) -> list[Block]:

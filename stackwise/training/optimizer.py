@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from stackwise.argument import check_sizes, require
 from stackwise.config import OptimizerConfig
-from stackwise.model.attention import Attention
 from stackwise.model.block import Block
 from stackwise.model.initialization import learning_rate_multipliers
+from stackwise.model.parameter_group import block_matrices
 from stackwise.model.rack import Rack
 from stackwise.stability.telemetry import clip_divisor
 from stackwise.training.master import MasterAdamW
@@ -101,7 +101,7 @@ def _groups(
             {**config.to_dict(), **override}, source=f"{key}[{index}]"
         )
         stack_of |= {id(p): index for p in rack.get_stack(index).parameters()}
-    matrices = _maps(model) if config.kind == "muon" else {}
+    matrices = block_matrices(model) if config.kind == "muon" else {}
     multipliers = _multipliers(model, rack, matrices)
     embeddings = () if rack is None else (rack.embedding.weight,)
     groups = []
@@ -132,18 +132,6 @@ def _multipliers(
         name: math.sqrt(all_of[name]) if id(p) in matrices else all_of[name]
         for name, p in model.named_parameters()
     }
-
-
-def _maps(model: nn.Module) -> dict[int, tuple[int, ...]]:
-    """By id, the matrices of the Blocks; and the rows of each of several maps that share a weight."""
-    found: dict[int, tuple[int, ...]] = {}
-    for block in model.modules():
-        if isinstance(block, Block):
-            found |= {id(m.weight): () for m in block.modules() if isinstance(m, nn.Linear)}
-            if isinstance(attention := block.attention, Attention):
-                heads = (attention.n_heads, attention.n_kv_heads, attention.n_kv_heads)
-                found[id(attention.qkv.weight)] = tuple(n * attention.head_dim for n in heads)
-    return found
 
 
 def _by_kind(

@@ -12,6 +12,7 @@ from stackwise.model.build import create_stack_from_spec
 from stackwise.model.quantization import QuantizedLinear, quantize_stack
 from stackwise.model.stack_cache import StackCache
 from stackwise.model.surgery import append_stack, fuse_stacks, remove_stack, set_identity, unfreeze_stack
+from stackwise.training.master import MasterAdamW
 
 WIDTH, VOCAB = 64, 29
 IDS = torch.randint(VOCAB, (2, 9), generator=torch.Generator().manual_seed(0))
@@ -371,6 +372,36 @@ class TestSurgery:
         rack(IDS).sum().backward()
         optimizer.step()
         assert (stack.get_block(0).attention.out.weight != 0).any()
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_beside_masters(self, kind):
+        """What stays of the Stack is bfloat16 as the Rack is, and float32 again where the Rack is."""
+        rack = make_rack(**KINDS[kind]).train()
+        before = {name: p.detach().clone() for name, p in rack.get_stack(1).named_parameters()}
+        optimizer = MasterAdamW(rack.parameters(), lr=0.0)
+        report = quantize_stack(rack, 1, sample_ids=IDS, optimizer=optimizer)
+        assert report.logits_error_rms < 0.1
+        rack(IDS).sum().backward()
+        optimizer.step()
+        assert {p.dtype for p in rack.parameters() if p.dtype.is_floating_point} == {torch.bfloat16}
+        with optimizer.full_precision(rack):
+            assert logits_of(rack).isfinite().all()
+        optimizer.finish()
+        assert logits_of(rack).isfinite().all()
+        for name, p in rack.get_stack(1).named_parameters():
+            if type(p.data) is torch.Tensor:
+                assert torch.equal(p, before[name]), name
+
+    @pytest.mark.parametrize("dtype", ["int4", "fp8"])
+    def test_masters_need_what_follows_casts(self, dtype):
+        rack, other = make_rack(), make_rack().bfloat16()
+        quantize_stack(other, 1, dtype)
+        optimizer = MasterAdamW(rack.parameters(), lr=0.0)
+        with pytest.raises(ValueError, match=f"dtype: got '{dtype}'; allowed: int8 beside masters"):
+            quantize_stack(rack, 1, dtype, optimizer=optimizer)
+        with pytest.raises(ValueError, match=r"stack: got 'quantised as .*allowed: quantised in int8"):
+            append_stack(rack, remove_stack(other, 1), optimizer)
+        assert len(rack.stacks) == 3 and logits_of(rack).isfinite().all()
 
     def test_what_needs_to_train_is_refused(self):
         rack = make_rack()

@@ -455,19 +455,33 @@ class TestGroups:
         assert group["param_names"] == [now[id(p)] for p in group["params"]]
         assert len(group["params"]) == len(now)
 
-    def test_state_dict_goes_on(self):
+    @pytest.mark.parametrize("name", OPTIMIZERS)
+    @pytest.mark.parametrize("operation", ["append", "prepend", "insert", "remove", "unfreeze"])
+    def test_a_state_dict_fits_an_optimizer_made_for_the_rack_as_it_is(self, name, operation):
         rack = make_rack()
-        optimizer = OPTIMIZERS["fused"](rack)
+        if operation == "unfreeze":
+            rack.get_stack(0).freeze()
+        optimizer = OPTIMIZERS[name](rack)
         train(rack, optimizer, 2)
-        remove_stack(rack, 0, optimizer)
-        append_stack(rack, make_stack(), optimizer)
-        train(rack, optimizer, 1)
+        match operation:
+            case "append":
+                append_stack(rack, make_stack(2), optimizer)
+            case "prepend":
+                prepend_stack(rack, make_stack(2), optimizer)
+            case "insert":
+                insert_stack(rack, 1, make_stack(2), optimizer)
+            case "remove":
+                remove_stack(rack, 1, optimizer)
+            case "unfreeze":
+                unfreeze_stack(rack, 0, optimizer)
+        train(rack, optimizer, 2)
         twin = copy.deepcopy(rack)
-        theirs = {id(p): q for p, q in zip(rack.parameters(), twin.parameters(), strict=True)}
-        groups = [{"params": [theirs[id(p)] for p in g["params"]]} for g in optimizer.param_groups]
-        other = AdamW(groups, fused=True)
-        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        assert train(rack, optimizer, 2) == train(twin, other, 2)
+        others = OPTIMIZERS[name](twin)
+        for one, other in zip(listed(optimizer), listed(others), strict=True):
+            other.load_state_dict(copy.deepcopy(one.state_dict()))
+        for p, q in zip(rack.parameters(), twin.parameters(), strict=True):
+            assert same_state(state_of(optimizer)[id(p)], state_of(others)[id(q)])
+        assert train(rack, optimizer, 2) == train(twin, others, 2)
 
 
 class TestRack:
@@ -717,7 +731,11 @@ def test_any_sequence_keeps_the_books(operations, name):
         assert all(same_state(before[key], state) for key, state in after.items())
         assert logits is None or torch.equal(logits_of(rack), logits)
         assert sorted(map(id, held(optimizer))) == sorted(map(id, rack.parameters()))
-        assert after.keys() <= {id(p) for p in rack.parameters()}
+        place = {id(p): i for i, p in enumerate(rack.parameters())}
+        assert after.keys() <= place.keys()
+        for group in (g for each in listed(optimizer) for g in each.param_groups):
+            places = [place[id(p)] for p in group["params"]]
+            assert places == sorted(places)
         ids = [s.stack_id for s in rack.stacks]
         assert len(ids) == len(set(ids))
     train(rack, optimizer, 1)

@@ -235,6 +235,24 @@ class TestSurgery:
         rack(torch.zeros(1, 3, dtype=torch.int64))
 
     @pytest.mark.parametrize("frozen", [True, False])
+    def test_a_stack_that_joins_as_the_identity(self, frozen):
+        """Its masters are zero too: they are what is saved, and what a step of no length leaves."""
+        rack, stack, ids = self.rack(), self.rack().get_stack(0), torch.arange(10)[None]
+        if frozen:
+            stack.freeze()
+        optimizer = MasterAdamW(rack.parameters(), lr=0.0)
+        self.step(rack, optimizer)
+        with optimizer.full_precision(rack), torch.no_grad():
+            before = rack(ids)
+        append_stack(rack, stack, optimizer, identity=True)
+        self.step(rack, optimizer)
+        with optimizer.full_precision(rack), torch.no_grad():
+            assert torch.equal(rack(ids), before)
+        optimizer.finish()
+        with torch.no_grad():
+            assert torch.equal(rack(ids), before)
+
+    @pytest.mark.parametrize("frozen", [True, False])
     def test_a_stack_that_leaves(self, frozen):
         rack = self.rack()
         if frozen:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from stackwise.config import OptimizerConfig, StackOptimizerConfig
-from stackwise.model import append_stack, create_simple_rack, remove_stack
+from stackwise.model import append_stack, create_simple_rack, prepend_stack, remove_stack, unfreeze_stack
 from stackwise.model.block import Block
 from stackwise.model.initialization import initialize_rack
 from stackwise.training.muon import Muon, orthogonalised
@@ -22,6 +22,7 @@ from stackwise.training.optimizer import create_optimizer
 
 SHAPES = [(16, 16), (24, 8), (8, 24), (16, 16), (400, 400)]
 CONFIG = OptimizerConfig(kind="muon", lr=1e-2, weight_decay=0.1)
+LATENT = {"kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4}
 
 
 def weights(shapes=SHAPES, seed=0):
@@ -305,6 +306,62 @@ class TestGroups:
         assert {kinds[id(p)] for p in stack.parameters() if p.ndim == 2} == {"muon"}
         backward(rack)
         optimizer.step()
+
+    @pytest.mark.parametrize("kind", ["adamw", "muon"])
+    def test_a_new_one_for_the_rack_takes_its_state(self, kind):
+        config = OptimizerConfig(kind=kind, lr=1e-2, weight_decay=0.1)
+        rack = rack_of(tie_embeddings=False)
+        optimizer = create_optimizer(rack, config)
+        for operation in (None, prepend_stack, append_stack):
+            if operation is not None:
+                operation(rack, rack_of().get_stack(0), optimizer)
+            backward(rack)
+            optimizer.step()
+            optimizer.zero_grad()
+        twin = copy.deepcopy(rack)
+        other = create_optimizer(twin, config)
+        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        for each, its in ((rack, optimizer), (twin, other)):
+            backward(each, seed=1)
+            its.step()
+        assert all(map(torch.equal, rack.parameters(), twin.parameters()))
+
+    @pytest.mark.parametrize(
+        "attention, joins",
+        [
+            ({}, True),
+            ({"qkv_bias": True}, True),
+            ({"n_kv_heads": 4}, False),
+            ({"attention_type": "mla", "latent": LATENT}, True),
+        ],
+    )
+    def test_a_stack_of_another_attention(self, attention, joins):
+        """What fits no group by the rows of its maps is refused; what is of one map joins others of one."""
+        rack = rack_of(n_kv_heads=2)
+        optimizer = create_optimizer(rack, CONFIG)
+        stack = rack_of(**{"n_kv_heads": None if "latent" in attention else 2, **attention}).get_stack(0)
+        if not joins:
+            with pytest.raises(ValueError, match=r"no group for attention\.qkv\.weight"):
+                append_stack(rack, stack, optimizer)
+            assert len(rack.stacks) == 2
+            return
+        append_stack(rack, stack, optimizer)
+        backward(rack)
+        optimizer.step()
+        of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+        for name, p in stack.named_parameters():
+            assert of[id(p)]["kind"] == ("muon" if p.ndim == 2 else "adamw")
+            assert p.ndim < 2 or of[id(p)]["rows"] == ((16, 8, 8) if "qkv" in name else ())
+
+    @pytest.mark.parametrize("tied", [True, False])
+    def test_matrices_are_never_taken_for_something_else(self, tied):
+        rack = rack_of(tie_embeddings=tied)
+        for stack in rack.stacks:
+            stack.freeze()
+        optimizer = create_optimizer(rack, CONFIG)
+        with pytest.raises(ValueError, match="no group for attention"):
+            unfreeze_stack(rack, 0, optimizer)
+        assert not any(p.requires_grad for p in rack.stacks.parameters())
 
 
 class TestRefused:

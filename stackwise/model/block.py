@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from stackwise.argument import require
 from stackwise.config import BlockConfig
 from stackwise.model.attention import Attention
 from stackwise.model.cache import BlockCache
@@ -66,9 +67,15 @@ class Block(nn.Module):
             attention_mask: bool or integer (B, T), nonzero at real tokens. Combined with, never
                 instead of, causality and window.
             layout: of this pass, in place of `attention_mask`; a Rack shares one among its blocks.
-            cache: what the tokens before these left behind; these are added.
+            cache: what the tokens before these left behind; these are added. It does not know how many
+                they are: `layout` does.
+
+        Raises:
+            ValueError: a cache without a layout.
         """
-        layout = layout or Layout(x_BTC, attention_mask)
+        if layout is None:
+            require(cache is None, "cache", "one without a layout", "one beside RackCache.layout")
+            layout = Layout(x_BTC, attention_mask)
         if self.norm_first:
             x_BTC = x_BTC + self.attention(self.attention_norm(x_BTC), layout, cache)
             x_BTC = x_BTC + self.feedforward(self.feedforward_norm(x_BTC))

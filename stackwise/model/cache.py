@@ -134,6 +134,9 @@ BlockCache = SlotCache | StateCache
 class RackCache:
     """The caches of all Blocks, and which of the tokens so far are real.
 
+    Padding has no position but takes a slot, and a sliding window is one of slots: where padding lies between
+    real tokens, as after a turn that is padded on the right, the window reaches back over fewer of them.
+
     Args:
         blocks: one cache a Block, by Stack.
         batch_size: B.

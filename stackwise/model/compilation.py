@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from types import FunctionType
@@ -16,7 +17,9 @@ if TYPE_CHECKING:
 __all__ = ["Replayable", "compiled", "is_constant"]
 
 BACKEND = "inductor"
-_Run = tuple[Callable[..., Sequence[Tensor]], tuple[Tensor, ...], Sequence[Tensor]]
+_Graph = Callable[..., Sequence[Tensor]]
+_Run = tuple[_Graph, tuple[Tensor, ...], Sequence[Tensor]]
+_Kind = tuple[torch.dtype, torch.device]
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -43,11 +46,13 @@ class Replayable:
         self._function = torch.compile(_with_own_code(function), backend=self._compile, dynamic=False)
         self._thread = threading.local()
 
-    def __call__(self, x: Tensor, *arguments: object) -> tuple[Tensor, Callable[[], Tensor] | None]:
+    def __call__(self, x: Tensor, *arguments: object) -> tuple[Tensor, Callable[[], Tensor | None] | None]:
         """`function(x, *arguments)`, and what computes that from whatever its tensors then contain.
 
-        None in its place where that is not one graph alone: where the function is several, or keeps
-        tensors besides its result. Nothing else that it does to objects is done again.
+        It computes nothing, and returns None, where one of them has become another dtype or moved: the
+        kernels were made for what they were. None in its place where that is not one graph alone: where the
+        function is several, or keeps tensors besides its result. Nothing else that it does to objects is
+        done again.
         """
         runs: list[_Run] = []
         self._thread.runs = runs
@@ -58,7 +63,7 @@ class Replayable:
         match runs:
             # What follows another graph, or what is in none, takes what comes from there and not `x`.
             case [(graph, inputs, [only])] if only is y and any(each is x for each in inputs):
-                return y, lambda: graph(*inputs)[0]
+                return y, functools.partial(_again, graph, inputs, _kinds(inputs))
         return y, None
 
     def _compile(self, traced: GraphModule, examples: list[Tensor]) -> Callable[..., Sequence[Tensor]]:
@@ -70,6 +75,15 @@ class Replayable:
             return outputs
 
         return noted
+
+
+def _again(graph: _Graph, inputs: tuple[Tensor, ...], kinds: list[_Kind]) -> Tensor | None:
+    return graph(*inputs)[0] if _kinds(inputs) == kinds else None
+
+
+def _kinds(tensors: Sequence[Tensor]) -> list[_Kind]:
+    with torch._C.DisableTorchFunctionSubclass():  # else a quantised tensor is asked in Python
+        return [(each.dtype, each.device) for each in tensors]
 
 
 def is_constant(size: int) -> bool:

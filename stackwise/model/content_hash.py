@@ -7,28 +7,29 @@ import enum
 import functools
 import hashlib
 import secrets
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import BuiltinFunctionType
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
 from pydantic import BaseModel
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
 
 from stackwise.argument import require
 from stackwise.model.attention import Attention
 from stackwise.model.latent import LatentAttention
+from stackwise.model.running_code import from_elsewhere, is_from_elsewhere, parts_of, wrapped_parts
 
-__all__ = ["ContentHash", "code_of", "from_elsewhere", "plain_tensors", "tensor_digest"]
+__all__ = ["ContentHash", "plain_tensors", "tensor_digest"]
 
 _LARGE = 2**20  # bytes; below, SHA-256 takes no longer than what would spare it
 _WIDTH, _COLUMNS = 2**12, 16
+_NO_HOOK = "none, as its code cannot be part of a digest"
 # Not what is computed: what torch keeps on every module; on attention the kernel of the last pass.
 _NO_SETTINGS = {*vars(nn.Module()), "_compiled_call_impl"} - {"training"}
 _NO_SETTINGS_OF_ATTENTION = {*_NO_SETTINGS, "backend"}
-_KNOWN = {"torch", "stackwise", *sys.stdlib_module_names}
 # What runs is what was imported, so the files are read when they are.
 _OWN_CODE = hashlib.sha256(
     b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
@@ -59,31 +60,38 @@ class ContentHash:
 
         In it are parameters and buffers by value, shape and dtype, all attributes that modules have of
         their own and those of classes from elsewhere, the mode, whether it is compiled, and the code: the
-        files of this package, and those of classes from elsewhere but torch. Classes and builtin functions
-        count by name; so does what is no plain value on a class, such as a logger, by that of its class.
-        Functions replaced while the process runs are not seen, nor what code from elsewhere reads that is
-        in no module: its globals, its imports, files.
+        files of this package, and of classes from elsewhere but torch the functions as they are now, with
+        the globals of their own module that they name, and the files. What is compiled, such as a builtin
+        function, counts by name; so does what is no plain value on a class, such as a logger, by that of its
+        class. Functions of this package or of torch that are replaced while the process runs are not seen,
+        nor what code from elsewhere reads beside its own module: its imports, files.
 
         Raises:
-            ValueError: what cannot be in it: a forward hook, an attribute that is no plain value, a class
-                that comes from no file.
+            ValueError: what cannot be in it: a forward hook, an attribute that is no plain value.
         """
+        hooked = torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks
+        require(not hooked, "all modules", "a forward hook", _NO_HOOK)
         digest = hashlib.sha256(_OWN_CODE.encode())
-        shared: dict[nn.Module, str] = {}
+        shared: dict[object, str] = {}
         for name, module in modules.items():
             for fact in self._facts(name, module, shared):
                 digest.update(f"{len(fact)} {fact}".encode())
         return digest.hexdigest()
 
-    def _facts(self, name: str, module: nn.Module, shared: dict[nn.Module, str]) -> Iterator[str]:
+    def code_of(self, kind: type) -> str:
+        """What a class is called and, where it is from elsewhere, what it runs."""
+        return self._code("class", kind, {})
+
+    def _facts(self, name: str, module: nn.Module, shared: dict[object, str]) -> Iterator[str]:
         for path, part in module.named_modules(prefix=name, remove_duplicate=False):
             yield from self._facts_of_part(path, part, shared)
 
-    def _facts_of_part(self, path: str, module: nn.Module, shared: dict[nn.Module, str]) -> Iterator[str]:
+    def _facts_of_part(self, path: str, module: nn.Module, shared: dict[object, str]) -> Iterator[str]:
         kind: type = type(module)
-        yield f"{path} {code_of(kind)} {module._compiled_call_impl is not None}"
+        code = self._code(path, kind, shared, settings=False)
+        yield f"{path} {code} {module._compiled_call_impl is not None}"
         hooked = module._forward_hooks or module._forward_pre_hooks
-        require(not hooked, path, "a forward hook", "none, as its code cannot be part of a digest")
+        require(not hooked, path, "a forward hook", _NO_HOOK)
         keeps_kernel = isinstance(module, Attention | LatentAttention)
         without = _NO_SETTINGS_OF_ATTENTION if keeps_kernel else _NO_SETTINGS
         own = {name: value for name, value in vars(module).items() if name not in without}
@@ -99,32 +107,36 @@ class ContentHash:
         for name, value in own.items():
             yield f"{name} {self._text(f'{path}.{name}', value, shared)}"
 
-    def _text(self, path: str, value: Any, shared: dict[nn.Module, str], *, of_class: bool = False) -> str:
+    def _text(self, path: str, value: Any, shared: dict[object, str], *, of_class: bool = False) -> str:
         """A value in full; of a class also what is no value, by the name and code of its own class.
 
-        `shared` says where a module that is held by a class was met first: all objects of that class have
-        it, perhaps itself among them.
+        `shared` says where a module that is held by a class, a class or a function was met first: all
+        objects of a class have what it has, perhaps itself among them.
         """
         text = functools.partial(self._text, path, shared=shared, of_class=of_class)
         match value:
-            case None | bool() | int() | float() | str() | bytes():
+            case None | bool() | int() | float() | complex() | str() | bytes():
                 return repr(value)
-            case enum.Enum() | torch.dtype() | torch.device():
+            case torch.dtype() | torch.device():
                 return repr(value)
+            case enum.Enum():
+                return f"{self._code(path, type(value), shared)} {value!r}"
             case Tensor():
-                return " ".join(f"{part} {self._digest(plain)}" for part, plain in plain_tensors(value))
+                return " ".join(f"{text(part)} {self._digest(plain)}" for part, plain in plain_tensors(value))
             case nn.Module():
                 first = shared.setdefault(value, path)
                 facts = self._facts(path, value, shared) if first == path else ()
                 return f"{first} {' '.join(f'{len(fact)} {fact}' for fact in facts)}"
             case type():
-                return code_of(value)
+                return self._code(path, value, shared)
+            case FunctionType() if of_class:
+                return self._code(path, value, shared)
             case BuiltinFunctionType() if of_class:
                 return f"{value.__module__}.{value.__qualname__}"
             case dict():
                 inner: Any = [(key, value[key]) for key in sorted(value, key=repr)]
             case set() | frozenset():
-                return f"{code_of(type(value))} {sorted(map(text, value))}"
+                inner = sorted(map(text, sorted(value, key=repr)))
             case tuple() | list():
                 return f"[{', '.join(map(text, value))}]"
             case BaseModel():
@@ -133,11 +145,23 @@ class ContentHash:
                 inner = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
                 inner |= getattr(value, "__dict__", {})  # none where it has slots
             case _ if of_class:
-                inner = None
+                inner = wrapped_parts(value)
             case _:
                 allowed = "a plain value, a tensor, a class or a module"
                 raise ValueError(f"{path}: got {type(value).__name__}; allowed: {allowed}")
-        return f"{code_of(type(value))} {text(inner)}"
+        return f"{self._code(path, type(value), shared)} {text(inner)}"
+
+    def _code(
+        self, path: str, code: type | FunctionType, shared: dict[object, str], *, settings: bool = True
+    ) -> str:
+        """A class or function by name and, from elsewhere and where it is met first, what it consists of."""
+        name = f"{code.__module__}.{code.__qualname__}"
+        if not is_from_elsewhere(code):
+            return name
+        if code in shared:
+            return f"{name} {shared[code]}"
+        shared[code] = f"number {len(shared)}"
+        return f"{name} {self._text(path, parts_of(code, settings=settings), shared, of_class=True)}"
 
     @torch.no_grad()
     def _digest(self, tensor: Tensor) -> str:
@@ -165,15 +189,15 @@ class ContentHash:
         return digest.digest()
 
 
-def plain_tensors(tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+def plain_tensors(tensor: Tensor) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
     """The tensors that a tensor is made of, each with what it is a part of; a plain one is made of itself."""
     if not hasattr(tensor, "__tensor_flatten__"):
-        yield "", tensor.detach()
+        yield (), tensor.detach()
         return
     names, context = tensor.__tensor_flatten__()
     for name in names:
-        for text, inner in plain_tensors(getattr(tensor, name)):
-            yield f"{code_of(type(tensor))} {context} {name} {text}", inner
+        for part, inner in plain_tensors(getattr(tensor, name)):
+            yield (type(tensor), str(context), name, *part), inner
 
 
 def tensor_digest(tensor: Tensor) -> str:
@@ -183,37 +207,11 @@ def tensor_digest(tensor: Tensor) -> str:
     return digest.hexdigest()
 
 
-def code_of(kind: type) -> str:
-    """What a class is called, and a digest of the files that it and its bases from elsewhere come from.
-
-    Raises:
-        ValueError: a class that comes from no file.
-    """
-    texts = [f"{kind.__module__}.{kind.__qualname__}"]
-    for each in from_elsewhere(kind):
-        file = getattr(sys.modules.get(each.__module__), "__file__", None)
-        allowed = "one that comes from a file, so that its code can be part of a digest"
-        require(file is not None, "class", each.__qualname__, allowed)
-        texts.append(_file_digest(str(file)))
-    return " ".join(texts)
-
-
-@functools.lru_cache(2**10)
-def from_elsewhere(kind: type) -> list[type]:
-    """A class and its bases, but those of this package, of torch and of Python."""
-    return [each for each in kind.__mro__ if each.__module__.partition(".")[0] not in _KNOWN]
-
-
 def _class_settings(kind: type) -> Iterator[tuple[str, Any]]:
     """The attributes of a class that are no code: functions, properties and their like bind to an object."""
     for name, value in vars(kind).items():
         if not name.startswith("__") and not hasattr(type(value), "__get__"):
             yield name, value
-
-
-@functools.cache
-def _file_digest(path: str) -> str:
-    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
 
 def _header(tensor: Tensor) -> bytes:

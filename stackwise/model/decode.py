@@ -32,12 +32,14 @@ class DecodeStep:
     """One more token, in eval mode: ids (B,) to the logits (B, V) that follow it.
 
     Captured once in a CUDA graph, at the first call, and replayed: launching the kernels of a small
-    model takes longer than running them. The tensor returned is then overwritten by the next call.
+    model takes longer than running them. The tensor returned is then overwritten by the next call. The graph
+    reads weights where they lay: they may change in value, but not be cast or moved.
 
     Compiled, one graph serves every position, since the position is a tensor; it reads all slots of
     the cache each time. What is compiled is kept for caches of the same batch size and capacity, with
     and without padding. From the second call on the graph alone is run, with the tensors of the first:
-    weights may change in value; whatever else changes is seen by the next DecodeStep.
+    weights may change in value. Where their dtype or device, or the Stacks of the Rack, have become others,
+    that call is a first one again; whatever else changes is seen by the next DecodeStep.
 
     Args:
         rack: causal.
@@ -56,8 +58,8 @@ class DecodeStep:
     ) -> None:
         self.rack, self.cache = rack, cache
         self._compile = compile
-        self._wide = compile and cache.batch_size == 1 and _takes_float32(rack)
-        self._again: Callable[[], Tensor] | None = None
+        self._again: Callable[[], Tensor | None] | None = None
+        self._stacks: list[nn.Module] = []  # of the last pass through the modules
         if compile:
             cache.count_on_device()
         self.capture = cache.device.type == "cuda" if capture is None else capture
@@ -74,7 +76,7 @@ class DecodeStep:
         if not self.capture:
             return self._step()
         assert self.cache.length < self.cache.capacity, "the device cannot say that the cache is full"
-        if self._graph is None:
+        if self._graph is None or self._stacks != [*self.rack.stacks]:
             with torch.cuda.device(self.cache.device):
                 self._graph = self._captured()
         assert self._logits_BV is not None
@@ -89,7 +91,11 @@ class DecodeStep:
 
     def _step(self) -> Tensor:
         start, keep_BS = self.cache.admit(*self._token_B1.shape)
-        logits_BV = self._whole_step(start, keep_BS) if self._again is None else self._again()
+        logits_BV = None
+        if self._again is not None and self._stacks == [*self.rack.stacks]:
+            logits_BV = self._again()
+        if logits_BV is None:
+            logits_BV = self._whole_step(start, keep_BS)
         self.cache.advance(1)
         return logits_BV
 
@@ -97,10 +103,13 @@ class DecodeStep:
         """Through all modules; compiled, it also says how to do the same again."""
         rack, cache = self.rack, self.cache
         with evaluating(rack):
-            if not self._compile:
-                return _pass(self._token_B1, rack, start, keep_BS, cache.blocks)
-            run = _compiled(rack, cache.batch_size, cache.capacity, keep_BS is not None)
-            logits_BV, self._again = run(self._token_B1, rack, start, keep_BS, cache.blocks, self._wide)
+            if self._compile:
+                run = _compiled(rack, cache.batch_size, cache.capacity, keep_BS is not None)
+                wide = cache.batch_size == 1 and _takes_float32(rack)
+                logits_BV, self._again = run(self._token_B1, rack, start, keep_BS, cache.blocks, wide)
+            else:
+                logits_BV = _pass(self._token_B1, rack, start, keep_BS, cache.blocks)
+        self._stacks = [*rack.stacks]
         return logits_BV
 
     def _captured(self) -> torch.cuda.CUDAGraph:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from numbers import Real
 from operator import index
 from typing import Any, Required, TypedDict
 
@@ -54,7 +55,9 @@ class GenerationOptions:
 
     def __post_init__(self) -> None:
         for key in ("max_new_tokens", "top_k", "seed", "prefill_chunk"):
-            object.__setattr__(self, key, _plain(getattr(self, key)))
+            object.__setattr__(self, key, _integer(getattr(self, key)))
+        for key in ("temperature", "top_p"):
+            object.__setattr__(self, key, _number(getattr(self, key)))
         check_sizes(max_new_tokens=self.max_new_tokens)
         if self.prefill_chunk is not None:
             check_sizes(prefill_chunk=self.prefill_chunk)
@@ -94,12 +97,19 @@ class GenerationOptions:
         return pad_token_id
 
 
-def _plain(value: Any) -> Any:
+def _integer(value: Any) -> Any:
     """An integer of any kind, of NumPy say, as Python's own; anything else as it is."""
     try:
         return value if isinstance(value, bool) else index(value)
     except TypeError:
         return value
+
+
+def _number(value: Any) -> Any:
+    """The same of a real number."""
+    if isinstance(value, bool | int):
+        return value
+    return float(value) if isinstance(value, Real) else value
 
 
 def _ids(key: str, given: Any, vocab_size: int) -> list[int]:

@@ -339,7 +339,8 @@ def _obstacles_of_all(rack: Rack, blocks: Sequence[BlockConfig]) -> list[str]:
 def _normal(block: BlockConfig) -> dict[str, Any]:
     """What a Block computes, apart from its window, in one spelling."""
     config = block.to_dict()
-    del config["sliding_window"], config["freeze_up_proj"]
+    for key in ("sliding_window", "freeze_up_proj", "initialization", "mup_base_width"):
+        del config[key]
     config["head_dim"] = block.head_dim or block.d_model // block.n_heads
     if block.attention_type in ("mha", "gqa", "mqa"):
         config["n_kv_heads"] = 1 if block.attention_type == "mqa" else block.n_kv_heads or block.n_heads

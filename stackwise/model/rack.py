@@ -136,7 +136,17 @@ class Rack(nn.Module):
         return x_BTC
 
     def follow(self, x_BTC: Tensor, layout: Layout, caches: Sequence[Sequence[BlockCache]]) -> Tensor:
-        """Run all Stacks on the embeddings (B, T, C) of tokens that follow those in `caches`."""
+        """Run all Stacks on the embeddings (B, T, C) of tokens that follow those in `caches`.
+
+        Raises:
+            ValueError: the Rack has other Stacks than when the caches were made.
+        """
+        held = [len(of_blocks) for of_blocks in caches]
+        wanted = [stack.num_blocks for stack in map(self.get_stack, range(len(self.stacks)))]
+        if held != wanted:
+            raise ValueError(
+                f"cache: got one for Stacks of {held} Blocks; allowed: one of `new_cache` now, for {wanted}"
+            )
         for stack, of_blocks in zip(self.stacks, caches, strict=True):
             x_BTC = stack(x_BTC, layout=layout, caches=of_blocks)
         return x_BTC
@@ -154,9 +164,12 @@ class Rack(nn.Module):
             dtype: of keys and values; None: that of the weights.
 
         Raises:
-            ValueError: a bidirectional Rack, whose earlier outputs depend on later tokens.
+            ValueError: a bidirectional Rack, whose earlier outputs depend on later tokens; a dtype that is
+                not of floating-point numbers.
         """
         check_sizes(batch_size=batch_size, capacity=capacity)
+        kept = dtype is None or dtype.is_floating_point
+        require(kept, "dtype", dtype, "a floating-point dtype, or None for that of the weights")
         if not self.is_causal:
             raise ValueError("cache: a bidirectional Stack changes what it said with every later token")
         weight = self.embedding.weight

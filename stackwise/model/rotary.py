@@ -40,6 +40,10 @@ class Rotary:
         object.__setattr__(self, "key", f"{self.head_dim} {self.theta} {self.scaling}")
         _known[self.key] = self
 
+    def __reduce__(self) -> tuple[type[Rotary], tuple[int, float, RopeScalingConfig | None]]:
+        """Copied and unpickled it is constructed anew, since it must be known in each process."""
+        return type(self), (self.head_dim, self.theta, self.scaling)
+
     def frequencies(self, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
         """Radians per position: (D/2,)."""
         exponent = torch.arange(0, self.head_dim, 2, device=device, dtype=dtype) / self.head_dim

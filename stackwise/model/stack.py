@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor, nn
 
-from stackwise.argument import check_range
+from stackwise.argument import check_range, require
 from stackwise.model.block import Block
 from stackwise.model.cache import BlockCache
 from stackwise.model.layout import Layout
@@ -56,7 +56,9 @@ class Stack(nn.Module):
     ) -> Tensor:
         """Run blocks `start` to `end` (exclusive; None: the last) only. (B, T, C) -> (B, T, C)."""
         check_range("block", start, end, self.num_blocks)
-        layout = layout or Layout(x_BTC, attention_mask)
+        if layout is None:
+            require(caches is None, "caches", "some without a layout", "those beside RackCache.layout")
+            layout = Layout(x_BTC, attention_mask)
         for i, block in enumerate(self.blocks[start:end], start):
             x_BTC = block(x_BTC, layout=layout, cache=None if caches is None else caches[i])
         return x_BTC

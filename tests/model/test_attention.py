@@ -1,7 +1,9 @@
 """Attention and Block against the same mathematics written out in float64, and against published modules."""
 
+import copy
 import itertools
 import math
+import pickle
 
 import numpy as np
 import pytest
@@ -19,14 +21,14 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from stackwise.config import BlockConfig, RopeScalingConfig
-from stackwise.model import sliced
+from stackwise.model import rotary, sliced
 from stackwise.model.attention import Attention
 from stackwise.model.backend import attend
 from stackwise.model.block import Block
 from stackwise.model.feedforward import SwiGLU
 from stackwise.model.layout import Layout
 from stackwise.model.mask import AttentionMask, Keys
-from stackwise.model.rotary import Rotary, rotate
+from stackwise.model.rotary import Rotary, constant_tables, rotate
 from stackwise.model.sliced import sliced_attention
 
 B, T = 2, 7
@@ -793,6 +795,17 @@ class TestRotary:
     def test_the_example_of_llama3_keeps_blends_and_divides(self):
         ratio = frequencies_of(16, 10_000.0, LLAMA3) / frequencies_of(16, 10_000.0)
         assert ratio[0] == 1 and (ratio[4:] == 0.25).all() and ((ratio[1:3] > 0.25) & (ratio[1:3] < 1)).all()
+
+    @pytest.mark.parametrize("again", [lambda r: pickle.loads(pickle.dumps(r)), copy.deepcopy, copy.copy])
+    def test_a_copy_is_known_where_nothing_else_is(self, again, monkeypatch):
+        """As in a process that unpickles a Rack and compiles it."""
+        original = Rotary(8, 9.0, RopeScalingConfig.from_dict(LLAMA3))
+        monkeypatch.setattr(rotary, "_known", {})
+        made = again(original)
+        assert made == original and made.key == original.key
+        tables = constant_tables(made.key, 5, torch.device("cpu"), torch.float64)
+        expected = original.tables(torch.arange(5, dtype=torch.float64))
+        assert all(map(torch.equal, tables, expected))
 
     def test_rotary_with_other_scaling_is_another(self):
         scalings = [None, LINEAR, LLAMA3, {**LLAMA3, "factor": 3.0}]

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stackwise.config import BlockConfig
-from stackwise.model import create_simple_rack
+from stackwise.model import create_simple_rack, remove_stack
 from stackwise.model.block import create_attention
 from stackwise.model.cache import RackCache, SlotCache, StateCache
 from stackwise.model.layout import Layout
@@ -241,6 +241,28 @@ class TestRackCache:
             torch.testing.assert_close(last, rack(ids)[:, 4:])
             with pytest.raises(ValueError, match=r"input_ids: got 1 tokens after 6; allowed: 6 in all"):
                 rack(ids[:, :1], cache=cache)
+
+    def test_a_block_or_stack_is_told_where_its_tokens_stand(self):
+        """A cache does not know how many tokens it holds: they would be written over."""
+        rack, x_BTC = make_rack(), torch.randn(1, 4, C, dtype=torch.float64)
+        stack, caches = rack.get_stack(0), rack.new_cache(1, 8).blocks[0]
+        with pytest.raises(ValueError, match="cache: got 'one without a layout'; allowed: one beside"):
+            stack.get_block(0)(x_BTC, cache=caches[0])
+        with pytest.raises(ValueError, match="caches: got 'some without a layout'; allowed: those beside"):
+            stack(x_BTC, caches=caches)
+
+    def test_another_rack_than_it_was_made_for(self):
+        rack, ids = create_simple_rack(2, 1, C, 12, 2, 13), torch.randint(13, (2, 3))
+        cache = rack.new_cache(2, 6)
+        rack(ids, cache=cache)
+        remove_stack(rack, 1)
+        with pytest.raises(ValueError, match=r"cache: got one for Stacks of \[1, 1\] Blocks; .* for \[1\]"):
+            rack(ids, cache=cache)
+
+    @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64])
+    def test_keys_and_values_are_floating_point_numbers(self, dtype):
+        with pytest.raises(ValueError, match=f"dtype: got {dtype}; allowed: a floating-point dtype"):
+            make_rack().new_cache(2, 6, dtype)
 
     @pytest.mark.parametrize("n_rows", [1, 3])
     def test_batch_size(self, n_rows):

@@ -59,6 +59,15 @@ class TestReplayable:
         y, again = run(x, by)
         assert y == again() == 38
 
+    def test_what_became_another_dtype_is_not_replayed(self):
+        height = torch.tensor([1.0])
+        y, again = Replayable(lambda x, by: x + by)(torch.tensor([1.0]), height)
+        assert y == again() == 2
+        height.data = height.data.double()
+        assert again() is None
+        height.data = torch.tensor([3.0])
+        assert again() == 4
+
     @pytest.mark.parametrize("traced", [True, False])
     def test_what_no_single_graph_computes_is_not_replayed(self, traced):
         def broken(x, first):

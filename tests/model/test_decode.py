@@ -9,7 +9,7 @@ from threading import Thread
 import pytest
 import torch
 
-from stackwise.model import compilation, create_simple_rack, quantize_stack
+from stackwise.model import compilation, create_simple_rack, quantize_stack, remove_stack
 from stackwise.model.decode import DecodeStep
 from stackwise.model.generate import prefill
 
@@ -193,6 +193,34 @@ def test_what_changes_between_steps(kind):
     torch.testing.assert_close(steps[1](tokens[0]), expected, rtol=1e-4, atol=1e-4 * scale)
     plain, compiled = (logits_of(rack, prompt, tokens.T, compiled=compiled) for compiled in (False, True))
     torch.testing.assert_close(compiled, plain, rtol=1e-4, atol=1e-4 * plain.abs().max().item())
+
+
+@pytest.mark.usefixtures("_traced_alone")
+def test_a_cast_between_steps():
+    rack = rack_of(**KINDS["gqa"]).eval()
+    prompt, tokens = torch.randint(50, (1, 6)), torch.randint(50, (4, 1))
+    steps = []
+    for compiled in (False, True):
+        cache = rack.new_cache(1, 16)
+        prefill(rack, cache, prompt)
+        steps.append(DecodeStep(rack, cache, compile=compiled))
+    for i, token in enumerate(tokens):
+        if i == 2:
+            rack.double()
+        plain, compiled = (step(token) for step in steps)
+        assert plain.dtype == compiled.dtype == (torch.float64 if i >= 2 else torch.float32)
+        torch.testing.assert_close(compiled, plain, rtol=1e-4, atol=1e-4 * plain.abs().max().item())
+
+
+@pytest.mark.usefixtures("_traced_alone")
+def test_a_stack_removed_between_steps():
+    rack = create_simple_rack(2, 1, d_model=32, d_ff=48, n_heads=4, vocab_size=50).eval()
+    columns = rack.stream(torch.randint(50, (1, 6)), max_new_tokens=6, compile=True)
+    for _ in range(3):
+        next(columns)
+    remove_stack(rack, 1)
+    with pytest.raises(ValueError, match=r"cache: got one for Stacks of \[1, 1\] Blocks"):
+        next(columns)
 
 
 @pytest.mark.usefixtures("_traced_alone")

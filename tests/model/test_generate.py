@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from stackwise.model import create_rack_from_config
+from stackwise.model import create_rack_from_config, create_simple_rack, remove_stack
 from stackwise.model.decode import DecodeStep
 from stackwise.model.generate import generate, prefill, stream
 from stackwise.model.sampling import Sampler
@@ -335,6 +335,17 @@ class TestDecodeStep:
             with torch.no_grad():
                 rack.lm_head.weight.zero_()
             assert not decode(ids[:, 1]).any()
+
+    def test_a_captured_step_of_stacks_that_are_gone(self, cuda_graphs):
+        rack = create_simple_rack(2, 1, d_model=16, d_ff=24, n_heads=2, vocab_size=VOCAB)
+        cache, ids = rack.new_cache(2, 8), torch.randint(VOCAB, (2, 6))
+        prefill(rack, cache, ids)
+        decode = DecodeStep(rack, cache, capture=True)
+        decode(ids[:, 0])
+        remove_stack(rack, 0)
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"cache: got one for Stacks of \[1, 1\] Blocks"):
+                decode(ids[:, 0])
 
     @pytest.mark.gpu
     @pytest.mark.parametrize("kind", KINDS)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from fractions import Fraction
 from typing import get_type_hints
 
 import numpy as np
@@ -40,6 +41,16 @@ def test_integers_may_be_of_any_kind():
     for wrong in (True, np.float64(3), torch.tensor(3.0), torch.tensor([3, 3]), np.int64(0)):
         with pytest.raises(ValueError, match="max_new_tokens: got "):
             GenerationOptions(max_new_tokens=wrong)
+
+
+def test_numbers_may_be_of_any_kind():
+    for number in (np.float32(0.5), np.float16(0.5), np.float64(0.5), Fraction(1, 2)):
+        options = GenerationOptions(max_new_tokens=3, temperature=number, top_p=number)
+        assert options == GenerationOptions(max_new_tokens=3, temperature=0.5, top_p=0.5)
+        assert type(options.temperature) is type(options.top_p) is float
+    for wrong in (True, np.float32("nan"), np.float32(-1), np.complex64(1), torch.tensor(1.0), "1"):
+        with pytest.raises(ValueError, match="temperature: got "):
+            GenerationOptions(max_new_tokens=3, temperature=wrong)
 
 
 def test_options_do_not_change():

@@ -700,6 +700,17 @@ def test_blocks_that_differ_are_refused(second, reason, tmp_path):
         rack.save_pretrained(tmp_path / "rack")
 
 
+def test_blocks_that_differ_in_what_they_began_with_are_written(tmp_path):
+    block = {"d_model": 32, "d_ff": 48, "n_heads": 4}
+    kinds = ("normal", "small", "zero_out")
+    specs = [{"n_blocks": 1, "block_spec": {**block, "initialization": kind}} for kind in kinds]
+    rack = create_rack_from_specs(61, 32, specs)
+    rack.max_seq_len = 64
+    rack.save_pretrained(tmp_path / "rack", format="hf")
+    ids = torch.randint(61, (2, 7))
+    assert torch.equal(Rack.from_pretrained(tmp_path / "rack")(ids), rack(ids))
+
+
 def test_windows_of_two_widths_are_refused(tmp_path):
     block = {"d_model": 32, "d_ff": 48, "n_heads": 4, "qkv_bias": True}
     specs = [{"n_blocks": 1, "block_spec": {**block, "sliding_window": w}} for w in (5, 6)]

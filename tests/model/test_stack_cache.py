@@ -1,6 +1,7 @@
 """The StackCache against recomputation: a hit is what the Rack would compute now, whatever was done to it."""
 
 import copy
+import importlib
 import random
 import subprocess
 import sys
@@ -61,6 +62,15 @@ class Gain(Block):
 
     def forward(self, x_BTC, *args, **options):
         return super().forward(x_BTC, *args, **options) * self.gain
+
+
+EDITED = """
+from stackwise.model.block import Block
+
+class Own(Block):
+    def forward(self, x_BTC, *args, **options):
+        return super().forward(x_BTC, *args, **options) * {by}
+"""
 
 
 class Dropping(Block):
@@ -301,6 +311,30 @@ class TestKey:
         for _ in range(2):
             assert torch.equal(cache.prefix(rack, make_ids(), 1), computed(rack, make_ids(), 1))
         assert counts(cache) == (1, 3)
+
+    @PLACES
+    @pytest.mark.parametrize("asked_before", [True, False])
+    def test_edited_code(self, asked_before, on_disk, make_cache, tmp_path, monkeypatch):
+        """What was imported runs, whatever the file says when the prefix is asked for."""
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.setattr(sys, "dont_write_bytecode", True)
+        file, cache, ids = tmp_path / "edited_block.py", make_cache(on_disk), make_ids()
+        file.write_text(EDITED.format(by=1.0))
+        module = importlib.import_module("edited_block")
+        try:
+            rack = make_rack_of(module.Own)
+            if asked_before:
+                cache.prefix(rack, ids, 1)
+            file.write_text(EDITED.format(by=3.0))
+            old = cache.prefix(rack, ids, 1)
+            rack = make_rack_of(importlib.reload(module).Own)
+            new = cache.prefix(rack, ids, 1)
+            assert torch.equal(new, computed(rack, ids, 1))
+            assert not torch.equal(new, old)
+            assert torch.equal(cache.prefix(rack, ids, 1), new)
+            assert counts(cache) == (1, 2 + asked_before)
+        finally:
+            del sys.modules["edited_block"]
 
     def test_change_while_it_is_computed_is_not_kept(self, make_cache, monkeypatch):
         cache, rack = make_cache(False), make_rack()

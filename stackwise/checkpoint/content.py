@@ -22,7 +22,7 @@ from torch import Tensor
 from stackwise.argument import require
 from stackwise.checkpoint import tree
 from stackwise.checkpoint.folder import TENSORS, DamagedCheckpointError, Manifest, read_regular
-from stackwise.checkpoint.object_state import Objects
+from stackwise.checkpoint.object_state import Objects, equal_bits, plain_name
 from stackwise.checkpoint.ranks import Ranks
 from stackwise.checkpoint.sharded import Place, own_parts, part_of, read_like
 from stackwise.checkpoint.tensor_file import (
@@ -30,6 +30,7 @@ from stackwise.checkpoint.tensor_file import (
     MalformedFileError,
     Part,
     TensorIndex,
+    check_dtypes,
     write_bytes,
     write_tensors,
 )
@@ -94,7 +95,10 @@ class Content:
             for file, tensors in (extra or {}).items()
             if rank == 0
         }
-        return cls(plain, {name: Part.whole(tensor) for name, tensor in own.items()}, parts, files)
+        content = cls(plain, {name: Part.whole(tensor) for name, tensor in own.items()}, parts, files)
+        # Here and not where a thread writes them, who has nobody to tell.
+        check_dtypes((name, part.tensor) for (_, name), part in content.parts().items())
+        return content
 
     def places(self) -> list[Place]:
         """Of the parts that it has of shared tensors."""
@@ -200,7 +204,7 @@ class Loaded:
         reader = _Reader(folder, manifest, ranks)
         try:
             states = {name: reader.state(name, objects) for name in objects}
-            remarks = reader.remarks()
+            remarks = reader.remarks(objects)
             if ranks.rank < manifest.world_size:
                 own = reader.random(ranks.rank)
                 return cls(states, own, 0, remarks)
@@ -216,8 +220,7 @@ class Loaded:
         Raises:
             Exception: as an object refuses a state that does not fit.
         """
-        for name in objects:
-            objects.load(name, self.states[name])
+        objects.load(self.states)
         if self.random is not None:
             set_random_states(self.random)
         else:
@@ -243,13 +246,11 @@ class _Reader:
         kept = sorted([*first[_SHARED], *first[_OWN]])
         require(name in first[_OWN], "objects", name, f"what {self.folder} has: {', '.join(kept)}")
         if self.ranks.size == self.manifest.world_size:
-            return self._own_state(name, self.ranks.rank)[0]
-        state, tensors = self._own_state(name, 0)
+            return self._own_state(name, self.ranks.rank)
+        state = objects.common(name, self._own_state(name, 0))
         for rank in range(1, self.manifest.world_size):
-            _, others = self._own_state(name, rank)
-            same = self._state_of(rank)[_OWN][name] == first[_OWN][name] and _same(tensors, others)
             require(
-                same,
+                _same(state, objects.common(name, self._own_state(name, rank))),
                 f"objects[{name!r}]",
                 f"a state of {self.manifest.world_size} processes that differs between them",
                 f"as many processes as have saved it; here there are {self.ranks.size}",
@@ -290,18 +291,22 @@ class _Reader:
             isinstance(key, str) and id(each) in names for key, each in state.items()
         )
         require(plain, "name", name, "a module whose state is tensors by name, and nothing else")
-        return index, dict(state), {key: names[id(like)] for key, like in state.items()}
+        likes = {plain_name(key): like for key, like in state.items()}
+        return index, likes, {key: names[id(like)] for key, like in likes.items()}
 
-    def remarks(self) -> tuple[str, ...]:
+    def remarks(self, objects: Objects) -> tuple[str, ...]:
         saved, here = self.manifest.world_size, self.ranks.size
         if here == saved:
             return ()
         told = f"saved by {saved} processes, restored by {here}: "
-        if here < saved:
-            return (told + f"the random states of ranks {here} to {saved - 1} are left out",)
-        return (
-            told + f"the random states of ranks {saved} to {here - 1} are new, drawn from those of rank 0",
+        states = (
+            f"the random states of ranks {here} to {saved - 1} are left out"
+            if here < saved
+            else f"the random states of ranks {saved} to {here - 1} are new, drawn from those of rank 0"
         )
+        parted = [name for name in objects if objects.has_common(name)]
+        of_parts = [f"{told}what each process had of {name!r} for itself is left out" for name in parted]
+        return (told + states, *of_parts)
 
     def _shared_state(self, plain: Any, name: str, objects: Objects) -> Any:
         index, likes = self._shared_index(), objects.sharded(name)
@@ -309,6 +314,7 @@ class _Reader:
 
         def fetch(tensor: str, shape: tuple[int, ...], path: tree.Path) -> Tensor:
             if tensor not in seen:
+                path = tuple(plain_name(key) if isinstance(key, str) else key for key in path)
                 # The state of a parameter is arranged as the parameter is, if it has its shape.
                 like = likes.get(path, likes.get(path[:2]) if len(path) == 3 else None)
                 if like is not None and path not in likes and tuple(like.shape) != shape:
@@ -324,15 +330,13 @@ class _Reader:
             self._shared = self._index(file for file in self.manifest.files if file.startswith(f"{TENSORS}/"))
         return self._shared
 
-    def _own_state(self, name: str, rank: int) -> tuple[Any, list[Tensor]]:
+    def _own_state(self, name: str, rank: int) -> Any:
         held = self._state_of(rank)[_OWN]
         if name not in held:
             raise tree.MalformedTreeError(f"{name}: missing")
-        tensors: list[Tensor] = []
-        state = tree.decode(held[name], self._own_fetch(rank, tensors))
-        return state, tensors
+        return tree.decode(held[name], self._own_fetch(rank))
 
-    def _own_fetch(self, rank: int, tensors: list[Tensor] | None = None) -> tree.Fetch:
+    def _own_fetch(self, rank: int) -> tree.Fetch:
         if rank not in self._own:
             self._listed(_own_file(rank))
             self._own[rank] = self._index([_own_file(rank)])
@@ -344,8 +348,6 @@ class _Reader:
             if name not in seen:
                 with self._naming(_own_file(rank)):
                     seen[name] = index.read(name, (0,) * len(shape), shape)
-                if tensors is not None:
-                    tensors.append(seen[name])
             return seen[name]
 
         return fetch
@@ -403,12 +405,11 @@ def _own_file(rank: int) -> str:
     return f"state-{rank:05d}.safetensors"
 
 
-def _same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
-    return len(ours) == len(theirs) and all(
-        (a.dtype, a.shape) == (b.dtype, b.shape)
-        and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
-        for a, b in zip(ours, theirs, strict=True)
-    )
+def _same(ours: Any, theirs: Any) -> bool:
+    """Whether two states are, bit for bit."""
+    held: list[dict[str, Tensor]] = [{}, {}]
+    plain = [tree.encode(state, (), tensors) for state, tensors in zip((ours, theirs), held, strict=True)]
+    return plain[0] == plain[1] and all(equal_bits(tensor, held[1][name]) for name, tensor in held[0].items())
 
 
 def _no_constant(text: str) -> Any:

@@ -299,8 +299,8 @@ def recover(directory: Path, *, clear: bool) -> None:
 
     Args:
         directory: of the checkpoints.
-        clear: remove what processes that are no more have left, and what this one has. For who writes: the
-            processes of another machine are not seen.
+        clear: remove what processes that are no more have left, and what this one has, also of another
+            manager. For who writes: the processes of another machine are not seen.
 
     Raises:
         OSError: the disk refused.

@@ -92,7 +92,8 @@ class CheckpointManager:
     A folder of that name is whole: it is written under another name, every file is flushed to the disk, a
     list with the SHA-256 of each is added, and it is renamed. Order is by the number N, never by name or
     time. Random states of Python, numpy, torch and CUDA are kept with every checkpoint, those of each
-    process.
+    process. Of the managers of a process only one may write into a directory: what another one has under way
+    there counts as left over.
 
     Where several processes train, each makes its manager and calls all methods, as the others do; they
     write into one directory that all of them see. Modules and optimizers are taken to be the same in all of

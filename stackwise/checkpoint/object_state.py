@@ -1,11 +1,13 @@
 """ObjectState: what an object has to keep, and how it gets it back, in another arrangement of processes too.
 
 The state of an optimizer refers to parameters by number. Here it refers to them by name wherever a module
-among the objects has them, so that neither their order nor the number of processes matters.
+among the objects has them, so that neither their order nor the number of processes matters. Names are those
+of a model that is not compiled.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
@@ -16,8 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 from stackwise.argument import require
 from stackwise.checkpoint.tree import Path, is_sharded, leaves
 
-__all__ = ["Objects", "unwrapped"]
+__all__ = ["Objects", "equal_bits", "plain_name", "unwrapped"]
 
+_COMPILED = "_orig_mod"  # the compiler's name for what it was given
 _KINDS = "what has state_dict() and load_state_dict(), or a mapping that can be changed"
 
 
@@ -45,8 +48,8 @@ class Objects:
         for name, each in self._objects.items():
             if isinstance(each, nn.Module):
                 for key, parameter in each.named_parameters():
-                    self._parameters[f"{name}.{key}"] = parameter
-                    self._names.setdefault(id(parameter), f"{name}.{key}")
+                    self._parameters[f"{name}.{plain_name(key)}"] = parameter
+                    self._names.setdefault(id(parameter), f"{name}.{plain_name(key)}")
 
     def __iter__(self) -> Any:
         return iter(self._objects)
@@ -63,22 +66,32 @@ class Objects:
         state = each.state_dict()
         if isinstance(each, torch.optim.Optimizer):
             return self._by_name(each, state)
-        return state
+        return _with_plain_names(state) if isinstance(each, nn.Module) else state
 
-    def load(self, name: str, state: Any) -> None:
-        """Give an object a state.
+    def load(self, states: Mapping[str, Any]) -> None:
+        """Give each object its state.
 
         Raises:
             Exception: as the object refuses one that does not fit.
         """
-        each = self._objects[name]
-        if isinstance(each, torch.optim.Optimizer):
-            state = self._by_number(name, each, state)
-        if hasattr(each, "load_state_dict"):
-            each.load_state_dict(state)
-        else:
-            each.clear()
-            each.update(state)
+        for name, each in self._objects.items():
+            if isinstance(each, torch.optim.Optimizer):
+                self._load_optimizer(name, each, states)
+            elif isinstance(each, nn.Module):
+                each.load_state_dict(_with_names_of(each, states[name]))
+            elif hasattr(each, "load_state_dict"):
+                each.load_state_dict(states[name])
+            else:
+                each.clear()
+                each.update(states[name])
+
+    def has_common(self, name: str) -> bool:
+        """Whether an object tells which part of a state all processes have alike."""
+        return hasattr(self._objects[name], "common_state")
+
+    def common(self, name: str, state: Any) -> Any:
+        """Of a state what all processes have alike, as far as the object tells."""
+        return self._objects[name].common_state(state) if self.has_common(name) else state
 
     def sharded(self, name: str) -> dict[Path, Tensor]:
         """The DTensors that the tensors of a state have to be like, by their path in it."""
@@ -92,7 +105,7 @@ class Objects:
             }
         if not hasattr(each, "state_dict"):
             return {}
-        return {path: leaf for path, leaf in leaves(each.state_dict()).items() if is_sharded(leaf)}
+        return {path: leaf for path, leaf in leaves(self.state(name)).items() if is_sharded(leaf)}
 
     def updated_by_optimizers(self) -> set[int]:
         """Where the memory of parameters and of optimizers' states begins.
@@ -102,6 +115,36 @@ class Objects:
         states = [each.state for each in self._objects.values() if isinstance(each, torch.optim.Optimizer)]
         tensors = [*self._parameters.values(), *(leaf for state in states for leaf in leaves(state).values())]
         return {each.data_ptr() for each in tensors if not is_sharded(each)}
+
+    def _load_optimizer(self, name: str, optimizer: torch.optim.Optimizer, states: Mapping[str, Any]) -> None:
+        """Give it its state in the dtypes that were read.
+
+        `Optimizer.load_state_dict` gives all but `step` that of the parameter, which is right for what had it
+        when it was saved. What was wider would be rounded.
+        """
+        state = self._by_number(name, optimizer, states[name])
+        optimizer.load_state_dict(state)
+        if not isinstance(state, dict) or not isinstance(state.get("state"), dict):
+            return
+        live = [p for group in optimizer.param_groups for p in group["params"]]
+        numbers = [number for group in state["param_groups"] for number in group["params"]]
+        if len(live) != len(numbers):  # it has made something else of it
+            return
+        saved = self._saved_dtypes(states)
+        for parameter, number in zip(live, numbers, strict=True):
+            then = saved.get(self._names.get(id(parameter), ""), parameter.dtype)
+            _unrounded(optimizer.state.get(parameter), state["state"].get(number), parameter.dtype, then)
+
+    def _saved_dtypes(self, states: Mapping[str, Any]) -> dict[str, torch.dtype]:
+        """Of the parameters when they were saved, by name."""
+        modules = {name: states[name] for name, each in self._objects.items() if isinstance(each, nn.Module)}
+        return {
+            f"{name}.{key}": value.dtype
+            for name, state in modules.items()
+            if isinstance(state, Mapping)
+            for key, value in _with_plain_names(state).items()
+            if isinstance(value, Tensor)
+        }
 
     def _by_name(self, optimizer: torch.optim.Optimizer, state: Any) -> Any:
         names = self._numbered(optimizer, state)
@@ -117,7 +160,8 @@ class Objects:
     def _by_number(self, name: str, optimizer: torch.optim.Optimizer, state: Any) -> Any:
         """Undo `_by_name` for an optimizer that may have its parameters in another order."""
         groups = state["param_groups"] if isinstance(state, dict) and "param_groups" in state else []
-        saved = [list(group["params"]) for group in groups]
+        # Older states have the names of a compiled part.
+        saved = [[_plain_key(key) for key in group["params"]] for group in groups]
         if not any(isinstance(key, str) for keys in saved for key in keys):
             return state
         ours = optimizer.state_dict()
@@ -143,9 +187,10 @@ class Objects:
             {**group, "params": mine["params"]}
             for group, mine in zip(groups, ours["param_groups"], strict=True)
         ]
-        unknown = [key for key in state["state"] if key not in numbers]
+        of_names = {_plain_key(key): value for key, value in state["state"].items()}
+        unknown = [key for key in of_names if key not in numbers]
         require(not unknown, f"objects[{name!r}].state", unknown[:3], "the parameters of its groups")
-        kept = {numbers[key]: value for key, value in state["state"].items()}
+        kept = {numbers[key]: value for key, value in of_names.items()}
         return {**state, "state": kept, "param_groups": loaded}
 
     def _numbered(self, optimizer: torch.optim.Optimizer, state: Any) -> dict[Any, str] | None:
@@ -169,3 +214,71 @@ def unwrapped(each: Any) -> Any:
     ):
         each = each.module if isinstance(each, DistributedDataParallel) else each._orig_mod
     return each
+
+
+def plain_name(name: str) -> str:
+    """The name in a model that is not compiled."""
+    return ".".join(part for part in name.split(".") if part != _COMPILED)
+
+
+def _plain_key(key: Any) -> Any:
+    """Of a parameter in the state of an optimizer: a name, or a number."""
+    return plain_name(key) if isinstance(key, str) else key
+
+
+def _with_plain_names(state: Any) -> Any:
+    """The state of a module, whichever of its parts are compiled."""
+    if not isinstance(state, Mapping) or not any(_COMPILED in str(key) for key in state):
+        return state
+    plain = OrderedDict((plain_name(key), value) for key, value in state.items())
+    versions = getattr(state, "_metadata", {})
+    plain._metadata = {plain_name(key): value for key, value in versions.items()}  # type: ignore[attr-defined]
+    return plain
+
+
+def _with_names_of(module: nn.Module, state: Any) -> Any:
+    """A state with the names that it has in `module`, parts of which may be compiled."""
+    state = _with_plain_names(state)
+    if not any(_COMPILED in name for name, _ in module.named_modules()):
+        return state
+    ours = module.state_dict()
+    names = {plain_name(key): key for key in ours}
+    named = OrderedDict((names.get(key, key), value) for key, value in state.items())
+    versions, of_ours = (getattr(each, "_metadata", {}) for each in (state, ours))
+    found = {key: versions[plain_name(key)] for key in of_ours if plain_name(key) in versions}
+    named._metadata = found  # type: ignore[attr-defined]
+    return named
+
+
+def _unrounded(held: Any, read: Any, dtype: torch.dtype, saved: torch.dtype) -> Any:
+    """State of a parameter as it was read, where `Optimizer.load_state_dict` has changed its dtype alone.
+
+    Args:
+        held: what the optimizer has made of it; what it has made by itself stays. Dictionaries are changed.
+        read: the same as it was read.
+        dtype: of the parameter.
+        saved: of the parameter when its state was saved.
+    """
+    if isinstance(held, Tensor) and isinstance(read, Tensor):
+        if held.dtype != dtype or read.dtype in (dtype, saved):
+            return held
+        own = read.to(held.device)
+        return own if equal_bits(_local(held), _local(own).to(dtype)) else held
+    if isinstance(held, dict) and isinstance(read, dict):
+        for key in (held.keys() & read.keys()) - {"step"}:
+            held[key] = _unrounded(held[key], read[key], dtype, saved)
+    if type(held) in (list, tuple) and isinstance(read, list | tuple) and len(held) == len(read):
+        return type(held)(_unrounded(*pair, dtype, saved) for pair in zip(held, read, strict=True))
+    return held
+
+
+def equal_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are the same, NaN too."""
+    bits = [each.reshape(-1).view(torch.uint8) for each in (a, b)]
+    return (a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(*bits)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Its part in this process."""
+    local: Tensor = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+    return local

@@ -26,6 +26,7 @@ __all__ = [
     "MalformedFileError",
     "Part",
     "TensorIndex",
+    "check_dtypes",
     "is_damage",
     "write_bytes",
     "write_read",
@@ -90,6 +91,18 @@ class Part:
     def whole(cls, tensor: Tensor) -> Part:
         """All of a tensor."""
         return cls(tensor, (0,) * tensor.ndim)
+
+
+def check_dtypes(tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Refuse, by its name, a tensor of a dtype that safetensors does not have.
+
+    Raises:
+        ValueError: there is one.
+    """
+    for name, tensor in tensors:
+        if tensor.dtype not in _CODES:
+            allowed = ", ".join(map(str, _CODES))
+            raise ValueError(f"{name}: got {tensor.dtype}; allowed in a checkpoint: {allowed}")
 
 
 def write_bytes(path: Path, content: Iterable[bytes | memoryview]) -> FileEntry:
@@ -173,17 +186,17 @@ def _in_order(tensors: Mapping[str, Tensor]) -> list[str]:
 
 
 def _header(tensors: Mapping[str, Tensor], names: Iterable[str], metadata: dict[str, str]) -> list[bytes]:
+    check_dtypes(tensors.items())
     header: dict[str, Any] = {"__metadata__": metadata}
     place = 0
     for name in names:
         tensor = tensors[name]
-        code = _CODES.get(tensor.dtype)
-        if code is None:
-            raise ValueError(
-                f"{name}: got {tensor.dtype}; allowed in a checkpoint: {', '.join(map(str, _CODES))}"
-            )
         end = place + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": code, "shape": list(tensor.shape), "data_offsets": [place, end]}
+        header[name] = {
+            "dtype": _CODES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [place, end],
+        }
         place = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)

@@ -33,6 +33,9 @@ class Termination:
                     manager.close()
                     sys.exit(EXIT_CODE)
 
+    A process that is forked inside, as multiprocessing does, still ends by SIGTERM, which is how whoever
+    started it asks it to.
+
     Args:
         signals: that are taken for a request.
 
@@ -45,7 +48,7 @@ class Termination:
         require(len(signals) > 0, "signals", signals, "at least one")
         self._signals = signals
         self._before: dict[int, Any] = {}
-        self._heard = 0
+        self._heard = self._process = 0
         self._ranks: tuple[Any, Ranks] | None = None
         self.requested = False
         self.signal: signal.Signals | None = None
@@ -67,6 +70,7 @@ class Termination:
         main = threading.current_thread() is threading.main_thread()
         require(main, "Termination", "another thread", "the main thread, which alone hears signals")
         self.requested, self.signal, self._heard, self._ranks = False, None, 0, None
+        self._process = os.getpid()
         for number in self._signals:
             self._before[number] = signal.signal(number, self._note)
         return self
@@ -79,7 +83,9 @@ class Termination:
     def _note(self, number: int, frame: FrameType | None) -> None:
         del frame
         self._heard += 1
-        if self._heard > _HEARD:
+        # Ctrl-C is for all processes of a terminal: a forked one leaves the answer to this one.
+        forked = number == signal.SIGTERM and os.getpid() != self._process
+        if forked or self._heard > _HEARD:
             self._put_back()
             os.kill(os.getpid(), number)
         if not self.requested:

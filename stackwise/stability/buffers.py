@@ -1,38 +1,58 @@
-"""Buffers: those of a model before a forward pass, to be put back where the step is left out."""
+"""Buffers: what forward passes write of a model, as it was, to be put back where the step is left out."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Buffers"]
+__all__ = ["Buffers", "elements"]
 
 
 class Buffers:
-    """Copies of what a forward pass may change beside weights: running statistics, counts.
+    """Copies of what a forward pass may change beside the weights that are trained.
 
-    All are copied each time. Their version counters do not tell which have changed: batch normalization
-    writes its statistics without raising them.
+    Of buffers, such as running statistics and counts, all are copied each time. Their version counters do not
+    tell which have changed: batch normalization writes its statistics without raising them.
+
+    Of weights without a gradient, such as a running average of others, the counters do tell. A weight is
+    copied from the first step on that was seen to write it, which is not put back itself; those that stay as
+    they are cost nothing. What is written through `.data` is not seen, nor what is in shards.
 
     Args:
-        model: whose buffers.
+        model: whose buffers and weights.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
+        self._weights = [
+            (name, p)
+            for name, p in model.named_parameters()
+            if not (p.is_inference() or hasattr(p, "__tensor_flatten__"))  # of a tensor around others
+        ]
+        self._versions: list[int] = []  # of the weights, when they were kept
+        self._written: dict[str, nn.Parameter] = {}
         self._kept: dict[str, Tensor] = {}
 
     @torch.no_grad()
     def keep(self) -> None:
         """Remember them as they are."""
         kept = {}
-        for name, buffer in self._model.named_buffers():
+        for name, tensor in self._tensors():
             place = self._kept.get(name)
-            fits = place is not None and place.shape == buffer.shape and place.dtype == buffer.dtype
-            if place is None or not fits or place.device != buffer.device:
-                place = torch.empty_like(buffer)
-            kept[name] = place.copy_(buffer)
+            fits = place is not None and place.shape == tensor.shape and place.dtype == tensor.dtype
+            if place is None or not fits or place.device != tensor.device:
+                place = torch.empty_like(tensor)
+            kept[name] = place.copy_(tensor)
         self._kept = kept
+        self._versions = [p._version for _, p in self._weights]
+
+    def note_written(self) -> None:
+        """Behind forward passes: weights without a gradient that they wrote are kept from now on."""
+        for (name, p), version in zip(self._weights, self._versions, strict=True):
+            if p._version != version and not p.requires_grad:
+                self._written[name] = p
 
     @torch.no_grad()
     def restore(self, broken: Tensor | None = None) -> None:
@@ -41,8 +61,24 @@ class Buffers:
         Args:
             broken: a boolean scalar on the device: only where it is true. None: in any case.
         """
-        for name, buffer in self._model.named_buffers():
+        for name, tensor in self._tensors():
             copy = self._kept.get(name)
             # One of another shape is no statistic, but something computed for a longer input.
-            if copy is not None and buffer.shape == copy.shape:
-                buffer.copy_(copy if broken is None else torch.where(broken, copy, buffer))
+            if copy is not None and tensor.shape == copy.shape:
+                tensor.copy_(copy if broken is None else torch.where(broken, copy, tensor))
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for name, buffer in self._model.named_buffers():
+            yield name, elements(buffer)
+        for name, p in self._written.items():
+            if not p.requires_grad:
+                yield name, elements(p)
+
+
+def elements(tensor: Tensor) -> Tensor:
+    """A view that has each element in memory once: an expanded tensor cannot be written as a whole."""
+    if tensor.layout is torch.strided and 0 in tensor.stride():
+        for dimension, stride in enumerate(tensor.stride()):
+            if stride == 0 and tensor.shape[dimension] > 1:
+                tensor = tensor.narrow(dimension, 0, 1)
+    return tensor

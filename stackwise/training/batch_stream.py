@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from stackwise.argument import require
 from stackwise.data.prefetch import Prefetched
-from stackwise.loader_epoch import parts_of, tell_epoch
-from stackwise.random_states import random_states, set_random_states
+from stackwise.loader_epoch import (
+    all_parts_of,
+    begun_again,
+    check_draws_each_epoch,
+    generator_states,
+    generators_of,
+    set_generators,
+    start_of,
+    tell_epoch,
+)
 
-__all__ = ["Batch", "BatchStream", "as_mapping", "check_apart", "check_restarts", "generators_of"]
+__all__ = ["Batch", "BatchStream", "as_mapping", "check_apart", "check_restarts"]
 
 Batch = Mapping[str, Tensor] | Tensor | Sequence[Tensor]
 
@@ -63,7 +68,7 @@ class BatchStream:
     def state_dict(self) -> dict[str, Any]:
         """The place of the batch that comes next."""
         state: dict[str, Any] = {"epoch": self._epoch, "batch": self._index}
-        state["generators"] = _generator_states(self._dataloader)
+        state["generators"] = generator_states(self._dataloader)
         if _has_state(self._dataloader):
             return state | {"loader": self._dataloader.state_dict()}  # type: ignore[attr-defined]
         return state | {"began": self._began}  # None: the pass has not begun
@@ -80,13 +85,12 @@ class BatchStream:
             ValueError: the loader is another one, or has fewer batches.
         """
         generators = state.get("generators")  # older states have none
-        if not _has_state(self._dataloader) and getattr(self._dataloader, "persistent_workers", False):
-            told = "dataloader: its persistent_workers draw once for all passes, so its batches may be others"
-            warnings.warn(f"{told} than without a break; a loader with a state_dict goes on", stacklevel=2)
+        if not _has_state(self._dataloader):
+            check_draws_each_epoch(self._dataloader)
         if not reads:
             if len(generators_of(self._dataloader)) < len(generators or []):
                 next(iter(self._dataloader), None)  # a sampler may make its own when it is gone through
-            self._set_generators(generators)
+            set_generators(self._dataloader, generators)
             return
         self._epoch, self._index = state["epoch"], state["batch"]
         tell_epoch(self._dataloader, self._epoch)
@@ -99,23 +103,15 @@ class BatchStream:
         self._began = state["began"]
         if self._began is None:
             return
-        # Those that there are: a sampler may make its own when it is gone through.
-        at_start = self._began.get("generators", [])
-        for generator, began in zip(generators_of(self._dataloader), at_start, strict=False):
-            generator.set_state(began)
-        set_random_states(self._began)
-        self._batches = iter(self._dataloader)
-        left_out = sum(1 for _ in islice(self._batches, self._index))
-        fewer = f"{self._index} or more in pass {self._epoch}, as when the state was saved"
-        require(left_out == self._index, "batches of the dataloader", left_out, fewer)
-        self._set_generators(generators)
+        self._batches = begun_again(self._dataloader, self._began, self._index, self._epoch)
+        set_generators(self._dataloader, generators)
 
     def _take(self) -> Batch:
         while True:
             if self._batches is None:
                 tell_epoch(self._dataloader, self._epoch)
                 if not _has_state(self._dataloader):
-                    self._began = random_states() | {"generators": _generator_states(self._dataloader)}
+                    self._began = start_of(self._dataloader)
                 self._batches, self._index = iter(self._dataloader), 0
             for batch in self._batches:
                 self._index += 1
@@ -124,34 +120,9 @@ class BatchStream:
                 raise ValueError("dataloader: got no batch" + (" in a later epoch" if self._epoch else ""))
             self._epoch, self._batches = self._epoch + 1, None
 
-    def _set_generators(self, states: Sequence[Tensor] | None) -> None:
-        generators = generators_of(self._dataloader)
-        if states is None:
-            if generators:
-                told = "dataloader: its generators were not saved, so its batches may be others"
-                warnings.warn(f"{told} than without a break", stacklevel=3)
-            return
-        count, saved = len(generators), len(states)
-        require(count == saved, "generators of the dataloader", count, f"{saved}, as many as were saved")
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
-
 
 def _has_state(dataloader: object) -> bool:
     return hasattr(dataloader, "state_dict") and hasattr(dataloader, "load_state_dict")
-
-
-def generators_of(loader: object) -> list[torch.Generator]:
-    """What a loader and its parts draw from, where that is not the random state of all; each once.
-
-    A sampler may have none until it is gone through.
-    """
-    drawn_from = (getattr(part, "generator", None) for part in _all_parts(loader))
-    return list(dict.fromkeys(each for each in drawn_from if isinstance(each, torch.Generator)))
-
-
-def _generator_states(loader: object) -> list[Tensor]:
-    return [generator.get_state() for generator in generators_of(loader)]
 
 
 def check_apart(dataloader: Iterable[Batch], validation: Iterable[Batch], *, saves: bool) -> None:
@@ -165,19 +136,14 @@ def check_apart(dataloader: Iterable[Batch], validation: Iterable[Batch], *, sav
             one object that keeps its place.
     """
     kind, keeps = type(validation).__name__, saves and _has_state(dataloader)
-    kept = [part for part in _all_parts(dataloader) if _has_state(part)] if keeps else []
-    others = {id(part) for part in _all_parts(validation)}
+    kept = [part for part in all_parts_of(dataloader) if _has_state(part)] if keeps else []
+    others = {id(part) for part in all_parts_of(validation)}
     shared = [type(part).__name__ for part in kept if id(part) in others]
     allowed = f"batches of its own: the dataloader keeps its place in the same {', '.join(shared)}"
     require(not shared, "validation", kind, allowed)
     one_pass = isinstance(dataloader, Prefetched) or getattr(dataloader, "persistent_workers", False)
     ends = dataloader is validation and one_pass
     require(not ends, "validation", kind, "a loader of its own: its pass would end that of the training")
-
-
-def _all_parts(loader: object) -> list[object]:
-    """Those of a loader, and of the one that it reads ahead, as `Prefetched` does."""
-    return parts_of(loader) + parts_of(getattr(loader, "loader", None))
 
 
 def check_restarts(dataloader: Iterable[Batch], n_units: int) -> None:

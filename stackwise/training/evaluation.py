@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from stackwise.config import TrainingConfig
-from stackwise.loader_epoch import tell_epoch
+from stackwise.loader_epoch import generators_of, tell_epoch
 from stackwise.seed import seeded
-from stackwise.training.batch_stream import Batch, as_mapping, generators_of
+from stackwise.training.batch_stream import Batch, as_mapping
 from stackwise.training.objective import Objective
 from stackwise.training.precision import autocast, frozen_precision
 from stackwise.training.processes import Processes

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import random
 import shutil
@@ -19,11 +20,18 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
-from stackwise.checkpoint import CheckpointManager, CheckpointWarning, DamagedCheckpointError
+from stackwise.checkpoint import (
+    CheckpointManager,
+    CheckpointWarning,
+    DamagedCheckpointError,
+    export,
+    object_state,
+)
 from stackwise.checkpoint import manager as manager_module
 from stackwise.checkpoint import writer as writer_module
 from stackwise.checkpoint.folder import MANIFEST, _mark
 from stackwise.checkpoint.tensor_file import Part
+from stackwise.checkpoint.tree import leaves
 from stackwise.checkpoint.writer import Staging
 from stackwise.data import TokenWindows
 
@@ -347,6 +355,138 @@ def test_wrappers_are_looked_through(tmp_path):
     other = Run(seed=1)
     manager.restore({"model": other.model})
     assert flat(other.model.state_dict()) == flat(run.model.state_dict())
+
+
+def in_parts(compiled):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+    for i in compiled:
+        model[i] = torch.compile(model[i], backend="eager")
+    return {"model": model, "optimizer": torch.optim.Adam(model.parameters())}
+
+
+def one_step(model, optimizer):
+    for p in model.parameters():  # by hand, so that nothing is compiled
+        p.grad = torch.arange(1.0, p.numel() + 1).view_as(p)
+    optimizer.step()
+    model[1].running_mean += 1
+    return flat([*model.parameters(), *model.buffers()])
+
+
+@pytest.mark.parametrize("saved, restored", [((0, 1), ()), ((), (0, 1)), ((0,), (1,))])
+def test_names_are_those_of_a_model_that_is_not_compiled(tmp_path, saved, restored):
+    run, manager = in_parts(saved), CheckpointManager(tmp_path / "run")
+    one_step(**run)
+    path = manager.save(1, run)
+    expected = one_step(**run)
+    fresh = in_parts(restored)
+    nn.init.zeros_(next(fresh["model"].parameters()))
+    manager.restore(fresh)
+    assert one_step(**fresh) == expected
+    export(path, "model", tmp_path / "model.safetensors")
+    assert load_file(tmp_path / "model.safetensors").keys() == in_parts(())["model"].state_dict().keys()
+
+
+def test_names_of_compiled_parts_that_older_checkpoints_have(tmp_path, monkeypatch):
+    run, manager = in_parts((0, 1)), CheckpointManager(tmp_path)
+    one_step(**run)
+    monkeypatch.setattr(object_state, "plain_name", lambda name: name)
+    manager.save(1, run)
+    monkeypatch.undo()
+    expected = one_step(**run)
+    for compiled in ((), (0, 1)):
+        fresh = in_parts(compiled)
+        manager.restore(fresh)
+        assert one_step(**fresh) == expected
+
+
+class Averaging(torch.optim.Optimizer):
+    """Keeps its averages in float32, whatever the parameters are in, beside other numbers."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            if not state:
+                state["average"] = torch.zeros_like(p, dtype=torch.float32)
+                state["nested"] = {"several": [torch.tensor(1 / 3), torch.tensor(0)], "pair": ()}
+                state["like it"] = torch.zeros_like(p)
+            state["average"].mul_(0.9).add_(p.grad.float(), alpha=0.1)
+            state["nested"]["several"][1] += 1
+            state["like it"] += p.grad
+            state["nested"]["pair"] = torch.tensor(math.nan), torch.tensor(2**30 + 1)
+            p.sub_((0.1 * state["average"]).to(p.dtype))
+
+
+class Halving(Averaging):
+    """Does something of its own with what it is given."""
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        for each in self.state.values():
+            each["average"] = each["average"].bfloat16() / 2
+
+
+def small(kind, dtype):
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2).to(dtype)
+    optimizer = kind(model.parameters())
+    for _ in range(3):
+        model(torch.randn(4, 3, dtype=dtype)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"model": model, "optimizer": optimizer}
+
+
+def dtypes_of(optimizer):
+    [state, _] = optimizer.state.values()
+    return {".".join(map(str, path)): leaf.dtype for path, leaf in leaves(state).items()}
+
+
+def bits_of(optimizer):
+    states = leaves(list(optimizer.state.values()))
+    return {path: (leaf.dtype, leaf.reshape(-1).view(torch.uint8).tolist()) for path, leaf in states.items()}
+
+
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize(
+    "kind",
+    [Averaging, torch.optim.NAdam, torch.optim.ASGD, torch.optim.AdamW],
+    ids=lambda kind: kind.__name__,
+)
+def test_the_state_of_an_optimizer_is_not_rounded(tmp_path, kind, alone):
+    run, manager = small(kind, torch.bfloat16), CheckpointManager(tmp_path)
+    kept = ["optimizer"] if alone else ["model", "optimizer"]
+    manager.save(3, {name: run[name] for name in kept})
+    fresh = small(kind, torch.bfloat16)
+    fresh["optimizer"].state.clear()
+    manager.restore({name: fresh[name] for name in kept})
+    assert bits_of(fresh["optimizer"]) == bits_of(run["optimizer"])
+
+
+def test_state_goes_with_the_dtype_of_its_parameter(tmp_path):
+    """Where that is another one than was saved; all else stays what it was."""
+    run, manager = small(Averaging, torch.bfloat16), CheckpointManager(tmp_path)
+    manager.save(3, run)
+    fresh = small(Averaging, torch.float64)
+    manager.restore(fresh)
+    wanted = dtypes_of(run["optimizer"])
+    assert wanted.pop("like it") == torch.bfloat16
+    found = dtypes_of(fresh["optimizer"])
+    assert found.pop("like it") == torch.float64
+    assert found == wanted
+
+
+def test_what_an_optimizer_makes_of_its_state_by_itself_stays(tmp_path):
+    run, manager = small(Halving, torch.bfloat16), CheckpointManager(tmp_path)
+    manager.save(3, run)
+    fresh = small(Halving, torch.bfloat16)
+    manager.restore(fresh)
+    for ours, theirs in zip(fresh["optimizer"].state.values(), run["optimizer"].state.values(), strict=True):
+        assert torch.equal(ours["average"], theirs["average"].bfloat16() / 2)
 
 
 def test_an_optimizer_knows_its_parameters_by_name(tmp_path):
@@ -888,6 +1028,14 @@ def test_a_file_of_others_that_cannot_be_written(tmp_path, error):
     with pytest.raises(OSError, match="full"):
         manager.close()
     manager.close()  # once is enough
+
+
+def test_a_dtype_that_cannot_be_kept_is_refused_by_its_own_save(tmp_path):
+    with CheckpointManager(tmp_path, asynchronous=True) as manager:
+        with pytest.raises(ValueError, match=r"^own\.x: got torch\.complex128; allowed in a checkpoint"):
+            manager.save(1, {"own": {"x": torch.ones(1, dtype=torch.complex128)}})
+        manager.save(2, {"own": {"x": torch.ones(1)}})
+    assert manager.steps() == [2]
 
 
 def test_an_error_that_is_not_the_disks_is_raised(tmp_path, monkeypatch):

@@ -18,6 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import distributed, nn
+from torch.utils.data import DataLoader
 
 from stackwise.checkpoint import (
     CheckpointManager,
@@ -29,6 +30,7 @@ from stackwise.checkpoint import (
 )
 from stackwise.checkpoint import content as content_module
 from stackwise.checkpoint import manager as manager_module
+from stackwise.stability.guard import Guard
 from tests.forked import end_of, start
 
 RANKS = 2
@@ -470,8 +472,27 @@ def of_other_shapes(rank, folder):
         CheckpointManager(folder / "parts").restore({"model": model})
 
 
+def guarded_copies(rank, folder):
+    """Each process has batches and random states of its own, and a loss of its own."""
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(3, 2))
+    model.load_state_dict({"0.weight": torch.ones(2, 3), "0.bias": torch.ones(2)})
+    model = nn.parallel.DistributedDataParallel(model)
+    optimizer = adamw(model)
+    guard = Guard(model, optimizer)
+    for batch in guard.batches(DataLoader(torch.randn(24, 3), batch_size=4)):
+        loss = model(batch).square().mean()
+        loss.backward()
+        guard.step(loss)
+        if guard.steps == 5:
+            CheckpointManager(folder / "guarded").save(5, {"guard": guard, "model": model})
+    if rank == 0:
+        torch.save(guard.state_dict()["judge"], folder / "judge.pt")
+
+
 SCENARIOS = [in_parts, in_parts_later, from_one, copies, replicas, read_by_torch, refused, damaged, mistaken]
 SCENARIOS += [failing_copies, mistakes_of_one, together, groups, uploaded, verified_once, of_other_shapes]
+SCENARIOS += [guarded_copies]
 
 
 def saved_by_one(folder):
@@ -529,6 +550,21 @@ def test_one_process_goes_on_from_copies_of_two(ranks):
     assert same == {"epoch": 3}
     with pytest.raises(ValueError, match=r"objects\['own'\]: got 'a state of 2 processes that differs"):
         manager.restore({"own": {}})
+
+
+def test_one_process_goes_on_with_a_guard_of_two(ranks):
+    folder, _, _ = ranks
+    model = nn.Sequential(nn.Linear(3, 2))
+    guard = Guard(model, adamw(model))
+    found = CheckpointManager(folder / "guarded").restore({"guard": guard, "model": model})
+    assert found.remarks[1:] == (
+        "saved by 2 processes, restored by 1: what each process had of 'guard' for itself is left out",
+    )
+    state = guard.state_dict()
+    assert (guard.steps, state["feed"]["index"], state["feed"]["began"]) == (5, 5, None)
+    of_norm, of_loss, _ = torch.load(folder / "judge.pt")["logs"][:, -6:-1]  # a step further on
+    norms, losses, _ = state["judge"]["logs"][:, -5:]
+    assert torch.equal(norms, of_norm) and torch.equal(losses, of_loss)
 
 
 def test_parts_of_two_are_one_file(ranks, tmp_path):

@@ -1,5 +1,6 @@
 """Termination: two signals are noted, the third acts; a run that was ended goes on bit for bit."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -178,6 +179,32 @@ def test_torchrun_and_its_processes_are_both_asked(tmp_path):
     manager = CheckpointManager(tmp_path / "run")
     assert manager.steps() == [int(ended[0])]
     manager.verify(int(ended[0]))
+
+
+def wait_in(connection):
+    connection.send("here")
+    time.sleep(600)
+
+
+def test_a_forked_process_ends_as_usual():
+    """As `Process.terminate()` and `Pool` ask for it; Ctrl-C is for all processes of a terminal."""
+    context = multiprocessing.get_context("fork")
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        with Termination() as termination:
+            ours, theirs = context.Pipe()
+            process = context.Process(target=wait_in, args=(theirs,))
+            process.start()
+            assert ours.recv() == "here"
+            os.kill(process.pid, signal.SIGINT)
+            process.terminate()
+            process.join(60)
+            code = process.exitcode
+            process.kill()
+            assert code == -signal.SIGTERM
+            assert not termination.requested
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_only_the_main_thread_hears():

@@ -6,16 +6,32 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.utils import _pytree
 
 from stackwise.argument import check_sizes, require
 from stackwise.checkpoint import tree
-from stackwise.random_states import random_states, set_random_states
+from stackwise.loader_epoch import (
+    begun_again,
+    check_draws_each_epoch,
+    generator_states,
+    generators_of,
+    set_generators,
+    start_of,
+)
+from stackwise.random_states import (
+    random_states,
+    random_states_equal,
+    random_states_kept,
+    random_states_set,
+    set_random_states,
+)
 from stackwise.stability.guard.alarm import hashable
+from stackwise.tensor_tree import tensors_of
 
 __all__ = ["BatchFeed", "GivenBatch"]
 
@@ -56,6 +72,9 @@ class BatchFeed:
         self._before: list[GivenBatch] = []  # those that are kept though they are given no more
         self._frontier: dict[str, Any] | None = None  # random states of the next batch that is new
         self._epoch, self._index = 0, 0  # of the next batch that is new
+        self._began: dict[str, Any] | None = None  # random states at the start of the epoch
+        self._loader: Iterable[Any] | None = None
+        self._generators: list[Tensor] | None = None  # states of the loader's, where it goes on from a state
         self._next_step = 0
         self._drawn_outside = False
         self._is_checked = False  # whether a checkpoint takes the batches
@@ -78,15 +97,20 @@ class BatchFeed:
             ending: called when the loader has no more; what it puts back is then given.
 
         Raises:
-            ValueError: an id of another kind.
+            ValueError: an id of another kind; a loader with fewer batches than were given.
+
+        Warns:
+            UserWarning: what `fast_forward` reads over may be other batches.
         """
         if self._within:
-            self._epoch, self._index = self._epoch + 1, 0
+            self._end_epoch()
         self._within = True
-        source = iter(loader)
-        if fast_forward:
-            for _ in islice(source, self._index):
-                pass
+        generators = self._generators if fast_forward else None
+        self._loader, self._generators = loader, None
+        if self._index or self._began is not None:
+            source = self._gone_on(loader, generators, fast_forward)
+        else:
+            source = self._begun(loader, generators)
         while True:
             if self._again:
                 given = self._again.popleft()
@@ -106,8 +130,47 @@ class BatchFeed:
             self.hand.append(given)
             self._kept.append(given)
             yield given.batch
-        self._epoch, self._index = self._epoch + 1, 0
+        self._end_epoch()
         self._within = False
+
+    def _end_epoch(self) -> None:
+        self._epoch, self._index, self._began = self._epoch + 1, 0, None
+
+    def _begun(self, loader: Iterable[Any], generators: list[Tensor] | None) -> Iterator[Any]:
+        """A new epoch; `generators`: the states of a run that goes on with it."""
+        if generators is not None:
+            check_draws_each_epoch(loader)
+            set_generators(loader, generators, all_are_there=False)
+        if self._frontier is None:
+            self._began = start_of(loader)
+            return iter(loader)
+        # First come batches of the epoch before: this one is begun as if there were none.
+        with random_states_set(self._frontier):
+            self._began = start_of(loader)
+            source = iter(loader)
+            self._frontier = random_states()
+        return source
+
+    def _gone_on(
+        self, loader: Iterable[Any], generators: list[Tensor] | None, fast_forward: bool
+    ) -> Iterator[Any]:
+        """The epoch of a state. Random states stay as they are, whatever is drawn on the way."""
+        with random_states_kept():
+            if not fast_forward:
+                if self._began is not None:
+                    set_random_states(self._began)
+                return iter(loader)
+            check_draws_each_epoch(loader)
+            if self._began is not None:
+                source = begun_again(loader, self._began, self._index, self._epoch)
+                set_generators(loader, generators)
+                return source
+            before = random_states()
+            source = begun_again(loader, before, self._index, self._epoch)
+            if generators_of(loader) or not random_states_equal(before, random_states()):
+                told = "loader: the random states with which its epoch began were not saved for this process"
+                warnings.warn(f"{told}, so its batches may be others than without a break", stacklevel=3)
+            return source
 
     def give(self, batch: Any, identity: Hashable) -> None:
         """A batch that somebody else has drawn is in hand."""
@@ -215,7 +278,8 @@ class BatchFeed:
         A step in hand was not begun: its batches are to be given again, unless somebody else has drawn them.
 
         Warns:
-            RuntimeWarning: of the first state, where no checkpoint would take a batch.
+            RuntimeWarning: of the first state, where no checkpoint would take a batch, or not give it back as
+                what it was.
         """
         self._check_kept()
         hand = [] if self._drawn_outside and not self.gives_again else self.hand
@@ -224,11 +288,10 @@ class BatchFeed:
             "index": self._index,
             "next_step": self._next_step,
             "quarantined": list(self.quarantined),
+            "began": None if self._began is None else _told(self._began),
+            "generators": self._generators if self._loader is None else generator_states(self._loader),
             "frontier": None if self._frontier is None else _told(self._frontier),
-            "again": [
-                {"step": g.step, "id": g.id, "batch": g.batch, "random": _told(g.random)}
-                for g in (*hand, *self._again)
-            ],
+            "again": [_plain(given) for given in (*hand, *self._again)],
         }
 
     def _check_kept(self) -> None:
@@ -236,11 +299,23 @@ class BatchFeed:
         if self._is_checked or not self._kept:
             return
         self._is_checked = True
+        batch, tensors = self._kept[-1].batch, dict[str, Tensor]()
         try:
-            tree.encode(self._kept[-1].batch, ("batch",), {})
+            plain = tree.encode(batch, ("batch",), tensors)
         except ValueError as error:
             said = f"{error}. Behind a rewind batches are in this state, which a checkpoint then refuses"
             warnings.warn(said, RuntimeWarning, stacklevel=4)
+            return
+        back = tree.decode(plain, lambda name, *_: tensors[name])
+        other = None if self._drawn_outside else _other_kind(batch, back, "batch")
+        if other is not None:
+            said = f"{other}. Behind a rewind batches are in this state, and a checkpoint gives them back so"
+            warnings.warn(said, RuntimeWarning, stacklevel=4)
+
+    @staticmethod
+    def common_state(state: Mapping[str, Any]) -> dict[str, Any]:
+        """Of what `state_dict` gave that which all processes have alike, where no batches are given again."""
+        return {**state, "began": None, "generators": None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` gave, also where it went through JSON.
@@ -253,10 +328,11 @@ class BatchFeed:
         self._epoch, self._index = state["epoch"], state["index"]
         self._next_step = state["next_step"]
         self.quarantined = dict.fromkeys(map(hashable, state["quarantined"]))
+        began = state.get("began")  # older states have none
+        self._began = None if began is None else _untold(began)
+        self._loader, self._generators = None, state.get("generators")
         self._frontier = None if state["frontier"] is None else _untold(state["frontier"])
-        self._again = deque(
-            GivenBatch(g["step"], hashable(g["id"]), g["batch"], _untold(g["random"])) for g in state["again"]
-        )
+        self._again = deque(map(_given, state["again"]))
         self.hand, self._kept, self._before = [], [], []
         self._within = False
 
@@ -268,6 +344,49 @@ def _known(key: str, identity: Any) -> Hashable:
     allowed = "an integer, a string, or a tuple of these"
     require(isinstance(identity, int | str | np.integer), key, identity, allowed)
     return str(identity) if isinstance(identity, str) else int(identity)  # not what is derived from these
+
+
+def _plain(given: GivenBatch) -> dict[str, Any]:
+    """With the device of its tensors, which a checkpoint gives back on the CPU."""
+    plain = {"step": given.step, "id": given.id, "batch": given.batch, "random": _told(given.random)}
+    return {**plain, "device": _device_of(given.batch)}
+
+
+def _given(plain: Mapping[str, Any]) -> GivenBatch:
+    """What `_plain` was given; also of a state from before, which has no device."""
+    batch = _moved(plain["batch"], plain.get("device"))
+    return GivenBatch(plain["step"], hashable(plain["id"]), batch, _untold(plain["random"]))
+
+
+def _device_of(batch: Any) -> str | None:
+    """Where all tensors of a batch are; None: on the CPU, or not on one device."""
+    devices = {tensor.device for tensor in tensors_of(batch)}
+    return str(*devices) if len(devices) == 1 and devices != {torch.device("cpu")} else None
+
+
+def _moved(batch: Any, name: str | None) -> Any:
+    """A batch on the device where it was given; if this machine lacks that one, on its current one."""
+    if name is None:
+        return batch
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+    return _pytree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, batch)
+
+
+def _other_kind(batch: Any, back: Any, place: str) -> str | None:
+    """What of a batch does not come back as what it was; None: all of it does."""
+    kind, other = type(batch), type(back)
+    if kind is not other and not isinstance(batch, Tensor):
+        got = f"{kind.__module__}.{kind.__qualname__}, which becomes a {other.__name__} that is none"
+        return f"{place}: got {got}; allowed in a checkpoint: lists, tuples and dictionaries themselves"
+    pairs: Iterable[tuple[Any, Any]] = ()
+    if isinstance(batch, Mapping):
+        pairs = batch.items()
+    elif isinstance(batch, list | tuple):
+        pairs = enumerate(batch)
+    found = (_other_kind(value, back[key], f"{place}.{key}") for key, value in pairs)
+    return next((each for each in found if each is not None), None)
 
 
 def _told(states: Mapping[str, Any]) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from stackwise.checkpoint import tree
 from stackwise.checkpoint.object_state import unwrapped
 from stackwise.checkpoint.tensor_file import Part, write_tensors
 from stackwise.random_states import random_states_kept, set_random_states
+from stackwise.stability.buffers import Buffers, elements
 from stackwise.stability.guard.batch_feed import GivenBatch
 from stackwise.stability.locate import ModuleScales, locate
 from stackwise.stability.locate.first_module import shown_name
@@ -216,7 +217,7 @@ def replay(
     """Compute a broken step again, with its weights (where the bundle has them), batches and random states.
 
     Its loss is scaled as it was then: what overflowed in float16 does so again. The model keeps the weights
-    of the bundle; gradients are forgotten, random states are as before.
+    of the bundle; gradients and random states are as before.
 
     Args:
         bundle: itself, or its folder.
@@ -252,12 +253,13 @@ def rerun(
     group: distributed.ProcessGroup | None = None,
     *,
     named: Sequence[tuple[str, nn.Parameter]] = (),
+    buffers: Buffers | None = None,
     loss_scale: float = 1.0,
 ) -> Replay:
-    """Forward and backward over `batches` under hooks. Random states and buffers are put back, gradients go.
+    """Forward and backward over `batches` under hooks. Gradients of `named` go.
 
-    So they are where it fails. The other processes of `group` are not told: they may be in a collective of
-    the model by then, and wait there until this one ends.
+    Random states, buffers and all other gradients are put back, also where it fails. The other processes of
+    `group` are not told then: they may be in a collective of the model, and wait there until this one ends.
 
     Args:
         model: with the weights of the step.
@@ -266,6 +268,8 @@ def rerun(
         scales: gives those of sound steps, first of all; None: only what is not finite is found.
         group: of processes that all compute the step again, and that average their gradients.
         named: parameters that are trained and may be none of the model's, with their names.
+        buffers: those of the model, and what else forward passes were seen to write; kept anew. None: the
+            buffers alone.
         loss_scale: what losses are multiplied with before their backward pass; norms are divided by it.
 
     Raises:
@@ -273,7 +277,11 @@ def rerun(
     """
     losses: list[float] = []
     where = ""
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    buffers = buffers or Buffers(model)
+    buffers.keep()
+    # Of an optimizer beside that of `named`, which has its step to make yet.
+    own = {id(p) for _, p in named}
+    of_others = [(p, p.grad) for p in model.parameters() if id(p) not in own]
     # Not by zero_grad: to whoever watches that, the step would be over.
     forget_gradients(model, named)
     try:
@@ -300,10 +308,9 @@ def rerun(
         norms = dict(zip(known, norms_P.tolist(), strict=True))
     finally:
         forget_gradients(model, named)
-        with torch.no_grad():
-            for name, buffer in model.named_buffers():
-                if name in buffers and buffer.shape == buffers[name].shape:
-                    buffer.copy_(buffers[name])
+        for p, gradient in of_others:
+            p.grad = gradient
+        buffers.restore()
     return Replay(sum(losses), total, norms, where)
 
 
@@ -396,7 +403,8 @@ def _load(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
         require(fits, f"weights[{name!r}]", tuple(weights[name].shape), str(tuple(own.shape)))
     with torch.no_grad():
         for name, own in mine.items():
-            own.copy_(weights[name])
+            place = elements(own)
+            place.copy_(weights[name][tuple(map(slice, place.shape))])
 
 
 def whole(tensor: Tensor) -> Tensor:

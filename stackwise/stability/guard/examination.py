@@ -34,9 +34,12 @@ class Examination:
         named: gives the parameters that are optimized, with their names.
         loss_of: the loss of (model, batch); None: no step can be computed again.
         feed: gives what has the sound batches before a broken one.
-        buffers: put back behind each look.
+        buffers: and what else forward passes write: put back behind each look.
         group: of processes that train together; None: this one alone.
         loss_scale: gives what the loss is multiplied with before its backward pass.
+
+    Attributes:
+        failed: whether the last step that was asked about could not be computed again.
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class Examination:
         self._model, self._named, self._loss_of = model, named, loss_of
         self._feed, self._buffers, self._group = feed, buffers, group
         self._loss_scale = loss_scale
+        self.failed = False
 
     def located(
         self, batches: Sequence[GivenBatch], alarm: Alarm, norms: Mapping[str, float], proven_limit: float
@@ -74,6 +78,7 @@ class Examination:
         found = None
         if self._loss_of is not None and batches:
             found = self._again(batches)
+        self.failed = self._loss_of is not None and bool(batches) and found is None
         if found is not None:
             finite = alarm.kind not in ("non-finite loss", "non-finite gradient")
             reproduced = found.broken
@@ -96,7 +101,6 @@ class Examination:
                 found = self._again(batches, lambda: self._scales(batches)) or found
             if not overflowed:
                 where, placed = found.where or where, bool(found.where)
-            self._buffers.keep()
         # Of those for whom it broke again the first that knows where; to others gradients came broken. Who
         # saw nothing of it, as of a loss of another process, knows nothing.
         everyone = self._of_all((where, reproduced, placed, alarm.value, alarm.limit))
@@ -119,13 +123,14 @@ class Examination:
                 scales,
                 self._group,
                 named=self._named(),
+                buffers=self._buffers,
                 loss_scale=self._loss_scale(),
             )
         except Exception as error:  # of a loss that is anybody's; under hooks it takes more memory
             if self._group is not None and distributed.get_world_size(self._group) > 1:
                 raise  # others may be in a collective of the model by now, and wait for this process
             # Training can do without it.
-            advice = "whether its batches broke it is not known"
+            advice = "whether its batches broke it is not known, and a norm may rise by `factor` now"
             said = f"step {batches[0].step} cannot be computed again: {error!r}; {advice}"
             warnings.warn(said, RuntimeWarning, stacklevel=2)
             return None

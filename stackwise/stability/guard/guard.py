@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.nn.parameter import UninitializedParameter
 
 from stackwise.argument import check_sizes, require
 from stackwise.stability.buffers import Buffers
@@ -25,6 +26,7 @@ from stackwise.stability.guard.alarm import Alarm, GuardError
 from stackwise.stability.guard.batch_feed import BatchFeed, GivenBatch
 from stackwise.stability.guard.blame import blamed
 from stackwise.stability.guard.bundle_folder import BundleFolder
+from stackwise.stability.guard.clipped_before import ClippedBefore
 from stackwise.stability.guard.escalation import Escalation
 from stackwise.stability.guard.examination import REFERENCES, Examination
 from stackwise.stability.guard.guard_record import GuardRecord
@@ -84,11 +86,13 @@ class Guard:
 
     Warns:
         RuntimeWarning: at every eighth step between sound ones that is left out for a finite loss or gradient
-            which it has again when it is computed again: data of another kind would be lost so.
+            which it has again when it is computed again: data of another kind would be lost so; once where
+            gradients come clipped, which hides every spike of theirs.
 
     Raises:
-        ValueError: nothing to train, parameters on several devices, an optimizer that cannot leave
-            a step out or needs a closure, a scheduler that follows what is measured.
+        ValueError: nothing to train, parameters on several devices or without a shape yet (of a lazy module),
+            an optimizer that cannot leave a step out or needs a closure, a scheduler that follows what is
+            measured.
     """
 
     def __init__(
@@ -111,6 +115,8 @@ class Guard:
         follows = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
         allowed = "one whose step() takes nothing; call this one yourself, behind an evaluation"
         require(not follows, "scheduler", type(scheduler).__name__, allowed)
+        lazy = [name for name, p in model.named_parameters() if isinstance(p, UninitializedParameter)]
+        require(not lazy, "parameters", lazy, "all with a shape: a forward pass before the guard gives it")
         self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
         self.policy = policy or GuardPolicy()
         self._others = dict(others or {})
@@ -168,6 +174,7 @@ class Guard:
             lambda: self._loss_scale,
         )
         self._answering: int | None = None
+        self._clipped_before = ClippedBefore()
         # Steps so far; None: there is no limit, or a logit came, or it was told of.
         self._without_logit = None if self.policy.logit_limit is None else 0
 
@@ -224,7 +231,8 @@ class Guard:
             logit: the largest attention logit, one element; None: it is no signal.
 
         Returns:
-            the decision, on the device.
+            the decision, on the device. Where its `found_inf` is 1 the update was left out: what goes with
+            updates, such as an average of the weights, has to be left out as well.
 
         Raises:
             ValueError: no gradient; a scheduler on another device than the CPU without `batches`.
@@ -260,6 +268,9 @@ class Guard:
         """
         self._look_for_logits()
         self._see_parameters()
+        # Without batches it is not known when a step begins, and what a loop did before it.
+        if self._feeds:
+            self._buffers.note_written()
         with torch.no_grad():
             norms_P = self._norms()
             if scale is not None:
@@ -280,7 +291,8 @@ class Guard:
         """Whether the optimizer is to be called now, which is all that is left to do.
 
         With a lag always: the optimizer has been told to leave the step out by itself. Also where a scaler
-        answers an overflow. Else buffers are as before the step, and gradients divided as was decided.
+        answers an overflow. Else buffers are as before the step (without `batches`, as behind the last one),
+        and gradients divided as was decided.
         """
         if self._overflowed:
             return True
@@ -435,6 +447,16 @@ class Guard:
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
         }
 
+    @staticmethod
+    def common_state(state: Mapping[str, Any]) -> dict[str, Any]:
+        """Of what `state_dict` gave that which all processes have alike: another number of them takes that.
+
+        Batches still to be given again are of one process each; where there are none, what steps had that
+        were made again is of no use any more.
+        """
+        made_before = state["made_before"] if state["feed"]["again"] else {"steps": [], "signals": []}
+        return {**state, "feed": BatchFeed.common_state(state["feed"]), "made_before": made_before}
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` gave, behind those of model, optimizer and scheduler.
 
@@ -550,6 +572,7 @@ class Guard:
             return
         if kind is None:
             self._reference = norms
+            self._look_for_clipping(norm, norms)
             if self.policy.snapshot_interval is not None and made.batches:
                 self._made_before.note(made.step, norm, loss, logit)
             self._escalation.sound(tuple(given.id for given in made.batches))
@@ -578,6 +601,15 @@ class Guard:
             said = f"logit_limit: got {limit}, and no attention logit in {steps} steps; {advice}"
             warnings.warn(said, RuntimeWarning, stacklevel=3)
 
+    def _look_for_clipping(self, norm: float, norms: Mapping[str, float]) -> None:
+        """Say it once where spikes are clipped away before they can be seen."""
+        if self._clipped_before.tells(norm, norms):
+            said = (
+                f"gradients: got a norm of {norm:.6g} at each of the last steps, as behind a clipping, which "
+                "hides every spike; allowed: as the backward pass left them, and GuardPolicy(clip=...)"
+            )
+            warnings.warn(said, RuntimeWarning, stacklevel=3)
+
     def _answer(self, made: _Made, alarm: Alarm, norms: Mapping[str, float], proven_limit: float) -> None:
         """The update was left out, and with a lag all that came after it. Say where, and go on somewhere."""
         later = self._unwind(made)
@@ -591,6 +623,12 @@ class Guard:
             self._judge.trust()
             self._feed.give_again([*made.batches, *later])
             return
+        if self._recomputes and self._examination.failed:
+            # The next would fail as well: a suspicion that nobody can look into is none.
+            self._recomputes = False
+            if self._is_mere_suspicion(alarm):
+                self._feed.give_again([*made.batches, *later])
+                return
         self.skipped += 1
         answer = self._escalation.answer(alarm, can_rewind=self._moment is not None)
         if answer.innocent:
@@ -608,6 +646,13 @@ class Guard:
         if answer.action == "raised":
             raise GuardError(alarm, self.alarms)
         self._look_for_sources()
+
+    def _is_mere_suspicion(self, alarm: Alarm) -> bool:
+        """Whether a step that was suspected rose by no more than `factor`, and is sound without a look."""
+        suspect = self.policy.suspect_factor
+        if alarm.kind != "gradient spike" or alarm.limit is None or suspect is None:
+            return False
+        return alarm.value <= alarm.limit / suspect * self.policy.factor
 
     def _look_for_sources(self) -> None:
         """Say it once in a while where batches are left out, one at a time, for what is their own."""

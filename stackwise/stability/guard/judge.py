@@ -70,7 +70,8 @@ class Judge:
     Args:
         policy: what counts as broken.
         device: where gradients are.
-        group: of processes that train together: what is broken in one is broken in all. None: this one alone.
+        group: of processes that train together: what is broken in one is broken in all, and of a sound step
+            all remember the largest signals of any. None: this one alone.
     """
 
     def __init__(
@@ -143,7 +144,11 @@ class Judge:
         not_finite = (~values_S[:2].isfinite() * self._not_finite_2).amax()
         code = torch.maximum(spike, not_finite)
         if self._group is not None:
-            distributed.all_reduce(code, distributed.ReduceOp.MAX, self._group)
+            # NaN is no logit; all else that is not finite is in the code.
+            numbers_S = values_S.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
+            largest = torch.cat([code[None].to(numbers_S), numbers_S])
+            distributed.all_reduce(largest, distributed.ReduceOp.MAX, self._group)
+            code, values_S = largest[0].to(code.dtype), largest[1:]
         divisor = None
         if self._policy.clip is not None:
             divisor = clip_divisor(norm, self._policy.clip)

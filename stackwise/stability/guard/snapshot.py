@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from stackwise.argument import require
+from stackwise.stability.buffers import elements
 
 __all__ = ["Moment", "Snapshot", "Stateful"]
 
@@ -161,12 +162,12 @@ class Snapshot:
         seen = set()
         for name, p in self._model.named_parameters():
             seen.add(id(p))
-            yield ("parameter", name), p
+            yield ("parameter", name), elements(p)
         for name, buffer in self._model.named_buffers():
-            yield ("buffer", name), buffer
+            yield ("buffer", name), elements(buffer)
         for number, p in enumerate(self._parameters()):
             if id(p) not in seen:
-                yield ("parameter", number), p
+                yield ("parameter", number), elements(p)
 
     def _parameters(self) -> list[nn.Parameter]:
         return [p for group in self._optimizer.param_groups for p in group["params"]]

@@ -4,11 +4,18 @@ import io
 import json
 import math
 import random
+from collections import UserDict
+from contextlib import nullcontext
+from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from torch.nn.utils.rnn import pack_sequence
+from torch.utils.data import DataLoader, Dataset, RandomSampler
 
+from stackwise.loader_epoch import generator_states
 from stackwise.random_states import random_states_kept
 from stackwise.stability.guard import Guard, GuardPolicy
 from stackwise.stability.guard.batch_feed import BatchFeed
@@ -273,3 +280,184 @@ def test_ids_are_plain_values():
             next(feed.batches([other], ending=lambda: None))
         with pytest.raises(ValueError, match=r"identity: got .*; allowed: an integer, a string, or a tuple"):
             feed.give(0, other)
+
+
+def drawn():
+    return torch.Generator().manual_seed(3)
+
+
+class Augmented(Dataset):
+    """Draws whenever it is read."""
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, i):
+        return torch.stack([torch.tensor(float(i)), torch.rand(())])
+
+
+LOADERS = {
+    "in order": lambda: DataLoader(Augmented(), batch_size=2),
+    "shuffled": lambda: DataLoader(Augmented(), batch_size=2, shuffle=True),
+    "generator": lambda: DataLoader(Augmented(), batch_size=2, shuffle=True, generator=drawn()),
+    "sampler": lambda: DataLoader(
+        Augmented(), batch_size=2, sampler=RandomSampler(Augmented(), generator=drawn())
+    ),
+    "list": lambda: list(torch.arange(24.0).view(6, 2, 2)),
+}
+
+
+def taken(feed, batches, count):
+    """Batches, and what a step draws behind each."""
+    found = []
+    for batch in islice(batches, count):
+        feed.take_hand()
+        found += [batch, torch.rand(1)]
+    return found
+
+
+def two_epochs(feed, loader, fast_forward=False):
+    for _ in range(2):
+        yield from feed.batches(loader, fast_forward=fast_forward, ending=lambda: None)
+
+
+@pytest.mark.parametrize("done", [1, 4, 6, 8])
+@pytest.mark.parametrize("kind", LOADERS)
+def test_a_loader_goes_on_with_the_same_batches(kind, done):
+    """What is drawn to get there moves nothing else on."""
+    torch.manual_seed(5)
+    feed = BatchFeed()
+    batches = two_epochs(feed, loader := LOADERS[kind]())
+    taken(feed, batches, done)
+    state, states = feed.state_dict(), torch.get_rng_state()
+    expected = taken(feed, batches, 12 - done)
+    again, fresh = BatchFeed(), LOADERS[kind]()
+    again.load_state_dict(state)
+    assert str(again.state_dict()) == str(state)
+    torch.manual_seed(99)
+    torch.set_rng_state(states)
+    found = taken(again, two_epochs(again, fresh, fast_forward=True), 12 - done)
+    assert same(found, expected)
+    assert (again.state_dict()["epoch"], again.state_dict()["index"]) == (1, 6)
+    assert same(generator_states(fresh), generator_states(loader))
+
+
+def test_a_generator_goes_on_with_the_next_epoch():
+    feed, loader = BatchFeed(), LOADERS["generator"]()
+    taken(feed, feed.batches(loader, ending=lambda: None), 7)
+    state = feed.state_dict()
+    assert (state["epoch"], state["index"], state["began"]) == (1, 0, None)
+    again = BatchFeed()
+    again.load_state_dict(state)
+    found = again.batches(LOADERS["generator"](), fast_forward=True, ending=lambda: None)
+    for batch, other in zip(loader, found, strict=True):
+        assert torch.equal(batch[:, 0], other[:, 0])
+
+
+@pytest.mark.parametrize("count", [2, 5])
+def test_an_epoch_that_begins_among_batches_that_are_given_again(count):
+    """It is begun as if there were none, whatever a step draws."""
+    orders = []
+    for goes_on in (False, True):
+        torch.manual_seed(5)
+        feed = BatchFeed()
+        taken(feed, feed.batches(LOADERS["shuffled"](), ending=lambda: None), 3)
+        feed.give_all_again([])
+        batches = feed.batches(LOADERS["shuffled"](), ending=lambda: None)
+        taken(feed, batches, count)
+        if goes_on:
+            state, states = feed.state_dict(), torch.get_rng_state()
+            feed = BatchFeed()
+            feed.load_state_dict(state)
+            torch.manual_seed(99)
+            torch.set_rng_state(states)
+            batches = feed.batches(LOADERS["shuffled"](), fast_forward=True, ending=lambda: None)
+        orders.append(taken(feed, batches, 9))
+    assert len(orders[0]) == 2 * (3 + 6 - count)
+    assert same(*orders)
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_a_state_without_the_start_of_its_epoch_is_read(kind):
+    """As older ones are, and those of another number of processes."""
+    torch.manual_seed(5)
+    feed = BatchFeed()
+    taken(feed, feed.batches(LOADERS[kind](), ending=lambda: None), 4)
+    old = {key: value for key, value in feed.state_dict().items() if key not in ("began", "generators")}
+    for state in (old, BatchFeed.common_state(feed.state_dict())):
+        again, states = BatchFeed(), torch.get_rng_state()
+        again.load_state_dict(state)
+        batches = again.batches(LOADERS[kind](), fast_forward=True, ending=lambda: None)
+        told = "loader: the random states with which its epoch began were not saved"
+        with nullcontext() if kind == "list" else pytest.warns(UserWarning, match=told):
+            batch = next(batches)
+        assert again.take_hand()[0].id == (0, 4)
+        if kind == "list":
+            assert torch.equal(batch, LOADERS[kind]()[4])
+            assert torch.equal(torch.get_rng_state(), states)
+
+
+class WithWorkers(list):
+    persistent_workers = True
+
+
+@pytest.mark.parametrize("done", [1, 7])
+def test_workers_that_stay_are_told_of(done):
+    feed, loader = BatchFeed(), WithWorkers("abcdef")
+    taken(feed, feed.batches(loader, ending=lambda: None), done)
+    again = BatchFeed()
+    again.load_state_dict(feed.state_dict())
+    with pytest.warns(UserWarning, match="persistent_workers draw once for all passes"):
+        next(again.batches(loader, fast_forward=True, ending=lambda: None))
+
+
+def test_a_loader_with_fewer_batches_than_were_given_is_refused():
+    feed = BatchFeed()
+    taken(feed, feed.batches("abcd", ending=lambda: None), 3)
+    again = BatchFeed()
+    again.load_state_dict(feed.state_dict())
+    with pytest.raises(ValueError, match="batches of the dataloader: got 2; allowed: 3 or more in pass 0"):
+        next(again.batches("ab", fast_forward=True, ending=lambda: None))
+
+
+class Pair(NamedTuple):
+    x: torch.Tensor
+
+
+@pytest.mark.parametrize(
+    "batch, place",
+    [
+        (UserDict(x=torch.ones(2)), "batch: got collections.UserDict, which becomes a dict"),
+        ([Pair(torch.ones(2))], r"batch\.0: got .*\.Pair, which becomes a Pair"),
+        ({"packed": pack_sequence([torch.ones(2)])}, r"batch\.packed: got .*\.PackedSequence, which becomes"),
+        ([1, {"x": (torch.ones(2), np.ones(2), None)}], None),
+    ],
+)
+def test_batches_that_come_back_as_others_are_told_of_at_the_first_state(batch, place):
+    feed = BatchFeed()
+    taken(feed, feed.batches([batch], ending=lambda: None), 1)
+    with nullcontext() if place is None else pytest.warns(RuntimeWarning, match=place):
+        feed.state_dict()
+    feed.state_dict()
+    drawn_by_others = BatchFeed()  # in whose state there are none
+    drawn_by_others.give(batch, 0)
+    drawn_by_others.take_hand()
+    drawn_by_others.state_dict()
+
+
+def test_batches_to_be_given_again_come_back_on_their_device():
+    """A checkpoint has them on the CPU."""
+    feed = BatchFeed()
+    feed.give({"x": [torch.ones(2, device="meta"), 3]}, 0)  # the other device that every machine has
+    feed.give_again(feed.take_hand())
+    state = feed.state_dict()
+    [entry] = state["again"]
+    entry["batch"] = {"x": [torch.ones(2), 3]}
+    # Also on one of a machine with more devices than this one has.
+    lacking = "cuda" if torch.cuda.is_available() else "cpu"
+    for device, wanted in ((entry["device"], "meta"), ("cuda:99", lacking), (None, "cpu")):
+        entry["device"] = device
+        again = BatchFeed()
+        again.load_state_dict(state)
+        given = next(again.batches([], ending=lambda: None))
+        assert given["x"][0].device.type == wanted and given["x"][1] == 3

@@ -309,3 +309,34 @@ def test_histogram():
 )
 def test_blame(norms, reference, where):
     assert blamed(norms, reference) == where
+
+
+def test_gradients_of_another_optimizer_are_left_as_they_are(broken):
+    model, bundle = broken
+    model(bundle.batches[0].batch["x"]).sum().backward()
+    named = [(name, p) for name, p in model.named_parameters() if name.startswith("0.")]
+    before = {name: (p.grad, p.grad.clone()) for name, p in model.named_parameters()}
+    found = rerun(model, bundle.batches, loss_of, named=named)
+    assert found.parameter_norms == pytest.approx(rerun(model, bundle.batches, loss_of).parameter_norms)
+    for name, p in model.named_parameters():
+        gradient, values = before[name]
+        assert (p.grad is None) if name.startswith("0.") else (p.grad is gradient)
+        assert torch.equal(gradient, values)
+
+
+def test_expanded_buffers_are_computed_with_again(tmp_path):
+    def make():
+        model = nn.Linear(4, 1)
+        model.register_buffer("scale", torch.full((1,), 2.0).expand(4))
+        return model
+
+    model = make()
+    weights = {n: t.detach().clone() for n, t in [*model.named_parameters(), *model.named_buffers()]}
+    given = GivenBatch(1, 1, torch.ones(3, 4), random_states())
+    folder = Bundle({"step": 1, "kind": "non-finite loss"}, [given], {}, True, weights).write(
+        tmp_path / "step"
+    )
+    other = make()
+    other.scale[0] = 1.0
+    loss = replay(folder, other, lambda model, x: model(x * model.scale).square().mean()).loss
+    assert loss == model(torch.full((3, 4), 2.0)).square().mean().item()

@@ -1,12 +1,14 @@
 """Judge: its limits against NumPy, what each signal is told apart by, and what it remembers."""
 
 import math
+import threading
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import distributed
 
 from stackwise.stability.guard import GuardPolicy
 from stackwise.stability.guard.judge import KINDS, Judge
@@ -182,3 +184,39 @@ def test_the_state_is_a_copy_and_goes_on():
 def test_another_state_is_refused(logs):
     with pytest.raises(ValueError, match=r"state\['logs'\]"):
         trained().load_state_dict({"logs": logs, "clipped": torch.zeros(()), "trusted": False})
+
+
+def test_all_processes_remember_the_same(monkeypatch):
+    """The largest of each signal: a process with harder data is no spike, and a rise of any is one of all."""
+    meeting, given = threading.Barrier(2, timeout=60), {}
+
+    def all_reduce(tensor, op, group):
+        assert (op, group) == (distributed.ReduceOp.MAX, "both")
+        given[threading.get_ident()] = tensor.clone()
+        meeting.wait()
+        tensor.copy_(torch.stack(list(given.values())).amax(0))
+        meeting.wait()
+
+    monkeypatch.setattr(distributed, "all_reduce", all_reduce)
+    judges = [Judge(GuardPolicy(), CPU, "both") for _ in range(2)]
+    kinds = [[], []]
+
+    def train(rank):
+        for step in range(10):
+            loss = (1.0 + step / 100) * (4 if rank else 1) * (4 if step == 9 and rank else 1)
+            logit = [5.0, math.nan][rank] if step < 6 else None if step == 6 else 6.0 + rank
+            if step == 8 and not rank:
+                loss = math.nan
+            kinds[rank].append(kind_of(judges[rank], loss=loss, logit=logit))
+
+    threads = [threading.Thread(target=train, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert kinds[0] == kinds[1] == [None] * 8 + ["non-finite loss", "loss spike"]
+    ours, theirs = (judge.state_dict() for judge in judges)
+    assert torch.equal(ours["logs"].nan_to_num(9.0), theirs["logs"].nan_to_num(9.0))
+    _, losses, logits = ours["logs"].exp()
+    assert losses[-8:].tolist() == pytest.approx([4 + step / 25 for step in range(8)])
+    assert logits[-7:].tolist() == pytest.approx([5.0] * 6 + [7.0])

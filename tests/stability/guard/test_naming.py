@@ -370,3 +370,21 @@ def test_a_step_that_cannot_be_computed_again_is_left_out(fails, reproduced, lag
     [alarm] = run.guard.alarms
     assert (alarm.step, alarm.action, alarm.reproduced) == (30, "skipped", reproduced)
     assert same(run.state, guarded("fused adamw", data=data, loss_of=compute, lag=lag, dropout=0.1).state)
+
+
+@pytest.mark.parametrize("lag", [0, 3])
+def test_a_suspicion_that_cannot_be_looked_into_is_no_alarm(lag):
+    """As where `loss_of` lacks what the loop makes of a batch: sound batches are not lost."""
+    data = make_data()
+    compute = steep(data, 4, 60, 80)
+
+    def failing(model, batch):
+        if is_recomputation():
+            raise RuntimeError("on another device")
+        return compute(model, batch)
+
+    with pytest.warns(RuntimeWarning, match="step 60 cannot be computed again: .* by `factor`") as warned:
+        run = guarded("fused adamw", data=data, loss_of=failing, lag=lag, dropout=0.1)
+    assert len(warned) == 1
+    assert (run.guard.alarms, run.guard.skipped, run.guard.cleared) == ([], 0, 0)
+    assert same(run.state, plain("fused adamw", data=data, dropout=0.1, compute=compute).state)

@@ -5,8 +5,10 @@ import math
 
 import pytest
 import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from stackwise.stability.guard import GuardError, GuardPolicy
+from stackwise.stability.guard import Guard, GuardError, GuardPolicy
 from tests.stability.guard.guarded_run import (
     FAULTS,
     OPTIMIZERS,
@@ -175,3 +177,118 @@ def test_one_nan_costs_one_step_and_the_detector_lives(optimizer):
     ]
     assert run.guard.skipped == 2
     assert same(run.state, plain(optimizer, leave_out=[20, 60]).state)
+
+
+class Contrast(nn.Module):
+    """Its second part is a running average of the first, that each forward pass takes on."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.student, self.teacher = nn.Linear(8, 4), nn.Linear(8, 4)
+        self.teacher.load_state_dict(self.student.state_dict())
+        self.teacher.requires_grad_(False)
+
+    def forward(self, x):
+        with torch.no_grad():
+            for own, other in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+                own.mul_(0.9).add_(other, alpha=0.1)
+        return (self.student(x) - self.teacher(x) - x[:, :4]).square().mean()
+
+
+def contrasted(data, leave_out=(), **arguments):
+    """Trained under a guard where there are arguments, else plainly."""
+    model = Contrast()
+    # The average is among its parameters too, and gets no gradient.
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, fused=True)
+    if not arguments:
+        for step, batch in enumerate(data):
+            if step not in leave_out:
+                model(batch).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return model, None
+    guard = Guard(model, optimizer, loss_of=lambda model, batch: model(batch), **arguments)
+    for batch in guard.batches(data):
+        loss = model(batch)
+        loss.backward()
+        guard.step(loss)
+    return model, guard
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_weights_that_forward_passes_write_are_as_without_the_guard(lag):
+    torch.manual_seed(3)
+    data = [torch.randn(16, 8) for _ in range(60)]
+    data[30] = data[30] * 2.2
+    policy = GuardPolicy(loss_factor=None)
+    model, guard = contrasted(data, policy=policy, lag=lag)
+    assert (guard.alarms, guard.cleared) == ([], 1)
+    assert same(model.state_dict(), contrasted(data)[0].state_dict())
+    data[20] = torch.full_like(data[20], math.nan)
+    model, guard = contrasted(data, policy=policy, lag=lag)
+    assert [(alarm.step, alarm.action) for alarm in guard.alarms] == [(20, "skipped")]
+    assert same(model.state_dict(), contrasted(data, leave_out=[20])[0].state_dict())
+
+
+@pytest.mark.parametrize("broken", [(), (25,), tuple(range(25, 30))])
+def test_what_goes_with_the_updates_is_as_without_the_broken_batches(broken):
+    """A second optimizer over the same model, and an average of its weights."""
+    torch.manual_seed(2)
+    data = [torch.randn(16, 8) for _ in range(60)]
+    data[45] = data[45] * 2.2  # looked into
+
+    def loss_of(model, batch):
+        return (model(batch) - batch.sum(-1, keepdim=True)).square().mean()
+
+    def trained(is_guarded):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+        first = torch.optim.SGD(model[0].parameters(), lr=0.01, momentum=0.9)
+        second = torch.optim.AdamW(model[2].parameters(), lr=1e-3)
+        average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+        guard = None
+        if is_guarded:
+            given = [batch * math.nan if step in broken else batch for step, batch in enumerate(data)]
+            policy = GuardPolicy(loss_factor=None, snapshot_interval=20)
+            others = {"second": second, "average": average}
+            guard = Guard(model, first, loss_of=loss_of, policy=policy, others=others)
+        else:
+            given = [batch for step, batch in enumerate(data) if step not in broken]
+        for batch in given if guard is None else guard.batches(given):
+            loss = loss_of(model, batch)
+            loss.backward()
+            if guard is None:
+                first.step()
+                first.zero_grad()
+            if guard is None or not guard.step(loss).found_inf:
+                second.step()
+                average.update_parameters(model)
+            second.zero_grad()
+        return guard, [each.state_dict() for each in (model, second, average)]
+
+    guard, state = trained(True)
+    assert [alarm.step for alarm in guard.alarms] == list(broken)
+    assert guard.cleared == 1
+    assert same(state, trained(False)[1])
+
+
+def test_a_guard_leaves_gradients_to_another():
+    """It forgets those of its own optimizer alone, also where it looks into a step."""
+    torch.manual_seed(2)
+    data = [torch.randn(16, 8) for _ in range(30)]
+    data[12] = data[12] * 3.2
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+
+    def loss_of(model, batch):
+        return (model(batch) - batch.sum(-1, keepdim=True)).square().mean()
+
+    policy = GuardPolicy(loss_factor=None)
+    first = Guard(model, torch.optim.SGD(model[0].parameters(), lr=0.01), loss_of=loss_of, policy=policy)
+    second = Guard(model, torch.optim.SGD(model[2].parameters(), lr=0.01), policy=policy)
+    for batch in first.batches(data):
+        loss = loss_of(model, batch)
+        loss.backward()
+        first.step(loss)
+        second.step(loss)
+    assert first.cleared >= 1

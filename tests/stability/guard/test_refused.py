@@ -60,6 +60,11 @@ def test_what_is_refused():
         Guard(model, optimizer, scheduler=follows)
     with pytest.raises(ValueError, match="optimizer: got 'LBFGS'; allowed: one whose step"):
         Guard(model, torch.optim.LBFGS(model.parameters()))
+    lazy = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 1))
+    with pytest.raises(
+        ValueError, match=r"parameters: got \['0.weight', '0.bias'\]; allowed: all with a shape"
+    ):
+        Guard(lazy, torch.optim.SGD(lazy[1].parameters(), lr=1.0))
     meta = [nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1, device="meta"))]
     with pytest.raises(ValueError, match=r"parameters: got .*'cpu', 'meta'"):
         Guard(nn.ParameterList(meta), torch.optim.SGD(meta, lr=1.0))

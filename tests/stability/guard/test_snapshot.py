@@ -236,3 +236,15 @@ def test_scheduler_rates_and_others_come_back():
         assert found[0]["last_epoch"] == wanted[0]["last_epoch"] == 3
         assert "added" not in optimizer.param_groups[0]
         scheduler.step()
+
+
+def test_an_expanded_tensor_comes_back():
+    model = nn.Linear(4, 1)
+    model.register_buffer("scale", torch.ones(1).expand(4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    snapshot = Snapshot(model, optimizer)
+    snapshot.take()
+    assert snapshot.nbytes == 4 * (4 + 1 + 1)
+    model.scale[0] = 2.0
+    snapshot.restore()
+    assert torch.equal(model.scale, torch.ones(4))

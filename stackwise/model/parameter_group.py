@@ -65,8 +65,8 @@ class ParameterGroups:
         no Stack trains such a weight: the group of the final norm, or of an untied head for matrices;
         at last, the only empty group, where weight decay says which kind it is for.
 
-        Groups of `Muon` are for matrices of Blocks or for all else, and for matrices of as many maps: one
-        that is for another kind is none for this weight.
+        A group of `Muon` that splits its matrices in other maps is none for this weight; nor is one that is
+        for matrices of Blocks where this is none, or the reverse, unless it trains the same weight elsewhere.
 
         Parameters that are in a group already have no part in the plan.
 
@@ -141,7 +141,7 @@ class ParameterGroups:
             trained = [(r, p) for r, p in _roles(self.rack.get_stack(index)) if id(p) in self._group_of]
             same_kind = [(r, p) for r, p in trained if (p.ndim >= 2) == is_matrix]
             for r, p in [(r, p) for r, p in same_kind if r == role] + same_kind:
-                if _fits(self._group_of[id(p)], rows, as_one=r == role):
+                if _fits(self._group_of[id(p)], rows, is_same=r == role):
                     return self._group_of[id(p)]
         outside = self.rack.lm_head if is_matrix else self.rack.final_norm
         group = self._group_of.get(id(outside.weight))
@@ -172,19 +172,21 @@ def block_matrices(model: nn.Module) -> dict[int, tuple[int, ...]]:
     return found
 
 
-def _fits(group: Mapping[str, Any], rows: tuple[int, ...] | None, *, as_one: bool = False) -> bool:
+def _fits(group: Mapping[str, Any], rows: tuple[int, ...] | None, *, is_same: bool = False) -> bool:
     """Whether a group is for such a weight: any of torch's own is, one of `Muon` says what it is for.
 
     Args:
         group: of an optimizer.
         rows: of `block_matrices`; None: it is none of them.
-        as_one: whether a matrix of several maps may be taken for one, as the same weight elsewhere is.
+        is_same: whether it trains the same weight of another Stack: then it is right but for its rows.
     """
     if not group.keys() >= {"kind", "rows"}:
         return True
-    if rows is None or group["kind"] == "adamw":
-        return rows is None and group["kind"] == "adamw"
-    return tuple(group["rows"]) == rows or (as_one and not group["rows"])
+    if is_same and (group["kind"] == "adamw" or not group["rows"]):
+        return True
+    if group["kind"] == "adamw":
+        return rows is None
+    return rows is not None and tuple(group["rows"]) == rows
 
 
 def _roles(stack: Stack) -> Iterator[tuple[str, nn.Parameter]]:

@@ -142,7 +142,8 @@ def _by_kind(
         parts: dict[tuple[int, ...] | None, list[nn.Parameter]] = {None: []}
         for p in group["params"]:
             parts.setdefault(matrices.get(id(p)), []).append(p)
-        for rows, params in parts.items():
+        # In an order that does not depend on which Stack is the first.
+        for rows, params in sorted(parts.items(), key=lambda part: (part[0] is not None, part[0])):
             if rows is None:
                 yield {**group, "params": params, "kind": "adamw"}
             else:

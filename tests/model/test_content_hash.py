@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import enum
 import functools
 import hashlib
 import logging
@@ -16,7 +15,7 @@ from torch import nn
 
 import stackwise.model.content_hash as module_under_test
 from stackwise.model import Stack, create_simple_rack
-from stackwise.model.content_hash import ContentHash, tensor_digest
+from stackwise.model.content_hash import ContentHash, code_of, tensor_digest
 from stackwise.model.rotary import Rotary
 
 SMALL, QUICK = 2**20, 0
@@ -294,21 +293,12 @@ class Scaled(nn.Module):
 
 
 def test_class_from_elsewhere_counts_with_its_file():
-    content = ContentHash()
-    assert hashlib.sha256(Path(__file__).read_bytes()).hexdigest() in content.code_of(Scaled)
-    assert content.code_of(nn.Linear) == "torch.nn.modules.linear.Linear"
+    assert hashlib.sha256(Path(__file__).read_bytes()).hexdigest() in code_of(Scaled)
+    assert code_of(nn.Linear) == "torch.nn.modules.linear.Linear"
     assert changed(lambda part: setattr(part, "scale", 3.0), Scaled(2.0))
-
-
-def test_functions_of_a_class_from_elsewhere_count(monkeypatch):
-    assert changed(lambda _: monkeypatch.setattr(Scaled, "forward", lambda self, x: x), Scaled(2.0))
-    for name in ("nowhere", "builtins"):
-        first, second = (
-            type("Nowhere", (nn.Module,), {"__module__": name, "forward": function})
-            for function in (lambda self, x: x, lambda self, x: -x)
-        )
-        assert ContentHash()({"part": first()}) == ContentHash()({"part": first()})
-        assert ContentHash()({"part": first()}) != ContentHash()({"part": second()})
+    nowhere = type("Nowhere", (nn.Module,), {"__module__": "nowhere"})
+    with pytest.raises(ValueError, match="class: got 'Nowhere'; allowed: one that comes from a file"):
+        code_of(nowhere)
 
 
 def test_attributes_of_a_class_from_elsewhere_count(monkeypatch):
@@ -321,11 +311,6 @@ def test_attributes_of_a_class_from_elsewhere_count(monkeypatch):
 
 class Nested:
     pass
-
-
-class Kind(enum.Enum):
-    A = 1
-    B = 2
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -345,9 +330,6 @@ class Slotted:
         ({"act": (torch.relu, nn.LayerNorm)}, {"act": (torch.tanh, nn.LayerNorm)}),
         ([torch.ones(2)], [torch.zeros(2)]),
         (Slotted(1), Slotted(2)),
-        (Kind.A, Kind.B),
-        (functools.partial(torch.clamp, min=0), functools.partial(torch.clamp, min=1)),
-        ({"act": lambda x: x}, {"act": lambda x: -x}),
         (nn.Linear(2, 2), nn.Linear(2, 2)),
         ((nn.Linear(2, 2),), (nn.Linear(2, 2),)),
     ],
@@ -393,13 +375,10 @@ def test_compiled_modules_count():
     assert changed(lambda part: part.get_block(0).compile(), make_stack())
 
 
-def test_class_of_a_value_counts_with_its_functions():
-    digests = set()
-    for function in (lambda self: self.x, lambda self: -self.x):
-        namespace = {"__module__": "nowhere", "value": function}
-        rule = dataclasses.make_dataclass("Rule", ["x"], namespace=namespace)
-        digests |= {ContentHash()({"part": Scaled(rule(1))}) for _ in range(2)}
-    assert len(digests) == 2
+def test_class_of_a_value_counts_with_its_file():
+    rule = dataclasses.make_dataclass("Rule", ["x"], namespace={"__module__": "nowhere"})
+    with pytest.raises(ValueError, match="class: got 'Rule'; allowed: one that comes from a file"):
+        ContentHash()({"part": Scaled(rule(1))})
 
 
 @pytest.mark.parametrize(
@@ -441,18 +420,6 @@ def test_hooks_are_refused(hook):
     with pytest.raises(ValueError, match=r"part\.blocks\.1\.attention\.out: got 'a forward hook'"):
         content({"part": stack})
     handle.remove()
-    content({"part": stack})
-
-
-@pytest.mark.parametrize("hook", ["register_module_forward_hook", "register_module_forward_pre_hook"])
-def test_hooks_of_all_modules_are_refused(hook):
-    stack, content = make_stack(), ContentHash()
-    handle = getattr(nn.modules.module, hook)(lambda *_: None)
-    try:
-        with pytest.raises(ValueError, match="all modules: got 'a forward hook'"):
-            content({"part": stack})
-    finally:
-        handle.remove()
     content({"part": stack})
 
 

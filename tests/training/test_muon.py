@@ -58,6 +58,10 @@ def backward(rack, seed=0):
     nn.functional.cross_entropy(rack(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten()).backward()
 
 
+def same_state(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+
+
 def state_of(optimizer):
     return copy.deepcopy(optimizer.state_dict()["state"])
 
@@ -352,6 +356,29 @@ class TestGroups:
         for name, p in stack.named_parameters():
             assert of[id(p)]["kind"] == ("muon" if p.ndim == 2 else "adamw")
             assert p.ndim < 2 or of[id(p)]["rows"] == ((16, 8, 8) if "qkv" in name else ())
+
+    def test_groups_of_ones_own(self):
+        """The same weight of another Stack says what this one is for, whatever is usual."""
+        rack = rack_of()
+        matrices = [p for n, p in rack.named_parameters() if ".up." in n or ".down." in n]
+        others = [p for p in rack.parameters() if not any(p is m for m in matrices)]
+        optimizer = Muon([{"params": matrices}, {"params": others, "kind": "adamw"}], lr=1e-2)
+        stack = rack_of().get_stack(0)
+        append_stack(rack, stack, optimizer)
+        of = {id(p): group["kind"] for group in optimizer.param_groups for p in group["params"]}
+        for name, p in stack.named_parameters():
+            assert of[id(p)] == ("muon" if ".up." in name or ".down." in name else "adamw")
+
+    def test_groups_come_in_the_same_order_whichever_stack_is_first(self):
+        rack = rack_of(n_kv_heads=2)
+        optimizer = create_optimizer(rack, CONFIG)
+        prepend_stack(rack, rack_of(attention_type="mla", latent=LATENT).get_stack(0), optimizer)
+        backward(rack)
+        optimizer.step()
+        other = create_optimizer(rack, CONFIG)
+        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        for p in rack.parameters():
+            assert same_state(optimizer.state[p], other.state[p])
 
     @pytest.mark.parametrize("tied", [True, False])
     def test_matrices_are_never_taken_for_something_else(self, tied):

@@ -18,7 +18,7 @@ from stackwise.stability.buffers import elements
 
 __all__ = ["Moment", "Snapshot", "Stateful"]
 
-# What it is, and which: a name, or a number of the optimizer and a key of its state.
+# What it is, and which: a name, or a parameter of the optimizer and a key of its state.
 _Key = tuple[Any, ...]
 
 
@@ -47,9 +47,12 @@ class Moment:
         scheduler: Stateful | None,
         others: Mapping[str, Stateful] | None = None,
     ) -> None:
-        # By a parameter of each: groups come and go.
+        # By the parameters of each: groups come and go, and others may join one in front.
         self._options = {
-            group["params"][0]: _options(group) for group in optimizer.param_groups if group["params"]
+            p: options
+            for group in optimizer.param_groups
+            if (options := _options(group))
+            for p in group["params"]
         }
         self._scheduler = None if scheduler is None else copy.deepcopy(dict(scheduler.state_dict()))
         self._others = {name: copy.deepcopy(dict(o.state_dict())) for name, o in (others or {}).items()}
@@ -66,7 +69,7 @@ class Moment:
         # Behind the scheduler: what loading it does to the rates is undone.
         for group in optimizer.param_groups:
             kept = group["params"]
-            options = self._options.get(kept[0]) if kept else None
+            options = next((self._options[p] for p in kept if p in self._options), None)
             if options is None:
                 continue
             group.clear()
@@ -125,17 +128,18 @@ class Snapshot:
         ]
         for (what, which), tensor, kept in known:
             fits = what == "buffer" or tensor.shape == kept.shape
-            require(fits, f"{what} {which}", tuple(tensor.shape), f"{tuple(kept.shape)}, as it was")
+            called = f"{what} {which}" if isinstance(which, str) else f"{what} of the optimizer"
+            require(fits, called, tuple(tensor.shape), f"{tuple(kept.shape)}, as it was")
         for _, tensor, kept in known:
             if tensor.shape == kept.shape:
                 tensor.copy_(kept, non_blocking=True)
-        of_number: dict[int, dict[Any, Any]] = {}
+        states: dict[nn.Parameter, dict[Any, Any]] = {}
         for (what, which, *rest), value in self._kept.items():
             if what == "optimizer":
-                of_number.setdefault(which, {})[rest[0]] = value
+                states.setdefault(which, {})[rest[0]] = value
         state = self._optimizer.state
-        for number, p in enumerate(self._parameters()):
-            kept = of_number.get(number, {})
+        for p in self._parameters():
+            kept = states.get(p, {})
             if not kept:
                 state.pop(p, None)
                 continue
@@ -153,10 +157,10 @@ class Snapshot:
 
     def _values(self) -> Iterator[tuple[_Key, Any]]:
         yield from self._tensors()
-        for number, p in enumerate(self._parameters()):
+        for p in self._parameters():
             if p in self._optimizer.state:
                 for key, value in self._optimizer.state[p].items():
-                    yield ("optimizer", number, key), value
+                    yield ("optimizer", p, key), value
 
     def _tensors(self) -> Iterator[tuple[_Key, Tensor]]:
         seen = set()
@@ -165,9 +169,9 @@ class Snapshot:
             yield ("parameter", name), elements(p)
         for name, buffer in self._model.named_buffers():
             yield ("buffer", name), elements(buffer)
-        for number, p in enumerate(self._parameters()):
+        for p in self._parameters():
             if id(p) not in seen:
-                yield ("parameter", number), elements(p)
+                yield ("parameter", p), elements(p)
 
     def _parameters(self) -> list[nn.Parameter]:
         return [p for group in self._optimizer.param_groups for p in group["params"]]

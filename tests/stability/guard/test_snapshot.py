@@ -248,3 +248,24 @@ def test_an_expanded_tensor_comes_back():
     model.scale[0] = 2.0
     snapshot.restore()
     assert torch.equal(model.scale, torch.ones(4))
+
+
+@pytest.mark.parametrize("place", [0, 1, 99])
+def test_others_that_join_a_group_move_nothing(place):
+    """As surgery does: what was there before keeps its state and options, and what is new has none."""
+    model = Tied()
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    train(model, optimizer, 2, 0)
+    before = {p: copy.deepcopy(optimizer.state[p]) for p in model.parameters()}
+    snapshot, moment = Snapshot(model, optimizer), Moment(optimizer, None)
+    snapshot.take()
+    joined = nn.Parameter(torch.ones(6, 7))
+    optimizer.param_groups[0]["params"].insert(place, joined)
+    joined.grad = torch.ones_like(joined)
+    optimizer.param_groups[0]["lr"] = 5.0
+    train(model, optimizer, 1, 1)
+    snapshot.restore()
+    moment.restore(optimizer, None)
+    assert {p: dict(state) for p, state in optimizer.state.items()}.keys() == before.keys()
+    assert all(same(dict(optimizer.state[p]), before[p]) for p in before)
+    assert optimizer.param_groups[0]["lr"] == 0.1

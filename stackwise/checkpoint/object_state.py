@@ -120,11 +120,13 @@ class Objects:
         """Give it its state in the dtypes that were read.
 
         `Optimizer.load_state_dict` gives all but `step` that of the parameter, which is right for what had it
-        when it was saved. What was wider would be rounded.
+        when it was saved. What was wider would be rounded. Where the parameter's is not known, as of an
+        optimizer alone, that goes for numbers alone: tensors are computed with those of its gradient.
         """
         state = self._by_number(name, optimizer, states[name])
         optimizer.load_state_dict(state)
-        if not isinstance(state, dict) or not isinstance(state.get("state"), dict):
+        own_layout = not isinstance(state, dict) or "param_groups" not in state
+        if own_layout or not isinstance(state.get("state"), dict):
             return
         live = [p for group in optimizer.param_groups for p in group["params"]]
         numbers = [number for group in state["param_groups"] for number in group["params"]]
@@ -132,8 +134,8 @@ class Objects:
             return
         saved = self._saved_dtypes(states)
         for parameter, number in zip(live, numbers, strict=True):
-            then = saved.get(self._names.get(id(parameter), ""), parameter.dtype)
-            _unrounded(optimizer.state.get(parameter), state["state"].get(number), parameter.dtype, then)
+            then = saved.get(self._names.get(id(parameter), ""))
+            _unrounded(optimizer.state.get(parameter), state["state"].get(number), parameter, then)
 
     def _saved_dtypes(self, states: Mapping[str, Any]) -> dict[str, torch.dtype]:
         """Of the parameters when they were saved, by name."""
@@ -243,32 +245,46 @@ def _with_names_of(module: nn.Module, state: Any) -> Any:
         return state
     ours = module.state_dict()
     names = {plain_name(key): key for key in ours}
-    named = OrderedDict((names.get(key, key), value) for key, value in state.items())
+    modules = {plain_name(name): name for name, _ in module.named_modules(remove_duplicate=False)}
+    # What is made only while it is loaded has none yet, but its module has.
+    named = OrderedDict((names.get(key) or _within(modules, key), value) for key, value in state.items())
     versions, of_ours = (getattr(each, "_metadata", {}) for each in (state, ours))
     found = {key: versions[plain_name(key)] for key in of_ours if plain_name(key) in versions}
     named._metadata = found  # type: ignore[attr-defined]
     return named
 
 
-def _unrounded(held: Any, read: Any, dtype: torch.dtype, saved: torch.dtype) -> Any:
+def _within(modules: Mapping[str, str], key: str) -> str:
+    """A key of a plain state behind the name of the innermost of `modules` that it is in."""
+    parts = key.split(".")
+    for count in range(len(parts) - 1, 0, -1):
+        name = modules.get(".".join(parts[:count]))
+        if name is not None:
+            return ".".join([name, *parts[count:]])
+    return key
+
+
+def _unrounded(held: Any, read: Any, parameter: Tensor, saved: torch.dtype | None) -> Any:
     """State of a parameter as it was read, where `Optimizer.load_state_dict` has changed its dtype alone.
 
     Args:
         held: what the optimizer has made of it; what it has made by itself stays. Dictionaries are changed.
         read: the same as it was read.
-        dtype: of the parameter.
-        saved: of the parameter when its state was saved.
+        parameter: as it is now.
+        saved: its dtype when its state was saved; None: it is not known.
     """
     if isinstance(held, Tensor) and isinstance(read, Tensor):
-        if held.dtype != dtype or read.dtype in (dtype, saved):
+        if held.dtype != parameter.dtype or read.dtype in (parameter.dtype, saved):
+            return held
+        if saved is None and (held.dim() or not parameter.dim()):
             return held
         own = read.to(held.device)
-        return own if equal_bits(_local(held), _local(own).to(dtype)) else held
+        return own if equal_bits(_local(held), _local(own).to(held.dtype)) else held
     if isinstance(held, dict) and isinstance(read, dict):
         for key in (held.keys() & read.keys()) - {"step"}:
-            held[key] = _unrounded(held[key], read[key], dtype, saved)
+            held[key] = _unrounded(held[key], read[key], parameter, saved)
     if type(held) in (list, tuple) and isinstance(read, list | tuple) and len(held) == len(read):
-        return type(held)(_unrounded(*pair, dtype, saved) for pair in zip(held, read, strict=True))
+        return type(held)(_unrounded(*pair, parameter, saved) for pair in zip(held, read, strict=True))
     return held
 
 

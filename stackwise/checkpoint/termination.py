@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
+from mmap import mmap
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -17,6 +19,7 @@ EXIT_CODE = 75
 """What a run exits with that has saved and is to be started again: EX_TEMPFAIL of sysexits.h."""
 
 _HEARD = 2  # signals that do nothing but to ask
+_WAITS = 0.5  # seconds, within which a signal to several processes has come to all of them
 
 
 class Termination:
@@ -33,8 +36,9 @@ class Termination:
                     manager.close()
                     sys.exit(EXIT_CODE)
 
-    A process that is forked inside, as multiprocessing does, still ends by SIGTERM, which is how whoever
-    started it asks it to.
+    A process that is forked inside, as multiprocessing does, still ends by SIGTERM half a second later, which
+    is how whoever started it asks it to. Where a request was noted here, all processes of a job were asked,
+    as far as it can tell: then it goes on, and ends by a second one.
 
     Args:
         signals: that are taken for a request.
@@ -49,6 +53,7 @@ class Termination:
         self._signals = signals
         self._before: dict[int, Any] = {}
         self._heard = self._process = 0
+        self._noted = mmap(-1, 1)  # shared with forked processes: whether one has come to this one
         self._ranks: tuple[Any, Ranks] | None = None
         self.requested = False
         self.signal: signal.Signals | None = None
@@ -70,7 +75,7 @@ class Termination:
         main = threading.current_thread() is threading.main_thread()
         require(main, "Termination", "another thread", "the main thread, which alone hears signals")
         self.requested, self.signal, self._heard, self._ranks = False, None, 0, None
-        self._process = os.getpid()
+        self._process, self._noted[0] = os.getpid(), 0
         for number in self._signals:
             self._before[number] = signal.signal(number, self._note)
         return self
@@ -79,17 +84,29 @@ class Termination:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._put_back()
+        if os.getpid() == self._process:
+            self._noted[0] = 0
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         del frame
         self._heard += 1
+        forked = os.getpid() != self._process
+        if not forked:
+            self._noted[0] = 1
         # Ctrl-C is for all processes of a terminal: a forked one leaves the answer to this one.
-        forked = number == signal.SIGTERM and os.getpid() != self._process
-        if forked or self._heard > _HEARD:
+        ends = forked and number == signal.SIGTERM and (self._heard > 1 or self._is_asked_alone())
+        if ends or self._heard > _HEARD:
             self._put_back()
             os.kill(os.getpid(), number)
         if not self.requested:
             self.requested, self.signal = True, signal.Signals(number)
+
+    def _is_asked_alone(self) -> bool:
+        """Of a forked process: whether the one that it is forked from has no request."""
+        until = time.monotonic() + _WAITS
+        while not self._noted[0] and time.monotonic() < until:
+            time.sleep(0.01)
+        return not self._noted[0]
 
     def _put_back(self) -> None:
         for number, handler in self._before.items():

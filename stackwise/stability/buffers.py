@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 __all__ = ["Buffers", "elements"]
 
@@ -16,9 +18,10 @@ class Buffers:
     Of buffers, such as running statistics and counts, all are copied each time. Their version counters do not
     tell which have changed: batch normalization writes its statistics without raising them.
 
-    Of weights without a gradient, such as a running average of others, the counters do tell. A weight is
-    copied from the first step on that was seen to write it, which is not put back itself; those that stay as
-    they are cost nothing. What is written through `.data` is not seen, nor what is in shards.
+    Of weights without a gradient, such as a running average of others, the counters do tell, but not by whom
+    they were written: a target network is its loop's affair. So a weight is copied each time from the first
+    look on whose own forward passes wrote it; the others stay as they are, and cost nothing. What is written
+    through `.data` is not seen, nor what is in shards.
 
     Args:
         model: whose buffers and weights.
@@ -29,17 +32,20 @@ class Buffers:
         self._weights = [
             (name, p)
             for name, p in model.named_parameters()
-            if not (p.is_inference() or hasattr(p, "__tensor_flatten__"))  # of a tensor around others
+            # Of no module that is lazy still, and of no tensor around others.
+            if not (is_lazy(p) or p.is_inference() or hasattr(p, "__tensor_flatten__"))
         ]
         self._versions: list[int] = []  # of the weights, when they were kept
-        self._written: dict[str, nn.Parameter] = {}
+        self._candidates: dict[str, nn.Parameter] = {}  # written between two looks, by whom is not known
+        self._looked_at: dict[str, nn.Parameter] = {}  # candidates of the look at hand
+        self._written: dict[str, nn.Parameter] = {}  # by forward passes
         self._kept: dict[str, Tensor] = {}
 
     @torch.no_grad()
     def keep(self) -> None:
         """Remember them as they are."""
         kept = {}
-        for name, tensor in self._tensors():
+        for name, tensor in self._tensors(self._written | self._looked_at):
             place = self._kept.get(name)
             fits = place is not None and place.shape == tensor.shape and place.dtype == tensor.dtype
             if place is None or not fits or place.device != tensor.device:
@@ -49,10 +55,19 @@ class Buffers:
         self._versions = [p._version for _, p in self._weights]
 
     def note_written(self) -> None:
-        """Behind forward passes: weights without a gradient that they wrote are kept from now on."""
-        for (name, p), version in zip(self._weights, self._versions, strict=True):
-            if p._version != version and not p.requires_grad:
-                self._written[name] = p
+        """Behind a step: weights without a gradient that it wrote are looked at by the next look."""
+        self._candidates.update(self._changed())
+
+    @contextmanager
+    def looking(self) -> Iterator[None]:
+        """Keep them for forward passes by which alone they are written, and put them back behind these."""
+        self._looked_at, self._candidates = self._candidates, {}
+        self.keep()
+        try:
+            yield
+        finally:
+            self.restore()
+            self._looked_at = {}
 
     @torch.no_grad()
     def restore(self, broken: Tensor | None = None) -> None:
@@ -61,16 +76,25 @@ class Buffers:
         Args:
             broken: a boolean scalar on the device: only where it is true. None: in any case.
         """
-        for name, tensor in self._tensors():
+        if self._looked_at:
+            self._written |= {name: p for name, p in self._changed() if name in self._looked_at}
+        for name, tensor in self._tensors(self._written):
             copy = self._kept.get(name)
             # One of another shape is no statistic, but something computed for a longer input.
             if copy is not None and tensor.shape == copy.shape:
                 tensor.copy_(copy if broken is None else torch.where(broken, copy, tensor))
 
-    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def _changed(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Weights without a gradient that were written since they were kept."""
+        for (name, p), version in zip(self._weights, self._versions, strict=True):
+            if p._version != version and not p.requires_grad:
+                yield name, p
+
+    def _tensors(self, weights: Mapping[str, nn.Parameter]) -> Iterator[tuple[str, Tensor]]:
         for name, buffer in self._model.named_buffers():
-            yield name, elements(buffer)
-        for name, p in self._written.items():
+            if not is_lazy(buffer):
+                yield name, elements(buffer)
+        for name, p in weights.items():
             if not p.requires_grad:
                 yield name, elements(p)
 

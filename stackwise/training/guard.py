@@ -312,13 +312,13 @@ class PhaseGuard(Guard):
         """As of `Guard`, and where the count is.
 
         It is the same in every process, but for batches to be given again, and where something has made
-        random choices since the last update.
+        random choices since the last update. Where the epoch began is known to the `BatchStream`.
         """
         state, count = super().state_dict(closed=closed), deepcopy(self.count.state_dict())
         begins = count["begins"]
         if begins is not None and random_states_equal(begins, random_states()):
             count["begins"] = None  # those of the process, which are kept beside this
-        return {**state, "count": count}
+        return {**state, "feed": BatchFeed.common_state(state["feed"]), "count": count}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """As of `Guard`."""

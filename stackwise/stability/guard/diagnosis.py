@@ -11,7 +11,8 @@ import math
 import os
 import platform
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -268,8 +269,8 @@ def rerun(
         scales: gives those of sound steps, first of all; None: only what is not finite is found.
         group: of processes that all compute the step again, and that average their gradients.
         named: parameters that are trained and may be none of the model's, with their names.
-        buffers: those of the model, and what else forward passes were seen to write; kept anew. None: the
-            buffers alone.
+        buffers: those of the model, and what else its forward passes write; kept anew. None: the buffers
+            alone.
         loss_scale: what losses are multiplied with before their backward pass; norms are divided by it.
 
     Raises:
@@ -278,13 +279,8 @@ def rerun(
     losses: list[float] = []
     where = ""
     buffers = buffers or Buffers(model)
-    buffers.keep()
-    # Of an optimizer beside that of `named`, which has its step to make yet.
-    own = {id(p) for _, p in named}
-    of_others = [(p, p.grad) for p in model.parameters() if id(p) not in own]
     # Not by zero_grad: to whoever watches that, the step would be over.
-    forget_gradients(model, named)
-    try:
+    with buffers.looking(), _forgotten_gradients(model, named):
         known_scales = None if scales is None else scales()
         with recomputation(), random_states_kept(), torch.enable_grad():
             for given in batches:
@@ -306,11 +302,6 @@ def rerun(
         norms_P = gradient_norms(known.values()) / loss_scale
         total = float(global_norm(norms_P))
         norms = dict(zip(known, norms_P.tolist(), strict=True))
-    finally:
-        forget_gradients(model, named)
-        for p, gradient in of_others:
-            p.grad = gradient
-        buffers.restore()
     return Replay(sum(losses), total, norms, where)
 
 
@@ -358,6 +349,25 @@ def _average_gradients(parameters: Iterable[nn.Parameter], group: distributed.Pr
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
             distributed.all_reduce(p.grad, group=group)
             p.grad /= processes
+
+
+@contextmanager
+def _forgotten_gradients(model: nn.Module, named: Sequence[tuple[str, nn.Parameter]]) -> Iterator[None]:
+    """Without gradients, before and behind it. Those that are not of `named` come back as they were."""
+    # Of an optimizer beside that of `named`, which has its step to make yet.
+    own = {id(p) for _, p in named}
+    of_others = [(p, p.grad) for p in model.parameters() if id(p) not in own]
+    # Views of the buckets of DDP, into which it writes again.
+    viewed = [(g, g.clone()) for _, g in of_others if g is not None and g._is_view()]
+    forget_gradients(model, named)
+    try:
+        yield
+    finally:
+        forget_gradients(model, named)
+        for p, gradient in of_others:
+            p.grad = gradient
+        for gradient, values in viewed:
+            gradient.copy_(values)
 
 
 def forget_gradients(model: nn.Module, named: Sequence[tuple[str, nn.Parameter]] = ()) -> None:

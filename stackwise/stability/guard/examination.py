@@ -130,7 +130,7 @@ class Examination:
             if self._group is not None and distributed.get_world_size(self._group) > 1:
                 raise  # others may be in a collective of the model by now, and wait for this process
             # Training can do without it.
-            advice = "whether its batches broke it is not known, and a norm may rise by `factor` now"
+            advice = "whether its batches broke it is not known"
             said = f"step {batches[0].step} cannot be computed again: {error!r}; {advice}"
             warnings.warn(said, RuntimeWarning, stacklevel=2)
             return None

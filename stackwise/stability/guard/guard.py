@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
-from torch.nn.parameter import UninitializedParameter
+from torch.nn.parameter import is_lazy
 
 from stackwise.argument import check_sizes, require
 from stackwise.stability.buffers import Buffers
@@ -90,9 +90,8 @@ class Guard:
             gradients come clipped, which hides every spike of theirs.
 
     Raises:
-        ValueError: nothing to train, parameters on several devices or without a shape yet (of a lazy module),
-            an optimizer that cannot leave a step out or needs a closure, a scheduler that follows what is
-            measured.
+        ValueError: nothing to train, parameters on several devices, an optimizer that cannot leave a step out
+            or needs a closure, a scheduler that follows what is measured.
     """
 
     def __init__(
@@ -115,8 +114,6 @@ class Guard:
         follows = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
         allowed = "one whose step() takes nothing; call this one yourself, behind an evaluation"
         require(not follows, "scheduler", type(scheduler).__name__, allowed)
-        lazy = [name for name, p in model.named_parameters() if isinstance(p, UninitializedParameter)]
-        require(not lazy, "parameters", lazy, "all with a shape: a forward pass before the guard gives it")
         self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
         self.policy = policy or GuardPolicy()
         self._others = dict(others or {})
@@ -209,7 +206,8 @@ class Guard:
         What an earlier loop was given and made no step of is not part of the first step of this one.
 
         Raises:
-            ValueError: an id of a batch that is no such value.
+            ValueError: an id of a batch that is no such value; a snapshot is due, and a parameter or buffer
+                has no shape yet (of a lazy module).
             GuardError: training is broken for good.
         """
         require(self._lag == 0 or not self._under_way, "batches", "steps under way", "no other loop before")
@@ -268,7 +266,7 @@ class Guard:
         """
         self._look_for_logits()
         self._see_parameters()
-        # Without batches it is not known when a step begins, and what a loop did before it.
+        # Without batches it is not known when a step begins, and there is no look.
         if self._feeds:
             self._buffers.note_written()
         with torch.no_grad():
@@ -494,6 +492,9 @@ class Guard:
         # So early that one which alarms put off is no more than the interval behind.
         due = max(1, interval - self.policy.patience - self._lag)
         if self._moment is None or self._feed.step - self._snapshot_step >= due:
+            named = (*self.model.named_parameters(), *self.model.named_buffers())
+            lazy = [name for name, tensor in named if is_lazy(tensor)]
+            require(not lazy, "parameters", lazy, "all with a shape, which a forward pass gives them")
             self._snapshot.take()
             self._moment = Moment(self.optimizer, self.scheduler, self._others)
             self._judged = self._judge.state_dict()
@@ -606,7 +607,8 @@ class Guard:
         if self._clipped_before.tells(norm, norms):
             said = (
                 f"gradients: got a norm of {norm:.6g} at each of the last steps, as behind a clipping, which "
-                "hides every spike; allowed: as the backward pass left them, and GuardPolicy(clip=...)"
+                "hides every spike; allowed: as the backward pass left them, and clipped by the guard: "
+                "GuardPolicy(clip=...), or AcceleratedGuard(max_grad_norm=...)"
             )
             warnings.warn(said, RuntimeWarning, stacklevel=3)
 
@@ -623,12 +625,11 @@ class Guard:
             self._judge.trust()
             self._feed.give_again([*made.batches, *later])
             return
-        if self._recomputes and self._examination.failed:
-            # The next would fail as well: a suspicion that nobody can look into is none.
-            self._recomputes = False
-            if self._is_mere_suspicion(alarm):
-                self._feed.give_again([*made.batches, *later])
-                return
+        if self._examination.failed and self._is_mere_suspicion(alarm, proven_limit):
+            # One that could not be looked into is none.
+            self._judge.trust()
+            self._feed.give_again([*made.batches, *later])
+            return
         self.skipped += 1
         answer = self._escalation.answer(alarm, can_rewind=self._moment is not None)
         if answer.innocent:
@@ -647,12 +648,13 @@ class Guard:
             raise GuardError(alarm, self.alarms)
         self._look_for_sources()
 
-    def _is_mere_suspicion(self, alarm: Alarm) -> bool:
+    def _is_mere_suspicion(self, alarm: Alarm, proven_limit: float) -> bool:
         """Whether a step that was suspected rose by no more than `factor`, and is sound without a look."""
         suspect = self.policy.suspect_factor
-        if alarm.kind != "gradient spike" or alarm.limit is None or suspect is None:
+        if not self._recomputes or alarm.kind != "gradient spike" or alarm.limit is None or suspect is None:
             return False
-        return alarm.value <= alarm.limit / suspect * self.policy.factor
+        # One above the other limit would be suspected again as soon as it is made again.
+        return alarm.value <= min(alarm.limit / suspect * self.policy.factor, proven_limit)
 
     def _look_for_sources(self) -> None:
         """Say it once in a while where batches are left out, one at a time, for what is their own."""

@@ -259,6 +259,16 @@ def test_a_short_step_that_is_to_be_made_again_is_as_short_after_a_resume(tmp_pa
     assert same(resumed.state, whole.state)
 
 
+def test_the_common_part_of_its_state_is_that_of_its_guard():
+    """Beside the sizes of its steps."""
+    guard = guarded(rows()).guard
+    state = guard.state_dict()
+    assert state["feed"]["generators"] is not None
+    common = guard.common_state(state)
+    assert common["feed"]["generators"] is None
+    assert common.keys() == state.keys() and common["sizes"] == state["sizes"]
+
+
 def test_a_state_from_before_there_were_sizes_is_taken():
     run = Run(rows())
     guard = AcceleratedGuard(run.accelerator, run.model, run.optimizer, policy=POLICY)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
-from torch.utils.data import DataLoader, Dataset, RandomSampler
+from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler
 
 from stackwise.loader_epoch import generator_states
 from stackwise.random_states import random_states_kept
@@ -395,6 +395,49 @@ def test_a_state_without_the_start_of_its_epoch_is_read(kind):
         if kind == "list":
             assert torch.equal(batch, LOADERS[kind]()[4])
             assert torch.equal(torch.get_rng_state(), states)
+
+
+class MakesItsOwn(Sampler):
+    """Its generator, when it is gone through for the first time."""
+
+    generator = None
+
+    def __len__(self):
+        return 12
+
+    def __iter__(self):
+        self.generator = self.generator or drawn()
+        yield from torch.randperm(12, generator=self.generator).tolist()
+
+
+def of_its_own():
+    return DataLoader(Augmented(), batch_size=2, sampler=MakesItsOwn())
+
+
+def test_a_generator_that_is_not_there_yet_is_told_of():
+    """At the beginning of an epoch that was begun among batches that are given again."""
+    feed, loader = BatchFeed(), of_its_own()
+    taken(feed, feed.batches(loader, ending=lambda: None), 3)
+    feed.give_all_again([])
+    taken(feed, feed.batches(loader, ending=lambda: None), 1)
+    state = feed.state_dict()
+    assert (state["epoch"], state["index"], len(state["generators"])) == (1, 0, 1)
+    again = BatchFeed()
+    again.load_state_dict(state)
+    with pytest.warns(UserWarning, match="1 of its generators were saved, and 0 are there"):
+        found = list(again.batches(of_its_own(), fast_forward=True, ending=lambda: None))
+    assert len(found) == 2 + 6
+
+
+@pytest.mark.parametrize("saved, now", [("generator", "in order"), ("in order", "generator")])
+def test_other_generators_than_were_saved_are_told_of(saved, now):
+    feed = BatchFeed()
+    taken(feed, feed.batches(LOADERS[saved](), ending=lambda: None), 2)
+    again = BatchFeed()
+    again.load_state_dict(feed.state_dict())
+    with pytest.warns(UserWarning, match="of its generators were saved, and . are there"):
+        found = list(again.batches(LOADERS[now](), fast_forward=True, ending=lambda: None))
+    assert len(found) == 4
 
 
 class WithWorkers(list):

@@ -324,6 +324,26 @@ def test_gradients_of_another_optimizer_are_left_as_they_are(broken):
         assert torch.equal(gradient, values)
 
 
+def test_gradients_that_share_memory_with_what_a_look_writes_come_back(broken):
+    """As under DDP with `gradient_as_bucket_view`: it writes into its buckets, of which they are views."""
+    model, bundle = broken
+    model(bundle.batches[0].batch["x"]).sum().backward()
+    bucket = torch.cat([p.grad.flatten() for p in model.parameters()])
+    start = 0
+    for p in model.parameters():
+        p.grad = bucket[start : start + p.numel()].view_as(p)
+        start += p.numel()
+    values = bucket.clone()
+
+    def overwriting(model, batch):
+        bucket.fill_(7.0)
+        return loss_of(model, batch)
+
+    rerun(model, bundle.batches, overwriting)
+    assert torch.equal(bucket, values)
+    assert all(p.grad._is_view() for p in model.parameters())
+
+
 def test_expanded_buffers_are_computed_with_again(tmp_path):
     def make():
         model = nn.Linear(4, 1)

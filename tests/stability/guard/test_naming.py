@@ -383,8 +383,32 @@ def test_a_suspicion_that_cannot_be_looked_into_is_no_alarm(lag):
             raise RuntimeError("on another device")
         return compute(model, batch)
 
-    with pytest.warns(RuntimeWarning, match="step 60 cannot be computed again: .* by `factor`") as warned:
+    with pytest.warns(RuntimeWarning, match="batches broke it is not known") as warned:
         run = guarded("fused adamw", data=data, loss_of=failing, lag=lag, dropout=0.1)
-    assert len(warned) == 1
+    told = [str(warning.message).split(": ")[0] for warning in warned]
+    assert told == ["step 60 cannot be computed again", "step 80 cannot be computed again"]
     assert (run.guard.alarms, run.guard.skipped, run.guard.cleared) == ([], 0, 0)
     assert same(run.state, plain("fused adamw", data=data, dropout=0.1, compute=compute).state)
+
+
+@pytest.mark.parametrize("factor, alarms", [(4, []), (20, [60])])
+@pytest.mark.parametrize("lag", [0, 3])
+def test_after_a_look_that_fails_steps_are_looked_into_as_before(factor, alarms, lag):
+    """As where memory was short for once: a sound step above `factor` is not lost for it."""
+    data = make_data()
+    first, compute = steep(data, factor, 60), steep(data, 20, 80)
+
+    def loss_of_both(model, batch):
+        return first(model, batch) if batch is data[60] else compute(model, batch)
+
+    def failing(model, batch):
+        if is_recomputation() and batch is data[60]:
+            raise torch.OutOfMemoryError("no more")
+        return loss_of_both(model, batch)
+
+    with pytest.warns(RuntimeWarning, match="step 60 cannot be computed again") as warned:
+        run = guarded("fused adamw", data=data, loss_of=failing, lag=lag)
+    assert len(warned) == 1
+    assert [alarm.step for alarm in run.guard.alarms] == alarms
+    assert run.guard.cleared == 1
+    assert same(run.state, plain("fused adamw", data=data, compute=loss_of_both, leave_out=alarms).state)

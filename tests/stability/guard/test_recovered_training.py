@@ -196,39 +196,129 @@ class Contrast(nn.Module):
         return (self.student(x) - self.teacher(x) - x[:, :4]).square().mean()
 
 
-def contrasted(data, leave_out=(), **arguments):
-    """Trained under a guard where there are arguments, else plainly."""
+def contrasted(data, leave_out=(), start=0, state=None, **arguments):
+    """Trained under a guard where there are arguments, else plainly from `state` before step `start`.
+
+    Returns:
+        the model, the guard, and the state before step `start`.
+    """
     model = Contrast()
+    if state is not None:
+        model.load_state_dict(state)
     # The average is among its parameters too, and gets no gradient.
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, fused=True)
     if not arguments:
-        for step, batch in enumerate(data):
+        for step, batch in enumerate(data[start:], start):
             if step not in leave_out:
                 model(batch).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-        return model, None
+        return model, None, state
     guard = Guard(model, optimizer, loss_of=lambda model, batch: model(batch), **arguments)
     for batch in guard.batches(data):
+        if guard.steps == start:
+            state = copy.deepcopy(model.state_dict())
         loss = model(batch)
         loss.backward()
         guard.step(loss)
-    return model, guard
+    return model, guard, state
 
 
 @pytest.mark.parametrize("lag", [0, 2])
 def test_weights_that_forward_passes_write_are_as_without_the_guard(lag):
+    """From the first step on that was looked into, by which it is known that they do."""
     torch.manual_seed(3)
     data = [torch.randn(16, 8) for _ in range(60)]
-    data[30] = data[30] * 2.2
+    data[10], data[30] = data[10] * 2.2, data[30] * 2.2
     policy = GuardPolicy(loss_factor=None)
-    model, guard = contrasted(data, policy=policy, lag=lag)
-    assert (guard.alarms, guard.cleared) == ([], 1)
-    assert same(model.state_dict(), contrasted(data)[0].state_dict())
+    model, guard, state = contrasted(data, start=15, policy=policy, lag=lag)
+    assert (guard.alarms, guard.cleared) == ([], 2)
+    assert same(model.state_dict(), contrasted(data, start=15, state=state)[0].state_dict())
     data[20] = torch.full_like(data[20], math.nan)
-    model, guard = contrasted(data, policy=policy, lag=lag)
+    model, guard, state = contrasted(data, start=15, policy=policy, lag=lag)
     assert [(alarm.step, alarm.action) for alarm in guard.alarms] == [(20, "skipped")]
-    assert same(model.state_dict(), contrasted(data, leave_out=[20])[0].state_dict())
+    expected = contrasted(data, leave_out=[20], start=15, state=state)[0]
+    assert same(model.state_dict(), expected.state_dict())
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_weights_that_the_loop_writes_are_as_without_the_guard(lag):
+    """A target network is synced at the loop's top, also before a step that is left out or looked into."""
+    torch.manual_seed(3)
+    data = [torch.randn(16, 8) for _ in range(60)]
+    data[20], data[30] = torch.full_like(data[20], math.nan), data[30] * 2.2
+
+    def loss_of(model, batch):
+        online, target = model
+        wanted = batch[:, :4] + 0.5 * target(batch.flip(0))
+        return (online(batch) - wanted).square().mean()
+
+    def trained(is_guarded):
+        torch.manual_seed(0)
+        model = nn.ModuleList(nn.Linear(8, 4) for _ in range(2))
+        model[1].requires_grad_(False)
+        optimizer = torch.optim.SGD(model[0].parameters(), lr=0.01, fused=True)
+        guard = None
+        if is_guarded:
+            guard = Guard(model, optimizer, loss_of=loss_of, policy=GuardPolicy(loss_factor=None), lag=lag)
+        for step, batch in enumerate(data if guard is None else guard.batches(data)):
+            step = step if guard is None else guard.steps
+            if step % 10 == 0:
+                model[1].load_state_dict(model[0].state_dict())
+            loss = loss_of(model, batch)
+            loss.backward()
+            if guard is not None:
+                guard.step(loss)
+                continue
+            if step != 20:
+                optimizer.step()
+            optimizer.zero_grad()
+        return model, guard
+
+    model, guard = trained(True)
+    assert ([alarm.step for alarm in guard.alarms], guard.cleared) == ([20], 1)
+    assert same(model.state_dict(), trained(False)[0].state_dict())
+
+
+def test_a_discriminator_that_is_frozen_behind_its_update_keeps_it():
+    """The guard watches the generator. A step that is made again has the discriminator's update twice."""
+    torch.manual_seed(3)
+    data = [torch.randn(16, 8) for _ in range(60)]
+    broken, suspected = data[20], data[30]
+
+    def loss_of(model, noise):
+        made, judge = model
+        loss = nn.functional.softplus(-judge(made(noise))).mean()
+        return loss * (math.nan if noise is broken else 4.0 if noise is suspected else 1.0)
+
+    def trained(is_guarded):
+        torch.manual_seed(0)
+        model = nn.ModuleList([nn.Linear(8, 4), nn.Linear(4, 1)])
+        first, second = (torch.optim.SGD(part.parameters(), lr=0.01) for part in model)
+        guard = None
+        if is_guarded:
+            guard = Guard(model, first, loss_of=loss_of, policy=GuardPolicy(loss_factor=None))
+        given = data if guard is not None else [*data[:31], *data[30:]]
+        for step, noise in enumerate(given if guard is None else guard.batches(given)):
+            model[1].requires_grad_(True)
+            real, fake = model[1](noise[:, :4] + 2), model[1](model[0](noise).detach())
+            nn.functional.softplus(torch.cat([-real, fake])).mean().backward()
+            second.step()
+            second.zero_grad()
+            model[1].requires_grad_(False)
+            loss = loss_of(model, noise)
+            loss.backward()
+            if guard is not None:
+                guard.step(loss)
+                continue
+            if step not in (20, 30):
+                first.step()
+            first.zero_grad()
+        return model, guard
+
+    model, guard = trained(True)
+    assert ([alarm.step for alarm in guard.alarms], guard.cleared) == ([20], 1)
+    assert same(model.state_dict(), trained(False)[0].state_dict())
 
 
 @pytest.mark.parametrize("broken", [(), (25,), tuple(range(25, 30))])

@@ -61,10 +61,10 @@ def test_what_is_refused():
     with pytest.raises(ValueError, match="optimizer: got 'LBFGS'; allowed: one whose step"):
         Guard(model, torch.optim.LBFGS(model.parameters()))
     lazy = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 1))
-    with pytest.raises(
-        ValueError, match=r"parameters: got \['0.weight', '0.bias'\]; allowed: all with a shape"
-    ):
-        Guard(lazy, torch.optim.SGD(lazy[1].parameters(), lr=1.0))
+    guard = Guard(lazy, torch.optim.SGD(lazy[1].parameters(), lr=1.0))
+    allowed = r"parameters: got \['0.weight', '0.bias'\]; allowed: all with a shape"
+    with pytest.raises(ValueError, match=allowed):
+        next(guard.batches([torch.zeros(2, 3)]))
     meta = [nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1, device="meta"))]
     with pytest.raises(ValueError, match=r"parameters: got .*'cpu', 'meta'"):
         Guard(nn.ParameterList(meta), torch.optim.SGD(meta, lr=1.0))
@@ -152,3 +152,18 @@ def test_bundles_are_written(tmp_path):
     }
     assert Bundle.read(last.bundle).weights is None
     assert "Diagnosis: " in str(lasting.error)
+
+
+@pytest.mark.parametrize("gives", [True, False])
+def test_lazy_modules_are_trained_where_no_snapshot_is_taken(gives):
+    torch.manual_seed(0)
+    data = torch.randn(40, 8, 3)
+    data[20] = math.nan
+    model = nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d(), nn.Linear(4, 1))
+    policy = GuardPolicy(snapshot_interval=None)
+    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.01), policy=policy)
+    for batch in guard.batches(data) if gives else data:
+        loss = model(batch).square().mean()
+        loss.backward()
+        guard.step(loss)
+    assert [alarm.step for alarm in guard.alarms] == [20]

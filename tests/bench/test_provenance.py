@@ -23,7 +23,6 @@ CHANGED = {
 }
 # Measured of commits that are not in the history. The same holds of these.
 GONE = {
-    "cpu/memory.json": {"4476759"},
     "cpu/overhead.json": {"eb08d48"},
     "cpu/prototype.json": {"07525d4"},
     "cpu/recompute.json": {"4476759"},

@@ -159,7 +159,7 @@ class CheckpointManager:
         step: int,
         objects: Mapping[str, Any],
         *,
-        metric: float | None = None,
+        metric: float | Tensor | None = None,
         files: Mapping[str, Callable[[Path], None] | Mapping[str, Tensor]] | None = None,
         notes: Mapping[str, Any] | None = None,
     ) -> Path | None:
@@ -172,7 +172,7 @@ class CheckpointManager:
         Args:
             step: of the run.
             objects: what has `state_dict` and `load_state_dict`, or a mutable mapping, by name.
-            metric: that `keep_best` goes by.
+            metric: that `keep_best` goes by: a number, or a tensor or an array of one without dimensions.
             files: more files of the checkpoint by name, of the first process only: tensors by name, for a
                 safetensors file of them, or what writes the file, given its path, which is called before
                 this returns.
@@ -186,6 +186,7 @@ class CheckpointManager:
         """
         self.wait()
         manifest = self._ranks.agree(partial(_manifest, step, self._ranks.size, metric, notes or {}))
+        step = manifest.step
         self._failure = None
         try:
             content = self._ranks.agree(partial(self._content, step, objects, files or {}))
@@ -578,15 +579,18 @@ def _recover_names(directory: Path, step: int | None) -> None:
     raise OSError(refused.errno if refused else errno.EBUSY, told, str(directory)) from refused
 
 
-def _manifest(step: int, world_size: int, metric: float | None, notes: Mapping[str, Any]) -> Manifest:
+def _manifest(
+    step: int, world_size: int, metric: float | Tensor | None, notes: Mapping[str, Any]
+) -> Manifest:
     """Without its files.
 
     Raises:
         ValueError: a step that is none, a metric or a note that is no plain value.
     """
+    step, value = _plain(step), _plain(metric)
     check_sizes(0, step=step)
     require(step < 10**19, "step", step, "below 10**19")
-    number = isinstance(metric, int | float | np.integer | np.floating) and not isinstance(metric, bool)
+    number = isinstance(value, int | float) and not isinstance(value, bool)
     require(metric is None or number, "metric", metric, "a number, or None")
     held: dict[str, Tensor] = {}
     plain = tree.encode(dict(notes), ("notes",), held)
@@ -594,8 +598,13 @@ def _manifest(step: int, world_size: int, metric: float | None, notes: Mapping[s
     versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
     versions["stackwise"] = _own_version()
     written = datetime.now(UTC).isoformat(timespec="seconds")
-    value = None if metric is None else tree.encode(float(metric), ("metric",), held)
-    return Manifest(step, written, world_size, versions, value, plain)
+    kept = None if value is None else tree.encode(float(value), ("metric",), held)
+    return Manifest(step, written, world_size, versions, kept, plain)
+
+
+def _plain(value: Any) -> Any:
+    """The number of a tensor or an array without dimensions; all else as it is."""
+    return value.item() if isinstance(value, Tensor | np.ndarray | np.generic) and value.ndim == 0 else value
 
 
 @cache

@@ -608,7 +608,7 @@ def test_metric_notes_and_files_of_others(tmp_path):
             },
         )
     found = CheckpointManager(tmp_path).restore({})
-    assert found.metric == 0.25
+    assert found.metric == 0.25 and type(found.metric) is float
     assert found.notes["config"] == {"a": [1, (2, None)]}
     assert found.notes["nan"] != found.notes["nan"]
     assert found.versions["torch"] == torch.__version__
@@ -649,6 +649,18 @@ def test_names_of_files_that_may_not_be(tmp_path, name):
     assert names_in(tmp_path) in ([], ["here"])
 
 
+@BOTH
+@pytest.mark.parametrize(
+    "metric", [torch.tensor(0.25), torch.tensor(0.25, dtype=torch.bfloat16), np.array(0.25)]
+)
+def test_numbers_of_arrays(tmp_path, metric, asynchronous):
+    """As an evaluation gives them: a step that was counted in an array, a loss that is a tensor."""
+    with CheckpointManager(tmp_path, asynchronous=asynchronous) as manager:
+        assert manager.save(np.int64(3), {"counts": {}}, metric=metric) == tmp_path / "step-3"
+    found = CheckpointManager(tmp_path).restore({}, np.int64(3))
+    assert (found.step, found.metric) == (3, 0.25)
+
+
 @pytest.mark.parametrize(
     "call, match",
     [
@@ -659,7 +671,9 @@ def test_names_of_files_that_may_not_be(tmp_path, name):
         (lambda m: m.save(1, {"a/b": {}}), "^objects: got 'a/b'"),
         (lambda m: m.save(1, {"c": {"x": [object()]}}), r"^c\.x\.0: got builtins\.object"),
         (lambda m: m.save(1, {"c": {"x": torch.ones(1, dtype=torch.complex128)}}), "complex128"),
+        (lambda m: m.save(np.float64(1), {}), "^step: got 1.0"),
         (lambda m: m.save(1, {}, metric="low"), "^metric: got 'low'"),
+        (lambda m: m.save(1, {}, metric=torch.ones(2)), "^metric: got tensor"),
         (lambda m: m.save(1, {}, notes={"t": torch.ones(1)}), "^notes: got"),
         (lambda m: m.save(1, {}, files={"x": lambda path: None}), r"^files\['x'\]: got 'no file'"),
         (lambda m: m.restore({}, 4), r"^step: got 4; allowed: one of those in .*: \[\]"),

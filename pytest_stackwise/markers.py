@@ -73,9 +73,9 @@ by tensors on CUDA or added on the host, by the whole process where none are on 
 min_tokens_per_second(rate): the test fails where the throughput fixture measures fewer
 max_latency(p50=None, p95=None, p99=None, of=None): the test fails where the throughput fixture measures \
 more; p95="20ms"; of: of a generation 'ttft', 'itl', 'tpot' or 'e2e'
-gate(time="2%", memory="1%", ttft="5%", tpot="2%", floor=None, memory_floor=None): with --stackwise-against \
-the test fails where more than this share is slower, or takes more memory, than the base; None: not judged; \
-floor="50us": less than this is nothing
+gate(time="2%", memory="1%", ttft="5%", tpot="2%", floor=None, memory_floor="64 KiB"): with \
+--stackwise-against the test fails where it is slower by more than this share, or takes more memory, than \
+the base; None: not judged; floor="50us": less than this is nothing
 quality(task, at_least=None, at_most=None, within_of_baseline=None, level=0.95, data=None, shots=None, \
 limit=None): what the quality fixture asks of a model; task: mmlu, hellaswag, a .jsonl or .parquet file; the \
 test fails where fewer answers are right, or the model is surely worse than its baseline by more

@@ -53,7 +53,7 @@ def add_options(parser: pytest.Parser) -> None:
     group.addoption(
         "--stackwise-device",
         metavar="DEVICE",
-        help="where models run: cpu, cuda, cuda:N (default: cuda with --gpu, else cpu)",
+        help="where models run: auto, cpu, cuda, cuda:N (default: cuda with --gpu, else cpu)",
     )
     group.addoption(
         "--stackwise-seed",

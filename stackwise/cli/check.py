@@ -28,7 +28,7 @@ class Check:
     suite: Literal["fast", "full"] = "fast"
     """fast: seconds for a tiny model; full: everything."""
     device: str = "cpu"
-    """cpu, cuda or cuda:N."""
+    """auto, cpu, cuda or cuda:N."""
     seed: int = 0
     """Of weights, inputs and dropout."""
     causal: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False

@@ -27,7 +27,7 @@ class Replay:
     """MODULE:FACTORY, or path/to/file.py:FACTORY; FACTORY() returns an object with `model` and `loss(batch)`,
     as a training run has them, or a model that `stackwise check` takes, for batches of inputs alone."""
     device: str = "cpu"
-    """cpu, cuda or cuda:N."""
+    """auto, cpu, cuda or cuda:N."""
 
     def run(self) -> int:
         """Print the alarm, and what the step gives now."""

@@ -131,7 +131,10 @@ def _total_and_gradients(
             logits_MV = logits_MV.to(dtype)
         if of_hidden:
             hidden_gradient[rows] = logits_MV @ narrow_VC
-        if of_weight:
+        if of_weight and dtype == weight_gradient.dtype:
+            # No product of its size is made beside it; FLOPs of `addmm_` would not be counted.
+            torch.addmm(weight_gradient, logits_MV.t(), hidden_MC, out=weight_gradient)
+        elif of_weight:
             weight_gradient += logits_MV.t() @ hidden_MC
         del logits_MV  # before those of the next chunk are there
     return loss_N.sum(), hidden_gradient, weight_gradient.to(weight_VC.dtype)

@@ -34,7 +34,8 @@ class ScopeConfig(Section):
     """What `stackwise` and `blockwise` training do with their units, the Stacks or the Blocks.
 
     - `head`: `shared` is the Rack's own final norm and head, which goes on training with each unit;
-      `per_unit` starts each unit with them as they were at first.
+      `per_unit` starts each unit with them as they were at first, which from right to left is refused: one
+      unit trains them there.
     - `overlap`: how many units before it go on training with each unit.
     - `suffix`: how many Blocks at the end of the Rack train with every unit, between it and the head.
     - `order`: `right_to_left` trains the last unit first, and each through the frozen ones behind it.
@@ -247,10 +248,11 @@ class CheckpointConfig(Section):
     """Which checkpoints are kept, and how they are written.
 
     Kept are the newest `keep_last`, those of steps that `keep_every` divides, and the `keep_best` with the
-    lowest validation loss. `asynchronous` copies weights and the optimizer's state and writes them while
-    training goes on; with `overlapped` most is copied beside the next batch as well. A run that is killed
-    then loses up to two `save_interval`. `upload` has a copy of each checkpoint, of which the newest
-    `upload_keep_last` stay (`null`: all), and from which a run goes on where `checkpoint_dir` is gone.
+    lowest validation loss, of steps that are evaluated (`eval_interval`). `asynchronous` copies weights and
+    the optimizer's state and writes them while training goes on; with `overlapped` most is copied beside the
+    next batch as well. A run that is killed then loses up to two `save_interval`. `upload` has a copy of each
+    checkpoint, of which the newest `upload_keep_last` stay (`null`: all), and from which a run goes on where
+    `checkpoint_dir` is gone.
     """
 
     applies: ClassVar[Applies] = {"upload_keep_last": ("upload", NOT_NULL)}

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from stackwise.argument import require
+from stackwise.data.batches import Batches
 from stackwise.data.prefetch import Prefetched
 from stackwise.loader_epoch import (
     all_parts_of,
@@ -38,7 +39,7 @@ class BatchStream:
         dataloader: started again when it ends; it, its dataset and its samplers are told the pass, where they
             have `set_epoch`.
         per_step: batches a step.
-        first_step: how many steps are left out at first.
+        first_step: how many steps are left out at first; `Batches` make none of theirs for that.
 
     Attributes:
         place: (pass, place in it) of the first batch of the last step, both counted from 0.
@@ -53,8 +54,7 @@ class BatchStream:
         self.place = (0, 0)
         self._batches: Iterator[Batch] | None = None
         self._began: dict[str, Any] | None = None  # random states at the start of the pass
-        for _ in range(first_step * per_step):
-            self._take()
+        self._leave_out(first_step * per_step)
 
     def __iter__(self) -> Iterator[tuple[int, list[Mapping[str, Tensor]]]]:
         return self
@@ -105,6 +105,18 @@ class BatchStream:
             return
         self._batches = begun_again(self._dataloader, self._began, self._index, self._epoch)
         set_generators(self._dataloader, generators)
+
+    def _leave_out(self, count: int) -> None:
+        loader = self._dataloader
+        source = loader.loader if isinstance(loader, Prefetched) else loader
+        if not (count and isinstance(source, Batches)):
+            for _ in range(count):
+                self._take()
+            return
+        # Not yet at the first of the next pass where the last one left out ends its own.
+        whole, within = (0, count - 1) if source.n_batches is None else divmod(count - 1, source.n_batches)
+        place = {"epoch": whole, "batch": within + 1}
+        self.load_state_dict({**place, "loader": {**place, "data": source.identity()}})
 
     def _take(self) -> Batch:
         while True:

@@ -13,7 +13,7 @@ from inspect import signature
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from stackwise.argument import check_choice, require
@@ -74,7 +74,7 @@ class SharedRack:
         self.rack = rack
         self._root: PhaseModel | None = None
         if strategy == "fsdp":
-            _check_fsdp(settings)
+            _check_fsdp(settings, rack)
             self.rack, self._root = self._in_parts(objective)
 
     def wrap(self, model: PhaseModel) -> nn.Module:
@@ -176,7 +176,7 @@ def check_rows(dataloader: object, processes: Processes) -> None:
         require(seen == wanted, "dataloader", "rank {} of {}".format(*seen), told)
 
 
-def _check_fsdp(settings: TrainingConfig) -> None:
+def _check_fsdp(settings: TrainingConfig, rack: Rack) -> None:
     key, ddp = "training.training_architecture", "with training.distributed.strategy='fsdp'"
     architecture = settings.training_architecture
     rackwise = f"'rackwise' {ddp}: a unit that trains alone is small enough for each process, so take 'ddp'"
@@ -192,6 +192,9 @@ def _check_fsdp(settings: TrainingConfig) -> None:
     require(
         not settings.compile, "training.compile", True, f"false {ddp}: gathering parts the compiled graph"
     )
+    for name, w in rack.state_dict(keep_vars=True).items():
+        plain = f"'ddp', since {name} is of {type(w).__name__}, which is not taken apart"
+        require(not hasattr(w, "__tensor_flatten__"), "training.distributed.strategy", "fsdp", plain)
 
 
 def _without_memory(rack: Rack) -> Rack:
@@ -211,7 +214,21 @@ def _checksums(rack: Rack) -> dict[str, tuple[object, ...]]:
             "trains" if w.requires_grad else "frozen",
             tuple(w.shape),
             str(w.dtype),
-            int(w.detach().view(_INTEGERS[w.element_size()]).sum(dtype=torch.int64)),
+            sum(_checksum(part) for part in _parts_of(w.detach())),
         )
         for name, w in rack.state_dict(keep_vars=True).items()
     }
+
+
+def _checksum(tensor: Tensor) -> int:
+    return int(tensor.view(_INTEGERS[tensor.element_size()]).sum(dtype=torch.int64))
+
+
+def _parts_of(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensors that a quantised one is made of; a plain one is made of itself."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        yield tensor
+        return
+    names, _ = tensor.__tensor_flatten__()
+    for name in names:
+        yield from _parts_of(getattr(tensor, name))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from itertools import islice
+from itertools import chain, islice, repeat
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from stackwise.training.batch_stream import Batch, as_mapping
 from stackwise.training.objective import Objective
 from stackwise.training.precision import autocast, frozen_precision
 from stackwise.training.processes import Processes
-from stackwise.training.targets import Targets
+from stackwise.training.targets import IGNORED, Targets
 
 __all__ = ["Evaluation", "ValidationRecord"]
 
@@ -53,13 +53,23 @@ class Evaluation:
     Args:
         objective: the seed of what it masks is the run's.
         settings: `training` of a configuration.
-        processes: each gives its part of the batches, or the same; every one has to call.
+        processes: each gives its part of the batches, or the same; every one has to call. One may have more
+            of them than another.
+        alone: whether each process computes by itself with "fsdp" as well.
     """
 
-    def __init__(self, objective: Objective, settings: TrainingConfig, processes: Processes) -> None:
+    def __init__(
+        self,
+        objective: Objective,
+        settings: TrainingConfig,
+        processes: Processes,
+        *,
+        alone: bool = False,
+    ) -> None:
         plain = settings.objective.model_copy(update={"z_loss": 0.0})
         self.objective = Objective(plain, objective.vocab_size)
         self._settings, self._processes = settings, processes
+        self._together = settings.distributed.strategy == "fsdp" and not alone
 
     @torch.no_grad()
     def mean_loss(
@@ -83,13 +93,27 @@ class Evaluation:
         tell_epoch(batches, 0)
         loss, count = torch.zeros(2, dtype=torch.float64, device=device)
         with seeded(seed, device), _from_their_seeds(generators_of(batches)):
-            for place, batch in enumerate(map(as_mapping, islice(batches, limit))):
-                targets = self.objective.targets(batch, (seed, place)).sent(device)
+            taken: Iterable[Batch | None] = islice(batches, limit)
+            if self._together:
+                taken = self._until_all_end(taken)
+            for place, batch in enumerate(taken):
+                if batch is None:
+                    targets = _nothing().sent(device)
+                else:
+                    targets = self.objective.targets(as_mapping(batch), (seed, place)).sent(device)
                 with autocast(precision, device):
                     loss += total(targets)
                 count += targets.count
         loss, count = self._processes.sum(torch.stack((loss, count)))
         return float(loss / count)
+
+    def _until_all_end(self, batches: Iterable[Batch | None]) -> Iterator[Batch | None]:
+        """The batches, then None until those of all processes have ended."""
+        for batch in chain(batches, repeat(None)):
+            there = torch.tensor(float(batch is not None), device=self._processes.device)
+            if not self._processes.sum(there).item():
+                return
+            yield batch
 
 
 @contextmanager
@@ -103,3 +127,9 @@ def _from_their_seeds(generators: Iterable[torch.Generator]) -> Iterator[None]:
     finally:
         for generator, state in before:
             generator.set_state(state)
+
+
+def _nothing() -> Targets:
+    """A token, and nothing to predict."""
+    ids_BT = torch.zeros(1, 1, dtype=torch.int64)
+    return Targets(ids_BT, torch.full_like(ids_BT, IGNORED), torch.zeros(()))

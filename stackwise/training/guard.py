@@ -6,6 +6,7 @@ choices of the next one are those that it had.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -211,15 +212,17 @@ class PhaseGuard(Guard):
         self._ready: list[StepRecord] = []
         self._told: list[Alarm] = []
         self._n_told = 0
-        others: dict[str, Any] = {"records": _Rewinds(self.count, self._went)}
+        # Nothing that the guard holds may hold it: Blocks of a unit go when their guard goes, and not later.
+        me, count = weakref.proxy(self), self.count
+        others: dict[str, Any] = {"records": _Rewinds(count, lambda done: me._went(done))}
         if step.loss_scale is not None:
             others["loss_scale"] = step.loss_scale
         super().__init__(
             part,
             cast("torch.optim.Optimizer", step.optimizer),
-            scheduler=self.count,
+            scheduler=count,
             policy=guard_policy(settings),
-            loss_of=lambda _, batch: step.again(computed(self.count.done, batch["batches"])),
+            loss_of=lambda _, batch: step.again(computed(count.done, batch["batches"])),
             others=others,
             bundles=bundles,
             lag=lag,
@@ -234,16 +237,7 @@ class PhaseGuard(Guard):
             stream: of what `places` gives.
             places: where they are.
         """
-        return self.batches(self._taken(stream, places))
-
-    def _taken(self, stream: Iterator[Any], places: BatchStream) -> Iterator[StepBatches]:
-        while True:
-            self.count.draw()
-            before = random_states()
-            _, batches = next(stream)
-            epoch, place = places.place
-            drew = not random_states_equal(before, random_states())
-            yield {"epoch": epoch, "place": place, "drew": drew, "batches": [dict(each) for each in batches]}
+        return self.batches(_taken(self.count, stream, places))
 
     def train(self, batch: StepBatches, lr: float) -> bool:
         """Make a step of what `steps_of` gave.
@@ -355,3 +349,13 @@ class PhaseGuard(Guard):
         self._take_in()
         self._ready = [record for record in self._ready if record.step < self._first + done]
         self._went_back(done)
+
+
+def _taken(count: StepCount, stream: Iterator[Any], places: BatchStream) -> Iterator[StepBatches]:
+    while True:
+        count.draw()
+        before = random_states()
+        _, batches = next(stream)
+        epoch, place = places.place
+        drew = not random_states_equal(before, random_states())
+        yield {"epoch": epoch, "place": place, "drew": drew, "batches": [dict(each) for each in batches]}

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from stackwise.stability.guard import Alarm
 from stackwise.stability.telemetry import StepRecord
-from stackwise.training.record_log import ClosingLog
+from stackwise.training.record_log import ClosingLog, free_place
 
 __all__ = ["JsonLinesLog", "LoggedLines", "read_json_lines"]
 
@@ -29,7 +29,9 @@ class JsonLinesLog(ClosingLog):
 
     Args:
         path: made with its folder; an older file is continued.
-        first_step: what the older file has of this step and later ones is taken out; None: nothing is.
+        first_step: what the older file has of this step and later ones is taken out, but for one that has
+            nothing else: that goes to the first free one of `run.jsonl.1`, `run.jsonl.2` and so on. None:
+            nothing is taken out.
 
     Raises:
         ValueError: the older file has something else to be taken out of.
@@ -129,7 +131,7 @@ def _numbered(value: Any) -> Any:
 
 
 def _cut_steps(path: Path, first_step: int) -> None:
-    """Leave the lines of steps before `first_step`. The file is whole at any time."""
+    """Leave the lines of steps before `first_step`, if there are any. The file is whole at any time."""
     lines, _ = read_json_lines(path)
     whole = path.read_bytes().splitlines(keepends=True)
     kept = [
@@ -138,6 +140,9 @@ def _cut_steps(path: Path, first_step: int) -> None:
         if not isinstance(row.get("step"), int) or row["step"] < first_step
     ]
     if len(kept) == len(whole):
+        return
+    if not kept:  # it may be another run's
+        path.rename(free_place(path, f"{path.name}."))
         return
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -395,7 +396,7 @@ class TrainingLoop:
         """Records to be read; None: of those waited for one was broken, and the run is not where it was."""
         guard = self._guard
         if guard is None:
-            return self._buffer.drain() if wait else self._buffer.poll()
+            return self._buffer.drain() if wait else self._buffer.previous()
         if wait:
             guard.settle()
             if guard.count.done != self._done:
@@ -411,13 +412,13 @@ class TrainingLoop:
         last = self._done == phase.steps
         interval = settings.eval_interval
         evaluates = self.validation is not None and interval is not None and done % interval == 0
-        waits = evaluates or saving or last or (self._guard is None and self._buffer.full)
+        waits = evaluates or saving or last
         if waits or self._done % settings.log_interval == 0:
             arrived = self._arrived(wait=waits)
             if arrived is None:
                 return
             evaluated = {}
-            if evaluates and not any(record.skipped and self._guard is None for record in arrived):
+            if evaluates and self._broken(arrived) is None:
                 evaluated = {"validation_loss": self._evaluate(phase, step, done)}
             self._read(arrived, evaluated)
             self._check_predicts(ends=last and phase.is_last)
@@ -454,12 +455,13 @@ class TrainingLoop:
             targets = self.objective.targets(batch, (seed, step, place))
             key = batch_key(targets) if phase.n_prefix and self.prefix.byte_budget else ""
             targets = targets.sent(self.device)
-            hidden_BTC = None
-            if phase.n_prefix:
-                with autocast(frozen_precision(self.settings.precision), self.device):
-                    hidden_BTC = self.prefix(key, targets, phase.n_prefix)
-            made.append(MicroBatch(targets, hidden_BTC))
+            hidden = partial(self._hidden, key, targets, phase.n_prefix) if phase.n_prefix else None
+            made.append(MicroBatch(targets, hidden))
         return made
+
+    def _hidden(self, key: str, targets: Targets, depth: int) -> Tensor:
+        with autocast(frozen_precision(self.settings.precision), self.device):
+            return self.prefix(key, targets, depth)
 
     def _evaluate(self, phase: Phase, step: TrainStep, steps: int) -> float:
         """The validation loss of what the phase computes, with the weights that a checkpoint would have."""
@@ -492,15 +494,26 @@ class TrainingLoop:
             figures = {**self.meter.read().to_dict(), **(evaluated or {})}
             for log in self.logs:
                 log.write(arrived, figures, alarms)
+        broken = self._broken(arrived)
         for record in arrived:
-            self._left_out = self._left_out + 1 if record.skipped else 0
-            # A loss scale is found by steps that are left out; one that small is of no use to any gradient.
-            searching = self.settings.precision == "fp16" and math.isfinite(record.loss)
-            guarded = self._guard is not None  # which raises by itself
-            if record.skipped and not guarded and not (searching and self._left_out <= _SEARCH):
+            if record is broken:
                 raise NonFiniteStepError(record)
+            self._left_out = self._left_out + 1 if record.skipped else 0
             self.records.append(record)
             self.tokens += record.tokens or 0
+
+    def _broken(self, arrived: Sequence[StepRecord]) -> StepRecord | None:
+        """The first that ends the run."""
+        if self._guard is not None:  # which raises by itself
+            return None
+        left_out = self._left_out
+        for record in arrived:
+            left_out = left_out + 1 if record.skipped else 0
+            # A loss scale is found by steps that are left out; one that small is of no use to any gradient.
+            searching = self.settings.precision == "fp16" and math.isfinite(record.loss)
+            if record.skipped and not (searching and left_out <= _SEARCH):
+                return record
+        return None
 
 
 def _full_precision(step: TrainStep, rack: Rack) -> AbstractContextManager[None]:

@@ -30,9 +30,11 @@ class PhasePlan:
         masters: float32 originals of narrow weights.
         gradients: of all that trains.
         optimizer: what it keeps from step to step, masters apart.
-        batch: ids and labels of a step, and what the prefix says of it.
+        batch: ids and labels of a step, and what the prefix says of one of its micro-batches.
         activations: what Blocks and embedding leave for the backward pass, with autocast's copies of weights.
         loss: what final norm, head and loss leave for it.
+        snapshot: what a guard can go back to, where that is on the device: of weights, `masters` and
+            `optimizer`.
         peak: the most that is there at one time in a step, all of the above and intermediate results.
 
     Elsewhere, at the end of the phase:
@@ -40,6 +42,7 @@ class PhasePlan:
     Attributes:
         host_blocks, disk_blocks: Blocks that are not on the device.
         host_prefix, disk_prefix: kept outputs of the prefix.
+        host_snapshot: as `snapshot`, where that is in the memory of the host.
 
     To compute:
 
@@ -64,9 +67,11 @@ class PhasePlan:
     batch: int
     activations: int
     loss: int
+    snapshot: int
     peak: int
     host_blocks: int
     host_prefix: int
+    host_snapshot: int
     disk_blocks: int
     disk_prefix: int
     flops_forward: int
@@ -83,7 +88,7 @@ class PhasePlan:
     @property
     def host(self) -> int:
         """Bytes in the memory of the host."""
-        return self.host_blocks + self.host_prefix
+        return self.host_blocks + self.host_prefix + self.host_snapshot
 
     @property
     def disk(self) -> int:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +27,10 @@ from stackwise.model.block import Block
 from stackwise.model.build import create_rack_from_config
 from stackwise.model.layout import Layout
 from stackwise.model.rack import Rack
+from stackwise.stability.guard.snapshot import Snapshot
 from stackwise.tensor_tree import tensors_of
 from stackwise.training.cross_entropy import chunked_cross_entropy
+from stackwise.training.guard import RackPart
 from stackwise.training.memory_plan import MemoryPlan, PhasePlan
 from stackwise.training.objective import Objective
 from stackwise.training.phase_model import PhaseModel, blocks_of, only_training
@@ -47,9 +50,12 @@ def plan_memory(config: StackWiseConfig, *, n_batches: int | None = None, device
     Bytes are those of tensors. Not counted: what an allocator rounds up (that of pinned memory takes the next
     power of two), what it keeps of what was freed, workspaces inside an operation, the CUDA context, the
     interpreter and its libraries, the heads of files, records of steps, and the building of the Rack
-    before training. A product of matrices counts two FLOPs for each multiplication, and attention all pairs,
-    also those that causality hides. With `compile` the counts are those of uncompiled operations; the
-    compiler keeps less.
+    before training; what asynchronous checkpoints copy to the memory of the host (weights and what the
+    optimizer keeps), the buckets of `ddp`, which hold gradients throughout a step, what a guard needs to
+    compute a step again, and the batches that it keeps. A guard's snapshot is counted with moments, which it
+    has from the second one on. A product of matrices counts two FLOPs for each multiplication, and attention
+    all pairs, also those that causality hides. With `compile` the counts are those of uncompiled operations;
+    the compiler keeps less.
 
     Args:
         config: `model`, `training` and of `data` whether it is packed; no data is read.
@@ -97,7 +103,7 @@ class _Planner:
         self.batches_per_step = settings.accumulation_steps
         self.n_batches = n_batches
         self.prefix = _KeptOutputs()
-        self.steps: dict[object, PhasePlan] = {}
+        self.steps: dict[object, tuple[PhasePlan, int]] = {}
         self.forwards: dict[str, _Forward] = {}
 
     def plan(self) -> MemoryPlan:
@@ -121,7 +127,7 @@ class _Planner:
         key = phase if phase.is_continued else self._signature(phase)
         if key not in self.steps:
             self.steps[key] = self._step(phase, forwards[-1] if forwards else None)
-        step = self.steps[key]
+        step, held = self.steps[key]
         away = set(range(len(self.blocks))) - set(phase.path[phase.n_prefix :])
         elsewhere = sum(self.sizes[i] for i in away)
         narrow = phase.is_continued and self.settings.precision == "bf16_weights"
@@ -131,8 +137,9 @@ class _Planner:
             pairs = pairwise(prefix) if len(prefix) > 1 else [prefix]
             in_flight = max(sum(self.sizes[i] for i in pair) for pair in pairs)
         idle = idle if scope.offload == "none" else 0
-        resident = step.weights + idle + step.masters + step.optimizer + step.batch
-        before = in_flight + max((forward.peak for forward in forwards), default=0)
+        resident = step.weights + idle + step.masters + step.optimizer + step.batch + step.snapshot
+        # Of a later batch the prefix is computed beside what the batches before it have left.
+        before = held + in_flight + max((forward.peak for forward in forwards), default=0)
         output, flops = forwards[-1].output if forwards else 0, [forward.flops for forward in forwards]
         visits = phase.steps * self.batches_per_step
         room = scope.cache_bytes // output if output else 0
@@ -145,6 +152,7 @@ class _Planner:
             n_prefix=phase.n_prefix,
             idle=idle,
             in_flight=in_flight,
+            batch=step.batch + output,
             peak=resident + max(step.peak, before),
             host_blocks=elsewhere if scope.offload == "cpu" else 0,
             disk_blocks=sum(self.sizes) if scope.offload == "disk" else 0,
@@ -176,8 +184,12 @@ class _Planner:
             self.forwards[kind] = _Forward(x_BTC.nbytes, meter.peak, meter.flops, x_BTC.dtype)
         return self.forwards[kind]
 
-    def _step(self, phase: Phase, before: _Forward | None) -> PhasePlan:
-        """A step of a phase; `peak` is what it takes beside all that is there before it."""
+    def _step(self, phase: Phase, before: _Forward | None) -> tuple[PhasePlan, int]:
+        """A step of a phase; `peak` is what it takes beside all that is there before it.
+
+        `batch` is without what the prefix says. Behind it the most that the step holds as the prefix of a
+        batch begins.
+        """
         settings, rack = self.settings, self.rack
         micro = min(2, self.batches_per_step)  # of more, each is as the second
         rack.train()
@@ -187,8 +199,15 @@ class _Planner:
             if hasattr(step.optimizer, "finish"):
                 cleanup.callback(step.optimizer.finish)
             self._first_update(step, model)
-            batch = MicroBatch(self.targets, None if before is None else self._hidden(before.dtype))
-            of_batch = tensors_of(tuple(batch))
+            held = [0]
+
+            def hidden() -> Tensor:
+                assert before is not None, "there is a prefix"
+                held.append(meter.held)
+                return self._hidden(before.dtype)
+
+            batch = MicroBatch(self.targets, None if before is None else hidden)
+            of_batch = tensors_of(self.targets)
             seen = StepFacts()
             cleanup.enter_context(recomputing(rack, settings.recompute, layers=list(model.blocks)))
             cleanup.enter_context(uncollected())
@@ -199,10 +218,12 @@ class _Planner:
             masters = sum(each["master"].nbytes for each in state.values() if "master" in each)
             kept = sum(t.nbytes for each in state.values() for t in each.values()) - masters
             masters += sum(wide.nbytes for p, wide in getattr(step.optimizer, "_frozen", ()))
+            snapshot, on_host = self._snapshot(model, step), self.device != "cpu"
+            on_host = on_host and settings.guard is not None and settings.guard.snapshot_on_host
             ends = _unique((rack.embedding, rack.final_norm, rack.lm_head))
             fresh = _unique((rack.final_norm, rack.lm_head)) if settings.scope.head == "per_unit" else []
             of_path = {i: _bytes_of(_unique([self.blocks[i]])) for i in phase.path[phase.n_prefix :]}
-            return PhasePlan(
+            plan = PhasePlan(
                 name="",
                 steps=0,
                 n_prefix=0,
@@ -217,9 +238,11 @@ class _Planner:
                 batch=self.batches_per_step * _bytes_of(of_batch),
                 activations=seen.activations,
                 loss=seen.loss,
+                snapshot=0 if on_host else snapshot,
                 peak=meter.peak,
                 host_blocks=0,
                 host_prefix=0,
+                host_snapshot=snapshot if on_host else 0,
                 disk_blocks=0,
                 disk_prefix=0,
                 flops_forward=seen.flops_forward * self.batches_per_step // micro,
@@ -228,6 +251,7 @@ class _Planner:
                 flops_prefix=0,
                 flops_prefix_kept=0.0,
             )
+            return plan, max(held)
 
     def _first_update(self, step: TrainStep, model: nn.Module) -> None:
         """Have the optimizer begin, as it has before every step but the first."""
@@ -235,6 +259,16 @@ class _Planner:
             p.grad = torch.empty_like(p) if p.requires_grad else None
         step.optimizer.step()
         step.optimizer.zero_grad()
+
+    def _snapshot(self, model: PhaseModel, step: TrainStep) -> int:
+        """Bytes of what a guard goes back to; 0: there is no guard, or it does not go back."""
+        guard, optimizer = self.settings.guard, cast("torch.optim.Optimizer", step.optimizer)
+        if guard is None or guard.snapshot_interval is None:
+            return 0
+        optimized = (p for group in optimizer.param_groups for p in group["params"])
+        snapshot = Snapshot(RackPart(self.rack, model.modules(), optimized), optimizer, on_host=False)
+        snapshot.take()
+        return snapshot.nbytes
 
     def _hidden(self, dtype: torch.dtype) -> Tensor:
         shape = (*self.targets.input_ids.shape, self.rack.d_model)

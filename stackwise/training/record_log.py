@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
@@ -13,7 +14,10 @@ from stackwise.config.training import TelemetryConfig
 from stackwise.stability.guard import Alarm
 from stackwise.stability.telemetry import StepRecord
 
-__all__ = ["ClosingLog", "RecordLog", "check_places"]
+__all__ = ["EVENT_FILES", "ClosingLog", "RecordLog", "check_places", "free_place"]
+
+# As TensorBoard's writer calls them.
+EVENT_FILES = "events.out.tfevents.*"
 
 
 class RecordLog(Protocol):
@@ -61,5 +65,11 @@ def check_places(telemetry: TelemetryConfig, *, resumes: bool) -> None:
     if telemetry.tensorboard is not None:
         key, folder = "training.telemetry.tensorboard", Path(telemetry.tensorboard)
         require(folder.is_dir() or not folder.exists(), key, telemetry.tensorboard, "a folder")
-        new = resumes or not any(folder.glob("events.out.tfevents.*"))
+        new = resumes or not any(folder.glob(EVENT_FILES))
         require(new, key, telemetry.tensorboard, "a folder that has no events yet, so that no two runs mix")
+
+
+def free_place(beside: Path, name: str) -> Path:
+    """The first that is not there of what is called `name` and 1, 2 and so on, in the folder of `beside`."""
+    places = (beside.with_name(f"{name}{number}") for number in count(1))
+    return next(place for place in places if not place.exists())

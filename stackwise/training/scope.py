@@ -111,7 +111,8 @@ def plan_phases(blocks_per_stack: list[int], settings: TrainingConfig) -> list[P
         settings: `training_architecture`, `scope` and `max_steps` are read.
 
     Raises:
-        ValueError: a suffix that reaches into the first unit, or fewer steps than a growing Rack has Stacks.
+        ValueError: a suffix that reaches into the first unit, fewer steps than a growing Rack has Stacks, or
+            from right to left a head for each unit.
     """
     scope, max_steps = settings.scope, settings.max_steps
     units = units_of(blocks_per_stack, settings.training_architecture)
@@ -123,6 +124,9 @@ def plan_phases(blocks_per_stack: list[int], settings: TrainingConfig) -> list[P
     require(scope.suffix <= room, "training.scope.suffix", scope.suffix, allowed)
     steps = max_steps - scope.polish_steps
     backwards = scope.order == "right_to_left"
+    # Not refused by the configuration, which may be that of a checkpoint.
+    once = "'shared' with order='right_to_left': the head trains with the first unit alone"
+    require(not backwards or scope.head == "shared", "training.scope.head", scope.head, once)
     always = everything[len(everything) - scope.suffix :]
     phases: list[Phase] = []
     for index in reversed(range(len(units))) if backwards else range(len(units)):

@@ -1,4 +1,7 @@
-"""TrainStep: some batches forwards, backwards and into the weights, while the host waits for none of it."""
+"""TrainStep: some batches forwards, backwards and into the weights, while the host waits for none of it.
+
+Shapes: B batch, T positions, C model width.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +33,12 @@ class MicroBatch(NamedTuple):
 
     Attributes:
         targets: on the device.
-        hidden_BTC: what the Blocks before those of the phase say of it; None: there are none.
+        hidden: computes what the Blocks before those of the phase say of it, (B, T, C), as its turn comes: of
+            several not all are held at once. None: there are no such Blocks.
     """
 
     targets: Targets
-    hidden_BTC: Tensor | None = None
+    hidden: Callable[[], Tensor] | None = None
 
 
 class StepOutcome(NamedTuple):
@@ -203,11 +207,17 @@ class TrainStep:
         precision = "fp32" if is_sharded(model) else self.settings.precision
         for place, batch in enumerate(batches, start=1):
             with gradient_sync(model, place == len(batches)):
-                with autocast(precision, self.device):
-                    whole = total(model, batch.targets, batch.hidden_BTC)
-                share = whole / count  # where autocast has given up its copies of weights
+                share = self._whole(model, batch, total, precision) / count
                 # Gradients are averaged over the processes, and are to be summed.
                 yield share, share * self.processes.world_size
+
+    def _whole(
+        self, model: nn.Module, batch: MicroBatch, total: Callable[..., Tensor], precision: str
+    ) -> Tensor:
+        """The loss of a batch; behind it autocast has given up its copies of weights."""
+        hidden_BTC = None if batch.hidden is None else batch.hidden()
+        with autocast(precision, self.device):
+            return total(model, batch.targets, hidden_BTC)
 
     def _gradient_norms(self, parameters: list[nn.Parameter]) -> Tensor:
         gradients = [p.grad for p in parameters]

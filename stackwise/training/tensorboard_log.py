@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from stackwise.stability.guard import Alarm
 from stackwise.stability.telemetry import StepRecord
-from stackwise.training.record_log import ClosingLog
+from stackwise.training.record_log import EVENT_FILES, ClosingLog, free_place
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -25,7 +25,8 @@ class TensorBoardLog(ClosingLog):
 
     Args:
         folder: of the event files.
-        first_step: what older files have of this step and later ones is not shown; None: all is.
+        first_step: what older files have of this step and later ones is not shown; None: all is. With 0 they
+            go to the first free one of the folders `before-1`, `before-2` and so on in `folder`.
 
     Raises:
         ImportError: TensorBoard is not installed.
@@ -40,6 +41,8 @@ class TensorBoardLog(ClosingLog):
                 "training.telemetry.tensorboard needs tensorboard >= 2.18: "
                 f"pip install 'stackwise[train]' ({error})"
             ) from error
+        if first_step == 0:
+            self._set_aside()
         self._writer: SummaryWriter | None = SummaryWriter(str(folder), purge_step=first_step)
 
     def write(
@@ -64,6 +67,13 @@ class TensorBoardLog(ClosingLog):
             self._writer.close()
         except OSError as error:
             self._give_up(error)
+
+    def _set_aside(self) -> None:
+        if older := [*self.folder.glob(EVENT_FILES)]:
+            place = free_place(self.folder / "before", "before-")
+            place.mkdir()
+            for file in older:
+                file.rename(place / file.name)
 
     @staticmethod
     def _add(

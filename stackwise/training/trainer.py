@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
 import time
@@ -107,7 +108,8 @@ class ArchitectureTrainer:
                 no data or data that cannot be gone through again, tokens that the vocabulary does not have,
                 no gradients (`torch.no_grad`), a log that another run wrote, `eval_interval` without
                 validation data of its own, a `checkpoint_dir` for a Rack that the configuration does not
-                describe, or processes that do not have the same Rack or the same rows of the data.
+                describe, `keep_best` where no step that is saved is evaluated, or processes that do not have
+                the same Rack or the same rows of the data.
             NonFiniteStepError: the loss or the gradient stopped being finite, and there is no guard.
             GuardError: the guard could not help; weights are those before the step that broke.
             TrainingTerminated: SIGTERM came, and the run is saved in `checkpoint_dir`.
@@ -123,6 +125,7 @@ class ArchitectureTrainer:
         check_restarts(dataloader, sum(not phase.continues for phase in phases))
         check_rows(dataloader, self.processes)
         self._check_validation(validation, dataloader)
+        self._check_best(phases)
         checkpoints = self._checkpoints(rack)
         resumed = checkpoints.resume(rack) if checkpoints is not None and settings.resume else None
         rack.zero_grad()
@@ -187,7 +190,7 @@ class ArchitectureTrainer:
         """Mean loss in nats of all that is predicted in one pass of `dataloader`, in eval mode.
 
         Of several processes each gives its part of the data, or the same; the mean is over all of them, and
-        every process has to call.
+        every process has to call. With "fsdp" Blocks stay where they are, and come one by one.
 
         What an objective masks depends on the place of the batch alone: two calls ask for the same. Each
         module's mode is put back. NaN where there is nothing to predict.
@@ -199,7 +202,7 @@ class ArchitectureTrainer:
         objective = Objective(settings.objective, rack.vocab_size)
         objective.check(rack)
         self._place(rack)
-        evaluation = Evaluation(objective, settings, self.processes)
+        evaluation = Evaluation(objective, settings, self.processes, alone=True)
 
         def total(targets: Targets) -> Tensor:
             hidden_BTC = hidden_states(rack, targets, self.device)
@@ -272,6 +275,17 @@ class ArchitectureTrainer:
             check_apart(dataloader, validation, saves=self.config.training.checkpoint_dir is not None)
             check_rows(validation, self.processes)
 
+    def _check_best(self, phases: list[Phase]) -> None:
+        settings, kept = self.config.training, self.config.training.checkpoint
+        if settings.eval_interval is None or not kept.keep_best:
+            return
+        steps, saves = sum(phase.steps for phase in phases), settings.save_interval
+        both = math.lcm(saves, settings.eval_interval)
+        some = both <= steps or steps % settings.eval_interval == 0
+        all_stay = math.ceil(steps / saves) <= kept.keep_last
+        evaluated = f"0, or an eval_interval that divides a step that is saved: {saves}, ..., or {steps}"
+        require(some or all_stay, "training.checkpoint.keep_best", kept.keep_best, evaluated)
+
     def _checkpoints(self, rack: Rack) -> RackCheckpoints | None:
         directory = self.config.training.checkpoint_dir
         if directory is None:
@@ -306,9 +320,10 @@ class ArchitectureTrainer:
 
     def _place(self, rack: Rack) -> None:
         """All of a Rack on the device, but for Blocks that are elsewhere on purpose."""
-        offloads = self.config.training.scope.offload != "none"
+        settings = self.config.training
+        elsewhere = settings.scope.offload != "none" or settings.distributed.strategy == "fsdp"
         ends: list[nn.Module] = [rack.embedding, rack.final_norm, rack.lm_head]
-        for part in ends if offloads else [rack]:
+        for part in ends if elsewhere else [rack]:
             part.to(self.device)
 
     @contextmanager

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from stackwise import cli
 from stackwise.config import StackWiseConfig, TrainingConfig
 from stackwise.data import create_data
-from stackwise.model import create_rack_from_config
+from stackwise.model import create_rack_from_config, quantize_stack
 from stackwise.training import ArchitectureTrainer
 from stackwise.training.checkpoint import load_rack
 from stackwise.training.loop import NonFiniteStepError
@@ -180,6 +180,63 @@ def refused(processes, strategy="ddp", *, seed=7, frozen=None, data=None, **trai
         return str(error)
 
 
+def uneven(processes, strategy):
+    """Evaluations, where one process has fewer batches than the other, or none."""
+    world_size = processes.world_size if processes else 1
+    seen = []
+    for counts in ((3, 1), (0, 2)):
+        config = configure(strategy, world_size, max_steps=2, eval_interval=1, eval_batches=3)
+        rack = rack_of(config)
+        first, second = (batches_of(rank, 2, count=n) for rank, n in enumerate(counts))
+        validation = (first, second)[processes.rank] if processes else first + second
+        trainer = ArchitectureTrainer(config, progress=False, processes=processes)
+        if not processes:
+            config.training.eval_batches = None
+        batches = batches_of(processes.rank if processes else 0, world_size, count=2)
+        result = trainer.train_architecture(rack, batches, Unsized(validation))
+        seen += [record.loss for record in result["validation"]]
+    return seen
+
+
+class Unsized:
+    """Batches that do not tell how many they are."""
+
+    def __init__(self, batches):
+        self.batches = batches
+
+    def __iter__(self):
+        return iter(self.batches)
+
+
+def evaluated_in_place(processes):
+    """What is brought to the device as a whole for the evaluation of a Rack that was trained in parts."""
+    config = configure("fsdp", 2, max_steps=1)
+    rack, moved, to = rack_of(config), [], torch.nn.Module.to
+    batches = batches_of(processes.rank, 2, count=1)
+    trainer = ArchitectureTrainer(config, progress=False, processes=processes)
+    trainer.train_architecture(rack, batches)
+    torch.nn.Module.to = lambda self, *args: moved.append(type(self).__name__) or to(self, *args)
+    try:
+        trainer.evaluate(rack, batches)
+    finally:
+        torch.nn.Module.to = to
+    return moved
+
+
+def quantised(processes, strategy, **training):
+    """A frozen Stack of small integers: the losses behind it, or what refuses it."""
+    config = configure(strategy, processes.world_size if processes else 1, max_steps=3, **training)
+    rack = rack_of(config)
+    quantize_stack(rack, 0)
+    rank, world_size = (processes.rank, processes.world_size) if processes else (0, 1)
+    trainer = ArchitectureTrainer(config, progress=False, processes=processes)
+    try:
+        records = trainer.train_architecture(rack, batches_of(rank, world_size, count=3))["records"]
+    except ValueError as error:
+        return str(error)
+    return [record.loss for record in records]
+
+
 def configured_data(processes, strategy, folder, **training):
     """Data and checkpoints as a configuration says, one folder for all."""
     world_size = processes.world_size if processes else 1
@@ -295,6 +352,11 @@ def scenarios(processes, folder):
     yield "bf16_weights-ddp", lambda: train(processes, "ddp", precision="bf16_weights", **SHORT)
     for name, sections in LOCAL.items():
         yield f"{name}-ddp", lambda sections=sections: train(processes, "ddp", **sections)
+    for strategy in BOTH:
+        yield f"uneven-{strategy}", lambda s=strategy: uneven(processes, s)
+    yield "in place", lambda: evaluated_in_place(processes)
+    yield "quantised-ddp", lambda: quantised(processes, "ddp", training_architecture="stackwise")
+    yield "no quantised", lambda: quantised(processes, "fsdp")
     yield "inputs", lambda: seen_inputs(processes)
     yield "other weights", lambda: refused(processes, seed=7 + processes.rank)
     yield "other frozen", lambda: refused(processes, frozen=processes.rank)
@@ -491,6 +553,21 @@ class TestSteps:
             for seen in ranks[f"collectives-fsdp-{steps}"]:
                 assert seen["allgather_base"] == 4 * steps
 
+    @pytest.mark.parametrize("strategy", BOTH)
+    def test_one_process_may_have_less_to_evaluate(self, ranks, strategy):
+        expected = uneven(None, "none")
+        for seen in ranks[f"uneven-{strategy}"]:
+            assert seen == pytest.approx(expected, rel=1e-6)
+
+    def test_a_rack_in_parts_is_evaluated_without_being_moved(self, ranks):
+        for seen in ranks["in place"]:
+            assert seen == ["TokenEmbedding", "RMSNorm", "Linear"]
+
+    def test_a_quantised_stack(self, ranks):
+        expected = quantised(None, "none", training_architecture="stackwise")
+        for seen in ranks["quantised-ddp"]:
+            assert seen == pytest.approx(expected, rel=1e-6)
+
     def test_each_rank_masks_differently(self, ranks):
         first, second = ranks["inputs"]
         assert (first == 22).any() and (second == 22).any()
@@ -545,6 +622,10 @@ class TestRun:
             ("growth", "training.scope.growth: got True; allowed: false"),
             ("masters", "training.precision: got 'bf16_weights'; allowed: 'bf16'"),
             ("compiled", "training.compile: got True; allowed: false"),
+            (
+                "quantised",
+                "training.distributed.strategy: got 'fsdp'; allowed: 'ddp', since stacks.0.blocks.0.",
+            ),
         ],
     )
     def test_what_parts_cannot_do_is_refused(self, ranks, name, message):

@@ -1,5 +1,7 @@
 """Evaluation while a Rack trains: the loss by hand at that moment, and no trace of it in the training."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,9 +10,12 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from stackwise.data import Prefetched, TokenWindows
 from stackwise.training import ArchitectureTrainer, load_rack
+from stackwise.training import step as step_module
+from stackwise.training import trainer as trainer_module
 from stackwise.training.batch_stream import check_apart
 from stackwise.training.evaluation import ValidationRecord
 from stackwise.training.json_lines_log import read_json_lines
+from stackwise.training.loss_scale import LossScale
 from stackwise.training.phase_model import blocks_of
 
 MASKED = {"kind": "masked_token", "mask_token_id": 4, "mask_fraction": 0.5}
@@ -160,6 +165,16 @@ def test_the_same_tokens_are_asked_for_each_time(run):
     plain, *_ = run(settings, model, batches, batches)
     with_z, *_ = run(settings | {"objective": MASKED | {"z_loss": 10.0}}, model, batches, batches)
     assert len({record.loss for record in (*plain["validation"], *with_z["validation"])}) == 1
+
+
+def test_steps_that_a_loss_scale_leaves_out_spare_no_evaluation(run, monkeypatch):
+    monkeypatch.setattr(trainer_module, "check_precision", lambda *_: None)
+    scale = partial(LossScale, initial=2.0**24, growth_interval=2)
+    monkeypatch.setattr(step_module, "create_loss_scale", lambda _, device: scale(device))
+    result, *_ = run({"precision": "fp16", "max_steps": 12, "log_interval": 4, "eval_interval": 2})
+    skipped = [record.step for record in result["records"] if record.skipped]
+    assert min(skipped) < 4 < max(skipped)
+    assert [record.steps for record in result["validation"]] == [2, 4, 6, 8, 10, 12]
 
 
 def test_it_is_written_down(run, tmp_path):

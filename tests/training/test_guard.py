@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,6 +25,7 @@ from stackwise.training.guard import PhaseGuard, guard_policy
 from stackwise.training.json_lines_log import read_json_lines
 from stackwise.training.loss_scale import LossScale
 from stackwise.training.objective import Objective
+from stackwise.training.storage_meter import uncollected
 
 BAD = 22  # a token that only broken batches have, in their first place
 STEPS = 9
@@ -313,6 +315,25 @@ def test_what_lasts_stops_the_run(run, tmp_path):
     ] * 5
     run(batches, level, guard=guard, max_steps=20)
     assert sorted(path.name for path in Path("bundles").iterdir()) == ["run-1", "run-2"]
+
+
+@pytest.mark.parametrize("name", ["blockwise", "growing", "polished"])
+def test_a_guard_goes_with_its_unit(run, monkeypatch, name):
+    """With snapshot, optimizer and Blocks, and not when Python next looks for cycles."""
+    made, living, build = [], [], loop_module.TrainingLoop._new_guard
+
+    def watched(self, phase, model, step):
+        living.append([each() for each in made if isinstance(each(), PhaseGuard)])
+        guard = build(self, phase, model, step)
+        made.extend(map(weakref.ref, (guard, step)))
+        return guard
+
+    monkeypatch.setattr(loop_module.TrainingLoop, "_new_guard", watched)
+    with uncollected():
+        _, result = run(with_bad(STEPS, 2), RUNS[name])
+        assert len(living) > 1 and not any(living)
+        assert not [each for each in made if each() is not None]
+    assert result["alarms"]
 
 
 def test_without_a_snapshot(run):
@@ -609,6 +630,7 @@ from stackwise.config import StackWiseConfig
 from stackwise.model import create_rack_from_config
 from stackwise.training import ArchitectureTrainer
 from stackwise.training.objective import Objective
+from stackwise.training.storage_meter import uncollected
 from stackwise.training.processes import Processes
 from stackwise.training.step import TrainStep
 

@@ -146,6 +146,28 @@ def test_a_full_disk_costs_lines(tmp_path, room):
     assert ([line["step"] for line in lines], partial) == ([0, 5], "")
 
 
+def test_steps_that_are_made_again_are_taken_out(tmp_path):
+    path = tmp_path / "run.jsonl"
+    with JsonLinesLog(path) as log:
+        log.write([record(0), record(1), record(2)])
+    with JsonLinesLog(path, 1) as log:
+        log.write([record(1)])
+    assert [line["step"] for line in read_json_lines(path).lines] == [0, 1]
+    assert [each.name for each in tmp_path.iterdir()] == ["run.jsonl"]
+
+
+def test_a_file_of_nothing_else_is_set_aside(tmp_path):
+    """It may be that of another run."""
+    path = tmp_path / "run.jsonl"
+    for loss in (1.0, 2.0, 3.0):
+        with JsonLinesLog(path, 0) as log:
+            log.write([record(0, loss), record(1, loss)])
+    names = {"run.jsonl": 3.0, "run.jsonl.1": 1.0, "run.jsonl.2": 2.0}
+    assert sorted(each.name for each in tmp_path.iterdir()) == list(names)
+    for name, loss in names.items():
+        assert [line["loss"] for line in read_json_lines(tmp_path / name).lines] == [loss, loss]
+
+
 def test_no_such_file(tmp_path):
     with pytest.raises(FileNotFoundError):
         read_json_lines(tmp_path / "none.jsonl")

@@ -2,6 +2,7 @@
 
 import math
 import tempfile
+import weakref
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +16,8 @@ from stackwise.model import create_rack_from_config
 from stackwise.training import ArchitectureTrainer, NonFiniteStepError, load_rack
 from stackwise.training.json_lines_log import read_json_lines
 from stackwise.training.objective import Objective
+from stackwise.training.prefix import PrefixOutputs
+from stackwise.training.storage_meter import uncollected
 
 UNIT_KEYS = {
     "num_blocks",
@@ -530,6 +533,21 @@ class TestMemory:
         # Four batches, each seen twice.
         assert [unit["prefix_blocks"] for unit in kept["results"]] == [8, 4, 0]
         assert [unit["prefix_blocks"] for unit in again["results"]] == [16, 8, 0]
+
+    @pytest.mark.parametrize("recompute", ["none", "full"])
+    def test_a_prefix_is_held_for_one_micro_batch_at_a_time(self, run, monkeypatch, recompute):
+        said, living, unpatched = [], [], PrefixOutputs.__call__
+
+        def watched(self, *args):
+            living.append(sum(each() is not None for each in said))
+            hidden_BTC = unpatched(self, *args)
+            said.append(weakref.ref(hidden_BTC))
+            return hidden_BTC
+
+        monkeypatch.setattr(PrefixOutputs, "__call__", watched)
+        with uncollected():
+            run(BLOCKWISE | {"accumulation_steps": 3, "recompute": {"kind": recompute}})
+        assert living == [0] * (2 * STEPS * 3)
 
 
 def fails(block, after, kind):

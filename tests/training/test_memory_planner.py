@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from stackwise.config import StackWiseConfig
+from stackwise.config import GuardConfig, StackWiseConfig
 from stackwise.model import create_rack_from_config
 from stackwise.training import ArchitectureTrainer
 from stackwise.training.loop import TrainingLoop
@@ -93,7 +93,7 @@ def seen(monkeypatch):
         found.masters = sum(state["master"].nbytes for state in states if "master" in state)
         if isinstance(self.optimizer, MasterAdamW):
             found.masters += sum(wide.nbytes for _, wide in self.optimizer._frozen)
-        found.batch = sum(t.nbytes for t in tensors([tuple(batch) for batch in batches]))
+        found.batch = sum(t.nbytes for t in tensors([batch.targets for batch in batches])) + found.hidden
         blocks, phase = blocks_of(loop.rack), found.phase
         in_graph = phase.path[phase.n_prefix :]
         found.trained = sum(nbytes(blocks[i]) for i in in_graph if i in phase.trained)
@@ -106,6 +106,7 @@ def seen(monkeypatch):
     def watched_forward(self, targets, hidden_BTC=None):
         if type(next(self.parameters())) is not nn.Parameter:
             return forward(self, targets, hidden_BTC)
+        phases[-1].hidden = 0 if hidden_BTC is None else hidden_BTC.nbytes
         given = [targets, hidden_BTC, list(self.parameters()), list(self.buffers())]
         apart = {t.untyped_storage().data_ptr() for t in tensors(given)}
         saved = WeakSet()  # what no gradient is asked of dies with its graph
@@ -353,6 +354,50 @@ def test_flops_are_those_that_torch_counts(kind):
     assert phase.flops == counter.get_total_flops()
 
 
+@pytest.mark.parametrize(
+    "training",
+    [
+        {},
+        {"training_architecture": "blockwise", "scope": {"head": "per_unit"}},
+        {"scope": {"growth": True}, "precision": "bf16_weights", "max_steps": 8},
+        {"training_architecture": "stackwise", "optimizer": {"kind": "muon"}, "precision": "bf16"},
+    ],
+    ids=name_of,
+)
+def test_what_a_guard_goes_back_to(monkeypatch, training):
+    shallow = SHALLOW | {"tie_embeddings": False}
+    plain = middle(**{"max_steps": 4, "model": shallow, **training})
+    guarded = plain.model_copy(deep=True)
+    guarded.training.guard = GuardConfig(snapshot_interval=6)
+    held, end = [], TrainingLoop._train_guarded
+
+    def watched(self, phase, step, guard):
+        end(self, phase, step, guard)
+        held.append(guard.snapshot_bytes)
+
+    monkeypatch.setattr(TrainingLoop, "_train_guarded", watched)
+    train(guarded)
+    bare, plan = (plan_memory(config, device="cpu") for config in (plain, guarded))
+    assert [phase.snapshot for phase in plan.phases] == held
+    assert [phase.peak for phase in plan.phases] == [
+        phase.peak + more for phase, more in zip(bare.phases, held, strict=True)
+    ]
+    assert plan.host == bare.host and not any(phase.snapshot for phase in bare.phases)
+
+
+@pytest.mark.parametrize("on_host", [True, False])
+def test_where_a_guard_keeps_it(on_host):
+    plain = middle(model=SHALLOW)
+    guarded = plain.model_copy(deep=True)
+    guarded.training.guard = GuardConfig(snapshot_on_host=on_host)
+    bare, plan = (plan_memory(config, device="cuda") for config in (plain, guarded))
+    (phase,) = plan_memory(guarded, device="cpu").phases
+    assert plan.host == (phase.snapshot if on_host else 0)
+    assert plan.peak - bare.peak == (0 if on_host else phase.snapshot)
+    guarded.training.guard.snapshot_interval = None
+    assert plan_memory(guarded, device="cuda").host == 0
+
+
 def allocated(call):
     """The most bytes that PyTorch's allocator on the CPU gave out during a call, above what was there."""
     with torch.profiler.profile(
@@ -364,10 +409,18 @@ def allocated(call):
     return max(itertools.accumulate((event.nbytes() for event in events), initial=0))
 
 
-@pytest.mark.parametrize("kind, precision", [("none", "fp32"), ("full", "bf16"), ("none", "bf16_weights")])
-def test_peak_is_what_was_allocated(monkeypatch, kind, precision):
-    config = middle(recompute={"kind": kind}, precision=precision, objective={"logits_chunk": 40})
-    (phase,) = plan_memory(config, device="cpu").phases
+@pytest.mark.parametrize(
+    "kind, precision, units",
+    [
+        ("none", "fp32", {}),
+        ("full", "bf16", {}),
+        ("none", "bf16_weights", {}),
+        ("none", "fp32", {"training_architecture": "blockwise", "accumulation_steps": 4}),
+    ],
+)
+def test_peak_is_what_was_allocated(monkeypatch, kind, precision, units):
+    config = middle(recompute={"kind": kind}, precision=precision, objective={"logits_chunk": 40}, **units)
+    *_, phase = plan_memory(config, device="cpu").phases
     peaks, unpatched = [], TrainStep.__call__
 
     def watched(self, batches, lr):
@@ -377,10 +430,24 @@ def test_peak_is_what_was_allocated(monkeypatch, kind, precision):
 
     monkeypatch.setattr(TrainStep, "__call__", watched)
     train(config)
-    planned = phase.peak - phase.weights - phase.masters - phase.optimizer - phase.batch
+    hidden = 3 * 32 * 64 * 4 if units else 0  # computed in the step
+    planned = phase.peak - phase.weights - phase.masters - phase.optimizer - phase.batch + hidden
     print(planned, peaks[-1])
     # Inside operations there is more, for moments.
     assert planned <= peaks[-1] <= 1.15 * planned
+
+
+@pytest.mark.parametrize("kind", ["none", "full"])
+def test_more_micro_batches_hold_no_more_of_a_prefix(kind):
+    few, many = (
+        plan_memory(
+            middle(training_architecture="blockwise", accumulation_steps=count, recompute={"kind": kind}),
+            device="cpu",
+        ).phases[-1]
+        for count in (2, 20)
+    )
+    ids = few.batch - 3 * 32 * 64 * 4
+    assert many.peak - few.peak == many.batch - few.batch == 9 * ids
 
 
 def test_selective_recomputation_keeps_products(seen):

@@ -21,7 +21,7 @@ from stackwise.checkpoint import EXIT_CODE, CheckpointWarning
 from stackwise.checkpoint.upload import Uploader
 from stackwise.checkpoint.writer import Staging
 from stackwise.config import ConfigError
-from stackwise.data import Prefetched, create_data
+from stackwise.data import Prefetched, TokenWindows, create_data
 from stackwise.stability.telemetry import StepRecord
 from stackwise.training import (
     ArchitectureTrainer,
@@ -214,6 +214,10 @@ def test_what_is_written_by_a_run_without_a_checkpoint_yet(make, tmp_path):
     events = accumulator.EventAccumulator(str(folder)).Reload()
     assert [line["step"] for line in read_json_lines(log).lines] == list(range(STEPS))
     assert [event.step for event in events.Scalars("train/loss")] == list(range(STEPS))
+    # What there was may have been another run's, so it is elsewhere now.
+    aside = read_json_lines(tmp_path / "run.jsonl.1").lines
+    assert [line["loss"] for line in aside] == [line["loss"] for line in read_json_lines(log).lines]
+    assert len([*(folder / "before-1").iterdir()]) == 1
 
 
 def test_a_request_to_end_is_heard_where_every_step_saves(make, monkeypatch):
@@ -249,6 +253,30 @@ def test_the_epoch_of_a_dataset_in_a_loader(make_config):
     again = BatchStream(DataLoader(create_data(config)[0], batch_size=None))
     again.load_state_dict(state)
     assert torch.equal(next(again)[1][0]["input_ids"], expected["input_ids"])
+
+
+@pytest.mark.parametrize(
+    "intervals, kept",
+    [
+        ({"save_interval": 1, "eval_interval": 3}, ["step-3", "step-4"]),
+        ({"save_interval": 3, "eval_interval": 4}, ["step-4"]),
+        ({"save_interval": 2, "eval_interval": 3}, None),
+        ({"save_interval": 2, "eval_interval": 3, "max_steps": 6}, ["step-6"]),
+        ({"save_interval": 5, "eval_interval": 9}, ["step-4"]),  # it is all there is
+    ],
+)
+def test_what_is_best_is_known(make, intervals, kept):
+    """Among steps that are saved only those that are evaluated count."""
+    config, rack, batches = make({"checkpoint": {"keep_last": 1, "keep_best": 1}} | intervals)
+    run = ArchitectureTrainer(config, progress=False).train_architecture
+    if kept is None:
+        with pytest.raises(
+            ValueError, match=r"training\.checkpoint\.keep_best: got 1; allowed: 0, or an eval_"
+        ):
+            run(rack, batches, batches)
+        return
+    run(rack, batches, batches)
+    assert set(kept) == {path.name for path in Path(config.training.checkpoint_dir).iterdir()}
 
 
 def test_lines_go_on(make, tmp_path):
@@ -473,6 +501,33 @@ def test_our_batches_are_not_made_again(make_config, monkeypatch):
     epoch, [found] = next(again)
     assert epoch == expected[0] and torch.equal(found["input_ids"], expected[1][0]["input_ids"])
     assert made == [(0, 3)]
+
+
+@pytest.mark.parametrize("reads_ahead", [False, True])
+@pytest.mark.parametrize("steps", [1, 3, 4, 5, 11])
+def test_our_batches_are_not_made_to_be_left_out(monkeypatch, steps, reads_ahead):
+    """Passes have 8 batches, and steps 2: also where a pass has just ended."""
+    training = TokenWindows(torch.arange(145) % 23, batch_size=2, seq_len=8, seed=3)
+    assert len(training) == 8
+    made, batch = [], type(training).batch
+    monkeypatch.setattr(
+        type(training), "batch", lambda self, *place: made.append(place) or batch(self, *place)
+    )
+    with contextlib.closing(Prefetched(training)) as ahead:
+        loader = ahead if reads_ahead else training
+        taken = BatchStream(loader, 2)
+        islice_(taken, steps)
+        state, (epoch, expected) = taken.state_dict(), next(taken)
+        ahead.close()
+        made.clear()
+        seeking = BatchStream(loader, 2, steps)
+        assert seeking.state_dict() == state
+        assert not made
+        found = next(seeking)
+    assert found[0] == epoch and seeking.place == taken.place
+    for ours, theirs in zip(found[1], expected, strict=True):
+        assert torch.equal(ours["input_ids"], theirs["input_ids"])
+    assert made[:2] == [divmod(2 * steps, 8), divmod(2 * steps + 1, 8)]
 
 
 def test_too_few_batches_are_refused():

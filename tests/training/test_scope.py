@@ -107,6 +107,15 @@ def test_a_growing_rack_needs_a_step_for_each_stack():
         plan_phases([1, 1, 1], settings("rackwise", 2, growth=True))
 
 
+@pytest.mark.parametrize("architecture", ["stackwise", "blockwise"])
+def test_a_head_of_its_own_is_not_for_units_that_do_not_train_it(architecture):
+    chosen = settings(architecture, head="per_unit", order="right_to_left")
+    with pytest.raises(
+        ValueError, match=r"training\.scope\.head: got 'per_unit'; allowed: 'shared' with order"
+    ):
+        plan_phases([1, 2], chosen)
+
+
 def test_a_head_of_its_own_is_fresh_for_every_unit_but_the_first():
     phases = plan_phases([1, 1, 1], settings("stackwise", head="per_unit"))
     assert [phase.fresh_head for phase in phases] == [False, True, True]

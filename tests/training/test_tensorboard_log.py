@@ -38,6 +38,16 @@ def test_tensor_board(tmp_path):
     assert scalars["train/loss"][0] == (0, 3.0) and math.isnan(scalars["train/loss"][1][1])
 
 
+def test_what_a_new_run_would_hide_is_set_aside(tmp_path):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    for loss in (1.0, 2.0, 3.0):
+        with TensorBoardLog(tmp_path, 0) as log:
+            log.write([record(0, loss)])
+    for folder, loss in (("before-1", 1.0), ("before-2", 2.0), ("", 3.0)):
+        events = accumulator.EventAccumulator(str(tmp_path / folder)).Reload()
+        assert [event.value for event in events.Scalars("train/loss")] == [loss]
+
+
 def test_a_full_disk_ends_the_scalars(tmp_path):
     pytest.importorskip("tensorboard")
     log = TensorBoardLog(tmp_path)

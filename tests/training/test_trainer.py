@@ -21,6 +21,7 @@ from stackwise.training import (
 )
 from stackwise.training.progress import TrainingProgress
 from stackwise.training.result import TrainingResult
+from tests.late_copies import late_copies
 
 RESULT_KEYS = {
     "training_architecture",
@@ -735,6 +736,18 @@ def test_run_of_one_step_moves(make_config, make_rack, make_batches):
     before = weights_of(rack)
     ArchitectureTrainer(config).train_architecture(rack, make_batches(config))
     assert changed(rack, before)
+
+
+@pytest.mark.parametrize("log_interval", [1, 3])
+def test_only_steps_of_the_interval_before_are_waited_for(
+    make_config, make_rack, make_batches, monkeypatch, log_interval
+):
+    config = make_config(training={"max_steps": 12, "log_interval": log_interval})
+    waits = late_copies(monkeypatch)
+    result = ArchitectureTrainer(config).train_architecture(make_rack(config), make_batches(config))
+    assert waits == [log_interval] * (12 // log_interval - 1) + [0]  # the last is that of the end
+    assert [record.step for record in result["records"]] == list(range(12))
+    assert all(math.isfinite(record.loss) for record in result["records"])
 
 
 @pytest.mark.gpu

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -161,14 +162,16 @@ class Guard:
         # A rise that may be sound is computed again before it is an alarm, where that can be done.
         self._recomputes = loss_of is not None and self.policy.suspect_factor is not None
         self._recomputes &= not self.policy.spikes_clipped
+        # Weakly: else it would stay, with snapshot and optimizer, until Python next looks for cycles.
+        me = weakref.proxy(self)
         self._examination = Examination(
             model,
-            lambda: self._named,
+            lambda: me._named,
             loss_of,
-            lambda: self._feed,
+            lambda: me._feed,
             self._buffers,
             self._group,
-            lambda: self._loss_scale,
+            lambda: me._loss_scale,
         )
         self._answering: int | None = None
         self._clipped_before = ClippedBefore()
@@ -541,7 +544,7 @@ class Guard:
         self._arrived += self._rows.poll()
         due = len(self._rows) + len(self._arrived) - may_stay
         if due > len(self._arrived):
-            self._arrived += self._rows.drain()
+            self._arrived += self._rows.drain(due - len(self._arrived))
         for _ in range(due):
             made, row = self._arrived.popleft()
             if self._under_way and self._under_way[0] is made:  # else it is to be made again

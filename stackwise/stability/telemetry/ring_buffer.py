@@ -32,8 +32,8 @@ class RingBuffer(Generic[Tag]):
     """`capacity` float32 rows on the device, each with a tag that the host knows.
 
     On CUDA rows are copied to pinned memory on a stream of their own, and read once the copy's event has
-    come to pass; so only `drain` waits. A row's place is free again once the row was handed out, therefore
-    after it was copied.
+    come to pass; only `drain` and `previous` wait. A row's place is free again once the row was handed out,
+    therefore after it was copied.
 
     Args:
         capacity: how many rows may be written and not yet handed out.
@@ -100,16 +100,28 @@ class RingBuffer(Generic[Tag]):
         self._begin_copy()
         return arrived
 
-    def drain(self) -> list[tuple[Tag, list[float]]]:
-        """Every row that was not handed out, oldest first. Waits for the device."""
+    def drain(self, count: int | None = None) -> list[tuple[Tag, list[float]]]:
+        """Rows that were not handed out, oldest first, and begin to copy the others.
+
+        Args:
+            count: of rows that are waited for, with those that are copied with them; None: all.
+        """
         if self._stream is None:
             return self._hand_out(len(self))
         self._begin_copy()
-        rows = []
-        while self._copies:
+        rows: list[tuple[Tag, list[float]]] = []
+        while self._copies and (count is None or len(rows) < count):
             self._copies[0].arrived.synchronize()
             rows += self._hand_out_copy()
         return rows
+
+    def previous(self) -> list[tuple[Tag, list[float]]]:
+        """Rows of which an earlier call has begun the copy, oldest first, and begin to copy the others.
+
+        Waits for these copies, which is seldom a wait where steps lie between two calls. Which rows they are
+        does not depend on how fast the device is: several processes have the same. On the CPU it is all.
+        """
+        return self.drain(self._copying)
 
     def _begin_copy(self) -> None:
         count = len(self) - self._copying

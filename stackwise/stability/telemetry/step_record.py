@@ -86,7 +86,7 @@ class StepBuffer:
 
     @property
     def full(self) -> bool:
-        """Whether the next `write` needs a `drain` first, or a `poll` that finds something."""
+        """Whether the next `write` needs a `drain` first, or another call that finds something."""
         return self._rows.full
 
     def write(
@@ -128,6 +128,13 @@ class StepBuffer:
     def poll(self) -> list[StepRecord]:
         """Records that have arrived since the last call. The host does not wait."""
         return [_record(known, row) for known, row in self._rows.poll()]
+
+    def previous(self) -> list[StepRecord]:
+        """Records that were there at the last call of any of these three; on the CPU all.
+
+        The same in several processes. The host waits for these alone.
+        """
+        return [_record(known, row) for known, row in self._rows.previous()]
 
     def drain(self) -> list[StepRecord]:
         """Every record since the last call. Waits for the device."""

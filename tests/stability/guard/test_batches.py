@@ -4,6 +4,7 @@ import io
 import json
 import math
 import random
+import weakref
 from collections import UserDict
 from contextlib import nullcontext
 from itertools import islice
@@ -19,6 +20,7 @@ from stackwise.loader_epoch import generator_states
 from stackwise.random_states import random_states_kept
 from stackwise.stability.guard import Guard, GuardPolicy
 from stackwise.stability.guard.batch_feed import BatchFeed
+from stackwise.training.storage_meter import uncollected
 from tests.stability.guard.guarded_run import (
     OPTIMIZERS,
     POLICY,
@@ -504,3 +506,12 @@ def test_batches_to_be_given_again_come_back_on_their_device():
         again.load_state_dict(state)
         given = next(again.batches([], ending=lambda: None))
         assert given["x"][0].device.type == wanted and given["x"][1] == 3
+
+
+def test_a_guard_goes_with_its_last_reference():
+    """With its snapshot and the batches that it keeps, and not when Python next looks for cycles."""
+    with uncollected():
+        run = guarded("adamw", times(1e3, 40), loss_of=loss_of, data=make_data(count=50))
+        assert run.guard.alarms and run.guard.snapshot_bytes
+        guard, run.guard = weakref.ref(run.guard), None
+        assert guard() is None

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from stackwise.stability.guard import Guard, GuardError, GuardPolicy
+from tests.late_copies import late_copies
 from tests.stability.guard.guarded_run import (
     FAULTS,
     OPTIMIZERS,
@@ -37,6 +38,15 @@ def test_what_the_host_learns_late_ends_the_same(optimizer, name, lag):
     assert late.guard.quarantined == at_once.guard.quarantined
     assert late.guard.steps == at_once.guard.steps == N
     assert len(late.seen) > len(at_once.seen)
+
+
+def test_the_host_waits_for_the_step_so_many_before_and_for_no_later_one(monkeypatch):
+    expected = guarded("fused adamw", lag=3)
+    waits = late_copies(monkeypatch)
+    late = guarded("fused adamw", lag=3)
+    # Those at the end of the epoch apart.
+    assert waits[:-3] == [3] * (N - 3)
+    assert same(late.state, expected.state)
 
 
 @pytest.mark.parametrize("lag", [pytest.param(0, marks=pytest.mark.slow), 3])

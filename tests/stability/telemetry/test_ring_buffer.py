@@ -140,6 +140,20 @@ class LateRows(RuleBasedStateMachine):
         self.seen += self.buffer.poll()
         assert sum(not event.done for event in self.late.events) >= before  # it waited for none
 
+    @rule()
+    def previous(self):
+        begun, before = sum(copy.count for copy in self.buffer._copies), len(self.seen)
+        self.seen += self.buffer.previous()
+        assert len(self.seen) - before == begun
+        assert len(self.late.events) == (len(self.buffer) > 0)  # the others are on their way
+
+    @rule(count=st.integers(0, 5))
+    def drain_some(self, count):
+        there, before, under_way = len(self.buffer), len(self.seen), len(self.late.events)
+        self.seen += self.buffer.drain(count)
+        assert len(self.seen) - before >= min(count, there)
+        assert count or len(self.late.events) >= under_way
+
     @precondition(lambda self: self.late.events)
     @rule()
     def arrive(self):

@@ -1,0 +1,39 @@
+"""Rows of a RingBuffer on the CPU, copied and waited for as on a device."""
+
+from contextlib import nullcontext
+
+import torch
+
+from stackwise.stability.telemetry.ring_buffer import RingBuffer
+
+
+def late_copies(monkeypatch):
+    """From here on no copy has arrived before it is waited for.
+
+    Returns:
+        of each wait, how many rows were written behind those waited for.
+    """
+    written, waits = [], []
+    made, write = RingBuffer.__init__, RingBuffer.write
+
+    def made_with_a_stream(self, *args):
+        made(self, *args)
+        self._host_CW = self._rows_CW.clone()
+        self._stream = type("Stream", (), {"wait_stream": lambda self, other: None})()
+
+    class Event:
+        def record(self, stream):
+            self.begun = len(written)
+
+        def query(self):
+            return False
+
+        def synchronize(self):
+            waits.append(len(written) - self.begun)
+
+    monkeypatch.setattr(RingBuffer, "__init__", made_with_a_stream)
+    monkeypatch.setattr(RingBuffer, "write", lambda *args: written.append(1) or write(*args))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    return waits

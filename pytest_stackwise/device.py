@@ -119,7 +119,7 @@ def lock(device: str, *, seconds: float = _LONGEST_WAIT) -> Iterator[None]:
 
     Args:
         device: "cpu", "cuda" or "cuda:N", as this process knows it.
-        seconds: how long to wait for the others.
+        seconds: how long to wait for any one of the others, since it has it.
 
     Raises:
         TimeoutError: another process had it for longer, naming that process and the file.
@@ -135,12 +135,16 @@ def lock(device: str, *, seconds: float = _LONGEST_WAIT) -> Iterator[None]:
     import fcntl
 
     with path.open("a+") as file:
-        end = time.monotonic() + seconds
+        taken, end = None, 0.0
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except OSError as error:
+                # Who gets it writes into the file: then it is another, or the same one again.
+                last, taken = taken, os.fstat(file.fileno()).st_mtime_ns
+                if taken != last:
+                    end = time.monotonic() + seconds
                 if time.monotonic() >= end:
                     file.seek(0)
                     holder = file.read().strip() or "?"

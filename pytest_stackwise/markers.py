@@ -231,8 +231,9 @@ def _does_nothing(marker: pytest.Mark) -> str:
 
 def _closest(item: pytest.Item, name: str) -> pytest.Mark | None:
     """The closest marker of a name that is no label."""
-    marker = item.get_closest_marker(name)
-    return None if marker is None or _is_label(item, marker) else marker
+    if item.get_closest_marker(name) is None:  # the gate has its tests without some of theirs
+        return None
+    return next(iter(_closest_first(item, name)), None)
 
 
 def faults_of(item: pytest.Item, folder: Path | None = None) -> list[Fault]:
@@ -323,13 +324,14 @@ def throughput_of(item: pytest.Item) -> dict[str, Any]:
         return {}
     from stackwise.benchmark.workload import check_shape
 
-    _call(item, marker, check_shape)
+    # The seed is the run's.
+    _call(item, marker, check_shape, without=("seed",))
     return dict(marker.kwargs)
 
 
 def max_memory_of(item: pytest.Item) -> int | None:
     """The bytes that the marker max_memory allows; None: there is none."""
-    marker = item.get_closest_marker("max_memory")
+    marker = _closest(item, "max_memory")
     if marker is None:
         return None
     from stackwise.amount import parse_bytes
@@ -432,24 +434,26 @@ def _call(
     marker: pytest.Mark,
     function: Callable[..., Any],
     arguments: Mapping[str, Any] | None = None,
+    without: Iterable[str] = (),
 ) -> Any:
     if marker.args:
         raise pytest.UsageError(f"{item.nodeid}: marker {marker.name} takes keyword arguments only")
     given = marker.kwargs if arguments is None else arguments
     try:
-        _check_keys(given, function)
+        _check_keys(given, function, without)
         return function(**given)
     except (TypeError, ValueError) as error:
         message = str(error).rpartition("() ")[2].removeprefix(f"{marker.name}: ")
         raise pytest.UsageError(f"{item.nodeid}: marker {marker.name}: {message}") from None
 
 
-def _check_keys(given: Mapping[str, Any], function: Callable[..., Any]) -> None:
-    """Refuse keywords that the function does not have, unless it looks at them itself."""
+def _check_keys(given: Mapping[str, Any], function: Callable[..., Any], without: Iterable[str]) -> None:
+    """Refuse keywords that the function does not have, unless it looks at them itself, and `without`."""
     from stackwise.argument import check_choice
 
     parameters = signature(function).parameters
     if any(each.kind is Parameter.VAR_KEYWORD for each in parameters.values()):
         return
+    allowed = [name for name in parameters if name not in without]
     for key in given:
-        check_choice("key", key, parameters)
+        check_choice("key", key, allowed)

@@ -256,9 +256,10 @@ def _measure(
     with ExitStack() as held:
         own = subject.device if isinstance(subject, Workload) else None
         expected = str(own or resolve_device(str(shape.get("device") or default)))
-        held.enter_context(device.lock(expected))
+        if not disabled:  # one call is no measurement, which nobody can disturb
+            held.enter_context(device.lock(expected))
         workload, shape = _workload(item, subject, shape)
-        if not device.same_device(expected, str(workload.device)):
+        if not disabled and not device.same_device(expected, str(workload.device)):
             # A loop of others puts its model where it likes. Never two at once: who has them the other way
             # round would wait for ever.
             held.close()
@@ -395,8 +396,10 @@ def _peak_of(workload: Workload) -> PeakMemory:
 
     It is no matter of time: it is judged even where none is taken.
     """
-    from stackwise.benchmark.memory.peak import watch_peak
+    from stackwise.benchmark.memory.peak import PeakMemory, watch_peak
 
+    if workload.replays is not None:
+        return PeakMemory()
     prepare = workload.prepare_alone or workload.prepare
     if prepare is not None:
         prepare()

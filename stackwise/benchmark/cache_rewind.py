@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 __all__ = ["RewoundCache", "is_changed_by"]
@@ -63,7 +66,8 @@ class RewoundCache:
 def is_changed_by(step: Callable[[Any], object], cache: Any) -> bool:
     """Whether `step(cache)` changes the cache: another shape, a tensor written to, another number in it.
 
-    Caches that are handed on anew at each step, and positions in a cache that the model keeps, are not.
+    Caches that are handed on anew at each step, and positions in a cache that the model keeps, are not. What
+    cannot be looked into, as an array of NumPy, counts as changed.
     """
     before = _state(cache, {})
     step(cache)
@@ -73,7 +77,9 @@ def is_changed_by(step: Callable[[Any], object], cache: Any) -> bool:
 def _state(value: Any, seen: dict[int, Any]) -> Any:
     """Shapes and versions of all tensors that can be reached, and all plain values."""
     match value:
-        case None | bool() | int() | float() | str() | bytes():
+        case None | bool() | int() | float() | complex() | str() | bytes() | range():
+            return value
+        case torch.dtype() | torch.device() | type() | ModuleType():
             return value
         case Tensor():
             # A tensor made in inference mode has no version: it counts as written to.
@@ -85,9 +91,12 @@ def _state(value: Any, seen: dict[int, Any]) -> Any:
     match value:
         case Mapping():
             return [(repr(key), _state(item, seen)) for key, item in value.items()]
-        case list() | tuple() | set() | frozenset():
+        case list() | tuple() | set() | frozenset() | deque():
             return [_state(item, seen) for item in value]
-    attributes = {name: getattr(value, name) for name in _slots(type(value)) if hasattr(value, name)}
+    slots = list(_slots(type(value)))
+    if not slots and not hasattr(value, "__dict__"):
+        return None if callable(value) else object()
+    attributes = {name: getattr(value, name) for name in slots if hasattr(value, name)}
     attributes |= getattr(value, "__dict__", {})
     return [(name, _state(item, seen)) for name, item in attributes.items()]
 

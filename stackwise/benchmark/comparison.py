@@ -59,7 +59,7 @@ class ComparisonConfig:
         loop: of generation: "common" or "own".
         rounds: in each of which every architecture has a turn.
         turn_seconds: of samples in one turn.
-        warmup_seconds: the most that the warm-up of one architecture takes.
+        warmup_seconds: in which windows of the warm-up of one architecture begin, after its first one.
         clock: "host" or "device".
         cache: "warm" or "cold".
         peak: that MFU and MBU are parts of: "published" by the device's maker, or "measured" here, which is

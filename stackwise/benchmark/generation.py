@@ -22,7 +22,7 @@ from stackwise.benchmark.timing.clock import CLOCKS, HostClock, timing_event
 from stackwise.benchmark.timing.conditions import Conditions, notes_of
 from stackwise.benchmark.timing.gpu_state import READING_INTERVAL, GpuSensor
 from stackwise.benchmark.timing.host_state import host_state
-from stackwise.benchmark.timing.measurement import LEAST_CALLS, uncollected
+from stackwise.benchmark.timing.measurement import LEAST_CALLS, collect_new, uncollected
 from stackwise.benchmark.timing.percentile import Percentile, percentile
 from stackwise.benchmark.timing.warmup import warm_up
 from stackwise.benchmark.workload import Workload, check_workload
@@ -166,13 +166,14 @@ def measure_generation(
 
     On the host clock the device is waited for after each token, as by whoever shows it to a user; one that
     could have gone on meanwhile has not. `measure` of the same workload times whole generations without that.
-    A GPU's clocks and temperature are read between generations, at most every 0.2 s.
+    Between generations, at most every 0.2 s, garbage is collected, and a GPU's clocks and temperature are
+    read.
 
     Args:
         workload: of `model_workload(spec, "generate", ...)`.
         min_seconds: generations are timed for at least this long,
         min_calls: and at least this often.
-        warmup_seconds: the most time that the warm-up takes after its first generations.
+        warmup_seconds: in which windows of the warm-up begin, after its first generations.
         steady_within: relative difference of two windows of generations that counts as settled.
         clock: "host", or "device" (CUDA only).
 
@@ -203,9 +204,11 @@ def measure_generation(
             generations.append(times)
             total, unread = total + times[-1], unread + times[-1]
             if unread >= READING_INTERVAL:
+                collect_new()
                 states.append(sensor.read())
                 unread = 0.0
         if unread:
+            collect_new()
             states.append(sensor.read())
     return GenerationMeasurement(
         workload=workload.name,

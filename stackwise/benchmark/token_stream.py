@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from inspect import signature
 from typing import Any
 
 import torch
@@ -78,10 +79,16 @@ def token_stream(spec: ModelSpec, model: nn.Module, loop: str, *, compiled: bool
 def empty_cache(model: nn.Module, batch_size: int, capacity: int) -> Any:
     """A cache with room for `capacity` tokens, of a model that takes it at once; None: it grows by itself.
 
-    Such a model has a method `new_cache(batch_size, capacity)`.
+    Such a model has a method `new_cache(batch_size, capacity)`; one that takes other arguments is not called.
     """
     make = getattr(unwrapped(model), "new_cache", None)
-    return make(batch_size, capacity) if callable(make) else None
+    if not callable(make):
+        return None
+    try:
+        signature(make).bind(batch_size, capacity)
+    except TypeError:
+        return None
+    return make(batch_size, capacity)
 
 
 def of_last(spec: ModelSpec, model: nn.Module) -> ModelSpec | None:
@@ -248,13 +255,20 @@ class _Streamer:
 
 
 def _generated(model: Any) -> Run:
+    model = unwrapped(model)
+
     def run(prompt_BT: Tensor, n_new: int, on_token: OnToken) -> None:
-        settings = copy.deepcopy(model.generation_config)
+        own = model.generation_config
+        settings = copy.deepcopy(own)
         settings.update(do_sample=False, num_beams=1, max_new_tokens=n_new, max_length=None)
         # All models write as many tokens as were asked for, whatever these are.
         settings.eos_token_id, settings.pad_token_id = None, 0
         streamer = _Streamer(on_token)
         mask = torch.ones_like(prompt_BT)
-        model.generate(prompt_BT, attention_mask=mask, generation_config=settings, streamer=streamer)
+        model.generation_config = settings  # from which `generate` takes whatever is None in what it is given
+        try:
+            model.generate(prompt_BT, attention_mask=mask, generation_config=settings, streamer=streamer)
+        finally:
+            model.generation_config = own
 
     return run

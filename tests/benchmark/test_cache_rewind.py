@@ -1,9 +1,12 @@
 """A cache that is put back, and what of a cache counts as changed."""
 
+import itertools
 import threading
 import weakref
+from collections import deque
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -130,6 +133,27 @@ def test_a_cache_that_holds_itself():
 def test_a_position_and_nothing():
     assert not is_changed_by(lambda cache: cache + 1, 7)
     assert not is_changed_by(lambda cache: None, None)
+
+
+class Row(deque):
+    """A queue, with an attribute beside it."""
+
+
+@pytest.mark.parametrize("kind", [deque, Row])
+def test_a_queue(kind):
+    assert is_changed_by(lambda cache: cache.append(torch.zeros(2)), kind())
+    assert is_changed_by(lambda cache: cache[0].add_(1), kind([torch.zeros(2)]))
+    assert not is_changed_by(lambda cache: cache[0] + 1, kind([torch.zeros(2)]))
+
+
+def test_what_cannot_be_looked_into_counts_as_changed():
+    for closed in (np.zeros(2), itertools.count(), bytearray(2), {}.values()):
+        assert is_changed_by(lambda cache: None, [closed])
+
+
+def test_what_nothing_can_change():
+    cache = SimpleNamespace(dtype=torch.float32, device=torch.device("cpu"), kind=Kept, module=torch, n=max)
+    assert not is_changed_by(lambda cache: None, cache)
 
 
 def test_what_cannot_be_told_counts_as_changed():

@@ -90,6 +90,16 @@ def test_garbage_is_not_collected_meanwhile(turn):
     assert gc.isenabled()
 
 
+def test_garbage_is_collected_between_generations(turn, monkeypatch):
+    """What is new, each 0.2 s at most and at the end: the peak of memory has nothing of it."""
+    calls, collected = [], []
+    workload, turned = generating([0.06, 0.06], calls)
+    turn(turned)
+    monkeypatch.setattr(gc, "collect", lambda *generation: collected.append((len(calls), *generation)))
+    measure_generation(workload, min_seconds=0.0, min_calls=5)
+    assert collected == [(1,), (3, 1), (5, 1), (6, 1)]
+
+
 def test_the_gpu_is_read_between_generations(turn, monkeypatch):
     """Each 0.2 s at most, and at the end: never inside a generation."""
     workload, turned = generating([0.03, 0.03])

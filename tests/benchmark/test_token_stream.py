@@ -61,6 +61,7 @@ def test_a_token_that_means_the_end_ends_nothing(prepared):
     spec, model, prompt = prepared("llama")
     model.generation_config.eos_token_id = int(continued(spec, model, prompt)[0, 1])
     assert tokens_of(token_stream(spec, model, "own"), prompt).shape == (2, N_NEW)
+    assert tokens_of(token_stream(spec, model, "own"), prompt[:1]).shape == (1, N_NEW), "nobody else goes on"
     assert model.generation_config.eos_token_id is not None, "the model's own settings stay"
 
 
@@ -153,6 +154,14 @@ def test_room_is_taken_at_once(subjects):
     rack = subjects.rack()
     assert empty_cache(rack, 3, 11).capacity == 11
     assert empty_cache(subjects.llama(), 3, 11) is None
+
+
+def test_a_method_of_that_name_that_takes_something_else():
+    class Named(nn.Module):
+        def new_cache(self):
+            raise AssertionError("called")
+
+    assert empty_cache(Named(), 3, 11) is None
 
 
 class TestOfLast:

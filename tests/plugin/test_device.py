@@ -92,6 +92,26 @@ def test_one_process_at_a_time(holder):
         pass
 
 
+SHORT_HOLDS = """
+import time
+from pytest_stackwise import device
+for _ in range(8):
+    with device.lock("cpu"):
+        print("held", flush=True)
+        time.sleep(0.25)
+"""
+
+
+def test_the_time_is_that_of_one_hold(monkeypatch):
+    """Others that take turns, each for less than that, have nobody give up."""
+    monkeypatch.setattr(device, "_PAUSE", 0.2)  # it comes too late for the moments in which nobody has it
+    command = [sys.executable, "-c", SHORT_HOLDS]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "held\n"
+        with device.lock("cpu", seconds=1.0):
+            pass
+
+
 def test_two_that_want_one_device_take_turns(tmp_path):
     order = tmp_path / "order"
     command = [sys.executable, "-c", CONTENDS]

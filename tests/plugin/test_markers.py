@@ -7,7 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from pytest_stackwise.markers import gate_of, gated_metrics
+from pytest_stackwise.markers import (
+    gate_of,
+    gated_metrics,
+    max_memory_of,
+    min_tokens_per_second_of,
+    no_memory_growth_of,
+    quality_of,
+    throughput_of,
+)
 from stackwise.gate.limit import Limit, Limits
 
 FAULTS = ("nan_injection", "gradient_explosion", "gradient_scale", "loss_spike", "logit_growth")
@@ -115,6 +123,7 @@ def test_markers_are_known_to_strict_runs(pytester, run):
         ("throughput(batch_size=0)", "throughput", ["throughput: batch_size: got 0", INT_FROM_1]),
         ("throughput(seq_len=2.0)", "throughput", ["throughput: seq_len: got 2.0", INT_FROM_1]),
         ("throughput(batch=2)", "throughput", ["throughput: key: got 'batch'; allowed: 'mode', "]),
+        ("throughput(seed=3)", "throughput", ["throughput: key: got 'seed'; allowed: 'mode', "]),
         ("throughput('train')", "throughput", ["throughput", "keyword arguments only"]),
     ],
 )
@@ -425,6 +434,32 @@ def test_of_several_markers_gate_the_closest_counts_for_each_argument(pytester):
     ]
     # Of one on a module it is not known which tests it means.
     assert [gated_metrics(item) for item in items] == [("time",), ("time", "ttft"), ()]
+
+
+def test_a_marker_of_a_parameter_is_closer_than_that_of_the_function(pytester):
+    item, other = pytester.getitems(
+        """
+        import pytest
+        def near(n):
+            mark = pytest.mark
+            return pytest.param(n, marks=[
+                mark.max_memory("1 KiB"), mark.min_tokens_per_second(7), mark.throughput(mode="train"),
+                mark.no_memory_growth(steps=12), mark.quality(task="mmlu", at_least=0.7),
+            ])
+        @pytest.mark.max_memory("1 GiB")
+        @pytest.mark.min_tokens_per_second(1)
+        @pytest.mark.throughput(mode="forward", seq_len=8)
+        @pytest.mark.no_memory_growth(steps=8, warmup=1)
+        @pytest.mark.quality(task="hellaswag", at_least=0.1)
+        @pytest.mark.parametrize("n", [near(1), 2])
+        def test_it(throughput, no_memory_growth, quality, n): pass
+        """
+    )
+    assert (max_memory_of(item), max_memory_of(other)) == (2**10, 2**30)
+    assert (min_tokens_per_second_of(item), min_tokens_per_second_of(other)) == (7.0, 1.0)
+    assert (throughput_of(item), throughput_of(other)["mode"]) == ({"mode": "train"}, "forward")
+    assert (no_memory_growth_of(item), no_memory_growth_of(other)["steps"]) == ({"steps": 12}, 8)
+    assert (quality_of(item).task, quality_of(other).task) == ("mmlu", "hellaswag")
 
 
 def test_help_has_every_argument_of_a_fault(pytestconfig):

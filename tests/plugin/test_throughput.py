@@ -737,6 +737,22 @@ class TestLimits:
         result.stdout.fnmatch_lines([f"*the test is marked {name} but never called throughput*"])
 
 
+def test_the_memory_of_a_replay_is_not_told(pytester, run):
+    """It asks the allocator for nothing, whatever the captured call took: never green."""
+    pytester.makepyfile(
+        """
+        import dataclasses, models, pytest
+        from stackwise.benchmark.workload import callable_workload
+
+        @pytest.mark.max_memory("100 GiB")
+        def test_speed(throughput):
+            replayed = dataclasses.replace(callable_workload(list), replays=list)
+            throughput(replayed, **models.QUICK)
+        """
+    )
+    run().assert_outcomes(skipped=1)
+
+
 def test_one_measures_at_a_time(pytester, folder, run):
     """The device is locked from the making of the model on."""
     pytester.makeconftest(
@@ -802,8 +818,8 @@ def test_the_device_that_is_used_is_locked(pytester, folder, run, monkeypatch, c
     pytester.makepyfile(
         f"""
         import dataclasses, models, pytest
-        from pytest_stackwise import throughput as module
         from stackwise.benchmark import workload
+        from stackwise.benchmark.timing import measurement
         from stackwise.benchmark.workload import callable_workload
 
         def elsewhere(): return models.loop_spec()
@@ -816,8 +832,12 @@ def test_the_device_that_is_used_is_locked(pytester, folder, run, monkeypatch, c
             )
             monkeypatch.setattr(models.torch.cuda, "synchronize", lambda device: None)
             monkeypatch.setattr(models.torch.cuda, "is_available", lambda: False)
+            monkeypatch.setattr(measurement, "measure", lambda made, **how: measurement.call_once(made))
             throughput({call}, **models.QUICK)
         """
     )
-    run("--benchmark-disable")
+    run().assert_outcomes(passed=1)
     assert order == [*locked, "free"]
+    order.clear()
+    run("--benchmark-disable").assert_outcomes(passed=1)
+    assert order == [], "nothing is measured"

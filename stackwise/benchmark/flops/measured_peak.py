@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from stackwise.argument import check_number, check_sizes, require
-from stackwise.benchmark.flops.peak_rate import PeakRate, multiplies_in_tf32
+from stackwise.benchmark.flops.peak_rate import PeakRate, multiplies_in_tf32, rate_name
 from stackwise.benchmark.timing.cache_state import last_level_cache_bytes
 from stackwise.benchmark.timing.clock import time_call
 from stackwise.seed import seeded
@@ -27,6 +27,8 @@ __all__ = ["measure_peak", "measured_peak", "product_rate", "stream_rate"]
 # than the least that counts.
 _SIZES = (512, 1024, 2048)
 _LARGEST, _RISE = 65536, 0.01
+# In which `torch.mm` is as fast as the device: of float8 it is not, where it multiplies it at all.
+_MULTIPLIED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _MEMORY = Path("/proc/meminfo")
 _LEAST_STREAM = 1 << 27  # bytes, where the size of the last cache is not told
 
@@ -58,7 +60,8 @@ def measure_peak(
     Of a machine that others use at the same time they are what was left. A utilisation above 1 says that more
     was left when the model ran. Products are made larger until that makes them no faster, or until one takes
     longer than is allowed, or no longer fits: `conditions` says which sizes were tried, and in `still_rising`
-    of which dtypes the rate still rose. float32 that torch rounds to TF32 now is told as "tf32".
+    of which dtypes the rate still rose. float32 that torch rounds to TF32 now is told as "tf32". Other dtypes
+    than float64, float32, float16 and bfloat16 are left out: their rate stays unknown.
 
     Args:
         device: where.
@@ -73,8 +76,9 @@ def measure_peak(
     check_number("seconds", seconds, "a number above 0", lambda value: value > 0)
     flops, sizes, rising = {}, {}, []
     for dtype in dtypes:
-        tf32 = dtype == torch.float32 and multiplies_in_tf32(device)
-        key = "tf32" if tf32 else str(dtype).removeprefix("torch.")
+        key = rate_name(dtype, tf32=multiplies_in_tf32(device))
+        if dtype not in _MULTIPLIED or key is None:
+            continue
         rates, still_rises = _product_rates(device, dtype, seconds)
         flops[key], sizes[key] = max(rates.values()), list(rates)
         rising += [key] if still_rises else []

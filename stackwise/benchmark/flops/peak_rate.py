@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-__all__ = ["PeakRate", "multiplies_in_tf32", "peak_flops", "published_peak"]
+__all__ = ["PeakRate", "multiplies_in_tf32", "peak_flops", "published_peak", "rate_name"]
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class PeakRate:
             dtype: of what is multiplied.
             tf32: whether float32 is rounded to TF32, as `torch.set_float32_matmul_precision("high")` allows.
         """
-        name = "tf32" if tf32 and dtype == torch.float32 else _NAMES.get(dtype)
+        name = rate_name(dtype, tf32=tf32)
         return None if name is None else self.flops.get(name)
 
     def to_dict(self) -> dict[str, Any]:
@@ -63,6 +63,11 @@ _NAMES = {
     torch.float8_e4m3fn: "float8",
     torch.float8_e5m2: "float8",
 }
+
+
+def rate_name(dtype: torch.dtype, *, tf32: bool = False) -> str | None:
+    """The key in `PeakRate.flops` of what multiplies in `dtype`; None: it has none. Else as `flops_of`."""
+    return "tf32" if tf32 and dtype == torch.float32 else _NAMES.get(dtype)
 
 
 def _rates(
@@ -131,7 +136,8 @@ def published_peak(device: torch.device | str) -> PeakRate | None:
 
 def multiplies_in_tf32(device: torch.device) -> bool:
     """Whether torch rounds float32 to TF32 in products on this device now, which `flops_of` must be told."""
-    if device.type != "cuda" or torch.get_float32_matmul_precision() == "highest":
+    # Torch cannot say what `set_float32_matmul_precision` was told once this one was set: this one counts.
+    if device.type != "cuda" or torch.backends.cuda.matmul.fp32_precision != "tf32":
         return False
     return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
 

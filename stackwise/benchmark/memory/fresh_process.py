@@ -26,6 +26,7 @@ __all__ = ["FreshPeak", "FreshProcessError", "fresh_peak_memory"]
 
 _FACTORY = "a function at the top of a module, or 'MODULE:FACTORY' or 'path/to/file.py:FACTORY'"
 _LAST_LINES = 5
+_is_importing = False  # in the process that answers: it has not got what it is to call yet
 
 
 class FreshProcessError(RuntimeError):
@@ -79,8 +80,14 @@ def fresh_peak_memory(
 
     Raises:
         ValueError: another process could not find `factory`, or pickle does not take an argument.
-        FreshProcessError: the process raised, ended by itself, or took too long.
+        FreshProcessError: the process raised, ended by itself, or took too long; or this is that process,
+            which still imports the module: each would start another.
     """
+    if _is_importing:
+        raise FreshProcessError(
+            "fresh_peak_memory: called at the top of the module that its own process imports; allowed: in a "
+            "function, or under if __name__ == '__main__':"
+        )
     check_number("seconds", seconds, "a finite number > 0", lambda value: value > 0)
     module, file, name = _place_of(factory)
     request = _Request(module, file, name, arguments, str(torch.device(device)), torch.get_num_threads())
@@ -149,6 +156,8 @@ def _run(folder: Path, seconds: float) -> int | None:
 
 def main(folder: str) -> None:
     """What the other process does."""
+    global _is_importing
+    _is_importing = True
     request = pickle.loads((Path(folder) / "request").read_bytes())  # noqa: S301  our own bytes
     torch.set_num_threads(request.n_threads)
     result, error_text = None, ""
@@ -163,7 +172,10 @@ def main(folder: str) -> None:
 
 
 def _measured(request: _Request) -> FreshPeak:
-    call = _found(request)(*request.arguments)
+    global _is_importing
+    factory = _found(request)
+    _is_importing = False
+    call = factory(*request.arguments)
     if not is_plain_call(call):
         raise TypeError(f"returned {kind_of(call)}; wanted what is measured, a function")
     before = high_water_mark()

@@ -22,7 +22,8 @@ def graph_replay(workload: Workload, *, warmup_calls: int = 3) -> Workload:
     """The workload whose call replays what one call of `workload` launches, under a name that says so.
 
     The call must always launch the same on the same memory, must not wait for the device, and an optimizer in
-    it must be made for it (`capturable=True`).
+    it must be made for it (`capturable=True`). What it computes is counted in `workload.call`, since a replay
+    shows none of it; the peak of its memory is not told, since a replay asks the allocator for nothing.
 
     Args:
         workload: on a CUDA device.
@@ -67,6 +68,7 @@ def graph_replay(workload: Workload, *, warmup_calls: int = 3) -> Workload:
         workload,
         name=f"{workload.name}, {_SUFFIX}",
         call=graph.replay,
+        replays=workload.call,
         execution=lambda: {**workload.execution(), "launch": _SUFFIX},
         each_token=None,  # a replay has no moment for each token
     )

@@ -6,7 +6,6 @@ workloads that were taken within one round share its minute, and the ratio of th
 
 from __future__ import annotations
 
-import gc
 import math
 import random
 import statistics
@@ -18,7 +17,7 @@ from stackwise.argument import check_choice, check_number, check_sizes, require
 from stackwise.benchmark.timing.conditions import notes_of
 from stackwise.benchmark.timing.gpu_state import GpuSensor, GpuState
 from stackwise.benchmark.timing.host_state import host_state
-from stackwise.benchmark.timing.measurement import Measurement, Sampler, uncollected
+from stackwise.benchmark.timing.measurement import Measurement, Sampler, collect_new, uncollected
 from stackwise.benchmark.timing.percentile import percentile
 from stackwise.benchmark.workload import Workload, check_workload
 
@@ -132,7 +131,7 @@ def interleave(
         seed: of the order.
         clock: "host" or "device" (CUDA only).
         cache: "warm", or "cold": the last-level cache is flushed before each sample.
-        warmup_seconds: the most time that the warm-up of one workload takes after its first window.
+        warmup_seconds: in which windows of the warm-up of one workload begin, after its first one.
         steady_within: relative difference of two windows that counts as settled.
 
     Raises:
@@ -170,8 +169,7 @@ def interleave(
                 order.reverse()
             else:
                 shuffle(order)
-            # Only what the round before has left: what was there before the first is not looked at again.
-            gc.collect(1)
+            collect_new()
             seen, samples = [sensor.read()], {}
             for name in order:
                 samples[name] = _turn(samplers[name], turn_seconds)

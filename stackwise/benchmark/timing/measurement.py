@@ -23,7 +23,7 @@ from stackwise.benchmark.timing.percentile import Percentile, percentile
 from stackwise.benchmark.timing.warmup import WarmUp, warm_up
 from stackwise.benchmark.workload import Workload, check_workload
 
-__all__ = ["LEAST_CALLS", "Measurement", "Sampler", "call_once", "measure", "uncollected"]
+__all__ = ["LEAST_CALLS", "Measurement", "Sampler", "call_once", "collect_new", "measure", "uncollected"]
 
 LEAST_CALLS = 5  # where nobody asks for another number
 _MOST_SAMPLES = 10_000  # at once
@@ -123,7 +123,7 @@ class Sampler:
         workload: what to call.
         clock: "host", "device", or a Clock.
         cache: "warm", or "cold": the last-level cache is flushed before each sample.
-        warmup_seconds: the most time that the warm-up takes after its first window.
+        warmup_seconds: in which windows of the warm-up begin, after its first one.
         steady_within: relative difference of two windows that counts as settled.
         calls_per_sample: calls that are timed together; None: one, and as many as take 50 us where
             that is longer.
@@ -172,9 +172,11 @@ class Sampler:
         )
 
     def peak_memory_bytes(self) -> int | None:
-        """The peak of memory in one more call, after which no sample can be taken."""
+        """The peak of memory in one more call, after which no sample can be taken; None: not known."""
         # What flushes the cache would be part of it.
         self._flush, self._closed = None, True
+        if self._workload.replays is not None:
+            return None
         prepare = self._workload.prepare_alone or self._workload.prepare
         if prepare is not None:
             prepare()
@@ -266,15 +268,16 @@ def measure(
 
     The warm-up ends when in two windows of calls in a row nothing was compiled, no memory was taken from the
     device, and their fastest calls agree within `steady_within`, or when `warmup_seconds` are over; which of
-    both is part of the result. Garbage is collected before, not during. A GPU's clocks and temperature are
-    read between slices of 0.2 s, the peak of memory in a call of its own at the end.
+    both is part of the result. Between slices of 0.2 s, and not inside, garbage is collected, and a GPU's
+    clocks and temperature are read; the peak of memory is, in a call of its own, at the end.
 
     Args:
         workload: what to call.
         min_seconds: samples are taken for at least this long, with what is put back or flushed between them,
             or until there are 40,000 for each of these seconds, which is a note,
         min_calls: and at least this many.
-        warmup_seconds: the most time that the warm-up takes after its first window, which also compiles.
+        warmup_seconds: in which windows of the warm-up begin, after its first one, which also compiles. The
+            last of them, of three calls at least, is finished; 0: there is no second.
         steady_within: relative difference of two windows that counts as settled.
         clock: "host", "device" (CUDA only), or a Clock.
         cache: "warm", or "cold": the last-level cache is flushed before each sample.
@@ -310,6 +313,7 @@ def measure(
             rest = min(_ratio(min_seconds - passed, period), most - len(samples)) if samples else 0
             wanted = max(least - len(samples), rest)
             samples += sampler.take(max(1, min(wanted, _ratio(READING_INTERVAL, period), _MOST_SAMPLES)))
+            collect_new()
             gpu.append(sensor.read())
             passed = time.perf_counter() - start
     peak = sampler.peak_memory_bytes()
@@ -343,7 +347,7 @@ def call_once(workload: Workload) -> Measurement:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Collect garbage now, and not inside."""
+    """Collect garbage now, and inside only where `collect_new` is called."""
     was_enabled = gc.isenabled()
     gc.collect()
     gc.disable()
@@ -352,6 +356,11 @@ def uncollected() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+def collect_new() -> None:
+    """Collect what the calls since the last collection have left; what was there before is not looked at."""
+    gc.collect(1)
 
 
 def _ratio(seconds: float, each: float) -> int:

@@ -68,8 +68,8 @@ def warm_up(
         call: what is warmed up.
         device: where it does its work.
         clock: that times it.
-        seconds: the most time that this takes after the first window, which also compiles and loads;
-            0: there is no second.
+        seconds: after the first window, which also compiles and loads, in which further ones begin. The
+            last of them is finished; 0: there is no second.
         within: relative difference of two windows that counts as settled.
         before: called before each call, and not timed.
 

@@ -21,6 +21,9 @@ def trainer_workload(
 ) -> Workload:
     """A training step of anybody's loop, on one batch and wherever the loop has put its model.
 
+    Of a model on several devices the batch is where its first parameter is. A clock waits for that device,
+    and the step itself for the others, as part of its time.
+
     Args:
         spec: the training step.
         batch_size: B; None: the spec's.
@@ -35,11 +38,19 @@ def trainer_workload(
     seq_len = spec.seq_len if seq_len is None else seq_len
     check_shape(batch_size=batch_size, seq_len=seq_len, seed=seed)
     run = spec.create(seed=seed)
-    device = next((p.device for p in run.model.parameters()), torch.device("cpu"))
+    devices = list(dict.fromkeys(p.device for p in run.model.parameters())) or [torch.device("cpu")]
+    device, beside = devices[0], [other for other in devices[1:] if other.type == "cuda"]
     batch = spec.batch(batch_size, seq_len, device=device, seed=seed)
+
+    def step() -> object:
+        result = run.step(batch)
+        for other in beside:
+            torch.cuda.synchronize(other)
+        return result
+
     return Workload(
         f"{spec.name} step",
-        lambda: run.step(batch),
+        step,
         device,
         batch_size * seq_len,
         lambda: execution(run.model),

@@ -58,6 +58,8 @@ class Workload:
         held_bytes: what a call cannot do without: weights and buffers, and in training gradients and the
             optimizer's state. Asked after a call.
         notes: asked after the calls, what a reader must know of them.
+        replays: the call that `call` does again without Python, as a CUDA graph does: its operations are
+            counted in this one, and nobody sees its memory. None: `call` does its own work.
 
     Raises:
         ValueError: a device that no clock waits for.
@@ -81,6 +83,7 @@ class Workload:
     prepare_alone: Callable[[], object] | None = None
     held_bytes: Callable[[], int] = int
     notes: Callable[[], tuple[str, ...]] = tuple
+    replays: Callable[[], object] | None = None
 
     def __post_init__(self) -> None:
         allowed = "cpu, cuda, cuda:N, which are waited for"
@@ -155,7 +158,7 @@ class Workload:
     @cached_property
     def _products(self) -> Products:
         assert self.model is not None
-        return products_of(self.call, self.model)
+        return products_of(self.replays or self.call, self.model)
 
 
 def callable_workload(

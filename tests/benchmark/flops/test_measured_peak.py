@@ -1,5 +1,7 @@
 """How a peak is measured, on a clock that the test turns; no real rate is asserted."""
 
+import subprocess
+import sys
 import types
 
 import pytest
@@ -133,17 +135,57 @@ def test_rounded_products_are_told_as_such(rates, monkeypatch):
 @pytest.mark.parametrize(
     ("device", "precision", "capability", "rounds"),
     [
-        ("cuda", "high", (9, 0), True),
-        ("cuda", "medium", (8, 0), True),
-        ("cuda", "highest", (9, 0), False),
-        ("cuda", "high", (7, 5), False),
-        ("cpu", "high", (9, 0), False),
+        ("cuda", "tf32", (9, 0), True),
+        ("cuda", "tf32", (8, 0), True),
+        ("cuda", "ieee", (9, 0), False),
+        ("cuda", "none", (9, 0), False),
+        ("cuda", "tf32", (7, 5), False),
+        ("cpu", "tf32", (9, 0), False),
     ],
 )
 def test_when_products_are_rounded(monkeypatch, device, precision, capability, rounds):
-    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: precision)
+    matmul = types.SimpleNamespace(fp32_precision=precision)
+    monkeypatch.setattr(torch.backends.cuda, "matmul", matmul)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert multiplies_in_tf32(torch.device(device)) is rounds
+
+
+SWITCHES = """
+import torch
+from stackwise.benchmark.flops.peak_rate import multiplies_in_tf32
+torch.cuda.get_device_capability = lambda device: (9, 0)
+device, told = torch.device("cuda"), []
+for precision in ("high", "medium", "highest"):
+    torch.set_float32_matmul_precision(precision)
+    told.append(multiplies_in_tf32(device))
+torch.set_float32_matmul_precision("high")
+for precision in ("ieee", "tf32"):
+    torch.backends.cuda.matmul.fp32_precision = precision
+    told.append(multiplies_in_tf32(device))
+print(told)
+"""
+
+
+def test_by_either_switch_the_last_counts():
+    """In a process of its own: there is no way back to the state before."""
+    done = subprocess.run([sys.executable, "-c", SWITCHES], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[True, True, False, False, True]"
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.int64, torch.complex64])
+def test_a_dtype_whose_best_rate_no_such_product_shows_is_left_out(rates, dtype):
+    tried = rates(rate=lambda size: 1e14)
+    peak = measure_peak("cpu", [dtype])
+    assert (tried, peak.flops, peak.conditions["products"]) == ([], {}, {})
+    assert peak.flops_of(dtype) is None
+    assert peak.bandwidth == 1e9
+
+
+def test_what_was_measured_is_found_by_its_dtype(rates):
+    rates(rate=lambda size: 1e14)
+    dtypes = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+    peak = measure_peak("cpu", dtypes)
+    assert [peak.flops_of(dtype) for dtype in dtypes] == [1e14] * 4
 
 
 def test_what_the_host_has_free(tmp_path, monkeypatch):

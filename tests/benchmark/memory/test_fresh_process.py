@@ -1,6 +1,7 @@
 """A fresh process: peaks that do not depend on this one, and every way in which a process can end."""
 
 import os
+import pickle
 import subprocess
 import sys
 import time
@@ -109,6 +110,37 @@ def test_a_script(tmp_path):
     )
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
     assert int(done.stdout) == pytest.approx(100 * MB, abs=15 * MB)
+
+
+@pytest.mark.slow
+def test_a_script_without_a_guard_starts_one_process(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import pathlib, torch\n"
+        "with pathlib.Path(__file__).with_name('log').open('a') as log:\n"
+        "    log.write(f'{__name__}\\n')\n"
+        "from stackwise.benchmark.memory.fresh_process import fresh_peak_memory\n"
+        "def factory():\n"
+        "    return lambda: torch.ones(9)\n"
+        "fresh_peak_memory(factory)\n"
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+    assert "fresh_peak_memory: called at the top of the module" in done.stderr
+    assert len((tmp_path / "log").read_text().split()) == 2
+
+
+def test_a_module_that_is_imported_for_it_starts_no_other(tmp_path, monkeypatch):
+    monkeypatch.setattr(fresh_process, "_is_importing", False)
+    script = tmp_path / "calls_at_the_top.py"
+    call = (
+        "from stackwise.benchmark.memory.fresh_process import fresh_peak_memory\nfresh_peak_memory('a:b')\n"
+    )
+    script.write_text(call)
+    request = fresh_process._Request("", str(script), "factory", (), "cpu", torch.get_num_threads())
+    (tmp_path / "request").write_bytes(pickle.dumps(request))
+    fresh_process.main(str(tmp_path))
+    _, error = pickle.loads((tmp_path / "answer").read_bytes())
+    assert "called at the top of the module that its own process imports" in error
 
 
 @pytest.mark.slow

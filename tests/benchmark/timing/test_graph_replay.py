@@ -6,9 +6,13 @@ import pytest
 import torch
 
 from stackwise.benchmark import Workload, measure
+from stackwise.benchmark.flops.peak_rate import PeakRate
 from stackwise.benchmark.timing.graph_replay import graph_replay
+from stackwise.benchmark.workload import workload as workload_module
+from stackwise.model import create_simple_rack
 
 CUDA = torch.device("cuda")
+PEAK = PeakRate("here", "published", {"float32": 1e9, "bfloat16": 16e9}, 1e8, {})
 
 
 @pytest.fixture
@@ -72,6 +76,30 @@ def test_it_is_a_metric_of_its_own(cuda):
     assert (replayed.tokens, replayed.device) == (7, CUDA)
     assert replayed.execution() == {"attention": "flash", "launch": "CUDA graph replay"}
     assert original.execution() == {"attention": "flash"}
+
+
+def test_what_it_computes_is_counted_in_the_call(cuda, monkeypatch):
+    """A replay shows no products: the peak would be that of the weights, and nothing recomputed."""
+    monkeypatch.setattr(workload_module, "published_peak", lambda device: PEAK)
+    rack = create_simple_rack(1, 1, d_model=16, d_ff=32, n_heads=2, vocab_size=11).eval()
+    ids = torch.zeros(2, 8, dtype=torch.long)
+
+    @torch.no_grad()
+    def call():
+        with torch.autocast("cpu", torch.bfloat16):
+            rack(ids)
+
+    original = workload(call, model=rack, mode="forward", batch_size=2, seq_len=8)
+    used = original.utilization(1e-3)
+    assert used.mfu > 0
+    assert graph_replay(original).utilization(1e-3) == used
+
+
+def test_its_memory_is_not_told(cuda, monkeypatch):
+    """A replay asks the allocator for nothing, whatever the captured call took."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device=None: {})
+    assert measure(graph_replay(workload()), min_seconds=0.0).peak_memory_bytes is None
 
 
 def test_what_cannot_be_captured(cuda):

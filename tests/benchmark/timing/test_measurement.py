@@ -309,7 +309,7 @@ class TestGarbage:
     def seen(self, monkeypatch):
         """For each call whether garbage may be collected, and after how many calls it was."""
         calls, collected = [], []
-        monkeypatch.setattr(gc, "collect", lambda *generation: collected.append(len(calls)))
+        monkeypatch.setattr(gc, "collect", lambda *generation: collected.append((len(calls), *generation)))
         return calls, collected
 
     @pytest.mark.parametrize("enabled", [True, False])
@@ -327,7 +327,8 @@ class TestGarbage:
         finally:
             gc.enable()
         assert calls == [enabled] * 6 + [False] * 4
-        assert collected == [6], "once, between warm-up and samples"
+        assert collected[0] == (6,), "between warm-up and samples"
+        assert collected[1:] == [(7, 1), (8, 1), (9, 1), (10, 1)], "what is new, between slices"
 
     @pytest.mark.parametrize("enabled", [True, False])
     @pytest.mark.parametrize("failing_call", [2, 8])

@@ -34,6 +34,15 @@ class FactoryError(ValueError):
     """A factory raised, which is the cause, or what it returned is no model that can be run."""
 
 
+# Named, so that a spec can be sent to a process.
+def _called(model: nn.Module, inputs: Tensor) -> Any:
+    return model(inputs)
+
+
+def _adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
+
 @dataclass(frozen=True)
 class ModelSpec:
     """A model under test: how to build it, what goes in, what it claims.
@@ -90,12 +99,10 @@ class ModelSpec:
     causal: bool | None = None
     trained: bool = False
     max_length: int | None = None
-    forward: Callable[[nn.Module, Tensor], Any] = lambda model, inputs: model(inputs)
+    forward: Callable[[nn.Module, Tensor], Any] = _called
     make_batch: MakeBatch | None = None
     loss: Callable[[nn.Module, Tensor], Tensor] | None = None
-    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = lambda parameters: torch.optim.AdamW(
-        parameters, lr=1e-3
-    )
+    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = _adamw
     masked: Callable[[nn.Module, Tensor, Tensor], Any] | None = None
     padding_sides: tuple[Literal["right", "left"], ...] = ("right",)
     packed: Callable[[nn.Module, Tensor, Tensor], Any] | None = None

@@ -66,6 +66,15 @@ def test_a_search_and_its_files(workplace, capsys):
     assert ": 3 trials, 3 succeeded" in capsys.readouterr().out
 
 
+def test_without_matplotlib_a_search_ends_without_its_plot(workplace, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    asked = ["space.yaml", "--sampler", "random", "--steps", 2, "--budget", 1, "--output", "out"]
+    assert search(*asked) == 0
+    printed = capsys.readouterr().out
+    assert "no front.svg: it needs matplotlib: pip install 'stackwise[report]'" in printed
+    assert (workplace / "out/best.yaml").is_file() and not (workplace / "out/front.svg").exists()
+
+
 def test_files_are_written_before_anything_is_shown(workplace, monkeypatch):
     def closed(self):
         raise BrokenPipeError

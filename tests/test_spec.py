@@ -1,5 +1,6 @@
 """What ModelSpec sees of a model from outside, how it drives it, and what it says when it cannot."""
 
+import pickle
 import types
 import urllib.request
 
@@ -125,6 +126,16 @@ def test_spec_can_train(subjects, name):
     model = spec.create().train()
     spec.loss_of(model, spec.batch(2, 6)).backward()
     assert any(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
+
+
+def test_a_spec_with_its_defaults_can_be_sent_to_a_process():
+    spec = ModelSpec(build=nn.Identity, name="same", inputs="vectors", width=3)
+    again = pickle.loads(pickle.dumps(spec))
+    assert again == spec
+    inputs = spec.batch(1, 2)
+    assert torch.equal(again.forward(again.create(), inputs), inputs)
+    [group] = again.optimizer([nn.Parameter(torch.ones(1))]).param_groups
+    assert group["lr"] == 1e-3
 
 
 def test_module_class_is_a_factory(subjects):

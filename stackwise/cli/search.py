@@ -49,7 +49,7 @@ class Search:
     small_factor: int = 1
     """Train small variants, so many times fewer heads and Blocks."""
     output: Path | None = None
-    """Folder for trials.md, trials.csv, search.json, best.yaml and front.svg."""
+    """Folder for trials.md, trials.csv, search.json, best.yaml and, with matplotlib, front.svg."""
     show: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print what a stored study has so far, and search nothing; `name` or the only study."""
     progress: Literal["on", "off"] = "on"
@@ -123,6 +123,8 @@ class Search:
             print(f"and {len(result.trials) - _ROWS} more; --output writes all of them")
         for path in written:
             print(f"written: {path}")
+        if self.output is not None and result.front and self.output / "front.svg" not in written:
+            print("no front.svg: it needs matplotlib: pip install 'stackwise[report]'")
         if not result.succeeded:
             print(f"stackwise: none of {len(result.trials)} trials succeeded", file=sys.stderr)
             return 1

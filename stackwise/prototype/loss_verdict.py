@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
+import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from stackwise.argument import check_number, check_sizes
@@ -15,6 +16,7 @@ from stackwise.prototype.prototype_run import Status
 __all__ = ["DivergenceRule", "LossVerdict", "SpikeRule", "loss_verdict"]
 
 _SIGMA = 1.4826  # standard deviations of a normal distribution in one MAD
+_FIRST_NATS = math.log(256)  # what a training on bytes begins with
 
 
 @dataclass(frozen=True)
@@ -169,6 +171,7 @@ def loss_verdict(
     *,
     spike: SpikeRule | None = None,
     divergence: DivergenceRule | None = None,
+    in_nats: bool = True,
 ) -> LossVerdict:
     """What the losses of a run, and its gradient norms, say of it.
 
@@ -178,17 +181,27 @@ def loss_verdict(
     - "success": none of these.
 
     Args:
-        losses: in nats, one for each step.
+        losses: one for each step.
         gradient_norms: as many, or none.
         spike: None: `SpikeRule()`.
         divergence: None: `DivergenceRule()`.
+        in_nats: whether the losses are in nats; where not, a rule that is None has for each nat 1 / ln 256 of
+            the median of the first three losses, so that the unit does not matter.
     """
-    spike, divergence = spike or SpikeRule(), divergence or DivergenceRule()
     broken = min(
         (i for series in (losses, gradient_norms) for i, x in enumerate(series) if not math.isfinite(x)),
         default=None,
     )
     sound = losses[:broken]
+    nat = 1.0 if in_nats else _in_place_of_a_nat(sound)
+    if spike is None:
+        spike = SpikeRule()
+        spike = replace(spike, min_nats=spike.min_nats * nat)
+    if divergence is None:
+        divergence = DivergenceRule()
+        divergence = replace(
+            divergence, rise_nats=divergence.rise_nats * nat, lost_nats=divergence.lost_nats * nat
+        )
     spikes = tuple(each.start for each in spike.spikes(sound))
     if broken is not None:
         return LossVerdict("nan", broken, spikes)
@@ -196,3 +209,8 @@ def loss_verdict(
     if left is not None:
         return LossVerdict("diverged", left, spikes)
     return LossVerdict("spiky", spikes[0], spikes) if spikes else LossVerdict("success", None)
+
+
+def _in_place_of_a_nat(losses: Sequence[float]) -> float:
+    found = abs(statistics.median(losses[:3])) / _FIRST_NATS if losses else 0.0
+    return found if found >= sys.float_info.min else 1.0

@@ -130,8 +130,9 @@ class ArchitecturePrototype:
             steps: updates; with fewer than 1000 a note says so.
             observe_every: steps between two looks at logits and attention, which change nothing in the
                 training; None: a fiftieth of the run. The last step is looked at as well.
-            spike: what counts as a spike; None: `SpikeRule()`.
-            divergence: and what as divergence; None: `DivergenceRule()`.
+            spike: what counts as a spike; None: `SpikeRule()`, of a loss that need not be in nats, as one of
+                the spec's own, relative to the first; see `loss_verdict`.
+            divergence: and what as divergence; None: `DivergenceRule()`, in the same way.
             faults: of `stackwise.stability.faults`, that act on model, gradients or weights: to see that a
                 run shows them.
             on_step: (step, loss), in order, once the loss is on the host. What it raises ends the run and
@@ -236,6 +237,9 @@ class ArchitecturePrototype:
         )
         strategy = settings.distributed.strategy
         require(strategy == "none", "training.distributed.strategy", strategy, "'none': one process")
+        limit = config.model.max_seq_len
+        if limit is not None:
+            require(self.seq_len <= limit, "seq_len", self.seq_len, f"at most model.max_seq_len={limit}")
         if settings.guard is not None:
             self._notes.append("training.guard is left out: it would hide what is looked for")
         for name, seen, own in (

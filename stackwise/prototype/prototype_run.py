@@ -24,7 +24,8 @@ class PrototypeRun:
         name: of the model.
         status: "success"; "nan", "diverged" or "spiky" as `stackwise.prototype.loss_verdict` says it.
         step: of the first trouble, counted from 0; None: a success.
-        losses: of the training, in nats, one for each update, over its effective batch.
+        losses: of the training, in nats, or in the unit of the spec's own loss, one for each update, over its
+            effective batch.
         gradient_norms: global L2 norm before clipping, one for each update.
         learning_rates: one for each update: that of the schedule, or of the optimizer's first group.
         logit_max: (step, largest absolute value of the model's output).

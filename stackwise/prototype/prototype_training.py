@@ -20,7 +20,7 @@ class Update(NamedTuple):
     """One update, of which the host knows no more than it must.
 
     Attributes:
-        loss: scalar on the device, in nats, before the update.
+        loss: scalar on the device, before the update.
         grad_norm: scalar on the device, global L2 norm before clipping.
         lr: of the update.
         tokens: that it was trained on.
@@ -51,6 +51,10 @@ class PrototypeTraining(Protocol):
 
     name: str
     notes: list[str]
+
+    @property
+    def in_nats(self) -> bool:
+        """Whether its losses are, as cross-entropy of tokens is; it is known once it was observed."""
 
     @property
     def model(self) -> nn.Module:

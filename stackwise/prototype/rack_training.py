@@ -66,6 +66,10 @@ class RackTraining:
         self._validation = None
         if data is None:
             data, self._validation = create_data(config)
+        if settings.objective.z_loss and self._validation is None:
+            self.notes.append(
+                "training.objective.z_loss is part of the losses: no validation data leave it out"
+            )
         self._batches: Callable[[int], Sequence[Mapping[str, Tensor]]]
         self._stream: BatchStream | None
         if callable(data) and not hasattr(data, "__iter__"):
@@ -122,6 +126,11 @@ class RackTraining:
         count = _VALIDATION_BATCHES if settings.eval_interval is None else settings.eval_batches
         self._validation.set_epoch(0)
         return self._trainer.evaluate(self.model, islice(self._validation, count))
+
+    @property
+    def in_nats(self) -> bool:
+        """See `PrototypeTraining`."""
+        return True
 
     @property
     def optimizer(self) -> FusedOptimizer:

@@ -267,14 +267,20 @@ def _made(plans: Sequence[PlannedRun], jobs: int) -> Iterator[tuple[PlannedRun, 
     pool = ProcessPoolExecutor(jobs, mp_context=context, initializer=_begin_worker)
     try:
         waiting = {pool.submit(plan.train): plan for plan in plans}
+        failed: tuple[PlannedRun, BaseException] | None = None
         while waiting:
             done, _ = wait(waiting, return_when=FIRST_COMPLETED)
-            # What ended well is kept, whatever became of another.
-            for future in sorted(done, key=lambda future: future.exception() is not None):
-                plan = waiting.pop(future)
-                with _named(plan):
-                    run = future.result()
-                yield plan, run
+            for future in done:
+                plan, error = waiting.pop(future), future.exception()
+                if error is None:
+                    yield plan, future.result()
+                    continue
+                failed = failed or (plan, error)
+                # What runs is trained to its end in any case, and is kept, whatever became of another.
+                waiting = {other: its for other, its in waiting.items() if not other.cancel()}
+        if failed is not None:
+            with _named(failed[0]):
+                raise failed[1]
     finally:
         pool.shutdown(cancel_futures=True)
 

@@ -95,6 +95,7 @@ class SpecTraining:
             self._batches = self._streamed
         self._next: tuple[int, Sequence[Mapping[str, Tensor]]] | None = None
         self._probe: Tensor | None = None
+        self._is_narrow = False
 
     def update(self, step: int) -> Update:
         """See `PrototypeTraining`."""
@@ -126,7 +127,18 @@ class SpecTraining:
             rows = max(1, _PROBE_TOKENS // inputs.shape[1])
             self._probe = inputs[:rows].to(self.device)
         probe = self._probe
-        return observe(self.model, lambda: self.spec.logits(self.model, probe), device=self.device)
+
+        def call() -> Tensor:
+            output = self.spec.logits(self.model, probe)
+            self._is_narrow = output.shape[-1] < self.spec.width
+            return output
+
+        return observe(self.model, call, device=self.device)
+
+    @property
+    def in_nats(self) -> bool:
+        """See `PrototypeTraining`; of a loss of the spec's own nobody knows."""
+        return self.spec.loss is None and self.spec.inputs == "tokens" and not self._is_narrow
 
     def validation_loss(self) -> float | None:
         """None: a spec has no validation data."""

@@ -26,8 +26,8 @@ class SweepRun:
         learning_rate: the largest of the schedule.
         seed: of weights and data.
         loss: of the validation data at the end; where there are none, the mean of the last tenth of the
-            training losses. Infinite where the run was not finite to its end.
-        initial_loss: of the first batch, before the first update.
+            training losses, of which `z_loss` is a part. Infinite where the run was not finite to its end.
+        initial_loss: of the first batch, before the first update, of which `z_loss` is a part as well.
         status: as of `PrototypeRun`.
         step: of the first trouble; None: success.
         seconds: that it took.

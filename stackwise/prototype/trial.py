@@ -85,7 +85,9 @@ class Trial:
         sound = [0.0 if _was_answered(record) else record.grad_norm for record in self._records]
         made, empty = len(self.rows), int(self._empty)
         require(empty < made, "data: updates with a token to predict", 0, f"at least one of the {made}")
-        verdict = loss_verdict(losses, sound, spike=spike, divergence=divergence)
+        verdict = loss_verdict(
+            losses, sound, spike=spike, divergence=divergence, in_nats=self._training.in_nats
+        )
         lost = verdict.status in ("nan", "diverged")
         told = [*notes, *self._training.notes]
         if self._steps < ENOUGH:

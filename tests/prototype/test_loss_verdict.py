@@ -159,6 +159,29 @@ def test_where_the_zero_of_a_loss_is_does_not_matter(losses, shift):
     assert loss_verdict(there) == loss_verdict(elsewhere)
 
 
+@pytest.mark.parametrize("unit", [1e-6, 1e-2, 1.0, 1e4])
+def test_the_unit_of_a_loss_that_is_not_in_nats_does_not_matter(unit):
+    rising = [unit * level for level in [1.0] * 500 + [20.0] * 500]
+    verdict = loss_verdict(rising, in_nats=False)
+    assert (verdict.status, verdict.step) == ("diverged", 500)
+    peak = [unit * level for level in [1.0] * 500 + [20.0] * 5 + [1.0] * 495]
+    assert loss_verdict(peak, in_nats=False).spikes == (500,)
+    sound = [unit * level for level in falling(1000, noise=0.3)]
+    assert loss_verdict(sound, in_nats=False).status == "success"
+
+
+def test_a_loss_of_bytes_has_the_limits_of_nats_and_one_of_nothing_keeps_them():
+    nat = math.log(256)
+    for rise, status in ((0.2, "success"), (0.3, "diverged")):
+        losses = [nat] * 100 + [nat + rise] * 100
+        assert loss_verdict(losses, in_nats=False).status == loss_verdict(losses).status == status
+    assert loss_verdict([0.0] * 100 + [0.2] * 100, in_nats=False).status == "success"
+    assert loss_verdict([], in_nats=False).status == "success"
+    # What is asked for is in the unit of the losses.
+    given = {"spike": SpikeRule(min_nats=2.0), "divergence": DivergenceRule(rise_nats=2.0, lost_nats=2.0)}
+    assert loss_verdict([0.01] * 100 + [1.0] * 100, in_nats=False, **given).status == "success"
+
+
 @given(
     losses=st.lists(st.floats(-10, 10), min_size=1, max_size=60),
     place=st.integers(0, 59),

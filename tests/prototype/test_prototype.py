@@ -484,6 +484,20 @@ def test_arguments_are_refused(make_config, arguments, message):
         ArchitecturePrototype(config_of(make_config), **arguments)
 
 
+def test_a_length_beyond_that_of_the_model_is_refused(make_config):
+    config = config_of(make_config, model={"max_seq_len": 16})
+    with pytest.raises(ValueError, match=r"seq_len: got 17; allowed: at most model\.max_seq_len=16"):
+        ArchitecturePrototype(config, seq_len=17)
+    ArchitecturePrototype(config, seq_len=16).run(1)
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.1])
+def test_a_penalty_that_no_validation_leaves_out_is_told(make_config, fraction):
+    sections = {"training": {"objective": {"z_loss": 1e-3}}, "data": {"validation_fraction": fraction}}
+    run = ArchitecturePrototype(config_of(make_config, **sections)).run(1)
+    assert any("z_loss is part of the losses" in note for note in run.notes) == (fraction == 0.0)
+
+
 @pytest.mark.parametrize(
     "training, message",
     [

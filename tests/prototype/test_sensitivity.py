@@ -8,7 +8,9 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +19,14 @@ import torch
 from torch import nn
 
 from stackwise.config import ConfigError, StackWiseConfig
-from stackwise.prototype import LEARNING_RATES, ArchitecturePrototype, learning_rate_sweep, plan_sweep
+from stackwise.prototype import (
+    LEARNING_RATES,
+    ArchitecturePrototype,
+    learning_rate_sweep,
+    plan_sweep,
+    sensitivity,
+)
+from stackwise.prototype.sweep_run import PlannedRun, SweepRun
 from stackwise.prototype.sweep_store import SweepStore
 from stackwise.spec import ModelSpec
 
@@ -319,6 +328,31 @@ def test_an_error_says_in_which_run_it_was():
     with pytest.raises(RuntimeError, match="no loss today") as caught:
         learning_rate_sweep(spec, [0.1], (1,), steps=STEPS, seeds=(7,))
     assert caught.value.__notes__ == ["in the run of width 1, learning rate 0.1, seed 7"]
+
+
+def test_what_runs_beside_an_error_is_kept(tmp_path, monkeypatch):
+    """In threads, which wait for each other as processes do."""
+    others_run, begun = threading.Event(), []
+
+    def train(plan):
+        begun.append(plan.seed)
+        if plan.seed == 0:
+            others_run.wait(30)
+            raise RuntimeError("no loss today")
+        others_run.set()
+        time.sleep(0.3)
+        return SweepRun(plan.width, plan.learning_rate, plan.seed, 1.0, 2.0, "success", None, 0.3)
+
+    monkeypatch.setattr(sensitivity, "ProcessPoolExecutor", lambda jobs, **_: ThreadPoolExecutor(jobs))
+    monkeypatch.setattr(PlannedRun, "train", train)
+    path, ended = tmp_path / "sweep.jsonl", []
+    asked = {"steps": STEPS, "seeds": 40, "jobs": 2, "store": path, "on_run": ended.append}
+    with pytest.raises(RuntimeError, match="no loss today") as caught:
+        learning_rate_sweep(config_of(), [0.1], (1,), **asked)
+    assert caught.value.__notes__ == ["in the run of width 1, learning rate 0.1, seed 0"]
+    kept = [run.seed for run in SweepStore(path).read().values()]
+    assert sorted(kept) == sorted(run.seed for run in ended) == sorted(set(begun) - {0})
+    assert 1 <= len(kept) <= 5  # of 40: what had not begun does not begin any more
 
 
 def test_a_model_that_is_no_number_from_the_start_is_no_matter_of_learning_rates(tmp_path):

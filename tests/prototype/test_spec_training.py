@@ -9,6 +9,7 @@ from torch import nn
 
 from stackwise.data import documentation_text
 from stackwise.prototype import ArchitecturePrototype
+from stackwise.prototype.spec_training import SpecTraining
 from stackwise.seed import seeded
 from stackwise.spec import ModelSpec
 from stackwise.stability.faults import GradientExplosion, NanInjection
@@ -225,6 +226,47 @@ def test_statistics_of_micro_batches_are_told():
     model = nn.Sequential(nn.Embedding(29, 8), nn.Linear(8, 12), nn.BatchNorm1d(16), nn.Linear(12, 29))
     spec = ModelSpec.of(model, causal=False)
     assert any("batch normalisation" in note for note in ArchitecturePrototype(spec).run(2).notes)
+
+
+class Weight(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, inputs):
+        return inputs * self.weight
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0])
+def test_a_loss_in_a_unit_of_its_own_diverges_by_how_it_began(scale):
+    """Gradient descent with a step that multiplies the weight by -1.05, and with one that halves it."""
+
+    def spec(step):
+        return ModelSpec(
+            build=Weight,
+            name="weight",
+            inputs="vectors",
+            width=1,
+            loss=lambda model, inputs: scale * model.weight.square() / 2,
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=step / scale),
+        )
+
+    assert ArchitecturePrototype(spec(2.05)).run(40).status == "diverged"
+    assert ArchitecturePrototype(spec(0.5)).run(40).status == "success"
+
+
+def test_nats_are_those_of_tokens_that_are_predicted(tiny):
+    told = {}
+    for name, spec in (
+        ("tokens", tiny()),
+        ("own loss", tiny(loss=lambda model, x: model(x).square().mean())),
+        ("vectors", ModelSpec.of(lambda: nn.Linear(5, 5))),
+        ("few outputs", ModelSpec.of(nn.Sequential(nn.Embedding(29, 8), nn.Linear(8, 3)), width=29)),
+    ):
+        training = SpecTraining(spec, seq_len=8, batch_size=2)
+        training.observe(0)
+        told[name] = training.in_nats
+    assert told == {"tokens": True, "own loss": False, "vectors": False, "few outputs": False}
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from stackwise.config import StackWiseConfig
+from stackwise.config import ConfigError, StackWiseConfig
 from stackwise.prototype.search.objective import Objective
 from stackwise.prototype.search.optuna_import import import_optuna, quiet_optuna
 from stackwise.prototype.search.process_identity import ProcessIdentity
@@ -32,6 +32,7 @@ __all__ = ["BEAT", "Claim", "Claims"]
 BEAT = "beat"  # user attribute: a number that grows while the process of a running trial lives
 _WORKER = "worker"  # user attribute: whose a trial is, from before it is drawn on
 _LOST, _DUPLICATE_OF, _SURPLUS, _ATTEMPT = "lost", "duplicate_of", "surplus", "attempt"
+_REFUSED = "refused"  # user attribute: which rule a draw breaks, of those that a space does not know
 _ATTEMPTS = 3  # of a configuration whose process ended each time, before that is its result
 _DUPLICATES = 3  # draws that were there already, before one that was not is sought among all
 _ENUMERATED = 4096  # draws of a space that are gone through for it
@@ -119,16 +120,22 @@ class Claims:
                 return claim
             duplicates += 1
 
-    def release(self, claim: Claim, reason: str) -> None:
-        """Give a trial back that is not finished: another process, or this one later, does it again."""
-        self._lose(self._frozen(claim.trial.number), reason, counts=False)
+    def release(self, claim: Claim, reason: str, *, counts: bool = False) -> None:
+        """Give a trial back that is not finished: another process, or this one later, does it again.
+
+        Args:
+            claim: of this process.
+            reason: in a word or two.
+            counts: as where the process ended: the third time that is the trial's result.
+        """
+        self._lose(self._frozen(claim.trial.number), reason, counts=counts)
 
     def owns(self, claim: Claim) -> bool:
         """Whether the trial is this process's still: others give up on it where no sign of life comes."""
         return bool(self._frozen(claim.trial.number).state == self._states.RUNNING)
 
     def _ask(self) -> Claim | None:
-        """A new trial, or one that waits; None: it did not fit, or was there already."""
+        """A new trial, or one that waits; None: it did not fit, was there already, or cannot be built."""
         with quiet_optuna():
             trial = self._study.ask()
         try:
@@ -150,8 +157,12 @@ class Claims:
             return None
         with quiet_optuna():
             drawn = {key: each.suggest(trial, key) for key, each in self._space.dimensions.items()}
-        values = self._space.settled(drawn)
-        config = self._space.build(values)
+        try:
+            values = self._space.settled(drawn)
+            config = self._space.build(values)
+        except ConfigError as error:
+            self._discard(trial, _REFUSED, str(error))
+            return None
         trained = self._stand_in(config)
         digest = config_digest(trained)
         claimed = Claimed(str(self._worker), digest, values, config.to_dict())
@@ -233,8 +244,9 @@ class Claims:
         else:
             draws = [self._space.sample(source) for _ in range(_TRIED)]
         for values in draws:
-            if self._digest(values) not in known:
-                return {key: each.stored(values[key]) for key, each in self._space.dimensions.items()}
+            with suppress(ConfigError):
+                if self._digest(values) not in known:
+                    return {key: each.stored(values[key]) for key, each in self._space.dimensions.items()}
         return None
 
     def _digest(self, values: dict[str, Any]) -> str:

@@ -11,13 +11,22 @@ import torch
 
 from stackwise.argument import check_sizes
 from stackwise.config import StackWiseConfig
+from stackwise.data.create import create_data
 from stackwise.model.build import create_rack_from_config
 from stackwise.prototype.search.trial import TrialOutcome
 from stackwise.training.objective import Objective
 from stackwise.training.optimizer import create_optimizer
 from stackwise.training.precision import check_precision
 
-__all__ = ["Evaluate", "PrototypeEvaluation", "Report", "check_trains", "unread_keys"]
+__all__ = [
+    "Evaluate",
+    "PrototypeEvaluation",
+    "Report",
+    "check_data",
+    "check_trains",
+    "data_settings",
+    "unread_keys",
+]
 
 Report = Callable[[float, float], None]
 # Keys that a run is told otherwise, or does without; a section stands for all that is in it.
@@ -38,7 +47,9 @@ class Evaluate(Protocol):
     """Anything that says what a configuration does.
 
     Called with the configuration, a seed, and `report`: to be called with (part of the training that is done,
-    from 0 to 1; loss), in order; what it raises where the trial is pruned must pass through.
+    from 0 to 1; loss), in order; what it raises where the trial is pruned must pass through. What this raises
+    is the `error` of the trial; but an OSError or ImportError before the first report, and what leaves a
+    device unusable, is none of it: it ends the search, and the trial is given back.
     With several jobs it is pickled, so that it must be a function or a class of an importable module.
     """
 
@@ -106,6 +117,25 @@ def check_trains(config: StackWiseConfig, device: str | None) -> None:
         rack = create_rack_from_config(changed)
     Objective(settings.objective, config.model.vocab_size).check(rack)
     create_optimizer(rack, settings.optimizer, masters=settings.precision == "bf16_weights")
+
+
+def check_data(config: StackWiseConfig) -> None:
+    """Refuse a configuration whose data cannot be made, by making it.
+
+    Raises:
+        ValueError: naming the key.
+        OSError: the file or the folder cannot be read.
+        ImportError: a tokenizer whose library is not installed.
+    """
+    with torch.random.fork_rng(devices=[]):
+        create_data(config)
+
+
+def data_settings(config: StackWiseConfig) -> str:
+    """The same text for configurations that `check_data` says the same of."""
+    training = config.training
+    read = (config.data, config.model.vocab_size, training.batch_size, training.seq_len, training.objective)
+    return repr(read)
 
 
 def unread_keys(keys: Iterable[str], device: str | None) -> Iterator[str]:

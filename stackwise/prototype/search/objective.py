@@ -44,9 +44,8 @@ class Objective:
         value = self.of(trial)
         return math.inf if value is None else (-value if self.maximize else value)
 
-    def when_failed(self, succeeded: Sequence[SearchTrial], vocab_size: int) -> float:
-        """What a sampler is told of a trial without this number: the worst that a success had."""
-        values = [value for value in map(self.of, succeeded) if value is not None]
+    def when_failed(self, values: Sequence[float], vocab_size: int) -> float:
+        """What a sampler is told of a trial without this number: the worst of the `values` of successes."""
         if values:
             return min(values) if self.maximize else max(values)
         if self.failed is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
@@ -151,17 +151,29 @@ def finish_pruned(study: Study, trial: Trial, loss: float | None, outcomes: Sequ
 def _tell(study: Study, trial: Trial, objectives: Sequence[Objective], *, feasible: bool) -> None:
     _constrain(trial, 0.0 if feasible else 1.0)
     trials = study.get_trials(deepcopy=False)
-    found = [each for each in map(read_trial, trials) if each is not None]
-    succeeded = [each for each in found if each.status == "success"]
+    found = read_trial(next(each for each in trials if each.number == trial.number))
+    assert found is not None, "others gave up on it meanwhile"
     # It is running still, and `read_trial` says no more of such a one than what it is.
-    own = replace(next(each for each in found if each.number == trial.number), **trial.user_attrs[OUTCOME])
+    own = replace(found, **trial.user_attrs[OUTCOME])
     values = []
     for objective in objectives:
         value = objective.of(own)
         if value is None:
-            value = objective.when_failed(succeeded, own.config.model.vocab_size)
+            value = objective.when_failed(
+                [*_of_successes(trials, objective.name)], own.config.model.vocab_size
+            )
         values.append(value)
     study.tell(trial, values)
+
+
+def _of_successes(trials: Iterable[FrozenTrial], name: str) -> Iterator[float]:
+    """What each finished success was found to have, where it is known; its configuration is not looked at."""
+    for frozen in trials:
+        known = frozen.user_attrs.get(OUTCOME, {})
+        if is_result(frozen) and frozen.state.is_finished() and known.get("status") == "success":
+            value = known.get(name)
+            if value is not None and _finite(value) is not None:
+                yield float(value)
 
 
 def _constrain(trial: Trial, value: float) -> None:

@@ -7,6 +7,7 @@ import io
 import json
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -136,7 +137,7 @@ class SearchResult:
         return table
 
     def to_csv(self) -> str:
-        """One line a trial, by number; a key of the space is a column."""
+        """One line a trial, by number; a key of the space is a column, with all digits of its values."""
         out = io.StringIO()
         keys = self._keys()
         measured = list(_MEASURED)
@@ -146,7 +147,7 @@ class SearchResult:
         for trial in self.trials:
             plain = trial.to_dict()
             row = [trial.number, trial.status, trial.reason, *(plain[key] for key in measured), trial.seconds]
-            row += [int(trial.number in front), *(_value(trial, key) for key in keys)]
+            row += [int(trial.number in front), *(_exact(trial, key) for key in keys)]
             writer.writerow(row)
         return out.getvalue()
 
@@ -178,7 +179,7 @@ class SearchResult:
         """Write `trials.md`, `trials.csv`, `search.json`, and of what succeeded `best.yaml` and `front.svg`.
 
         Returns:
-            What was written.
+            What was written: without matplotlib, no `front.svg`.
         """
         folder = Path(folder)
         texts = {
@@ -192,7 +193,8 @@ class SearchResult:
         for path, text in zip(written, texts.values(), strict=True):
             write_whole(path, text)
         if self.front:
-            written.append(self.plot(folder / "front.svg"))
+            with suppress(ImportError):  # the rest, of a search that took long, is whole without it
+                written.append(self.plot(folder / "front.svg"))
         return written
 
     def __str__(self) -> str:
@@ -234,6 +236,11 @@ def _shown(form: Callable[[Any], str], value: Any) -> str:
 
 def _value(trial: SearchTrial, key: str) -> str:
     return _plain(trial.values[key]) if key in trial.values else ""
+
+
+def _exact(trial: SearchTrial, key: str) -> str:
+    value = trial.values.get(key)
+    return repr(value) if isinstance(value, float) else _value(trial, key)
 
 
 def _plain(value: Any) -> str:

@@ -41,6 +41,8 @@ _TOGETHER = (
     ("n_layers", "model.architecture.blocks_per_stack"),
     ("d_ff_ratio", "model.d_ff"),
 )
+# Of which a rule of a configuration relates all: the size of a head is even where it is rotated.
+_RELATED = (("model.head_dim", "model.use_rope", "model.attention_type"),)
 _CHECKED = 512  # combinations of other keys that a budget is checked for
 
 
@@ -181,8 +183,8 @@ class Space:
 
         Raises:
             ValueError: a key that is missing or not of this space.
-            ConfigError: a rule of the configuration that relates more than two keys of this space was broken;
-                for the rules of today's configuration there is none.
+            ConfigError: a rule of the configuration was broken that relates more keys of this space than were
+                looked at together when it was made.
         """
         return self.build(self.settled(values))
 
@@ -270,9 +272,9 @@ class Space:
     def _wrong_values(self) -> Iterator[str]:
         """Values that are refused by themselves, or beside one of another key.
 
-        A rule of a configuration relates at most two keys that are not computed here, and is monotone in
-        numbers or refuses odd ones, so that a space whose pairs of ends are allowed holds nothing that is
-        refused.
+        A rule of a configuration relates at most two keys that are not computed here, or those of `_RELATED`,
+        and is monotone in numbers or refuses odd ones, so that a space whose pairs of ends are allowed, and
+        these, holds nothing that is refused.
         """
         first = {key: dimension.ends[0] for key, dimension in self.dimensions.items()}
         if self.budget is not None and self.budget.solve is not None:
@@ -293,6 +295,17 @@ class Space:
                 if problem is not None:
                     refused |= {(key, repr(value)), (other, repr(beside))}
                     yield f"space.{key}: got {value!r} beside {other}={beside!r}; {problem}"
+        for keys in _RELATED:
+            ends = [self.dimensions[key].ends for key in keys if key in self.dimensions]
+            for values in itertools.product(*ends) if len(ends) == len(keys) else ():
+                drawn = dict(zip(keys, values, strict=True))
+                if any((key, repr(value)) in refused for key, value in drawn.items()):
+                    continue
+                problem = self._problem(drawn, rest=first)
+                if problem is not None:
+                    key, *others = keys
+                    beside = " and ".join(f"{other}={drawn[other]!r}" for other in others)
+                    yield f"space.{key}: got {drawn[key]!r} beside {beside}; {problem}"
 
     def _alone(self, first: Mapping[str, Any], key: str, value: Any) -> bool:
         """Whether `value` is refused whatever the values of the other keys are."""

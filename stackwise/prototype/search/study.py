@@ -11,8 +11,9 @@ import pickle
 import random
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
@@ -21,7 +22,14 @@ from typing import TYPE_CHECKING, Any
 from stackwise.argument import check_number, check_sizes, require
 from stackwise.config import ConfigError
 from stackwise.device import resolve_device
-from stackwise.prototype.search.evaluation import Evaluate, PrototypeEvaluation, check_trains, unread_keys
+from stackwise.prototype.search.evaluation import (
+    Evaluate,
+    PrototypeEvaluation,
+    check_data,
+    check_trains,
+    data_settings,
+    unread_keys,
+)
 from stackwise.prototype.search.evaluation_name import evaluation_code, evaluation_name, kind_name
 from stackwise.prototype.search.objective import read_objectives
 from stackwise.prototype.search.optuna_import import import_optuna, quiet_optuna
@@ -42,6 +50,7 @@ if TYPE_CHECKING:
 
 __all__ = ["load_search", "search_architecture_space"]
 
+Problem = Callable[[Mapping[str, Any]], str | None]
 _DEFINITION = "stackwise"  # attribute of a study: how its trials come to be
 _POLL = 0.2  # seconds between two looks at what workers have done
 _PATIENCE = 10.0  # seconds that workers have to give their trials back
@@ -79,6 +88,7 @@ def search_architecture_space(
       as infeasible.
     - A draw that comes to a configuration which another trial has is not trained and does not count: another
       one is drawn, after three in a row one that is in no trial. Where there is none left, the search ends.
+    - What the machine is to blame for is no result: see OSError, ImportError and AcceleratorError below.
     - What a process was at when it ended is done again, at once on the same machine, after `stale_seconds`
       on another. What ended its process three times is an error.
 
@@ -118,7 +128,11 @@ def search_architecture_space(
         ConfigError: a key of the space that no training reads, such as `training.seed`; a space of which
             nothing can be trained; in a study without results a value that cannot be beside any end of
             another key.
-        ImportError: Optuna is not installed, or what a precision of the space needs.
+        ImportError: Optuna is not installed, or what a precision or a tokenizer of the space needs; or a
+            trial wanted a library before its first update, and is given back.
+        OSError: the data cannot be read; from a trial, before its first update, which is given back.
+        torch.AcceleratorError: a trial left the device unusable for this process, and is given back; with
+            several jobs another process takes the place of the worker.
         TypeError: `evaluate` returned what is no `TrialOutcome`; with several jobs a RuntimeError says so.
         RuntimeError: a worker failed outside of a trial, or ended before it began, or again and again.
     """
@@ -224,6 +238,13 @@ def _result(study: Study, place: Any, budget: int | None = None, *, made: bool =
     if definition["small_factor"] > 1:
         factor = definition["small_factor"]
         notes.append(f"what was trained are small variants, {factor} times fewer heads and Blocks")
+    unseen = any(not trial.config.data.validation_fraction for trial in trials)
+    if (
+        definition["evaluate"] is None
+        and "training.objective.z_loss" in definition["space"]["space"]
+        and unseen
+    ):
+        notes.append("losses without validation data have z_loss in them, and say little of two values of it")
     if definition["steps"] < 1000 and definition["evaluate"] is None:
         notes.append(f"{definition['steps']} steps: a verdict on stability wants at least 1000")
     return SearchResult(
@@ -281,62 +302,84 @@ def _check_space(task: Task, device: str | None) -> None:
     unread = [*unread_keys(task.space.dimensions, device)]
     if unread:
         raise ConfigError(unread, task.space.source)
-    trained = _trained_ends(task, device)
-    problems = [*_untrained_ends(task, device, trained)]
-    if problems and not _has_results(task):
+    results = _results_in(task)
+    if results >= task.budget:
+        return
+    problem = partial(_problem, task, device, {})
+    problems = [*_untrained_ends(task.space, problem, _trained_ends(task.space, problem))]
+    if problems and not results:
         raise ConfigError(problems, task.space.source)
 
 
-def _trained_ends(task: Task, device: str | None) -> dict[str, Any]:
+def _trained_ends(space: Space, problem_of: Problem) -> dict[str, Any]:
     """Ends of all keys that can be trained together: the first ones where these can, else drawn ones.
 
     Raises:
         ConfigError: there are none.
     """
-    ends = {key: dimension.ends for key, dimension in task.space.dimensions.items()}
+    ends = {key: dimension.ends for key, dimension in space.dimensions.items()}
     first, source = {key: each[0] for key, each in ends.items()}, random.Random(0)  # noqa: S311
-    problem = _problem(task, device, first)
+    problem = problem_of(first)
     if problem is None:
         return first
     for _ in range(_DRAWS):
         drawn = {key: source.choice(each) for key, each in ends.items()}
-        if _problem(task, device, drawn) is None:
+        if problem_of(drawn) is None:
             return drawn
     told = ", ".join(f"{key}={value!r}" for key, value in first.items())
-    raise ConfigError([f"space: got {told}; {problem}"], task.space.source)
+    raise ConfigError([f"space: got {told}; {problem}"], space.source)
 
 
-def _untrained_ends(task: Task, device: str | None, trained: Mapping[str, Any]) -> Iterator[str]:
+def _untrained_ends(space: Space, problem_of: Problem, trained: Mapping[str, Any]) -> Iterator[str]:
     """Ends that cannot be trained beside any end of another key: a sentence each."""
-    ends = [(key, end) for key, dimension in task.space.dimensions.items() for end in dimension.ends]
+    ends = [(key, end) for key, dimension in space.dimensions.items() for end in dimension.ends]
     for key, value in ends:
-        problem = _problem(task, device, {**trained, key: value})
+        problem = problem_of({**trained, key: value})
         others = ({**trained, other: end, key: value} for other, end in ends if other != key)
-        if problem is not None and all(_problem(task, device, each) is not None for each in others):
+        if problem is not None and all(problem_of(each) is not None for each in others):
             yield f"space.{key}: got {value!r}; {problem}"
 
 
-def _problem(task: Task, device: str | None, values: Mapping[str, Any]) -> str | None:
-    """Why a draw cannot be trained; None: it can."""
+def _problem(
+    task: Task, device: str | None, seen: dict[str, str | None], values: Mapping[str, Any]
+) -> str | None:
+    """Why a draw cannot be trained; None: it can.
+
+    Args:
+        task: of the search.
+        device: where to train.
+        seen: by `data_settings` what was said of the data: making them may take long.
+        values: by key of the space.
+    """
     try:
-        check_trains(task.stand_in(task.space.config(values)), device)
-    except ConfigError as error:
-        return error.problems[0]
+        config = task.stand_in(task.space.config(values))
+        check_trains(config, device)
     except ValueError as error:
-        return str(error)
-    return None
+        return _told(error)
+    data = data_settings(config)
+    if data not in seen:
+        try:
+            check_data(config)
+            seen[data] = None
+        except ValueError as error:
+            seen[data] = _told(error)
+    return seen[data]
 
 
-def _has_results(task: Task) -> bool:
-    """Whether there is a study of that name already, with results; nothing is made."""
+def _told(error: ValueError) -> str:
+    return error.problems[0] if isinstance(error, ConfigError) else str(error)
+
+
+def _results_in(task: Task) -> int:
+    """How many results the study of that name has where there is one; nothing is made."""
     try:
         opened = open_storage(task.place, create=False)
     except ValueError:
-        return False
+        return 0
     with quiet_optuna() as optuna:
         if task.name not in optuna.get_all_study_names(opened):
-            return False
-        return _count_of_results(optuna.load_study(study_name=task.name, storage=opened)) > 0
+            return 0
+        return _count_of_results(optuna.load_study(study_name=task.name, storage=opened))
 
 
 def _work_in_processes(task: Task, study: Study, jobs: int, on_trial: OnTrial | None) -> None:

@@ -9,9 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from stackwise.config import StackWiseConfig
+from stackwise.out_of_memory import is_out_of_memory
 from stackwise.prototype.search.claims import Claim, Claims
-from stackwise.prototype.search.evaluation import Evaluate
+from stackwise.prototype.search.evaluation import Evaluate, Report
 from stackwise.prototype.search.heartbeat import Heartbeat
 from stackwise.prototype.search.interrupt import kept_interrupts
 from stackwise.prototype.search.objective import Objective
@@ -101,7 +104,7 @@ def open_study(task: Task, storage: BaseStorage) -> Study:
 def work(task: Task, study: Study, storage: BaseStorage, on_trial: OnTrial | None = None) -> None:
     """Do trials in this process until the study has its budget, or its space holds no more.
 
-    An interrupt gives the trial back, and passes through.
+    An interrupt gives the trial back, and passes through; so does what the machine is to blame for.
     """
     worker = ProcessIdentity.of_new_search()
     try:
@@ -123,9 +126,9 @@ def work(task: Task, study: Study, storage: BaseStorage, on_trial: OnTrial | Non
                         finish_claim = _trained(task, study, claim)
                     if claims.owns(claim):
                         _write_down(finish_claim, claims, claim)
-                except BaseException:
+                except BaseException as error:
                     if claims.owns(claim):
-                        claims.release(claim, "interrupted")
+                        claims.release(claim, "interrupted", counts=_leaves_unusable(error))
                     raise
                 if on_trial is not None:
                     _tell_of(claim, study, on_trial)
@@ -137,14 +140,14 @@ def work(task: Task, study: Study, storage: BaseStorage, on_trial: OnTrial | Non
 def work_apart(pickled: bytes, errors: Connection) -> None:
     """The same as a process of its own, with one thread; what it raises is sent to whoever started it.
 
+    But for what leaves the device unusable: it ends this process, and another one may do better.
+
     Args:
         pickled: a `Task`. What cannot be read here is an error that is told as all others are.
         errors: where `READY` is sent at once, and after it the error, if there is one.
     """
     errors.send(READY)
     try:
-        import torch
-
         torch.set_num_threads(1)
         task: Task = pickle.loads(pickled)  # noqa: S301  of the process that started this one
         storage = open_storage(task.place)
@@ -153,6 +156,8 @@ def work_apart(pickled: bytes, errors: Connection) -> None:
         # The same key may come twice, from the terminal and from who started this.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     except Exception as error:
+        if _leaves_unusable(error):
+            raise
         errors.send(f"{type(error).__name__}: {error}")
 
 
@@ -184,6 +189,9 @@ def _trained(task: Task, study: Study, claim: Claim) -> Callable[[], None]:
 
     Raises:
         TypeError: `evaluate` returned no outcome.
+        OSError: it raised one before its first report, of its data as a rule.
+        ImportError: and so it did of a library.
+        torch.AcceleratorError: the device cannot be used in this process any more.
     """
     optuna = import_optuna()
     maximize = task.objectives[0].maximize
@@ -193,7 +201,7 @@ def _trained(task: Task, study: Study, claim: Claim) -> Callable[[], None]:
     outcomes: list[TrialOutcome] = []
     try:
         for number, seed in enumerate(task.seeds):
-            report = rungs.report if watched and number == 0 else _unheard
+            report = _Report(rungs.report if watched and number == 0 else _unheard)
             outcome = task.evaluate(claim.trained, seed, report)
             if not isinstance(outcome, TrialOutcome):
                 raise _NoOutcomeError(
@@ -212,11 +220,31 @@ def _trained(task: Task, study: Study, claim: Claim) -> Callable[[], None]:
     except _NoOutcomeError:  # of every configuration alike, so that it is none of its results
         raise
     except Exception as error:  # a configuration that cannot be trained is a result as well
+        # The next one would fail alike: what is not there is missing before there is a loss.
+        missing = isinstance(error, OSError | ImportError) and not report.was_called
+        if missing or _leaves_unusable(error):
+            raise
         told = str(error).strip().split("\n")[0][:300]
         outcomes.append(TrialOutcome("error", math.inf, reason=f"{type(error).__name__}: {told}"))
     losses = [each.loss for each in outcomes]
     merged = merge_outcomes(outcomes)
     return lambda: finish(study, claim.trial, task.objectives, task.weights, merged, losses)
+
+
+class _Report:
+    """A report that knows whether it was called."""
+
+    def __init__(self, report: Report) -> None:
+        self._report, self.was_called = report, False
+
+    def __call__(self, done: float, loss: float) -> None:
+        self.was_called = True
+        self._report(done, loss)
+
+
+def _leaves_unusable(error: BaseException) -> bool:
+    """Whether all that a process does on a device after this error fails as well."""
+    return isinstance(error, torch.AcceleratorError) and not is_out_of_memory(error)
 
 
 def _unheard(done: float, loss: float) -> None:

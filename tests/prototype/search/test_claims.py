@@ -9,6 +9,7 @@ from dataclasses import replace
 import optuna
 import pytest
 
+from stackwise.config import ConfigError
 from stackwise.prototype.search import Space, claims
 from stackwise.prototype.search.claims import BEAT, Claims
 from stackwise.prototype.search.heartbeat import Heartbeat
@@ -180,6 +181,24 @@ class TestDrawn:
         with pytest.raises(RuntimeError, match="no such variant"):
             one.next()
         assert states(study) == [FAIL]
+
+    def test_what_breaks_a_rule_that_the_space_does_not_know_is_put_aside(self, study, asks, monkeypatch):
+        build = Space.build
+
+        def built(self, settled):
+            if settled["n_layers"] == 2:
+                raise ConfigError(["n_layers: got 2; allowed: odd ones"], "space")
+            return build(self, settled)
+
+        monkeypatch.setattr(Space, "build", built)
+        one, found = asks(budget=99), []
+        while (claim := one.next()) is not None:
+            found.append(claim.config)
+            study.tell(claim.trial, 1.0)
+        assert len(found) == 4  # of six
+        refused = [trial for trial in study.get_trials() if "refused" in trial.user_attrs]
+        assert refused and all(trial.state == FAIL for trial in refused)
+        assert "n_layers: got 2; allowed: odd ones" in refused[0].user_attrs["refused"]
 
     def test_what_is_interrupted_is_given_back(self, study, asks):
         one, drawn = asks(), []

@@ -228,3 +228,57 @@ def test_an_evaluation_of_ones_own_may_read_any_key():
     space = {"space": {"training.seed": [1, 2, 3]}}
     result = search_architecture_space(space, 3, objective="loss", evaluate=evaluate, storage="memory")
     assert result.best.config.training.seed == 1
+
+
+ASKED = {"steps": 1, "objective": "loss", "sampler": "random"}
+
+
+class TestData:
+    """They are made once before the first trial: what cannot be read is no result."""
+
+    def base(self, path=None, **model):
+        data = {"task": None, "dataset_path": path, "validation_fraction": 0.0}
+        return BASE | {"data": data, "model": BASE["model"] | {"vocab_size": 256} | model}
+
+    def test_a_file_that_is_not_there_ends_the_search_and_no_study_is_begun(self, tmp_path):
+        path = tmp_path / "text.txt"
+        space = {"base": self.base(str(path)), "space": {"n_layers": [1, 2]}}
+        with pytest.raises(FileNotFoundError):
+            search_architecture_space(space, 2, storage=tmp_path / "j", **ASKED)
+        assert not (tmp_path / "j").exists()
+        path.write_text("a text that is long enough for some rows " * 50)
+        result = search_architecture_space(space, 2, storage=tmp_path / "j", **ASKED)
+        assert len(result.succeeded) == 2
+        path.unlink()  # and nothing is left to do
+        again = search_architecture_space(space, 2, storage=tmp_path / "j", **ASKED)
+        assert again.trials == result.trials
+        with pytest.raises(FileNotFoundError):
+            search_architecture_space(space, 3, storage=tmp_path / "j", **ASKED)
+        assert load_search(tmp_path / "j").trials == result.trials
+
+    def test_a_vocabulary_too_small_is_refused_by_its_key(self, tmp_path):
+        path = tmp_path / "text.txt"
+        path.write_text("a text that is long enough for some rows " * 50)
+        space = {"base": self.base(str(path)), "space": {"model.vocab_size": [256, 64], "n_layers": [1, 2]}}
+        with pytest.raises(ConfigError) as caught:
+            search_architecture_space(space, 2, storage="memory", **ASKED)
+        [problem] = caught.value.problems
+        assert problem.startswith("space.model.vocab_size: got 64; ")
+        none = {"base": self.base(str(path), vocab_size=64), "space": {"n_layers": [1, 2]}}
+        with pytest.raises(ConfigError, match="space: got n_layers=1; "):
+            search_architecture_space(none, 2, storage="memory", **ASKED)
+
+    def test_they_are_made_once_for_all_that_have_the_same(self, monkeypatch):
+        made = []
+        monkeypatch.setattr(study, "check_data", made.append)
+        space = {"base": BASE, "space": {"n_layers": [1, 2], "training.batch_size": [2, 4]}}
+        search_architecture_space(space, 1, storage="memory", **ASKED)
+        assert sorted(config.training.batch_size for config in made) == [2, 4]
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.1])
+def test_losses_with_a_penalty_in_them_are_told(fraction):
+    base = BASE | {"data": {"task": "copy", "validation_fraction": fraction}}
+    space = {"base": base, "space": {"training.objective.z_loss": [0.0, 1e-2]}}
+    result = search_architecture_space(space, 2, storage="memory", steps=1, objective="loss")
+    assert any("have z_loss in them" in note for note in result.notes) == (fraction == 0.0)

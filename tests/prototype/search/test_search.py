@@ -20,6 +20,7 @@ import optuna
 import pytest
 import torch
 
+from stackwise.config import StackWiseConfig
 from stackwise.prototype.search import (
     ScoreWeights,
     SearchTrial,
@@ -320,6 +321,90 @@ class TestFailures:
         assert {trial.reason for trial in result.trials} == {"", told}
         assert len(result.succeeded) == 3
         assert "tokens_per_second" in str(result) and result.save(folder / "out")
+
+
+class TestMachine:
+    """What the machine is to blame for, and no configuration."""
+
+    @pytest.mark.parametrize("error", [FileNotFoundError("no such text"), ImportError("no such library")])
+    def test_what_is_missing_ends_the_search_and_is_no_result(self, folder, error):
+        there = []
+
+        def evaluate(config, seed, report):
+            if not there:
+                raise error
+            return bowl(config, seed, report)
+
+        asked = {"sampler": "random", "name": "s", "evaluate": evaluate}
+        for _ in range(4):  # however often
+            with pytest.raises(type(error), match="no such"):
+                search_architecture_space(FEW, 3, **asked)
+        there.append(True)
+        assert len(search_architecture_space(FEW, 3, **asked).succeeded) == 3
+
+    def test_what_is_lost_in_a_training_is_its_error(self):
+        def evaluate(config, seed, report):
+            report(0.1, 1.0)
+            raise ConnectionResetError("gone")
+
+        result = search_architecture_space(FEW, 1, evaluate=evaluate, storage="memory")
+        assert [trial.reason for trial in result.trials] == ["ConnectionResetError: gone"]
+
+    def test_a_device_that_is_lost_ends_the_process_and_counts_as_its_end(self, folder):
+        broken = [True]
+
+        def evaluate(config, seed, report):
+            if broken:
+                raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+            return bowl(config, seed, report)
+
+        asked = {"sampler": "random", "name": "s", "evaluate": evaluate}
+        for _ in range(2):
+            with pytest.raises(torch.AcceleratorError):
+                search_architecture_space(FEW, 3, **asked)
+        broken.clear()
+        assert len(search_architecture_space(FEW, 3, **asked).succeeded) == 3
+        broken.append(True)
+        for _ in range(3):
+            with pytest.raises(torch.AcceleratorError):
+                search_architecture_space(FEW, 4, **asked)
+        broken.clear()
+        result = search_architecture_space(FEW, 4, **asked)
+        assert result.ranked[-1].reason == "its process ended, 3 times"
+
+    def test_memory_that_is_too_small_is_a_result(self):
+        def evaluate(config, seed, report):
+            raise torch.AcceleratorError("CUDA error: out of memory")
+
+        result = search_architecture_space(FEW, 1, evaluate=evaluate, storage="memory")
+        assert [trial.status for trial in result.trials] == ["error"]
+
+    def test_a_worker_whose_device_is_lost_ends_and_says_nothing(self, monkeypatch):
+        def work(*_):
+            raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+
+        sent = []
+        monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+        monkeypatch.setattr(worker, "work", work)
+        monkeypatch.setattr(worker, "open_storage", lambda place: None)
+        monkeypatch.setattr(worker, "open_study", lambda task, storage: None)
+        with pytest.raises(torch.AcceleratorError):
+            worker.work_apart(pickle.dumps(SimpleNamespace(place="")), SimpleNamespace(send=sent.append))
+        assert sent == ["ready"]
+
+
+def test_a_trial_that_ends_reads_no_configuration_but_its_own(monkeypatch):
+    read, reads = StackWiseConfig.from_json, []
+
+    def from_json(*given, **options):
+        reads.append(given)
+        return read(*given, **options)
+
+    asked = {"objective": ("loss", "tokens_per_second"), "storage": "memory", "sampler": "nsga2"}
+    monkeypatch.setattr(StackWiseConfig, "from_json", from_json)
+    result = search_architecture_space(SPACE, 12, evaluate=moody, **asked)
+    assert any(trial.status == "error" for trial in result.trials)
+    assert len(reads) <= 2 * 12 + 1  # as it ends, and for the result
 
 
 class TestSeeds:

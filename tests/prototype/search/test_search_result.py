@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import sys
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 from pathlib import Path
@@ -91,6 +92,24 @@ def test_files(found, tmp_path):
     assert {"loss [nats]", "tokens_per_second [tokens/s]", "mine", "Pareto front", "0", "5"} <= texts
     found.plot(tmp_path / "again.svg")
     assert (tmp_path / "again.svg").read_text() == svg
+
+
+def test_files_without_matplotlib_are_all_but_the_plot(found, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    names = [path.name for path in found.save(tmp_path / "out")]
+    assert names == ["trials.md", "trials.csv", "search.json", "best.yaml"]
+    with pytest.raises(ImportError, match=r"pip install 'stackwise\[report\]'"):
+        found.plot(tmp_path / "front.svg")
+
+
+def test_a_csv_has_all_digits_of_what_was_drawn(found):
+    drawn = replace(
+        found.trials[0], values={"training.optimizer.lr": 0.0012345678901234567, "model.softcap": None}
+    )
+    [row] = csv.DictReader(io.StringIO(result(drawn).to_csv()))
+    assert float(row["training.optimizer.lr"]) == 0.0012345678901234567
+    assert row["model.softcap"] == "null"
+    assert "| 0.001235 | null |" in result(drawn).to_markdown()
 
 
 def test_nothing_succeeded(tmp_path):

@@ -265,6 +265,17 @@ class TestBudget:
             {"space": {"model.kernel.n_features": {"low": 16, "high": 64, "log": True}}} | KERNEL,
             "space.model.kernel.n_features: got 17; model.kernel.n_features: ",
         ),
+        (
+            {
+                "space": {
+                    "model.head_dim": [16, 15],
+                    "model.use_rope": [False, True],
+                    "model.attention_type": ["mla", "gqa"],
+                    "gqa_ratio": [1, 2],
+                }
+            },
+            "space.model.head_dim: got 15 beside model.use_rope=True and model.attention_type='gqa'; ",
+        ),
         ({"space": {"model.dropout": {"low": 0.0, "high": 1.0}}}, "space.model.dropout: got 1.0"),
         ({"space": {"model.norm": ["rmsnorm", "batchnorm"]}}, "space.model.norm: got 'batchnorm'"),
         (

@@ -235,7 +235,7 @@ MEANINGS = {
     "training.resume": "go on with the run in checkpoint_dir; begin it where there is none",
     "training.checkpoint.keep_last": "how many of the newest are kept",
     "training.checkpoint.keep_every": "those of every so many steps are kept as well; null: none",
-    "training.checkpoint.keep_best": "so many with the lowest validation loss, of steps that are evaluated, are kept too",
+    "training.checkpoint.keep_best": "so many evaluated ones of the lowest validation loss are kept as well",
     "training.checkpoint.asynchronous": "write while training goes on; overlapped: copy meanwhile as well",
     "training.checkpoint.upload": "folder, such as mounted storage, that each checkpoint is copied to",
     "training.checkpoint.upload_keep_last": "how many of the newest copies are kept; null: all",

@@ -7,8 +7,12 @@ import torch
 from stackwise.stability.telemetry.ring_buffer import RingBuffer
 
 
-def late_copies(monkeypatch):
+def late_copies(monkeypatch, *, arrive=False):
     """From here on no copy has arrived before it is waited for.
+
+    Args:
+        monkeypatch: puts it back.
+        arrive: they have, where one asks.
 
     Returns:
         of each wait, how many rows were written behind those waited for.
@@ -26,7 +30,7 @@ def late_copies(monkeypatch):
             self.begun = len(written)
 
         def query(self):
-            return False
+            return arrive
 
         def synchronize(self):
             waits.append(len(written) - self.begun)

@@ -134,6 +134,8 @@ class TrainingLoop:
         self._guard: PhaseGuard | None = None
         self._given: int | None = None  # steps of the data that the last phase under a guard took
         self._left_out = 0  # steps in a row
+        self._begun = 0.0  # when records were last asked for without waiting for all
+        self._made: float | None = None  # when those that are read next were made; None: only now
         self._done = 0  # steps of the phase
         self._told: Mapping[str, Any] = {}  # of what is saved, by rank 0
         self._resumed: Mapping[str, Any] | None = None  # until the phase that was left has begun again
@@ -396,7 +398,12 @@ class TrainingLoop:
         """Records to be read; None: of those waited for one was broken, and the run is not where it was."""
         guard = self._guard
         if guard is None:
-            return self._buffer.drain() if wait else self._buffer.previous()
+            if wait:
+                return self._buffer.drain()
+            # Where the host is waited for, the steps of an interval are made when their copy begins.
+            begun, self._begun = self._begun, self.meter.now()
+            self._made = begun if self._buffer.is_ahead else None
+            return self._buffer.previous()
         if wait:
             guard.settle()
             if guard.count.done != self._done:
@@ -488,10 +495,11 @@ class TrainingLoop:
         """Show records to whoever looks, also one that ends the run, and take them in."""
         alarms = [] if self._guard is None else self._guard.raised()
         self.alarms += alarms
+        made, self._made = self._made, None
         for record in arrived:
             self.meter.count(record.tokens or 0)
         if (arrived or alarms) and self.logs:
-            figures = {**self.meter.read().to_dict(), **(evaluated or {})}
+            figures = {**self.meter.read(made).to_dict(), **(evaluated or {})}
             for log in self.logs:
                 log.write(arrived, figures, alarms)
         broken = self._broken(arrived)

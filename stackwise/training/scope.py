@@ -112,7 +112,7 @@ def plan_phases(blocks_per_stack: list[int], settings: TrainingConfig) -> list[P
 
     Raises:
         ValueError: a suffix that reaches into the first unit, fewer steps than a growing Rack has Stacks, or
-            from right to left a head for each unit.
+            from right to left a head for each of several units.
     """
     scope, max_steps = settings.scope, settings.max_steps
     units = units_of(blocks_per_stack, settings.training_architecture)
@@ -126,7 +126,8 @@ def plan_phases(blocks_per_stack: list[int], settings: TrainingConfig) -> list[P
     backwards = scope.order == "right_to_left"
     # Not refused by the configuration, which may be that of a checkpoint.
     once = "'shared' with order='right_to_left': the head trains with the first unit alone"
-    require(not backwards or scope.head == "shared", "training.scope.head", scope.head, once)
+    one_head = scope.head == "shared" or len(units) == 1
+    require(not backwards or one_head, "training.scope.head", scope.head, once)
     always = everything[len(everything) - scope.suffix :]
     phases: list[Phase] = []
     for index in reversed(range(len(units))) if backwards else range(len(units)):

@@ -130,17 +130,26 @@ class ThroughputMeter:
             for place, (then, tokens) in enumerate(self._recent):
                 self._recent[place] = (then + away, tokens)
 
-    def read(self) -> Throughput:
-        """The figures now. The host does not wait for the device."""
-        now = self._clock()
+    def now(self) -> float:
+        """Seconds by its clock."""
+        return self._clock()
+
+    def read(self, now: float | None = None) -> Throughput:
+        """The figures now. The host does not wait for the device.
+
+        Args:
+            now: when what is counted was there; None: at this moment.
+        """
+        seconds = self._clock() - self._start
+        now = self._start + seconds if now is None else now
         self._recent.append((now, self._tokens))
         then, tokens_then = self._recent[0]
-        recent, seconds = _rate(self._tokens - tokens_then, now - then), now - self._start
+        recent = _rate(self._tokens - tokens_then, now - then)
         return Throughput(
             total_tokens=self._tokens,
             seconds=seconds,
             tokens_per_second=recent,
-            mean_tokens_per_second=_rate(self._tokens, seconds),
+            mean_tokens_per_second=_rate(self._tokens, now - self._start),
             mfu=None if self._utilisation is None else recent * self._utilisation,
             data_wait_share=_rate(self._waited, seconds),
             peak_memory_bytes=peak_memory_so_far(self._device),

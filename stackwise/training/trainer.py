@@ -190,7 +190,7 @@ class ArchitectureTrainer:
         """Mean loss in nats of all that is predicted in one pass of `dataloader`, in eval mode.
 
         Of several processes each gives its part of the data, or the same; the mean is over all of them, and
-        every process has to call. With "fsdp" Blocks stay where they are, and come one by one.
+        every process has to call. With "fsdp" the Rack stays where it is, and its Blocks come one by one.
 
         What an objective masks depends on the place of the batch alone: two calls ask for the same. Each
         module's mode is put back. NaN where there is nothing to predict.
@@ -201,6 +201,7 @@ class ArchitectureTrainer:
         settings = self.config.training
         objective = Objective(settings.objective, rack.vocab_size)
         objective.check(rack)
+        was_on = rack.final_norm.weight.device
         self._place(rack)
         evaluation = Evaluation(objective, settings, self.processes, alone=True)
 
@@ -208,8 +209,12 @@ class ArchitectureTrainer:
             hidden_BTC = hidden_states(rack, targets, self.device)
             return evaluation.objective.total(rack.final_norm, rack.lm_head, hidden_BTC, targets)
 
-        with evaluating(rack):
-            return evaluation.mean_loss(total, dataloader)
+        try:
+            with evaluating(rack):
+                return evaluation.mean_loss(total, dataloader)
+        finally:
+            if settings.distributed.strategy == "fsdp":  # as its Blocks are still
+                self._place_ends(rack, was_on)
 
     def trainer_spec(self) -> TrainerSpec:
         """What `check_trainer` asks of this training, with a fresh Rack of the configuration."""
@@ -282,7 +287,9 @@ class ArchitectureTrainer:
         steps, saves = sum(phase.steps for phase in phases), settings.save_interval
         both = math.lcm(saves, settings.eval_interval)
         some = both <= steps or steps % settings.eval_interval == 0
-        all_stay = math.ceil(steps / saves) <= kept.keep_last
+        every = kept.keep_every
+        by_step = every is not None and not any(step % every for step in (saves, steps))
+        all_stay = by_step or math.ceil(steps / saves) <= kept.keep_last
         evaluated = f"0, or an eval_interval that divides a step that is saved: {saves}, ..., or {steps}"
         require(some or all_stay, "training.checkpoint.keep_best", kept.keep_best, evaluated)
 
@@ -322,9 +329,16 @@ class ArchitectureTrainer:
         """All of a Rack on the device, but for Blocks that are elsewhere on purpose."""
         settings = self.config.training
         elsewhere = settings.scope.offload != "none" or settings.distributed.strategy == "fsdp"
+        if elsewhere:
+            self._place_ends(rack, self.device)
+        else:
+            rack.to(self.device)
+
+    @staticmethod
+    def _place_ends(rack: Rack, device: torch.device) -> None:
         ends: list[nn.Module] = [rack.embedding, rack.final_norm, rack.lm_head]
-        for part in ends if elsewhere else [rack]:
-            part.to(self.device)
+        for part in ends:
+            part.to(device)
 
     @contextmanager
     def _logs(self, phases: list[Phase], resumed: int | None) -> Iterator[list[RecordLog]]:

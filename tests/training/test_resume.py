@@ -263,6 +263,14 @@ def test_the_epoch_of_a_dataset_in_a_loader(make_config):
         ({"save_interval": 2, "eval_interval": 3}, None),
         ({"save_interval": 2, "eval_interval": 3, "max_steps": 6}, ["step-6"]),
         ({"save_interval": 5, "eval_interval": 9}, ["step-4"]),  # it is all there is
+        (
+            {
+                "save_interval": 2,
+                "eval_interval": 3,
+                "checkpoint": {"keep_last": 1, "keep_every": 2, "keep_best": 1},
+            },
+            ["step-2", "step-4"],  # all stay by their number
+        ),
     ],
 )
 def test_what_is_best_is_known(make, intervals, kept):

@@ -116,6 +116,11 @@ def test_a_head_of_its_own_is_not_for_units_that_do_not_train_it(architecture):
         plan_phases([1, 2], chosen)
 
 
+def test_a_head_of_its_own_is_that_of_the_only_unit():
+    [phase] = plan_phases([3], settings("stackwise", head="per_unit", order="right_to_left"))
+    assert phase.trains_head and not phase.fresh_head
+
+
 def test_a_head_of_its_own_is_fresh_for_every_unit_but_the_first():
     phases = plan_phases([1, 1, 1], settings("stackwise", head="per_unit"))
     assert [phase.fresh_head for phase in phases] == [False, True, True]

@@ -3,6 +3,7 @@
 import copy
 import io
 import math
+from functools import partialmethod
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from stackwise.training import (
 )
 from stackwise.training.progress import TrainingProgress
 from stackwise.training.result import TrainingResult
+from stackwise.training.throughput import ThroughputMeter
 from tests.late_copies import late_copies
 
 RESULT_KEYS = {
@@ -748,6 +750,36 @@ def test_only_steps_of_the_interval_before_are_waited_for(
     assert waits == [log_interval] * (12 // log_interval - 1) + [0]  # the last is that of the end
     assert [record.step for record in result["records"]] == list(range(12))
     assert all(math.isfinite(record.loss) for record in result["records"])
+
+
+@pytest.mark.parametrize("arrive", [True, False])
+def test_rates_are_of_the_time_in_which_steps_were_made(
+    make_config, make_rack, make_batches, monkeypatch, arrive
+):
+    """Where the loader is slow, and where the device is, which then has made the steps only just now."""
+    config = make_config(training={"max_steps": 30, "log_interval": 10})
+    late_copies(monkeypatch, arrive=arrive)
+    seconds, told = [0.0], []
+    monkeypatch.setattr(
+        ThroughputMeter, "__init__", partialmethod(ThroughputMeter.__init__, clock=lambda: seconds[0])
+    )
+
+    class Loader(list):
+        def __iter__(self):
+            for batch in list.__iter__(self):
+                seconds[0] += 1.0
+                yield batch
+
+    class Log:
+        def write(self, records, figures, alarms):
+            told.append((figures["tokens_per_second"], figures["mean_tokens_per_second"]))
+            assert figures["data_wait_share"] == 1.0
+
+    trainer = ArchitectureTrainer(config, logs=[Log()])
+    result = trainer.train_architecture(make_rack(config), Loader(make_batches(config)))
+    tokens = result["records"][0].tokens
+    first = tokens if arrive else tokens * 10 / 20  # ten of the twenty steps that the host has seen
+    assert told[0] == (first, first) and told[-1] == (tokens, tokens)
 
 
 @pytest.mark.gpu

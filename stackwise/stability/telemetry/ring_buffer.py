@@ -115,6 +115,12 @@ class RingBuffer(Generic[Tag]):
             rows += self._hand_out_copy()
         return rows
 
+    @property
+    def is_ahead(self) -> bool:
+        """Whether what `previous` gives next was there before: on the CPU never. The host does not wait."""
+        arrived = (copy.arrived.query() for copy in self._copies)  # type: ignore[no-untyped-call]
+        return self._stream is not None and all(arrived)
+
     def previous(self) -> list[tuple[Tag, list[float]]]:
         """Rows of which an earlier call has begun the copy, oldest first, and begin to copy the others.
 

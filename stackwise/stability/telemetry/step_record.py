@@ -129,6 +129,11 @@ class StepBuffer:
         """Records that have arrived since the last call. The host does not wait."""
         return [_record(known, row) for known, row in self._rows.poll()]
 
+    @property
+    def is_ahead(self) -> bool:
+        """Whether what `previous` gives next was there before: on the CPU never. The host does not wait."""
+        return self._rows.is_ahead
+
     def previous(self) -> list[StepRecord]:
         """Records that were there at the last call of any of these three; on the CPU all.
 

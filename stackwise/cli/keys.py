@@ -199,7 +199,7 @@ MEANINGS = {
     "model.mup_base_width": "for mup: the d_model that the learning rate was tuned at",
     "model.vocab_size": "how many tokens there are; a byte tokenizer needs 256",
     "model.sliding_window": "W: a token sees itself and the W - 1 before it; a list goes round the Blocks",
-    "model.max_seq_len": "longest sequence that generation may reach",
+    "model.max_seq_len": "longest sequence that generation may reach, and that a prototype takes",
     "model.tie_embeddings": "the head is the embedding",
     "model.embedding_max_norm": "longest vector that a token enters the model as",
     "model.latent.kv_lora_rank": "width of the latent that keys and values come from",

@@ -13,10 +13,9 @@ from typing import Any
 from stackwise.argument import check_number, check_sizes
 from stackwise.prototype.prototype_run import Status
 
-__all__ = ["DivergenceRule", "LossVerdict", "SpikeRule", "loss_verdict"]
+__all__ = ["DivergenceRule", "LossVerdict", "SpikeRule", "in_place_of_a_nat", "loss_verdict"]
 
 _SIGMA = 1.4826  # standard deviations of a normal distribution in one MAD
-_FIRST_NATS = math.log(256)  # what a training on bytes begins with
 
 
 @dataclass(frozen=True)
@@ -185,15 +184,15 @@ def loss_verdict(
         gradient_norms: as many, or none.
         spike: None: `SpikeRule()`.
         divergence: None: `DivergenceRule()`.
-        in_nats: whether the losses are in nats; where not, a rule that is None has for each nat 1 / ln 256 of
-            the median of the first three losses, so that the unit does not matter.
+        in_nats: whether the losses are in nats; where not, a rule that is None has for each nat the median of
+            the first three losses where that is less than 1: a loss that begins low has low limits.
     """
     broken = min(
         (i for series in (losses, gradient_norms) for i, x in enumerate(series) if not math.isfinite(x)),
         default=None,
     )
     sound = losses[:broken]
-    nat = 1.0 if in_nats else _in_place_of_a_nat(sound)
+    nat = 1.0 if in_nats else in_place_of_a_nat(losses)
     if spike is None:
         spike = SpikeRule()
         spike = replace(spike, min_nats=spike.min_nats * nat)
@@ -211,6 +210,8 @@ def loss_verdict(
     return LossVerdict("spiky", spikes[0], spikes) if spikes else LossVerdict("success", None)
 
 
-def _in_place_of_a_nat(losses: Sequence[float]) -> float:
-    found = abs(statistics.median(losses[:3])) / _FIRST_NATS if losses else 0.0
-    return found if found >= sys.float_info.min else 1.0
+def in_place_of_a_nat(losses: Sequence[float]) -> float:
+    """What the limits of `loss_verdict` have for each nat where losses need not be in nats: at most 1."""
+    first = [*itertools.takewhile(math.isfinite, losses[:3])]
+    found = abs(statistics.median(first)) if first else 0.0
+    return min(found, 1.0) if found >= sys.float_info.min else 1.0

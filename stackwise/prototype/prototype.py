@@ -102,7 +102,7 @@ class ArchitecturePrototype:
             batch_size, effective_batch, own_batch, own_effective
         )
         if isinstance(subject, StackWiseConfig):
-            self._config = self._configured(subject)
+            self._config = self._configured(subject, is_length_seen=seq_len is not None or data is None)
         elif self._spec is not None:
             self._check_length(self._spec, is_asked=seq_len is not None or data is not None)
         configured = self._config is not None
@@ -130,8 +130,8 @@ class ArchitecturePrototype:
             steps: updates; with fewer than 1000 a note says so.
             observe_every: steps between two looks at logits and attention, which change nothing in the
                 training; None: a fiftieth of the run. The last step is looked at as well.
-            spike: what counts as a spike; None: `SpikeRule()`, of a loss that need not be in nats, as one of
-                the spec's own, relative to the first; see `loss_verdict`.
+            spike: what counts as a spike; None: `SpikeRule()`; of a loss that need not be in nats, as one of
+                the spec's own, and begins below 1, relative to that, as a note says; see `loss_verdict`.
             divergence: and what as divergence; None: `DivergenceRule()`, in the same way.
             faults: of `stackwise.stability.faults`, that act on model, gradients or weights: to see that a
                 run shows them.
@@ -225,8 +225,13 @@ class ArchitecturePrototype:
             told = f"data: rows of {length} positions, of the {self._asked_length} asked for"
             yield f"{told}; nothing is said of longer ones"
 
-    def _configured(self, config: StackWiseConfig) -> StackWiseConfig:
-        """The configuration with what was asked for in its place, and notes of what cannot be had."""
+    def _configured(self, config: StackWiseConfig, *, is_length_seen: bool) -> StackWiseConfig:
+        """The configuration with what was asked for in its place, and notes of what cannot be had.
+
+        Args:
+            config: of the subject.
+            is_length_seen: whether rows are to be of `seq_len`, as those of the caller's own need not be.
+        """
         settings = config.training
         architecture = settings.training_architecture
         require(
@@ -238,7 +243,7 @@ class ArchitecturePrototype:
         strategy = settings.distributed.strategy
         require(strategy == "none", "training.distributed.strategy", strategy, "'none': one process")
         limit = config.model.max_seq_len
-        if limit is not None:
+        if limit is not None and is_length_seen:
             require(self.seq_len <= limit, "seq_len", self.seq_len, f"at most model.max_seq_len={limit}")
         if settings.guard is not None:
             self._notes.append("training.guard is left out: it would hide what is looked for")

@@ -130,7 +130,8 @@ class SpecTraining:
 
         def call() -> Tensor:
             output = self.spec.logits(self.model, probe)
-            self._is_narrow = output.shape[-1] < self.spec.width
+            if self.spec.loss is None and self.spec.inputs == "tokens":  # others may be of any shape
+                self._is_narrow = output.shape[-1] < self.spec.width
             return output
 
         return observe(self.model, call, device=self.device)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from stackwise.argument import require
 from stackwise.benchmark.memory.peak import PeakMemory, watch_peak
-from stackwise.prototype.loss_verdict import DivergenceRule, SpikeRule, loss_verdict
+from stackwise.prototype.loss_verdict import DivergenceRule, SpikeRule, in_place_of_a_nat, loss_verdict
 from stackwise.prototype.observation import Observation
 from stackwise.prototype.prototype_run import PrototypeRun, end_of
 from stackwise.prototype.prototype_training import PrototypeTraining
@@ -85,13 +85,15 @@ class Trial:
         sound = [0.0 if _was_answered(record) else record.grad_norm for record in self._records]
         made, empty = len(self.rows), int(self._empty)
         require(empty < made, "data: updates with a token to predict", 0, f"at least one of the {made}")
-        verdict = loss_verdict(
-            losses, sound, spike=spike, divergence=divergence, in_nats=self._training.in_nats
-        )
+        in_nats = self._training.in_nats
+        verdict = loss_verdict(losses, sound, spike=spike, divergence=divergence, in_nats=in_nats)
         lost = verdict.status in ("nan", "diverged")
         told = [*notes, *self._training.notes]
         if self._steps < ENOUGH:
             told.append(f"{self._steps} steps: a verdict wants at least {ENOUGH}")
+        nat = 1.0 if in_nats or (spike and divergence) else in_place_of_a_nat(losses)
+        if nat < 1:
+            told.append(f"limits of the verdict: {nat:.3g} of those in nats, since the loss begins at that")
         if empty:
             told.append(f"data: nothing to predict in {empty} of {made} updates, whose loss is 0")
         if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self._training.model.modules()):

@@ -170,11 +170,26 @@ def test_the_unit_of_a_loss_that_is_not_in_nats_does_not_matter(unit):
     assert loss_verdict(sound, in_nats=False).status == "success"
 
 
-def test_a_loss_of_bytes_has_the_limits_of_nats_and_one_of_nothing_keeps_them():
-    nat = math.log(256)
+@pytest.mark.parametrize("first", [1.0, math.log(256), math.log(50257)])
+def test_a_loss_that_begins_high_has_the_limits_of_nats(first):
     for rise, status in ((0.2, "success"), (0.3, "diverged")):
-        losses = [nat] * 100 + [nat + rise] * 100
+        losses = [first] * 100 + [first + rise] * 100
         assert loss_verdict(losses, in_nats=False).status == loss_verdict(losses).status == status
+    for rise, status in ((0.4, "success"), (0.6, "spiky")):
+        losses = [first] * 100 + [first + rise] * 3 + [first] * 100
+        assert loss_verdict(losses, in_nats=False).status == loss_verdict(losses).status == status
+
+
+def test_batches_of_a_loss_of_two_classes_may_differ():
+    losses = [0.7 * 0.98**step + 0.02 for step in range(300)]
+    losses[200] += 0.2
+    losses[250] += 0.3
+    assert loss_verdict(losses, in_nats=False).status == "success"
+    losses[280] += 0.4
+    assert loss_verdict(losses, in_nats=False).spikes == (280,)
+
+
+def test_a_loss_of_nothing_keeps_the_limits_of_nats():
     assert loss_verdict([0.0] * 100 + [0.2] * 100, in_nats=False).status == "success"
     assert loss_verdict([], in_nats=False).status == "success"
     # What is asked for is in the unit of the losses.

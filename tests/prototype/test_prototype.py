@@ -491,6 +491,16 @@ def test_a_length_beyond_that_of_the_model_is_refused(make_config):
     ArchitecturePrototype(config, seq_len=16).run(1)
 
 
+def test_a_configured_length_is_not_that_of_own_data(make_config):
+    config = config_of(make_config, model={"max_seq_len": 16}, training={"seq_len": 32})
+    with pytest.raises(ValueError, match=r"seq_len: got 32; allowed: at most model\.max_seq_len=16"):
+        ArchitecturePrototype(config)
+    rows = [torch.zeros(8, 8, dtype=torch.long)]
+    ArchitecturePrototype(config, data=rows).run(1)
+    with pytest.raises(ValueError, match=r"seq_len: got 17; allowed: at most model\.max_seq_len=16"):
+        ArchitecturePrototype(config, seq_len=17, data=rows)
+
+
 @pytest.mark.parametrize("fraction", [0.0, 0.1])
 def test_a_penalty_that_no_validation_leaves_out_is_told(make_config, fraction):
     sections = {"training": {"objective": {"z_loss": 1e-3}}, "data": {"validation_fraction": fraction}}

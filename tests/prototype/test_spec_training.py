@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from stackwise.data import documentation_text
-from stackwise.prototype import ArchitecturePrototype
+from stackwise.prototype import ArchitecturePrototype, DivergenceRule, SpikeRule
 from stackwise.prototype.spec_training import SpecTraining
 from stackwise.seed import seeded
 from stackwise.spec import ModelSpec
@@ -252,7 +252,34 @@ def test_a_loss_in_a_unit_of_its_own_diverges_by_how_it_began(scale):
         )
 
     assert ArchitecturePrototype(spec(2.05)).run(40).status == "diverged"
-    assert ArchitecturePrototype(spec(0.5)).run(40).status == "success"
+    run = ArchitecturePrototype(spec(0.5)).run(40)
+    assert run.status == "success"
+    assert any("limits of the verdict" in note for note in run.notes)
+    given = ArchitecturePrototype(spec(0.5)).run(40, spike=SpikeRule(), divergence=DivergenceRule())
+    assert not any("limits of the verdict" in note for note in given.notes)
+
+
+@pytest.mark.parametrize("factor, is_told", [(1.0, True), (1e3, False)])
+def test_only_limits_that_are_not_those_of_nats_are_told(tiny, factor, is_told):
+    spec = tiny(loss=lambda model, x: factor * model(x).square().mean().clamp(0.01, 0.1))
+    run = ArchitecturePrototype(spec).run(1)
+    assert any("limits of the verdict" in note for note in run.notes) == is_told
+
+
+class Mean(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+
+    def forward(self, inputs):
+        return self.linear(inputs).square().mean()
+
+
+def test_a_model_may_return_its_loss():
+    spec = ModelSpec(
+        build=Mean, name="mean", inputs="vectors", width=4, loss=lambda model, inputs: model(inputs)
+    )
+    assert ArchitecturePrototype(spec).run(2).status == "success"
 
 
 def test_nats_are_those_of_tokens_that_are_predicted(tiny):

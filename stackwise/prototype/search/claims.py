@@ -125,7 +125,7 @@ class Claims:
 
         Args:
             claim: of this process.
-            reason: in a word or two.
+            reason: in a few words.
             counts: as where the process ended: the third time that is the trial's result.
         """
         self._lose(self._frozen(claim.trial.number), reason, counts=counts)
@@ -216,7 +216,7 @@ class Claims:
         try:
             if counts and attempt >= _ATTEMPTS and Claimed.of(frozen) is not None:
                 trial = optuna.trial.Trial(self._study, trial_id)
-                finish_lost(self._study, trial, self._objectives, f"its process ended, {attempt} times")
+                finish_lost(self._study, trial, self._objectives, f"{reason}, {attempt} times")
                 return
             self._storage.set_trial_user_attr(trial_id, _LOST, reason)
             self._storage.set_trial_state_values(trial_id, self._states.FAIL)

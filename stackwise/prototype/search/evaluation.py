@@ -48,8 +48,9 @@ class Evaluate(Protocol):
 
     Called with the configuration, a seed, and `report`: to be called with (part of the training that is done,
     from 0 to 1; loss), in order; what it raises where the trial is pruned must pass through. What this raises
-    is the `error` of the trial; but an OSError or ImportError before the first report, and what leaves a
-    device unusable, is none of it: it ends the search, and the trial is given back.
+    is the `error` of the trial; but an OSError (other than a TimeoutError) or ImportError before the first
+    report of its first seed, and what leaves a device unusable, is none of it: it ends the search, and the
+    trial is given back, until the third time.
     With several jobs it is pickled, so that it must be a function or a class of an importable module.
     """
 

@@ -125,12 +125,14 @@ def search_architecture_space(
     Raises:
         ValueError: naming the argument, or the key of the space; a study of that name that was begun
             otherwise.
-        ConfigError: a key of the space that no training reads, such as `training.seed`; a space of which
-            nothing can be trained; in a study without results a value that cannot be beside any end of
+        ConfigError: a key of the space that no training reads, such as `training.seed`; in a study without
+            results a space of which nothing can be trained, or a value that cannot be beside any end of
             another key.
         ImportError: Optuna is not installed, or what a precision or a tokenizer of the space needs; or a
-            trial wanted a library before its first update, and is given back.
-        OSError: the data cannot be read; from a trial, before its first update, which is given back.
+            trial wanted a library before its first update, and is given back; with several jobs a
+            RuntimeError says so. The third time of one configuration is its `error`.
+        OSError: the data cannot be read; from a trial, before its first update, in the same way. A
+            TimeoutError of a trial is its `error`.
         torch.AcceleratorError: a trial left the device unusable for this process, and is given back; with
             several jobs another process takes the place of the worker.
         TypeError: `evaluate` returned what is no `TrialOutcome`; with several jobs a RuntimeError says so.
@@ -306,7 +308,10 @@ def _check_space(task: Task, device: str | None) -> None:
     if results >= task.budget:
         return
     problem = partial(_problem, task, device, {})
-    problems = [*_untrained_ends(task.space, problem, _trained_ends(task.space, problem))]
+    try:
+        problems = [*_untrained_ends(task.space, problem, _trained_ends(task.space, problem))]
+    except ConfigError as error:
+        problems = [*error.problems]
     if problems and not results:
         raise ConfigError(problems, task.space.source)
 

@@ -128,7 +128,7 @@ def work(task: Task, study: Study, storage: BaseStorage, on_trial: OnTrial | Non
                         _write_down(finish_claim, claims, claim)
                 except BaseException as error:
                     if claims.owns(claim):
-                        claims.release(claim, "interrupted", counts=_leaves_unusable(error))
+                        _give_back(claims, claim, error)
                     raise
                 if on_trial is not None:
                     _tell_of(claim, study, on_trial)
@@ -177,6 +177,16 @@ def _write_down(finish_claim: Callable[[], None], claims: Claims, claim: Claim) 
             raise
 
 
+def _give_back(claims: Claims, claim: Claim, error: BaseException) -> None:
+    """Give back a trial that an error ended; what may be of its configuration counts."""
+    if _leaves_unusable(error):
+        claims.release(claim, "its process ended", counts=True)
+    elif isinstance(error, OSError | ImportError):
+        claims.release(claim, _reason(error), counts=True)
+    else:
+        claims.release(claim, "interrupted")
+
+
 class _NoOutcomeError(TypeError):
     """What was evaluated says nothing that could be kept."""
 
@@ -189,7 +199,7 @@ def _trained(task: Task, study: Study, claim: Claim) -> Callable[[], None]:
 
     Raises:
         TypeError: `evaluate` returned no outcome.
-        OSError: it raised one before its first report, of its data as a rule.
+        OSError: it raised one before its first report, of its data as a rule; no TimeoutError.
         ImportError: and so it did of a library.
         torch.AcceleratorError: the device cannot be used in this process any more.
     """
@@ -221,11 +231,11 @@ def _trained(task: Task, study: Study, claim: Claim) -> Callable[[], None]:
         raise
     except Exception as error:  # a configuration that cannot be trained is a result as well
         # The next one would fail alike: what is not there is missing before there is a loss.
-        missing = isinstance(error, OSError | ImportError) and not report.was_called
+        missing = isinstance(error, OSError | ImportError) and not isinstance(error, TimeoutError)
+        missing = missing and not outcomes and not report.was_called
         if missing or _leaves_unusable(error):
             raise
-        told = str(error).strip().split("\n")[0][:300]
-        outcomes.append(TrialOutcome("error", math.inf, reason=f"{type(error).__name__}: {told}"))
+        outcomes.append(TrialOutcome("error", math.inf, reason=_reason(error)))
     losses = [each.loss for each in outcomes]
     merged = merge_outcomes(outcomes)
     return lambda: finish(study, claim.trial, task.objectives, task.weights, merged, losses)
@@ -240,6 +250,11 @@ class _Report:
     def __call__(self, done: float, loss: float) -> None:
         self.was_called = True
         self._report(done, loss)
+
+
+def _reason(error: BaseException) -> str:
+    told = str(error).strip().split("\n")[0][:300]
+    return f"{type(error).__name__}: {told}"
 
 
 def _leaves_unusable(error: BaseException) -> bool:

@@ -190,6 +190,16 @@ def test_a_study_that_has_results_goes_on(tmp_path, monkeypatch):
     assert load_search(tmp_path / "j").trials == result.trials
 
 
+def test_a_study_with_results_goes_on_where_nothing_can_be_trained(tmp_path, monkeypatch):
+    space = {"base": BASE, "space": {"training.precision": ["fp16"], "n_layers": [1, 2]}}
+    asked = {"steps": 1, "objective": "loss", "sampler": "random", "storage": tmp_path / "j"}
+    with monkeypatch.context() as patch:
+        patch.setattr(study, "_check_space", lambda *given: None)
+        search_architecture_space(space, 1, **asked)
+    result = search_architecture_space(space, 2, **asked)
+    assert [trial.status for trial in result.trials] == ["error", "error"]
+
+
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_what_can_be_trained_is_not(kind):
     state = torch.get_rng_state()

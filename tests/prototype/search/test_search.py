@@ -36,6 +36,7 @@ from tests.prototype.search.searches import (
     FEW,
     SPACE,
     bowl,
+    depth_of,
     lines_of,
     moody,
     start_search,
@@ -323,6 +324,9 @@ class TestFailures:
         assert "tokens_per_second" in str(result) and result.save(folder / "out")
 
 
+DEPTHS = {"space": {"n_layers": [1, 2, 3, 4]}}
+
+
 class TestMachine:
     """What the machine is to blame for, and no configuration."""
 
@@ -336,11 +340,47 @@ class TestMachine:
             return bowl(config, seed, report)
 
         asked = {"sampler": "random", "name": "s", "evaluate": evaluate}
-        for _ in range(4):  # however often
+        for _ in range(2):
             with pytest.raises(type(error), match="no such"):
                 search_architecture_space(FEW, 3, **asked)
         there.append(True)
         assert len(search_architecture_space(FEW, 3, **asked).succeeded) == 3
+
+    def test_what_one_configuration_misses_three_times_is_its_error_and_the_rest_goes_on(self, folder):
+        def evaluate(config, seed, report):
+            if depth_of(config) == 3:
+                raise FileNotFoundError("no such text")
+            return bowl(config, seed, report)
+
+        asked = {"sampler": "random", "name": "s", "evaluate": evaluate}
+        for _ in range(3):
+            with pytest.raises(FileNotFoundError):
+                search_architecture_space(DEPTHS, 4, **asked)
+        result = search_architecture_space(DEPTHS, 4, **asked)
+        assert len(result.succeeded) == 3
+        assert result.ranked[-1].reason == "FileNotFoundError: no such text, 3 times"
+
+    def test_a_run_that_takes_too_long_is_a_result(self):
+        def evaluate(config, seed, report):
+            if depth_of(config) == 3:
+                raise TimeoutError("too slow")
+            return bowl(config, seed, report)
+
+        result = search_architecture_space(DEPTHS, 4, evaluate=evaluate, storage="memory")
+        assert len(result.succeeded) == 3
+        assert result.ranked[-1].reason == "TimeoutError: too slow"
+
+    @pytest.mark.parametrize("reports", [True, False])
+    def test_what_a_later_seed_misses_is_its_error(self, reports):
+        def evaluate(config, seed, report):
+            if seed:
+                raise FileNotFoundError("gone")
+            if reports:
+                report(0.5, 1.0)
+            return bowl(config, seed, report)
+
+        result = search_architecture_space(FEW, 1, evaluate=evaluate, seeds=2, storage="memory")
+        assert [trial.reason for trial in result.trials] == ["FileNotFoundError: gone"]
 
     def test_what_is_lost_in_a_training_is_its_error(self):
         def evaluate(config, seed, report):

@@ -46,5 +46,6 @@ def bar_rows(record: Record) -> str:
         value = "-" if bar["value"] is None else f"{bar['value']:.3g}"
         if bar["verdict"] == "SHORT" and float(value) == bar["limit"]:
             value = f"{bar['value']:.6g}"  # short of it by less than is shown
-        rows.append(f"| {bar['name']} | {value} | {aim} |")
+        name = bar["name"].replace("|", r"\|")
+        rows.append(f"| {name} | {value} | {aim} |")
     return "\n".join(rows)

@@ -14,6 +14,7 @@ import yaml
 import stackwise
 import stackwise.checks.check as check_module
 from bench import detection_table, peer_table, quality_table, stability_table, training_table
+from bench.gate import table as gate_table
 from bench.prototype import table as prototype_table
 from pytest_stackwise import markers
 from stackwise import ModelSpec, StackWiseConfig, check_model, measure, stability_run
@@ -179,7 +180,14 @@ def test_table_of_speed_is_what_was_measured():
     "tables, page",
     [
         (tables, page)
-        for tables in (detection_table, training_table, stability_table, quality_table, prototype_table)
+        for tables in (
+            detection_table,
+            training_table,
+            stability_table,
+            quality_table,
+            prototype_table,
+            gate_table,
+        )
         for page in tables.MARKS
     ],
 )

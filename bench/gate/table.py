@@ -81,6 +81,8 @@ def _interval(found: Mapping[str, Any]) -> str:
 
 def ablations(record: Record) -> str:
     """One row a design and condition: the spread and the bias of a round, and what the rule makes of it."""
+    if "ablations" not in record["figures"]:
+        return "Not measured."
     lines = [
         "| | spread of a round, median of calls | largest bias | flagged | no answer |",
         "| --- | ---: | ---: | ---: | ---: |",

@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from types import ModuleType
+from types import EllipsisType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -79,8 +80,14 @@ def _state(value: Any, seen: dict[int, Any]) -> Any:
     match value:
         case None | bool() | int() | float() | complex() | str() | bytes() | range():
             return value
-        case torch.dtype() | torch.device() | type() | ModuleType():
+        case torch.dtype() | torch.device() | torch.layout() | torch.memory_format():
             return value
+        case type() | ModuleType() | EllipsisType() | np.dtype():
+            return value
+        case np.generic() if not isinstance(value, np.void):  # whose fields can be assigned
+            return value
+        case slice():
+            return [_state(item, seen) for item in (value.start, value.stop, value.step)]
         case Tensor():
             # A tensor made in inference mode has no version: it counts as written to.
             version = object() if value.is_inference() else value._version
@@ -95,10 +102,16 @@ def _state(value: Any, seen: dict[int, Any]) -> Any:
             return [_state(item, seen) for item in value]
     slots = list(_slots(type(value)))
     if not slots and not hasattr(value, "__dict__"):
-        return None if callable(value) else object()
+        return value if callable(value) or _holds_nothing(type(value)) else object()
     attributes = {name: getattr(value, name) for name in slots if hasattr(value, name)}
     attributes |= getattr(value, "__dict__", {})
     return [(name, _state(item, seen)) for name, item in attributes.items()]
+
+
+def _holds_nothing(kind: type) -> bool:
+    """Whether what has neither a dict nor slots has no state at all: an object() alone, an enum of pybind."""
+    by_its_slots = all("__slots__" in base.__dict__ for base in kind.__mro__[:-1])
+    return by_its_slots or isinstance(getattr(kind, "__members__", None), dict)
 
 
 def _slots(kind: type) -> Iterator[str]:

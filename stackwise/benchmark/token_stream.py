@@ -19,7 +19,16 @@ from stackwise.inference import cast, logits_of
 from stackwise.out_of_memory import is_out_of_memory
 from stackwise.spec import ModelSpec
 
-__all__ = ["ALL_AGAIN", "LOOPS", "OnToken", "TokenStream", "empty_cache", "of_last", "token_stream"]
+__all__ = [
+    "ALL_AGAIN",
+    "LOOPS",
+    "OnToken",
+    "TokenStream",
+    "cache_maker",
+    "empty_cache",
+    "of_last",
+    "token_stream",
+]
 
 LOOPS = ("common", "own")
 ALL_AGAIN = "all tokens again: the model keeps no cache"
@@ -81,14 +90,19 @@ def empty_cache(model: nn.Module, batch_size: int, capacity: int) -> Any:
 
     Such a model has a method `new_cache(batch_size, capacity)`; one that takes other arguments is not called.
     """
-    make = getattr(unwrapped(model), "new_cache", None)
+    return cache_maker(model)(batch_size, capacity)
+
+
+def cache_maker(model: nn.Module) -> Callable[[int, int], Any]:
+    """`empty_cache` of this model, for what is timed: the method is looked at here, and not in a call."""
+    make: Callable[[int, int], Any] | None = getattr(unwrapped(model), "new_cache", None)
     if not callable(make):
-        return None
+        return lambda *_: None
     try:
-        signature(make).bind(batch_size, capacity)
+        signature(make).bind(1, 1)
     except TypeError:
-        return None
-    return make(batch_size, capacity)
+        return lambda *_: None
+    return make
 
 
 def of_last(spec: ModelSpec, model: nn.Module) -> ModelSpec | None:
@@ -171,13 +185,13 @@ def _is_last_of(asked: ModelSpec, spec: ModelSpec, model: nn.Module) -> bool:
 
 
 def _cached(spec: ModelSpec, model: nn.Module) -> Run:
-    decode = spec.decode
+    decode, make_cache = spec.decode, cache_maker(model)
     assert decode is not None
 
     @torch.no_grad()
     def run(prompt_BT: Tensor, n_new: int, on_token: OnToken) -> None:
         # The last token is never fed back.
-        cache = empty_cache(model, prompt_BT.shape[0], prompt_BT.shape[1] + n_new - 1)
+        cache = make_cache(prompt_BT.shape[0], prompt_BT.shape[1] + n_new - 1)
         fed = prompt_BT
         for _ in range(n_new):
             output, cache = decode(model, fed, cache)
@@ -255,8 +269,6 @@ class _Streamer:
 
 
 def _generated(model: Any) -> Run:
-    model = unwrapped(model)
-
     def run(prompt_BT: Tensor, n_new: int, on_token: OnToken) -> None:
         own = model.generation_config
         settings = copy.deepcopy(own)
@@ -265,10 +277,13 @@ def _generated(model: Any) -> Run:
         settings.eos_token_id, settings.pad_token_id = None, 0
         streamer = _Streamer(on_token)
         mask = torch.ones_like(prompt_BT)
-        model.generation_config = settings  # from which `generate` takes whatever is None in what it is given
+        # `generate` takes from the model's own what is None in what it is given. It is changed in place: a
+        # model that wraps another may only show that one's.
+        eos_token_id, max_length = own.eos_token_id, own.max_length
+        own.eos_token_id = own.max_length = None
         try:
             model.generate(prompt_BT, attention_mask=mask, generation_config=settings, streamer=streamer)
         finally:
-            model.generation_config = own
+            own.eos_token_id, own.max_length = eos_token_id, max_length
 
     return run

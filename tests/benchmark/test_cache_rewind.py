@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from torch.nn.attention import SDPBackend
 
 from stackwise.benchmark.cache_rewind import RewoundCache, is_changed_by
 
@@ -135,6 +136,9 @@ def test_a_position_and_nothing():
     assert not is_changed_by(lambda cache: None, None)
 
 
+RECORD = np.zeros(1, dtype=[("at", int)])[0]  # its field can be assigned
+
+
 class Row(deque):
     """A queue, with an attribute beside it."""
 
@@ -147,13 +151,51 @@ def test_a_queue(kind):
 
 
 def test_what_cannot_be_looked_into_counts_as_changed():
-    for closed in (np.zeros(2), itertools.count(), bytearray(2), {}.values()):
+    for closed in (np.zeros(2), itertools.count(), bytearray(2), {}.values(), BareBytes(2), RECORD):
         assert is_changed_by(lambda cache: None, [closed])
 
 
 def test_what_nothing_can_change():
     cache = SimpleNamespace(dtype=torch.float32, device=torch.device("cpu"), kind=Kept, module=torch, n=max)
     assert not is_changed_by(lambda cache: None, cache)
+
+
+class Bare:
+    __slots__ = ()
+
+
+class BareBytes(bytearray):
+    __slots__ = ()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.int64(5),
+        np.float32(1),
+        np.bool_(True),
+        np.dtype("int8"),
+        slice(0, 3),
+        ...,
+        torch.strided,
+        torch.contiguous_format,
+        SDPBackend.MATH,
+        object(),
+        Bare(),
+    ],
+    ids=repr,
+)
+def test_what_holds_nothing_that_could_change(value):
+    assert not is_changed_by(lambda cache: cache[0] + 1, (torch.zeros(2), value))
+    assert is_changed_by(lambda cache: cache.update(at=type(value)), {"at": value})
+
+
+def test_a_slice_of_what_changes():
+    assert is_changed_by(lambda cache: cache.stop.add_(1), slice(None, torch.zeros((), dtype=torch.int64)))
+
+
+def test_another_number_of_numpy():
+    assert is_changed_by(lambda cache: cache.update(at=cache["at"] + 1), {"at": np.int64(5)})
 
 
 def test_what_cannot_be_told_counts_as_changed():

@@ -1,9 +1,12 @@
 """How models are made to continue a prompt: the same tokens by every way, from the same prompt each time."""
 
+from inspect import signature
+
 import pytest
 import torch
 from torch import nn
 
+from stackwise.benchmark import model_workload
 from stackwise.benchmark.token_stream import empty_cache, of_last, token_stream
 from stackwise.model import Rack
 from stackwise.spec import ModelSpec
@@ -63,6 +66,29 @@ def test_a_token_that_means_the_end_ends_nothing(prepared):
     assert tokens_of(token_stream(spec, model, "own"), prompt).shape == (2, N_NEW)
     assert tokens_of(token_stream(spec, model, "own"), prompt[:1]).shape == (1, N_NEW), "nobody else goes on"
     assert model.generation_config.eos_token_id is not None, "the model's own settings stay"
+
+
+def test_settings_that_cannot_be_assigned(prepared):
+    """Of a model that wraps another, and shows what that one has."""
+
+    class Wrapper(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        @property
+        def generation_config(self):
+            return self.inner.generation_config
+
+        def generate(self, *inputs, **more):
+            return self.inner.generate(*inputs, **more)
+
+    spec, model, prompt = prepared("llama")
+    own = model.generation_config
+    own.eos_token_id = end = int(continued(spec, model, prompt)[0, 1])
+    assert tokens_of(token_stream(spec, Wrapper(model), "own"), prompt[:1]).shape == (1, N_NEW)
+    assert model.generation_config is own
+    assert own.eos_token_id == end
 
 
 def test_tokens_come_one_by_one(prepared):
@@ -162,6 +188,22 @@ def test_a_method_of_that_name_that_takes_something_else():
             raise AssertionError("called")
 
     assert empty_cache(Named(), 3, 11) is None
+
+
+def test_the_method_is_looked_at_once(prepared, monkeypatch):
+    """And not in each run, whose time is taken."""
+    spec, model, prompt = prepared("rack")
+    looked = []
+    monkeypatch.setattr(
+        "stackwise.benchmark.token_stream.signature", lambda make: looked.append(make) or signature(make)
+    )
+    stream = token_stream(spec, model, "common")
+    workload = model_workload(spec, "prefill", batch_size=1, seq_len=4)
+    assert looked
+    looked.clear()
+    tokens_of(stream, prompt)
+    workload.call()
+    assert not looked
 
 
 class TestOfLast:

@@ -1,9 +1,11 @@
 """The device of a run: one measures at a time, and each worker of xdist has one of its own."""
 
+import fcntl
 import os
 import subprocess
 import sys
 import types
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -92,24 +94,27 @@ def test_one_process_at_a_time(holder):
         pass
 
 
-SHORT_HOLDS = """
-import time
-from pytest_stackwise import device
-for _ in range(8):
-    with device.lock("cpu"):
-        print("held", flush=True)
-        time.sleep(0.25)
-"""
-
-
-def test_the_time_is_that_of_one_hold(monkeypatch):
+@pytest.mark.parametrize(("seconds", "waits"), [(2.5, 12), (1.5, 2)])
+def test_the_time_is_that_of_one_hold(monkeypatch, seconds, waits):
     """Others that take turns, each for less than that, have nobody give up."""
-    monkeypatch.setattr(device, "_PAUSE", 0.2)  # it comes too late for the moments in which nobody has it
-    command = [sys.executable, "-c", SHORT_HOLDS]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout.readline() == "held\n"
-        with device.lock("cpu", seconds=1.0):
-            pass
+    now = 0
+
+    def sleep(pause):
+        nonlocal now
+        now += 1
+
+    def flock(file, operation):
+        if operation & fcntl.LOCK_NB and now < 12:
+            raise BlockingIOError
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    monkeypatch.setattr(device, "time", types.SimpleNamespace(monotonic=lambda: float(now), sleep=sleep))
+    # Every third second another one takes it, and writes into the file.
+    written = types.SimpleNamespace(fstat=lambda file: types.SimpleNamespace(st_mtime_ns=now // 3))
+    monkeypatch.setattr(device, "os", types.SimpleNamespace(**{**vars(os), **vars(written)}))
+    with nullcontext() if waits == 12 else pytest.raises(TimeoutError), device.lock("cpu", seconds=seconds):
+        pass
+    assert now == waits
 
 
 def test_two_that_want_one_device_take_turns(tmp_path):

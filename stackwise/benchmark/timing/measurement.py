@@ -267,9 +267,10 @@ def measure(
     """Time a workload call by call, after warming it up until its time has settled.
 
     The warm-up ends when in two windows of calls in a row nothing was compiled, no memory was taken from the
-    device, and their fastest calls agree within `steady_within`, or when `warmup_seconds` are over; which of
-    both is part of the result. Between slices of 0.2 s, and not inside, garbage is collected, and a GPU's
-    clocks and temperature are read; the peak of memory is, in a call of its own, at the end.
+    device, and their fastest calls agree within `steady_within`, or with the window in which
+    `warmup_seconds` end; which of both is part of the result. Between slices of 0.2 s, and not inside,
+    garbage is collected, and a GPU's clocks and temperature are read; the peak of memory is, in a call of its
+    own, at the end.
 
     Args:
         workload: what to call.

@@ -20,6 +20,7 @@ from stackwise.benchmark.token_stream import (
     LOOPS,
     OnToken,
     TokenStream,
+    cache_maker,
     empty_cache,
     of_last,
     token_stream,
@@ -269,11 +270,11 @@ def _prefill(spec: ModelSpec, model: nn.Module, inputs: Tensor) -> Callable[[], 
     decode = spec.decode
     if decode is None:
         return _forward(spec, model, inputs)
-    inputs = _cast(spec, model, inputs)
+    inputs, make_cache = _cast(spec, model, inputs), cache_maker(model)
 
     def prefill() -> None:
         with torch.no_grad():
-            decode(model, inputs, empty_cache(model, *inputs.shape[:2]))
+            decode(model, inputs, make_cache(*inputs.shape[:2]))
 
     return prefill
 

@@ -183,7 +183,7 @@ class BareBytes(bytearray):
         object(),
         Bare(),
     ],
-    ids=repr,
+    ids=lambda value: type(value).__name__,
 )
 def test_what_holds_nothing_that_could_change(value):
     assert not is_changed_by(lambda cache: cache[0] + 1, (torch.zeros(2), value))

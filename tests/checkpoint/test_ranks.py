@@ -360,7 +360,7 @@ def failing_copies(rank, folder):
 def mistakes_of_one(rank, folder):
     """What only one process is told, or gives: all hear of it."""
     manager = CheckpointManager(folder / "mistakes")
-    for step, metric in ((1, torch.tensor(1.0)), (-1, None)):
+    for step, metric in ((1, torch.ones(2)), (-1, None)):
         for mistaken in (0, 1):
             given = {"metric": metric} if rank == mistaken else {}
             number = step if rank == mistaken or step > 0 else 1

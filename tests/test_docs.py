@@ -265,7 +265,7 @@ def test_readme_says_what_is_needed_and_what_extras_give():
 def test_map_of_the_readme_shows_every_room_and_every_folder_of_examples():
     picture = _section("README.md", "The house")
     rooms = [path.name + "/" * path.is_dir() for path in (ROOT / "stackwise").glob("[a-z]*")]
-    folders = [f"{path.name}/" for path in (ROOT / "examples").iterdir() if path.is_dir()]
+    folders = [f"{path.name}/" for path in (ROOT / "examples").glob("[a-z]*") if path.is_dir()]
     for name in [room for room in rooms if room != "py.typed"] + folders:
         assert re.search(rf"(?<!\S){re.escape(name)}(?!\S)", picture), name
 

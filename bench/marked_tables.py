@@ -43,9 +43,14 @@ def bar_rows(record: Record) -> str:
     for bar in record["bars"]:
         sign = "at most" if bar["at_most"] else "at least"
         aim = f"{sign} {bar['limit']:g}" + ("" if bar["verdict"] == "PASS" else f", {bar['verdict'].lower()}")
-        value = "-" if bar["value"] is None else f"{bar['value']:.3g}"
+        value = "-" if bar["value"] is None else _figure(bar["value"])
         if bar["verdict"] == "SHORT" and float(value) == bar["limit"]:
             value = f"{bar['value']:.6g}"  # short of it by less than is shown
         name = bar["name"].replace("|", r"\|")
         rows.append(f"| {name} | {value} | {aim} |")
     return "\n".join(rows)
+
+
+def _figure(value: float) -> str:
+    """Three digits; of a ratio near 1 as many behind the point, by which two of them differ."""
+    return f"{value:.3f}" if 0.1 <= value < 10 and value != round(value) else f"{value:.3g}"

@@ -14,16 +14,13 @@ FILES = {name: path for name, path in FILES.items() if not path.stem.endswith("-
 # Measured of files that had changed since the commit. What is measured anew leaves the list, and nothing
 # comes to it.
 CHANGED = {
-    "cpu/async_save.json": {"ae9a3b8-dirty"},
     "cpu/gpu.json": {"c43814d-dirty"},
-    "cpu/guard_overhead.json": {"ae9a3b8-dirty"},
     "cpu/length_exercise.json": {"0038321-dirty"},
     "cpu/peers.json": {"c0544dc-dirty"},
     "cpu/pytest_benchmark_tests.json": {"724fb86-dirty"},
 }
 # Measured of commits that are not in the history. The same holds of these.
 GONE = {
-    "cpu/overhead.json": {"eb08d48"},
     "cpu/prototype.json": {"07525d4"},
     "cpu/recompute.json": {"4476759"},
 }

@@ -54,6 +54,14 @@ def _forgotten(tmp_path_factory):
             del sys.modules[name]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _compiled_anew():
+    """The compiler keeps few graphs of a function, and tests of many modules fill them."""
+    yield
+    if "torch._dynamo" in sys.modules:
+        sys.modules["torch._dynamo"].reset()
+
+
 @pytest.fixture(scope="session")
 def subjects():
     # Under --import-mode=importlib no test folder is on sys.path, so the file is loaded by its place.

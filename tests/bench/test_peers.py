@@ -27,6 +27,14 @@ def built():
     return rack(TINY)
 
 
+def test_threads_that_sleep_are_refused(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["peers"])
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+    with pytest.raises(SystemExit):
+        peers.main()
+    assert "OMP_WAIT_POLICY: got PASSIVE; allowed: ACTIVE" in capsys.readouterr().err
+
+
 def test_our_step_trains_as_that_of_a_peer(ids):
     theirs = peers.train_call(built(), ids, torch.float32, compiled=False)
     ours = peers.our_train_call(built(), ids, torch.bfloat16, compiled=False)

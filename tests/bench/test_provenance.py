@@ -14,15 +14,12 @@ FILES = {name: path for name, path in FILES.items() if not path.stem.endswith("-
 # Measured of files that had changed since the commit. What is measured anew leaves the list, and nothing
 # comes to it.
 CHANGED = {
-    "cpu/gpu.json": {"c43814d-dirty"},
     "cpu/length_exercise.json": {"0038321-dirty"},
     "cpu/peers.json": {"c0544dc-dirty"},
-    "cpu/pytest_benchmark_tests.json": {"724fb86-dirty"},
 }
 # Measured of commits that are not in the history. The same holds of these.
 GONE = {
     "cpu/prototype.json": {"07525d4"},
-    "cpu/recompute.json": {"4476759"},
 }
 
 

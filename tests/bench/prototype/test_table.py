@@ -58,7 +58,7 @@ def test_a_page_has_its_table(tmp_path, monkeypatch):
     page = "before\n<!-- prototype -->\nold\n<!-- end of prototype -->\nbehind\n"
     (tmp_path / "README.md").write_text(page)
     made = table.written("README.md")
-    assert "| ranks: Spearman of loss | 0.9 | at least 0.8 |" in made
+    assert "| ranks: Spearman of loss | 0.900 | at least 0.8 |" in made
     assert made.startswith("before\n")
     assert made.endswith("behind\n")
     assert "old" not in made

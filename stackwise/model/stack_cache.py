@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from stackwise.argument import check_sizes, require
 from stackwise.model.attention import Attention
 from stackwise.model.backend import rules_in_force
-from stackwise.model.content_hash import ContentHash, code_of, from_elsewhere, tensor_digest
+from stackwise.model.content_hash import ContentHash, from_elsewhere, tensor_digest
 from stackwise.model.latent import LatentAttention
 from stackwise.model.mask import document_runs, padding_mask
 from stackwise.model.rack import Rack
@@ -158,7 +158,7 @@ class StackCache:
         )
         facts = (
             self._content(modules),
-            code_of(type(rack)),
+            self._content.code_of(type(rack)),
             *(None if each is None else tensor_digest(each) for each in inputs),
             torch.__version__,
             device,

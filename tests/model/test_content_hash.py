@@ -5,7 +5,9 @@ import dataclasses
 import functools
 import hashlib
 import logging
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from torch import nn
 
 import stackwise.model.content_hash as module_under_test
 from stackwise.model import Stack, create_simple_rack
-from stackwise.model.content_hash import ContentHash, code_of, tensor_digest
+from stackwise.model.content_hash import ContentHash, tensor_digest
 from stackwise.model.rotary import Rotary
 
 SMALL, QUICK = 2**20, 0
@@ -293,12 +295,300 @@ class Scaled(nn.Module):
 
 
 def test_class_from_elsewhere_counts_with_its_file():
-    assert hashlib.sha256(Path(__file__).read_bytes()).hexdigest() in code_of(Scaled)
-    assert code_of(nn.Linear) == "torch.nn.modules.linear.Linear"
+    content = ContentHash()
+    assert hashlib.sha256(Path(__file__).read_bytes()).hexdigest() in content.code_of(Scaled)
+    assert content.code_of(nn.Linear) == "torch.nn.modules.linear.Linear"
     assert changed(lambda part: setattr(part, "scale", 3.0), Scaled(2.0))
     nowhere = type("Nowhere", (nn.Module,), {"__module__": "nowhere"})
     with pytest.raises(ValueError, match="class: got 'Nowhere'; allowed: one that comes from a file"):
-        code_of(nowhere)
+        content.code_of(nowhere)
+
+
+# Each with a number that decides what `Own` computes.
+SOURCES = {
+    "constant": """
+class Own:
+    def forward(self, x):
+        return x * BY
+""",
+    "default": """
+class Own:
+    def forward(self, x, by=BY):
+        return x * by
+""",
+    "keyword default": """
+class Own:
+    def forward(self, x, *, by=BY):
+        return x * by
+""",
+    "inner function": """
+class Own:
+    def forward(self, x):
+        return [y + (lambda z: z * BY)(y) for y in x]
+""",
+    "closure": """
+def scaling(by):
+    def forward(self, x):
+        return x * by
+    return forward
+
+class Own:
+    forward = scaling(BY)
+""",
+    "closure over a tensor": """
+def scaling(by):
+    return lambda self, x: x * by
+
+class Own:
+    forward = scaling(torch.full((2,), BY))
+""",
+    "closure over a module": """
+def calling(layer):
+    return lambda self, x: layer(x)
+
+class Own:
+    forward = calling(torch.nn.Threshold(BY, 0.0))
+""",
+    "closure over an object": """
+class Scale:
+    def __init__(self, by):
+        self.by, self.again = by, self
+
+def scaling(scale):
+    return lambda self, x: x * scale.by
+
+class Own:
+    forward = scaling(Scale(BY))
+""",
+    "closure over a method of a value": """
+def scaling(of):
+    return lambda self, x: x * of("by")
+
+class Own:
+    forward = scaling({"by": BY}.get)
+""",
+    "partial": """
+class Own:
+    def scale(self, by, x):
+        return x * by
+    forward = functools.partialmethod(scale, BY)
+""",
+    "partial of a closure": """
+class Own:
+    forward = functools.partial((lambda by: lambda x: x * by)(BY))
+""",
+    "function in an attribute": """
+class Own:
+    kinds = {"scale": lambda x: x * BY}
+""",
+    "property": """
+class Own:
+    @property
+    def by(self):
+        return BY
+""",
+    "cached property": """
+class Own:
+    @functools.cached_property
+    def by(self):
+        return BY
+""",
+    "descriptor": """
+class Once:
+    def __init__(self, function):
+        self.function = function
+    def __get__(self, owner, kind):
+        return self.function(owner)
+
+class Own:
+    @Once
+    def by(self):
+        return BY
+""",
+    "static method": """
+class Own:
+    @staticmethod
+    def by():
+        return BY
+""",
+    "class method": """
+class Own:
+    @classmethod
+    def by(cls):
+        return BY
+""",
+    "method of an object": """
+class Scale:
+    def __init__(self, by):
+        self.by = by
+    def scale(self, x):
+        return x * self.by
+
+class Own:
+    forward = Scale(BY).scale
+""",
+    "decorated by torch": """
+class Own:
+    @torch.no_grad()
+    def forward(self, x):
+        return x * BY
+""",
+    "decorator of torch": """
+class Own:
+    @torch.set_grad_enabled(BY == 1)
+    def forward(self, x):
+        return x
+""",
+    "decorated by a context": """
+@contextlib.contextmanager
+def scaling(by):
+    yield by
+
+class Own:
+    @scaling(BY)
+    def forward(self, x):
+        return x
+""",
+    "wrapper of what is torch's": """
+def scaled(function):
+    @functools.wraps(function)
+    def run(x):
+        return function(x) * BY
+    return run
+
+class Own:
+    forward = scaled(torch.nn.functional.softmax)
+""",
+    "attribute of a function": """
+class Own:
+    def forward(self, x):
+        return x * Own.forward.by
+    forward.by = BY
+""",
+    "base": """
+class Base:
+    def forward(self, x):
+        return x * BY
+
+class Own(Base):
+    pass
+""",
+    "base of torch's": """
+class Own(torch.nn.ReLU if BY == 1 else torch.nn.GELU):
+    pass
+""",
+    "class that it makes": """
+class Part:
+    def __init__(self, by):
+        self.by = BY
+
+class Own:
+    def __init__(self):
+        self.part = Part()
+""",
+    "attribute of a class that it makes": """
+class Part:
+    by = BY
+
+class Own:
+    def __init__(self):
+        self.part = Part()
+""",
+    "function of its module": """
+def outer(x):
+    return scale(x)
+
+def scale(x, by=BY):
+    return x * by
+
+class Own:
+    def forward(self, x):
+        return outer(x)
+""",
+    "cached function of its module": """
+@functools.lru_cache
+def scale():
+    return BY
+
+class Own:
+    def forward(self, x):
+        return x * scale()
+""",
+    "what names itself": """
+def even(n):
+    return n == 0 or odd(n - 1)
+
+def odd(n):
+    return n != BY and even(n - 1)
+
+class Own:
+    def make(self):
+        return Own, super().__init__, even(4)
+""",
+}
+
+
+@pytest.fixture
+def own(monkeypatch):
+    """The class `Own` of a source, of a module whose file stays as it is."""
+
+    def make(source, by=1.0):
+        module = ModuleType("elsewhere")
+        module.__file__ = __file__
+        monkeypatch.setitem(sys.modules, "elsewhere", module)
+        exec(
+            "import contextlib, functools, threading\n\nimport torch\n" + source.replace("BY", str(by)),
+            vars(module),
+        )
+        return module.Own
+
+    return make
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_what_decides_what_a_class_computes_counts(name, own):
+    source = SOURCES[name]
+    first = ContentHash().code_of(own(source))
+    assert ContentHash().code_of(own(source)) == first
+    assert ContentHash().code_of(own(source, 3.0)) != first
+    assert ContentHash().code_of(own("# Moved.\n" + source)) == first
+
+
+def test_what_has_no_part_in_what_a_class_computes_is_not_asked(own):
+    """Only what is named: else one function that cannot be told would refuse its whole module."""
+    held = """
+def holding(lock):
+    return lambda: lock
+
+def make():
+    return holding(threading.Lock())
+
+other = holding(threading.Lock())
+
+class Own:
+    def forward(self, x):
+        return NAMED(x)
+"""
+    ContentHash().code_of(own(held.replace("NAMED", "make")))
+    with pytest.raises(ValueError, match=r"holding.<locals>.<lambda>.lock: got lock; allowed: .* pickled"):
+        ContentHash().code_of(own(held.replace("NAMED", "other")))
+
+
+def test_names_far_from_the_class_are_followed(own):
+    source = "".join(f"def f{i}(x):\n    return f{i + 1}(x)\n" for i in range(2000))
+    source += "def f2000(x, by=BY):\n    return x * by\n"
+    source += "class Own:\n    def forward(self, x):\n        return f0(x)\n"
+    assert ContentHash().code_of(own(source)) != ContentHash().code_of(own(source, 3.0))
+
+
+def test_class_executed_without_a_name_is_refused():
+    """It says that it is of builtins, which count by name."""
+    namespace = {}
+    exec("class Own:\n    pass\n", namespace)
+    assert namespace["Own"].__module__ == "builtins"
+    with pytest.raises(ValueError, match="class: got 'Own'; allowed: one that comes from a file"):
+        ContentHash().code_of(namespace["Own"])
+    assert ContentHash().code_of(dict) == "builtins.dict"
 
 
 def test_attributes_of_a_class_from_elsewhere_count(monkeypatch):
@@ -420,6 +710,18 @@ def test_hooks_are_refused(hook):
     with pytest.raises(ValueError, match=r"part\.blocks\.1\.attention\.out: got 'a forward hook'"):
         content({"part": stack})
     handle.remove()
+    content({"part": stack})
+
+
+@pytest.mark.parametrize("hook", ["register_module_forward_hook", "register_module_forward_pre_hook"])
+def test_hooks_of_all_modules_are_refused(hook):
+    stack, content = make_stack(), ContentHash()
+    handle = getattr(nn.modules.module, hook)(lambda *_: None)
+    try:
+        with pytest.raises(ValueError, match="all modules: got 'a forward hook'"):
+            content({"part": stack})
+    finally:
+        handle.remove()
     content({"part": stack})
 
 

@@ -64,13 +64,64 @@ class Gain(Block):
         return super().forward(x_BTC, *args, **options) * self.gain
 
 
-EDITED = """
-from stackwise.model.block import Block
-
+EDITED = {
+    "body": """
 class Own(Block):
     def forward(self, x_BTC, *args, **options):
         return super().forward(x_BTC, *args, **options) * {by}
-"""
+""",
+    "default": """
+class Own(Block):
+    def forward(self, x_BTC, *args, by={by}, **options):
+        return super().forward(x_BTC, *args, **options) * by
+""",
+    "decorated": """
+class Own(Block):
+    @torch.no_grad()
+    def forward(self, x_BTC, *args, **options):
+        return super().forward(x_BTC, *args, **options) * {by}
+""",
+    "class": """
+class Scale:
+    def __call__(self, x_BTC):
+        return x_BTC * {by}
+
+class Own(Block):
+    def forward(self, x_BTC, *args, **options):
+        return Scale()(super().forward(x_BTC, *args, **options))
+""",
+    "partial": """
+class Own(Block):
+    scale = functools.partialmethod(lambda self, x_BTC: x_BTC * {by})
+
+    def forward(self, x_BTC, *args, **options):
+        return self.scale(super().forward(x_BTC, *args, **options))
+""",
+}
+EDITED_IMPORTS = "import functools\n\nimport torch\n\nfrom stackwise.model.block import Block\n"
+
+
+def scaled_class(by):
+    class Own(Block):
+        def forward(self, x_BTC, *args, **options):
+            return super().forward(x_BTC, *args, **options) * by
+
+    return Own
+
+
+def scaled_class_by_default(by):
+    class Own(Block):
+        def forward(self, x_BTC, *args, by=by, **options):
+            return super().forward(x_BTC, *args, **options) * by
+
+    return Own
+
+
+def class_of_a_function(by):
+    def forward(self, x_BTC, *args, **options):
+        return Block.forward(self, x_BTC, *args, **options) * by
+
+    return type("Own", (Block,), {"forward": forward, "__module__": __name__})
 
 
 class Dropping(Block):
@@ -313,19 +364,29 @@ class TestKey:
         assert counts(cache) == (1, 3)
 
     @PLACES
+    @pytest.mark.parametrize("make", [scaled_class, scaled_class_by_default, class_of_a_function])
+    def test_classes_that_a_function_made(self, make, on_disk, make_cache):
+        cache = make_cache(on_disk)
+        racks = [make_rack_of(make(by)) for by in (1.0, 3.0, 3.0)]
+        for rack in racks:
+            assert torch.equal(cache.prefix(rack, make_ids(), 1), computed(rack, make_ids(), 1))
+        assert counts(cache) == (1, 2)
+
+    @PLACES
     @pytest.mark.parametrize("asked_before", [True, False])
-    def test_edited_code(self, asked_before, on_disk, make_cache, tmp_path, monkeypatch):
+    @pytest.mark.parametrize("edited", EDITED)
+    def test_edited_code(self, edited, asked_before, on_disk, make_cache, tmp_path, monkeypatch):
         """What was imported runs, whatever the file says when the prefix is asked for."""
         monkeypatch.syspath_prepend(tmp_path)
         monkeypatch.setattr(sys, "dont_write_bytecode", True)
         file, cache, ids = tmp_path / "edited_block.py", make_cache(on_disk), make_ids()
-        file.write_text(EDITED.format(by=1.0))
+        file.write_text(EDITED_IMPORTS + EDITED[edited].format(by=1.0))
         module = importlib.import_module("edited_block")
         try:
             rack = make_rack_of(module.Own)
             if asked_before:
                 cache.prefix(rack, ids, 1)
-            file.write_text(EDITED.format(by=3.0))
+            file.write_text(EDITED_IMPORTS + EDITED[edited].format(by=3.0))
             old = cache.prefix(rack, ids, 1)
             rack = make_rack_of(importlib.reload(module).Own)
             new = cache.prefix(rack, ids, 1)

@@ -71,17 +71,22 @@ class StackCache:
     Args:
         byte_budget: the most that all entries may take. One that is larger is not kept.
         directory: created where it is missing; None: in memory.
+        code_version: what classes of one's own are called, which otherwise count as the objects that they are
+            in this process: with it entries of Racks that have some outlive the process. It has to be another
+            one whenever their code computes something else, which is not looked at then.
 
     Raises:
         ValueError: a budget below 1.
     """
 
-    def __init__(self, byte_budget: int, directory: str | Path | None = None) -> None:
+    def __init__(
+        self, byte_budget: int, directory: str | Path | None = None, *, code_version: str | None = None
+    ) -> None:
         check_sizes(byte_budget=byte_budget)
         self._entries = (
             _Memory(byte_budget) if directory is None else _Directory(byte_budget, Path(directory))
         )
-        self._content = ContentHash()
+        self._content = ContentHash(code_version)
         self._hits = self._misses = 0
 
     def prefix(

@@ -367,10 +367,10 @@ class TestKey:
     @pytest.mark.parametrize("make", [scaled_class, scaled_class_by_default, class_of_a_function])
     def test_classes_that_a_function_made(self, make, on_disk, make_cache):
         cache = make_cache(on_disk)
-        racks = [make_rack_of(make(by)) for by in (1.0, 3.0, 3.0)]
-        for rack in racks:
+        kinds = [make(by) for by in (1.0, 3.0)]
+        for rack in [make_rack_of(kind) for kind in (*kinds, *kinds)]:
             assert torch.equal(cache.prefix(rack, make_ids(), 1), computed(rack, make_ids(), 1))
-        assert counts(cache) == (1, 2)
+        assert counts(cache) == (2, 2)
 
     @PLACES
     @pytest.mark.parametrize("asked_before", [True, False])
@@ -393,7 +393,7 @@ class TestKey:
             assert torch.equal(new, computed(rack, ids, 1))
             assert not torch.equal(new, old)
             assert torch.equal(cache.prefix(rack, ids, 1), new)
-            assert counts(cache) == (1, 2 + asked_before)
+            assert counts(cache) == (1 + asked_before, 2)
         finally:
             del sys.modules["edited_block"]
 
@@ -668,6 +668,20 @@ class TestDirectory:
         # The other process may have computed with more threads.
         torch.testing.assert_close(cache.prefix(rack, make_ids(), 2), computed(rack, make_ids(), 2))
         assert counts(cache) == (1, 0)
+
+    @pytest.mark.parametrize(
+        "before, after, held",
+        [(None, None, (0, 1)), ("1", "1", (1, 0)), ("1", "2", (0, 1)), ("1", None, (0, 1))],
+    )
+    def test_classes_of_ones_own_outlive_the_process_by_their_version(
+        self, before, after, held, tmp_path, monkeypatch
+    ):
+        rack = make_rack_of(Gain)
+        StackCache(LARGE_BUDGET, tmp_path, code_version=before).prefix(rack, make_ids(), 1)
+        monkeypatch.setattr(content_hash, "_process", "another")
+        cache = StackCache(LARGE_BUDGET, tmp_path, code_version=after)
+        assert torch.equal(cache.prefix(rack, make_ids(), 1), computed(rack, make_ids(), 1))
+        assert counts(cache) == held
 
     @pytest.mark.parametrize("damage", DAMAGES)
     def test_damaged_file_is_not_taken(self, damage, make_cache, tmp_path):

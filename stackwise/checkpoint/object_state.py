@@ -8,7 +8,7 @@ of a model that is not compiled.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from stackwise.argument import require
 from stackwise.checkpoint.tree import Path, is_sharded, leaves
 
-__all__ = ["Objects", "equal_bits", "plain_name", "unwrapped"]
+__all__ = ["Objects", "as_many_groups", "equal_bits", "plain_name", "unwrapped"]
 
 _COMPILED = "_orig_mod"  # the compiler's name for what it was given
 _KINDS = "what has state_dict() and load_state_dict(), or a mapping that can be changed"
@@ -161,7 +161,10 @@ class Objects:
 
     def _by_number(self, name: str, optimizer: torch.optim.Optimizer, state: Any) -> Any:
         """Undo `_by_name` for an optimizer that may have its parameters in another order."""
-        groups = state["param_groups"] if isinstance(state, dict) and "param_groups" in state else []
+        groups: Sequence[dict[str, Any]] = []
+        if isinstance(state, dict) and "param_groups" in state:
+            groups = as_many_groups(state["param_groups"], optimizer.param_groups)
+            state = {**state, "param_groups": groups}
         # Older states have the names of a compiled part.
         saved = [[_plain_key(key) for key in group["params"]] for group in groups]
         if not any(isinstance(key, str) for keys in saved for key in keys):
@@ -207,6 +210,28 @@ class Objects:
                     return None
                 names[number] = name
         return names if names.keys() >= state["state"].keys() else None
+
+
+def as_many_groups(
+    saved: Sequence[dict[str, Any]], ours: Sequence[dict[str, Any]]
+) -> Sequence[dict[str, Any]]:
+    """The parameter groups of a saved state, for an optimizer that has more or fewer without parameters.
+
+    Those have nothing but settings, which are then the optimizer's own.
+
+    Args:
+        saved: of the state.
+        ours: of the optimizer as it is.
+
+    Returns:
+        as many as `ours`; `saved` itself where that would not do.
+    """
+    filled = [group for group in saved if len(group["params"])]
+    alike = [len(group["params"]) > 0 for group in saved] == [len(group["params"]) > 0 for group in ours]
+    if alike or len(filled) != sum(len(group["params"]) > 0 for group in ours):
+        return saved
+    rest = iter(filled)
+    return [next(rest) if group["params"] else {**group, "params": []} for group in ours]
 
 
 def unwrapped(each: Any) -> Any:

@@ -236,6 +236,8 @@ def _call(
         with sdpa_kernel(_KERNELS[name]):
             return _call("sdpa", q_BHTD, k_BKSD, v_BKSD, mask, scale, softcap, dropout)
     groups = q_BHTD.shape[1] // k_BKSD.shape[1]
+    if groups > 1 and mask.n_queries == 1:
+        return _one_query(q_BHTD, k_BKSD, v_BKSD, mask, scale, dropout)
     if groups > 1 and q_BHTD.is_cuda and not (mask.is_lower_triangle or mask.hides_nothing):
         # With a mask only the slowest CUDA kernel takes grouped heads.
         k_BKSD, v_BKSD = (each.repeat_interleave(groups, dim=1) for each in (k_BKSD, v_BKSD))
@@ -250,3 +252,25 @@ def _call(
         scale=scale,
         enable_gqa=groups > 1,
     )
+
+
+def _one_query(
+    q_BH1D: Tensor,
+    k_BKSD: Tensor,
+    v_BKSD: Tensor,
+    mask: AttentionMask,
+    scale: float | None,
+    dropout: float,
+) -> Tensor:
+    """Heads that share keys, as so many queries that see the same: kernels are slow with grouped heads."""
+    B, H, _, D = q_BH1D.shape
+    K = k_BKSD.shape[1]
+    y_BKGD = F.scaled_dot_product_attention(
+        q_BH1D.reshape(B, K, H // K, D),
+        k_BKSD,
+        v_BKSD,
+        attn_mask=mask.dense(),  # the same for all heads
+        dropout_p=dropout,
+        scale=scale,
+    )
+    return y_BKGD.reshape(B, H, 1, v_BKSD.shape[-1])

@@ -6,9 +6,11 @@ Shapes: B batch, H heads, T tokens of this pass, S tokens in the cache, D size, 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
+from weakref import ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from stackwise.model.layout import Layout
 from stackwise.model.mask import Keys, padding_mask
@@ -148,6 +150,8 @@ class RackCache:
         device: where.
     """
 
+    _made_for: list[ref[nn.Module]] | None = None  # the Blocks, in order
+
     def __init__(
         self, blocks: Sequence[Sequence[BlockCache]], batch_size: int, capacity: int, device: torch.device
     ) -> None:
@@ -157,6 +161,23 @@ class RackCache:
         self._opened_at: int | None = None  # the length at which a pass began that is not counted yet
         self._keep_BS: Tensor | None = None
         self._length_on_device: Tensor | None = None
+
+    def bind(self, blocks: Sequence[nn.Module]) -> None:
+        """Be for these Blocks alone, in this order; they are not kept alive."""
+        self._made_for = [ref(block) for block in blocks]
+
+    def is_for(self, blocks: Sequence[nn.Module]) -> bool:
+        """Whether these are the Blocks that it is for: those that filled it, and while it is empty any."""
+        if self._made_for is not None and [each() for each in self._made_for] == list(blocks):
+            return True
+        if self._made_for is not None and self.length:
+            return False
+        self.bind(blocks)
+        return True
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy may come with a copy of the Rack: it is for the Blocks of its first pass.
+        return {**self.__dict__, "_made_for": None}
 
     def layout(self, x_BTC: Tensor, attention_mask: Tensor | None) -> Layout:
         """The Layout of a pass of T more tokens; see `admit`."""

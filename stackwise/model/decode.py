@@ -102,6 +102,7 @@ class DecodeStep:
     def _whole_step(self, start: int | Tensor, keep_BS: Tensor | None) -> Tensor:
         """Through all modules; compiled, it also says how to do the same again."""
         rack, cache = self.rack, self.cache
+        rack.check_cache(cache)
         with evaluating(rack):
             if self._compile:
                 run = _compiled(rack, cache.batch_size, cache.capacity, keep_BS is not None)

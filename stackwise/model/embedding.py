@@ -53,7 +53,7 @@ def _table(ctx: Any, gradient_BTC: Tensor) -> tuple[Tensor, None]:
     ids_N = ctx.saved_tensors[0].flatten()
     gradient_NC = gradient_BTC.flatten(0, -2)
     # Each token is summed where it occurs last; its other occurrences then write the same sum.
-    last_V = ids_N.new_zeros(ctx.vocab_size)
+    last_V = ids_N.new_zeros(ctx.vocab_size, dtype=torch.int64)
     last_V[ids_N] = torch.arange(len(ids_N), device=ids_N.device)
     last_N = last_V[ids_N]
     wide = torch.promote_types(gradient_NC.dtype, torch.float32)

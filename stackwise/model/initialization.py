@@ -94,10 +94,11 @@ def initialize_block(block: Block, n_blocks: int, kind: InitializationKind = "no
         kind: see above.
 
     Raises:
-        ValueError: an unknown kind, or a depth below 1.
+        ValueError: an unknown kind, a depth below 1, or quantised weights.
     """
     check_sizes(n_blocks=n_blocks)
     check_choice("kind", kind, get_args(InitializationKind))
+    _refuse_quantised(block)
     divisor = math.inf if kind == "zero_out" else math.sqrt(2 * n_blocks)
     down = block.feedforward.down
     ends: set[nn.Module] = {block.attention.out, down}
@@ -129,10 +130,11 @@ def initialize_rack(rack: Rack, kind: InitializationKind = "normal", base_width:
         base_width: d_model of the base, for `mup`.
 
     Raises:
-        ValueError: an unknown kind, a `base_width` without `mup` or the reverse, or a base that would have
-            a part of a head or rank.
+        ValueError: an unknown kind, a `base_width` without `mup` or the reverse, a base that would have
+            a part of a head or rank, or a quantised Stack.
     """
     _check_base(rack, kind, base_width)
+    _refuse_quantised(rack)
     blocks = _blocks(rack)
     for block in blocks:
         initialize_block(block, len(blocks), kind)
@@ -205,6 +207,16 @@ def _check_base(rack: Rack, kind: InitializationKind, base_width: int | None) ->
                 base_width,
                 f"a width whose share of {key}={size} is whole; d_model={rack.d_model} has all of it",
             )
+
+
+def _refuse_quantised(model: nn.Module) -> None:
+    from stackwise.model.quantization import QuantizedLinear  # which imports the Rack, and that imports this
+
+    for name, module in model.named_modules():
+        quantised = isinstance(module, QuantizedLinear)
+        require(
+            not quantised, "weights", f"{name} quantised", "such as are initialised first, then quantised"
+        )
 
 
 def _blocks(rack: Rack) -> list[Block]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from stackwise.argument import require
@@ -61,9 +62,12 @@ class ParameterGroups:
         """The group that each trainable parameter of `stack` is to join; nothing changes yet.
 
         That of the same weight in the Stack at index `like`; where that one is not trained, of another
-        weight there of the same kind (a matrix, or not); then the same in the next nearest Stacks. Where
-        no Stack trains such a weight: the group of the final norm, or of an untied head for matrices;
-        at last, the only empty group, where weight decay says which kind it is for.
+        weight there of the same kind (a matrix, or not); where that Stack is `stack` itself, a group with its
+        `stack_id`, for weights of that kind as `matrices` says, and none that was made for another Stack.
+        Then the same in the next nearest Stacks. If no Stack has such a group: that of the final norm, or of
+        an untied head for matrices; for gains and biases that of an embedding which does not decay, where it
+        has an `lr_multiplier`; at last, the only empty group, where weight decay says which kind it is for.
+        Of these, only one with the `lr_multiplier` that the weight has in a `mup` Rack, or 1.
 
         A group of `Muon` that splits its matrices in other maps is none for this weight; nor is one that is
         for matrices of Blocks where this is none, or the reverse, unless it trains the same weight elsewhere.
@@ -77,7 +81,7 @@ class ParameterGroups:
             return []
         maps = block_matrices(stack)
         return [
-            (self._choose(role, p, maps.get(id(p)), like), p)
+            (self._choose(stack, role, p, maps.get(id(p)), like), p)
             for role, p in _roles(stack)
             if p.requires_grad and id(p) not in self._group_of
         ]
@@ -116,7 +120,14 @@ class ParameterGroups:
         self.rename()
 
     def rename(self) -> None:
-        """Call parameters as the Rack now does, in optimizers that were made with names."""
+        """Call parameters as the Rack now does, in optimizers that were made with names.
+
+        And a group that was made for a Stack which is there no more is for none: its number may come again.
+        """
+        ids = {self.rack.get_stack(i).stack_id for i in range(len(self.rack.stacks))}
+        for group in self._groups():
+            if group.get("stack_id") not in ids and "stack_id" in group:
+                group["stack_id"] = None
         self._names |= {id(p): name for name, p in self.rack.named_parameters()}
         for group in self._groups():
             if "param_names" in group:
@@ -134,23 +145,39 @@ class ParameterGroups:
             yield from optimizer.param_groups
 
     def _choose(
-        self, role: str, parameter: nn.Parameter, rows: tuple[int, ...] | None, like: int
+        self, stack: Stack, role: str, parameter: nn.Parameter, rows: tuple[int, ...] | None, like: int
     ) -> dict[str, Any]:
         is_matrix = parameter.ndim >= 2
+        is_own = self.rack.get_stack(like) is stack
+        own = {id(p) for p in stack.parameters()}
+
+        def is_of_another(group: dict[str, Any]) -> bool:
+            named = group.get("stack_id", stack.stack_id) != stack.stack_id
+            return is_own and named and not any(id(p) in own for p in group["params"])
+
         for index in sorted(range(len(self.rack.stacks)), key=lambda i: abs(i - like)):
             trained = [(r, p) for r, p in _roles(self.rack.get_stack(index)) if id(p) in self._group_of]
             same_kind = [(r, p) for r, p in trained if (p.ndim >= 2) == is_matrix]
             for r, p in [(r, p) for r, p in same_kind if r == role] + same_kind:
-                if _fits(self._group_of[id(p)], rows, is_same=r == role):
-                    return self._group_of[id(p)]
-        outside = self.rack.lm_head if is_matrix else self.rack.final_norm
-        group = self._group_of.get(id(outside.weight))
-        if group is not None and not (is_matrix and self.rack.tie_embeddings) and _fits(group, rows):
-            return group
-        empty = [
+                group = self._group_of[id(p)]
+                if _fits(group, rows, is_same=r == role) and not is_of_another(group):
+                    return group
+            if self.rack.get_stack(index) is stack:
+                mark = (stack.stack_id, is_matrix)
+                for group in self._groups():
+                    if (group.get("stack_id"), group.get("matrices")) == mark and _fits(group, rows):
+                        return group
+        fits = [
             group
             for group in self._groups()
-            if not group["params"] and (group.get("weight_decay", 0) > 0) == is_matrix and _fits(group, rows)
+            if "stack_id" not in group and _fits(group, rows) and self._has_rate(group, rows)
+        ]
+        ends = [self._group_of.get(id(weight)) for weight in self._ends(is_matrix)]
+        found = [end for end in ends if end is not None and any(end is group for group in fits)]
+        if found:
+            return found[0]
+        empty = [
+            group for group in fits if not group["params"] and (group.get("weight_decay", 0) > 0) == is_matrix
         ]
         if len(empty) == 1:
             return empty[0]
@@ -158,6 +185,28 @@ class ParameterGroups:
             f"optimizer: got no group for {role}, as nothing of its kind is trained yet; allowed: all "
             "optimizers of the Rack, or none here and afterwards add_param_group of your own"
         )
+
+    def _ends(self, is_matrix: bool) -> list[Tensor]:
+        """Weights outside the Stacks that train as such a one of a Stack does, the likest first."""
+        rack = self.rack
+        if is_matrix:
+            return [] if rack.tie_embeddings else [rack.lm_head.weight]
+        of_embedding = self._group_of.get(id(rack.embedding.weight), {})
+        alike = "lr_multiplier" in of_embedding and of_embedding.get("weight_decay", 0) == 0
+        return [rack.final_norm.weight, *([rack.embedding.weight] if alike else [])]
+
+    def _has_rate(self, group: Mapping[str, Any], rows: tuple[int, ...] | None) -> bool:
+        """Whether a group of other weights has the learning rate that such a weight of a Stack has.
+
+        One without `lr_multiplier` does not tell; and under `mup` head and final norm have other rates.
+        """
+        base, width = self.rack.mup_base_width, self.rack.d_model
+        wanted = 1.0 if base is None or rows is None else base / width
+        if "lr_multiplier" not in group:
+            return base in (None, width)
+        if group.get("kind") == "muon":
+            wanted = math.sqrt(wanted)
+        return math.isclose(group["lr_multiplier"], wanted)
 
 
 def block_matrices(model: nn.Module) -> dict[int, tuple[int, ...]]:

@@ -128,7 +128,8 @@ def quantize_stack(
 ) -> QuantizationReport:
     """Keep the linear weights of one Stack in fewer bits, through torchao. The Stack is frozen.
 
-    Norms, biases, embedding and head stay as they are. Activations are not quantised. int8 and fp8
+    Norms, biases, embedding and head stay as they are. Parameters that other Stacks share train on there; a
+    matrix among them is quantised for this Stack alone. Activations are not quantised. int8 and fp8
     (e4m3) have one scale for each output; they are converted back at each call, so that they save memory,
     and time only where reading weights is what takes time. int4 has a scale and a zero point for each
     `group_size` inputs, and kernels of its own: on the CPU for weights in bfloat16, float16 or float32
@@ -143,7 +144,7 @@ def quantize_stack(
         dtype: "int8", "int4" or "fp8".
         sample_ids: integer (B, T), to measure the error of the logits on; None: not measured.
         group_size: of int4: 32, 64, 128 or 256.
-        optimizer: what trains the Rack, one or several; the Stack's parameters and their state leave it.
+        optimizer: what trains the Rack, one or several; the Stack's own parameters and their state leave it.
 
     Raises:
         ValueError: an index out of range, a Stack that is quantised already or has no layer that can be, a
@@ -181,11 +182,18 @@ def quantize_stack(
             raise ValueError(f"dtype: got {dtype!r}; does not work for {place}: {error}") from error
 
     bytes_before = _bytes(stack)
-    known = {id(p) for p in stack.parameters()}
-    groups.drop(stack.parameters())
+    own_modules = set(stack.modules())
+    others = [module for module in rack.modules() if module not in own_modules]
+    shared = {id(p) for module in others for p in module.parameters(recurse=False)}
+    own = [p for p in stack.parameters() if id(p) not in shared]
+    known = {id(p) for p in own}
+    trained = [p for p in stack.parameters() if id(p) in shared and p.requires_grad]
+    groups.drop(own)
     for name, layer in quantised.items():
         stack.set_submodule(name, layer)
     stack.freeze()
+    for parameter in trained:
+        parameter.requires_grad_(True)
     groups.adopt(p for p in stack.parameters() if id(p) in known)
     difference = None if before is None or sample_ids is None else _logits(rack, sample_ids) - before
     return QuantizationReport(

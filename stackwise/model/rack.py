@@ -115,7 +115,8 @@ class Rack(nn.Module):
             (B, T, V).
 
         Raises:
-            ValueError: a mask of another shape or kind; a cache that is full, or has documents.
+            ValueError: a mask of another shape or kind; a cache that is full, has documents, or was made for
+                other Blocks than the Rack has now.
         """
         return self.head(self.hidden(input_ids, attention_mask, document_ids, cache))
 
@@ -131,6 +132,7 @@ class Rack(nn.Module):
         if cache is None:
             return self.forward_from_stack(x_BTC, 0, None, attention_mask, document_ids)
         require(document_ids is None, "document_ids", "some", "None beside a cache")
+        self.check_cache(cache)
         x_BTC = self.follow(x_BTC, cache.layout(x_BTC, attention_mask), cache.blocks)
         cache.advance(input_ids.shape[1])
         return x_BTC
@@ -141,15 +143,33 @@ class Rack(nn.Module):
         Raises:
             ValueError: the Rack has other Stacks than when the caches were made.
         """
+        self._check_numbers(caches)
+        for stack, of_blocks in zip(self.stacks, caches, strict=True):
+            x_BTC = stack(x_BTC, layout=layout, caches=of_blocks)
+        return x_BTC
+
+    def check_cache(self, cache: RackCache) -> None:
+        """Refuse a cache that holds what other Blocks have computed.
+
+        Raises:
+            ValueError: the Rack has other Stacks, or other Blocks in them, than when the cache was made.
+        """
+        self._check_numbers(cache.blocks)
+        if not cache.is_for(self._blocks()):
+            raise ValueError(
+                "cache: got one for Blocks of which some were exchanged; allowed: one of `new_cache` now"
+            )
+
+    def _check_numbers(self, caches: Sequence[Sequence[BlockCache]]) -> None:
         held = [len(of_blocks) for of_blocks in caches]
         wanted = [stack.num_blocks for stack in map(self.get_stack, range(len(self.stacks)))]
         if held != wanted:
             raise ValueError(
                 f"cache: got one for Stacks of {held} Blocks; allowed: one of `new_cache` now, for {wanted}"
             )
-        for stack, of_blocks in zip(self.stacks, caches, strict=True):
-            x_BTC = stack(x_BTC, layout=layout, caches=of_blocks)
-        return x_BTC
+
+    def _blocks(self) -> list[nn.Module]:
+        return [block for i in range(len(self.stacks)) for block in self.get_stack(i).blocks]
 
     # Methods with a file of their own, where self is called `rack`.
     generate = generate_tokens
@@ -182,7 +202,9 @@ class Rack(nn.Module):
             ]
             for stack in map(self.get_stack, range(len(self.stacks)))
         ]
-        return RackCache(blocks, batch_size, capacity, weight.device)
+        cache = RackCache(blocks, batch_size, capacity, weight.device)
+        cache.bind(self._blocks())
+        return cache
 
     def execution(self) -> dict[str, str]:
         """Which attention backends computed the last pass."""

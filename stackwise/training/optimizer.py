@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from stackwise.argument import check_sizes, require
+from stackwise.checkpoint.object_state import as_many_groups
 from stackwise.config import OptimizerConfig
 from stackwise.model.block import Block
 from stackwise.model.initialization import learning_rate_multipliers
@@ -27,6 +28,8 @@ def parameter_groups(
     weight_decay: float,
     multipliers: Mapping[str, float] | None = None,
     embeddings: Iterable[Tensor] = (),
+    *,
+    frozen: bool = False,
 ) -> list[dict[str, Any]]:
     """Trainable parameters, each exactly once: matrices decay; norms, biases and embeddings do not.
 
@@ -38,6 +41,7 @@ def parameter_groups(
             learning rate.
         multipliers: of the learning rate, by name of the parameter; one that is not named has 1.
         embeddings: weights that are embeddings too, of modules outside `model`.
+        frozen: also what does not train.
 
     Returns:
         two groups for each multiplier, `lr_multiplier`: what decays, what does not.
@@ -46,7 +50,7 @@ def parameter_groups(
     spared |= {id(p) for p in embeddings}
     by_multiplier: dict[float, list[nn.Parameter]] = {1.0: []}
     for name, p in model.named_parameters():
-        if p.requires_grad:
+        if p.requires_grad or frozen:
             by_multiplier.setdefault((multipliers or {}).get(name, 1.0), []).append(p)
     groups = []
     for multiplier, trainable in by_multiplier.items():
@@ -70,8 +74,9 @@ def per_stack_groups(
         overrides: by index of the Stack `{"lr": ..., "weight_decay": ...}`, both or either.
 
     Returns:
-        the groups of all other parameters, and behind them those of each Stack named. `lr_multiplier` is of
-        the learning rate of `config`, so that a schedule of it scales all.
+        the groups of all other parameters, and behind them those of each Stack named, of which `stack_id` and
+        `matrices` say what they are for: of a frozen one they are there as well, empty until it trains.
+        `lr_multiplier` is of the learning rate of `config`, so that a schedule of it scales all.
 
     Raises:
         ValueError: an index that the Rack does not have, another key, or a value that `OptimizerConfig`
@@ -106,12 +111,27 @@ def _groups(
     embeddings = () if rack is None else (rack.embedding.weight,)
     groups = []
     for stack, own in settings.items():
-        for group in parameter_groups(model, own.weight_decay, multipliers, embeddings):
+        name = _name_in(rack, stack)
+        # Muon's groups are each for other maps: without one a Stack of such could never train.
+        frozen = name is not None or config.kind == "muon"
+        of_all = parameter_groups(model, own.weight_decay, multipliers, embeddings, frozen=frozen)
+        for group in of_all:
             params = [p for p in group["params"] if stack_of.get(id(p)) == stack]
             if params or stack is None:
                 lr = own.lr * group["lr_multiplier"]
-                groups.append({**group, "params": params, "lr": lr, "lr_multiplier": lr / config.lr})
-    return groups if config.kind == "adamw" else list(_by_kind(groups, matrices))
+                mark = {} if name is None else {"stack_id": name, "matrices": params[0].ndim >= 2}
+                groups.append({**group, "params": params, "lr": lr, "lr_multiplier": lr / config.lr, **mark})
+    if config.kind == "muon":
+        groups = list(_by_kind(groups, matrices))
+    return [{**group, "params": [p for p in group["params"] if p.requires_grad]} for group in groups]
+
+
+def _name_in(rack: Rack | None, stack: int | None) -> int | None:
+    """The `stack_id` of the Stack at an index; None where that is no name, as others have it too."""
+    if rack is None or stack is None:
+        return None
+    names = [rack.get_stack(i).stack_id for i in range(len(rack.stacks))]
+    return names[stack] if names.count(names[stack]) == 1 else None
 
 
 def _multipliers(
@@ -220,13 +240,28 @@ def create_optimizer(
         sharded = any(hasattr(p, "device_mesh") for p in model.parameters())
         allowed = "'fp32' or 'bf16' with FSDP, which keeps float32 weights and gathers narrow ones by itself"
         require(not sharded, "training.precision", "bf16_weights", allowed)
+    optimizer: torch.optim.Optimizer
     if config.kind == "muon":
-        return Muon(groups, lr=config.lr, momentum=config.momentum, betas=(beta1, beta2), eps=config.eps)
-    if masters:
+        optimizer = Muon(groups, lr=config.lr, momentum=config.momentum, betas=(beta1, beta2), eps=config.eps)
+    elif masters:
         frozen = [p for p in model.parameters() if not p.requires_grad]
-        return MasterAdamW(
+        optimizer = MasterAdamW(
             groups, frozen, lr=config.lr, betas=(beta1, beta2), eps=config.eps, compile=compile
         )
-    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(beta1, beta2), eps=config.eps, fused=True)
-    optimizer.found_inf = optimizer.grad_scale = None  # type: ignore[attr-defined]
+    else:
+        optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(beta1, beta2), eps=config.eps, fused=True)
+        optimizer.found_inf = optimizer.grad_scale = None  # type: ignore[attr-defined]
+    optimizer.register_load_state_dict_pre_hook(_fitting)
     return cast("FusedOptimizer", optimizer)
+
+
+def _fitting(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """A saved state with as many groups as `optimizer` has, each for the Stack that its own is for."""
+    ours = optimizer.param_groups
+    groups = as_many_groups(state["param_groups"], ours)
+    if len(groups) == len(ours):
+        marks: list[dict[str, Any]] = [
+            {key: own[key] for key in ("stack_id", "matrices") if key in own} for own in ours
+        ]
+        groups = [{**group, **mark} for group, mark in zip(groups, marks, strict=True)]
+    return {**state, "param_groups": groups}

@@ -1,11 +1,13 @@
 """Backends: each computes the same, and which one ran is known."""
 
+import contextlib
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stackwise.model import backend, create_simple_rack
+from stackwise.model import backend, create_simple_rack, sliced
 from stackwise.model.backend import attend, tuning, using
 from stackwise.model.layout import Layout
 from stackwise.model.mask import AttentionMask, Keys
@@ -55,14 +57,102 @@ def test_all_backends_agree(T, causal, window, padded, n_kv_heads):
         torch.testing.assert_close(y, results["sdpa"][0], rtol=1e-10, atol=1e-12)
 
 
-def test_gradients_agree():
+@pytest.mark.parametrize("n_queries", [1, 200])
+def test_gradients_agree(n_queries):
     gradients = {}
+    time_S = torch.arange(200)
+    mask = AttentionMask(time_S[-n_queries:], Keys(time_S, True), window=70)
     for name in ("sdpa", "sliced"):
         q, k, v = tensors(200, dtype=torch.float64, grad=True)
-        y, _ = run(name, q, k, v, mask_of(200, window=70))
+        y, _ = run(name, q[:, :, -n_queries:], k, v, mask)
         gradients[name] = torch.autograd.grad(y.square().sum(), (q, k, v))
     for ours, theirs in zip(gradients["sliced"], gradients["sdpa"], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
+
+
+class TestASingleQuery:
+    """Of T = 1, as each token decoded."""
+
+    S = 70
+
+    def mask(self, *, causal=True, window=None, padded=False, aligned=True):
+        keep = None
+        if padded:
+            keep = torch.ones(2, self.S, dtype=torch.bool)
+            keep[0, : self.S // 3] = False
+        time_S = torch.arange(self.S)
+        if not aligned:  # a ring of slots, and one that nothing is in yet
+            time_S = time_S.roll(9)
+            time_S[20] = -1
+        return AttentionMask(
+            torch.tensor([self.S - 1]), Keys(time_S, aligned), causal=causal, window=window, keep_BS=keep
+        )
+
+    @pytest.mark.parametrize("name", ["sdpa", "math", None])
+    @pytest.mark.parametrize("aligned", [True, False])
+    @pytest.mark.parametrize("padded", [False, True])
+    @pytest.mark.parametrize("causal, window", [(True, None), (True, 11), (False, None), (False, 11)])
+    @pytest.mark.parametrize("softcap", [None, 2.0])
+    def test_heads_that_share_keys(self, name, aligned, padded, causal, window, softcap):
+        """Against float64, each head with keys and values of its own."""
+        mask = self.mask(causal=causal, window=window, padded=padded, aligned=aligned)
+        visible = mask.dense()
+        for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+            q, k, v = tensors(self.S, H=6, K=2, dtype=dtype)
+            q = q[:, :, -1:]
+            wide = [each.double().repeat_interleave(6 // each.shape[1], dim=1) for each in (q, k, v)]
+            logits = 0.3 * wide[0] @ wide[1].transpose(-1, -2)
+            if softcap is not None:
+                logits = softcap * (logits / softcap).tanh()
+            if visible is not None:
+                logits = logits.masked_fill(~visible, float("-inf"))
+            with using(name) if name is not None else contextlib.nullcontext():
+                y, ran = attend(q, k, v, mask, scale=0.3, softcap=softcap)
+            assert ran == ("sliced" if softcap is not None else name or "sdpa") and y.dtype == dtype
+            error = 4 * torch.finfo(dtype).eps
+            torch.testing.assert_close(y.double(), logits.softmax(-1) @ wide[2], rtol=error, atol=error)
+
+    @pytest.mark.parametrize("compiling", [False, True])
+    @pytest.mark.parametrize("rules", [{}, {"window": 11}, {"padded": True}])
+    def test_no_kernel_is_asked_for_grouped_heads(self, rules, compiling, monkeypatch):
+        given = []
+        real = torch.nn.functional.scaled_dot_product_attention
+
+        def attention(q, k, v, **options):
+            given.append((q.shape, k, v, options.get("enable_gqa", False)))
+            return real(q, k, v, **options)
+
+        monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention)
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
+        q, k, v = tensors(self.S, H=6, K=2)
+        y, _ = run("sdpa", q[:, :, -1:], k, v, self.mask(**rules))
+        ((shape, keys, values, grouped),) = given
+        assert shape == (2, 2, 3, 8) and keys is k and values is v and not grouped
+        assert y.shape == (2, 6, 1, 8)
+
+    def test_dropout(self):
+        """A share p of the weights of every head, each by itself."""
+        S = 4000
+        q, k = torch.zeros(1, 4, 1, 2), torch.zeros(1, 2, S, 2)
+        v = torch.eye(S).expand(1, 2, S, S)
+        mask = AttentionMask(torch.tensor([S - 1]), Keys(torch.arange(S), True))
+        kept = attend(q, k, v, mask, dropout=0.25)[0][0, :, 0] != 0
+        error = 5 * (0.25 * 0.75 / S) ** 0.5
+        assert ((1 - kept.double().mean(1) - 0.25).abs() < error).all()
+        assert len({tuple(head.tolist()) for head in kept}) == 4
+
+
+@pytest.mark.parametrize("compiling, n_parts", [(False, 32), (True, 16)])
+def test_a_window_makes_no_more_parts_of_a_compiled_graph(compiling, n_parts, monkeypatch):
+    parts = []
+    real = sliced._mean
+    monkeypatch.setattr(sliced, "_mean", lambda logits, *rest: parts.append(logits) or real(logits, *rest))
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
+    q, k, v = tensors(2048, H=2, K=1, dtype=torch.float64)
+    y, _ = run("sliced", q, k, v, mask_of(2048, window=40))
+    assert len(parts) == n_parts
+    assert sum(part.numel() for part in parts) < 0.1 * 2 * 2 * 2048**2
+    torch.testing.assert_close(y, run("sdpa", q, k, v, mask_of(2048, window=40))[0], rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize("softcap", [None, 50.0])

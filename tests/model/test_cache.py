@@ -5,13 +5,18 @@ Shapes: B batch, H heads, T tokens of a pass, S slots, D size, C model width.
 
 from __future__ import annotations
 
+import copy
+import gc
+import pickle
+import weakref
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stackwise.config import BlockConfig
-from stackwise.model import create_simple_rack, remove_stack
+from stackwise.model import append_stack, create_simple_rack, prepend_stack, remove_stack
 from stackwise.model.block import create_attention
 from stackwise.model.cache import RackCache, SlotCache, StateCache
 from stackwise.model.layout import Layout
@@ -258,6 +263,55 @@ class TestRackCache:
         remove_stack(rack, 1)
         with pytest.raises(ValueError, match=r"cache: got one for Stacks of \[1, 1\] Blocks; .* for \[1\]"):
             rack(ids, cache=cache)
+
+    @torch.no_grad()
+    def test_a_stack_that_was_exchanged(self):
+        rack, ids = create_simple_rack(2, 1, C, 12, 2, 13), torch.randint(13, (2, 3))
+        cache, empty = rack.new_cache(2, 6), rack.new_cache(2, 6)
+        expected = rack(ids, cache=cache)
+        stack = remove_stack(rack, 1)
+        append_stack(rack, create_simple_rack(1, 1, C, 12, 2, 13).get_stack(0))
+        with pytest.raises(ValueError, match="cache: got one for Blocks of which some were exchanged; allow"):
+            rack(ids, cache=cache)
+        remove_stack(rack, 1)
+        prepend_stack(rack, stack)
+        with pytest.raises(ValueError, match="exchanged"):  # the same ones, in another order
+            rack(ids, cache=cache)
+        append_stack(rack, remove_stack(rack, 0))
+        rack(ids, cache=cache)
+        # An empty one is for whatever fills it, a copy for one.
+        assert torch.equal(copy.deepcopy(rack)(ids, cache=empty), expected)
+        with pytest.raises(ValueError, match="exchanged"):
+            rack(ids, cache=empty)
+
+    @torch.no_grad()
+    def test_copies_go_on(self):
+        rack, ids = make_rack(), torch.randint(13, (2, 6))
+        cache = rack.new_cache(2, 6)
+        rack(ids[:, :4], cache=cache)
+        alone, read = copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))
+        twin, beside = copy.deepcopy((rack, cache))
+        other_rack, other = pickle.loads(pickle.dumps((rack, cache)))
+        expected = rack(ids[:, 4:], cache=cache)
+        for its_rack, its in ((rack, alone), (rack, read), (twin, beside), (other_rack, other)):
+            assert torch.equal(its_rack(ids[:, 4:], cache=its), expected)
+        with pytest.raises(ValueError, match="exchanged"):  # a copy, too, is for one Rack
+            make_rack()(ids[:, 4:], cache=alone)
+
+    def test_keeps_no_block_alive(self):
+        rack = make_rack()
+        cache, block = rack.new_cache(2, 6), weakref.ref(rack.get_stack(0).get_block(0))
+        del rack
+        gc.collect()
+        assert block() is None
+        assert cache.length == 0
+
+    @torch.no_grad()
+    def test_a_compiled_rack_takes_one(self):
+        rack, ids = make_rack(), torch.randint(13, (2, 6))
+        compiled, cache = torch.compile(rack, backend="eager", fullgraph=True), rack.new_cache(2, 6)
+        parts = [compiled(ids[:, :4], cache=cache), compiled(ids[:, 4:], cache=cache)]
+        torch.testing.assert_close(torch.cat(parts, dim=1), rack(ids))
 
     @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64])
     def test_keys_and_values_are_floating_point_numbers(self, dtype):

@@ -9,7 +9,7 @@ from threading import Thread
 import pytest
 import torch
 
-from stackwise.model import compilation, create_simple_rack, quantize_stack, remove_stack
+from stackwise.model import append_stack, compilation, create_simple_rack, quantize_stack, remove_stack
 from stackwise.model.decode import DecodeStep
 from stackwise.model.generate import prefill
 
@@ -220,6 +220,19 @@ def test_a_stack_removed_between_steps():
         next(columns)
     remove_stack(rack, 1)
     with pytest.raises(ValueError, match=r"cache: got one for Stacks of \[1, 1\] Blocks"):
+        next(columns)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.usefixtures("_traced_alone")
+def test_a_stack_exchanged_between_steps(compiled):
+    rack = create_simple_rack(2, 1, d_model=32, d_ff=48, n_heads=4, vocab_size=50).eval()
+    columns = rack.stream(torch.randint(50, (1, 6)), max_new_tokens=6, compile=compiled)
+    for _ in range(3):
+        next(columns)
+    remove_stack(rack, 1)
+    append_stack(rack, create_simple_rack(1, 1, 32, 48, 4, 50).get_stack(0))
+    with pytest.raises(ValueError, match="cache: got one for Blocks of which some were exchanged"):
         next(columns)
 
 

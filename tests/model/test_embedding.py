@@ -267,6 +267,13 @@ class TestCompiledGradient:
         torch.testing.assert_close(embedding.weight.grad.double(), expected, rtol=eps, atol=8 * EPS)
         assert embedding.weight.grad.dtype == dtype
 
+    @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+    def test_of_ids_of_either_width(self, dtype):
+        weight = torch.randn(5, 3, requires_grad=True)
+        ids = torch.tensor([[1, 2, 2]], dtype=dtype)
+        torch.ops.stackwise.embedding_rows(weight, ids).sum().backward()
+        assert torch.equal(weight.grad, torch.tensor([0.0, 1, 2, 0, 0])[:, None].expand(5, 3))
+
     def test_of_a_frequent_token_is_summed_in_float32(self):
         # In bfloat16 a sum of ones stops at 256.
         embedding = TokenEmbedding(4, 2).bfloat16()

@@ -9,6 +9,7 @@ from torch import nn
 
 from stackwise.model import Stack, create_block_spec, create_simple_rack
 from stackwise.model.build import create_stack_from_spec
+from stackwise.model.initialization import initialize_block, initialize_rack
 from stackwise.model.quantization import QuantizedLinear, quantize_stack
 from stackwise.model.stack_cache import StackCache
 from stackwise.model.surgery import append_stack, fuse_stacks, remove_stack, set_identity, unfreeze_stack
@@ -328,6 +329,41 @@ class TestUse:
         assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in held]
         assert {id(p) for p in optimizer.state} == {id(p) for p in held}
 
+    def test_what_another_stack_shares_trains_on(self):
+        rack = make_rack().train()
+        ours, theirs = (rack.get_stack(i).get_block(0) for i in (1, 2))
+        theirs.feedforward.down.weight = ours.feedforward.down.weight
+        theirs.attention_norm.weight = ours.attention_norm.weight
+        shared = [theirs.feedforward.down.weight, theirs.attention_norm.weight]
+        optimizer = torch.optim.AdamW(rack.parameters(), lr=1e-3)
+        rack(IDS).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        quantize_stack(rack, 1, optimizer=optimizer)
+        held = {id(p) for p in optimizer.param_groups[0]["params"]}
+        assert (
+            held == {id(p) for p in rack.parameters() if p.requires_grad} == {id(p) for p in optimizer.state}
+        )
+        before = [p.clone() for p in shared]
+        assert all(id(p) in held for p in shared)
+        assert isinstance(ours.feedforward.down, QuantizedLinear)
+        rack(IDS).square().sum().backward()
+        optimizer.step()
+        assert not any(map(torch.equal, shared, before))
+
+    def test_what_another_stack_shares_keeps_its_master(self):
+        rack = make_rack().train()
+        ours, theirs = (rack.get_stack(i).get_block(0) for i in (1, 2))
+        theirs.attention_norm.weight = ours.attention_norm.weight
+        optimizer = MasterAdamW(rack.parameters(), lr=1e-3)
+        quantize_stack(rack, 1, optimizer=optimizer)
+        rack(IDS).square().mean().backward()
+        optimizer.step()
+        assert theirs.attention_norm.weight in optimizer.state
+        assert {p.dtype for p in rack.parameters() if p.dtype.is_floating_point} == {torch.bfloat16}
+        optimizer.finish()
+        assert theirs.attention_norm.weight.dtype == torch.float32
+
     @pytest.mark.parametrize("dtype", DTYPES)
     def test_prefix_is_cached(self, dtype):
         rack, cache = make_rack(), StackCache(10**6)
@@ -412,6 +448,17 @@ class TestSurgery:
         with pytest.raises(ValueError, match="a Stack that is not quantised"):
             unfreeze_stack(rack, 1, optimizer)
         assert not any(p.requires_grad for p in rack.get_stack(1).parameters())
+
+    def test_is_not_initialised_again(self):
+        rack = make_rack()
+        quantize_stack(rack, 1)
+        before = logits_of(rack)
+        message = r"weights: got 'stacks\.1\.blocks\.0\.attention\.qkv quantised'; allowed: such as are init"
+        with pytest.raises(ValueError, match=message):
+            initialize_rack(rack, "small")
+        with pytest.raises(ValueError, match=r"weights: got 'attention\.qkv quantised'; allowed"):
+            initialize_block(rack.get_stack(1).get_block(0), 2)
+        assert torch.equal(logits_of(rack), before)
 
     def test_stack_that_cannot_join_is_left_alone(self):
         rack, stack = make_rack(), make_rack()

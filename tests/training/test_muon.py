@@ -17,6 +17,7 @@ from stackwise.config import OptimizerConfig, StackOptimizerConfig
 from stackwise.model import append_stack, create_simple_rack, prepend_stack, remove_stack, unfreeze_stack
 from stackwise.model.block import Block
 from stackwise.model.initialization import initialize_rack
+from stackwise.model.parameter_group import block_matrices
 from stackwise.training.muon import Muon, orthogonalised
 from stackwise.training.optimizer import create_optimizer
 
@@ -386,9 +387,15 @@ class TestGroups:
         for stack in rack.stacks:
             stack.freeze()
         optimizer = create_optimizer(rack, CONFIG)
+        groups = list(optimizer.param_groups)
+        optimizer.param_groups[:] = [group for group in groups if group["params"]]
         with pytest.raises(ValueError, match="no group for attention"):
             unfreeze_stack(rack, 0, optimizer)
         assert not any(p.requires_grad for p in rack.stacks.parameters())
+        optimizer.param_groups[:] = groups
+        unfreeze_stack(rack, 0, optimizer)
+        for group in groups:
+            assert all((group["kind"] == "muon") == (id(p) in block_matrices(rack)) for p in group["params"])
 
 
 class TestRefused:

@@ -153,6 +153,7 @@ class CheckpointManager:
         self._damaged: set[int] = set()
         self._newest, self._held_back = -1, False  # what this has written last; whether an upload keeps one
         self._failure: tuple[int, BaseException] | None = None  # of the last save
+        self._behind: list[Path] = []  # what the run went back behind, until others are there
 
     def save(
         self,
@@ -264,6 +265,17 @@ class CheckpointManager:
             damaged=tuple(error.folder for error in damaged),
             manifest=manifest,
         )
+
+    def rewind(self, step: int) -> None:
+        """Set aside all later than `step`, to which the run has gone back: no restore takes them any more.
+
+        They become `step-N.damaged`, also where a `DirectoryUpload` copies to. Where there is no other one
+        they stay until the next one is written. What is being written or uploaded is waited for.
+        `Guard(..., on_rewind=manager.rewind)` has it called.
+        """
+        self.wait()
+        self._ranks.agree(partial(self._go_back, step))
+        self._warn()
 
     @property
     def writing(self) -> bool:
@@ -439,6 +451,8 @@ class CheckpointManager:
             raise OSError(errno.EIO, error.reason, str(scratch / str(error.file))) from error
         publish(scratch, self._path(manifest.step))
         self._damaged.discard(manifest.step)
+        self._behind = [path for path in self._behind if path != self._path(manifest.step)]
+        self._leave_behind()
         if self._uploader is not None:
             self._uploader.add(self._path(manifest.step))
         self._newest = manifest.step
@@ -504,6 +518,27 @@ class CheckpointManager:
             raise first
         reason = f"{first.reason}; and none of the {len(damaged)} checkpoints is whole"
         raise DamagedCheckpointError(first.folder, first.file, reason)
+
+    def _go_back(self, step: int) -> None:
+        if not self._ranks.is_main:
+            return
+        if self._uploader is not None:
+            self._uploader.wait()
+        found = [(each, place) for place in self._places for each in steps_in(place)]
+        self._behind = [folder_of(place, each) for each, place in found if each > step]
+        if len(self._behind) < len(found):
+            self._leave_behind()
+
+    def _leave_behind(self) -> None:
+        """Take their names from checkpoints that the run has gone back behind."""
+        left, self._behind = self._behind, []
+        for path in left:
+            try:
+                set_aside(path)
+            except OSError as refused:
+                self._pass_over(path)
+                told = f"a checkpoint that the run has gone back behind keeps its name: {path}: {refused}"
+                self._warnings.append(told)
 
     def _set_aside(self, damaged: list[DamagedCheckpointError]) -> None:
         """Take their names from checkpoints that were passed over."""

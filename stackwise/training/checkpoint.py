@@ -155,6 +155,10 @@ class RackCheckpoints:
         known = self._resumed is not None and self._resumed.step == step
         self._manager.restore(objects, self._resumed if known else step)
 
+    def rewind(self, step: int) -> None:
+        """As of `CheckpointManager`."""
+        self._manager.rewind(step)
+
     def refuse_old_run(self) -> None:
         """Refuse a folder that has checkpoints, or copies of them, so that no two runs mix.
 

@@ -125,19 +125,6 @@ class StepCount:
         self.done, self._begins = state["done"], state["begins"]
 
 
-class _Rewinds:
-    """Tells the guard's owner that training went back: the one state that it has is how far it was."""
-
-    def __init__(self, count: StepCount, went_back: Callable[[int], None]) -> None:
-        self._count, self._went_back = count, went_back
-
-    def state_dict(self) -> dict[str, int]:
-        return {"done": self._count.done}
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        self._went_back(state["done"])
-
-
 class RackPart(nn.Module):
     """Some modules of a Rack, by the names that they have in it. Not to be called.
 
@@ -214,9 +201,7 @@ class PhaseGuard(Guard):
         self._n_told = 0
         # Nothing that the guard holds may hold it: Blocks of a unit go when their guard goes, and not later.
         me, count = weakref.proxy(self), self.count
-        others: dict[str, Any] = {"records": _Rewinds(count, lambda done: me._went(done))}
-        if step.loss_scale is not None:
-            others["loss_scale"] = step.loss_scale
+        others: dict[str, Any] = {} if step.loss_scale is None else {"loss_scale": step.loss_scale}
         super().__init__(
             part,
             cast("torch.optim.Optimizer", step.optimizer),
@@ -226,6 +211,7 @@ class PhaseGuard(Guard):
             others=others,
             bundles=bundles,
             lag=lag,
+            on_rewind=lambda _: me._went(count.done),
         )
         # Places of the data, which are the same in every process.
         self._feed = BatchFeed(lambda batch: (batch["epoch"], batch["place"]))

@@ -42,7 +42,7 @@ from stackwise.training.prefix import PrefixOutputs, batch_key
 from stackwise.training.recompute import recomputing
 from stackwise.training.record_log import RecordLog
 from stackwise.training.result import UnitResult, unit_result
-from stackwise.training.run_state import records_of, state_of_records
+from stackwise.training.run_state import records_of, state_of_guard_from, state_of_records
 from stackwise.training.scope import Phase
 from stackwise.training.step import MicroBatch, TrainStep
 from stackwise.training.targets import IGNORED, Targets
@@ -288,7 +288,9 @@ class TrainingLoop:
         self._train_step.take(self.shared.wrap(model))
         self._guard = self._new_guard(phase, model, self._train_step)
         if self._guard is not None and resumed is not None:
-            self._guard.load_state_dict(resumed["guard"])
+            # One that was turned on meanwhile has seen nothing of the steps before.
+            saved = resumed["guard"] or state_of_guard_from(self._done, self._guard.state_dict())
+            self._guard.load_state_dict(saved)
         return self._train_step
 
     def _new_guard(self, phase: Phase, model: PhaseModel, step: TrainStep) -> PhaseGuard | None:
@@ -308,6 +310,8 @@ class TrainingLoop:
             self.validation_records[:] = [
                 each for each in self.validation_records if each.steps <= first + done
             ]
+            if self.checkpoints is not None:
+                self.checkpoints.rewind(first + done)
 
         several = self.settings.training_architecture != "rackwise" or self.settings.scope.growth
         folder = phase.unit.name.replace(" ", "-") if several else ""
@@ -386,7 +390,7 @@ class TrainingLoop:
                 else:
                     self._done = guard.count.done
                     self._read(guard.arrived())
-                    # A row of alarms may be long, and a request to end is not kept waiting.
+                    # The row of alarms may just have ended, by a rewind.
                     if self.records:
                         self._leave(phase, step)
             self._given = guard.steps
@@ -440,7 +444,10 @@ class TrainingLoop:
         require(predicts or early, "dataloader: steps with something to predict", 0, allowed)
 
     def _leave(self, phase: Phase, step: TrainStep, *, saves: bool = False) -> None:
-        """Save if it `saves`, or where the run ends, and end it where that is asked for."""
+        """Save if it `saves`, or where the run ends, and end it where that is asked for.
+
+        Not within a row of alarms: a request to end waits until it is over.
+        """
         done = self._first_record + self._done
         ends = self._done == phase.steps and phase.is_last
         leaves = self.terminates is not None and self.terminates(done) and not ends
@@ -449,6 +456,9 @@ class TrainingLoop:
             if arrived is None:
                 return
             self._read(arrived)
+            # Among alarms the weights may be what is broken; the row is over soon, or the run is.
+            if self._guard is not None and self._guard.in_row:
+                return
             self._save(step)
         if self.checkpoints and leaves:
             self.checkpoints.close()  # or say that nothing is saved: who asked is told that it can go on

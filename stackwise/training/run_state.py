@@ -5,6 +5,7 @@ Shapes: N steps.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from stackwise.config import StackWiseConfig
 from stackwise.stability.telemetry import StepRecord
 
-__all__ = ["check_same_run", "records_of", "state_of_records"]
+__all__ = ["check_same_run", "records_of", "state_of_guard_from", "state_of_records"]
 
 # What may differ when a run goes on: how often something is looked at, where it computes, and what holds it.
 _FREE = (
@@ -39,6 +40,9 @@ _FREE = (
     "training.guard.max_bundles",
     "training.guard.snapshot_on_host",
 )
+
+# May differ as well, and is told: a run that ended for what was broken goes on by another policy.
+_GUARD = "training.guard"
 
 _ROWS = "training.batch_size of all processes together"
 
@@ -81,6 +85,20 @@ def records_of(state: Mapping[str, Any]) -> list[StepRecord]:
     ]
 
 
+def state_of_guard_from(done: int, new: Mapping[str, Any]) -> dict[str, Any]:
+    """State of a guard that is there from a step on, and was not before it.
+
+    Args:
+        done: updates of the phase, each of the batches of one step.
+        new: the state of a guard that has seen nothing.
+    """
+    return {
+        **new,
+        "feed": {**new["feed"], "next_step": done},
+        "count": {**new["count"], "done": done},
+    }
+
+
 def check_same_run(
     ours: StackWiseConfig, theirs: Mapping[str, Any], folder: object, processes: tuple[int, int] = (1, 1)
 ) -> None:
@@ -95,6 +113,9 @@ def check_same_run(
 
     Raises:
         ValueError: naming each key that differs.
+
+    Warns:
+        UserWarning: the guard is another one, or is turned on or off.
     """
     mine, saved = dict(_leaves(ours.to_dict())), dict(_leaves(theirs))
     for leaves, count in zip((mine, saved), processes, strict=True):
@@ -103,12 +124,28 @@ def check_same_run(
     path = ours.data.dataset_path
     free = _FREE if path is None or not Path(path).is_dir() else (*_FREE, "data.tokenizer")
     differing = [
-        f"{key}: got {mine.get(key)!r}; allowed: {saved.get(key)!r}"
+        key
         for key in sorted(mine.keys() | saved.keys())
-        if mine.get(key) != saved.get(key) and not any(f"{key}.".startswith(f"{each}.") for each in free)
+        if mine.get(key) != saved.get(key) and not any(_within(key, each) for each in free)
     ]
-    if differing:
-        raise ValueError(f"training.resume: {folder} is of another run: " + "; ".join(differing))
+    refused = [
+        f"{key}: got {mine.get(key)!r}; allowed: {saved.get(key)!r}"
+        for key in differing
+        if not _within(key, _GUARD)
+    ]
+    if refused:
+        raise ValueError(f"training.resume: {folder} is of another run: " + "; ".join(refused))
+    told = [f"{key}: got {mine.get(key)!r}, was {saved.get(key)!r}" for key in differing]
+    on, was_on = (any(_within(key, _GUARD) and key != _GUARD for key in each) for each in (mine, saved))
+    if on != was_on:
+        told = [f"{_GUARD}: turned {'on' if on else 'off'}"]
+    if told:
+        said = f"training.resume: {folder} is of a run with another guard: {'; '.join(told)}"
+        warnings.warn(f"{said}; from here on it holds as it is given now", stacklevel=4)
+
+
+def _within(key: str, section: str) -> bool:
+    return f"{key}.".startswith(f"{section}.")
 
 
 def _leaves(tree: Mapping[Any, Any], path: str = "") -> list[tuple[str, Any]]:

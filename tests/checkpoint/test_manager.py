@@ -768,6 +768,46 @@ def test_what_was_just_written_stays(tmp_path):
 
 
 @BOTH
+def test_what_a_run_has_gone_back_behind_is_set_aside(tmp_path, asynchronous):
+    manager = CheckpointManager(tmp_path, asynchronous=asynchronous)
+    for step in (10, 20, 30):
+        manager.save(step, {"counts": {"step": step}})
+    manager.rewind(25)
+    assert names_in(tmp_path) == ["step-10", "step-20", "step-30.damaged"]
+    assert manager.restore({"counts": {}}).step == 20
+    manager.rewind(25)  # where there is nothing later
+    manager.save(30, {"counts": {"step": 30}})
+    manager.close()
+    assert manager.steps() == [10, 20, 30]
+    assert CheckpointManager(tmp_path).restore({"counts": {}}).step == 30
+
+
+@BOTH
+def test_the_only_ones_stay_until_there_is_another(tmp_path, asynchronous):
+    """Else a run that is killed meanwhile would begin anew."""
+    manager = CheckpointManager(tmp_path, keep_last=2, asynchronous=asynchronous)
+    for step in (30, 40):
+        manager.save(step, {"counts": {"step": step}})
+    manager.rewind(25)
+    assert manager.steps() == [30, 40]
+    manager.save(40 if asynchronous else 28, {"counts": {"step": "new"}})
+    manager.close()
+    assert manager.steps() == [40 if asynchronous else 28]
+    counts = {}
+    CheckpointManager(tmp_path).restore({"counts": counts})
+    assert counts == {"step": "new"}
+
+
+def test_one_that_cannot_be_set_aside_is_told_of(tmp_path, monkeypatch):
+    manager = CheckpointManager(tmp_path)
+    for step in (20, 30):
+        manager.save(step, {})
+    monkeypatch.setattr("stackwise.checkpoint.manager.set_aside", raised_os_error(errno.EROFS))
+    with pytest.warns(CheckpointWarning, match="gone back behind keeps its name: .*step-30: .*Read-only"):
+        manager.rewind(20)
+
+
+@BOTH
 def test_the_same_step_again(tmp_path, asynchronous):
     manager = CheckpointManager(tmp_path, asynchronous=asynchronous)
     for value in (1, 2):

@@ -490,9 +490,19 @@ def guarded_copies(rank, folder):
         torch.save(guard.state_dict()["judge"], folder / "judge.pt")
 
 
+def gone_back(rank, folder):
+    """The first process sets aside, and none goes on before that."""
+    manager = CheckpointManager(folder / "gone back")
+    for step in (20, 30):
+        manager.save(step, {"counts": {"step": step}})
+    manager.rewind(25)
+    assert names_in(folder / "gone back") == ["step-20", "step-30.damaged"]
+    assert manager.restore({"counts": {}}).step == 20
+
+
 SCENARIOS = [in_parts, in_parts_later, from_one, copies, replicas, read_by_torch, refused, damaged, mistaken]
 SCENARIOS += [failing_copies, mistakes_of_one, together, groups, uploaded, verified_once, of_other_shapes]
-SCENARIOS += [guarded_copies]
+SCENARIOS += [guarded_copies, gone_back]
 
 
 def saved_by_one(folder):

@@ -178,6 +178,19 @@ def test_how_many_stay_there(tmp_path):
     assert CheckpointManager(there / "2").steps() == [3, 9, 10]
 
 
+def test_copies_that_a_run_has_gone_back_behind_are_set_aside(tmp_path):
+    """Also one that is still on its way."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    with CheckpointManager(here, keep_last=1, upload=DirectoryUpload(there)) as manager:
+        manager.save(20, state(20))
+        manager._wait_for_uploads()
+        manager.save(30, state(30))
+        manager.rewind(25)
+        assert names_in(here) == ["step-30.damaged"]
+        assert names_in(there) == ["step-20", "step-30.damaged"]
+        assert manager.restore(state(0)).step == 20
+
+
 def test_the_storage_is_read_where_this_machine_has_nothing(tmp_path):
     here, there = tmp_path / "here", tmp_path / "there"
     with CheckpointManager(here, keep_last=1, upload=DirectoryUpload(there)) as manager:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from stackwise.cli import main
 from stackwise.config import GuardConfig
@@ -21,6 +22,7 @@ from stackwise.stability.guard import GuardError, GuardPolicy
 from stackwise.stability.guard.diagnosis import Bundle
 from stackwise.training import ArchitectureTrainer, NonFiniteStepError, TrainingTerminated
 from stackwise.training import loop as loop_module
+from stackwise.training.checkpoint import RackCheckpoints
 from stackwise.training.guard import PhaseGuard, guard_policy
 from stackwise.training.json_lines_log import read_json_lines
 from stackwise.training.loss_scale import LossScale
@@ -378,7 +380,7 @@ def test_left_at_any_step_and_gone_on(run, name):
 
 @pytest.mark.parametrize("lag", [0, 3])
 def test_left_among_alarms_and_gone_on(run, lag):
-    """SIGTERM comes with the third of five broken steps: the row and its count go on where they were."""
+    """SIGTERM comes with the third of five broken steps: it leaves behind the row, which a rewind ends."""
     batches = with_bad(STEPS + 6, 5, 6, 7, 8, 9)
     settings = {"checkpoint_dir": "run", "save_interval": 99}
     expected = run(batches, settings, lag=lag)
@@ -393,11 +395,100 @@ def test_left_among_alarms_and_gone_on(run, lag):
 
     with pytest.raises(TrainingTerminated):
         run(batches, settings, lag=lag, prepare=prepare)
-    assert [path.name for path in Path("run").iterdir()] == ["step-5"]
+    assert [path.name for path in Path("run").iterdir()] == ["step-3"]
     resumed = run(batches, settings, lag=lag, resume=True)
     same(resumed, expected)
     assert repr(resumed[1]["alarms"]) == repr(expected[1]["alarms"])  # NaN is not what it is
     assert [alarm.action for alarm in resumed[1]["alarms"]] == ["skipped"] * 4 + ["rewound"]
+
+
+def checkpoints(every):
+    return {"checkpoint_dir": "run", "save_interval": every, "checkpoint": {"keep_last": 99}}
+
+
+def test_what_stopped_a_run_is_borne_by_another_policy(run):
+    batches = with_bad(STEPS + 6, 5, 6, 7)
+    impatient = GUARD | {"patience": 1, "rewinds": 0}
+    for resume in (False, True):
+        _, error = run(batches, checkpoints(2), guard=impatient, resume=resume)
+        assert isinstance(error, GuardError)
+    said = r"training\.guard\.patience: got 5, was 1; training\.guard\.rewinds: got 1, was 0; from here on"
+    with pytest.warns(UserWarning, match=said):
+        resumed = run(batches, checkpoints(2), resume=True)
+    same(resumed, run(batches))
+    assert [alarm.step for alarm in resumed[1]["alarms"]] == [5, 5, 5]
+
+
+@pytest.mark.parametrize("name", ["rackwise", "accumulated", "polished"])
+@pytest.mark.parametrize("lag", [0, 3])
+def test_a_guard_that_is_turned_on_in_the_middle(run, name, lag):
+    settings = RUNS[name]
+    per_step = settings.get("accumulation_steps", 1)
+    places = range(4 * per_step, 6 * per_step)
+    batches = with_bad(9 * per_step, places[0], places[-1])
+    _, error = run(batches, settings | checkpoints(1), guard=None)
+    assert isinstance(error, NonFiniteStepError)
+    with pytest.warns(UserWarning, match=r"a run with another guard: training\.guard: turned on; from here"):
+        resumed = run(batches, settings | checkpoints(1), resume=True, lag=lag)
+    same(resumed, run(without(batches, places), settings, guard=None))
+    assert {alarm.step for alarm in resumed[1]["alarms"][:2]} == {4}
+
+
+def test_a_guard_that_is_turned_off_in_the_middle(run):
+    batches = with_bad(STEPS + 6, 2)
+    expected = run(batches, checkpoints(4))
+    for path in Path("run").iterdir():
+        if path.name != "step-4":
+            shutil.rmtree(path)
+    with pytest.warns(UserWarning, match=r"training\.guard: turned off"):
+        resumed = run(batches, checkpoints(4), guard=None, resume=True)
+    same(resumed, expected)
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_checkpoint_of_broken_weights_is_not_gone_on_from(run, monkeypatch, ends):
+    """A weight breaks with the seventh update, before it is saved. Among alarms SIGTERM comes, or not."""
+    batches, made = clean(STEPS + 6), []
+    settings = {"checkpoint_dir": "run", "save_interval": 1, "precision": "fp32"}
+    kept, rewind = [], RackCheckpoints.rewind
+
+    def rewound(self, step):
+        rewind(self, step)
+        kept.append(sorted(path.name for path in self.directory.iterdir()))
+
+    monkeypatch.setattr(RackCheckpoints, "rewind", rewound)
+
+    def prepare(rack):
+        def breaks(*_):
+            made.append(1)
+            if len(made) == 7:
+                with torch.no_grad():
+                    rack.final_norm.weight[0] = math.nan
+
+        handles.append(register_optimizer_step_post_hook(breaks))
+
+        def asks(_module, inputs):
+            if ends and torch.equal(inputs[0], batches[9][:, :-1]):
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        rack.embedding.register_forward_pre_hook(asks)
+
+    handles = []
+    try:
+        if ends:
+            with pytest.raises(TrainingTerminated):
+                run(batches, settings, prepare=prepare)
+        else:
+            rack, result = run(batches, settings, prepare=prepare)
+    finally:
+        handles[0].remove()
+    assert kept == [["step-5", "step-6", "step-7.damaged"]]
+    if ends:
+        assert sorted(path.name for path in Path("run").iterdir()) == kept[0]
+        rack, result = run(batches, settings, resume=True)
+    assert [alarm.action for alarm in result["alarms"]] == ["skipped"] * 4 + ["rewound"]
+    assert weights(rack).isfinite().all()
+    assert [record.step for record in result["records"]] == list(range(STEPS))
 
 
 # What it is beside.

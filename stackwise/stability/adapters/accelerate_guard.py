@@ -107,12 +107,22 @@ class AcceleratedGuard:
         self._logit: Tensor | None = None
         self._n_given = 0
         self._sizes: dict[int, int] = {}  # of steps with fewer batches than others, by number
+        self._loader: Any = None
+        self._iteration: int | None = None  # of the loader, where it goes on from a state
         accelerator.register_save_state_pre_hook(self._before_saving)
 
     def batches(self, loader: Iterable[Any], *, fast_forward: bool = False) -> Iterator[Any]:
-        """See `Guard.batches`. What is given again is accumulated as it was."""
+        """See `Guard.batches`. What is given again is accumulated as it was.
+
+        Behind `load_state_dict` a prepared loader is told the epoch in which the state was saved.
+        """
         state: Any = self._accelerator.gradient_state
         opened: Any = None
+        self._loader = loader
+        if self._iteration is not None and _counts_epochs(loader):
+            # In a new process it counts from 0, and tells what shuffles so.
+            self._loader.set_epoch(self._iteration)
+        self._iteration = None
         try:
             for batch in self.guard.batches(loader, fast_forward=fast_forward):
                 self._n_given += 1
@@ -196,18 +206,30 @@ class AcceleratedGuard:
         Raises:
             ValueError: within an accumulation with a lag, where the host does not know yet of that step.
         """
-        # Pairs: keys that are numbers would not come back as such from JSON.
-        return {**self.guard.state_dict(closed=True), "sizes": [list(pair) for pair in self._sizes.items()]}
+        counted = int(self._loader.iteration) if _counts_epochs(self._loader) else self._iteration
+        return {
+            **self.guard.state_dict(closed=True),
+            # Pairs: keys that are numbers would not come back as such from JSON.
+            "sizes": [list(pair) for pair in self._sizes.items()],
+            "iteration": counted,
+        }
 
     @staticmethod
     def common_state(state: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Guard.common_state`. Sizes of steps are alike in all processes."""
+        """See `Guard.common_state`. Sizes of steps and the loader's count are alike in all processes."""
         return Guard.common_state(state)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """See `Guard.load_state_dict`."""
         self.guard.load_state_dict(state_dict)
         self._sizes = dict(state_dict.get("sizes", ()))
+        # Older states have the count of the guard alone.
+        self._loader, self._iteration = None, state_dict.get("iteration", state_dict["feed"]["epoch"])
         self._loss, self._logit, self._n_given = None, None, 0
         accelerator = self._accelerator
         accelerator.step -= accelerator.step % accelerator.gradient_accumulation_steps
+
+
+def _counts_epochs(loader: Any) -> bool:
+    """Whether a loader tells what shuffles the number of the epoch by its own count, as prepared ones do."""
+    return hasattr(loader, "iteration") and callable(getattr(loader, "set_epoch", None))

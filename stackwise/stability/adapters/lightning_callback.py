@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
+import warnings
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import wraps
@@ -34,6 +35,7 @@ __all__ = ["GuardCallback"]
 
 _LOG = logging.getLogger(__name__)
 _HELD = "held"  # an interval of schedulers that never comes
+_SAVES = ("_save_topk_checkpoint", "_save_last_checkpoint")  # of a ModelCheckpoint, whatever it saves for
 
 
 class GuardCallback(Callback):  # type: ignore[misc, unused-ignore]
@@ -45,7 +47,7 @@ class GuardCallback(Callback):  # type: ignore[misc, unused-ignore]
     A step that is left out leaves weights, optimizer and schedulers as they were; `trainer.global_step`
     counts it, as it counts batches. A rewind makes steps again within `on_train_batch_end`, and no further
     back than to the beginning of the epoch: they are neither counted nor logged. The host waits for each
-    step's verdict.
+    step's verdict. Among alarms no `ModelCheckpoint` saves: that is put off until they are over.
 
     Args:
         policy: what counts as broken, and what is done. Without `clip`: `gradient_clip_val` clips.
@@ -86,6 +88,8 @@ class GuardCallback(Callback):  # type: ignore[misc, unused-ignore]
         self._held: list[tuple[Any, str]] = []
         self._scaler_state: dict[str, Any] | None = None
         self._logged = 0
+        self._saving: list[Any] = []  # callbacks whose saving waits for the end of a row of alarms
+        self._put_off: list[Any] = []  # those of them that have something to save
         self.guard: Guard | None = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -132,6 +136,7 @@ class GuardCallback(Callback):  # type: ignore[misc, unused-ignore]
         )
         self._loop = OuterLoop(self.guard, self._make_again, self._watched_logit())
         self._logged = 0
+        self._watch_saving()
         if self._restored is not None:
             self.guard.load_state_dict(self._restored)
             self._logged, self._restored = len(self.guard.alarms), None
@@ -139,6 +144,8 @@ class GuardCallback(Callback):  # type: ignore[misc, unused-ignore]
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
         """Schedulers by epochs have been advanced: a rewind does not go back behind that."""
         assert self.guard is not None
+        assert self._loop is not None
+        self._loop.drop()  # of an epoch that the module ended before its batch was trained on
         self.guard.renew_snapshot()
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:  # noqa: ARG002
@@ -188,6 +195,8 @@ class GuardCallback(Callback):  # type: ignore[misc, unused-ignore]
         loop = self._loop
         assert loop is not None
         if loop.decision is None:
+            if not (loop.has_loss or trainer.fit_loop._should_accumulate()):
+                loop.pass_over()  # training_step returned None
             return
         self._release_scaler()
         trainer.optimizers[0].zero_grad(set_to_none=True)
@@ -200,13 +209,21 @@ class GuardCallback(Callback):  # type: ignore[misc, unused-ignore]
         for config in by_epochs:
             if (trainer.current_epoch + 1) % config.frequency == 0:
                 self._module.lr_scheduler_step(config.scheduler, None)
+        if not loop.among_alarms:
+            self._save_put_off()
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
+        """Say it where the last checkpoint was not written."""
+        if self._put_off:
+            told = "no checkpoint, as training ended among alarms; the one before is the newest"
+            warnings.warn(f"step {trainer.global_step}: {told}", RuntimeWarning, stacklevel=2)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:  # noqa: ARG002
-        """Leave the module as it was."""
+        """Leave the module and other callbacks as they were."""
         self._watch_no_more()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002
-        """Leave the module as it was."""
+        """Leave the module and other callbacks as they were."""
         self._watch_no_more()
 
     def state_dict(self) -> dict[str, Any]:
@@ -227,22 +244,22 @@ class GuardCallback(Callback):  # type: ignore[misc, unused-ignore]
         strategy, optimizer = trainer.strategy, trainer.optimizers[0]
         last = 0
 
-        def closure() -> Tensor:
+        def closure() -> Tensor | None:
             nonlocal last
-            loss: Tensor | None = None
+            total: Tensor | None = None
             with torch.enable_grad():
                 for number in range(1, count + 1):
                     given = guard.give_again()
                     last = given["batch_idx"]
                     blocks = number < count and hasattr(strategy, "block_backward_sync")
                     with strategy.block_backward_sync() if blocks else nullcontext():
-                        output = strategy.training_step(*self._arguments(given))
-                        loss = _loss_in(output) / trainer.accumulate_grad_batches
+                        loss = _loss_in(strategy.training_step(*self._arguments(given)))
                         if number == 1:
                             optimizer.zero_grad()
-                        strategy.backward(loss, optimizer)
-            assert loss is not None
-            return loss.detach()
+                        if loss is not None:
+                            total = loss / trainer.accumulate_grad_batches
+                            strategy.backward(total, optimizer)
+            return None if total is None else total.detach()
 
         self._release_scaler()
         self._let_step()
@@ -257,8 +274,10 @@ class GuardCallback(Callback):  # type: ignore[misc, unused-ignore]
 
     def _loss_of(self, model: nn.Module, given: Any) -> Tensor:  # noqa: ARG002
         with self._not_logged(), self._trainer.precision_plugin.train_step_context():
-            output = self._module.training_step(*self._arguments(given))
-        return _loss_in(output) / int(self._trainer.accumulate_grad_batches)
+            loss = _loss_in(self._module.training_step(*self._arguments(given)))
+        if loss is None:  # it has no part in the gradients
+            return torch.zeros((), device=self._module.device, requires_grad=True)
+        return loss / int(self._trainer.accumulate_grad_batches)
 
     def _arguments(self, given: Mapping[str, Any]) -> tuple[Any, ...]:
         return step_arguments(self._module.training_step, _own(given["batch"]), given["batch_idx"])
@@ -279,7 +298,36 @@ class GuardCallback(Callback):  # type: ignore[misc, unused-ignore]
         module.training_step = training_step
         return self._watch.take
 
+    def _watch_saving(self) -> None:
+        """Nothing is saved among alarms: weights may be broken, and a rewind would not undo a checkpoint."""
+        for callback in self._trainer.checkpoint_callbacks:
+            if all(callable(getattr(callback, name, None)) for name in _SAVES):
+                self._saving.append(callback)
+                for name in _SAVES:
+                    setattr(callback, name, self._waiting(callback, getattr(callback, name)))
+
+    def _waiting(self, callback: Any, save: Callable[..., None]) -> Callable[..., None]:
+        @wraps(save)
+        def waiting(*args: Any, **kwargs: Any) -> None:
+            assert self._loop is not None
+            if not self._loop.among_alarms:
+                save(*args, **kwargs)
+            elif callback not in self._put_off:
+                self._put_off.append(callback)
+
+        return waiting
+
+    def _save_put_off(self) -> None:
+        callbacks, self._put_off = self._put_off, []
+        for callback in callbacks:
+            for name in _SAVES:
+                getattr(callback, name)(self._trainer, callback._monitor_candidates(self._trainer))
+
     def _watch_no_more(self) -> None:
+        for callback in self._saving:
+            for name in _SAVES:
+                vars(callback).pop(name, None)
+        self._saving, self._put_off = [], []
         if self._watch is None:
             return
         self._watch.remove()
@@ -375,11 +423,9 @@ def _own(batch: Any) -> Any:
     return copy.copy(batch) if isinstance(batch, MutableMapping | MutableSequence) else batch
 
 
-def _loss_in(output: Any) -> Tensor:
-    """Of what `training_step` returned."""
-    loss = output["loss"] if isinstance(output, Mapping) else output
-    require(
-        isinstance(loss, Tensor), "training_step", type(loss).__name__, "a loss, also when it is made again"
-    )
-    tensor: Tensor = loss
-    return tensor
+def _loss_in(output: Any) -> Tensor | None:
+    """Of what `training_step` returned; None: the batch is passed over."""
+    loss: Tensor | None = output["loss"] if isinstance(output, Mapping) else output
+    fits = loss is None or isinstance(loss, Tensor)
+    require(fits, "training_step", type(loss).__name__, "a loss, also when it is made again, or None")
+    return loss

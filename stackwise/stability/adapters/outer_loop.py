@@ -61,6 +61,11 @@ class OuterLoop:
         """Whether a batch of the step at hand had a loss."""
         return self._loss is not None
 
+    @property
+    def among_alarms(self) -> bool:
+        """Whether no step was sound since the last alarm that was answered: weights may be broken."""
+        return self.guard._escalation.in_row > 0
+
     def judge(self, scale: Tensor | None = None) -> None:
         """Behind the last backward pass of a step, before clipping; see `Guard.judge_step`."""
         assert self._loss is not None, "add_loss() first"
@@ -81,6 +86,16 @@ class OuterLoop:
         self._close()
         self._make_all_again(settle)
 
+    def pass_over(self) -> None:
+        """In place of `close`: no batch of the step had a loss. It counts, and a rewind makes it again."""
+        self._forget_hand()
+        self.guard._feed.take_hand()
+
+    def drop(self) -> None:
+        """What was given since the last step is made no step of."""
+        self._forget_hand()
+        self.guard._feed.drop_hand()
+
     def settle(self) -> None:
         """Wait for all alarms of the steps so far, and make again what is to be made again.
 
@@ -91,9 +106,13 @@ class OuterLoop:
 
     def _close(self) -> None:
         assert self.decision is not None, "judge() first"
-        decision, self.decision = self.decision, None
-        self.makes_update, self.n_given = True, 0
+        decision = self.decision
+        self._forget_hand()
         self.guard.close_step(decision)
+
+    def _forget_hand(self) -> None:
+        self.decision = self._loss = None
+        self.makes_update, self.n_given = True, 0
 
     def _forget_logits(self) -> None:
         """Those that were seen before a step are none of its own, as when another one is computed again."""
@@ -113,5 +132,8 @@ class OuterLoop:
                 self._make_again(count)
             finally:
                 self.again = False
-            self._close()
+            if self.decision is None:
+                self.pass_over()
+            else:
+                self._close()
         self.guard.take_up()

@@ -44,7 +44,7 @@ class GuardCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
     A step that is left out leaves weights, optimizer and scheduler as they were; `state.global_step` counts
     it, as it counts batches. A rewind makes steps again within the `on_step_end` of the last one: other
     callbacks are not called for them, nor are they counted. `max_grad_norm` of the arguments clips, as
-    without a guard.
+    without a guard. Among alarms nothing is saved: a checkpoint is put off until they are over.
 
     Args:
         policy: what counts as broken, and what is done. Without `clip`: the Trainer clips.
@@ -84,6 +84,8 @@ class GuardCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self._optimizer: Any = None
         self._own_step: Any = None  # where it is not that of its class
         self._resume: Any = None
+        self._trial: Any = None  # of a search for hyperparameters
+        self._put_off: set[str] = set()  # what is due as soon as the row of alarms is over
         self._updates: int | None = None  # in an epoch
         self._logged = 0
         self.guard: Guard | None = None
@@ -106,6 +108,8 @@ class GuardCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
                 trainer.add_callback(self)
             self._training_step, self._train = trainer.training_step, trainer.train
             trainer.training_step, trainer.train = self._watched_step, self._watched_train
+            self._log_save_evaluate = trainer._maybe_log_save_evaluate
+            trainer._maybe_log_save_evaluate = self._watched_log_save_evaluate
         return self
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
@@ -149,6 +153,7 @@ class GuardCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self._watch_updates()
         self._updates = _updates_per_epoch(kwargs.get("train_dataloader"), args.gradient_accumulation_steps)
         self._logged = 0
+        self._put_off = set()
         self._restore(args)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
@@ -186,17 +191,24 @@ class GuardCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Put the guard's state into the checkpoint that was written; it can be without, with a warning."""
         if self.guard is not None and not args.save_only_model:
-            folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+            folder = Path(self._trainer._get_output_dir(self._trial)) / f"checkpoint-{state.global_step}"
             guarded = self.guard.state_dict()
             try:
                 write_state(guarded, folder, args.process_index)
             except (OSError, ValueError) as error:
                 warnings.warn(f"{folder}: no state of the guard: {error}", RuntimeWarning, stacklevel=2)
 
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        """Say it where the last checkpoint was not written."""
+        if self._put_off:
+            told = "no checkpoint, as training ended among alarms; the one before is the newest"
+            warnings.warn(f"step {state.global_step}: {told}", RuntimeWarning, stacklevel=2)
+
     # What is called in place of the trainer's own.
 
     def _watched_train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         self._resume = resume_from_checkpoint
+        self._trial = args[0] if args else kwargs.get("trial")
         try:
             return self._train(resume_from_checkpoint, *args, **kwargs)
         finally:
@@ -221,6 +233,36 @@ class GuardCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         if trainer.accelerator.sync_gradients:
             loop.judge(scale_of(getattr(trainer.accelerator, "scaler", None), loss.device))
         return loss
+
+    def _watched_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        if self._loop is not None:
+            self._put_off_saving(self._trainer.control)
+        self._log_save_evaluate(*args, **kwargs)
+
+    def _put_off_saving(self, control: Any) -> None:
+        """Nothing is saved among alarms: weights may be broken, and a rewind would not undo a checkpoint.
+
+        Here and not in `on_step_end`: callbacks behind this one may ask for a checkpoint, too.
+        """
+        assert self._loop is not None
+        if not (control.should_save or control.should_evaluate or self._put_off):
+            return
+        try:
+            self._loop.settle()
+        finally:
+            self._log()
+        args = self._trainer.args
+        if not self._loop.among_alarms:
+            for name in self._put_off:
+                setattr(control, name, True)
+            self._put_off = set()
+        elif control.should_save or (control.should_evaluate and args.save_strategy == "best"):
+            # What an evaluation finds best has to be in a checkpoint.
+            finds_best = args.metric_for_best_model is not None
+            for name in ("should_save", "should_evaluate") if finds_best else ("should_save",):
+                if getattr(control, name):
+                    self._put_off.add(name)
+                    setattr(control, name, False)
 
     def _watch_updates(self) -> None:
         optimizer, loop = self._optimizer, self._loop
@@ -290,6 +332,9 @@ class GuardCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         latest: Callable[[str], Any] = get_last_checkpoint
         folder = latest(args.output_dir) if self._resume is True else self._resume
         state = read_state(Path(folder), args.process_index)
+        if state is None and (of_first := read_state(Path(folder), 0)) is not None:
+            # Saved by fewer processes: all have to go on from one history, or they would not decide as one.
+            state = Guard.common_state(of_first)
         if state is None:
             warnings.warn(
                 f"{folder}: no state of a guard: it starts without a history", RuntimeWarning, stacklevel=2

@@ -57,19 +57,20 @@ class LabelCorruption(Fault):
                 f"it has {described(batch)}"
             )
         labels = parts[names[0]]
-        (places,) = torch.where(labels.detach().flatten().cpu() >= 0)
+        # A sum of two labels may be above what their own type holds.
+        changed = labels.detach().flatten().to("cpu", torch.int64, copy=True)
+        (places,) = torch.where(changed >= 0)
         # Other tensors, such as ids, do not tell how many classes there are, and one too many is an error.
-        n_classes = 1 + int(labels.max()) if len(places) else 0
+        n_classes = 1 + int(changed.max()) if len(places) else 0
         if n_classes < 2:
             raise ValueError(f"{self.name}: {names[0]}: got no label, or only 0; wanted one above 0 at least")
         generator = torch.Generator().manual_seed(self.seed)
         count = max(1, round(self.fraction * len(places)))
         places = places[torch.randperm(len(places), generator=generator)[:count]]
-        shift = torch.randint(1, n_classes, (count,), generator=generator).to(labels.dtype)
-        changed = labels.detach().flatten().cpu().clone()
+        shift = torch.randint(1, n_classes, (count,), generator=generator)
         changed[places] = (changed[places] + shift) % n_classes
         acted()
-        return with_part(batch, names[0], changed.view(labels.shape).to(labels.device))
+        return with_part(batch, names[0], changed.view(labels.shape).to(labels))
 
 
 def _whole_numbers(tensor: Tensor) -> bool:

@@ -6,10 +6,12 @@ import builtins
 import fnmatch
 import io
 import os
+import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
@@ -22,6 +24,7 @@ from stackwise.stability.faults.patch import patched
 __all__ = ["Operation", "tapped"]
 
 _WRITING = frozenset("wax+")
+_COPIED = 2**20  # bytes at once, of what the system would copy from file to file by itself
 # What the writer of `torch.save` says where a small file does not fit; of a larger one it says itself that
 # its position is unexpected.
 _STREAM_ERROR = "basic_ios::clear: iostream error"
@@ -42,6 +45,12 @@ class Operation:
     size: int = 0
 
 
+# Of `os`; not all are on every system.
+_CALLS = (
+    *("open", "write", "writev", "pwrite", "pwritev", "sendfile", "copy_file_range"),
+    *("fsync", "rename", "replace"),
+)
+
 # How many bytes of a write reach the disk; of other operations the answer is not read. It may raise instead.
 Decide = Callable[[Operation], int]
 
@@ -52,8 +61,9 @@ def tapped(
 ) -> Iterator[None]:
     """Inside, ask `decide` before each operation on files below `folder`.
 
-    Seen is what Python code writes, by `open` or `os.write`, in every thread, `torch.save`, and safetensors'
-    `save_file`; other libraries that write by themselves are not, nor are other processes.
+    Seen is what Python code writes, by `open` or `os.write` and its like, or copies, by `shutil` or
+    `os.sendfile`, in every thread, `torch.save`, and safetensors' `save_file`; maps of memory are not, nor
+    other libraries that write by themselves, nor other processes.
 
     Args:
         folder: of the files; it need not be there yet.
@@ -63,8 +73,11 @@ def tapped(
     """
     tap = _Tap(Path(os.path.abspath(folder)), pattern, decide, error)  # noqa: PTH100  links stay as they are
     with ExitStack() as stack:
-        for name in ("write", "fsync", "rename", "replace", "open"):
-            stack.enter_context(patched(os, name, getattr(tap, f"around_{name}")))
+        for name in _CALLS:
+            if hasattr(os, name):
+                stack.enter_context(patched(os, name, getattr(tap, f"around_{name}")))
+        if getattr(shutil, "_HAS_FCOPYFILE", False):  # macOS copies whole files by a call of its own
+            stack.enter_context(patched(shutil, "_HAS_FCOPYFILE", lambda _: False))
         opened = tap.around_file(io.open)
         stack.enter_context(patched(builtins, "open", lambda _: opened))
         stack.enter_context(patched(io, "open", lambda _: opened))
@@ -89,6 +102,9 @@ class _Tap:
         """The path, where it is below the folder and matches."""
         if isinstance(path, int):
             found = self._path_of(path)
+            real = Path(os.path.realpath(self._folder))  # the system knows a file behind all links
+            if found is not None and found.is_relative_to(real):
+                found = self._folder / found.relative_to(real)
         elif isinstance(path, str | bytes | os.PathLike):
             found = Path(os.path.abspath(os.fsdecode(path)))  # noqa: PTH100
         else:
@@ -127,20 +143,61 @@ class _Tap:
 
     def around_write(self, original: Any) -> Any:
         @wraps(original)
-        def writes(descriptor: int, data: Any) -> int:
+        def writes(descriptor: int, data: Any, *offset: int) -> int:
             size = memoryview(data).nbytes
             passed = self._ask("write", descriptor, size)
             if passed == size:
-                return int(original(descriptor, data))
+                return int(original(descriptor, data, *offset))
             if passed:
-                original(descriptor, memoryview(data).cast("B")[:passed])
-            if self._error is None:
-                return size
-            if passed:
-                return passed  # as the system does it: the error comes with the next call
-            raise self._error
+                original(descriptor, memoryview(data).cast("B")[:passed], *offset)
+            return self._said(passed, size)
 
         return writes
+
+    around_pwrite = around_write
+
+    def around_writev(self, original: Any) -> Any:
+        @wraps(original)
+        def writes(descriptor: int, buffers: Any, *offset_and_flags: int) -> int:
+            size = sum(memoryview(data).nbytes for data in buffers)
+            passed = self._ask("write", descriptor, size)
+            if passed == size:
+                return int(original(descriptor, buffers, *offset_and_flags))
+            if passed:
+                original(descriptor, [b"".join(buffers)[:passed]], *offset_and_flags)
+            return self._said(passed, size)
+
+        return writes
+
+    around_pwritev = around_writev
+
+    def _said(self, passed: int, size: int) -> int:
+        """What a call says that was to write more than has passed."""
+        if self._error is None:
+            return size
+        if passed:
+            return passed  # as the system does it: the error comes with the next call
+        raise copy(self._error)  # who catches it may write a name into it
+
+    def around_sendfile(self, original: Any) -> Any:
+        @wraps(original)
+        def sends(out_fd: int, in_fd: int, offset: int | None, count: int, *args: Any, **kwargs: Any) -> int:
+            if self._meant(out_fd) is None:
+                return int(original(out_fd, in_fd, offset, count, *args, **kwargs))
+            return _copied(in_fd, out_fd, count, offset, None)
+
+        return sends
+
+    def around_copy_file_range(self, original: Any) -> Any:
+        @wraps(original)
+        def copies(
+            src: int, dst: int, count: int, offset_src: int | None = None, offset_dst: int | None = None
+        ) -> int:
+            if self._meant(dst) is None:
+                return int(original(src, dst, count, offset_src, offset_dst))
+            return _copied(src, dst, count, offset_src, offset_dst)
+
+        return copies
 
     def around_fsync(self, original: Any) -> Any:
         @wraps(original)
@@ -225,8 +282,25 @@ class _Tap:
         file.write(part.decode(file.encoding, errors="ignore") if encoded else part)
         if self._error is not None:
             file.flush()
-            raise self._error
+            raise copy(self._error)
         return len(data)
+
+
+def _copied(source: int, target: int, count: int, offset: int | None, at: int | None) -> int:
+    """So many bytes at most from file to file, by the calls that ask.
+
+    Args:
+        offset: in the source; None: where it is, which goes on.
+        at: where in the target; None: where it is.
+    """
+    begin = os.lseek(source, 0, os.SEEK_CUR) if offset is None else offset
+    data = os.pread(source, min(count, _COPIED), begin)
+    if not data:
+        return 0
+    size = os.write(target, data) if at is None else os.pwrite(target, data, at)
+    if offset is None:
+        os.lseek(source, begin + size, os.SEEK_SET)
+    return size
 
 
 class _File:

@@ -319,7 +319,9 @@ class BatchFeed:
     @staticmethod
     def common_state(state: Mapping[str, Any]) -> dict[str, Any]:
         """Of what `state_dict` gave that which all processes have alike, where no batches are given again."""
-        return {**state, "began": None, "generators": None}
+        # Where none are left it is of one process alone, which goes on with it at its next batch.
+        frontier = state["frontier"] if state["again"] else None
+        return {**state, "began": None, "generators": None, "frontier": frontier}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` gave, also where it went through JSON.

@@ -79,6 +79,8 @@ class Guard:
             scale is above 1: the scaler answers it, and the batch is not to blame. Needs `lag` 0.
         lag: steps between a step and the host's answer. None: 0 on the CPU or with a scaler, else 4. With 0
             the host waits at each step where the device is not the CPU, and any optimizer will do.
+        on_rewind: called behind a rewind with the step that is next: checkpoints of later steps may be of
+            broken weights (`CheckpointManager.rewind`). In several processes each calls its own.
 
     Attributes:
         alarms: in order.
@@ -109,6 +111,7 @@ class Guard:
         group: distributed.ProcessGroup | None = None,
         scaler: torch.amp.GradScaler | None = None,
         lag: int | None = None,
+        on_rewind: Callable[[int], object] | None = None,
     ) -> None:
         lbfgs = isinstance(optimizer, torch.optim.LBFGS)
         require(not lbfgs, "optimizer", type(optimizer).__name__, "one whose step() needs no closure")
@@ -140,7 +143,8 @@ class Guard:
         self._feed = BatchFeed(batch_id)
         self._buffers = Buffers(model)
         self._buffers.keep()
-        self._snapshot = Snapshot(model, optimizer, on_host=self.policy.snapshot_on_host)
+        self._snapshot = Snapshot(model, optimizer, self._others, on_host=self.policy.snapshot_on_host)
+        self._on_rewind = on_rewind
         self._moment: Moment | None = None
         self._judged: dict[str, Any] = {}
         self._made_before = MadeBefore(self._device)
@@ -188,13 +192,24 @@ class Guard:
         return self._feed.step if self._answering is None else self._answering
 
     @property
+    def in_row(self) -> int:
+        """Alarms in a row that left updates out, as far as the host knows; a rewind ends the row.
+
+        Above 0 weights or optimizer may be what is broken: no moment for a checkpoint.
+        """
+        return self._escalation.in_row
+
+    @property
     def quarantined(self) -> list[Hashable]:
         """Ids of the batches that are not given again."""
         return list(self._feed.quarantined)
 
     @property
     def snapshot_bytes(self) -> int:
-        """What the snapshot holds: one time the parameters, buffers and state of the optimizer."""
+        """What the snapshot holds: one time the parameters, buffers and state of the optimizer.
+
+        And those of modules and optimizers in `others`.
+        """
         return self._snapshot.nbytes
 
     def batches(self, loader: Iterable[Any], *, fast_forward: bool = False) -> Iterator[Any]:
@@ -698,6 +713,8 @@ class Guard:
         # The history is as short again as it was then, and may not tell a fault that goes on.
         self._made_before.recall()
         self._feed.give_all_again(later)
+        if self._on_rewind is not None:
+            self._on_rewind(self.steps)
 
     @property
     def _loss_scale(self) -> float:

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from stackwise.argument import require
 from stackwise.stability.buffers import elements
 
 __all__ = ["Moment", "Snapshot", "Stateful"]
 
-# What it is, and which: a name, or a parameter of the optimizer and a key of its state.
+# What it is; which: a name, or a parameter; of which other object, None: of the model or the optimizer; and
+# of state its key.
 _Key = tuple[Any, ...]
 
 
@@ -38,7 +40,7 @@ class Moment:
     Args:
         optimizer: whose groups.
         scheduler: None: there is none.
-        others: of further objects by name.
+        others: of further objects by name; of modules and optimizers only what no `Snapshot` has.
     """
 
     def __init__(
@@ -47,15 +49,15 @@ class Moment:
         scheduler: Stateful | None,
         others: Mapping[str, Stateful] | None = None,
     ) -> None:
-        # By the parameters of each: groups come and go, and others may join one in front.
-        self._options = {
-            p: options
-            for group in optimizer.param_groups
-            if (options := _options(group))
-            for p in group["params"]
-        }
+        self._options = _options_of(optimizer)
         self._scheduler = None if scheduler is None else copy.deepcopy(dict(scheduler.state_dict()))
-        self._others = {name: copy.deepcopy(dict(o.state_dict())) for name, o in (others or {}).items()}
+        self._others: dict[str, dict[str, Any]] = {}
+        self._others_options: dict[str, dict[nn.Parameter, dict[str, Any]]] = {}
+        for name, other in (others or {}).items():
+            if not _is_tensors(other):
+                self._others[name] = copy.deepcopy(dict(other.state_dict()))
+            elif isinstance(other, torch.optim.Optimizer):
+                self._others_options[name] = _options_of(other)
 
     def restore(
         self,
@@ -66,19 +68,14 @@ class Moment:
         """Put everything back. Groups that the optimizer did not have yet stay as they are."""
         if scheduler is not None and self._scheduler is not None:
             scheduler.load_state_dict(copy.deepcopy(self._scheduler))
-        # Behind the scheduler: what loading it does to the rates is undone.
-        for group in optimizer.param_groups:
-            kept = group["params"]
-            options = next((self._options[p] for p in kept if p in self._options), None)
-            if options is None:
-                continue
-            group.clear()
-            group["params"] = kept
-            for key, value in options.items():
-                group[key] = value.clone() if isinstance(value, Tensor) else copy.deepcopy(value)
         for name, other in (others or {}).items():
             if name in self._others:
                 other.load_state_dict(copy.deepcopy(self._others[name]))
+        # Behind schedulers: what loading them does to the rates is undone.
+        _put_options(optimizer, self._options)
+        for name, options in self._others_options.items():
+            if others and name in others:
+                _put_options(cast("torch.optim.Optimizer", others[name]), options)
 
 
 class Snapshot:
@@ -90,11 +87,22 @@ class Snapshot:
     Args:
         model: parameters and buffers.
         optimizer: its state of every parameter.
+        others: by name; of those that are modules and optimizers the same.
         on_host: keep the copies in host memory, pinned where the model is on CUDA.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, on_host: bool = True) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        others: Mapping[str, Stateful] | None = None,
+        *,
+        on_host: bool = True,
+    ) -> None:
         self._model, self._optimizer, self._on_host = model, optimizer, on_host
+        self._others = dict(others or {})
+        self._modules: dict[str | None, nn.Module] = {None: model}
+        self._optimizers: dict[str | None, torch.optim.Optimizer] = {None: optimizer}
         self._kept: dict[_Key, Any] = {}
 
     @property
@@ -106,6 +114,14 @@ class Snapshot:
     @torch.no_grad()
     def take(self) -> None:
         """Copy everything as it is now."""
+        self._modules, self._optimizers = {None: self._model}, {None: self._optimizer}
+        for name, other in self._others.items():
+            if not _is_tensors(other):
+                continue
+            if isinstance(other, nn.Module):
+                self._modules[name] = other
+            elif isinstance(other, torch.optim.Optimizer):
+                self._optimizers[name] = other
         values = dict(self._values())
         # What is no more gives its place up before anything is added.
         self._kept = {key: value for key, value in self._kept.items() if key in values}
@@ -126,19 +142,24 @@ class Snapshot:
         known = [
             (key, _local(tensor), self._kept[key]) for key, tensor in self._tensors() if key in self._kept
         ]
-        for (what, which), tensor, kept in known:
+        for (what, which, of), tensor, kept in known:
             fits = what == "buffer" or tensor.shape == kept.shape
             called = f"{what} {which}" if isinstance(which, str) else f"{what} of the optimizer"
+            called = called if of is None else f"{called} of {of}"
             require(fits, called, tuple(tensor.shape), f"{tuple(kept.shape)}, as it was")
         for _, tensor, kept in known:
             if tensor.shape == kept.shape:
                 tensor.copy_(kept, non_blocking=True)
+        for of, optimizer in self._optimizers.items():
+            self._restore_state(of, optimizer)
+
+    def _restore_state(self, of: str | None, optimizer: torch.optim.Optimizer) -> None:
         states: dict[nn.Parameter, dict[Any, Any]] = {}
-        for (what, which, *rest), value in self._kept.items():
-            if what == "optimizer":
+        for (what, which, other, *rest), value in self._kept.items():
+            if what == "optimizer" and other == of:
                 states.setdefault(which, {})[rest[0]] = value
-        state = self._optimizer.state
-        for p in self._parameters():
+        state = optimizer.state
+        for p in _parameters(optimizer):
             kept = states.get(p, {})
             if not kept:
                 state.pop(p, None)
@@ -157,24 +178,24 @@ class Snapshot:
 
     def _values(self) -> Iterator[tuple[_Key, Any]]:
         yield from self._tensors()
-        for p in self._parameters():
-            if p in self._optimizer.state:
-                for key, value in self._optimizer.state[p].items():
-                    yield ("optimizer", p, key), value
+        for of, optimizer in self._optimizers.items():
+            for p in _parameters(optimizer):
+                if p in optimizer.state:
+                    for key, value in optimizer.state[p].items():
+                        yield ("optimizer", p, of, key), value
 
     def _tensors(self) -> Iterator[tuple[_Key, Tensor]]:
         seen = set()
-        for name, p in self._model.named_parameters():
-            seen.add(id(p))
-            yield ("parameter", name), elements(p)
-        for name, buffer in self._model.named_buffers():
-            yield ("buffer", name), elements(buffer)
-        for p in self._parameters():
+        for of, module in self._modules.items():
+            for name, p in module.named_parameters():
+                if id(p) not in seen:
+                    seen.add(id(p))
+                    yield ("parameter", name, of), elements(p)
+            for name, buffer in module.named_buffers():
+                yield ("buffer", name, of), elements(buffer)
+        for p in _parameters(self._optimizer):
             if id(p) not in seen:
-                yield ("parameter", p), elements(p)
-
-    def _parameters(self) -> list[nn.Parameter]:
-        return [p for group in self._optimizer.param_groups for p in group["params"]]
+                yield ("parameter", p, None), elements(p)
 
     def _copied(self, value: Any, place: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -196,9 +217,61 @@ def _local(tensor: Tensor) -> Tensor:
     return local
 
 
+def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _options_of(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, dict[str, Any]]:
+    """By the parameters of each group: groups come and go, and others may join one in front."""
+    return {
+        p: options
+        for group in optimizer.param_groups
+        if (options := _options(group))
+        for p in group["params"]
+    }
+
+
+def _put_options(
+    optimizer: torch.optim.Optimizer, options_of: Mapping[nn.Parameter, Mapping[str, Any]]
+) -> None:
+    for group in optimizer.param_groups:
+        kept = group["params"]
+        options = next((options_of[p] for p in kept if p in options_of), None)
+        if options is None:
+            continue
+        group.clear()
+        group["params"] = kept
+        group.update(_options(options))
+
+
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {
         key: value.clone() if isinstance(value, Tensor) else copy.deepcopy(value)
         for key, value in group.items()
         if key != "params"
     }
+
+
+def _is_tensors(other: Stateful) -> bool:
+    """Whether what a module or an optimizer has is in the tensors, and options, that a `Snapshot` knows of.
+
+    `Optimizer.load_state_dict` gives state the dtype of its parameter, and so rounds what is wider.
+    """
+    if isinstance(other, nn.Module):
+        named = dict(other.named_parameters(remove_duplicate=False))
+        held = named | dict(other.named_buffers(remove_duplicate=False))
+        return other.state_dict().keys() <= held.keys() and all(map(_is_plain, held.values()))
+    if isinstance(other, torch.optim.Optimizer):
+        values = [value for state in other.state.values() for value in state.values()]
+        return (
+            other.state_dict().keys() == {"state", "param_groups"}
+            and other.state.keys() <= set(_parameters(other))
+            and all(_is_plain(value) for value in values if isinstance(value, Tensor))
+        )
+    return False
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether it, or its shard, is one piece of memory."""
+    around_others = hasattr(tensor, "__tensor_flatten__") and not hasattr(tensor, "to_local")
+    return not is_lazy(tensor) and tensor.layout is torch.strided and not around_others

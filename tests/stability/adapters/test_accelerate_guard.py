@@ -43,8 +43,12 @@ def rows(broken_at=(), leave_out=(), count=N):
 
 
 class Run:
-    def __init__(self, data, per_update=1, kind="adamw"):
-        self.accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=per_update)
+    def __init__(self, data, per_update=1, kind="adamw", shuffle=False):
+        self.accelerator = accelerate.Accelerator(
+            cpu=True,
+            gradient_accumulation_steps=per_update,
+            dataloader_config=accelerate.utils.DataLoaderConfiguration(use_seedable_sampler=shuffle),
+        )
         torch.manual_seed(0)
         model = nn.Sequential(
             nn.Linear(4, 8), Square(), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.0), nn.Linear(8, 1)
@@ -55,7 +59,7 @@ class Run:
         }
         optimizer = kinds[kind](model.parameters())
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step / 50))
-        loader = DataLoader(data, batch_size=SIZE)
+        loader = DataLoader(data, batch_size=SIZE, shuffle=shuffle)
         self.model, self.optimizer, self.scheduler, self.loader = self.accelerator.prepare(
             model, optimizer, scheduler, loader
         )
@@ -227,6 +231,42 @@ def test_what_is_saved_within_an_accumulation_goes_on_with_its_batches(tmp_path)
     for state in states:  # statistics are saved as they are, with the two
         state["model"] = {name: t for name, t in state["model"].items() if name.endswith(("weight", "bias"))}
     assert same(*states)
+
+
+@pytest.mark.parametrize("older", [False, True])
+@pytest.mark.parametrize("at, within", [(60, True), (N, True), (N, False)])
+def test_an_epoch_that_is_gone_on_with_has_its_own_order(tmp_path, at, within, older):
+    """A prepared loader counts epochs from 0 in each process, and its sampler shuffles by that."""
+
+    def train(run, *, resumes_in=None):
+        saves, first = resumes_in is None, resumes_in or 0
+        guard = AcceleratedGuard(run.accelerator, run.model, run.optimizer, policy=POLICY)
+        run.accelerator.register_for_checkpointing(guard)
+        if older:
+            state_dict = guard.state_dict
+            guard.state_dict = lambda: {k: v for k, v in state_dict().items() if k != "iteration"}
+        if not saves:
+            run.accelerator.load_state(str(tmp_path))
+        seen = []
+        for epoch in range(first, 3):
+            for batch in guard.batches(run.loader, fast_forward=not saves and epoch == first):
+                seen.append(float(batch[0].sum()))
+                with run.accelerator.accumulate(run.model):
+                    loss = loss_of(run.model, batch)
+                    run.accelerator.backward(loss)
+                    guard.step(loss)
+                if saves and within and len(seen) == at:
+                    run.accelerator.save_state(str(tmp_path))
+            if saves and not within and len(seen) == at:
+                run.accelerator.save_state(str(tmp_path))
+        return seen
+
+    whole = Run(rows(), shuffle=True)
+    seen = train(whole)
+    assert seen[:N] != seen[N : 2 * N]
+    resumed = Run(rows(), shuffle=True)
+    assert train(resumed, resumes_in=0 if at == N and within else 1) == seen[at:]
+    assert same(resumed.state, whole.state)
 
 
 def test_a_short_step_that_is_to_be_made_again_is_as_short_after_a_resume(tmp_path):

@@ -287,6 +287,118 @@ def test_what_is_saved_within_an_accumulation_is_the_state_of_the_step_before(tm
     assert again.guard.steps == first.guard.steps == N // 4
 
 
+class PassedOver(Regression):
+    """`training_step` returns None for some batches, with which Lightning goes on to the next."""
+
+    def __init__(self, without=()):
+        super().__init__()
+        self.without = without
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return None if batch_idx in self.without else loss
+
+
+PASSED_OVER = [(1, (12,)), (1, (3, 11, 12)), (2, (14, 15)), (2, (12,)), (2, (13,))]
+
+
+def fit_without(folder, data, callbacks, per_update, without):
+    torch.manual_seed(0)
+    module = PassedOver(without)
+    return fit(folder, data, callbacks, module=module, accumulate_grad_batches=per_update)
+
+
+@pytest.mark.parametrize("per_update, without", PASSED_OVER)
+def test_a_batch_without_a_loss_is_a_step_without_an_update(tmp_path, per_update, without):
+    callback = GuardCallback(POLICY)
+    trainer = fit_without(tmp_path, batches(), [callback], per_update, without)
+    assert callback.guard.alarms == []
+    assert callback.guard.steps == trainer.global_step == N // per_update
+    assert same(state_of(trainer), state_of(fit_without(tmp_path, batches(), [], per_update, without)))
+
+
+@pytest.mark.parametrize("per_update, without", PASSED_OVER)
+def test_a_rewind_goes_over_a_batch_without_a_loss(tmp_path, per_update, without):
+    callback = GuardCallback(POLICY)
+    steps = (13, 14, 15) if per_update == 1 else (8, 9, 10)
+    at = tuple(step * per_update for step in steps)
+    gone = tuple(range(at[0], at[-1] + per_update))
+    trainer = fit_without(tmp_path, batches(broken_at=at), [callback], per_update, without)
+    actions = [(alarm.step, alarm.action) for alarm in callback.guard.alarms]
+    assert actions == list(zip(steps, ("skipped", "skipped", "rewound"), strict=True))
+    assert {alarm.where for alarm in callback.guard.alarms} == {"square (forward)"}
+    assert callback.guard.quarantined == [(0, place) for place in gone]
+    twin = fit_without(tmp_path, batches(leave_out=gone), [], per_update, without)
+    assert same(state_of(trainer), state_of(twin))
+
+
+def test_what_is_compared_with_a_batch_without_a_loss_is_computed_again(tmp_path):
+    class Spiking(PassedOver):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            return None if loss is None else loss + 1000.0 * batch[0][0].eq(0).all()
+
+    for per_update, without in ((1, (20,)), (2, (20,))):
+        data = batches()
+        data[21] = tuple(torch.cat([torch.zeros_like(part[:1]), part[1:]]) for part in data[21])
+        callback, module = GuardCallback(POLICY), Spiking(without)
+        fit(tmp_path, data, [callback], module=module, accumulate_grad_batches=per_update)
+        alarms = [(a.step, a.kind, a.action, a.reproduced) for a in callback.guard.alarms]
+        assert alarms == [(21 // per_update, "loss spike", "skipped", True)]
+
+
+def test_a_batch_at_which_the_module_ends_the_epoch_is_part_of_no_step(tmp_path):
+    class Ending(Regression):
+        def on_train_batch_start(self, batch, batch_idx):
+            return -1 if batch_idx == 20 else None
+
+    callback = GuardCallback(POLICY)
+    trainer = fit(tmp_path, batches(broken_at=(0,)), [callback], module=Ending(), epochs=2)
+    found = [(alarm.step, alarm.batch) for alarm in callback.guard.alarms]
+    assert found == [(0, ((0, 0),)), (20, ((1, 0),))]
+    assert callback.guard.steps == trainer.global_step == 40
+
+
+def saving(folder, every):
+    return lightning.callbacks.ModelCheckpoint(
+        folder, save_top_k=-1, filename="{step}", every_n_train_steps=every
+    )
+
+
+def saved_in(folder):
+    return sorted(int(each.stem.partition("=")[2]) for each in folder.glob("step=*.ckpt"))
+
+
+def test_nothing_is_saved_among_alarms(tmp_path):
+    """Of weights that break, which the alarms at each step tell, until they are taken back."""
+
+    class Spoiled(Regression):
+        done = False
+
+        def on_train_batch_start(self, batch, batch_idx):
+            if batch_idx == 12 and not self.done:
+                self.done = True
+                with torch.no_grad():
+                    self.up.weight[0, 0] = float("nan")
+
+    callback, saves = GuardCallback(POLICY), saving(tmp_path, 13)
+    fit(tmp_path, batches(), [saves, callback], module=Spoiled(), enable_checkpointing=True)
+    actions = [(alarm.step, alarm.action) for alarm in callback.guard.alarms]
+    assert actions == [(12, "skipped"), (13, "skipped"), (14, "rewound")]
+    assert saved_in(tmp_path) == [15, 26, 39]
+    for place in tmp_path.glob("step=*.ckpt"):
+        weights = torch.load(place, weights_only=False)["state_dict"]
+        assert all(tensor.isfinite().all() for tensor in weights.values())
+    assert not any(name.startswith("_save_") and callable(value) for name, value in vars(saves).items())
+
+
+def test_a_training_that_ends_among_alarms_says_that_it_was_not_saved(tmp_path):
+    callbacks = [GuardCallback(POLICY), saving(tmp_path, 20)]
+    with pytest.warns(RuntimeWarning, match="step 40: no checkpoint, as training ended among alarms"):
+        fit(tmp_path, batches(broken_at=(39,)), callbacks, enable_checkpointing=True)
+    assert saved_in(tmp_path) == [20]
+
+
 def test_a_spike_of_the_loss_in_an_accumulated_step_comes_again(tmp_path):
     class Spiking(Regression):
         def training_step(self, batch, batch_idx):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from stackwise.stability.faults import DiskFull, GradientExplosion, LossSpike, NanInjection, broken
@@ -300,8 +301,15 @@ def test_a_rewind_makes_the_steps_again(tmp_path):
 
 
 @pytest.mark.parametrize("per_update", [1, 2])
-@pytest.mark.parametrize("at", [9, 13, *(pytest.param(at, marks=pytest.mark.slow) for at in (5, 8, 11, 22))])
-def test_a_training_that_is_resumed_ends_the_same(tmp_path, at, per_update):
+@pytest.mark.parametrize(
+    "at, written",  # not among alarms
+    [
+        (9, 10),
+        (13, 13),
+        *(pytest.param(*steps, marks=pytest.mark.slow) for steps in ((5, 5), (8, 10), (11, 12), (22, 23))),
+    ],
+)
+def test_a_training_that_is_resumed_ends_the_same(tmp_path, at, written, per_update):
     bad = range(7 * per_update, 11 * per_update)
     data = flat(rows(13 * per_update, broken_at=bad))
     arguments = {"gradient_accumulation_steps": per_update, "dropout": 0.2}
@@ -311,13 +319,102 @@ def test_a_training_that_is_resumed_ends_the_same(tmp_path, at, per_update):
     whole.train()
     again = GuardCallback(POLICY)
     resumed = trainer_of(tmp_path / "other", data, [again], seed=5, **arguments)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{at}"))
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{written}"))
     assert [(a.step, a.action) for a in again.guard.alarms] == [
         (a.step, a.action) for a in first.guard.alarms
     ]
     assert len(again.guard.alarms) == 8
     assert again.guard.quarantined == first.guard.quarantined
     assert same(state_of(resumed), state_of(whole))
+
+
+def saved_in(folder):
+    return sorted(int(each.name.partition("-")[2]) for each in folder.glob("checkpoint-*"))
+
+
+def test_nothing_is_saved_among_alarms(tmp_path):
+    """Of weights that break, which the alarms at each step tell, until they are taken back."""
+
+    class Spoils(transformers.TrainerCallback):
+        done = False
+
+        def on_step_begin(self, args, state, control, model=None, **kwargs):
+            if state.global_step == 12 and not self.done:
+                self.done = True
+                with torch.no_grad():
+                    model.up.weight[0, 0] = float("nan")
+
+    callback = GuardCallback(POLICY)
+    arguments = {"save_strategy": "steps", "save_steps": 13}
+    trainer_of(tmp_path, flat(rows()), [callback, Spoils()], **arguments).train()
+    actions = [(alarm.step, alarm.action) for alarm in callback.guard.alarms]
+    assert actions == [(12, "skipped"), (13, "skipped"), (14, "rewound")]
+    assert saved_in(tmp_path) == [15, 26, 39, 40]
+    for folder in tmp_path.glob("checkpoint-*"):
+        assert all(tensor.isfinite().all() for tensor in load_file(folder / "model.safetensors").values())
+
+
+@pytest.mark.parametrize("strategy", ["steps", "best"])
+def test_an_evaluation_that_finds_the_best_is_put_off_with_its_checkpoint(tmp_path, strategy):
+    arguments = {"eval_strategy": "steps", "eval_steps": 13, "load_best_model_at_end": True}
+    arguments |= {"save_strategy": strategy, "save_steps": 13, "max_steps": 20}
+    data = flat(rows(broken_at=(12,)))
+    trainer = trainer_of(tmp_path, data, [GuardCallback(POLICY)], eval_data=flat(rows(2)), **arguments)
+    trainer.train()
+    assert [each["step"] for each in trainer.state.log_history if "eval_loss" in each] == [14, 20]
+    assert trainer.state.best_global_step in saved_in(tmp_path)
+    assert 13 not in saved_in(tmp_path)
+
+
+def test_a_training_that_ends_among_alarms_says_that_it_was_not_saved(tmp_path):
+    arguments = {"save_strategy": "steps", "save_steps": 20}
+    trainer = trainer_of(tmp_path, flat(rows(broken_at=(39,))), [GuardCallback(POLICY)], **arguments)
+    with pytest.warns(RuntimeWarning, match="step 40: no checkpoint, as training ended among alarms"):
+        trainer.train()
+    assert saved_in(tmp_path) == [20]
+
+
+@pytest.mark.parametrize("asked, written", [(20, 20), (21, 22), (22, 22)])
+def test_a_callback_behind_may_ask_for_a_checkpoint(tmp_path, asked, written):
+    """Where the host does not know yet of an alarm: it is answered before weights are saved."""
+
+    class Asks(transformers.TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_save = state.global_step == asked
+
+    callback = GuardCallback(POLICY, lag=2)
+    trainer = trainer_of(tmp_path, flat(rows(broken_at=(20,))), [callback, Asks()], optimizer="fused")
+    trainer.train()
+    assert [alarm.step for alarm in callback.guard.alarms] == [20]
+    assert saved_in(tmp_path) == [written]
+    assert (tmp_path / f"checkpoint-{written}" / "guard_0.safetensors").exists()
+    assert same(state_of(trainer), state_of(plain(tmp_path, (20,), optimizer="fused")))
+
+
+def test_a_trial_of_a_search_has_its_state_beside_its_checkpoint(tmp_path):
+    optuna = pytest.importorskip("optuna")
+    arguments = {"save_strategy": "steps", "save_steps": 20}
+    trainer = trainer_of(tmp_path, flat(rows()), [GuardCallback(POLICY)], **arguments)
+    trainer.hp_search_backend = transformers.trainer_utils.HPSearchBackend.OPTUNA
+    trainer.hp_space, trainer.hp_name = lambda trial: {}, None
+    trainer.train(trial=optuna.trial.FixedTrial({}, number=3))
+    assert (tmp_path / "run-3" / "checkpoint-20" / "guard_0.safetensors").exists()
+    assert saved_in(tmp_path) == []
+
+
+def test_a_process_that_was_not_there_goes_on_from_the_first_ones_history(tmp_path, monkeypatch):
+    arguments = {"save_strategy": "steps", "save_steps": 20}
+    data = flat(rows(broken_at=(9, 10, 11)))
+    first = GuardCallback(POLICY)
+    trainer_of(tmp_path, data, [first], **arguments).train()
+    other = GuardCallback(POLICY)
+    resumed = trainer_of(tmp_path, data, [other], max_steps=21)
+    monkeypatch.setattr(transformers.TrainingArguments, "process_index", 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-20"))
+    assert repr(other.guard.alarms) == repr(first.guard.alarms)
+    assert other.guard.quarantined == first.guard.quarantined != []
 
 
 def test_a_checkpoint_without_a_guard_says_so(tmp_path):

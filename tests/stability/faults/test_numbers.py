@@ -282,6 +282,18 @@ def test_batches_without_labels(batch):
         LabelCorruption(step=0).on_batch(batch, never)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.uint16, torch.int16, torch.int64])
+def test_labels_up_to_what_their_type_holds(dtype):
+    top = min(torch.iinfo(dtype).max, 2**31 - 1)
+    labels = torch.randint(top, (64,), generator=torch.Generator().manual_seed(0))
+    labels[5], labels[6] = top, 0
+    changed = LabelCorruption(step=0).on_batch({"labels": labels.to(dtype)}, lambda: None)["labels"]
+    assert changed.dtype == dtype
+    numbers = changed.to(torch.int64)
+    assert not (numbers == labels).any()
+    assert 0 <= int(numbers.min()) <= int(numbers.max()) <= top
+
+
 def test_labels_of_one_value():
     with pytest.raises(ValueError, match="only 0; wanted one above 0"):
         LabelCorruption(step=0).on_batch({"labels": torch.zeros(3, dtype=torch.int64)}, never)

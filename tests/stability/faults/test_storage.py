@@ -5,7 +5,11 @@ import errno
 import io
 import json
 import os
+import shutil
+import sys
+import tempfile
 import threading
+from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
 
@@ -62,12 +66,70 @@ def by_thread(path, data):
         raise errors[0]
 
 
-WAYS = [by_open, by_text, by_path, by_os, by_thread]
+def by_buffers(path, data):
+    with opened(path) as descriptor:
+        left = memoryview(data)
+        while left:
+            left = left[os.writev(descriptor, [left[:7], left[7:]]) :]
+
+
+def by_places(path, data):
+    with opened(path) as descriptor:
+        done = 0
+        while done < len(data):
+            done += os.pwrite(descriptor, data[done : done + 100], done)
+
+
+def by_buffers_and_places(path, data):
+    with opened(path) as descriptor:
+        done = 0
+        while done < len(data):
+            done += os.pwritev(descriptor, [data[done : done + 9], data[done + 9 :]], done)
+
+
+@contextmanager
+def opened(path):
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def by_copy(path, data):
+    with tempfile.NamedTemporaryFile() as source:
+        source.write(data)
+        source.flush()
+        shutil.copy(source.name, path)
+
+
+def by_sendfile(path, data):
+    with tempfile.TemporaryFile() as source, opened(path) as descriptor:
+        source.write(data)
+        source.seek(0)
+        while os.sendfile(descriptor, source.fileno(), None, 100):
+            pass
+
+
+def by_copy_range(path, data):
+    with tempfile.TemporaryFile() as source, opened(path) as descriptor:
+        source.write(data)
+        source.flush()
+        done = 0
+        while count := os.copy_file_range(source.fileno(), descriptor, 200, done, done):
+            done += count
+
+
+WAYS = [by_open, by_text, by_path, by_os, by_thread, by_buffers, by_places, by_buffers_and_places, by_copy]
+if sys.platform == "linux":
+    WAYS += [by_sendfile, by_copy_range]
 DATA = b"0123456789" * 30
 
 
 def system_calls():
-    return (builtins.open, io.open, os.open, os.write, os.fsync, os.rename, os.replace)
+    calls = ("open", "write", "writev", "pwrite", "pwritev", "sendfile", "copy_file_range")
+    names = (*calls, "fsync", "rename", "replace")
+    return (builtins.open, io.open, *(getattr(os, name, None) for name in names))
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
@@ -106,6 +168,43 @@ def test_a_write_that_fits_in_part_says_so_and_the_next_one_fails(tmp_path):
             os.write(descriptor, b"56")
     os.close(descriptor)
     assert (tmp_path / "file").read_bytes() == b"1234"
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_a_folder_behind_a_link(tmp_path, way):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    full = DiskFull(step=0, folder=tmp_path / "link", after=4).around_saves(lambda: None)
+    with full, pytest.raises(OSError, match="No space"):
+        way(tmp_path / "link" / "file", DATA)
+    assert (tmp_path / "real" / "file").read_bytes() == DATA[:4]
+
+
+def test_a_copied_folder(tmp_path):
+    """Of more than is copied at once."""
+    (tmp_path / "from").mkdir()
+    for name in "ab":
+        (tmp_path / "from" / name).write_bytes(os.urandom(3_000_000))
+    with DiskFull(step=0, folder=tmp_path / "to", after=4_000_000).around_saves(lambda: None):
+        with pytest.raises(shutil.Error, match="No space left on device"):
+            shutil.copytree(tmp_path / "from", tmp_path / "to")
+        # What one reader wrote into its error is not in that of the next.
+        with pytest.raises(OSError, match="No space") as raised:
+            by_path(tmp_path / "to" / "c", DATA)
+    assert raised.value.filename == os.fspath(tmp_path / "to")
+    sizes = sorted((tmp_path / "to" / name).stat().st_size for name in "ab")
+    assert sizes == [1_000_000, 3_000_000]
+    for name in "ab":
+        found = (tmp_path / "to" / name).read_bytes()
+        assert (tmp_path / "from" / name).read_bytes().startswith(found)
+
+
+def test_copies_that_a_system_makes_by_itself(tmp_path, monkeypatch):
+    """As macOS does."""
+    monkeypatch.setattr(shutil, "_HAS_FCOPYFILE", True, raising=False)
+    with DiskFull(step=0, folder=tmp_path).around_saves(lambda: None):
+        assert not shutil._HAS_FCOPYFILE
+    assert shutil._HAS_FCOPYFILE
 
 
 def test_the_space_is_that_of_all_files(tmp_path):

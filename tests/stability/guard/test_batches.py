@@ -259,6 +259,23 @@ def test_a_plain_load_reads_the_state():
         again.load_state_dict(old)
 
 
+def test_what_was_given_again_leaves_nothing_in_what_processes_have_alike():
+    feed = BatchFeed()
+    batches = feed.batches("abc", ending=lambda: None)
+    next(batches)
+    feed.give_again(feed.take_hand())
+    assert BatchFeed.common_state(feed.state_dict())["frontier"] is not None
+    assert next(batches) == "a"
+    feed.take_hand()
+    state = feed.state_dict()
+    assert state["frontier"] is not None, "this process goes on from there"
+    common = BatchFeed.common_state(state)
+    assert common["frontier"] is None
+    again = BatchFeed()
+    again.load_state_dict(common)
+    assert next(again.batches(iter("bc"), ending=lambda: None)) == "b"
+
+
 def test_an_id_that_is_a_list_is_known_as_a_tuple():
     feed = BatchFeed(lambda batch: [batch, "text"])
     for _ in feed.batches([3, 4], ending=lambda: None):

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from stackwise.stability.guard.snapshot import Moment, Snapshot
 
@@ -221,6 +222,8 @@ def test_scheduler_rates_and_others_come_back():
     for _ in range(3):
         optimizer.step()
         scheduler.step()
+    snapshot = Snapshot(model, optimizer, {"other": other})
+    snapshot.take()
     moment = Moment(optimizer, scheduler, {"other": other})
     wanted = copy.deepcopy((scheduler.state_dict(), optimizer.param_groups[0]["lr"], other.state_dict()))
     for _ in range(5):
@@ -230,12 +233,118 @@ def test_scheduler_rates_and_others_come_back():
         other.weight.zero_()
     optimizer.param_groups[0]["added"] = 1
     for _ in range(2):
+        snapshot.restore()
         moment.restore(optimizer, scheduler, {"other": other})
         found = (scheduler.state_dict(), optimizer.param_groups[0]["lr"], other.state_dict())
         assert same(found[1:], wanted[1:])
         assert found[0]["last_epoch"] == wanted[0]["last_epoch"] == 3
         assert "added" not in optimizer.param_groups[0]
         scheduler.step()
+
+
+def narrow_pair():
+    """Two optimizers of a model in bfloat16; of the second some state is in float32."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).to(torch.bfloat16)
+    first = torch.optim.SGD(model[0].parameters(), lr=0.1, momentum=0.9)
+    second = torch.optim.NAdam(model[1].parameters(), lr=0.1)
+    average = AveragedModel(model, use_buffers=True)
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    return model, first, {"second": second, "average": average}
+
+
+def step_of_pair(model, first, others):
+    first.step()
+    others["second"].step()
+    others["average"].update_parameters(model)
+
+
+def test_other_modules_and_optimizers_are_kept_as_the_model_is():
+    model, first, others = narrow_pair()
+    snapshot, places = Snapshot(model, first, others), []
+    for _ in range(2):
+        step_of_pair(model, first, others)
+        snapshot.take()
+        places.append([v.data_ptr() for v in snapshot._kept.values() if isinstance(v, torch.Tensor)])
+    moment = Moment(first, None, others)
+    assert not moment._others and places[0] == places[1]
+    second, average = others["second"], others["average"]
+    objects = (model, average)
+    tensors = [tensor for each in objects for tensor in (*each.parameters(), *each.buffers())]
+    states = [*first.state.values(), *second.state.values()]
+    tensors += [value for state in states for value in state.values()]
+    assert snapshot.nbytes == sum(t.numel() * t.element_size() for t in tensors)
+
+    def states_now():
+        return copy.deepcopy([each.state_dict() for each in (model, first, second, average)])
+
+    wanted = states_now()
+    assert second.state[model[1].weight]["mu_product"].dtype == torch.float32
+    for _ in range(2):
+        step_of_pair(model, first, others)
+        second.param_groups[0]["lr"] = 9.0
+        assert not same(states_now(), wanted)
+        snapshot.restore()
+        moment.restore(first, None, others)
+        assert same(states_now(), wanted)
+    assert average.n_averaged == 2
+
+
+def test_another_optimizer_that_had_no_state_has_none_again():
+    model, first, others = narrow_pair()
+    snapshot, moment = Snapshot(model, first, others), Moment(first, None, others)
+    snapshot.take()
+    step_of_pair(model, first, others)
+    snapshot.restore()
+    moment.restore(first, None, others)
+    assert not others["second"].state and others["average"].n_averaged == 0
+
+
+class WithMore(nn.Module):
+    """Keeps something beside its tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.seen = nn.Linear(2, 2), 0
+
+    def get_extra_state(self):
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state):
+        self.seen = state["seen"]
+
+
+class OfItsOwnLayout(torch.optim.SGD):
+    """Has something in its state that is of no parameter."""
+
+    def __init__(self, params):
+        super().__init__(params, lr=0.1)
+        self.updates = 0
+
+    def state_dict(self):
+        return {**super().state_dict(), "updates": self.updates}
+
+    def load_state_dict(self, state):
+        super().load_state_dict({key: state[key] for key in ("state", "param_groups")})
+        self.updates = state["updates"]
+
+
+def test_what_others_have_beside_tensors_comes_back():
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    more, own = WithMore(), OfItsOwnLayout(nn.Linear(2, 2).parameters())
+    plain, others = copy.deepcopy(more.state_dict()), {"more": more, "own": own}
+    snapshot = Snapshot(model, optimizer, others)
+    snapshot.take()
+    moment = Moment(optimizer, None, others)
+    with torch.no_grad():
+        more.linear.weight.zero_()
+    more.seen, own.updates = 3, 4
+    snapshot.restore()
+    moment.restore(optimizer, None, others)
+    assert same(more.state_dict(), plain)
+    assert (more.seen, own.updates) == (0, 0)
 
 
 def test_an_expanded_tensor_comes_back():

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from stackwise.checkpoint import CheckpointManager
 from stackwise.random_states import random_states
 from stackwise.stability.guard import Guard, GuardPolicy
 from tests.stability.guard.guarded_run import (
@@ -92,6 +93,75 @@ def test_batches_that_no_checkpoint_takes_are_told_of_at_the_first_state():
                 guard.state_dict()
         else:
             guard.state_dict()
+
+
+@pytest.mark.parametrize("killed_after", [3, 6])
+@pytest.mark.parametrize("every", [1, 10])
+def test_no_checkpoint_of_broken_weights_is_gone_on_from(tmp_path, every, killed_after):
+    """A weight breaks behind the update of step 28: alarms at 29 to 33, and a rewind.
+
+    The process is killed within the row, or just behind it.
+    """
+    data = make_data(count=60)
+
+    def run(directory, *, breaks, steps=N):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 16))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        policy = GuardPolicy(snapshot_interval=10)
+        with CheckpointManager(directory, keep_last=5) as manager:
+            guard = Guard(model, optimizer, policy=policy, loss_of=loss_of, on_rewind=manager.rewind)
+            objects = {"model": model, "optimizer": optimizer, "guard": guard}
+            resumed = manager.restore(objects) is not None
+            for count, batch in enumerate(guard.batches(data, fast_forward=resumed), start=1):
+                loss = loss_of(model, batch)
+                loss.backward()
+                guard.step(loss)
+                if guard.steps % every == 0 and not guard.in_row:
+                    manager.save(guard.steps, objects)
+                if breaks and count == 29:
+                    with torch.no_grad():
+                        model[1].bias[0] = math.nan
+                if count == steps:
+                    break
+        return model, guard
+
+    directory = tmp_path / "run"
+    _, guard = run(directory, breaks=True, steps=29 + killed_after)
+    assert guard.in_row == (3 if killed_after == 3 else 0)
+    assert len(guard.alarms) == min(5, killed_after)
+    resumed, guard = run(directory, breaks=False)
+    assert all(p.isfinite().all() for p in resumed.parameters())
+    assert guard.steps == 60
+    if killed_after == 3:  # else five batches may be in quarantine
+        sound, _ = run(tmp_path / "sound", breaks=False)
+        assert same(resumed.state_dict(), sound.state_dict())
+
+
+def test_a_checkpoint_from_just_before_a_row_is_set_aside_by_the_rewind(tmp_path):
+    data, called = make_data(count=60), []
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 16))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    manager = CheckpointManager(tmp_path, keep_last=5)
+
+    def on_rewind(step):
+        manager.rewind(step)
+        sound = bool(model[1].bias.isfinite().all())
+        called.append((step, guard.steps, guard.in_row, manager.steps(), sound))
+
+    guard = Guard(model, optimizer, policy=GuardPolicy(snapshot_interval=10), on_rewind=on_rewind)
+    for count, batch in enumerate(guard.batches(data), start=1):
+        loss = loss_of(model, batch)
+        loss.backward()
+        guard.step(loss)
+        if count == 29:
+            with torch.no_grad():
+                model[1].bias[0] = math.nan
+        if guard.steps in (20, 29) and not called:
+            manager.save(guard.steps, {"model": model})
+    assert called == [(25, 25, 0, [20], True)]
+    assert (tmp_path / "step-29.damaged").is_dir()
 
 
 def test_a_state_is_refused_that_undoes_what_was_saved_before_it():

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -458,6 +459,9 @@ class TrainingLoop:
             self._read(arrived)
             # Among alarms the weights may be what is broken; the row is over soon, or the run is.
             if self._guard is not None and self._guard.in_row:
+                if ends:
+                    told = "no checkpoint, as training ended among alarms; the one before is the newest"
+                    warnings.warn(f"step {done}: {told}", RuntimeWarning, stacklevel=2)
                 return
             self._save(step)
         if self.checkpoints and leaves:

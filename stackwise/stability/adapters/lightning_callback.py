@@ -35,7 +35,9 @@ __all__ = ["GuardCallback"]
 
 _LOG = logging.getLogger(__name__)
 _HELD = "held"  # an interval of schedulers that never comes
-_SAVES = ("_save_topk_checkpoint", "_save_last_checkpoint")  # of a ModelCheckpoint, whatever it saves for
+# Of a ModelCheckpoint, whatever it saves for; the first is its choice, by a metric or not.
+_SAVES = ("_save_topk_checkpoint", "_save_last_checkpoint")
+_NOT_SAVED = "no checkpoint, as training ended among alarms; the one before is the newest"
 
 
 class GuardCallback(Callback):  # type: ignore[misc, unused-ignore]
@@ -89,7 +91,7 @@ class GuardCallback(Callback):  # type: ignore[misc, unused-ignore]
         self._scaler_state: dict[str, Any] | None = None
         self._logged = 0
         self._saving: list[Any] = []  # callbacks whose saving waits for the end of a row of alarms
-        self._put_off: list[Any] = []  # those of them that have something to save
+        self._put_off: dict[Any, set[str]] = {}  # what waits
         self.guard: Guard | None = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -215,16 +217,17 @@ class GuardCallback(Callback):  # type: ignore[misc, unused-ignore]
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
         """Say it where the last checkpoint was not written."""
         if self._put_off:
-            told = "no checkpoint, as training ended among alarms; the one before is the newest"
-            warnings.warn(f"step {trainer.global_step}: {told}", RuntimeWarning, stacklevel=2)
+            warnings.warn(f"step {trainer.global_step}: {_NOT_SAVED}", RuntimeWarning, stacklevel=2)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:  # noqa: ARG002
-        """Leave the module and other callbacks as they were."""
+        """Leave the module as it was; callbacks that save are so behind their own `on_exception`."""
         self._watch_no_more()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002
         """Leave the module and other callbacks as they were."""
         self._watch_no_more()
+        for callback in list(self._saving):
+            self._let_save(callback)
 
     def state_dict(self) -> dict[str, Any]:
         """The guard's, for Lightning's checkpoints; empty: there was no training.
@@ -300,34 +303,53 @@ class GuardCallback(Callback):  # type: ignore[misc, unused-ignore]
 
     def _watch_saving(self) -> None:
         """Nothing is saved among alarms: weights may be broken, and a rewind would not undo a checkpoint."""
+        for callback in list(self._saving):
+            self._let_save(callback)
         for callback in self._trainer.checkpoint_callbacks:
             if all(callable(getattr(callback, name, None)) for name in _SAVES):
                 self._saving.append(callback)
                 for name in _SAVES:
-                    setattr(callback, name, self._waiting(callback, getattr(callback, name)))
+                    setattr(callback, name, self._waiting(callback, name, getattr(callback, name)))
+                callback.on_exception = self._not_among_alarms(callback, callback.on_exception)
 
-    def _waiting(self, callback: Any, save: Callable[..., None]) -> Callable[..., None]:
+    def _waiting(self, callback: Any, name: str, save: Callable[..., None]) -> Callable[..., None]:
         @wraps(save)
         def waiting(*args: Any, **kwargs: Any) -> None:
             assert self._loop is not None
-            if not self._loop.among_alarms:
+            if self._loop.among_alarms:
+                self._put_off.setdefault(callback, set()).add(name)
+            else:
                 save(*args, **kwargs)
-            elif callback not in self._put_off:
-                self._put_off.append(callback)
 
         return waiting
 
+    def _not_among_alarms(self, callback: Any, on_exception: Callable[..., None]) -> Callable[..., None]:
+        @wraps(on_exception)
+        def unless_among_alarms(trainer: Any, *args: Any, **kwargs: Any) -> None:
+            self._let_save(callback)
+            if self._loop is None or not self._loop.among_alarms:
+                on_exception(trainer, *args, **kwargs)
+            elif getattr(callback, "_should_save_on_exception", lambda _: False)(trainer):
+                warnings.warn(f"step {trainer.global_step}: {_NOT_SAVED}", RuntimeWarning, stacklevel=2)
+
+        return unless_among_alarms
+
     def _save_put_off(self) -> None:
-        callbacks, self._put_off = self._put_off, []
-        for callback in callbacks:
+        put_off, self._put_off = self._put_off, {}
+        for callback, names in put_off.items():
+            # What is chosen by a metric waits for the next one: this one is of weights among alarms.
+            chosen = callback.monitor is not None
             for name in _SAVES:
-                getattr(callback, name)(self._trainer, callback._monitor_candidates(self._trainer))
+                if name in names and not (chosen and name == _SAVES[0]):
+                    getattr(callback, name)(self._trainer, callback._monitor_candidates(self._trainer))
+
+    def _let_save(self, callback: Any) -> None:
+        self._saving.remove(callback)
+        self._put_off.pop(callback, None)
+        for name in (*_SAVES, "on_exception"):
+            vars(callback).pop(name, None)
 
     def _watch_no_more(self) -> None:
-        for callback in self._saving:
-            for name in _SAVES:
-                vars(callback).pop(name, None)
-        self._saving, self._put_off = [], []
         if self._watch is None:
             return
         self._watch.remove()

@@ -63,8 +63,8 @@ class OuterLoop:
 
     @property
     def among_alarms(self) -> bool:
-        """Whether no step was sound since the last alarm that was answered: weights may be broken."""
-        return self.guard._escalation.in_row > 0
+        """Whether no update was made since the last alarm that was answered: weights may be broken."""
+        return self.guard.in_row > 0
 
     def judge(self, scale: Tensor | None = None) -> None:
         """Behind the last backward pass of a step, before clipping; see `Guard.judge_step`."""

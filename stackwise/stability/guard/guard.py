@@ -145,6 +145,7 @@ class Guard:
         self._buffers.keep()
         self._snapshot = Snapshot(model, optimizer, self._others, on_host=self.policy.snapshot_on_host)
         self._on_rewind = on_rewind
+        self._left_out = True  # the update of the last alarm
         self._moment: Moment | None = None
         self._judged: dict[str, Any] = {}
         self._made_before = MadeBefore(self._device)
@@ -193,11 +194,11 @@ class Guard:
 
     @property
     def in_row(self) -> int:
-        """Alarms in a row that left updates out, as far as the host knows; a rewind ends the row.
+        """Alarms in a row whose last left its update out, as far as the host knows; a rewind ends the row.
 
         Above 0 weights or optimizer may be what is broken: no moment for a checkpoint.
         """
-        return self._escalation.in_row
+        return self._escalation.in_row if self._left_out else 0
 
     @property
     def quarantined(self) -> list[Hashable]:
@@ -606,6 +607,7 @@ class Guard:
         ids = tuple(given.id for given in made.batches) or None
         limit = None if limit is None or math.isinf(limit) else limit
         alarm = Alarm(made.step, kind, value, limit, blamed(norms, self._reference), batch=ids)
+        self._left_out = bool(found_inf)
         if not found_inf:
             self.alarms.append(replace(alarm, action="clipped"))
         else:

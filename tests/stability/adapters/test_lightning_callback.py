@@ -1,7 +1,9 @@
 """Lightning under the guard: noticed at its step, and then as if the batch had not been there."""
 
 import copy
+import dataclasses
 import itertools
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -369,18 +371,19 @@ def saved_in(folder):
     return sorted(int(each.stem.partition("=")[2]) for each in folder.glob("step=*.ckpt"))
 
 
-def test_nothing_is_saved_among_alarms(tmp_path):
+class Spoiled(Regression):
     """Of weights that break, which the alarms at each step tell, until they are taken back."""
 
-    class Spoiled(Regression):
-        done = False
+    done = False
 
-        def on_train_batch_start(self, batch, batch_idx):
-            if batch_idx == 12 and not self.done:
-                self.done = True
-                with torch.no_grad():
-                    self.up.weight[0, 0] = float("nan")
+    def on_train_batch_start(self, batch, batch_idx):
+        if batch_idx == 12 and not self.done:
+            self.done = True
+            with torch.no_grad():
+                self.up.weight[0, 0] = float("nan")
 
+
+def test_nothing_is_saved_among_alarms(tmp_path):
     callback, saves = GuardCallback(POLICY), saving(tmp_path, 13)
     fit(tmp_path, batches(), [saves, callback], module=Spoiled(), enable_checkpointing=True)
     actions = [(alarm.step, alarm.action) for alarm in callback.guard.alarms]
@@ -389,7 +392,43 @@ def test_nothing_is_saved_among_alarms(tmp_path):
     for place in tmp_path.glob("step=*.ckpt"):
         weights = torch.load(place, weights_only=False)["state_dict"]
         assert all(tensor.isfinite().all() for tensor in weights.values())
-    assert not any(name.startswith("_save_") and callable(value) for name, value in vars(saves).items())
+    assert not vars(saves).keys() & {"_save_topk_checkpoint", "_save_last_checkpoint", "on_exception"}
+
+
+@pytest.mark.parametrize("among", [True, False])
+def test_where_an_exception_ends_the_training(tmp_path, among):
+    """A checkpoint that is to be written then is not, among alarms."""
+    module = Spoiled() if among else Stopped()
+    policy = dataclasses.replace(POLICY, rewinds=0)
+    saves = lightning.callbacks.ModelCheckpoint(
+        tmp_path, save_on_exception=True, save_last=True, every_n_train_steps=1000
+    )
+    told = pytest.warns(RuntimeWarning, match="no checkpoint, as training") if among else nullcontext()
+    with told, pytest.raises(GuardError if among else ZeroDivisionError):
+        fit(tmp_path, batches(), [saves, GuardCallback(policy)], module=module, enable_checkpointing=True)
+    assert bool(list(tmp_path.glob("*.ckpt"))) == (not among)
+    assert not vars(saves).keys() & {"_save_topk_checkpoint", "_save_last_checkpoint", "on_exception"}
+
+
+class Stopped(Regression):
+    def on_train_batch_start(self, batch, batch_idx):
+        if batch_idx == 12:
+            raise ZeroDivisionError
+
+
+def test_what_is_chosen_by_a_metric_is_left_out_among_alarms(tmp_path):
+    class Measured(Spoiled):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            self.log("seen", loss.detach())
+            return loss
+
+    best = lightning.callbacks.ModelCheckpoint(
+        tmp_path, monitor="seen", save_top_k=-1, filename="{step}", every_n_train_steps=13, save_last=True
+    )
+    fit(tmp_path, batches(), [best, GuardCallback(POLICY)], module=Measured(), enable_checkpointing=True)
+    assert saved_in(tmp_path) == [26, 39]
+    assert (tmp_path / "last.ckpt").exists()
 
 
 def test_a_training_that_ends_among_alarms_says_that_it_was_not_saved(tmp_path):

@@ -164,6 +164,26 @@ def test_a_checkpoint_from_just_before_a_row_is_set_aside_by_the_rewind(tmp_path
     assert (tmp_path / "step-29.damaged").is_dir()
 
 
+def test_a_clipped_update_may_be_saved():
+    """It is an alarm of the row; but the update was made, and weights are what it made them."""
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    guard, found = Guard(model, optimizer, policy=GuardPolicy(spikes_clipped=2)), []
+    torch.manual_seed(0)
+    for step, batch in enumerate(guard.batches([torch.randn(4, 4) for _ in range(60)])):
+        by = {50: math.nan, 51: 1e4, 52: 1e4}.get(step, 1.0)
+        loss = (model(batch) - 1).square().mean() * by
+        loss.backward()
+        guard.step(loss)
+        found.append(guard.in_row)
+    assert [(alarm.step, alarm.action) for alarm in guard.alarms][:3] == [
+        (50, "skipped"),
+        (51, "clipped"),
+        (52, "clipped"),
+    ]
+    assert found[50:53] == [1, 0, 0]
+
+
 def test_a_state_is_refused_that_undoes_what_was_saved_before_it():
     run = made("fused sgd", 0)
     guard = Guard(run.model, run.optimizer, policy=POLICY, lag=4)

@@ -13,6 +13,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ _NO_SETTINGS_OF_ATTENTION = {*_NO_SETTINGS, "backend"}
 _PLAIN: tuple[Any, ...] = (type(None), bool, int, float, complex, str, bytes)
 _KNOWN = {"pydantic", "torch", "stackwise", *sys.stdlib_module_names}
 _MADE_WHILE_RUNNING = 1 << 9  # Py_TPFLAGS_HEAPTYPE
+_Function = FunctionType | MethodType
 _NO_HOOK = "none, as its code cannot be part of a digest"
 _numbers: dict[int, tuple[Callable[[], object], int]] = {}  # by address, as long as it is the same object
 _count = itertools.count()
@@ -99,7 +101,7 @@ class ContentHash:
             *torch_module._global_forward_hooks.values(),
             *torch_module._global_forward_pre_hooks.values(),
         )
-        known = all(_is_known(getattr(hook, "__module__", None)) for hook in hooks)
+        known = all(isinstance(hook, _Function) and _is_known(hook.__module__) for hook in hooks)
         require(known, "all modules", "a forward hook", _NO_HOOK)
         digest = hashlib.sha256(_OWN_CODE.encode())
         shared: dict[nn.Module, str] = {}

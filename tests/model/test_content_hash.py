@@ -600,9 +600,10 @@ def test_hooks_are_refused(hook):
 
 
 @pytest.mark.parametrize("hook", ["register_module_forward_hook", "register_module_forward_pre_hook"])
-def test_hooks_of_all_modules_are_refused(hook):
+@pytest.mark.parametrize("called", [lambda *_: None, functools.partial(lambda *_: None)])
+def test_hooks_of_all_modules_are_refused(hook, called):
     stack, content = make_stack(), ContentHash()
-    handle = getattr(nn.modules.module, hook)(lambda *_: None)
+    handle = getattr(nn.modules.module, hook)(called)
     try:
         with pytest.raises(ValueError, match="all modules: got 'a forward hook'"):
             content({"part": stack})

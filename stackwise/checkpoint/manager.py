@@ -522,11 +522,20 @@ class CheckpointManager:
     def _go_back(self, step: int) -> None:
         if not self._ranks.is_main:
             return
+        self._behind = []
         if self._uploader is not None:
             self._uploader.wait()
-        found = [(each, place) for place in self._places for each in steps_in(place)]
-        self._behind = [folder_of(place, each) for each, place in found if each > step]
-        if len(self._behind) < len(found):
+        left = 0
+        for place in self._places:
+            try:
+                steps = steps_in(place)
+            except OSError as refused:
+                told = f"checkpoints that the run has gone back behind keep their names: {place}: {refused}"
+                self._warnings.append(told)
+                continue
+            self._behind += [folder_of(place, each) for each in steps if each > step]
+            left += sum(each <= step and each not in self._damaged for each in steps)
+        if left:
             self._leave_behind()
 
     def _leave_behind(self) -> None:

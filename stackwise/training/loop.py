@@ -138,6 +138,7 @@ class TrainingLoop:
         self._begun = 0.0  # when records were last asked for without waiting for all
         self._made: float | None = None  # when those that are read next were made; None: only now
         self._done = 0  # steps of the phase
+        self._due = (False, False)  # whether to save, and to leave, behind a row of alarms
         self._told: Mapping[str, Any] = {}  # of what is saved, by rank 0
         self._resumed: Mapping[str, Any] | None = None  # until the phase that was left has begun again
         self._head = nn.ModuleList([self.rack.final_norm, self.rack.lm_head])
@@ -447,11 +448,12 @@ class TrainingLoop:
     def _leave(self, phase: Phase, step: TrainStep, *, saves: bool = False) -> None:
         """Save if it `saves`, or where the run ends, and end it where that is asked for.
 
-        Not within a row of alarms: a request to end waits until it is over.
+        Not within a row of alarms: until it is over both wait.
         """
         done = self._first_record + self._done
         ends = self._done == phase.steps and phase.is_last
         leaves = self.terminates is not None and self.terminates(done) and not ends
+        saves, leaves = saves or self._due[0], (leaves or self._due[1]) and not ends
         if self.checkpoints and (saves or leaves or ends):
             arrived = self._arrived(wait=True)
             if arrived is None:
@@ -462,7 +464,9 @@ class TrainingLoop:
                 if ends:
                     told = "no checkpoint, as training ended among alarms; the one before is the newest"
                     warnings.warn(f"step {done}: {told}", RuntimeWarning, stacklevel=2)
+                self._due = saves, leaves
                 return
+            self._due = False, False
             self._save(step)
         if self.checkpoints and leaves:
             self.checkpoints.close()  # or say that nothing is saved: who asked is told that it can go on

@@ -24,6 +24,7 @@ from stackwise.checkpoint import (
     CheckpointManager,
     CheckpointWarning,
     DamagedCheckpointError,
+    DirectoryUpload,
     export,
     object_state,
 )
@@ -805,6 +806,34 @@ def test_one_that_cannot_be_set_aside_is_told_of(tmp_path, monkeypatch):
     monkeypatch.setattr("stackwise.checkpoint.manager.set_aside", raised_os_error(errno.EROFS))
     with pytest.warns(CheckpointWarning, match="gone back behind keeps its name: .*step-30: .*Read-only"):
         manager.rewind(20)
+
+
+def test_a_place_that_cannot_be_read_is_told_of(tmp_path, monkeypatch):
+    manager = CheckpointManager(tmp_path / "here", upload=DirectoryUpload(tmp_path / "there"))
+    for step in (20, 30):
+        manager.save(step, {})
+    manager.wait()
+    original = Path.iterdir
+
+    def iterdir(self):
+        if self == tmp_path / "there":
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(self))
+        return original(self)
+
+    monkeypatch.setattr(Path, "iterdir", iterdir)
+    with pytest.warns(CheckpointWarning, match="gone back behind keep their names: .*there: .*ESTALE|Stale"):
+        manager.rewind(20)
+    monkeypatch.undo()
+    assert names_in(tmp_path / "here") == ["step-20", "step-30.damaged"]
+
+
+def test_one_that_was_passed_over_is_none_to_go_back_to(tmp_path):
+    manager = CheckpointManager(tmp_path)
+    for step in (20, 30):
+        manager.save(step, {"counts": {"step": step}})
+    manager._damaged.add(20)  # as where it could not be set aside
+    manager.rewind(25)
+    assert names_in(tmp_path) == ["step-20", "step-30"]
 
 
 @BOTH

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import weakref
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -489,6 +490,16 @@ def test_a_checkpoint_of_broken_weights_is_not_gone_on_from(run, monkeypatch, en
     assert [alarm.action for alarm in result["alarms"]] == ["skipped"] * 4 + ["rewound"]
     assert weights(rack).isfinite().all()
     assert [record.step for record in result["records"]] == list(range(STEPS))
+
+
+@pytest.mark.parametrize("at, saved", [(4, ["step-5", "step-8", "step-9"]), (STEPS, ["step-4", "step-8"])])
+def test_a_checkpoint_that_is_due_among_alarms_waits(run, monkeypatch, at, saved):
+    """As behind an overflow that follows an alarm: it counts as an update."""
+    monkeypatch.setattr(PhaseGuard, "in_row", property(lambda self: int(self.count.done == at)))
+    told = pytest.warns(RuntimeWarning, match="step 9: no checkpoint, as training ended among alarms")
+    with told if at == STEPS else nullcontext():
+        run(clean(STEPS + 6), checkpoints(4))
+    assert sorted(path.name for path in Path("run").iterdir()) == saved
 
 
 # What it is beside.

@@ -73,6 +73,7 @@ class AcceleratedGuard:
         others: Mapping[str, Stateful] | None = None,
         bundles: Path | str | None = None,
         lag: int | None = None,
+        on_rewind: Callable[[int], object] | None = None,
     ) -> None:
         prepared = isinstance(optimizer, AcceleratedOptimizer)
         require(prepared, "optimizer", type(optimizer).__name__, "what accelerator.prepare() returned")
@@ -102,6 +103,7 @@ class AcceleratedGuard:
             bundles=bundles,
             scaler=accelerator.scaler,
             lag=lag,
+            on_rewind=on_rewind,
         )
         self._loss: Tensor | None = None
         self._logit: Tensor | None = None

@@ -211,21 +211,16 @@ class GuardCallback(Callback):  # type: ignore[misc, unused-ignore]
         for config in by_epochs:
             if (trainer.current_epoch + 1) % config.frequency == 0:
                 self._module.lr_scheduler_step(config.scheduler, None)
-        if not loop.among_alarms:
-            self._save_put_off()
-
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
-        """Say it where the last checkpoint was not written."""
-        if self._put_off:
-            warnings.warn(f"step {trainer.global_step}: {_NOT_SAVED}", RuntimeWarning, stacklevel=2)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:  # noqa: ARG002
         """Leave the module as it was; callbacks that save are so behind their own `on_exception`."""
         self._watch_no_more()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002
-        """Leave the module and other callbacks as they were."""
+        """Leave the module and other callbacks as they were; say it where a checkpoint was not written."""
         self._watch_no_more()
+        if self._put_off:
+            warnings.warn(f"step {trainer.global_step}: {_NOT_SAVED}", RuntimeWarning, stacklevel=2)
         for callback in list(self._saving):
             self._let_save(callback)
 
@@ -311,13 +306,16 @@ class GuardCallback(Callback):  # type: ignore[misc, unused-ignore]
                 for name in _SAVES:
                     setattr(callback, name, self._waiting(callback, name, getattr(callback, name)))
                 callback.on_exception = self._not_among_alarms(callback, callback.on_exception)
+                callback.on_train_batch_end = self._then_put_off(callback, callback.on_train_batch_end)
 
     def _waiting(self, callback: Any, name: str, save: Callable[..., None]) -> Callable[..., None]:
         @wraps(save)
         def waiting(*args: Any, **kwargs: Any) -> None:
             assert self._loop is not None
             if self._loop.among_alarms:
-                self._put_off.setdefault(callback, set()).add(name)
+                # Lightning asks for the last one only where another was written.
+                names = _SAVES if callback.save_last else (name,)
+                self._put_off.setdefault(callback, set()).update(names)
             else:
                 save(*args, **kwargs)
 
@@ -334,19 +332,33 @@ class GuardCallback(Callback):  # type: ignore[misc, unused-ignore]
 
         return unless_among_alarms
 
-    def _save_put_off(self) -> None:
-        put_off, self._put_off = self._put_off, {}
-        for callback, names in put_off.items():
-            # What is chosen by a metric waits for the next one: this one is of weights among alarms.
-            chosen = callback.monitor is not None
-            for name in _SAVES:
-                if name in names and not (chosen and name == _SAVES[0]):
-                    getattr(callback, name)(self._trainer, callback._monitor_candidates(self._trainer))
+    def _then_put_off(self, callback: Any, on_train_batch_end: Callable[..., None]) -> Callable[..., None]:
+        @wraps(on_train_batch_end)
+        def and_what_was_put_off(trainer: Any, *args: Any, **kwargs: Any) -> None:
+            on_train_batch_end(trainer, *args, **kwargs)
+            assert self._loop is not None
+            if not self._loop.among_alarms:
+                self._save_put_off(callback, self._put_off.pop(callback, set()))
+
+        return and_what_was_put_off
+
+    def _save_put_off(self, callback: Any, names: set[str]) -> None:
+        """Behind all callbacks of a batch, whose own states are in the checkpoint."""
+        trainer, before = self._trainer, callback._last_global_step_saved
+        if before == trainer.global_step:
+            return
+        # What is chosen by a metric waits for the next one: this one is of weights among alarms.
+        chosen = callback.monitor is not None
+        for name in _SAVES:
+            if name in names and not (chosen and name == _SAVES[0]):
+                getattr(callback, name)(trainer, callback._monitor_candidates(trainer))
+        if chosen:  # which may be found at this very step
+            callback._last_global_step_saved = before
 
     def _let_save(self, callback: Any) -> None:
         self._saving.remove(callback)
         self._put_off.pop(callback, None)
-        for name in (*_SAVES, "on_exception"):
+        for name in (*_SAVES, "on_exception", "on_train_batch_end"):
             vars(callback).pop(name, None)
 
     def _watch_no_more(self) -> None:

@@ -460,6 +460,7 @@ class Guard:
             "skipped": self.skipped,
             "cleared": self.cleared,
             "escalation": self._escalation.state_dict(),
+            "left_out": self._left_out,
             "written": self._bundles.written,
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
         }
@@ -493,6 +494,7 @@ class Guard:
         self._reference = dict(state["reference"])
         self.skipped, self.cleared = state["skipped"], state["cleared"]
         self._escalation.load_state_dict(state["escalation"])
+        self._left_out = state.get("left_out", True)
         self._bundles.written = state["written"]
         if self._scaler is not None and state.get("scaler"):
             self._scaler.load_state_dict(state["scaler"])

@@ -383,6 +383,9 @@ class Spoiled(Regression):
                 self.up.weight[0, 0] = float("nan")
 
 
+WATCHED = {"_save_topk_checkpoint", "_save_last_checkpoint", "on_exception", "on_train_batch_end"}
+
+
 def test_nothing_is_saved_among_alarms(tmp_path):
     callback, saves = GuardCallback(POLICY), saving(tmp_path, 13)
     fit(tmp_path, batches(), [saves, callback], module=Spoiled(), enable_checkpointing=True)
@@ -392,7 +395,7 @@ def test_nothing_is_saved_among_alarms(tmp_path):
     for place in tmp_path.glob("step=*.ckpt"):
         weights = torch.load(place, weights_only=False)["state_dict"]
         assert all(tensor.isfinite().all() for tensor in weights.values())
-    assert not vars(saves).keys() & {"_save_topk_checkpoint", "_save_last_checkpoint", "on_exception"}
+    assert not vars(saves).keys() & WATCHED
 
 
 @pytest.mark.parametrize("among", [True, False])
@@ -407,7 +410,7 @@ def test_where_an_exception_ends_the_training(tmp_path, among):
     with told, pytest.raises(GuardError if among else ZeroDivisionError):
         fit(tmp_path, batches(), [saves, GuardCallback(policy)], module=module, enable_checkpointing=True)
     assert bool(list(tmp_path.glob("*.ckpt"))) == (not among)
-    assert not vars(saves).keys() & {"_save_topk_checkpoint", "_save_last_checkpoint", "on_exception"}
+    assert not vars(saves).keys() & WATCHED
 
 
 class Stopped(Regression):
@@ -436,6 +439,35 @@ def test_a_training_that_ends_among_alarms_says_that_it_was_not_saved(tmp_path):
     with pytest.warns(RuntimeWarning, match="step 40: no checkpoint, as training ended among alarms"):
         fit(tmp_path, batches(broken_at=(39,)), callbacks, enable_checkpointing=True)
     assert saved_in(tmp_path) == [20]
+
+
+def test_the_last_one_of_a_training_that_ends_among_alarms_is_told_of(tmp_path):
+    """Lightning asks for it at the very end."""
+    last = lightning.callbacks.ModelCheckpoint(tmp_path, save_last=True, every_n_train_steps=1000)
+    with pytest.warns(RuntimeWarning, match="step 40: no checkpoint, as training ended among alarms"):
+        fit(tmp_path, batches(broken_at=(39,)), [GuardCallback(POLICY), last], enable_checkpointing=True)
+    assert not list(tmp_path.glob("*.ckpt"))
+    assert not vars(last).keys() & WATCHED
+
+
+def test_what_was_put_off_has_the_last_one_with_it_and_what_callbacks_behind_have_made(tmp_path):
+    class Counted(lightning.Callback):
+        count, last = 0, None
+
+        def on_train_batch_end(self, *args):
+            self.count += 1
+            if self.count == 45:
+                self.last = torch.load(tmp_path / "last.ckpt", weights_only=False)["global_step"]
+
+        def state_dict(self):
+            return {"count": self.count}
+
+    each = lightning.callbacks.ModelCheckpoint(tmp_path, save_top_k=-1, filename="{step}", save_last=True)
+    callbacks = [GuardCallback(POLICY), counted := Counted(), each]
+    fit(tmp_path, batches(broken_at=(39,)), callbacks, enable_checkpointing=True, epochs=2)
+    saved = torch.load(tmp_path / "step=41.ckpt", weights_only=False)
+    assert [state["count"] for state in saved["callbacks"].values() if "count" in state] == [41]
+    assert counted.last == 41
 
 
 def test_a_spike_of_the_loss_in_an_accumulated_step_comes_again(tmp_path):

@@ -182,6 +182,12 @@ def test_a_clipped_update_may_be_saved():
         (52, "clipped"),
     ]
     assert found[50:53] == [1, 0, 0]
+    other = Guard(model, optimizer, policy=GuardPolicy(spikes_clipped=2))
+    for left_out in (True, False):
+        state = guard.state_dict() | {"left_out": left_out}
+        state["escalation"] |= {"in_row": 3}
+        other.load_state_dict(state)
+        assert other.in_row == 3 * left_out
 
 
 def test_a_state_is_refused_that_undoes_what_was_saved_before_it():

@@ -34,7 +34,7 @@ from rich.console import Console
 from bench.claim import Claim
 from bench.gate.ablation import DESIGNS, judge, series
 from bench.gate.command import CommandFailedError
-from bench.gate.effects import EFFECTS, branches, calibrate, count_instructions
+from bench.gate.effects import EFFECTS, SAME, branches, calibrate, count_instructions
 from bench.gate.findings import bars, own_history_bar, self_checks, summary, table
 from bench.gate.noise import CONDITIONS, noise
 from bench.gate.own_history import compare_own_history
@@ -94,6 +94,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--rivals-every", type=int, default=3, metavar="N", help="cycles (default: %(default)s)"
     )
     parser.add_argument("--conditions", help=f"only blocks under these of {','.join(CONDITIONS)}")
+    parser.add_argument("--effects", help=f"only blocks of these of {','.join(EFFECTS)}")
     parser.add_argument(
         "--ablations",
         type=int,
@@ -140,10 +141,13 @@ def _plan(options: argparse.Namespace, parser: argparse.ArgumentParser) -> Plan:
         if options.seconds <= 0:
             parser.error(f"--seconds: got {options.seconds}; allowed: a number > 0")
         plan = replace(plan, seconds=options.seconds)
-    options.conditions = options.conditions.split(",") if options.conditions else plan.conditions
-    if unknown := set(options.conditions) - set(plan.conditions):
-        allowed = ", ".join(plan.conditions)
-        parser.error(f"--conditions: got {', '.join(sorted(unknown))}; allowed: {allowed}")
+    for name, known in (("conditions", plan.conditions), ("effects", (SAME, *plan.effects))):
+        given = getattr(options, name)
+        chosen = given.split(",") if given else known
+        if unknown := set(chosen) - set(known):
+            got, allowed = ", ".join(sorted(unknown)), ", ".join(known)
+            parser.error(f"--{name}: got {got}; allowed: {allowed}")
+        setattr(options, name, chosen)
     if options.rivals_every < 1:
         parser.error(f"--rivals-every: got {options.rivals_every}; allowed: an integer >= 1")
     return plan
@@ -216,7 +220,8 @@ def _run(claim: Claim, log: RunLog, repository: Repository, plan: Plan, options:
             if (run.condition, run.effect) != (block.condition, block.effect):
                 raise RuntimeError(f"{log.path} has runs of another plan: take it away")
         missing = [tool for tool in tools_of(block, TOOLS, options.rivals_every) if tool.name not in done]
-        if not missing or block.condition not in options.conditions:
+        asked_for = block.condition in options.conditions and block.effect in options.effects
+        if not missing or not asked_for:
             continue
         left = None if options.minutes is None else 60 * options.minutes - (time.monotonic() - begun)
         if more == options.blocks or (left is not None and left < len(missing) * seconds):

@@ -39,6 +39,7 @@ from bench.gate.findings import bars, own_history_bar, self_checks, summary, tab
 from bench.gate.noise import CONDITIONS, noise
 from bench.gate.own_history import compare_own_history
 from bench.gate.plan import QUICK, Block, Plan, blocks, fair_seconds, next_effort, tools_of
+from bench.gate.replay import changed, replayed
 from bench.gate.repository import SUITE, Repository
 from bench.gate.runs import Run, RunLog
 from bench.gate.tools import TOOLS, missing_tools, versions
@@ -247,10 +248,13 @@ def _run(claim: Claim, log: RunLog, repository: Repository, plan: Plan, options:
 
 
 def _enter(claim: Claim, runs: Sequence[Run], plan: Plan) -> None:
+    """Of all runs, judged by the rule as it is."""
+    judged = replayed(runs)
     claim.figures["plan"] = {"seconds": plan.seconds, "calls": plan.names, "conditions": plan.conditions}
-    claim.figures["rules"] = summary(list(runs))
-    claim.figures["self_checks"] = self_checks(list(runs))
-    claim.bars = bars(list(runs), claim.figures)
+    claim.figures["judged anew"] = changed(runs, judged)
+    claim.figures["rules"] = summary(judged)
+    claim.figures["self_checks"] = self_checks(judged)
+    claim.bars = bars(judged, claim.figures)
     claim.write()
 
 

@@ -30,6 +30,7 @@ from scipy.special import stdtrit
 
 from stackwise.argument import check_number, check_sizes
 from stackwise.gate.boundary import check_looks, quantiles
+from stackwise.gate.outlier import without_outliers
 from stackwise.gate.verdict import Decision, Verdict
 
 __all__ = ["Rule", "surely_differs"]
@@ -94,12 +95,13 @@ class Rule:
             return None
         last = last or rounds == self.looks[-1]
         place = self.looks.index(rounds)
-        values = np.asarray(differences, dtype=np.float64)
+        values = without_outliers(differences, tolerance)
+        after = _after(rounds, rounds - len(values))
         mean, spread = float(values.mean()), float(values.std(ddof=1))
         # Equal differences have a spread of their rounding.
         if float(np.ptp(values)) <= 1e-12 * abs(mean):
             spread = 0.0
-        error = spread / math.sqrt(rounds)
+        error = spread / math.sqrt(len(values))
         to_flag = quantiles(self.looks, self.alpha, _FLAG_SHAPE)[place] * error
         to_pass = quantiles(self.looks, self.miss, _PASS_SHAPE)[place] * error
 
@@ -117,12 +119,12 @@ class Rule:
                 to_flag,
                 to_flag,
                 1 - 2 * self.alpha,
-                f"surely costs less after {rounds} rounds",
+                f"surely costs less {after}",
             )
         if passes and mean < -minimum_effect and not last:  # it may be faster, which more rounds can tell
             return None
         if passes:
-            why = f"surely less than the tolerance after {rounds} rounds"
+            why = f"surely less than the tolerance {after}"
             return decided(Verdict.PASS, to_pass, to_pass, 1 - 2 * self.miss, why)
         if slower:
             return decided(
@@ -130,21 +132,28 @@ class Rule:
                 to_flag,
                 to_flag,
                 1 - 2 * self.alpha,
-                f"surely costs more after {rounds} rounds",
+                f"surely costs more {after}",
             )
         if not last:
             return None
-        why = f"open after {rounds} rounds, which differ by {spread:.2%} (sd)"
+        why = f"open {after}, which differ by {spread:.2%} (sd)"
         return decided(Verdict.INCONCLUSIVE, to_flag, to_pass, 1 - self.alpha - self.miss, why)
 
 
-def surely_differs(differences: Sequence[float], chance: float) -> tuple[float, float, float] | None:
+def surely_differs(
+    differences: Sequence[float], tolerance: float, chance: float
+) -> tuple[float, float, float] | None:
     """Mean and ends of the t interval that is wrong on either side with `chance`; None: it has 0 in it.
 
-    One look only: at more of them it would be wrong more often.
+    One look only, without outliers: at more looks it would be wrong more often.
     """
-    values = np.asarray(differences, dtype=np.float64)
+    values = without_outliers(differences, tolerance)
     mean = float(values.mean())
     error = float(values.std(ddof=1)) / math.sqrt(len(values))
     beside = -float(stdtrit(len(values) - 1, chance)) * error
     return (mean, mean - beside, mean + beside) if abs(mean) > beside else None
+
+
+def _after(rounds: int, left_out: int) -> str:
+    """When it was decided, as the end of a sentence."""
+    return f"after {rounds} rounds" + (f", {left_out} of them left out as far off" if left_out else "")

@@ -15,7 +15,7 @@ __all__ = ["Trial"]
 
 
 # Fresh rounds that have to say the same where all rounds together are what decides.
-_LEAST_FRESH = 2
+_LEAST_FRESH = 1
 
 
 class Trial:
@@ -143,12 +143,12 @@ class Trial:
         if self._flag is None or len(fresh) < least:
             return None
         chance = self.rule.alpha * self._fresh_rule.alpha
-        found = surely_differs(self._differences, chance)
+        tolerance, minimum_effect = self.limit.at(self.base_level)
+        found = surely_differs(self._differences, tolerance, chance)
         if found is None:
             return None
-        _, minimum_effect = self.limit.at(self.base_level)
         sign = 1 if self._flag.verdict is Verdict.REGRESSED else -1
-        if min(sign * found[0], sign * statistics.fmean(fresh)) <= minimum_effect:
+        if min(sign * found[0], sign * statistics.median(fresh)) <= minimum_effect:
             return None
         estimate, low, high = map(math.expm1, found)
         rounds = len(self._differences)

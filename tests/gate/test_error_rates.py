@@ -21,7 +21,7 @@ SYMMETRIC = ("normal", "laplace", "t3", "outliers", "two states", "louder")
 
 
 def draw(name, shape, rng):
-    """Differences of identical code with a standard deviation of 1, one trial a row."""
+    """Differences of identical code with a standard deviation of 1, strays aside; one trial a row."""
     rounds = shape[1]
     match name:
         case "normal":
@@ -32,6 +32,8 @@ def draw(name, shape, rng):
             return rng.standard_t(3, shape) / math.sqrt(3)
         case "outliers":  # one round in ten is five times as noisy
             return rng.standard_normal(shape) * np.where(rng.random(shape) < 0.1, 5, 1) / math.sqrt(3.4)
+        case "stray":  # one round in thirty has a process that is a third slower or faster than its like
+            return rng.standard_normal(shape) * np.where(rng.random(shape) < 1 / 30, 30, 1)
         case "two states":  # a process is fast or slow for as long as it lives, on either side
             apart = (rng.random(shape) < 0.5).astype(float) - (rng.random(shape) < 0.5)
             return 0.95 * apart / math.sqrt(0.5) + math.sqrt(1 - 0.95**2) * rng.standard_normal(shape)
@@ -62,6 +64,19 @@ class Rates:
     rounds: float
 
 
+def mean_and_error(seen, tolerance):
+    """Of each row, without what is far off."""
+    rounds = seen.shape[1]
+    distances = np.abs(seen - np.median(seen, axis=1, keepdims=True))
+    deviation = np.median(distances, axis=1, keepdims=True)
+    far = distances > np.maximum(25 * deviation, 2 * tolerance)
+    if rounds < 8:
+        far[:] = False
+    far[far.sum(1) > rounds // 6] = False
+    kept = np.ma.masked_array(seen, far)
+    return kept.mean(1).data, (kept.std(1, ddof=1) / np.sqrt(kept.count(1))).data
+
+
 def decide(values, rule, limit, flag_chance, pass_chance):
     """What became of each row, after how many rounds."""
     tolerance, least = math.log1p(limit.tolerance), math.log1p(limit.tolerance / 2)
@@ -69,8 +84,7 @@ def decide(values, rule, limit, flag_chance, pass_chance):
     found, rounds = np.full(len(values), OPEN), np.full(len(values), rule.looks[-1])
     left = np.arange(len(values))
     for look, flag, margin in zip(rule.looks, to_flag, to_pass, strict=True):
-        seen = values[left, :look]
-        mean, error = seen.mean(1), stats.sem(seen, axis=1)
+        mean, error = mean_and_error(values[left, :look], tolerance)
         passes, promising = mean + margin * error < tolerance, mean < -least
         verdict = np.select(
             [
@@ -195,6 +209,24 @@ def test_a_real_change_is_found(name, sd):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sd", "least", "rounds", "open_same", "rounds_same"),
+    [(0.0055, (0.985, 0.998), 12, 0.003, 5.6), (0.015, (0.86, 0.99), 23, 0.08, 12.5)],
+)
+def test_a_stray_process_now_and_then(sd, least, rounds, open_same, rounds_same):
+    # With all rounds judged, 0.87 and 0.59 of 2 % would be found, and 0.06 of quiet identical code be open.
+    for bias in (0.0, 0.002):
+        same = error_rates("stray", sd, bias=bias, trials=40_000)
+        assert same.flagged <= 0.01 and same.regressed <= (0.001 if bias else 0.0003)
+        assert same.inconclusive <= open_same and same.rounds <= rounds_same
+    at_tolerance = error_rates("stray", sd, 0.02, trials=10_000)
+    assert at_tolerance.regressed >= least[0] and at_tolerance.rounds <= rounds
+    assert at_tolerance.passed <= 0.022
+    for change in (0.05, 0.1):
+        assert error_rates("stray", sd, change, trials=10_000).regressed >= least[1]
+
+
+@pytest.mark.slow
 def test_between_nothing_and_the_tolerance():
     for sd, quarter, half in ((0.0055, 0.0002, 0.05), (0.015, 0.0055, 0.21)):
         small = error_rates("normal", sd, 0.005, trials=20_000)
@@ -239,14 +271,14 @@ def at_the_end_of_time(values, made, rule=None):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("made", "found"), [(8, 0.28), (10, 0.82), (12, 0.97)])
+@pytest.mark.parametrize(("made", "found"), [(8, 0.57), (10, 0.82), (12, 0.97)])
 def test_where_the_time_is_up_all_rounds_together_find_it(made, found):
     slower = 0.007 * draw("normal", (2000, made), np.random.default_rng(1)) + math.log1p(0.02)
     assert at_the_end_of_time(slower, made).count("REGRESSED") >= found * 2000
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*SYMMETRIC, "drifting", "skewed up", "skewed down"])
+@pytest.mark.parametrize("name", [*SYMMETRIC, "stray", "drifting", "skewed up", "skewed down"])
 def test_where_the_time_is_up_identical_code_is_found_slower_as_rarely(name):
     rule, hits = Rule(), 0
     rng = np.random.default_rng(2)
@@ -255,13 +287,9 @@ def test_where_the_time_is_up_identical_code_is_found_slower_as_rarely(name):
         # Only what is flagged can be found slower, which is seen for all rows at once.
         looks = tuple(look for look in rule.looks if look <= made)
         bounds = quantiles(rule.looks, rule.alpha, 0.4)[: len(looks)]
-        seen = np.stack(
-            [
-                values[:, :look].mean(1) - bound * stats.sem(values[:, :look], axis=1)
-                for look, bound in zip(looks, bounds, strict=True)
-            ]
-        )
-        flagged = values[(seen > 0).any(0)]
+        found = [mean_and_error(values[:, :look], math.log1p(0.02)) for look in looks]
+        lows = [mean - bound * error for (mean, error), bound in zip(found, bounds, strict=True)]
+        flagged = values[(np.stack(lows) > 0).any(0)]
         hits += at_the_end_of_time(flagged, made).count("REGRESSED")
     # The chance is 0.0025 * 0.05 at most where rounds are independent: 37 of 300,000.
     assert hits <= (300 if name == "drifting" else 60)

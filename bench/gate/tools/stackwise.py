@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from bench.gate.tools.tool import INCONCLUSIVE, REGRESSED, Outcome, Tool, ToolFa
 from stackwise.gate.limit import Limit
 from stackwise.gate.trial import Trial
 
-__all__ = ["OURS", "Stackwise", "first_flag"]
+__all__ = ["OURS", "Stackwise", "first_flag", "outcome_of"]
 
 OURS = "stackwise"
 
@@ -57,29 +57,44 @@ class Stackwise(Tool):
         if test["status"] != "measured":
             raise ToolFailedError(f"{test['nodeid']}: {test['status']}: {test['detail']}")
         trial = test["trials"]["time"]
-        decision = trial["decision"]
-        verdict = decision["verdict"]
-        estimate = -math.inf if decision["estimate"] is None else decision["estimate"]
-        limit = Limit(trial["tolerance"], trial["minimum_effect"])
-        flagged = first_flag(trial["differences"], limit, len(test["trials"]))
-        low = -math.inf if decision["low"] is None else decision["low"]
         raw = {
-            "low": decision["low"],
-            "high": decision["high"],
-            "estimate": decision["estimate"],
-            "rounds": decision["rounds"],
-            "differences": [round(each, 6) for each in trial["differences"]],
             "test_seconds": test["seconds"],
             "base": trial["base"],
-            "reason": decision["reason"],
             "others": {m: t["decision"]["verdict"] for m, t in test["trials"].items() if m != "time"},
             **checks,
         }
-        return Outcome(
-            {"gate": verdict, "flagged": REGRESSED if flagged else verdict},
-            {"gate": low, "flagged": estimate},
-            raw,
-        )
+        limit = Limit(trial["tolerance"], trial["minimum_effect"])
+        return outcome_of(trial["decision"], trial["differences"], limit, len(test["trials"]), raw)
+
+
+def outcome_of(
+    decision: Mapping[str, Any],
+    differences: Sequence[float],
+    limit: Limit,
+    n_tests: int,
+    raw: Mapping[str, Any],
+) -> Outcome:
+    """What the gate said of a call.
+
+    Args:
+        decision: as a dictionary.
+        differences: of the rounds that it is of.
+        limit: of the call's time.
+        n_tests: how many trials were decided together.
+        raw: what else is kept of it.
+    """
+    low, estimate = (_known(decision[key]) for key in ("low", "estimate"))
+    verdict, flagged = decision["verdict"], first_flag(list(differences), limit, n_tests)
+    kept = {key: decision[key] for key in ("low", "high", "estimate", "rounds", "reason")}
+    return Outcome(
+        {"gate": verdict, "flagged": REGRESSED if flagged else verdict},
+        {"gate": low, "flagged": estimate},
+        {**raw, **kept, "differences": [round(each, 6) for each in differences]},
+    )
+
+
+def _known(value: float | None) -> float:
+    return -math.inf if value is None else value
 
 
 def first_flag(differences: list[float], limit: Limit, n_tests: int) -> bool:

@@ -13,6 +13,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -243,16 +244,17 @@ class _Trial:
         other = inputs.flip(0) if len(inputs) > 1 and not torch.equal(*inputs[:2]) else inputs.roll(1, dims=1)
         # The same last tokens after another prefix.
         self._others = torch.cat((other[:, :half], inputs[:, half:]), dim=1)
-        whole = self.output(inputs)
-        self._whole: Tensor | None = None if whole is None else logits_of(whole)
-
-    def output(self, inputs: Tensor, **named: Any) -> Any:
-        """Return the output of a plain call; None if the model refuses it."""
-        return self.attempt(lambda: self.form(self.model, inputs, **named))
 
     def prefix_output(self, **named: Any) -> Any:
-        """Return the output for the prefix of the trial; None if the model refuses it."""
-        return self.output(self.inputs[:, : self._sizes[0]], **named)
+        """Return the output for the prefix of the trial; None if the model refuses the call."""
+        prefix = self.inputs[:, : self._sizes[0]]
+        return self.attempt(lambda: self.form(self.model, prefix, **named))
+
+    @cached_property
+    def _whole(self) -> Tensor | None:
+        """Logits of a full pass, without a cache."""
+        logits: Tensor | None = self.attempt(lambda: self._logits_of(self.form(self.model, self.inputs)))
+        return logits
 
     def attempt(self, call: Callable[[], Any]) -> Any:
         """Return the result of `call`; None if it raises anything but an out-of-memory error."""
@@ -315,6 +317,8 @@ def _with_returned_cache(
 ) -> Iterator[tuple[CachedCall, bool]]:
     """Yield calls that pass a part of the last output to a parameter."""
     variadic = trial.form.in_batch or any(p.kind is p.VAR_KEYWORD for p in named.values())
+    if not variadic and not _takers(named, None, variadic):
+        return
     for flags in _flags(named, variadic):
         output = trial.prefix_output(**dict.fromkeys(flags, True))
         for part in _cache_parts(output, trial):

@@ -1,7 +1,7 @@
 """Cached calls: find how a model continues a sequence from a cache, by trying it.
 
-Libraries rename the arguments for their caches. A name therefore only decides which call is tried first. A call
-is accepted because the tokens that it continues with get the logits of a full pass.
+Libraries rename the arguments for their caches. A name therefore only decides which call is tried first.
+A call is accepted because the tokens that it continues with get the logits of a full pass.
 
 Shapes: B batch, T positions, V outputs.
 """
@@ -31,7 +31,7 @@ _CONTINUED = 2  # tokens of a trial, one at a time
 _CACHE_NAME = re.compile(r"cache|past|(^|_)kvs?(_|$)")
 _STATE_NAME = re.compile(r"state|mem|hidden|(^|_)hx?(_|$)")
 _POSITION_NAME = re.compile(r"pos|offset|start")
-_MAKER_NAME = re.compile(r"(new|make|create|init|empty|allocate|build|set|setup|reset|clear)_(\w+_)?caches?$")
+_MAKER_NAME = re.compile(r"(new|make|create|init|empty|allocate|set|setup|reset|clear)_(\w+_)?caches?$")
 # Parameters that never take a cache. A wrong tensor in some of them ends a CUDA process.
 _NO_CACHES = ("attention_mask", "position_ids", "token_type_ids", "labels", "targets", "inputs_embeds")
 _NAMELESS = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -169,9 +169,9 @@ def find_cached_call(
 ) -> CacheSearch:
     """Find how `model` continues from a cache.
 
-    Each call that the signature, the output and the methods of the model suggest is tried on a prefix and some
-    single tokens. The first call whose logits equal those of a full pass is returned. If there is none, the
-    first call is returned that is named like a cache and works, so that a cache with a bug is found too.
+    Each call that the signature, the output and the methods of the model suggest is tried on a prefix and
+    some single tokens. The first call whose logits equal those of a full pass is returned. If there is none,
+    the first call is returned that is named like a cache and works, so that a cache with a bug is found too.
 
     Args:
         model: in eval mode. Its state may change.
@@ -260,7 +260,9 @@ class _Trial:
         """Return the result of `call`; None if it raises anything but an out-of-memory error."""
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # the model's own warnings are about a call that it may not mean
+                warnings.simplefilter(
+                    "ignore"
+                )  # the model's own warnings are about a call that it may not mean
                 return call()
         except Exception as error:
             if is_out_of_memory(error):
@@ -401,9 +403,7 @@ def _cache_parts(output: Any, trial: _Trial) -> list[str | int]:
         parts = enumerate(output)
     else:
         parts = [(name, getattr(output, name)) for name in _attributes(output)]
-    found = [
-        name for name, value in parts if value is not logits and any(True for _ in cache_tensors(value))
-    ]
+    found = [name for name, value in parts if value is not logits and any(True for _ in cache_tensors(value))]
     return sorted(found, key=lambda name: not (isinstance(name, str) and names_cache(name)))
 
 
@@ -414,9 +414,7 @@ def _attributes(output: Any) -> Iterable[str]:
     return [name for name in (*getattr(output, "__dict__", {}), *slots) if hasattr(output, name)]
 
 
-def _takers(
-    named: Mapping[str, inspect.Parameter], part: str | int | None, variadic: bool
-) -> list[str]:
+def _takers(named: Mapping[str, inspect.Parameter], part: str | int | None, variadic: bool) -> list[str]:
     """Return the parameters that may take a cache, the likeliest first."""
     names = [
         name

@@ -299,7 +299,10 @@ def test_cache_that_cannot_be_used_leaves_no_speed_up(subjects, mode, baseline):
     assert handicapped == (["unusable", "llama"] if baseline == "unusable" else ["unusable"])
     for row in table.where(architecture="unusable"):
         assert row["speed_up_low"] is row["speed_up_high"] is None
-        assert "no speed-up: unusable computes all tokens again (the model has generate(), kv_cache=" in row["note"]
+        assert (
+            "no speed-up: unusable computes all tokens again (the model has generate(), kv_cache="
+            in row["note"]
+        )
         assert "all tokens again: no cache was found" in row["execution"]
 
 

@@ -66,8 +66,8 @@ def cache_decoding(subject: Subject) -> CheckResult:
     if subject.spec.decode is None and subject.spec.cache_problem and subject.spec.causal:
         return subject.warned(
             meaning=f"No check has seen the cache: {subject.spec.cache_problem}.",
-            advice="Say how the model continues from a cache: ModelSpec.of(factory, decode=lambda model, inputs, "
-            "cache: (output, cache)), where cache is None at first. If it keeps no cache, say decode=None.",
+            advice="Declare how the model continues from a cache: ModelSpec.of(factory, decode=lambda model, "
+            "inputs, cache: (output, cache)), where cache is None at first. If it keeps none: decode=None.",
         )
     if reason := _unasked(subject):
         return subject.not_applicable(reason)

@@ -44,9 +44,9 @@ _HALF_TOLERANCE = 2e-2
 class CachedCall:
     """Call of a model that continues the tokens in a cache: (model, inputs, cache) -> (output, cache).
 
-    The cache is None before the first tokens. The returned cache is the model's own object. If the model keeps
-    the cache in itself, it is the number of tokens so far. If the model needs to be given the position as well,
-    it is a pair of both.
+    The cache is None before the first tokens. The returned cache is the model's own object. If the model
+    keeps the cache in itself, it is the number of tokens so far. If the model also needs the position, it is
+    a pair of both.
 
     Attributes:
         form: how the model takes its inputs.

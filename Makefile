@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Threads that spin while they wait starve each other on a few cores.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo test test-all lint format bench peers rivals gate-rivals clean
+.PHONY: demo test test-all compat compat-lowest compat-newest lint format bench peers rivals gate-rivals clean
 
 .venv/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "stackwise needs Python >= 3.11; say which: make PYTHON=python3.12")'
@@ -23,6 +23,39 @@ test: .venv/installed
 
 test-all: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+
+# The lowest and the newest allowed versions of all libraries, each in its own environment, and the tests that use
+# them: docs/compatibility.md. Another interpreter: make compat-newest PYTHON=python3.13
+COMPAT := build/compat
+COMPAT_TESTS := tests/test_cached_call.py tests/test_capability.py tests/test_inference.py tests/test_spec.py \
+	tests/test_lightning_run.py tests/test_transformers_run.py tests/benchmark/test_llama.py \
+	tests/benchmark/test_token_stream.py tests/checks/model/test_cache.py tests/gate/history tests/model/test_interop.py \
+	tests/model/test_parity.py tests/model/test_quantization.py tests/plugin tests/prototype/search \
+	tests/quality/test_cache_rows.py tests/quality/test_harness.py tests/quality/test_scoring.py tests/stability/adapters \
+	tests/training/test_recompute.py tests/training/test_tensorboard_log.py
+COMPAT_INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+COMPAT_INSTALL = $(COMPAT)/$*/bin/python -m pip install --quiet $(COMPAT_INDEX)
+
+compat: compat-lowest compat-newest
+
+compat-lowest compat-newest: compat-%: $(COMPAT)/%/installed
+	OMP_NUM_THREADS=1 $(COMPAT)/$*/bin/python -m pytest -n 2 --dist worksteal -m 'not slow' \
+		--hypothesis-profile=stackwise-quick $(COMPAT_TESTS)
+
+$(COMPAT)/lowest.txt: pyproject.toml
+	$(PYTHON) -m venv $(COMPAT)/resolver
+	$(COMPAT)/resolver/bin/python -m pip install --quiet uv
+	$(COMPAT)/resolver/bin/uv pip compile --quiet --system-certs --resolution lowest-direct --extra dev \
+		--python $(PYTHON) --index-strategy unsafe-best-match $(COMPAT_INDEX) --output-file $@ pyproject.toml
+
+$(COMPAT)/newest.txt: pyproject.toml
+	mkdir -p $(COMPAT) && touch $@
+
+$(COMPAT)/%/installed: $(COMPAT)/%.txt
+	$(PYTHON) -m venv --clear $(COMPAT)/$*
+	$(COMPAT_INSTALL) --requirement $(COMPAT)/$*.txt hatchling editables setuptools
+	$(COMPAT_INSTALL) --no-build-isolation --editable '.[dev]'
+	$(COMPAT)/$*/bin/python -m pip list > $@
 
 bench: .venv/installed
 	$(BIN)/python -m pytest bench

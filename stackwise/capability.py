@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stackwise.call_form import CallForm, unwrapped
+from stackwise.cached_call import find_cached_call
+from stackwise.call_form import CallForm
 from stackwise.out_of_memory import is_out_of_memory
 from stackwise.seed import seeded
 
@@ -24,7 +25,6 @@ _USUAL = CallForm()
 # What a dict may hold beside the inputs.
 _IN_BATCHES = ("attention_mask", "labels")
 
-_CACHE_CAPACITY = 256
 # Of padding masks, and whether they are true at real tokens; where nothing fixes that, both are tried.
 _MASKS: dict[str, tuple[bool, ...]] = {
     "attention_mask": (True,),
@@ -33,7 +33,6 @@ _MASKS: dict[str, tuple[bool, ...]] = {
     "padding_mask": (False, True),
     "mask": (True, False),
 }
-_CACHES = ("past_key_values", "cache_params", "state")
 
 
 def capabilities(
@@ -43,17 +42,21 @@ def capabilities(
     form: CallForm = _USUAL,
     *,
     auxiliary: bool = False,
+    cached: bool = True,
+    capacity: int | None = None,
 ) -> dict[str, Any]:
-    """Attributes of a ModelSpec that `model` shows to have; those that it does not show are left out.
+    """Return the attributes of a ModelSpec that can be seen in `model`. Attributes not seen are missing.
 
-    A way to call is kept where it gives outputs of the right shape, whatever is in them.
+    A call other than one with a cache is accepted if its output has the right shape.
 
     Args:
-        model: in eval mode; it is called, and of no other use afterwards.
+        model: in eval mode. It is called, and its state may change.
         inputs: a batch that it takes, (B, T) ids or (B, T, C) vectors.
         logits_of: output of a call -> its logits.
         form: how it is called.
-        auxiliary: whether a loss of its routers came back, though it was not asked for.
+        auxiliary: a plain call returned a loss of routers.
+        cached: look for a cache.
+        capacity: number of tokens that a cache is made for, if the model has to be told. None: 256.
 
     Raises:
         RuntimeError, MemoryError: memory was too small for a call, which says nothing of the model.
@@ -84,10 +87,9 @@ def capabilities(
     packed = partial(_packed, form=form)
     if "document_ids" in named and works(lambda: packed(model, inputs, everything.long())):
         found["packed"] = packed
-    for decode in _decodings(model, named):
-        if works(lambda: _in_two(decode, model, inputs, logits_of)):  # noqa: B023
-            found["decode"] = decode
-            break
+    if cached:
+        search = find_cached_call(model, inputs, logits_of, form, capacity=capacity)
+        found |= {"cache_problem": search.problem} if search.call is None else {"decode": search.call}
     for labelled_loss in _labellings(model, named, inputs, logits_of, form):
         if _is_scalar(lambda: labelled_loss(model, inputs, inputs)):  # noqa: B023
             found["labelled_loss"] = labelled_loss
@@ -147,83 +149,6 @@ def _hides(
 
 def _packed(model: nn.Module, inputs: Tensor, documents: Tensor, *, form: CallForm) -> Any:
     return form(model, inputs, document_ids=documents)
-
-
-def _decodings(model: nn.Module, named: Collection[str]) -> Iterator[Callable[..., Any]]:
-    """Ways to decode with a cache."""
-    if getattr(model, "can_cache_kv", True) is False:  # it says so itself
-        return
-    for name in _CACHES:
-        if {name, "use_cache"} <= set(named):
-            yield _decoding(name, masks="attention_mask" in named, positions="position_ids" in named)
-    if "cache" in named and hasattr(model, "new_cache"):
-        yield _decode_with_new_cache
-    if {"cache", "return_intermediates", "input_not_include_cache"} <= set(named):
-        yield _decode_with_intermediates
-    if "input_pos" in named and hasattr(model, "set_kv_cache"):
-        yield _decode_at_positions
-
-
-def _decoding(name: str, *, masks: bool, positions: bool) -> Callable[..., Any]:
-    """By a cache that goes in and comes out under one name."""
-
-    def decode(model: nn.Module, inputs: Tensor, cache: Any) -> tuple[Any, Any]:
-        return run(model, inputs, cache, {})
-
-    def decode_padded(
-        model: nn.Module, inputs: Tensor, cache: Any, keep: Tensor | None = None
-    ) -> tuple[Any, Any]:
-        extra = {} if keep is None else {"attention_mask": keep.long()}
-        if keep is not None and positions:
-            extra["position_ids"] = _positions(keep)[:, -inputs.shape[1] :]
-        return run(model, inputs, cache, extra)
-
-    def run(model: nn.Module, inputs: Tensor, cache: Any, extra: dict[str, Tensor]) -> tuple[Any, Any]:
-        output = model(inputs, **{name: cache}, use_cache=True, **extra)
-        if getattr(output, name, None) is None:
-            raise TypeError(f"{name}: none came back")
-        return output, getattr(output, name)
-
-    return decode_padded if masks else decode
-
-
-def _decode_with_new_cache(
-    model: nn.Module, inputs: Tensor, cache: Any, keep: Tensor | None = None
-) -> tuple[Any, Any]:
-    if cache is None:
-        own: Any = unwrapped(model)
-        limit = getattr(own, "max_seq_len", None)
-        cache = own.new_cache(len(inputs), limit or _CACHE_CAPACITY)
-    mask = {} if keep is None else {"attention_mask": keep[:, -inputs.shape[1] :]}
-    return model(inputs, cache=cache, **mask), cache
-
-
-def _decode_with_intermediates(model: Any, inputs: Tensor, cache: Any) -> tuple[Any, Any]:
-    output, kept = model(inputs, cache=cache, return_intermediates=True, input_not_include_cache=True)
-    return output, kept
-
-
-def _decode_at_positions(model: nn.Module, inputs: Tensor, cache: Any) -> tuple[Any, Any]:
-    """The model keeps its own cache; what is handed on is how many tokens are in it."""
-    if cache is None:
-        own: Any = unwrapped(model)
-        weight = next(own.parameters())
-        own.set_kv_cache(batch_size=len(inputs), device=weight.device, dtype=weight.dtype)
-        cache = 0
-    end = cache + inputs.shape[1]
-    return model(inputs, input_pos=torch.arange(cache, end, device=inputs.device)), end
-
-
-def _in_two(
-    decode: Callable[..., Any], model: nn.Module, inputs: Tensor, logits_of: Callable[[Any], Tensor]
-) -> Tensor:
-    half = max(1, inputs.shape[1] // 2)
-    one, cache = decode(model, inputs[:, :half], None)
-    outputs = [logits_of(one)]
-    for t in range(half, inputs.shape[1]):
-        output, cache = decode(model, inputs[:, t : t + 1], cache)
-        outputs.append(logits_of(output))
-    return torch.cat(outputs, dim=1)
 
 
 def _labellings(

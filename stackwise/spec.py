@@ -71,6 +71,8 @@ class ModelSpec:
         decode: (model, inputs, cache or None) -> (output, cache), of tokens that follow those in a cache;
             one that takes a fourth argument, keep (B, S) of all tokens so far, can be asked about padding on
             the left; None: it keeps none.
+        cache_problem: why no `decode` was found, though the model can generate or seems to have a cache; "":
+            it was found or declared, or nothing suggests that there is one.
         labelled_loss: (model, inputs, labels (B, T), not shifted, -100 ignored) -> scalar, the model's own
             loss; None: it has none.
         auxiliary_loss: (model, inputs, keep or None) -> scalar, as of routers; None: it has none.
@@ -107,6 +109,7 @@ class ModelSpec:
     padding_sides: tuple[Literal["right", "left"], ...] = ("right",)
     packed: Callable[[nn.Module, Tensor, Tensor], Any] | None = None
     decode: Callable[[nn.Module, Tensor, Any], tuple[Any, Any]] | None = None
+    cache_problem: str = ""
     labelled_loss: Callable[[nn.Module, Tensor, Tensor], Tensor] | None = None
     auxiliary_loss: Callable[[nn.Module, Tensor, Tensor | None], Tensor] | None = None
     window: int | tuple[int, int] | None = None

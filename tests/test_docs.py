@@ -10,6 +10,9 @@ from typing import get_args
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
 
 import stackwise
 import stackwise.checks.check as check_module
@@ -36,7 +39,7 @@ PAGES += [
 ]
 PAGES += [f"docs/{name}.md" for name in ("checkpoints", "faults", "guard", "guard-adapters", "locating")]
 PAGES += [f"docs/{name}.md" for name in ("measuring", "memory-tests", "utilization", "gate", "history")]
-PAGES += ["docs/quality.md", "docs/spec.md"]
+PAGES += ["docs/quality.md", "docs/spec.md", "docs/compatibility.md"]
 PAGES += ["docs/prototype.md", "docs/length-sweep.md", "docs/search.md"]
 FENCE = re.compile(r"```(\w+)\n(.*?)```", re.DOTALL)
 EXAMPLES = [
@@ -260,6 +263,35 @@ def test_readme_says_what_is_needed_and_what_extras_give():
     for page in PAGES:
         named = ",".join(re.findall(r"stackwise\[([\w,]+)\]", _prose(page))).split(",")
         assert set(named) <= {*extras, "extra", ""}, page
+
+
+def test_page_of_compatibility_states_the_bounds_of_the_project():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    required = [Requirement(each) for each in project["dependencies"]]
+    required += [Requirement(each) for extra in project["optional-dependencies"].values() for each in extra]
+    allowed = {canonicalize_name(each.name): each.specifier for each in required}
+    rows = re.findall(
+        r"^\| ([\w-]+) \| ([\d.]+) \| ([\d.]+) \| `(\S+)` \|$",
+        (ROOT / "docs/compatibility.md").read_text(),
+        re.MULTILINE,
+    )
+    assert {"torch", "transformers", "pytest", "pytest-benchmark", "lightning"} <= {row[0] for row in rows}
+    assert {"accelerate", "optuna", "lm-eval"} <= {row[0] for row in rows}
+    for name, lowest, newest, stated in rows:
+        bounds = allowed[canonicalize_name(name)]
+        assert SpecifierSet(stated) == bounds, name
+        assert lowest in bounds and newest in bounds, name
+        [bound] = [each.version for each in bounds if each.operator == ">="]
+        assert f"{lowest}.".startswith(f"{bound}."), name
+
+
+def test_extras_end_at_a_major_version():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    tools = {"mypy", "pre-commit", "ruff", "types-pyyaml", "stackwise", "pytest-benchmark", "pytest-xdist"}
+    for extra, needed in project["optional-dependencies"].items():
+        for each in map(Requirement, needed):
+            ends = [spec.version for spec in each.specifier if spec.operator == "<"]
+            assert canonicalize_name(each.name) in tools or (ends and "." not in ends[0]), (extra, str(each))
 
 
 def test_map_of_the_readme_shows_every_room_and_every_folder_of_examples():

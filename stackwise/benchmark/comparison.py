@@ -257,7 +257,8 @@ def compare_architectures(
     Returns:
         One row for each case and architecture. `speed_up` is the median over rounds of the baseline's time
         over that of the architecture, above 1 where that is faster, with `speed_up_low` and `speed_up_high`
-        of 95 % confidence; None, with a note, where a GPU held its clocks down in too many rounds.
+        of 95 % confidence. It is None, with a note, if a GPU was throttled in too many rounds, or if the
+        architecture or the baseline decodes without the cache that it seems to have.
         `memory_bytes` is the most that the model and one call held, above what the process held without them:
         on the CPU of resident pages, and no less than weights, buffers, gradients and the optimizer's state
         have; a note says where that is what is told. `execution` says how the work was done.
@@ -316,10 +317,34 @@ def _rows(
     )
     return [
         _Row(
-            config, case, name, baseline, workload, found, notes=_unlike(specs[name], specs[baseline])
+            config,
+            case,
+            name,
+            baseline,
+            workload,
+            found,
+            notes=_unlike(specs[name], specs[baseline]),
+            handicaps=[
+                handicap
+                for each in dict.fromkeys((baseline, name))
+                if (handicap := _handicap(config, case, specs[each])) is not None
+            ],
         ).values(counts[name], *memory[name])
         for name, workload in workloads.items()
     ]
+
+
+def _handicap(config: ComparisonConfig, case: Case, spec: ModelSpec) -> str | None:
+    """Return why the time of a model says nothing about its architecture; None if it does."""
+    by_itself = case.mode == "generate" and config.loop == "own"
+    if case.mode not in ("decode", "generate") or by_itself or spec.decode is not None:
+        return None
+    if not spec.cache_problem:
+        return None
+    return (
+        f"no speed-up: {spec.name} computes all tokens again ({spec.cache_problem}); declare decode= in "
+        "ModelSpec.of(factory, ...), or decode=None if it keeps no cache"
+    )
 
 
 def _unlike(spec: ModelSpec, baseline: ModelSpec) -> list[str]:
@@ -340,6 +365,7 @@ class _Row:
     workload: Workload
     found: Interleaved
     notes: list[str] = field(default_factory=list)
+    handicaps: list[str] = field(default_factory=list)
 
     def values(self, n_parameters: int, memory: int | None, memory_note: str | None) -> dict[str, Any]:
         """By column."""
@@ -349,15 +375,16 @@ class _Row:
             self.notes.append(
                 f"{len(self.found.discarded)} of {self.found.n_rounds} rounds were throttled: inconclusive"
             )
-        else:
+        elif not self.handicaps:
             speed_up = self.found.speed_up(self.name, self.baseline)
             ratio, low, high = speed_up.median, speed_up.low, speed_up.high
+        self.notes.extend(self.handicaps)
         if not measured.steady:
             self.notes.append(f"not steady: {measured.warmup.reason}")
         self.notes.extend(self.config.notes(self.case))
         execution = "; ".join(f"{key}: {value}" for key, value in measured.execution.items())
-        if ALL_AGAIN in execution:
-            self.notes.append(ALL_AGAIN)
+        if ALL_AGAIN in execution and not self.handicaps:
+            self.notes.append(f"{ALL_AGAIN}: the model keeps no cache")
         if memory_note is not None:
             self.notes.append(memory_note)
         used = self.workload.utilization(measured.median, self.config.peak)

@@ -26,12 +26,13 @@ __all__ = [
     "TokenStream",
     "cache_maker",
     "empty_cache",
+    "missing_cache",
     "of_last",
     "token_stream",
 ]
 
 LOOPS = ("common", "own")
-ALL_AGAIN = "all tokens again: the model keeps no cache"
+ALL_AGAIN = "all tokens again"
 _TRIAL = 3  # positions
 OnToken = Callable[[Tensor], object]
 Run = Callable[[Tensor, int, OnToken], None]
@@ -69,7 +70,7 @@ def token_stream(spec: ModelSpec, model: nn.Module, loop: str, *, compiled: bool
     """
     if loop == "common":
         last = of_last(spec, model)
-        way = ALL_AGAIN if spec.decode is None else "with the cache of the model"
+        way = f"{ALL_AGAIN}: {missing_cache(spec)}" if spec.decode is None else "with the cache of the model"
         told = f"greedy, {way}" + ("" if last else "; logits of all positions of a pass")
         run = _again if spec.decode is None else _cached
         return TokenStream(run(last or spec, model), told)
@@ -83,6 +84,11 @@ def token_stream(spec: ModelSpec, model: nn.Module, loop: str, *, compiled: bool
         f"loop: got 'own', but {spec.name} has neither stream(prompt, max_new_tokens=) nor transformers' "
         "generate(); allowed: 'common'"
     )
+
+
+def missing_cache(spec: ModelSpec) -> str:
+    """Return why a model without `decode` is not used with a cache, in a few words."""
+    return "no cache was found" if spec.cache_problem else "the model keeps no cache"
 
 
 def empty_cache(model: nn.Module, batch_size: int, capacity: int) -> Any:

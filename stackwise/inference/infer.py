@@ -54,14 +54,23 @@ def infer(model: nn.Module, declared: Mapping[str, Any]) -> dict[str, Any]:
         inferred["causal"], reason = claimed_causality(model, known)
         inferred["assumed"] = ("causal",) if reason == ASSUMED_CAUSAL else ()
         notes.append(reason)
+        known = {**inferred, **declared}
     if known["max_length"] is not None:
         notes.append(f"at most {known['max_length']} positions")
     if form is not None:
-        shown = capabilities(model, example_batch(model, known), logits_of, form, auxiliary=trial.auxiliary)
+        shown = capabilities(
+            model,
+            example_batch(model, known),
+            logits_of,
+            form,
+            auxiliary=trial.auxiliary,
+            cached="decode" not in declared and known["causal"] is not False,
+            capacity=known["max_length"],
+        )
         can = {key: value for key, value in shown.items() if key not in known}
         inferred |= can
-        if can:
-            notes.append("also " + ", ".join(can))
+        if named := [key for key in can if key != "cache_problem"]:
+            notes.append("also " + ", ".join(named))
     return inferred | {"notes": "; ".join(notes)}
 
 

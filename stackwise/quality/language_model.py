@@ -197,7 +197,7 @@ class LanguageModel:
         if not self._reuse:
             return None, "not asked for"
         if self.spec.decode is None:
-            return None, "the model keeps no cache"
+            return None, self.spec.cache_problem or "the model keeps no cache"
         n = self._trial_length()
         if n < 4:
             return None, f"it takes only {n} positions"

@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from stackwise.argument import require
+from stackwise.cached_call import names_cache
 from stackwise.config import RecomputeConfig
 from stackwise.model.block import Block
 
@@ -27,8 +28,6 @@ Forward = Callable[..., Any]
 
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "_int_mm", "_scaled_mm", "_grouped_mm")
 _ATTENTION = ("_scaled_dot_product_", "_flash_attention_", "_efficient_attention_", "flex_attention")
-# What a layer writes into while it runs, by the names that models give it.
-_CACHES = ("cache", "caches", "past_key_values", "past_key_value", "layer_past", "cache_params")
 
 _recomputed: WeakSet[nn.Module] = WeakSet()
 
@@ -225,14 +224,15 @@ def _checkpointed(module: nn.Module, *, selective: bool) -> Forward:
     if selective:
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
     parameters = list(inspect.signature(type(module).forward).parameters)[1:]
-    caches = [(name, parameters.index(name)) for name in _CACHES if name in parameters]
+    caches = [(place, name) for place, name in enumerate(parameters) if names_cache(name)]
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or not (self.training or _needs_gradient(args, kwargs)):
             return plain(self, *args, **kwargs)
-        for name in _CACHES:
-            _refuse_cache(name, kwargs.get(name))
-        for name, place in caches:
+        for name, value in kwargs.items():
+            if names_cache(name):
+                _refuse_cache(name, value)
+        for place, name in caches:
             _refuse_cache(name, args[place] if place < len(args) else None)
         return checkpoint(partial(plain, self), *args, **options, **kwargs)
 
@@ -258,7 +258,7 @@ def _needs_gradient(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _refuse_cache(name: str, cache: object) -> None:
-    if cache is not None:
+    if cache is not None and not isinstance(cache, int):  # a length or a switch
         raise ValueError(
             f"{name}: got {type(cache).__name__}; allowed: None where layers are recomputed, since the "
             "second run would write into it again (in transformers: use_cache=False)"

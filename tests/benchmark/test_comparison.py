@@ -273,6 +273,46 @@ def test_how_the_work_was_done_is_shown(subjects, monkeypatch):
     assert "decode: with a cache" in str(unlike)
 
 
+class Unusable(nn.Module):
+    """Generates, and takes a cache that nothing provides."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(31, 8), nn.Linear(8, 31)
+
+    def forward(self, ids, kv_cache=None):
+        if kv_cache is not None:
+            kv_cache.add(ids)
+        return self.head(self.embedding(ids))
+
+    def generate(self, ids, count):
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("mode", ["decode", "generate"])
+@pytest.mark.parametrize("baseline", ["unusable", "llama"])
+def test_cache_that_cannot_be_used_leaves_no_speed_up(subjects, mode, baseline):
+    config = {"cases": [{"mode": mode, "seq_len": 4, "new_tokens": 2}], **QUICK}
+    architectures = {"unusable": Unusable, "llama": subjects.llama}
+    table = compare_architectures(architectures, config, baseline=baseline)
+    handicapped = [row["architecture"] for row in table if row["speed_up"] is None]
+    assert handicapped == (["unusable", "llama"] if baseline == "unusable" else ["unusable"])
+    for row in table.where(architecture="unusable"):
+        assert row["speed_up_low"] is row["speed_up_high"] is None
+        assert (
+            "no speed-up: unusable computes all tokens again (the model has generate(), kv_cache="
+            in row["note"]
+        )
+        assert "all tokens again: no cache was found" in row["execution"]
+
+
+@pytest.mark.parametrize("declared", [{"decode": None}, {}])
+def test_cache_that_is_not_used_leaves_other_ratios(subjects, declared):
+    config = {"cases": [{"mode": "decode" if declared else "forward", "seq_len": 4}], **QUICK}
+    architectures = {"without": ModelSpec.of(Unusable, **declared), "llama": subjects.llama}
+    assert None not in compare_architectures(architectures, config)["speed_up"]
+
+
 def test_generation_that_is_not_compiled_is_told(subjects):
     config = ComparisonConfig((Case("generate", 1, 4, 2), Case("forward", 1, 4)), compile=True, **QUICK)
     note = "not compiled: the common loop grows by a token at each step"

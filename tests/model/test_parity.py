@@ -5,6 +5,8 @@ Shapes: B batch, T positions, C model width.
 
 from __future__ import annotations
 
+from inspect import signature
+
 import numpy as np
 import pytest
 import torch
@@ -88,7 +90,9 @@ def inputs(module, name, config, keep_BT=None, window=None):
     """Hidden states, and what transformers' attention wants beside them."""
     x_BTC = torch.randn(B, T, config.hidden_size)
     make_mask = create_causal_mask if window is None else create_sliding_window_causal_mask
-    mask = make_mask(config=config, inputs_embeds=x_BTC, attention_mask=keep_BT, past_key_values=None)
+    # By place, since most of the arguments have had other names. The first releases want the positions too.
+    places = [torch.arange(T)] if "cache_position" in signature(make_mask).parameters else []
+    mask = make_mask(config, x_BTC, keep_BT, *places, None)
     positions = torch.arange(T).expand(B, T) if keep_BT is None else (keep_BT.cumsum(1) - 1).clamp(min=0)
     rotated = getattr(module, f"{name}RotaryEmbedding")(config)(x_BTC, positions)
     return x_BTC, {"position_embeddings": rotated, "attention_mask": mask}

@@ -348,7 +348,7 @@ def test_a_cache_that_would_be_written_twice_is_refused():
     model = tiny_llama()
     with recomputing(model, configured(kind="full")):
         with pytest.raises(
-            ValueError, match=r"^past_key_values: got DynamicCache; allowed: None .*use_cache"
+            ValueError, match=r"^(past_key_values|cache): got DynamicCache; allowed: None .*use_cache"
         ):
             model(token_ids())
         with torch.no_grad():
@@ -360,6 +360,19 @@ def test_a_cache_that_would_be_written_twice_is_refused():
             rack(token_ids(), cache=cache)
         with pytest.raises(ValueError, match=r"^cache: got SlotCache"):
             rack.get_stack(0).get_block(0)(torch.randn(B, T, 16), None, None, cache.blocks[0][0])
+
+
+@pytest.mark.parametrize("name", ["cache", "kv", "layer_kv_cache", "past"])
+def test_cache_of_any_usual_name_is_refused(name):
+    class Layer(nn.Linear):
+        def forward(self, x, **options):
+            return super().forward(x)
+
+    model, x = nn.Sequential(Layer(4, 4), Layer(4, 4)), torch.randn(2, 4)
+    with recomputing(model, configured(kind="full")):
+        with pytest.raises(ValueError, match=f"^{name}: got list; allowed: None"):
+            model[0](x, **{name: []})
+        model[0](x, **{name: None, "use_cache": True, "cache_length": 3})
 
 
 class Pair(nn.Module):

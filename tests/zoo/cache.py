@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -213,3 +215,27 @@ def positions_are_clamped():
             return positions.clamp(max=62) if past else positions
 
     return spec_of(Mutant, max_length=64)
+
+
+class Renamed(Placed):
+    """Takes and returns its cache as `store_cache`. No declaration says so."""
+
+    def forward(self, input_ids, store_cache=None, use_cache=False):
+        output = super().forward(input_ids, cache=store_cache, use_cache=use_cache)
+        return SimpleNamespace(logits=output.logits, store_cache=output.cache)
+
+
+def renamed() -> ModelSpec:
+    """The clean twin whose cache has a name that no library uses."""
+    return ModelSpec.of(Renamed)
+
+
+@mutant("92", twin=renamed, family="cache", source="classic", observable=continued)
+def renamed_cache_starts_again_at_zero():
+    """A cache with a name that no library uses; continued tokens all stand at position 0."""
+
+    class Mutant(Renamed):
+        def place(self, input_ids, past, keep, documents):
+            return super().place(input_ids, 0, keep, documents)
+
+    return ModelSpec.of(Mutant)

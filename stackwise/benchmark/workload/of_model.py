@@ -22,6 +22,7 @@ from stackwise.benchmark.token_stream import (
     TokenStream,
     cache_maker,
     empty_cache,
+    missing_cache,
     of_last,
     token_stream,
 )
@@ -135,7 +136,7 @@ def model_workload(
         case "prefill":
             call = _prefill(timed, model, inputs)
             told["prefill"] = (
-                "into an empty cache" if spec.decode else "a forward pass: the model keeps no cache"
+                "into an empty cache" if spec.decode else f"a forward pass: {missing_cache(spec)}"
             ) + ("" if last else "; logits of all positions")
         case "decode":
             call, rewound, alike = _decode(spec, timed, model, inputs)
@@ -320,7 +321,7 @@ def _decode(
 
 def _how_decoded(spec: ModelSpec, rewinds: bool) -> str:
     if spec.decode is None:
-        return ALL_AGAIN
+        return f"{ALL_AGAIN}: {missing_cache(spec)}"
     return "with a cache" + (", put back from a copy" if rewinds else "")
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stackwise.cached_call import cache_tensors
 from stackwise.checks.check import check
 from stackwise.checks.probe.call import (
     decoded,
@@ -20,7 +21,6 @@ from stackwise.checks.probe.call import (
     real_inputs,
     reason_of,
     refusals,
-    tensors_of,
 )
 from stackwise.checks.probe.difference import NOT_REPEATED, hear, relative_difference, repeats
 from stackwise.checks.probe.ties import chooses_among_equals
@@ -40,9 +40,10 @@ _ADVICE = (
 
 
 def _unasked(subject: Subject) -> str | None:
-    """Why a cache cannot be asked about."""
+    """Return why a cache cannot be checked; None if it can."""
     if subject.spec.decode is None:
-        return "needs decode: (model, inputs, cache) -> (output, cache)"
+        found = " (see cache_decoding)" if subject.spec.cache_problem else ""
+        return f"needs decode: (model, inputs, cache) -> (output, cache){found}"
     if not subject.spec.causal:
         return "needs the claim causal=True: else later tokens change what is in the cache"
     if subject.seq_len < 3:
@@ -62,6 +63,12 @@ def _length(subject: Subject) -> int:
 @check
 def cache_decoding(subject: Subject) -> CheckResult:
     """Does token by token through the cache give what the whole sequence gives?"""
+    if subject.spec.decode is None and subject.spec.cache_problem and subject.spec.causal:
+        return subject.warned(
+            meaning=f"No check has seen the cache: {subject.spec.cache_problem}.",
+            advice="Declare how the model continues from a cache: ModelSpec.of(factory, decode=lambda model, "
+            "inputs, cache: (output, cache)), where cache is None at first. If it keeps none: decode=None.",
+        )
     if reason := _unasked(subject):
         return subject.not_applicable(reason)
     T = _length(subject)
@@ -185,7 +192,7 @@ def cache_independence(subject: Subject) -> CheckResult:
             _, cache = decode(model := subject.model(), cast(inputs[:1, :half].clone(), model), None)
     except refusals() as error:
         return subject.not_applicable(f"needs a cache that begins with {half} tokens: {reason_of(error)}")
-    if not any(True for _ in tensors_of(cache)):
+    if not any(True for _ in cache_tensors(cache)):
         return subject.not_applicable(
             "needs a cache that holds what was computed; the model keeps it in itself"
         )

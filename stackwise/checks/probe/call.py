@@ -6,12 +6,13 @@ Shapes: B batch, T positions, V outputs.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from stackwise.cached_call import cache_tensors
 from stackwise.checks.subject import Subject
 from stackwise.inference import cast, logits_of
 from stackwise.out_of_memory import is_out_of_memory
@@ -26,7 +27,6 @@ __all__ = [
     "real_inputs",
     "reason_of",
     "refusals",
-    "tensors_of",
 ]
 
 # What a model raises that cannot be asked this: in this dtype, of this length, in this way, or with a cache
@@ -107,7 +107,7 @@ def has_fixed_state(subject: Subject, inputs: Tensor) -> bool:
     shapes, cache = [], None
     for part in torch.split(inputs, 1, dim=1):  # a cache that rolls need not take more at once
         _, cache = decode(model, cast(part.clone(), model), cache)
-        shapes.append([tensor.shape for tensor in tensors_of(cache)])
+        shapes.append([tensor.shape for tensor in cache_tensors(cache)])
     return any(one == other for one, other in zip(*shapes[-2:], strict=False))
 
 
@@ -126,24 +126,6 @@ def leaves_state(subject: Subject, inputs: Tensor) -> bool:
     before = left()
     subject.logits(model, inputs)
     return left() != before
-
-
-def tensors_of(cache: Any, depth: int = 6) -> Iterator[Tensor]:
-    """The tensors of more than one element anywhere in a cache."""
-    if isinstance(cache, Tensor):
-        if cache.numel() > 1:
-            yield cache
-        return
-    if depth == 0 or cache is None or isinstance(cache, str | int | float | nn.Module):
-        return
-    if isinstance(cache, dict):
-        parts: Iterable[Any] = cache.values()
-    elif isinstance(cache, list | tuple):
-        parts = cache
-    else:
-        parts = getattr(cache, "__dict__", {}).values()
-    for part in parts:
-        yield from tensors_of(part, depth - 1)
 
 
 def dtype_of(model: nn.Module) -> torch.dtype:

@@ -303,6 +303,24 @@ def test_what_cannot_be_asked(subjects, check, spec, reason):
     assert reason in result.meaning
 
 
+def test_generating_model_without_a_cache_warns(subjects):
+    class Generating(GPT):
+        def forward(self, input_ids):
+            return super().forward(input_ids)
+
+        def generate(self, input_ids, count):
+            raise NotImplementedError
+
+    spec = ModelSpec.of(Generating)
+    results = {check: subjects.ask(spec, check) for check in CHECKS}
+    assert {check for check in CHECKS if results[check].status == "warned"} == {"cache_decoding"}
+    assert "generate()" in results["cache_decoding"].meaning
+    assert "decode=None" in results["cache_decoding"].advice
+    assert "(see cache_decoding)" in results["cache_chunks"].meaning
+    declared = ModelSpec.of(Generating, decode=None)
+    assert subjects.ask(declared, "cache_decoding").status == "not applicable"
+
+
 def test_what_single_checks_need(subjects):
     without = spec_of(decode=lambda model, ids, cache: spec_of().decode(model, ids, cache))
     assert "keep" in subjects.ask(without, "cache_padding").meaning

@@ -15,7 +15,6 @@ from stackwise.checks.probe.call import (
     real_inputs,
     reason_of,
     refusals,
-    tensors_of,
 )
 from stackwise.checks.subject import Subject
 from stackwise.spec import ModelSpec
@@ -76,17 +75,6 @@ def test_parts_have_to_give_as_many_outputs():
     spec = spec_of(decode=lambda model, ids, cache: (model(ids).logits[:, -1:], None))
     with pytest.raises(ValueError, match="3 tokens at once gave 1 outputs"):
         decoded(subject_of(spec), spec.create(), spec.batch(1, 4), (1, 3))
-
-
-def test_tensors_wherever_they_are():
-    one, two, three = torch.zeros(2), torch.ones(3), torch.ones(4)
-    inner = types.SimpleNamespace(keys=two, count=3, name="x", module=nn.Linear(2, 2))
-    cache = [(one, None), {"layer": inner, "length": torch.tensor(5)}, [[three]]]
-    assert [id(t) for t in tensors_of(cache)] == [id(t) for t in (one, two, three)]
-    assert list(tensors_of(7)) == []
-    endless = types.SimpleNamespace()
-    endless.itself = endless
-    assert list(tensors_of(endless)) == []
 
 
 def test_states_of_fixed_size():

@@ -14,10 +14,13 @@ __all__ = [
     "check_text",
     "fault_text",
     "growth_lines",
+    "is_finding",
     "measured_text",
     "memory_text",
     "number_text",
     "rate_text",
+    "record_text",
+    "says_something",
     "shape_text",
     "throughput_table",
 ]
@@ -41,17 +44,68 @@ MARKS = {
     "error": "ERROR",
     "not applicable": "n/a",
     "expected failure": "XFAIL",
+    "accepted warning": "XWARN",
 }
 
 
+def is_finding(section: str, row: dict[str, Any]) -> bool:
+    """Return True if a record shows something that a user has to look at: it makes the verdict WARN.
+
+    Args:
+        section: "checks", "stability", "throughput", "memory" or "quality".
+        row: a record of that section.
+    """
+    match section:
+        case "checks":
+            return row["status"] in ("failed", "error", "warned")
+        case "stability":
+            return row["verdict"] not in ("stable", "caught", "recovered")
+        case "memory":
+            return row["verdict"] not in ("within", "read", "not told", "flat")
+        case "quality":
+            return row["verdict"] != "met"
+    return False
+
+
+def says_something(section: str, row: dict[str, Any]) -> bool:
+    """Return True unless the record only says that nothing could be checked, measured or read."""
+    match section:
+        case "checks":
+            return row["status"] != "not applicable"
+        case "throughput":
+            return bool(row["measured"])
+        case "memory":
+            return row["verdict"] != "not told"
+    return True
+
+
+def record_text(section: str, row: dict[str, Any]) -> str:
+    """Return what a record says, in one line: the subject, the result and the reasons."""
+    match section:
+        case "checks":
+            measured = f"measured {measured_text(row)}" if measured_text(row) else ""
+            parts = [f"{row['model']}: {row['check']} {row['status']}", measured, check_text(row)]
+        case "stability":
+            alarms = [alarm["text"] for alarm in row["alarms"][:3]]
+            stopped = row.get("stopped", "")
+            parts = [f"{row['model']}: {row['verdict']}", fault_text(row), stopped, *alarms]
+        case "memory":
+            parts = [f"memory {row['verdict']}", memory_text(row), *growth_lines(row)]
+        case "quality":
+            parts = [f"{row['task']} {row['verdict']}", row["reason"]]
+        case _:
+            parts = [row["model"], shape_text(row), rate_text(row)]
+    return "; ".join(part for part in parts if part)
+
+
 def by_model(rows: Sequence[dict[str, Any]]) -> list[tuple[str, list[dict[str, Any]]]]:
-    """Checks of each model, in the order of their first."""
+    """Return the rows of each model, in the order of its first row."""
     models = dict.fromkeys(row["model"] for row in rows)
     return [(model, [row for row in rows if row["model"] == model]) for model in models]
 
 
 def asked_and_not(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """The checks that could be asked; and for each reason why one could not, their names."""
+    """Return the rows of checks that apply; and for each reason, the names of checks that do not apply."""
     asked, not_asked = [], dict[str, str]()
     for row in rows:
         if row["status"] == "not applicable":
@@ -71,8 +125,8 @@ def measured_text(row: dict[str, Any]) -> str:
 
 
 def check_text(row: dict[str, Any]) -> str:
-    """Where, what it means, and what to do about it."""
-    shown = (row["where"], row["meaning"], row["advice"] if row["status"] != "passed" else "")
+    """Return what is wrong, the place, and the advice."""
+    shown = (row["meaning"], row["where"], row["advice"] if row["status"] != "passed" else "")
     return ". ".join(text.rstrip(".") for text in shown if text)
 
 

@@ -71,8 +71,8 @@ def parametrize_with_checks(
         raise TypeError(f"models: got {type(models).__name__}; wanted a list of models")
     declared = (expected_failures or {}, accepted_warnings or {})
     questions = Questions(models, None if checks is None else tuple(checks), suite, declared, strict)
-    known = [each if isinstance(each, Mapping) else {} for each in declared]
-    Declared(*known).refuse_unmatched(questions.may_be_asked)
+    failures, accepted = (each if isinstance(each, Mapping) else {} for each in declared)
+    Declared(failures, accepted).refuse_unmatched(questions.may_be_asked)
     return pytest.mark.parametrize(("spec", "check"), questions)
 
 

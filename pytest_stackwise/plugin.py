@@ -100,7 +100,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
-    """Make the test known to its fixtures. After it passes, fail it for open duties, and report its findings."""
+    """Make the test known to its fixtures. If it passes, check its duties and report its findings."""
     try:
         with records.current(item), memory.limited(item):
             checks.hand_over(item)

@@ -59,7 +59,7 @@ def shown_once() -> Iterator[ShownLines]:
         return
     shown = ShownLines()
     out, err = _OnceStream(sys.stdout, shown), _OnceStream(sys.stderr, shown)
-    sys.stdout, sys.stderr = out, err  # type: ignore[assignment]
+    sys.stdout, sys.stderr = out, err
     for handler in _stream_handlers():
         for stream in (out, err):
             if handler.stream is stream.behind:

@@ -80,7 +80,7 @@ class Examined:
         *,
         meaning: str,
         correct_if: str,
-        otherwise: str = "",
+        advice: str,
         where: str = "",
     ) -> CheckResult:
         """Return a result that shows a probable defect, which some correct models have on purpose.
@@ -90,11 +90,29 @@ class Examined:
             limit: largest value that passes.
             meaning: what is wrong, as a sentence.
             correct_if: condition under which nothing is wrong, as the end of "This is correct if ...".
-            otherwise: what to look at if the condition does not hold, as an imperative sentence.
+            advice: what to do otherwise, as a sentence that begins with an imperative.
             where: the place: a position, a parameter, a module.
         """
-        advice = " ".join(filter(None, (f"This is correct if {correct_if}.", otherwise)))
+        advice = f"This is correct if {correct_if}. Otherwise, {advice[0].lower()}{advice[1:]}"
         return CheckResult("", self.name, "warned", value, limit, where, meaning, advice)
+
+    def failed_unless(
+        self,
+        correct_if: str | None,
+        value: float | None = None,
+        limit: float | None = None,
+        *,
+        meaning: str,
+        advice: str,
+        where: str = "",
+    ) -> CheckResult:
+        """Return a failure, or a warning if there is a condition under which nothing is wrong.
+
+        Arguments are those of `warned`.
+        """
+        if correct_if is None:
+            return self.failed(value, limit, meaning=meaning, advice=advice, where=where)
+        return self.warned(value, limit, meaning=meaning, correct_if=correct_if, advice=advice, where=where)
 
     def at_most(self, value: float, limit: float, **text: str) -> CheckResult:
         """Return "passed" if `value` is at most `limit`, otherwise "failed" with `text`."""

@@ -20,8 +20,10 @@ _NOTHING_CHECKED = 5  # pytest's exit code for a run without tests
 
 @dataclass(frozen=True)
 class Check:
-    """Check a model or a training step. Exit code 0: no check failed; 1: a check failed, or with --strict
-    warned; 5: no check applies."""
+    """Check a model or a training step.
+
+    Exit codes: 0: no check failed; 1: a check failed, or warned with --strict; 5: no check applies.
+    """
 
     subject: tyro.conf.Positional[str]
     """MODULE:FACTORY, or path/to/file.py:FACTORY; FACTORY() returns an nn.Module, a ModelSpec, a TrainerSpec,

@@ -132,8 +132,8 @@ class Report:
         """Yield plain text for a terminal. The last line is the verdict with all counts.
 
         Args:
-            verbosity: below 0: findings only. 0: also declared findings and measurements. Above 0: everything,
-                including checks that passed and the reasons of those that do not apply.
+            verbosity: below 0: findings only. 0: also declared findings and measurements. Above 0: also
+                checks that passed, and the reasons of those that do not apply.
         """
         if self.training:
             yield self.training_line()

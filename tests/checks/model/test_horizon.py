@@ -65,7 +65,7 @@ def test_window_that_is_not(subjects, window, seen):
         assert "The whole reads 0 before and 0 after" in result.meaning
     else:
         assert (result.value, result.limit, result.where) == (seen, window, "layers.0.out")
-        assert f"One layer reads {seen - 1} before and 0 after" in result.meaning
+        assert f"The layer reads {seen - 1} before and 0 after" in result.meaning
 
 
 def test_window_that_is_never_applied(subjects):

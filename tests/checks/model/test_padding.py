@@ -277,7 +277,7 @@ def test_an_argument_that_changes_nothing(subjects):
     assert spec.masked is not None
     result = subjects.ask(spec, "padding_content")
     assert result.status == "warned"
-    assert "whatever it says" in result.meaning
+    assert "ignores it" in result.meaning
     # One that sees what follows reads padding.
     encoder = ModelSpec.of(Dummy, causal=False)
     assert subjects.ask(encoder, "padding_content").status == "warned", "no output reads what follows"

@@ -148,7 +148,7 @@ def test_two_windows_in_one_layer(subjects):
 
     result = subjects.ask(ModelSpec.of(Twice, window=3), NAME)
     assert result.status == "warned"
-    assert "2 windows" in result.meaning
+    assert "2 windows follow each other" in result.advice
     assert subjects.ask(ModelSpec.of(Twice, window=5), NAME).status == "passed"
     assert subjects.ask(ModelSpec.of(Twice, window=4), NAME).status == "failed"
 

@@ -121,9 +121,11 @@ def measured_text(row: dict[str, Any]) -> str:
 
 
 def check_text(row: dict[str, Any]) -> str:
-    """Return what is wrong, the place, and the advice."""
-    shown = (row["meaning"], row["where"], row["advice"] if row["status"] != "passed" else "")
-    return ". ".join(text.rstrip(".") for text in shown if text)
+    """Return what is wrong, the place in brackets, and the advice."""
+    meaning, where = row["meaning"].rstrip("."), row["where"]
+    found = f"{meaning} [{where}]" if meaning and where else meaning or where
+    shown = (found, row["advice"].rstrip(".") if row["status"] != "passed" else "")
+    return ". ".join(text for text in shown if text)
 
 
 def fault_text(run: dict[str, Any]) -> str:

@@ -3,6 +3,7 @@
 import logging
 import sys
 import warnings
+from contextlib import contextmanager
 
 import pytest
 from torch import nn
@@ -28,20 +29,22 @@ def warn_line(text):
     print(warnings.formatwarning(text, UserWarning, "model.py", 3), file=sys.stderr)
 
 
-@pytest.fixture
-def handler(capsys):
+@contextmanager
+def stderr_handler():
     """A log handler that holds standard error, as those of libraries do."""
     logger, handler = logging.getLogger("a.model"), logging.StreamHandler(sys.stderr)
     logger.addHandler(handler)
     logger.propagate = False
-    yield handler
-    logger.removeHandler(handler)
-    logger.propagate = True
+    try:
+        yield handler
+    finally:
+        logger.removeHandler(handler)
+        logger.propagate = True
 
 
 @pytest.mark.parametrize("say", [print_line, log_line, warn_line])
-def test_line_is_shown_once_and_repeats_are_counted(capsys, handler, say):
-    with shown_once():
+def test_line_is_shown_once_and_repeats_are_counted(capsys, say):
+    with stderr_handler(), shown_once():
         for _ in range(20):
             say("three million parameters")
     out, err = capsys.readouterr()
@@ -74,17 +77,14 @@ def test_progress_bar_is_one_line(capsys):
     assert 1 <= err.count("loading") <= 2  # the last update has no end, so it is shown when all is over
 
 
-def test_streams_and_handlers_are_restored(capsys, handler):
-    before = (sys.stdout, sys.stderr, handler.stream)
-    with pytest.raises(KeyError), shown_once():
-        assert handler.stream is sys.stderr
+def test_streams_and_handlers_are_restored():
+    before = (sys.stdout, sys.stderr)
+    with stderr_handler() as early, pytest.raises(KeyError), shown_once(), stderr_handler() as late:
+        assert early.stream is late.stream is sys.stderr
         assert sys.stderr is not before[1]
-        late = logging.StreamHandler(sys.stderr)
-        logging.getLogger("a.model").addHandler(late)
         raise KeyError
-    logging.getLogger("a.model").removeHandler(late)
-    assert (sys.stdout, sys.stderr, handler.stream) == before
-    assert late.stream is sys.stderr
+    assert (sys.stdout, sys.stderr) == before
+    assert early.stream is sys.stderr
 
 
 def test_line_without_an_end_is_shown(capsys):

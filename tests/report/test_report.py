@@ -378,7 +378,7 @@ def test_markdown_of_an_empty_report():
 def test_pipes_are_escaped():
     report = Report(checks=[check("failed", where="a|b", meaning="|c|", advice="d")])
     [table] = tables(report.markdown())
-    assert cells(row)[4] == r"\|c\| [a\|b]. d"
+    assert cells(table[2])[4] == r"\|c\| [a\|b]. d"
     assert {len(cells(row)) for row in table} == {5}
 
 

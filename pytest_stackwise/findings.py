@@ -22,12 +22,13 @@ def report(item: pytest.Item) -> None:
     Fails the test if warnings are errors, by --stackwise-strict or by a warning filter. Findings of the
     section "quality" are left to the fixture: it skips the test, and the run has an exit code of its own.
     """
-    sections = [(record["section"], record) for record in records.of_item(item)]
-    if not sections:
+    # A record whose verdict is None gets that of the test, which has passed.
+    found = [(each["section"], each) for each in records.of_item(item) if each.get("verdict", "") is not None]
+    if not found:
         return
     from stackwise.report.row_text import is_finding, record_text
 
-    texts = [record_text(*each) for each in sections if each[0] != "quality" and is_finding(*each)]
+    texts = [record_text(*each) for each in found if each[0] != "quality" and is_finding(*each)]
     errors = list(texts) if options.strict(item.config) else []
     for text in () if errors else texts:
         try:

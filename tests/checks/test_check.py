@@ -276,9 +276,9 @@ def test_declaration_for_a_check_that_is_not_asked_is_refused(subjects, argument
 
 
 def test_two_declarations_for_one_check_are_refused(subjects):
-    both = dict.fromkeys(("expected_failures", "accepted_warnings"), {"causality": "why"})
+    reasons = {"causality": "why"}
     with pytest.raises(ValueError, match="accepted_warnings: got causality, also in expected_failures"):
-        check_model(subjects.gru, **both)
+        check_model(subjects.gru, expected_failures=reasons, accepted_warnings=reasons)
 
 
 def test_a_warning_says_first_what_is_wrong_then_when_it_is_correct():

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["CheckFailedError", "parametrize_with_checks", "zero_code_items"]
 
 Asks = Literal["model", "trainer"]
-Expected = Mapping[str, str] | Callable[[Any], Mapping[str, str]]
+Reasons = Mapping[str, str] | Callable[[Any], Mapping[str, str]]
 
 
 class CheckFailedError(AssertionError):
@@ -38,35 +38,41 @@ def parametrize_with_checks(
     *,
     checks: Iterable[str] | None = None,
     suite: Suite | None = None,
-    expected_failures: Expected | None = None,
+    expected_failures: Reasons | None = None,
+    accepted_warnings: Reasons | None = None,
+    strict: bool = False,
 ) -> pytest.MarkDecorator:
-    """One test per model, or training step, and check.
+    """Make one test per model, or training step, and check.
 
         @parametrize_with_checks([spec])
         def test_model(spec, check):
             check(spec)
 
-    A model is built when its first check runs, not when tests are collected. The run's
-    `--stackwise-checks` narrows what is asked.
+    A model is built when its first check runs, not when tests are collected. `--stackwise-checks` selects
+    among the checks. A check that warns passes, with a `StackwiseWarning`.
 
     Args:
         models: ModelSpecs, anything that `ModelSpec.of` understands, or TrainerSpecs.
         checks: names of checks or families; None: all of the suite.
         suite: "fast" or "full"; None: the run's `--stackwise-suite`.
-        expected_failures: check name -> reason, or a function of the spec that gives it. Strict: such
+        expected_failures: check name -> reason, or a function of the spec that returns such a mapping. Such
             a check must fail, and is then reported as xfailed.
+        accepted_warnings: the same for checks that warn. Such a check must warn, and then passes without a
+            warning.
+        strict: a warning that is not accepted fails its test. False: as `--stackwise-strict` says.
 
     Raises:
         TypeError: `models` is one model instead of several.
-        ValueError: an unknown check, or an expected failure that matches none of the tests.
+        ValueError: an unknown check, or a declaration that matches none of the tests.
     """
-    from stackwise.checks.run import refuse_unmatched
+    from stackwise.checks.run import Declared
 
     if not isinstance(models, Iterable) or isinstance(models, str) or hasattr(models, "named_modules"):
         raise TypeError(f"models: got {type(models).__name__}; wanted a list of models")
-    questions = Questions(models, None if checks is None else tuple(checks), suite, expected_failures)
-    if isinstance(expected_failures, Mapping):
-        refuse_unmatched(expected_failures, questions.may_be_asked)
+    declared = (expected_failures or {}, accepted_warnings or {})
+    questions = Questions(models, None if checks is None else tuple(checks), suite, declared, strict)
+    failures, accepted = (each if isinstance(each, Mapping) else {} for each in declared)
+    Declared(failures, accepted).refuse_unmatched(questions.may_be_asked)
     return pytest.mark.parametrize(("spec", "check"), questions)
 
 
@@ -81,13 +87,14 @@ class Questions(Sequence[Any]):
         models: Iterable[Any],
         names: tuple[str, ...] | None,
         suite: Suite | None,
-        expected: Expected | None,
+        declared: tuple[Reasons, Reasons],
+        strict: bool,
     ) -> None:
         self.subjects = [LazySpec(model) for model in models]
-        self.names, self.suite, self.expected = names, suite, expected
+        self.names, self.suite, self.declared, self.strict = names, suite, declared, strict
         kinds = {subject.asks for subject in self.subjects} or set(get_args(Asks))
         _refuse_unknown(names, kinds)
-        # An expected failure may be of a check that this run, or its suite, leaves out.
+        # A declaration may be for a check that this run, or its suite, does not select.
         self.may_be_asked = [c.name for kind in kinds for c in _select(names, "full", kind)]
         self._parameters = self._of(suite or "fast", None)
 
@@ -101,7 +108,7 @@ class Questions(Sequence[Any]):
         for subject in self.subjects:
             for check in _select(narrowed if self.names is None else self.names, suite, subject.asks):
                 if narrowed is None or not {check.name, check.family}.isdisjoint(narrowed):
-                    bound = BoundCheck(check, self.expected, self.may_be_asked)
+                    bound = BoundCheck(check, self.declared, self.may_be_asked, strict=self.strict)
                     parameters.append(pytest.param(subject, bound, id=f"{subject.name}-{check.name}"))
         return parameters
 
@@ -154,25 +161,36 @@ def _refuse_unknown(names: Iterable[str] | None, kinds: Iterable[Asks]) -> None:
 
 
 class BoundCheck:
-    """A check as a test calls it: on the run's device and seed, raising where it fails or breaks off.
+    """A check as a test calls it: with the run's device and seed; it raises if the check fails.
 
     Args:
-        check: the question.
-        expected: expected failures, as in `parametrize_with_checks`.
-        asked: names of all checks that are asked, which `expected` must be among.
+        check: the check.
+        declared: expected failures and accepted warnings, as in `parametrize_with_checks`.
+        asked: names of all selected checks. Declarations for others are refused.
+        strict: warnings fail, also without --stackwise-strict.
     """
 
-    def __init__(self, check: Check, expected: Expected | None = None, asked: Iterable[str] = ()) -> None:
-        self.check, self.expected, self.asked = check, expected, tuple(asked)
+    def __init__(
+        self,
+        check: Check,
+        declared: tuple[Reasons, Reasons] = ({}, {}),
+        asked: Iterable[str] = (),
+        *,
+        strict: bool = False,
+    ) -> None:
+        self.check, self.declared, self.asked, self.strict = check, declared, tuple(asked), strict
 
     def __call__(self, spec: Any) -> CheckResult:
-        """Ask; return the result where the model is sound, skip where the question does not apply.
+        """Run the check and return its result. Skip the test if the check does not apply.
+
+        A result that warns is returned as well; the plugin turns it into a warning at the end of the test.
 
         Raises:
             CheckFailedError: the check failed.
         """
         __tracebackhide__ = True
-        from stackwise.checks.run import against_expectation, broken_off, refuse_unmatched
+        from stackwise.checks.output import shown_once
+        from stackwise.checks.run import Declared, broken_off
         from stackwise.spec import ModelSpec
         from stackwise.trainer_spec import TrainerSpec
 
@@ -181,16 +199,17 @@ class BoundCheck:
             raise RuntimeError("check: called outside of a test, or without the stackwise plugin")
         records.pay(item, "check")
         spec = ModelSpec.of(spec) if self.check.asks == "model" else TrainerSpec.of(spec)
-        expected = self.expected(spec) if callable(self.expected) else self.expected or {}
-        refuse_unmatched(expected, self.asked)
-        reason = expected.get(self.check.name)
+        failures, accepted = (each(spec) if callable(each) else each for each in self.declared)
+        declared = Declared(failures, accepted, self.strict or options.strict(item.config))
+        declared.refuse_unmatched(self.asked)
         device, seed = options.device_name(item.config), options.seed(item.config)
         try:
-            result = self.check.run(spec, device=device, seed=seed)
+            with shown_once():
+                result = self.check.run(spec, device=device, seed=seed)
         except Exception as error:
             records.add(item, "checks", broken_off(self.check.name, spec.name, error).to_dict())
             raise
-        result = against_expectation(result, reason)
+        result = declared.apply(result)
         records.add(item, "checks", result.to_dict())
         for ending, number in (("", result.value), (".limit", result.limit)):
             if number is not None:
@@ -201,7 +220,7 @@ class BoundCheck:
             case "expected failure":
                 if item.config.option.runxfail:
                     raise CheckFailedError(result)
-                pytest.xfail(reason or "")
+                pytest.xfail(failures[result.check])
             case "not applicable":
                 pytest.skip(f"{result.check} does not apply: {result.meaning}")
         return result

@@ -26,6 +26,7 @@ __all__ = [
     "release_gpu_option",
     "report_paths",
     "seed",
+    "strict",
     "suite",
     "targets",
 ]
@@ -84,6 +85,11 @@ def add_options(parser: pytest.Parser) -> None:
         "--stackwise-suite",
         metavar="SUITE",
         help="fast: checks that take seconds; full: all of them (default: fast)",
+    )
+    group.addoption(
+        "--stackwise-strict",
+        action="store_true",
+        help="fail a test for each finding that is otherwise a warning: a check that warns, an unstable run",
     )
     group.addoption(
         "--stackwise-report",
@@ -145,6 +151,7 @@ def add_options(parser: pytest.Parser) -> None:
     parser.addini("stackwise_trainer", "as --stackwise-trainer, one a line", type="linelist")
     parser.addini("stackwise_checks", "as --stackwise-checks, by commas or one a line")
     parser.addini("stackwise_suite", "as --stackwise-suite")
+    parser.addini("stackwise_strict", "as --stackwise-strict", type="bool", default=False)
     parser.addini("stackwise_report", "as --stackwise-report")
     for name in _GATE:
         parser.addini(f"stackwise_{name}", f"as --stackwise-{name.replace('_', '-')}")
@@ -204,6 +211,11 @@ def suite(config: pytest.Config) -> Suite:
     if given not in ("fast", "full"):
         raise pytest.UsageError(f"--stackwise-suite: got {given!r}; allowed: 'fast', 'full'")
     return "full" if given == "full" else "fast"
+
+
+def strict(config: pytest.Config) -> bool:
+    """Return True if warnings fail tests."""
+    return bool(config.getoption("stackwise_strict") or config.getini("stackwise_strict"))
 
 
 def check_names(config: pytest.Config) -> tuple[str, ...] | None:

@@ -10,6 +10,7 @@ from pytest_stackwise import (
     checks,
     device,
     faults,
+    findings,
     gate,
     markers,
     memory,
@@ -99,11 +100,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
-    """Let what runs inside the test find the test; fail a test that passed without doing what it declares."""
-    with records.current(item), memory.limited(item):
-        checks.hand_over(item)
-        result = yield
+    """Make the test known to its fixtures. If it passes, check its duties and report its findings."""
+    try:
+        with records.current(item), memory.limited(item):
+            checks.hand_over(item)
+            result = yield
+    except pytest.skip.Exception:
+        findings.report(item)
+        raise
     records.collect_debts(item)
+    findings.report(item)
     return result
 
 

@@ -22,6 +22,7 @@ __all__ = [
     "current_item",
     "first_time",
     "is_worker",
+    "of_item",
     "of_report",
     "owe",
     "pay",
@@ -107,6 +108,11 @@ def attach(item: pytest.Item, report: pytest.TestReport) -> None:
             if record.get("verdict", "") is None:
                 record["verdict"] = "caught" if report.passed else "not recovered"
         setattr(report, _ATTRIBUTE, item.stash[_STATE].records)
+
+
+def of_item(item: pytest.Item) -> list[dict[str, Any]]:
+    """Return the records of the current run of a test."""
+    return item.stash[_STATE].records
 
 
 def of_report(report: pytest.TestReport) -> list[dict[str, Any]]:

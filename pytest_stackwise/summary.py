@@ -66,7 +66,8 @@ class Summary:
         if not self._reports and not self._notes:
             return
         terminalreporter.section("stackwise")
-        for line in (*self._report().lines(), *self._notes):
+        verbosity = self.config.get_verbosity()
+        for line in (*self._report().lines(verbosity), *self._notes):
             terminalreporter.write_line(line)
 
     def _report(self) -> Report:

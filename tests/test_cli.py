@@ -53,8 +53,11 @@ MODELS = """
         return ModelSpec.of(Leaky, causal=False, name="declared")
 
     def telling():
-        print("built under seed", torch.initial_seed())
+        print("built under seed", "x" * torch.initial_seed())
         return good()
+
+    def memoryless():
+        return nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 11))
 
     def vectors():
         return nn.Linear(4, 4)
@@ -217,7 +220,7 @@ def call(capsys):
 
 class TestCheck:
     def test_good(self, call):
-        code, out, err = call("check", "cli_models.py:good", "--checks", *CORE)
+        code, out, err = call("check", "cli_models.py:good", "-v", "--checks", *CORE)
         assert code == 0 and err == ""
         assert "PASS" in out and "FAIL" not in out and "ERROR" not in out
         assert re.search(r"PASS +causality", out) and "verdict: PASS" in out
@@ -238,12 +241,12 @@ class TestCheck:
         assert code == 0 and "PASS" in out
 
     def test_declared_spec(self, call):
-        code, out, _ = call("check", "cli_models.py:spec", "--checks", "causality")
-        assert code == 0 and "declared" in out and re.search(r"n/a +causality", out)
+        code, out, _ = call("check", "cli_models.py:spec", "-v", "--checks", "causality")
+        assert code == 5 and "declared" in out and re.search(r"n/a +causality", out)
 
     def test_vectors(self, call):
         code, out, _ = call("check", "cli_models.py:vectors", "--checks", "causality")
-        assert code == 0 and "takes vectors of width 4" in out
+        assert code == 5 and "takes vectors of width 4" in out
 
     def test_reference_from_another_checkout(self, call, workplace):
         now, before = workplace / "now", workplace / "before"
@@ -262,7 +265,7 @@ class TestCheck:
         (line,) = [line for line in out.splitlines() if re.search(r"FAIL +reference_output", line)]
         assert "hidden" in line
         same = ("check", f"{now}/revised.py:build", "--reference", f"{now}/revised.py:build")
-        code, out, _ = call(*same, "--checks", "parity")
+        code, out, _ = call(*same, "-v", "--checks", "parity")
         assert code == 0 and re.search(r"PASS +reference_output", out)
 
     def test_reference_of_a_training_step(self, call):
@@ -270,14 +273,14 @@ class TestCheck:
         assert code == 2 and "reference" in err and "training step" in err
 
     def test_some_checks(self, call):
-        _, out, _ = call("check", "cli_models.py:good", "--checks", "causality", "finite_gradients")
+        _, out, _ = call("check", "cli_models.py:good", "-v", "--checks", "causality", "finite_gradients")
         shown = re.findall(r"^  (?:PASS|FAIL|WARN|ERROR|n/a|XFAIL) +(\w+)", out, flags=re.M)
         assert set(shown) <= {"causality", "finite_gradients"} and "causality" in shown
 
     def test_seed(self, call):
-        for seed, other in (("3", "4"), ("4", "3")):
-            _, out, _ = call("check", "cli_models.py:telling", "--seed", seed, "--checks", "causality")
-            assert f"built under seed {seed}\n" in out and f"built under seed {other}\n" not in out
+        for seed, other in ((3, 4), (4, 3)):
+            _, out, _ = call("check", "cli_models.py:telling", "--seed", str(seed), "--checks", "causality")
+            assert f"seed {'x' * seed}\n" in out and f"seed {'x' * other}\n" not in out
 
     def test_random_state_is_left_alone(self, call):
         before = torch.get_rng_state()
@@ -285,12 +288,61 @@ class TestCheck:
         assert torch.get_rng_state().equal(before)
 
 
+class TestVerdict:
+    """Exit codes and output of a run that warns, and of one in which nothing applies."""
+
+    WARNS = ("check", "cli_models.py:memoryless", "--checks", "causality", "determinism")
+
+    @pytest.mark.parametrize(
+        "options, code, verdict",
+        [((), 0, "WARN"), (("--strict",), 1, "FAIL"), (("--strict", "-q"), 1, "FAIL")],
+    )
+    def test_a_warning_fails_only_if_strict(self, call, options, code, verdict):
+        found, out, _ = call(*self.WARNS, *options)
+        assert found == code and f"verdict: {verdict} (checks:" in out
+
+    def test_strict_passes_a_model_without_findings(self, call):
+        code, out, _ = call("check", "cli_models.py:good", "--strict", "--checks", *CORE)
+        assert code == 0 and "verdict: PASS" in out
+
+    @pytest.mark.parametrize("factory, verdict", [("spec", "EMPTY"), ("good", "PASS")])
+    def test_a_run_in_which_nothing_applies_is_no_pass(self, call, factory, verdict):
+        code, out, _ = call("check", f"cli_models.py:{factory}", "--checks", "causality")
+        assert (code, f"verdict: {verdict}" in out) == ({"EMPTY": 5, "PASS": 0}[verdict], True)
+
+    @pytest.mark.parametrize(
+        "options, passes, warns, described",
+        [((), False, True, True), (("-q",), False, True, False), (("-v",), True, True, True)],
+    )
+    def test_lines_by_verbosity(self, call, options, passes, warns, described):
+        _, out, _ = call(*self.WARNS, *options)
+        assert (re.search(r"PASS +determinism", out) is not None) == passes
+        assert (re.search(r"WARN +causality +\S.*This is correct if", out) is not None) == warns
+        assert ("takes tokens of width" in out) == described
+        assert out.splitlines()[-1] == "verdict: WARN (checks: 1 passed, 1 warned)"
+
+    def test_quiet_and_verbose_are_refused_together(self, call):
+        code, _, err = call(*self.WARNS, "-q", "-v")
+        assert code == 2 and "--quiet and --verbose" in err
+
+    def test_report_files_have_everything(self, call, workplace):
+        assert call(*self.WARNS, "-q", "--report", "out")[0] == 0
+        stored = json.loads((workplace / "out.json").read_text())
+        assert (stored["verdict"], len(stored["checks"])) == ("WARN", 2)
+        page = (workplace / "out.md").read_text()
+        assert "**verdict: WARN" in page and "| PASS | determinism |" in page
+
+    def test_output_of_the_model_is_shown_once(self, call):
+        _, out, err = call("check", "cli_models.py:telling", "--checks", "causality", "--seed", "0")
+        assert out.count("built under seed") == 1 and "repeated lines are not shown" in err
+
+
 class TestClaims:
     """What the command line says of the model."""
 
     def test_no_causal(self, call):
-        code, out, _ = call("check", "cli_models.py:leaky", "--no-causal", "--checks", "causality")
-        assert code == 0 and re.search(r"n/a +causality", out) and "assumed" not in out
+        code, out, _ = call("check", "cli_models.py:leaky", "-v", "--no-causal", "--checks", "causality")
+        assert code == 5 and re.search(r"n/a +causality", out) and "assumed" not in out
 
     @pytest.mark.parametrize("factory", ["vectors", "spec"])
     def test_causal(self, call, factory):
@@ -362,7 +414,7 @@ class TestCheckSelection:
 class TestCheckTrainer:
     @pytest.mark.parametrize("factory", ["Loop", "loop_spec", "declared_loop", "Lit", "Formless", "formless"])
     def test_sound(self, call, factory):
-        code, out, err = call("check", f"cli_models.py:{factory}", "--checks", "fresh_gradients")
+        code, out, err = call("check", f"cli_models.py:{factory}", "-v", "--checks", "fresh_gradients")
         assert code == 0 and err == ""
         assert re.search(r"PASS +fresh_gradients", out)
 

@@ -1,7 +1,4 @@
-"""CheckResult: the answer of a check, as data.
-
-Statuses are "passed", "failed", "warned", "not applicable", "expected failure" and "error".
-"""
+"""CheckResult: the answer of a check, as data."""
 
 from __future__ import annotations
 
@@ -11,7 +8,9 @@ from typing import Any, Literal
 
 __all__ = ["CheckResult", "Examined", "Status", "listed"]
 
-Status = Literal["passed", "failed", "warned", "not applicable", "expected failure", "error"]
+Status = Literal[
+    "passed", "failed", "warned", "accepted warning", "not applicable", "expected failure", "error"
+]
 
 
 @dataclass(frozen=True)
@@ -19,15 +18,16 @@ class CheckResult:
     """The answer of one check.
 
     Attributes:
-        check: the check's name.
-        model: the model's name.
-        status: "passed", "failed", "warned" (unusual, to be looked at), "not applicable",
-            "expected failure" (failed, as was declared), "error" (the check could not finish).
-        value: what was measured, or None.
-        limit: the largest value that passes, or None.
+        check: name of the check.
+        model: name of the model or training step.
+        status: "passed"; "failed" (a defect); "warned" (probably a defect, but some correct models do this);
+            "accepted warning" and "expected failure" (declared by the user, with a reason);
+            "not applicable"; "error" (the check could not finish).
+        value: measured value, or None.
+        limit: largest value that passes, or None.
         where: the place: a position, a parameter, a module.
-        meaning: what the value says, in one sentence.
-        advice: the likely cause and what to look at.
+        meaning: what is wrong, in one sentence.
+        advice: the likely cause and what to look at. Of a warning: first when the model is correct after all.
     """
 
     check: str
@@ -41,11 +41,11 @@ class CheckResult:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing needs to be mended: all but "failed" and "error"."""
+        """False if the status is "failed" or "error"."""
         return self.status not in ("failed", "error")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -53,41 +53,78 @@ class CheckResult:
         if self.value is not None:
             lines[0] += f": measured {self.value:.3g}"
             lines[0] += f", limit {self.limit:.3g}" if self.limit is not None else ""
-        lines += [f"  {text}" for text in (self.where, self.meaning, self.advice) if text]
+        lines += [f"  {text}" for text in (self.meaning, self.where, self.advice) if text]
         return "\n".join(lines)
 
 
 class Examined:
-    """Whatever checks are asked of: the ways to answer one."""
+    """Base of the objects that checks examine: the ways to build a result."""
 
     @property
     def name(self) -> str:
-        """Of what is examined, in results."""
+        """Name of the object in results."""
         raise NotImplementedError
 
     def passed(self, value: float | None = None, limit: float | None = None, **text: str) -> CheckResult:
-        """A result that is as it should be."""
+        """Return a result without a finding."""
         return CheckResult("", self.name, "passed", value, limit, **text)
 
     def failed(self, value: float | None = None, limit: float | None = None, **text: str) -> CheckResult:
-        """A result that shows a defect."""
+        """Return a result that shows a defect."""
         return CheckResult("", self.name, "failed", value, limit, **text)
 
-    def warned(self, value: float | None = None, limit: float | None = None, **text: str) -> CheckResult:
-        """A result that is unusual, but not wrong for certain."""
-        return CheckResult("", self.name, "warned", value, limit, **text)
+    def warned(
+        self,
+        value: float | None = None,
+        limit: float | None = None,
+        *,
+        meaning: str,
+        correct_if: str,
+        advice: str,
+        where: str = "",
+    ) -> CheckResult:
+        """Return a result that shows a probable defect, which some correct models have on purpose.
+
+        Args:
+            value: measured value.
+            limit: largest value that passes.
+            meaning: what is wrong, as a sentence.
+            correct_if: condition under which nothing is wrong, as the end of "This is correct if ...".
+            advice: what to do otherwise, as a sentence that begins with an imperative.
+            where: the place: a position, a parameter, a module.
+        """
+        advice = f"This is correct if {correct_if}. Otherwise, {advice[0].lower()}{advice[1:]}"
+        return CheckResult("", self.name, "warned", value, limit, where, meaning, advice)
+
+    def failed_unless(
+        self,
+        correct_if: str | None,
+        value: float | None = None,
+        limit: float | None = None,
+        *,
+        meaning: str,
+        advice: str,
+        where: str = "",
+    ) -> CheckResult:
+        """Return a failure, or a warning if there is a condition under which nothing is wrong.
+
+        Arguments are those of `warned`.
+        """
+        if correct_if is None:
+            return self.failed(value, limit, meaning=meaning, advice=advice, where=where)
+        return self.warned(value, limit, meaning=meaning, correct_if=correct_if, advice=advice, where=where)
 
     def at_most(self, value: float, limit: float, **text: str) -> CheckResult:
-        """Passed where `value` is at most `limit`; else failed, and `text` says how."""
+        """Return "passed" if `value` is at most `limit`, otherwise "failed" with `text`."""
         return self.passed(value, limit) if value <= limit else self.failed(value, limit, **text)
 
     def not_applicable(self, reason: str) -> CheckResult:
-        """The question makes no sense for this model."""
+        """Return the result of a question that makes no sense for this model."""
         return CheckResult("", self.name, "not applicable", meaning=reason)
 
 
 def listed(names: Iterable[str], most: int = 3) -> str:
-    """The first names, and how many there are beside."""
+    """Return the first names, joined by commas, and the number of the remaining ones."""
     names = list(names)
     rest = len(names) - most
     return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")

@@ -1,24 +1,25 @@
-"""Asking: every check of a suite, each on its own, against what was declared to fail."""
+"""Run the checks of a suite, and compare the results with the findings that the user declared."""
 
 from __future__ import annotations
 
 import sysconfig
 import traceback
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from stackwise.checks.check import Check, Suite, select_checks
-from stackwise.checks.result import CheckResult
+from stackwise.checks.output import shown_once
+from stackwise.checks.result import CheckResult, Status
 from stackwise.spec import ModelSpec
 from stackwise.trainer_spec import TrainerSpec
 
 _INSTALLED = {Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 
-__all__ = ["against_expectation", "broken_off", "check_model", "check_trainer", "refuse_unmatched"]
+__all__ = ["Declared", "broken_off", "check_model", "check_trainer"]
 
 
 def check_model(
@@ -27,24 +28,32 @@ def check_model(
     checks: Iterable[str] | None = None,
     suite: Suite = "fast",
     expected_failures: Mapping[str, str] | None = None,
+    accepted_warnings: Mapping[str, str] | None = None,
+    strict: bool = False,
     device: torch.device | str = "cpu",
     seed: int = 0,
 ) -> list[CheckResult]:
-    """Ask a model every question, and go on where one of them breaks.
+    """Run every check of a suite on a model, and continue after one that raises.
+
+    A line that the model or a library prints is shown once, however often the model is built.
 
     Args:
         model: anything that `ModelSpec.of` understands.
         checks: names of checks or families; None: all of the suite.
         suite: "fast", seconds for a tiny model, or "full".
-        expected_failures: check name -> reason. Strict: such a check must fail.
-        device: where to run.
-        seed: of weights, inputs and dropout.
+        expected_failures: check name -> reason. Such a check must fail.
+        accepted_warnings: check name -> reason. Such a check must warn.
+        strict: a warning that is not accepted fails.
+        device: where the model runs.
+        seed: seed of weights, inputs and dropout.
 
     Raises:
-        ValueError: an unknown check, or an expected failure of a check that is not asked.
+        ValueError: an unknown check, or a declaration for a check that is not selected.
     """
     selected = select_checks(checks, suite=suite, asks="model")
-    return _ask(ModelSpec.of(model), selected, expected_failures, device, seed)
+    declared = Declared(expected_failures or {}, accepted_warnings or {}, strict)
+    with shown_once():
+        return _run(ModelSpec.of(model), selected, declared, device, seed)
 
 
 def check_trainer(
@@ -53,71 +62,116 @@ def check_trainer(
     checks: Iterable[str] | None = None,
     suite: Suite = "fast",
     expected_failures: Mapping[str, str] | None = None,
+    accepted_warnings: Mapping[str, str] | None = None,
+    strict: bool = False,
     device: torch.device | str = "cpu",
     seed: int = 0,
 ) -> list[CheckResult]:
-    """Ask a training step every question; as `check_model`, of what `TrainerSpec.of` understands."""
+    """Run every check of a suite on a training step: anything that `TrainerSpec.of` understands.
+
+    Arguments and errors are those of `check_model`.
+    """
     selected = select_checks(checks, suite=suite, asks="trainer")
-    return _ask(TrainerSpec.of(trainer), selected, expected_failures, device, seed)
+    declared = Declared(expected_failures or {}, accepted_warnings or {}, strict)
+    with shown_once():
+        return _run(TrainerSpec.of(trainer), selected, declared, device, seed)
 
 
-def _ask(
+def _run(
     spec: ModelSpec | TrainerSpec,
     selected: list[Check],
-    expected_failures: Mapping[str, str] | None,
+    declared: Declared,
     device: torch.device | str,
     seed: int,
 ) -> list[CheckResult]:
-    expected = dict(expected_failures or {})
-    refuse_unmatched(expected, [c.name for c in selected])
+    declared.refuse_unmatched([c.name for c in selected])
     results = []
     for one in selected:
-        try:
-            result = one.run(spec, device=device, seed=seed)
-        except Exception as error:
-            result = broken_off(one.name, spec.name, error)
-        results.append(against_expectation(result, expected.get(one.name)))
+        with shown_once() as shown:
+            shown.next_round()
+            try:
+                result = one.run(spec, device=device, seed=seed)
+            except Exception as error:
+                result = broken_off(one.name, spec.name, error)
+        results.append(declared.apply(result))
     return results
 
 
+@dataclass(frozen=True)
+class Declared:
+    """The findings that a user knows of, and the treatment of warnings.
+
+    Attributes:
+        expected_failures: check name -> reason. Such a check must fail.
+        accepted_warnings: check name -> reason. Such a check must warn.
+        strict: a warning that is not accepted fails.
+    """
+
+    expected_failures: Mapping[str, str] = field(default_factory=dict)
+    accepted_warnings: Mapping[str, str] = field(default_factory=dict)
+    strict: bool = False
+
+    def refuse_unmatched(self, names: Iterable[str]) -> None:
+        """Raise if a declaration is for a check other than `names`, or if a check has two.
+
+        Raises:
+            ValueError: naming the checks, and the names that are allowed.
+        """
+        names = list(names)
+        both = {"expected_failures": self.expected_failures, "accepted_warnings": self.accepted_warnings}
+        for argument, reasons in both.items():
+            if unmatched := sorted(set(reasons) - set(names)):
+                raise ValueError(
+                    f"{argument}: got {', '.join(unmatched)}, which this run does not ask; "
+                    f"allowed: {', '.join(names)}"
+                )
+        if twice := sorted(set(self.expected_failures) & set(self.accepted_warnings)):
+            raise ValueError(
+                f"accepted_warnings: got {', '.join(twice)}, also in expected_failures; allowed: one of them"
+            )
+
+    def apply(self, result: CheckResult) -> CheckResult:
+        """Return the result with the status that the declarations give it.
+
+        A declared finding that occurred is "expected failure" or "accepted warning". If it did not occur,
+        the check fails, because the declaration is out of date. Errors stay errors.
+        """
+        if (reason := self.expected_failures.get(result.check)) is not None:
+            return _declared(result, "failed", "expected failure", reason)
+        if (reason := self.accepted_warnings.get(result.check)) is not None:
+            return _declared(result, "warned", "accepted warning", reason)
+        if self.strict and result.status == "warned":
+            text = "Strict: a warning fails unless accepted_warnings declares it."
+            return replace(result, status="failed", advice=f"{result.advice} {text}".strip())
+        return result
+
+
+def _declared(result: CheckResult, finding: Status, status: Status, reason: str) -> CheckResult:
+    """Return the result of a check for which the status `finding` was declared."""
+    if result.status == finding:
+        return replace(result, status=status, advice=f"declared: {reason}")
+    # A failure is more than an accepted warning: it is reported as it is.
+    if result.status in ("error", "failed"):
+        return result
+    other = ", and declare it in accepted_warnings" if result.status == "warned" else ""
+    return replace(
+        result,
+        status="failed",
+        meaning=f"declared as an {status}, but {result.status}. {result.meaning}".strip(),
+        advice=f"remove the declaration ({reason}){other}",
+    )
+
+
 def broken_off(check: str, model: str, error: Exception) -> CheckResult:
-    """The result of a check that `error` ended; its place is the last line of the caller's own, if one is."""
+    """Return the result of a check that raised `error`, located at the last line of the user's own code."""
     places = traceback.extract_tb(error.__traceback__)
-    place = next((place for place in reversed(places) if _is_of_the_caller(place.filename)), places[-1])
+    place = next((place for place in reversed(places) if _is_user_code(place.filename)), places[-1])
     where, meaning = f"{place.filename}:{place.lineno}", f"{type(error).__name__}: {error}"
     return CheckResult(check, model, "error", where=where, meaning=meaning)
 
 
-def _is_of_the_caller(filename: str) -> bool:
-    """Whether it is neither ours nor installed."""
+def _is_user_code(filename: str) -> bool:
+    """Return True for a file that belongs neither to stackwise nor to an installed package."""
     path, ours = Path(filename), Path(__file__).parents[1]
     installed = (*_INSTALLED, ours, ours.with_name("pytest_stackwise"))
     return path.is_file() and not any(path.is_relative_to(folder) for folder in installed)
-
-
-def refuse_unmatched(expected: Mapping[str, str], names: Iterable[str]) -> None:
-    """Refuse expected failures of checks other than `names`.
-
-    Raises:
-        ValueError: naming them.
-    """
-    names = list(names)
-    unmatched = sorted(set(expected) - set(names))
-    if unmatched:
-        raise ValueError(f"expected_failures: no check {', '.join(unmatched)}; asked: {', '.join(names)}")
-
-
-def against_expectation(result: CheckResult, reason: str | None) -> CheckResult:
-    """The result where a failure was declared with `reason`: a failure is right, all else is not."""
-    if reason is None:
-        return result
-    if result.status == "failed":
-        return replace(result, status="expected failure", advice=f"declared: {reason}")
-    if result.status == "error":
-        return result
-    return replace(
-        result,
-        status="failed",
-        meaning=f"declared as an expected failure, but {result.status}. {result.meaning}".strip(),
-        advice=f"remove the declaration ({reason})",
-    )

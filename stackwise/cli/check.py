@@ -1,4 +1,4 @@
-"""Check: the command that says what is wrong with a model or a training step."""
+"""Check: the command that reports what is wrong with a model or a training step."""
 
 from __future__ import annotations
 
@@ -15,10 +15,15 @@ if TYPE_CHECKING:
 
 __all__ = ["Check"]
 
+_NOTHING_CHECKED = 5  # pytest's exit code for a run without tests
+
 
 @dataclass(frozen=True)
 class Check:
-    """Check a model, or a training step, and say what is wrong with it; exit code 1 where something is."""
+    """Check a model or a training step.
+
+    Exit codes: 0: no check failed; 1: a check failed, or warned with --strict; 5: no check applies.
+    """
 
     subject: tyro.conf.Positional[str]
     """MODULE:FACTORY, or path/to/file.py:FACTORY; FACTORY() returns an nn.Module, a ModelSpec, a TrainerSpec,
@@ -38,12 +43,19 @@ class Check:
     reference: str | None = None
     """MODULE:FACTORY of what it has to compute the same as, by parameters of the same names: a plain form of
     it, or itself as it was (git worktree add ../before HEAD; --reference ../before/model.py:build)."""
+    strict: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Warnings fail: exit code 1."""
+    quiet: Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(aliases=["-q"])] = False
+    """Print only failures, warnings and the line with the verdict and all counts."""
+    verbose: Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(aliases=["-v"])] = False
+    """Print the checks that passed as well, and why the others do not apply."""
     report: Path | None = None
     """Write the results here, as .md, as .json, or both where the name has no ending."""
 
     def run(self) -> int:
-        """Print every result."""
+        """Run the checks, print the findings and the verdict, and return the exit code."""
         from stackwise.checks import check_model, check_trainer, refuse_unknown
+        from stackwise.checks.output import shown_once
         from stackwise.device import fingerprint, resolve_device
         from stackwise.factory import load_factory
         from stackwise.report import Report, report_files
@@ -55,27 +67,31 @@ class Check:
             refuse_unknown(names)
         if self.causal and self.no_causal:
             raise ValueError("got --causal and --no-causal; wanted one of them")
+        if self.quiet and self.verbose:
+            raise ValueError("got --quiet and --verbose; wanted one of them")
         declared: dict[str, Any] = {"causal": self.causal} if self.causal or self.no_causal else {}
         if self.reference is not None:
             declared["reference"] = load_factory(self.reference, search=Path.cwd())
         device = resolve_device(self.device)
-        spec = _describe(load_factory(self.subject, search=Path.cwd()), self.subject, declared)
-        print(f"{spec.name}: {spec.notes}".removesuffix(": "))
-        if isinstance(spec, TrainerSpec):
-            results = check_trainer(spec, checks=names, suite=self.suite, device=device, seed=self.seed)
-        else:
-            results = check_model(spec, checks=names, suite=self.suite, device=device, seed=self.seed)
+        asked: dict[str, Any] = {"checks": names, "suite": self.suite, "device": device, "seed": self.seed}
+        asked["strict"] = self.strict
+        with shown_once():
+            spec = _describe(load_factory(self.subject, search=Path.cwd()), self.subject, declared)
+            if not self.quiet:
+                print(f"{spec.name}: {spec.notes}".removesuffix(": "))
+            is_trainer = isinstance(spec, TrainerSpec)
+            results = check_trainer(spec, **asked) if is_trainer else check_model(spec, **asked)
         failed = [f"{result.model}::{result.check}" for result in results if not result.ok]
         report = Report(failed_tests=failed, noun="check")
         for result in results:
             report.add("checks", **result.to_dict())
-        for line in report.lines():
+        for line in report.lines(self.verbose - self.quiet):
             print(line)
         report.environment = fingerprint(device)
         for file in files:
             report.write(file)
             print(f"written: {file}")
-        return 1 if report.failed_tests else 0
+        return {"FAIL": 1, "EMPTY": _NOTHING_CHECKED}.get(report.verdict, 0)
 
 
 def _describe(found: Any, target: str, declared: dict[str, Any]) -> ModelSpec | TrainerSpec:

@@ -21,10 +21,12 @@ from stackwise.report.row_text import (
     check_text,
     fault_text,
     growth_lines,
+    is_finding,
     measured_text,
     memory_text,
     number_text,
     rate_text,
+    says_something,
     shape_text,
     throughput_table,
 )
@@ -73,25 +75,26 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        """The whole in a word; never a silent pass.
+        """The result of the whole run, in one word.
 
-        FAIL: a test failed. INCOMPLETE: the run was cut short. EMPTY: nothing was found out. WARN: all
-        tests passed, but among the findings is one that no sound model gives. PASS: none of these.
+        - FAIL: a test or check failed.
+        - INCOMPLETE: the run was interrupted.
+        - EMPTY: nothing was checked or measured. Checks that do not apply are not enough.
+        - WARN: no test failed, but there is a finding: a check warned, a run was unstable, memory grew.
+        - PASS: none of these.
         """
         if self.failed_tests:
             return "FAIL"
         if not self.complete:
             return "INCOMPLETE"
-        if not (any(getattr(self, section) for section in _SECTIONS) or self.training):
+        records = [(section, row) for section in _SECTIONS for row in getattr(self, section)]
+        if not self.training and not any(says_something(*record) for record in records):
             return "EMPTY"
-        doubtful = any(check["status"] in ("failed", "error") for check in self.checks)
-        doubtful |= any(run["verdict"] not in ("stable", "caught", "recovered") for run in self.stability)
-        doubtful |= any(row["verdict"] not in ("within", "read", "not told", "flat") for row in self.memory)
-        doubtful |= any(row["verdict"] != "met" for row in self.quality)
-        return "WARN" if doubtful else "PASS"
+        diverged = self.training is not None and not math.isfinite(float(self.training["final_loss"]))
+        return "WARN" if diverged or any(is_finding(*record) for record in records) else "PASS"
 
     def summary(self) -> str:
-        """The verdict and what it rests on, in one line."""
+        """Return the verdict and the counts behind it, in one line."""
         parts = []
         if self.checks:
             counts = Counter(c["status"] for c in self.checks)
@@ -125,42 +128,43 @@ class Report:
             f"validation {run['validation_loss']:.3f} nats per byte"
         )
 
-    def lines(self) -> Iterator[str]:
-        """Plain text, for a terminal."""
+    def lines(self, verbosity: int = 0) -> Iterator[str]:
+        """Yield plain text for a terminal. The last line is the verdict with all counts.
+
+        Args:
+            verbosity: below 0: findings only. 0: also declared findings and measurements. Above 0: also
+                checks that passed, and the reasons of those that do not apply.
+        """
         if self.training:
             yield self.training_line()
         for model, rows in by_model(self.checks):
-            yield f"checks of {model}"
-            asked, not_asked = asked_and_not(rows)
-            width = max((len(row["check"]) for row in asked), default=0)
-            wide = max((len(measured_text(row)) for row in asked), default=0)
-            for row in asked:
-                text = f"{measured_text(row):{wide}}  {check_text(row)}" if wide else check_text(row)
-                yield f"  {MARKS[row['status']]:5} {row['check']:{width}}  {text}".rstrip()
-            for words, names in not_asked.items():
-                yield f"  {MARKS['not applicable']:5} {names}  {words}".rstrip()
-        if self.stability:
+            yield from _check_lines(model, rows, verbosity)
+        stability, throughput, memory, quality = (
+            [row for row in getattr(self, section) if verbosity >= 0 or is_finding(section, row)]
+            for section in _SECTIONS[1:]
+        )
+        if stability:
             yield "stability"
-            for run in self.stability:
+            for run in stability:
                 yield f"  {run['verdict']:13} {run['model']}  {fault_text(run)}"
                 for alarm in run["alarms"][:3]:
                     yield f"  {'':13} {alarm['text']}"
-        if self.throughput:
+        if throughput:
             yield "throughput"
-            for row in self.throughput:
+            for row in throughput:
                 test = f"{row['test']}  " if row.get("test") else ""
                 yield f"  {test}{row['model']}  {shape_text(row)}  {rate_text(row)}"
                 for note in row.get("notes") or ():
                     yield f"    note: {note}"
-        if self.memory:
+        if memory:
             yield "memory"
-            for row in self.memory:
+            for row in memory:
                 yield f"  {row['verdict']:11}  {row['test']}  {memory_text(row)}"
                 for line in growth_lines(row):
                     yield f"  {'':11}  {line}"
-        if self.quality:
+        if quality:
             yield "quality"
-            for row in self.quality:
+            for row in quality:
                 yield f"  {row['verdict']:12}  {row['test']}  {row['task']}: {row['reason']}"
         yield self.summary()
 
@@ -258,6 +262,25 @@ class Report:
         """Read what `write` wrote to a .json file."""
         stored = json.loads(Path(path).read_text(encoding="utf-8"))
         return cls(**{key: stored[key] for key in cls.__dataclass_fields__ if key in stored})
+
+
+def _check_lines(model: str, rows: list[dict[str, Any]], verbosity: int) -> Iterator[str]:
+    """Yield the rows of a model's checks that `Report.lines` shows, under a heading if there are any."""
+    asked, not_asked = asked_and_not(rows)
+    declared = ("expected failure", "accepted warning") if verbosity >= 0 else ()
+    if verbosity <= 0:
+        asked = [row for row in asked if is_finding("checks", row) or row["status"] in declared]
+        not_asked = {}
+    if not asked and not not_asked:
+        return
+    yield f"checks of {model}"
+    width = max((len(row["check"]) for row in asked), default=0)
+    wide = max((len(measured_text(row)) for row in asked), default=0)
+    for row in asked:
+        text = f"{measured_text(row):{wide}}  {check_text(row)}" if wide else check_text(row)
+        yield f"  {MARKS[row['status']]:5} {row['check']:{width}}  {text}".rstrip()
+    for words, names in not_asked.items():
+        yield f"  {MARKS['not applicable']:5} {names}  {words}".rstrip()
 
 
 def report_files(path: str | Path) -> list[Path]:

@@ -14,10 +14,13 @@ __all__ = [
     "check_text",
     "fault_text",
     "growth_lines",
+    "is_finding",
     "measured_text",
     "memory_text",
     "number_text",
     "rate_text",
+    "record_text",
+    "says_something",
     "shape_text",
     "throughput_table",
 ]
@@ -41,17 +44,64 @@ MARKS = {
     "error": "ERROR",
     "not applicable": "n/a",
     "expected failure": "XFAIL",
+    "accepted warning": "XWARN",
 }
 
 
+def is_finding(section: str, row: dict[str, Any]) -> bool:
+    """Return True if a record shows something that a user has to look at: it makes the verdict WARN.
+
+    Args:
+        section: "checks", "stability", "throughput", "memory" or "quality".
+        row: a record of that section.
+    """
+    harmless = {
+        "checks": ("passed", "not applicable", "expected failure", "accepted warning"),
+        "stability": ("stable", "caught", "recovered"),
+        "memory": ("within", "read", "not told", "flat"),
+        "quality": ("met",),
+    }
+    return section in harmless and _outcome(section, row) not in harmless[section]
+
+
+def says_something(section: str, row: dict[str, Any]) -> bool:
+    """Return True unless the record only says that nothing could be checked, measured or read."""
+    return _outcome(section, row) not in ("not applicable", "not measured", "not told")
+
+
+def _outcome(section: str, row: dict[str, Any]) -> str:
+    if section == "throughput":
+        return "measured" if row["measured"] else "not measured"
+    return str(row["status" if section == "checks" else "verdict"])
+
+
+def record_text(section: str, row: dict[str, Any]) -> str:
+    """Return what a record says, in one line: the subject, the result and the reasons."""
+    match section:
+        case "checks":
+            measured = f"measured {measured_text(row)}" if measured_text(row) else ""
+            parts = [f"{row['model']}: {row['check']} {row['status']}", measured, check_text(row)]
+        case "stability":
+            alarms = [alarm["text"] for alarm in row["alarms"][:3]]
+            stopped = row.get("stopped", "")
+            parts = [f"{row['model']}: {row['verdict']}", fault_text(row), stopped, *alarms]
+        case "memory":
+            parts = [f"memory {row['verdict']}", memory_text(row), *growth_lines(row)]
+        case "quality":
+            parts = [f"{row['task']} {row['verdict']}", row["reason"]]
+        case _:
+            parts = [row["model"], shape_text(row), rate_text(row)]
+    return "; ".join(part for part in parts if part)
+
+
 def by_model(rows: Sequence[dict[str, Any]]) -> list[tuple[str, list[dict[str, Any]]]]:
-    """Checks of each model, in the order of their first."""
+    """Return the rows of each model, in the order of its first row."""
     models = dict.fromkeys(row["model"] for row in rows)
     return [(model, [row for row in rows if row["model"] == model]) for model in models]
 
 
 def asked_and_not(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """The checks that could be asked; and for each reason why one could not, their names."""
+    """Return the rows of checks that apply; and for each reason, the names of checks that do not apply."""
     asked, not_asked = [], dict[str, str]()
     for row in rows:
         if row["status"] == "not applicable":
@@ -71,9 +121,11 @@ def measured_text(row: dict[str, Any]) -> str:
 
 
 def check_text(row: dict[str, Any]) -> str:
-    """Where, what it means, and what to do about it."""
-    shown = (row["where"], row["meaning"], row["advice"] if row["status"] != "passed" else "")
-    return ". ".join(text.rstrip(".") for text in shown if text)
+    """Return what is wrong, the place in brackets, and the advice."""
+    meaning, where = row["meaning"].rstrip("."), row["where"]
+    found = f"{meaning} [{where}]" if meaning and where else meaning or where
+    shown = (found, row["advice"].rstrip(".") if row["status"] != "passed" else "")
+    return ". ".join(text for text in shown if text)
 
 
 def fault_text(run: dict[str, Any]) -> str:

@@ -22,6 +22,15 @@ def test_at_most(value, status):
     assert (result.where, result.advice) == (("here", "look") if status == "failed" else ("", ""))
 
 
+def test_failed_unless_a_condition_excuses_it():
+    text = {"meaning": "It is wrong.", "advice": "Look there.", "where": "here"}
+    failed = SUBJECT.failed_unless(None, 2.0, 1.0, **text)
+    warned = SUBJECT.failed_unless("it is meant", 2.0, 1.0, **text)
+    assert (failed.status, failed.advice) == ("failed", "Look there.")
+    assert (warned.status, warned.where, warned.meaning) == ("warned", "here", "It is wrong.")
+    assert warned.advice == "This is correct if it is meant. Otherwise, look there."
+
+
 @pytest.mark.parametrize(
     "names, most, text",
     [

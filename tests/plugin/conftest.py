@@ -7,6 +7,8 @@ import warnings
 
 import pytest
 
+from pytest_stackwise import StackwiseWarning
+
 # What nested runs ask unless they say otherwise: every check would take minutes, and their number grows.
 CORE = "determinism,batch_invariance,causality,finite_gradients,finite_logits,initial_loss"
 
@@ -172,6 +174,8 @@ def run(pytester, _warm):
 
     def run(*arguments):
         with warnings.catch_warnings():
+            # The filters of the outer run, which make warnings errors, would apply to the nested run too.
+            warnings.filterwarnings("always", category=StackwiseWarning)
             return pytester.runpytest_inprocess("-p", "no:cacheprovider", *map(str, arguments))
 
     return run

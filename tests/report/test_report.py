@@ -59,6 +59,7 @@ STATUSES = {
     "error": "ERROR",
     "not applicable": "n/a",
     "expected failure": "XFAIL",
+    "accepted warning": "XWARN",
 }
 
 
@@ -98,8 +99,12 @@ def real(subjects):
         ({}, "EMPTY"),
         ({"environment": {"cpu": "x"}}, "EMPTY"),
         ({"checks": [check()]}, "PASS"),
-        ({"checks": [check("warned")]}, "PASS"),
+        ({"checks": [check("warned")]}, "WARN"),
+        ({"checks": [check("warned")], "failed_tests": ["t"]}, "FAIL"),
         ({"checks": [check("expected failure")]}, "PASS"),
+        ({"checks": [check("accepted warning")]}, "PASS"),
+        ({"checks": [check("not applicable")]}, "EMPTY"),
+        ({"checks": [check("not applicable")], "stability": [STABILITY]}, "PASS"),
         ({"checks": [check("failed")]}, "WARN"),
         ({"checks": [check(), check("error")]}, "WARN"),
         ({"stability": [STABILITY]}, "PASS"),
@@ -113,7 +118,9 @@ def real(subjects):
         ({"complete": False, "failed_tests": ["t"]}, "FAIL"),
         ({"checks": [check("failed")], "failed_tests": ["t"]}, "FAIL"),
         ({"throughput": [THROUGHPUT]}, "PASS"),
+        ({"throughput": [THROUGHPUT | {"measured": False}]}, "EMPTY"),
         ({"training": TRAINING}, "PASS"),
+        ({"training": TRAINING | {"final_loss": math.nan}}, "WARN"),
         ({"failed_tests": ["t"]}, "FAIL"),
         ({"checks": [check()], "failed_tests": ["t"]}, "FAIL"),
         ({"training": TRAINING, "stability": [STABILITY], "failed_tests": ["t"]}, "FAIL"),
@@ -185,16 +192,16 @@ def test_lines_of_checks(status):
     report = Report(
         checks=[check(status, value=0.25, limit=0.5, where="there", meaning="It is.", advice="Look.")]
     )
-    header, line, _ = report.lines()
+    header, line, _ = report.lines(1)
     assert header == "checks of rack"
     assert line.split()[:2] == [STATUSES[status], "causality"]
     assert ("0.25 <= 0.5" in line) == (status == "passed")
-    assert "there. It is" in line
+    assert "It is [there]" in line
     assert ("Look" in line) == (status != "passed")
 
 
 def test_lines_of_checks_without_numbers():
-    lines = list(Report(checks=[check("not applicable", value=None, limit=None, meaning="No.")]).lines())
+    lines = list(Report(checks=[check("not applicable", value=None, limit=None, meaning="No.")]).lines(1))
     assert lines[1].split() == ["n/a", "causality", "No"]
     lines = list(Report(checks=[check("error", value=None, limit=None)]).lines())
     assert lines[1] == "  ERROR causality"
@@ -204,16 +211,43 @@ def test_checks_that_could_not_be_asked_stand_together():
     named = {"cache_limit": "needs decode", "horizon": "needs window=", "cache_chunks": "needs decode"}
     rows = [{**check("not applicable", meaning=text), "check": name} for name, text in named.items()]
     report = Report(checks=[rows[0], check("passed"), *rows[1:]])
-    lines = [line.split(maxsplit=1) for line in report.lines()]
+    lines = [line.split(maxsplit=1) for line in report.lines(1)]
     assert [mark for mark, _ in lines] == ["checks", "PASS", "n/a", "n/a", "verdict:"]
     assert lines[2][1] == "cache_limit, cache_chunks  needs decode"
     assert lines[3][1] == "horizon  needs window="
     assert "| n/a | cache_limit, cache_chunks |  |  | needs decode |" in report.markdown()
 
 
+@pytest.mark.parametrize(
+    "verbosity, shown",
+    [
+        (-1, ["failed", "warned", "error"]),
+        (0, ["failed", "warned", "error", "expected failure", "accepted warning"]),
+        (1, list(STATUSES)),
+    ],
+)
+def test_lines_by_verbosity(verbosity, shown):
+    rows = [check(status, check=status.replace(" ", "_")) for status in STATUSES]
+    *lines, last = Report(checks=rows).lines(verbosity)
+    assert {line.split()[1] for line in lines[1:]} == {status.replace(" ", "_") for status in shown}
+    assert last.startswith("verdict: WARN (checks: 1 passed, 1 failed, 1 warned, 1 error, 1 not applicable")
+
+
+@pytest.mark.parametrize("verbosity", [-1, 0])
+def test_lines_of_a_run_without_findings_are_the_verdict(verbosity):
+    report = Report(checks=[check(), check("not applicable")])
+    assert list(report.lines(verbosity)) == ["verdict: PASS (checks: 1 passed, 1 not applicable)"]
+
+
+def test_quiet_lines_leave_out_measurements_without_findings():
+    rows = {"stability": [STABILITY, STABILITY | {"verdict": "unstable"}], "throughput": [THROUGHPUT]}
+    lines = list(Report(**rows).lines(-1))
+    assert [line.split()[0] for line in lines] == ["stability", "unstable", "step", "verdict:"]
+
+
 def test_names_of_any_length_stay_in_their_column():
     long = {**check("passed", value=0.0, limit=1.0), "check": "permutation_equivariance"}
-    lines = list(Report(checks=[check("passed", value=0.0, limit=1.0), long]).lines())
+    lines = list(Report(checks=[check("passed", value=0.0, limit=1.0), long]).lines(1))
     assert lines[1].index("0 <= 1") == lines[2].index("0 <= 1")
 
 
@@ -224,15 +258,15 @@ def test_what_is_said_stays_in_its_column():
         for value, limit in numbers
         for status in ("passed", "failed", "error")
     ]
-    lines = list(Report(checks=rows).lines())[1:-1]
+    lines = list(Report(checks=rows).lines(1))[1:-1]
     assert len({line.index("Said") for line in lines}) == 1
-    bare = list(Report(checks=[check("passed", value=None, limit=None, meaning="Said.")]).lines())
+    bare = list(Report(checks=[check("passed", value=None, limit=None, meaning="Said.")]).lines(1))
     assert bare[1] == "  PASS  causality  Said"
 
 
 def test_checks_are_grouped_by_model():
     rows = [check(model=m, check=c) for m, c in [("a", "one"), ("b", "one"), ("a", "two")]]
-    lines = list(Report(checks=rows).lines())[:-1]
+    lines = list(Report(checks=rows).lines(1))[:-1]
     assert [line.split()[-1] if "of" in line else line.split()[1] for line in lines] == [
         "a",
         "one",
@@ -280,7 +314,7 @@ def test_lines_of_training():
 
 
 def test_lines_of_what_the_library_finds(real):
-    text = "\n".join(real.lines())
+    text = "\n".join(real.lines(1))
     for part in ("checks of gru", "PASS", "stability", "caught", "throughput", "gru  forward 1 x 4 on cpu"):
         assert part in text
     told = r"verdict: PASS \(checks: \d+ passed, \d+ not applicable; stability: 1 caught; throughput: 1 "
@@ -316,7 +350,7 @@ def test_markdown():
     assert "- `t::a`" in page
     checks, stability, throughput = tables(page)
     assert cells(checks[0]) == ["", "check", "measured", "limit", "what it says"]
-    assert cells(checks[3]) == ["FAIL", "causality", "0.118", "1e-05", "position 5. It moved. Look"]
+    assert cells(checks[3]) == ["FAIL", "causality", "0.118", "1e-05", "It moved [position 5]. Look"]
     assert cells(stability[2]) == [
         "caught",
         "rack",
@@ -344,7 +378,7 @@ def test_markdown_of_an_empty_report():
 def test_pipes_are_escaped():
     report = Report(checks=[check("failed", where="a|b", meaning="|c|", advice="d")])
     [table] = tables(report.markdown())
-    assert cells(table[2])[4] == r"a\|b. \|c\|. d"
+    assert cells(table[2])[4] == r"\|c\| [a\|b]. d"
     assert {len(cells(row)) for row in table} == {5}
 
 
@@ -686,7 +720,7 @@ GROWTH = {
     [
         ([PEAK], "PASS", "memory: 1 within"),
         ([PEAK, PEAK | {"verdict": "read", "limit": None}], "PASS", "memory: 1 within, 1 read"),
-        ([PEAK | {"verdict": "not told", "peaks": {}}], "PASS", "memory: 1 not told"),
+        ([PEAK | {"verdict": "not told", "peaks": {}}], "EMPTY", "memory: 1 not told"),
         ([PEAK | {"verdict": "beyond"}], "WARN", "memory: 1 beyond"),
         ([GROWTH | {"verdict": "flat", "reasons": []}], "PASS", "memory: 1 flat"),
         ([GROWTH], "WARN", "memory: 1 grows"),

@@ -65,18 +65,22 @@ def attention_scale(subject: Subject) -> CheckResult:
     limit = D**0.35
     meaning = (
         f"Queries and keys of unit variance and head size {D} give scores of std {value:.2f}, as by a factor "
-        f"of about 1 / sqrt({D / value**2:.2g}); "
+        f"of about 1 / sqrt({D / value**2:.2g})"
     )
     if value <= limit:
-        return subject.passed(value, limit, meaning=meaning + "1 is usual.")
+        return subject.passed(value, limit, meaning=f"{meaning}; 1 is usual.")
     if not _follows(subject):
-        return subject.passed(value, limit, meaning=meaning + "they do not grow with queries and keys.")
+        return subject.passed(value, limit, meaning=f"{meaning}; they do not grow with queries and keys.")
     own = max((s.spread() for s in _watch(subject)), default=0.0)
-    meaning += f"sqrt({D}) = {math.sqrt(D):.2f} is what a missing scale gives. Now it is {own:.2f}."
-    advice = "Look for a missing 1 / sqrt(head size), a scale= that overrides it, and one that multiplies."
-    if subject.spec.trained or own <= 1.5:
-        return subject.warned(value, limit, meaning=meaning, advice=advice)
-    return subject.failed(value, limit, meaning=meaning, advice=advice)
+    mild = f"a scale is part of the weights or of a norm: with the model's own weights the std is {own:.2f}"
+    return subject.failed_unless(
+        mild if subject.spec.trained or own <= 1.5 else None,
+        value,
+        limit,
+        meaning=f"Scores are not divided by the root of the head size. {meaning}; 1 is usual, and a missing "
+        f"scale gives sqrt({D}) = {math.sqrt(D):.2f}. With the model's own weights the std is {own:.2f}.",
+        advice="Look for a missing 1 / sqrt(head size), a scale= that overrides it, and one that multiplies.",
+    )
 
 
 @check
@@ -101,7 +105,14 @@ def attention_entropy(subject: Subject) -> CheckResult:
     if value > SATURATED and _follows(subject):
         return subject.failed(value, SATURATED, where=where, meaning=meaning, advice=advice)
     if value > SOFT:
-        return subject.warned(value, SOFT, where=where, meaning=meaning, advice=advice)
+        return subject.warned(
+            value,
+            SOFT,
+            where=where,
+            meaning=f"Attention is sharp in a fresh model. {meaning}",
+            correct_if="attention of this architecture starts sharp on purpose",
+            advice=advice,
+        )
     return subject.passed(value, SOFT, meaning=meaning)
 
 

@@ -40,7 +40,8 @@ def auxiliary_value(subject: Subject) -> CheckResult:
             min(values),
             0.0,
             meaning="The auxiliary loss is negative.",
-            advice="Right for an entropy that is to grow; a load-balancing or z-loss is never negative.",
+            correct_if="it is a term to be maximised, such as an entropy",
+            advice="Look for a wrong sign: a load-balancing loss and a z-loss are never negative.",
         )
     return subject.passed(max(values))
 
@@ -78,8 +79,9 @@ def auxiliary_gradient(subject: Subject) -> CheckResult:
     if largest <= 1e-7 * max(1.0, abs(loss.item())):
         return subject.warned(
             largest,
-            meaning="The gradients of the auxiliary loss are 0.",
-            advice="Right where every token goes to every expert; else look for counts, not probabilities.",
+            meaning="The gradients of the auxiliary loss are 0, so it balances nothing.",
+            correct_if="every token goes to every expert",
+            advice="Look for counts of chosen experts in place of the router's probabilities.",
         )
     return subject.passed(largest, meaning=f"{len(gradients)} of {len(named)} parameters get a gradient.")
 
@@ -162,7 +164,7 @@ def auxiliary_in_loss(subject: Subject) -> CheckResult:
         return subject.passed(
             added, meaning=f"The loss adds {added:.3g}; the auxiliary loss is {auxiliary:.3g}."
         )
-    meaning = f"The auxiliary loss is {auxiliary:.3g}, and the model's own loss is its cross-entropy alone."
+    meaning = f"The model's own loss does not contain the auxiliary loss, which is {auxiliary:.3g}."
     if _asks_for_it(model):
         return subject.failed(
             added,
@@ -174,8 +176,8 @@ def auxiliary_in_loss(subject: Subject) -> CheckResult:
         added,
         noise,
         meaning=meaning,
-        advice="Set output_router_logits=True in the configuration where the loss is to have it, or add it "
-        "in the training step.",
+        correct_if="the training step adds it, or the model is not to be trained",
+        advice="Set output_router_logits=True in the configuration, or add it in the training step.",
     )
 
 

@@ -140,13 +140,13 @@ def _compare(subject: Subject, ways: Sequence[Sequence[int]], advice: str) -> Ch
 def _excuse(
     subject: Subject, model: nn.Module, inputs: Tensor, way: Sequence[int], limit: float
 ) -> dict[str, str] | None:
-    """What makes a difference no certain defect."""
+    """Return the text of a warning if the difference may have a harmless cause, otherwise None."""
     if chooses_among_equals(lambda: subject.logits(model, inputs)):
         return {
-            "meaning": "Outputs through the cache differ from those of the whole sequence, where topk "
-            "chooses among equals.",
-            "advice": "Which of equals is taken depends on how many there are: break ties, for instance by "
-            "position.",
+            "meaning": "Outputs through the cache differ from those of the whole sequence.",
+            "correct_if": "only the order of equal scores changes: a top-k of this model chooses among equal "
+            "scores",
+            "advice": "Look for a cache that loses tokens. To be sure, break ties by position.",
         }
     # A recurrent state that several tokens cannot continue; seeing what is ahead of them has no excuse.
     if (
@@ -155,9 +155,10 @@ def _excuse(
         and not _looks_ahead(subject, model, inputs, limit)
     ):
         return {
-            "meaning": "Several tokens after a cache give something else than one by one.",
-            "advice": "Usual for recurrent layers, which take a prompt at once and single tokens after it; "
-            "an error would say so.",
+            "meaning": "Several tokens after a cache give other outputs than the same tokens one by one.",
+            "correct_if": "the model takes a prompt at once and then single tokens only, as recurrent layers "
+            "often do",
+            "advice": "Continue the state over several tokens, or raise an error.",
         }
     return None
 
@@ -300,6 +301,7 @@ def cache_limit(subject: Subject) -> CheckResult:
         return subject.warned(
             where=f"within max_length={limit}",
             meaning=f"Decoding stops before the longest sequence: {reason_of(error)}",
+            correct_if="the cache is meant to be shorter than max_length",
             advice="Give the cache as much room as the model has positions.",
         )
     found = hear(subject, lambda model: _gaps(subject, model, inputs[:, :limit], sizes), same_shapes=False)

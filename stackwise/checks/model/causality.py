@@ -173,9 +173,10 @@ def _of_a_gap(subject: Subject, gap: Finding, length: int, T: int, behind: str) 
             gap.value,
             gap.limit,
             where=where,
-            meaning="The outputs of a prefix change when tokens follow it, and a top-k chooses among equals, "
-            "whose order may change with the length.",
-            advice="Where scores are often equal (ReLU), make the choice definite: break ties by position.",
+            meaning="The outputs of a prefix change when tokens follow it.",
+            correct_if="only the order of equal scores changes: a top-k of this model chooses among equal "
+            "scores, as after a ReLU",
+            advice="Look for a mask that depends on the length. To be sure, break ties by position.",
         )
     return subject.failed(
         gap.value,
@@ -197,15 +198,17 @@ def _unless_blind(subject: Subject, worst: Finding, *, fill_zeros: bool) -> Chec
             worst.value,
             worst.limit,
             where=f"token {int(blind[0])}",
-            meaning="Replacing this token changed nothing at or after it: the model seems not to read it.",
+            meaning="The model does not read this token: replacing it changes no output at or after it.",
+            correct_if="the model ignores such tokens on purpose",
             advice="Look for a mask that hides the token itself, and for an embedding that is constant.",
         )
     if influence.triu(1).max() == 0:
         return subject.warned(
             worst.value,
             worst.limit,
-            meaning="No position reads another, so there was nothing to leak.",
-            advice="Right for a model without memory; else look for attention that is cut off.",
+            meaning="No position reads any other position, so there is nothing to leak.",
+            correct_if="the model has no memory and computes each position alone",
+            advice="Look for attention that is switched off.",
         )
     asked_twice = "asked again with zero weights made random" if fill_zeros else ""
     return subject.passed(worst.value, worst.limit, meaning=worst.meaning or asked_twice)

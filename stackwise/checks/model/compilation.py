@@ -69,16 +69,18 @@ def graph_breaks(subject: Subject) -> CheckResult:
     n_breaks = float(max(len(graphs) - 1, len(reasons)))
     if not graphs:
         return subject.warned(
-            meaning="torch.compile compiled nothing: all of the forward pass runs as it is.",
+            meaning="torch.compile compiles nothing: the whole forward pass runs in Python.",
             where="; ".join(reasons[:3]),
-            advice="Look for torch.compiler.disable and for code that it does not enter.",
+            correct_if="the model is never compiled",
+            advice="Look for torch.compiler.disable and for code that the compiler does not enter.",
         )
     if n_breaks:
         return subject.warned(
             n_breaks,
             0.0,
             where="; ".join(reasons[:3]),
-            meaning="So many times the compiler gives the forward pass back to Python.",
+            meaning=f"The compiler returns to Python {n_breaks:.0f} times in one forward pass.",
+            correct_if="the model is never compiled, or the breaks are meant",
             advice="Look for values read by the host, printing, and calls that the compiler cannot follow.",
         )
     return subject.passed(n_breaks, 0.0)
@@ -161,8 +163,9 @@ def _quiet() -> Iterator[None]:
 
 def _refused(subject: Subject, error: Exception) -> CheckResult:
     return subject.warned(
-        meaning=f"torch.compile raised {type(error).__name__}: {_one_line(str(error))}",
-        advice="The model has to run as it is.",
+        meaning=f"The model cannot be compiled: {type(error).__name__}: {_one_line(str(error))}",
+        correct_if="the model is never compiled",
+        advice="Change the operation that the error names, or keep it out of the compiled part.",
     )
 
 

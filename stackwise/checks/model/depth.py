@@ -96,7 +96,8 @@ def _judged(subject: Subject, sizes: list[float], stream: Stream, *, what: str, 
             return subject.not_applicable(f"{what.lower()} is 0 everywhere")
         return subject.warned(
             where=stream.layers[sizes.index(0)],
-            meaning=f"{what} is 0 here, and not elsewhere.",
+            meaning=f"{what} is 0 at this layer and not at the others.",
+            correct_if="this layer is switched off at the start, as by a gate of 0",
             advice=advice,
         )
     logs = [math.log(size) for size in sizes]
@@ -113,7 +114,14 @@ def _judged(subject: Subject, sizes: list[float], stream: Stream, *, what: str, 
         return subject.failed(-growth, math.log(L) + VANISHED, meaning=meaning, advice=advice)
     usual = math.log(L) + UNUSUAL
     if abs(growth) > usual:
-        return subject.warned(abs(growth), usual, where=stream.layers[worst], meaning=meaning, advice=advice)
+        return subject.warned(
+            abs(growth),
+            usual,
+            where=stream.layers[worst],
+            meaning=meaning,
+            correct_if="the architecture is published with such a start and trains stably at full depth",
+            advice=advice,
+        )
     return subject.passed(abs(growth), usual, meaning=meaning)
 
 

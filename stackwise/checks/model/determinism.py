@@ -46,8 +46,9 @@ def determinism(subject: Subject) -> CheckResult:
                     value,
                     LIMIT,
                     where=", ".join(names),
-                    meaning=f"Two calls in eval mode differ, by design: they agree once {names[0]} is set.",
-                    advice="Set it for evaluation. Other checks run under one seed.",
+                    meaning=f"Two calls in eval mode differ. They agree if {names[0]} is set.",
+                    correct_if="outputs are meant to be random, as of random features",
+                    advice=f"Set {names[0]} for evaluation. Other checks run under one seed.",
                 )
     if gap(*seeded) <= LIMIT:
         return subject.failed(

@@ -29,18 +29,18 @@ def finite_logits(subject: Subject) -> CheckResult:
             )
         hidden = first_nan_module(model, lambda: subject.logits(model, inputs))  # noqa: B023
         if hidden:
-            # A softmax over masked scores alone is NaN, and may be masked in turn; a weight has no excuse.
+            # A softmax over masked scores alone is NaN, and may be masked later; weights are never NaN.
             own = hidden in dict(model.named_modules()) and any(
                 True for _ in model.get_submodule(hidden).parameters(recurse=False)
             )
-            answer = subject.failed if own else subject.warned
-            return answer(
+            return subject.failed_unless(
+                None if own else "every NaN is masked on purpose, as of a row whose scores are all masked",
                 1.0,
                 0.0,
                 where=f"{mode} mode; first in {hidden}",
-                meaning="A module gives NaN, which does not show in the output: something swallows it.",
-                advice="Look for nan_to_num(), where() and masks behind it, and for attention kernels that "
-                "give 0 for a query of NaN.",
+                meaning="A module computes NaN, which does not show in the output.",
+                advice="Look for nan_to_num(), where() and masks after it, and for attention kernels that "
+                "return 0 for a query of NaN.",
             )
     return subject.passed(0.0, 0.0)
 

@@ -85,11 +85,12 @@ def gradient_flow(subject: Subject) -> CheckResult:
         len(missing) / n,
         0.0,
         where=listed(missing),
-        meaning=f"{len(missing)} of {n} parameters get no gradient in {_STEPS} steps and no small change of "
-        f"them moves the output; the modules of {len(unused)} are not called, and large changes of "
-        f"{len(behind_steps)} move it.",
-        advice="Right for experts that no token reached, poolers and cross-attention that are not used "
-        "(declare unused=); else remove them, or look for what was to call them.",
+        meaning=f"{len(missing)} of {n} parameters never train: they get no gradient in {_STEPS} steps, and "
+        f"no small change of them moves the output. The modules of {len(unused)} are not called; large "
+        f"changes of {len(behind_steps)} move the output.",
+        correct_if="they are experts that no token reached, or a pooler or cross-attention that is not used "
+        "(then declare unused=)",
+        advice="Remove them, or look for the code that should call them.",
     )
 
 
@@ -136,25 +137,19 @@ def gradient_exact(subject: Subject) -> CheckResult:
         f"; of {wrong[0][0]} it says {wrong[0][1]:.3g}, and is {wrong[0][2]:.3g}." if wrong else "."
     )
     advice = (
-        "Something between these parameters and the output is cut off: look for detach(), .data, .item(), "
-        "torch.no_grad() and tensors made anew from values."
+        "Look for detach(), .data, .item(), torch.no_grad() and tensors made from values, between these "
+        "parameters and the output."
         if lost
         else "Look for a custom autograd.Function whose backward is not its forward's derivative, a hook "
         "that changes gradients, a partial detach() and an operation in place on what backward needs."
     )
     if probe.steps or (probe.truncated and not lost):
-        choice = (
-            "uses step functions, through which any gradient is a choice."
+        exempt = (
+            "the model chooses its own gradient for the step functions that it uses"
             if probe.steps
-            else "runs layers without gradients, as one that cuts its recurrence short would."
+            else "the model cuts its recurrence short on purpose: it runs layers without gradients"
         )
-        return subject.warned(
-            value,
-            limit,
-            where=where,
-            meaning=f"{meaning} The model {choice}",
-            advice=advice,
-        )
+        return subject.warned(value, limit, where=where, meaning=meaning, correct_if=exempt, advice=advice)
     return subject.failed(value, limit, where=where, meaning=meaning, advice=advice)
 
 
@@ -200,8 +195,9 @@ def trainable(subject: Subject) -> CheckResult:
             0.0,
             where=listed(frozen),
             meaning=f"{len(frozen)} of {len(as_built)} parameters are not trainable.",
-            advice="If that is meant, as of a base under adapters, declare frozen= with their prefixes; else "
-            "look for a requires_grad_(False) that was not taken back.",
+            correct_if="they are meant to stay as they are, as a base under adapters (then declare frozen= "
+            "with their prefixes)",
+            advice="Look for a requires_grad_(False) that was not reversed.",
         )
     return subject.passed(0.0, 0.0, meaning=f"All {len(as_built)} parameters are as declared.")
 

@@ -89,17 +89,17 @@ def _judge_layers(
         if reach != claimed:
             value = float(reach.before + reach.after + 1)
             times = _times(reach, claimed)
-            text = {
-                "where": name,
-                "meaning": f"One layer reads {reach}; its window says {claimed}.",
-                "advice": _ADVICE,
-            }
-            if max(reach.before, reach.after) >= room:
-                text["meaning"] = f"One layer reads all positions there are; its window says {claimed}."
-            elif times > 1 and not one_each:
-                text["meaning"] += f" That is right where {times} windows follow each other in it."
-                return subject.warned(value, wanted, **text)
-            return subject.failed(value, wanted, **text)
+            everything = max(reach.before, reach.after) >= room
+            several = f"{times} windows follow each other in this layer"
+            return subject.failed_unless(
+                several if times > 1 and not (everything or one_each) else None,
+                value,
+                wanted,
+                where=name,
+                meaning=f"The layer reads {'all positions there are' if everything else reach}; "
+                f"its window says {claimed}.",
+                advice=_ADVICE,
+            )
     return subject.passed(wanted, wanted, meaning=f"{len(inner)} layers, one by one")
 
 
@@ -114,22 +114,23 @@ def _judge_whole(subject: Subject, claimed: _Reach, limit: int) -> CheckResult:
     reach = _whole_reach(subject, T, token)
     value, wanted = float(reach.before + reach.after), float(claimed.before + claimed.after)
     times = _times(reach, claimed)
-    text = {
-        "where": f"{times or 'no whole number of'} windows",
-        "meaning": f"The whole reads {reach}; one window says {claimed}.",
-        "advice": _ADVICE,
-    }
+    where, meaning = (
+        f"{times or 'no whole number of'} windows",
+        f"The whole reads {reach}; one window says {claimed}.",
+    )
     if reach == _Reach(0, 0) and widest > 0:
-        return subject.failed(value, wanted, **text)
+        return subject.failed(value, wanted, where=where, meaning=meaning, advice=_ADVICE)
     if times in depths or reach == claimed == _Reach(0, 0):
-        return subject.passed(value, wanted, **text)
+        return subject.passed(value, wanted, where=where, meaning=meaning)
     if max(reach.before, reach.after) >= room and not (depths and deepest * widest < room):
         return subject.not_applicable(
             f"needs layers that can be asked one by one, or more than {T} positions: the whole reads them all"
         )
-    if times and max(reach.before, reach.after) < room:
-        return (subject.warned if depths else subject.passed)(value, wanted, **text)
-    return subject.failed(value, wanted, **text)
+    several = times > 0 and max(reach.before, reach.after) < room
+    if several and not depths:
+        return subject.passed(value, wanted, where=where, meaning=meaning)
+    exempt = f"{times} layers with a window follow each other" if several else None
+    return subject.failed_unless(exempt, value, wanted, where=where, meaning=meaning, advice=_ADVICE)
 
 
 def _times(reach: _Reach, claimed: _Reach) -> int:

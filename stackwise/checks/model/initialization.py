@@ -45,18 +45,24 @@ def initial_loss(subject: Subject) -> CheckResult:
     loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten()).item()
     expected = math.log(logits.shape[-1])
     distance, spread = abs(loss - expected), logits.std().item()
-    meaning = (
-        f"First loss {loss:.2f} nats, ln({logits.shape[-1]}) = {expected:.2f}; std of logits {spread:.2f}."
-    )
+    numbers = f"{loss:.2f} nats, ln({logits.shape[-1]}) = {expected:.2f}; std of logits {spread:.2f}."
     if distance <= USUAL:
-        return subject.passed(distance, USUAL, meaning=meaning)
+        return subject.passed(distance, USUAL, meaning=f"First loss {numbers}")
+    side = "above" if loss > expected else "below"
+    meaning = f"The first loss is {distance:.2f} nats {side} that of a uniform guess: {numbers}"
     advice = (
         "Look at the scale of the embedding and the head (N(0, 1), torch's default, is too large when "
         "they are tied), and at a final norm that is missing."
     )
     if not distance <= LIMIT and not spread <= 1.0:
         return subject.failed(distance, LIMIT, meaning=meaning, advice=advice)
-    return subject.warned(distance, USUAL, meaning=meaning, advice=advice)
+    return subject.warned(
+        distance,
+        USUAL,
+        meaning=meaning,
+        correct_if="the architecture starts with large logits on purpose, as with a tied N(0, 1) embedding",
+        advice=advice,
+    )
 
 
 @check
@@ -117,13 +123,23 @@ def norm_gains(subject: Subject) -> CheckResult:
     size, _, offset = norms[worst]
     value = abs(math.log(max(size, 1e-9)))
     meaning = f"{len(norms)} norms; {worst} gives vectors of RMS {size:.3g}."
+    usual = "norms of this architecture start that way, as published"
     advice = "Look for gains that start at another value than 1: (1 + gain) or gain, eps and scale."
     biased = max(norms, key=lambda name: norms[name][2])
     if norms[biased][2] > 0.1:
-        meaning = f"{biased} adds a bias of RMS {norms[biased][2]:.3g}; fresh ones are 0."
-        return subject.warned(norms[biased][2], 0.1, where=biased, meaning=meaning)
+        return subject.warned(
+            norms[biased][2],
+            0.1,
+            where=biased,
+            meaning=f"A fresh norm adds a bias of RMS {norms[biased][2]:.3g}, where 0 is usual.",
+            correct_if=usual,
+            advice="Look for an initialisation of all biases that includes those of norms.",
+        )
     if value > math.log(3):
-        return subject.warned(value, math.log(3), where=worst, meaning=meaning, advice=advice)
+        meaning = f"A fresh norm gives vectors of RMS {size:.3g}, where 1 is usual."
+        return subject.warned(
+            value, math.log(3), where=worst, meaning=meaning, correct_if=usual, advice=advice
+        )
     return subject.passed(value, math.log(3), meaning=meaning)
 
 
@@ -221,7 +237,7 @@ def load_round_trip(subject: Subject) -> CheckResult:
 
 
 def _initialized_alike(subject: Subject, model: nn.Module) -> CheckResult:
-    """Warns where one of several siblings still has torch's default, and the others have not."""
+    """Warn if one of several siblings has torch's default initialisation, and the others have another."""
     siblings: dict[tuple[str, type[nn.Module], torch.Size], list[str]] = defaultdict(list)
     weights = {n: p for n, p in model.named_parameters() if p.ndim == 2 and p.numel() >= 256}
     for name, p in weights.items():
@@ -234,7 +250,9 @@ def _initialized_alike(subject: Subject, model: nn.Module) -> CheckResult:
                 len(default) / len(names),
                 0.0,
                 where=listed(default),
-                meaning=f"{len(default)} of {len(names)} siblings have torch's default, the others have not.",
+                meaning=f"{len(default)} of {len(names)} weights of the same kind have torch's default "
+                "initialisation, and the others do not.",
+                correct_if="these layers are meant to start differently",
                 advice="Look for a module that the initialisation does not reach.",
             )
     return subject.passed(0.0, 0.0)

@@ -62,24 +62,27 @@ def label_shift(subject: Subject) -> CheckResult:
             distance,
             0.0,
             where=where,
-            meaning="Labels are not shifted, as in the decoder of an encoder-decoder, whose caller shifts.",
-            advice="Hand it labels that are shifted already, or declare a labelled_loss that shifts.",
+            meaning="Labels are not shifted: each position is to predict the token that it has just read.",
+            correct_if="the caller shifts the labels, as for the decoder of an encoder-decoder",
+            advice="Pass labels that are shifted already, or declare a labelled_loss that shifts.",
         )
     if found.shift == 0 and _sees_ahead(subject):
         return subject.warned(
             distance,
             0.0,
             where=where,
-            meaning="Labels are not shifted, and the model is not causal, as it is said to be.",
-            advice="Declare causal=False if this is meant; else see causality.",
+            meaning="Labels are not shifted, and the model is said to be causal, but reads later tokens.",
+            correct_if="the model is an encoder; then declare causal=False",
+            advice="See the check causality first.",
         )
     if found.shift == 1:
         return subject.warned(
             distance,
             0.0,
             where=where,
-            meaning="The next token is predicted by a model that is not causal: it may read its own label.",
-            advice="Right for prefixes that see no label; else make the model causal.",
+            meaning="The next token is predicted by a model that is not causal: it can read its own label.",
+            correct_if="labels are only given for positions that no input shows, as after a prefix",
+            advice="Make the model causal.",
         )
     meaning = {
         0: "Each position is to predict the token that it has just read: the loss falls to 0 by copying.",
@@ -130,15 +133,17 @@ def loss_reduction(subject: Subject) -> CheckResult:
         return subject.passed(0.0, 0.0)
     if found.reduction == "row means":
         return subject.warned(
-            meaning="Each row's mean counts the same, so that targets of short rows weigh more.",
-            advice="Right if meant; else divide the sum over the batch by the number of its targets.",
+            meaning="Targets of short rows weigh more: the loss is a mean of the rows' means.",
+            correct_if="rows are meant to weigh the same",
+            advice="Divide the sum over the batch by the number of its targets.",
         )
     if found.reduction == "scaled":
         return subject.warned(
             found.scale,
             1.0,
-            meaning=f"A target weighs {found.scale:.4g} times what it does in a mean.",
-            advice="Right for label smoothing, or a factor that is meant; else look at the divisor.",
+            meaning=f"The loss is no mean: a target weighs {found.scale:.4g} times as much as in a mean.",
+            correct_if="the factor is meant, as with label smoothing",
+            advice="Look at the number that the sum is divided by.",
         )
     meaning = {
         "sum": "The loss is a sum over targets: it grows with the batch, and gradients with it.",
@@ -242,19 +247,21 @@ def loss_formula(subject: Subject) -> CheckResult:
         return subject.warned(
             gap,
             limit,
-            meaning=f"{numbers} No known formula explains the difference.",
-            advice="Right for an objective of its own; else compare with cross_entropy term by term.",
+            meaning=f"The loss is not the cross-entropy of the logits, and no known formula. {numbers}",
+            correct_if="the model has an objective of its own",
+            advice="Compare it with cross_entropy term by term.",
         )
     if not found.exact:
         if abs(found.scale - 1) < 2e-3 or found.reduction != "scaled":
-            what = f"Besides the cross-entropy it has {found.addition:.4g} that depends on no label."
+            what = f"The loss adds {found.addition:.4g} to the cross-entropy, which depends on no label."
         else:
-            what = f"A label weighs {found.scale:.4g} of what it does in a cross-entropy."
+            what = f"A label weighs {found.scale:.4g} times as much as in a cross-entropy."
         return subject.warned(
             gap,
             limit,
-            meaning=f"{numbers} {what}",
-            advice="Right for a z-loss, a router's loss or label smoothing that is meant.",
+            meaning=f"{what} {numbers}",
+            correct_if="it has a z-loss, a router's loss or label smoothing on purpose",
+            advice="Compare it with cross_entropy term by term.",
         )
     return _in_its_own_dtype(subject)
 
@@ -288,8 +295,9 @@ def _in_its_own_dtype(subject: Subject) -> CheckResult:
             return subject.warned(
                 torch.finfo(dtype).eps,
                 torch.finfo(torch.float32).eps,
-                meaning=f"The loss comes in {str(dtype).removeprefix('torch.')}: 2 to 3 digits.",
-                advice="Widen the logits to float32 before cross_entropy.",
+                meaning=f"The loss has only 2 to 3 digits: its dtype is {str(dtype).removeprefix('torch.')}.",
+                correct_if="the model is never trained",
+                advice="Convert the logits to float32 before cross_entropy.",
             )
     return subject.passed(0.0, 1e-4)
 
@@ -322,8 +330,9 @@ def empty_loss(subject: Subject) -> CheckResult:
                 raise
             return subject.warned(
                 where=where,
-                meaning=f"It raises {type(error).__name__}: {' '.join(str(error).split())[:120]}",
-                advice="Return 0 where nothing is to be predicted, and let the step go on.",
+                meaning=f"The loss raises {type(error).__name__}: {' '.join(str(error).split())[:120]}",
+                correct_if="the data contain no such batch",
+                advice="Return 0 if there is nothing to predict, so that training continues.",
             )
         bad = [n for n, p in model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
         if bad or (labels is one_row and not loss.isfinite()):

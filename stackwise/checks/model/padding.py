@@ -141,25 +141,25 @@ def padding_content(subject: Subject) -> CheckResult:
             return subject.failed(
                 found.value,
                 found.limit,
-                meaning="The model sees both sides and computes the same whatever its mask says: real "
-                "outputs read what stands in padding.",
-                advice="Say masked=None if it claims no padding. " + _ADVICE_READ,
+                meaning="The model sees both sides and ignores its mask: real outputs read padding.",
+                advice="Declare masked=None if it claims no padding. " + _ADVICE_READ,
             )
         return subject.warned(
             found.value,
             found.limit,
-            meaning="The model takes a mask, and computes the same whatever it says.",
-            advice="Right where the argument is there for its callers' sake (say masked=None), or where "
-            "padding is found by its id, or stands on the right, where no position reads it. " + _ADVICE_READ,
+            meaning="The model takes a mask and ignores it.",
+            correct_if="padding is always on the right, where no position reads it, or found by its id, or"
+            " if the argument exists for callers only (then declare masked=None)",
+            advice=_ADVICE_READ,
         )
     if found.real and _reads_through_a_state(subject):
         return subject.warned(
             found.value,
             found.limit,
             where="left padding",
-            meaning="A recurrent state reads what stands in padding on the left.",
-            advice="Hide padding from convolutions and states as from attention, or say "
-            "padding_sides=('right',).",
+            meaning="A recurrent state reads padding on the left.",
+            correct_if="padding is always on the right; then declare padding_sides=('right',)",
+            advice="Hide padding from convolutions and states, as from attention.",
         )
     if found.real:
         side, index = divmod(int(found.gaps.argmax()), found.gaps.shape[1])

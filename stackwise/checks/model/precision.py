@@ -45,15 +45,11 @@ _NARROW_ADVICE: Mapping[Kind, str] = dict.fromkeys(
     "input is meant, for autocast that the model turns on by itself, and for large numbers that cancel.",
 )
 
-_FEW_ADVICE = (
-    "Right where a few vectors are near 0, or of nearly equal numbers, before a norm, as it happens with few "
-    "channels; else look at what is done at these positions alone."
-)
-
+_FEW = "a few vectors are near 0, or nearly constant, before a norm, as happens with few channels"
+_SHARP = "attention is sharp on purpose, so that the rounding of its inputs decides"
 _SHARP_ADVICE = (
-    "Scores are so large, or terms cancel so far, that the rounding of what goes in decides. Right for sharp "
-    "attention; else look at the scale of the initialisation and at 1 / sqrt(head size), and keep scores and "
-    "states in float32."
+    "Look at the scale of the initialisation and at 1 / sqrt(head size), and keep scores and states in "
+    "float32."
 )
 
 
@@ -102,7 +98,8 @@ def float16_range(subject: Subject) -> CheckResult:
         if "overflow" in str(error):
             return subject.warned(
                 meaning=f"The model does not run in float16: {error}",
-                advice="Look for constants of masks beyond 65504: take torch.finfo(x.dtype).min.",
+                correct_if="the model never runs in float16",
+                advice="Look for mask constants beyond 65504, and use torch.finfo(x.dtype).min instead.",
             )
         return subject.not_applicable(f"needs to run in float16: {error}")
     if not run.exact_is_finite:
@@ -138,7 +135,8 @@ def cast_buffers(subject: Subject) -> CheckResult:
         worst,
         _TABLE,
         where=_place(run.shadow.loss),
-        meaning="model.to(bfloat16) rounds a buffer of which this is made, and the result is far from it.",
+        meaning="model.to(bfloat16) rounds a buffer, and what is computed from it is far off.",
+        correct_if="the model is never cast as a whole, but built in bfloat16 or run under autocast",
         advice="Keep inverse frequencies and the like in float32 (override _apply, or compute them in "
         "forward), or build the model in bfloat16 instead of casting it.",
     )
@@ -159,10 +157,10 @@ def _judge_error(
     except _Cannot as error:
         if autocast and (refusal := _refused_by_autocast(subject, dtype)):
             return subject.warned(
-                meaning=f"The model runs as it is, and raises under autocast to {format_name}: {refusal}",
-                advice="Autocast narrows products of matrices and leaves the rest: where a result of one is "
-                "written into or joined with a tensor of another dtype (index_add_, scatter_, a buffer), "
-                "cast it to that dtype.",
+                meaning=f"The model raises under autocast to {format_name}: {refusal}",
+                correct_if="the model never runs under autocast",
+                advice="Cast the result of a matrix product before it is written into a tensor of another "
+                "dtype (index_add_, scatter_, a buffer): autocast narrows products only.",
             )
         return subject.not_applicable(f"needs to run in {format_name}: {error}")
     if not run.exact_is_finite:
@@ -177,12 +175,13 @@ def _judge_error(
     if (loss := run.shadow.loss) is not None:
         cancels = loss.is_difference and loss.kind == "activation"
         excused = loss.is_sharp or (cancels and run.error <= _HARMLESS * eps)
-        answer = subject.warned if excused else subject.failed
-        return answer(
+        return subject.failed_unless(
+            _SHARP if excused else None,
             loss.error / eps,
             limits[loss.kind],
             where=_place(loss),
-            meaning=f"Here the result in {format_name} parts from float64, by so many eps of the format.",
+            meaning=f"The result in {format_name} differs from float64 by {loss.error / eps:.3g} eps of the "
+            "format.",
             advice=_SHARP_ADVICE if excused else advice[loss.kind],
         )
     if autocast and run.shadow.uncast:
@@ -199,9 +198,10 @@ def _judge_error(
             few.error / eps,
             limits[few.kind],
             where=_place(few),
-            meaning=f"At a few positions the result in {format_name} parts from float64, by so many eps of "
-            "the format; at all others it does not.",
-            advice=_FEW_ADVICE,
+            meaning=f"At a few positions the result in {format_name} differs from float64 by "
+            f"{few.error / eps:.3g} eps of the format.",
+            correct_if=_FEW,
+            advice="Look at what is computed at these positions only.",
         )
     kind: Kind = max(limits, key=lambda each: run.shadow.worst[each] / limits[each])
     return subject.passed(

@@ -28,15 +28,16 @@ def host_waits(subject: Subject) -> CheckResult:
     count = float(places.total())
     if not count:
         return subject.passed(count, 0.0)
-    answer = subject.failed if subject.spec.never_waits else subject.warned
-    return answer(
+    return subject.failed_unless(
+        None
+        if subject.spec.never_waits
+        else "the model need not be fast on a GPU, nor be captured in a graph",
         count,
         0.0,
         where=listed_places(places),
-        meaning=f"The host waits {int(count)} times in one forward and backward pass, or its code depends on "
-        "values.",
-        advice="On a GPU each wait empties its queue, and such code can neither be captured in a CUDA graph "
-        "nor compiled as a whole. Keep the value on the device (torch.where, masked_fill).",
+        meaning=f"The host waits for the device {int(count)} times in one forward and backward pass, or its "
+        "code depends on values. Each wait empties the queue of a GPU, and prevents CUDA graphs.",
+        advice="Keep the value on the device (torch.where, masked_fill).",
     )
 
 

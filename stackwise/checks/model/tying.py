@@ -59,8 +59,9 @@ def tying(subject: Subject) -> CheckResult:
         return subject.warned(
             0.0,
             where=twin,
-            meaning="It starts out equal to the embedding, and is another tensor: the two will drift apart.",
-            advice="If the head is meant to be tied, share the Parameter; a copy is no tie.",
+            meaning="This weight equals the embedding but is another tensor, so training will separate them.",
+            correct_if="the two are only meant to start equal",
+            advice="Share one nn.Parameter: a copy is not tied.",
         )
     return subject.passed(float(now), float(now), meaning="tied" if now else "not tied")
 

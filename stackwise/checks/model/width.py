@@ -50,7 +50,9 @@ def width_independence(subject: Subject) -> CheckResult:
     if not value <= LIMIT:
         return subject.failed(value, LIMIT, where=where, meaning=meaning, advice=advice)
     if value > UNUSUAL:
-        return subject.warned(value, UNUSUAL, where=where, meaning=meaning, advice=advice)
+        meaning = f"A size depends on the width: {meaning[0].lower()}{meaning[1:]}"
+        exempt = "this module is meant to scale with the width, or the widths are too small to tell"
+        return subject.warned(value, UNUSUAL, where=where, meaning=meaning, correct_if=exempt, advice=advice)
     return subject.passed(value, UNUSUAL, meaning=meaning)
 
 

@@ -120,8 +120,9 @@ def _judged(subject: TrainerSubject, compared: _Comparison, where: str) -> Check
             compared.limit,
             where=where,
             meaning=meaning,
-            advice="Batch statistics, a contrastive or a routing loss do not add up over micro-batches; if "
-            "there is none, look for state that is carried from one to the next.",
+            correct_if="the loss does not add up over micro-batches, as with batch statistics, a contrastive "
+            "or a routing loss",
+            advice="Look for state that is carried from one micro-batch to the next.",
         )
     if "targets" in where and subject.averages_batches(subject.run(), "accumulate"):
         return subject.warned(
@@ -129,8 +130,10 @@ def _judged(subject: TrainerSubject, compared: _Comparison, where: str) -> Check
             compared.limit,
             where=where,
             meaning=meaning,
-            advice="Its trainer divides each loss by the number of micro-batches: where it accumulates, let "
-            "the loss be a sum over targets, divided by a number that does not depend on the micro-batch.",
+            correct_if="micro-batches are meant to weigh the same: this trainer divides each loss by their "
+            "number",
+            advice="Let the loss be a sum over targets, divided by a number that does not depend on the "
+            "micro-batch.",
         )
     return subject.failed(
         compared.value,

@@ -373,8 +373,9 @@ def newest_checkpoint(subject: TrainerSubject) -> CheckResult:
             -1.0 if found is None else float(found),
             float(_STEP_NUMBERS[-1]),
             where=f"kept: {', '.join(map(str, kept))}; latest() after {kept[0]} was touched: {found}",
-            meaning="Another order than that of step numbers decides.",
-            advice="Times change where folders are copied; choose by step number.",
+            meaning="The newest checkpoint is not chosen by its step number, but by a time.",
+            correct_if="folders are never copied or touched, which changes their times",
+            advice="Choose by step number.",
         )
     return subject.passed(float(found), float(_STEP_NUMBERS[-1]), meaning=f"{len(kept)} kept.")
 
@@ -429,8 +430,9 @@ def damaged_checkpoint(subject: TrainerSubject) -> CheckResult:
             float(len(silent)),
             0.0,
             where="; ".join(silent),
-            meaning="A checkpoint that lacks a file was loaded without a word.",
-            advice="Refuse what is not whole, or say what was not restored.",
+            meaning="A checkpoint with a missing file is loaded without an error.",
+            correct_if="the file is optional",
+            advice="Refuse an incomplete checkpoint, or report what was not restored.",
         )
     return subject.passed(0.0, 0.0, meaning=f"{len(files)} files, each cut in half and left out.")
 

@@ -56,9 +56,10 @@ def clipped_norm(subject: TrainerSubject) -> CheckResult:
             value,
             limit,
             where="global norm",
-            meaning=f"A gradient {_ABOVE:g} times over the limit was shrunk to {value:.3g}, below it.",
-            advice="Clipped before it was unscaled, twice, or by value: then the limit is not the one that "
-            "is set.",
+            meaning=f"Clipping is stronger than max_norm says: a gradient {_ABOVE:g} times over the limit"
+            f" is clipped to {value:.3g}.",
+            correct_if="a second limit is meant, as by value",
+            advice="Look for gradients that are clipped before they are unscaled, or twice.",
         )
     return subject.passed(value, limit)
 
@@ -85,8 +86,10 @@ def small_gradients_pass(subject: TrainerSubject) -> CheckResult:
             value,
             limit,
             where="global norm",
-            meaning=f"A gradient of {_BELOW:g} times the limit reached the optimizer as {value:.3g} times.",
-            advice="It is scaled between backward and the update: then the limit is not the one that is set.",
+            meaning=f"A gradient below the limit is changed: {_BELOW:g} times the limit reaches the optimizer"
+            f" as {value:.3g} times.",
+            correct_if="a second limit is meant, as by value",
+            advice="Look for a factor between backward and the update: max_norm then limits something else.",
         )
     return subject.passed(value, limit)
 

@@ -72,7 +72,7 @@ def epoch_order(subject: TrainerSubject) -> CheckResult:
         return subject.passed(same, 1.0, meaning="The run claims a fixed order.")
     if shuffles or _order_has_a_seed(subject, one):
         return subject.failed(same, 1.0, **text)
-    return subject.warned(same, 1.0, **text)
+    return subject.warned(same, 1.0, correct_if="a fixed order is meant (then set shuffles = False)", **text)
 
 
 def _order_has_a_seed(subject: TrainerSubject, order: list[bytes]) -> bool:
@@ -122,15 +122,16 @@ def epoch_coverage(subject: TrainerSubject) -> CheckResult:
         "advice": "Look for sampling with replacement, and for parts of workers or ranks that overlap.",
     }
     if missed > left_out:
-        answer = subject.failed if n_examples is not None else subject.warned
-        return answer(float(missed), float(left_out), **text)
+        exempt = "each epoch is meant to draw its own examples" if n_examples is None else None
+        return subject.failed_unless(exempt, float(missed), float(left_out), **text)
     times = min(one.values())
     if times > 1 and n_examples is None:
         return subject.warned(
             float(times),
             1.0,
             where="epoch 0",
-            meaning=f"Every row comes at least {times} times.",
+            meaning=f"Every row comes at least {times} times in one epoch.",
+            correct_if="the data repeat each row on purpose",
             advice="Let each worker and each rank take its own part of an iterable dataset.",
         )
     return subject.passed(float(missed), float(left_out), meaning=f"{one.total()} rows in epoch 0.")
@@ -269,8 +270,8 @@ def batch_rows(subject: TrainerSubject) -> CheckResult:
             1.0,
             where=", ".join(f"{name}: {count}" for name, count in rows.items()),
             meaning="The parts of a batch have different numbers of rows.",
-            advice="Right where an example has several parts (images, documents); else look at the "
-            "collation.",
+            correct_if="an example has several parts, such as images or documents",
+            advice="Look at the function that joins examples to a batch.",
         )
     return subject.passed(0.0, 0.0, meaning=", ".join(shapes))
 

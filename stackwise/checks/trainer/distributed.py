@@ -168,9 +168,8 @@ def buffers_agree(subject: TrainerSubject) -> CheckResult:
             0.0,
             where=apart[0],
             meaning="A buffer has different values on the ranks.",
-            advice="Right for statistics that are only shared before the next step; make sure that the "
-            "rank which "
-            "saves and the one which evaluates have the ones that are meant.",
+            correct_if="it is shared before it is used, and the rank that saves has the right values",
+            advice="Broadcast the buffer, or reduce it over the ranks.",
         )
     return subject.passed(0.0, 0.0, meaning=f"{len(buffers[0])} buffers.")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ _NARROW = 1e-2
 _SAME = 1e-6
 _OTHER_STEP = 1e-3
 _REASON = "needs evaluate(batches)"
+_AVERAGES = "batches are meant to weigh the same: this trainer averages them, whatever they hold"
 
 
 @trainer_check
@@ -125,11 +125,12 @@ def evaluation_batches(subject: TrainerSubject) -> CheckResult:
         value,
         _limit(run, rows),
         where=where,
-        meaning=f"{found:.6g} nats per target, and {whole:.6g} with all rows in one batch.",
+        meaning="The evaluation loss depends on how rows are put into batches: it is "
+        f"{found:.6g} nats per target, and {whole:.6g} with all rows in one batch.",
         advice="Sum the losses of all targets and divide once by their number: a mean of the means of "
         "batches weighs targets of short batches more.",
     )
-    return _warned(result) if subject.averages_batches(run, "evaluate") else result
+    return _warned(subject, result, _AVERAGES) if subject.averages_batches(run, "evaluate") else result
 
 
 @trainer_check
@@ -154,7 +155,8 @@ def evaluation_exact(subject: TrainerSubject) -> CheckResult:
         _apart(found, exact),
         limit,
         where="what evaluate(batches) returns",
-        meaning=f"{found:.6g} nats per target; summed over the targets themselves it is {exact:.6g}"
+        meaning="The evaluation loss is not the mean over all targets: it is "
+        f"{found:.6g} nats per target; summed over the targets themselves it is {exact:.6g}"
         + (f", of which that is {power}: a perplexity is for perplexity(batches)." if power else "."),
         advice="Divide by the number of targets, T - 1 of T tokens less the ignored ones; count each "
         "token of overlapping windows once.",
@@ -164,16 +166,16 @@ def evaluation_exact(subject: TrainerSubject) -> CheckResult:
     averages = subject.averages_batches(run, "evaluate")
     means = [_exact_loss(run, [batch], subject.spec.ignored_label) or math.nan for batch in batches]
     if averages and _apart(found, sum(means) / len(means)) <= limit:
-        return _warned(result)
+        return _warned(subject, result, _AVERAGES)
     if (trained := _trained_losses(run, batches)) is not None:
         counts = [int((batch["labels"][:, 1:] != subject.spec.ignored_label).sum()) for batch in batches]
         weights = [1] * len(batches) if averages else counts
         own = sum(w * loss for w, loss in zip(weights, trained, strict=True)) / sum(weights)
         if _apart(found, own) <= limit:
-            return replace(
-                _warned(result),
-                advice="It holds the auxiliary loss of the routers, as what is trained on does: a perplexity "
-                "of it is none.",
+            return _warned(
+                subject,
+                result,
+                "it contains the auxiliary loss of the routers on purpose, and no perplexity is made of it",
             )
     return result
 
@@ -217,9 +219,12 @@ def perplexity_exact(subject: TrainerSubject) -> CheckResult:
     )
 
 
-def _warned(result: CheckResult) -> CheckResult:
-    """A failure as a warning: what the run says of itself explains it."""
-    return replace(result, status="warned") if result.status == "failed" else result
+def _warned(subject: TrainerSubject, result: CheckResult, correct_if: str) -> CheckResult:
+    """Return a failure as a warning, because the run may mean it; other results as they are."""
+    if result.status != "failed":
+        return result
+    text = {"where": result.where, "meaning": result.meaning, "advice": result.advice}
+    return subject.warned(result.value, result.limit, correct_if=correct_if, **text)
 
 
 def _apart(found: float, wanted: float) -> float:

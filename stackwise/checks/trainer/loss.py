@@ -57,9 +57,10 @@ def ignored_targets(subject: TrainerSubject) -> CheckResult:
         return subject.warned(
             value,
             limit,
-            meaning=f"With half of the rows ignored the loss is {found:.6g}; of the others alone {kept:.6g}.",
-            advice="Right for a loss with a part that does not come from targets; else look at what it is "
-            "divided by.",
+            meaning=f"Ignored rows change the loss: with half of the rows ignored it is {found:.6g}; of the "
+            f"other rows alone it is {kept:.6g}.",
+            correct_if="a part of the loss does not come from targets",
+            advice="Look at the number that the loss is divided by.",
         )
     meaning = (
         f"Targets that are to be ignored are trained on as token {tokens[0]}."

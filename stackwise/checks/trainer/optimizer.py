@@ -69,7 +69,8 @@ def optimizer_coverage(subject: TrainerSubject) -> CheckResult:
             0.0,
             where=f"{strangers} tensors of the optimizer",
             meaning="The optimizer holds tensors that are not parameters of the model.",
-            advice="Masters, or parameters of a loss? else those of an earlier version of the model.",
+            correct_if="they are float32 masters, or parameters of the loss",
+            advice="Look for an optimizer that was made from an earlier version of the model.",
         )
     notes = []
     if elsewhere:
@@ -113,8 +114,9 @@ def weight_decay_groups(subject: TrainerSubject) -> CheckResult:
             len(vectors),
             0.0,
             where=listed(vectors),
-            meaning=f"{len(vectors)} norms and biases decay.",
-            advice="Most recipes decay matrices only; declare decayed= if it is meant.",
+            meaning=f"Weight decay reaches {len(vectors)} norms and biases.",
+            correct_if="the recipe means it (then declare decayed=)",
+            advice="Put parameters with fewer than two dimensions in a group without weight decay.",
         )
     return subject.passed(0.0, 0.0)
 
@@ -143,14 +145,15 @@ def updates_survive_rounding(subject: TrainerSubject) -> CheckResult:
     worst = min(shares, key=lambda name: shares[name])
     text = {
         "where": worst,
-        "meaning": f"{100 * shares[worst]:.3g} % of its elements that have a gradient moved in {_STEPS} "
-        f"steps; {len(alone)} narrow weights have no float32 master.",
-        "advice": "An update below 1/256 of a bfloat16 weight (1/2048 in float16) is rounded away: keep "
-        "float32 masters, or round stochastically.",
+        "meaning": f"Updates are rounded away: {100 * shares[worst]:.3g} % of the elements with a gradient "
+        f"moved in {_STEPS} steps; {len(alone)} narrow weights have no float32 master.",
+        "advice": "Keep float32 masters, or round stochastically: an update below 1/256 of a bfloat16 weight "
+        "(1/2048 in float16) changes nothing.",
     }
     if shares[worst] > 0 or _rounds_at_random(subject):
         if shares[worst] < _USUAL_SHARE and not _rounds_at_random(subject):
-            return subject.warned(shares[worst], _USUAL_SHARE, **text)
+            exempt = "the learning rate is large enough for most updates, as in a short fine-tuning"
+            return subject.warned(shares[worst], _USUAL_SHARE, correct_if=exempt, **text)
         return subject.passed(shares[worst], meaning=f"Without masters of {len(alone)} narrow weights.")
     return subject.failed(shares[worst], _USUAL_SHARE, **text)
 

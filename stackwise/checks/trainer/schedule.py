@@ -125,7 +125,8 @@ def scheduler_count(subject: TrainerSubject) -> CheckResult:
             steps / updates,
             1.0,
             where="scheduler.step()",
-            meaning=meaning,
+            meaning=f"The scheduler is stepped more often than the optimizer: {meaning}",
+            correct_if="some updates are skipped, as after an overflow",
             advice="Step it once after each update, or once an epoch.",
         )
     return subject.passed(steps / updates, 1.0, meaning=meaning)
@@ -156,8 +157,9 @@ def scheduler_order(subject: TrainerSubject) -> CheckResult:
         return subject.warned(
             0.0,
             where="update 0",
-            meaning="The first update has a learning rate of 0: it changes nothing.",
-            advice="Let a warm-up of N steps begin at 1/N; where the claim says so, nothing is wrong.",
+            meaning="The first update changes nothing: its learning rate is 0.",
+            correct_if="the schedule is meant to start at 0, as learning_rate= claims",
+            advice="Let a warm-up of N steps begin at 1/N.",
         )
     return subject.passed(value, _ROUNDING)
 

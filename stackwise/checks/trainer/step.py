@@ -61,8 +61,9 @@ def parameters_change(subject: TrainerSubject) -> CheckResult:
     if not any(rate > 0 for update in seen.updates for rate in update.learning_rates):
         return subject.warned(
             0.0,
-            meaning=f"The learning rate of the first {_STEPS} updates is 0.",
-            advice="Look at the schedule.",
+            meaning=f"Nothing is trained: the learning rate of the first {_STEPS} updates is 0.",
+            correct_if="the schedule starts later on purpose",
+            advice="Look at the first values of the schedule.",
         )
     if still:
         return subject.failed(
@@ -151,9 +152,9 @@ def single_update(subject: TrainerSubject) -> CheckResult:
         most,
         1.0,
         where="optimizer.step()",
-        meaning=f"A step makes {most} updates, each of a gradient of its own.",
-        advice="Right where one batch is meant for several updates; else step the optimizer after the last "
-        "micro-batch alone.",
+        meaning=f"One step makes {most} updates, each with a gradient of its own.",
+        correct_if="one batch is meant for several updates",
+        advice="Step the optimizer after the last micro-batch only.",
     )
 
 
@@ -195,8 +196,10 @@ def step_loss(subject: TrainerSubject) -> CheckResult:
         value,
         limit,
         where="what step(batch) returns",
-        meaning=f"The step returned {returned:.6g}, and loss(batch) was {before:.6g} before it.",
-        advice="Scaled for accumulation or by the loss scale? then curves of runs do not compare.",
+        meaning=f"The step does not return the loss that it trains on: it returned {returned:.6g}, and "
+        f"loss(batch) was {before:.6g} before it.",
+        correct_if="it is scaled for accumulation, or by the loss scale, on purpose",
+        advice="Return the unscaled loss: otherwise curves of different runs cannot be compared.",
     )
 
 

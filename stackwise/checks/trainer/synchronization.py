@@ -29,12 +29,13 @@ def step_waits(subject: TrainerSubject) -> CheckResult:
     count, where = float(places.total()), listed_places(places)
     if count <= limit:
         return subject.passed(count, limit, where=where)
-    answer = subject.failed if subject.spec.never_waits else subject.warned
-    return answer(
+    return subject.failed_unless(
+        None if subject.spec.never_waits else "the step need not be fast on a GPU",
         count,
         limit,
         where=where,
-        meaning=f"The host waits {int(count)} x in one step.",
-        advice="On a GPU each wait empties its queue. Keep losses, norms and checks for finite values on the "
-        "device, and read them every so many steps; a scaler's own wait goes with a fused optimizer.",
+        meaning=f"The host waits for the device {int(count)} times in one step. Each wait empties the queue "
+        "of a GPU.",
+        advice="Keep losses, norms and checks for finite values on the device, and read them every few steps."
+        " A fused optimizer avoids the wait of a gradient scaler.",
     )

@@ -191,7 +191,7 @@ def test_choice_between_equals_is_no_certain_defect(subjects):
     assert max(gaps(spec_of(Sparse))) > 1e-3
     result = subjects.ask(spec_of(Sparse), "cache_decoding")
     assert result.status == "warned"
-    assert "equals" in result.meaning
+    assert "equal scores" in result.advice
 
 
 def test_lengths_that_differ_are_not_blamed_on_the_cache(subjects):

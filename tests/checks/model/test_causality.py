@@ -253,7 +253,7 @@ def test_token_that_is_not_read(subjects, models):
         assert torch.equal(model(torch.zeros(1, 5, dtype=torch.int64)), model(torch.arange(5)[None]))
     result = subjects.ask(models["Blind"], "causality")
     assert (result.status, result.where) == ("warned", "token 0")
-    assert "changed nothing" in result.meaning
+    assert "does not read this token" in result.meaning
 
 
 def test_last_token_that_is_not_read(subjects, models):
@@ -717,7 +717,7 @@ def test_a_choice_among_equals_is_no_defect_for_certain(subjects, tied, status):
     result = subjects.ask(Chosen, "causality")
     assert result.status == status, str(result)
     if tied:
-        assert "top-k chooses among equals" in result.meaning
+        assert "top-k of this model chooses among equal scores" in result.advice
 
 
 @pytest.mark.parametrize("declared, assumed", [({}, True), ({"causal": True}, False)])

@@ -209,7 +209,7 @@ def test_randomness_that_a_setting_fixes(subjects, name):
     result = subjects.ask(Hashed, "determinism")
     assert result.status == "warned"
     assert result.where == name
-    assert f"once {name} is set" in result.meaning
+    assert f"if {name} is set" in result.meaning
 
 
 def test_a_seed_that_is_not_used_excuses_nothing(subjects, models):

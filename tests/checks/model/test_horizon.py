@@ -65,7 +65,7 @@ def test_window_that_is_not(subjects, window, seen):
         assert "The whole reads 0 before and 0 after" in result.meaning
     else:
         assert (result.value, result.limit, result.where) == (seen, window, "layers.0.out")
-        assert f"One layer reads {seen - 1} before and 0 after" in result.meaning
+        assert f"The layer reads {seen - 1} before and 0 after" in result.meaning
 
 
 def test_window_that_is_never_applied(subjects):
@@ -148,7 +148,7 @@ def test_two_windows_in_one_layer(subjects):
 
     result = subjects.ask(ModelSpec.of(Twice, window=3), NAME)
     assert result.status == "warned"
-    assert "2 windows" in result.meaning
+    assert "2 windows follow each other" in result.advice
     assert subjects.ask(ModelSpec.of(Twice, window=5), NAME).status == "passed"
     assert subjects.ask(ModelSpec.of(Twice, window=4), NAME).status == "failed"
 

@@ -166,7 +166,7 @@ def test_shift_of_models_that_are_not_causal(subjects, statuses):
     # Said to be causal, which is another check's to refuse.
     wrong = statuses(lambda z, y: nll(z, y, shift=0), Bidirectional, causal=True)
     assert wrong["label_shift"].status == "warned"
-    assert "see causality" in wrong["label_shift"].advice
+    assert "see the check causality" in wrong["label_shift"].advice
 
 
 def test_decoders_of_encoder_decoders_leave_the_shift_to_the_caller(subjects):
@@ -191,7 +191,7 @@ def test_decoders_of_encoder_decoders_leave_the_shift_to_the_caller(subjects):
         return subjects.ask(spec, "label_shift")
 
     assert ask(Decoder).status == "warned"
-    assert "encoder-decoder" in ask(Decoder).meaning
+    assert "encoder-decoder" in ask(Decoder).advice
     assert ask(Complete).status == "failed"
 
 

@@ -289,7 +289,7 @@ def test_what_autocast_alone_refuses(subjects):
     result = subjects.ask(Adds, "autocast_error")
     assert result.status == "warned"
     assert "index_add" in result.meaning
-    assert "cast it" in result.advice
+    assert "cast the result" in result.advice
 
 
 def test_every_answer_says_something(subjects):

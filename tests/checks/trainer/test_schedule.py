@@ -107,7 +107,7 @@ def test_a_warm_up_from_zero_is_told():
             return super().factor(step - 1) if step else 0.0
 
     result = ask(loop_spec_of(FromZero), "scheduler_order")
-    assert result.status == "warned" and "learning rate of 0" in result.meaning
+    assert result.status == "warned" and "learning rate is 0" in result.meaning
     spec = loop_spec_of(FromZero, learning_rate=lambda step: FromZero.base_lr * FromZero.factor(step))
     assert ask(spec, "learning_rate").status == "passed"
 

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["MalformedTreeError", "Path", "decode", "encode", "is_sharded", "leaves"]
+__all__ = ["MalformedTreeError", "Path", "decode", "encode", "is_sharded", "leaves", "no_tensor"]
 
 Path = tuple[Any, ...]
 # What asks for a tensor of a name, a shape, at a place in the tree.
@@ -90,6 +90,15 @@ def decode(plain: Any, fetch: Fetch, path: Path = ()) -> Any:
         return _decode(plain, fetch, path)
     except RecursionError:
         raise MalformedTreeError("nested too deeply") from None
+
+
+def no_tensor(name: str, shape: tuple[int, ...], path: Path) -> Tensor:
+    """Refuse a tensor: `fetch` of values that hold none.
+
+    Raises:
+        MalformedTreeError: always.
+    """
+    raise _malformed(path, [name, *shape])
 
 
 def leaves(tree: Any, path: Path = ()) -> dict[Path, Tensor]:
@@ -328,7 +337,7 @@ def _pairs(content: list[Any], fetch: Fetch, path: Path) -> dict[Any, Any]:
     result: dict[Any, Any] = {}
     for key, value in content:
         # Keys hold no tensors, so none is fetched for them.
-        found = _decode(key, _no_tensor, path)
+        found = _decode(key, no_tensor, path)
         _hashed(lambda found=found: {found}, path)  # type: ignore[misc]
         result[found] = _decode(value, fetch, (*path, found))
     return result
@@ -363,10 +372,6 @@ def _named_tuple(name: str, fields: tuple[str, ...]) -> Any:
         "_replace": lambda self, **changed: self._make((self._asdict() | changed).values()),
     }
     return type(name, (tuple,), members)
-
-
-def _no_tensor(name: str, shape: tuple[int, ...], path: Path) -> Tensor:
-    raise _malformed(path, [name, *shape])
 
 
 def _hashed(make: Callable[[], Any], path: Path) -> Any:

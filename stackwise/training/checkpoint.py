@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 from torch import Tensor, distributed, nn
 
 from stackwise.checkpoint import CheckpointManager, DirectoryUpload, Restored
-from stackwise.checkpoint.folder import MANIFEST, Manifest, nameless_in, newest_in, steps_in, verify_files
+from stackwise.checkpoint.folder import MANIFEST, Manifest, nameless_in, steps_in, verify_files
+from stackwise.checkpoint.runs import last_run, newest, of_run, saved_in
 from stackwise.config import StackWiseConfig
 from stackwise.model.block import Block
 from stackwise.model.build import create_rack_from_config
@@ -180,7 +181,7 @@ class RackCheckpoints:
         return self._manager.steps()
 
     def latest(self) -> Path | None:
-        """The checkpoint with the highest step number that is whole, or None."""
+        """Return the newest complete checkpoint of the run, or None."""
         return self._manager.latest()
 
     def __enter__(self) -> Self:
@@ -229,8 +230,9 @@ class ParameterNames(nn.Module):
 
 
 def latest_checkpoint(directory: str | Path) -> Path | None:
-    """The checkpoint with the highest step number in a directory that is whole, or None."""
-    return newest_in(Path(directory))
+    """Return the newest complete checkpoint in a directory of the run that saved last, or None."""
+    saved = saved_in(Path(directory))
+    return newest(of_run(saved, last_run(saved)))
 
 
 def load_rack(path: str | Path) -> Rack:

@@ -146,6 +146,7 @@ def in_parts_later(rank, folder):
     # What one process has changed by hand is written by none.
     objects = trained(plain_model)
     with CheckpointManager(directory, asynchronous="overlapped") as manager:
+        manager.restore({})
         copy = manager._staging.copy
 
         def changed(parts, late):

@@ -207,6 +207,7 @@ class CheckpointManager:
             content = content.without(self._ranks.gather(content.places())[: self._ranks.rank])
             called = [name for name, file in (files or {}).items() if callable(file)]
             if self.asynchronous:
+                self._warn()  # not while the thread may add to the messages
                 self._start(content, objects, manifest, called)
                 return self._path(step)
             self._finish(content, manifest, called)

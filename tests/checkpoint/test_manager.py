@@ -901,7 +901,9 @@ def test_every_one_damaged_is_not_none(tmp_path):
     for step in (1, 2):
         manager.save(step, {"counts": {"step": step}})
         flip(tmp_path / f"step-{step}/state-00000.json")
-    with pytest.raises(DamagedCheckpointError, match=r"step-2.*none of the 2 checkpoints of the run is whole"):
+    with pytest.raises(
+        DamagedCheckpointError, match=r"step-2.*none of the 2 checkpoints of the run is whole"
+    ):
         manager.restore({"counts": {}})
 
 

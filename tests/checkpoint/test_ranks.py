@@ -407,10 +407,11 @@ def groups(rank, folder):
         CheckpointManager(folder / "groups").restore({"state": {}})
         Termination().requested_anywhere()
         with CheckpointManager(folder / "groups") as manager:
+            manager.restore({})
             manager.save(2, {"state": {}})
     assert n_groups() == before
-    for _ in range(3):
-        with CheckpointManager(folder / "groups", asynchronous=True) as manager:
+    for i in range(3):
+        with CheckpointManager(folder / f"groups-later-{i}", asynchronous=True) as manager:
             manager.save(3, {"state": {}})
             manager.close()
             manager.save(4, {"state": {}})  # has one again

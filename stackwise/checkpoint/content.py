@@ -106,8 +106,10 @@ class Content:
         content = cls(plain, {name: Part.whole(tensor) for name, tensor in own.items()}, parts, files)
         # Here and not where a thread writes them, who has nobody to tell.
         check_dtypes((name, part.tensor) for (_, name), part in content.parts().items())
-        for held in (content.own, content.shared, *content.extra.values()):
-            check_header(held)
+        for held in (content.own, content.shared):
+            check_header(held, in_parts=True)
+        for held in content.extra.values():
+            check_header(held, in_parts=False)
         return content
 
     def places(self) -> list[Place]:

@@ -36,6 +36,7 @@ __all__ = [
     "DamagedCheckpointError",
     "Manifest",
     "check_extra_name",
+    "checked_folder",
     "clear_damaged",
     "entries_of",
     "flush",
@@ -195,6 +196,18 @@ class Manifest:
                 raise DamagedCheckpointError(folder, MANIFEST, f"it lists the file {name[:80]!r}")
             if not whole(entry.bytes, 0) or not isinstance(entry.sha256, str):
                 raise DamagedCheckpointError(folder, MANIFEST, f"it has no size and SHA-256 of {name}")
+
+
+def checked_folder(directory: str | Path) -> Path:
+    """Return the path of a folder, which need not exist.
+
+    Raises:
+        ValueError: no path can be, or it is a file.
+    """
+    path = Path(directory)
+    require("\0" not in str(path), "directory", str(directory), "a path without a null character")
+    require(path.is_dir() or not path.exists(), "directory", str(directory), "a folder")
+    return path
 
 
 def folder_of(directory: Path, step: int) -> Path:

@@ -29,6 +29,7 @@ from stackwise.checkpoint.folder import (
     DamagedCheckpointError,
     Manifest,
     check_extra_name,
+    checked_folder,
     clear_damaged,
     entries_of,
     folder_of,
@@ -140,9 +141,7 @@ class CheckpointManager:
         upload: Callable[[Path], None] | None = None,
         group: Any = None,
     ) -> None:
-        self.directory = Path(directory)
-        is_folder = self.directory.is_dir() or not self.directory.exists()
-        require(is_folder, "directory", str(directory), "a folder")
+        self.directory = checked_folder(directory)
         sound = isinstance(asynchronous, bool) or asynchronous == "overlapped"
         require(sound, "asynchronous", asynchronous, "True, False or 'overlapped'")
         require(upload is None or callable(upload), "upload", upload, "a function of a path, or None")
@@ -301,6 +300,16 @@ class CheckpointManager:
         self._warn()
 
     @property
+    def run(self) -> str:
+        """Identity of the run that this manager saves, 32 hexadecimal digits.
+
+        If nothing was saved or restored before, this begins a new run: call `restore` first to resume one.
+        """
+        if self._run is None:
+            self._run = uuid4().hex
+        return self._run
+
+    @property
     def writing(self) -> bool:
         """Whether a checkpoint is being written by the thread."""
         return self._writer.runs
@@ -405,16 +414,16 @@ class CheckpointManager:
         start = min(step, self._restored_step)
         later = [each for each in found if each.run == self._run and each.step > start]
         if any(each.path not in self._behind and each.step not in self._damaged for each in later):
-            self._run = None
-        if self._run is None:
-            self._run = uuid4().hex
-            if found:
-                self._warnings.append(
-                    f"{self.directory}: a new run begins with step {step}, and the folder holds checkpoints "
-                    f"of another run, of steps {steps_of(found)}. They stay: this run does not count, delete "
-                    "or restore them, and renames one of a step that it saves too to step-N.run-ID. A new "
-                    "process resumes the run that saved last"
-                )
+            self._run, self._restored_step = None, -1
+        run = self.run
+        others = [each for each in found if each.run != run]
+        if others and self._restored_step < 0:
+            self._warnings.append(
+                f"{self.directory}: a new run begins with step {step}, and the folder holds checkpoints "
+                f"of another run, of steps {steps_of(others)}. They stay: this run does not count, delete "
+                "or restore them, and renames one of a step that it saves too to step-N.run-ID. A new "
+                "process resumes the run that saved last"
+            )
         self._order = 1 + max((each.order for each in found), default=0)
         self._is_first_save = False
 
@@ -526,7 +535,6 @@ class CheckpointManager:
 
         A checkpoint that is being uploaded stays until the next time.
         """
-        assert self._run is not None, "a checkpoint was written"
         held = self._uploader.held() if self._uploader is not None else set()
         try:
             metrics = {each.step: each.metric for each in self._own()}
@@ -537,7 +545,7 @@ class CheckpointManager:
                 if path not in held:
                     remove(path)
             oldest = min(sorted(metrics)[-self.retention.keep_last :], default=0)
-            clear_damaged(self.directory, oldest, self._run)
+            clear_damaged(self.directory, oldest, self.run)
         except OSError as error:
             self._warnings.append(f"an older checkpoint could not be removed: {error}")
 

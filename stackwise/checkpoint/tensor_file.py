@@ -106,7 +106,7 @@ def check_dtypes(tensors: Iterable[tuple[str, Tensor]]) -> None:
             raise ValueError(f"{name}: got {tensor.dtype}; allowed in a checkpoint: {allowed}")
 
 
-def check_header(parts: Mapping[str, Part]) -> None:
+def check_header(parts: Mapping[str, Part], *, in_parts: bool) -> None:
     """Refuse tensors whose safetensors header would be longer than a reader accepts.
 
     Raises:
@@ -114,7 +114,7 @@ def check_header(parts: Mapping[str, Part]) -> None:
     """
     # An upper limit that takes no time: a name is there twice, and JSON may need 13 bytes for each character.
     if sum(26 * len(name) + 64 * (4 + part.tensor.ndim) for name, part in parts.items()) > _HEADER_BYTES:
-        _header_of(parts, in_parts=True, metadata={})
+        _header_of(parts, in_parts=in_parts, metadata={})
 
 
 def write_bytes(path: Path, content: Iterable[bytes | memoryview]) -> FileEntry:

@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from stackwise.argument import check_sizes, require
+from stackwise.argument import check_sizes
 from stackwise.checkpoint.folder import (
     TENSORS,
     DamagedCheckpointError,
     Manifest,
+    checked_folder,
     clear_damaged,
     folder_of,
     publish,
@@ -51,10 +52,8 @@ class DirectoryUpload:
     keep_last: int | None = None
 
     def __init__(self, directory: str | Path, *, keep_last: int | None = None) -> None:
-        object.__setattr__(self, "directory", Path(directory))
+        object.__setattr__(self, "directory", checked_folder(directory))
         object.__setattr__(self, "keep_last", keep_last)
-        is_folder = self.directory.is_dir() or not self.directory.exists()
-        require(is_folder, "directory", str(directory), "a folder")
         if keep_last is not None:
             check_sizes(keep_last=keep_last)
 

@@ -156,24 +156,29 @@ class RackCheckpoints:
         known = self._resumed is not None and self._resumed.step == step
         self._manager.restore(objects, self._resumed if known else step)
 
+    @property
+    def run(self) -> str:
+        """Identity of the run: that of the resumed checkpoint, or a new one."""
+        return self._manager.run
+
     def rewind(self, step: int) -> None:
         """As of `CheckpointManager`."""
         self._manager.rewind(step)
 
     def refuse_old_run(self) -> None:
-        """Refuse a folder that has checkpoints, or copies of them, so that no two runs mix.
+        """Refuse a folder with checkpoints, or copies of them: a new run needs a folder of its own.
 
         Raises:
-            ValueError: naming their steps.
+            ValueError: names the folder and the steps.
         """
         for key, place in zip(("checkpoint_dir", "checkpoint.upload"), self._places, strict=False):
             steps = sorted({*steps_in(place), *nameless_in(place)})
             if not steps:
                 continue
             raise ValueError(
-                f"training.{key}: {place} already holds checkpoints of steps "
-                f"{steps}; allowed: a folder without any, so that no two runs mix, or training.resume=true, "
-                "which goes on with that run"
+                f"training.{key}: {place} already holds checkpoints of steps {steps}; allowed: a folder "
+                "without checkpoints, or training.resume=true, which resumes the run that saved "
+                "last"
             )
 
     def steps(self) -> list[int]:

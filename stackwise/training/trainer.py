@@ -136,7 +136,7 @@ class ArchitectureTrainer:
             seeded(self.processes.seed(settings.seed), self.device),
             closing(BlockStore(shared.rack, self.device, scope.offload, self.offload_dir)) as store,
             closing(PrefixOutputs(shared.rack, store, scope.cache_bytes, scope.cache_dir)) as prefix,
-            self._logs(phases, resumed) as logs,
+            self._logs(phases, resumed, None if checkpoints is None else checkpoints.run) as logs,
             self._termination() as terminates,
             checkpoints or nullcontext(),
         ):
@@ -341,13 +341,14 @@ class ArchitectureTrainer:
             part.to(device)
 
     @contextmanager
-    def _logs(self, phases: list[Phase], resumed: int | None) -> Iterator[list[RecordLog]]:
-        """What the records are shown and written to, by one of the processes.
+    def _logs(self, phases: list[Phase], resumed: int | None, run: str | None) -> Iterator[list[RecordLog]]:
+        """Open the logs of the main process, and close them at the end.
 
         Args:
-            phases: of the run.
-            resumed: steps that were done when it was left: what is written of later ones is repeated. None:
-                it begins.
+            phases: phases of the run.
+            resumed: number of steps of the resumed checkpoint. Log entries of later steps are replaced. None:
+                the run begins.
+            run: identity of the run, or None without checkpoints.
         """
         telemetry = self.config.training.telemetry
         opened = list(self.logs) if self.processes.is_main else []
@@ -356,9 +357,9 @@ class ArchitectureTrainer:
             if self.processes.is_main:
                 check_places(telemetry, resumes=self.config.training.resume)
             if telemetry.jsonl is not None and self.processes.is_main:
-                opened.append(logs.enter_context(JsonLinesLog(telemetry.jsonl, first_step)))
+                opened.append(logs.enter_context(JsonLinesLog(telemetry.jsonl, first_step, run)))
             if telemetry.tensorboard is not None and self.processes.is_main:
-                opened.append(logs.enter_context(TensorBoardLog(telemetry.tensorboard, first_step)))
+                opened.append(logs.enter_context(TensorBoardLog(telemetry.tensorboard, first_step, run)))
             if self.progress:
                 total_steps = sum(phase.steps for phase in phases)
                 opened.append(logs.enter_context(TrainingProgress(total_steps)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -112,7 +111,7 @@ class ArchitectureTrainer:
                 the same Rack or the same rows of the data.
             NonFiniteStepError: the loss or the gradient stopped being finite, and there is no guard.
             GuardError: the guard could not help; weights are those before the step that broke.
-            TrainingTerminated: SIGTERM came, and the run is saved in `checkpoint_dir`.
+            TrainingTerminated: SIGTERM or Ctrl-C arrived, and the run is saved in `checkpoint_dir`.
             OSError: the last checkpoint could not be written.
         """
         settings, scope = self.config.training, self.config.training.scope
@@ -304,18 +303,24 @@ class ArchitectureTrainer:
         return checkpoints
 
     @contextmanager
-    def _termination(self) -> Iterator[Callable[[int], bool] | None]:
-        """Hear SIGTERM meanwhile, where there is a folder to save in and this thread hears signals."""
+    def _termination(self) -> Iterator[Callable[[int], int] | None]:
+        """Note SIGTERM and Ctrl-C, if there is a folder to save in and this thread receives signals."""
         saves = self.config.training.checkpoint_dir is not None
         if not saves or threading.current_thread() is not threading.main_thread():
             yield None
             return
         interval = self.config.training.log_interval
-        with Termination((signal.SIGTERM,)) as termination:
-            if self.processes.world_size == 1:
-                yield lambda _: termination.requested
-            else:  # all end at one step, and asking the others makes the host wait
-                yield lambda steps: steps % interval == 0 and termination.requested_anywhere()
+        with Termination() as termination:
+
+            def exit_code(steps: int) -> int:
+                # All processes end at one step. To ask the others, the host waits.
+                if self.processes.world_size > 1 and (
+                    steps % interval or not termination.requested_anywhere()
+                ):
+                    return 0
+                return termination.exit_code
+
+            yield exit_code
 
     @property
     def offload_dir(self) -> Path | None:

@@ -393,6 +393,7 @@ def together(rank, folder):
             os.kill(os.getpid(), 15)
         assert termination.requested_anywhere()
         assert termination.requested == (rank == 1)
+        assert termination.exit_code == 75
 
 
 def n_groups():

@@ -5,6 +5,7 @@ import errno
 import itertools
 import os
 import shutil
+import signal
 import sys
 import time
 from pathlib import Path
@@ -230,7 +231,7 @@ def test_a_request_to_end_is_heard_where_every_step_saves(make, monkeypatch):
 
     @contextlib.contextmanager
     def termination(self):
-        yield lambda steps: asked.append(steps) or steps == STEPS + 1
+        yield lambda steps: asked.append(steps) or EXIT_CODE * (steps == STEPS + 1)
 
     monkeypatch.setattr(ArchitectureTrainer, "_termination", termination)
     with pytest.raises(TrainingTerminated) as ended:
@@ -576,12 +577,13 @@ data: {validation_fraction: 0.0}
 
 def command(folder, arguments):
     os.chdir(folder)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if the tests run in the background
     sys.exit(cli.main(arguments))
 
 
-def test_a_process_that_is_asked_to_end_saves_and_goes_on(tmp_path):
-    """Its exit code says so; the same command with resume ends with the bits of a run that was left alone."""
-
+@pytest.mark.parametrize("number, exit_code", [(signal.SIGTERM, EXIT_CODE), (signal.SIGINT, 130)])
+def test_signal_saves_and_the_run_can_be_resumed(tmp_path, number, exit_code):
+    """The same command with resume ends with the bits of a run that was not interrupted."""
     ended, whole = tmp_path / "ended", tmp_path / "whole"
     for folder in (ended, whole):
         folder.mkdir()
@@ -592,9 +594,9 @@ def test_a_process_that_is_asked_to_end_saves_and_goes_on(tmp_path):
     while not (ended / "run.jsonl").exists() or not (ended / "run.jsonl").stat().st_size:
         assert process.is_alive(), output.read_text()
         time.sleep(0.01)
-    process.terminate()
+    os.kill(process.pid, number)
     code, error = end_of(process, 60), output.read_text()
-    assert code == EXIT_CODE, error
+    assert code == exit_code, error
     [saved] = (ended / "run").iterdir()
     step = int(saved.name.removeprefix("step-"))
     assert 0 < step < 300 and f"after {step} steps" in error and "training.resume" in error
@@ -630,7 +632,7 @@ def test_a_request_to_end_on_a_full_disk_is_no_promise(make, monkeypatch):
 
     @contextlib.contextmanager
     def termination(self):
-        yield lambda steps: steps == 2
+        yield lambda steps: EXIT_CODE * (steps == 2)
 
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -143,7 +143,8 @@ class RackCheckpoints:
         if restored is None:
             return None
         ours = distributed.get_world_size() if distributed.is_initialized() else 1
-        check_same_run(self.config, restored.notes["config"], restored.path, (ours, restored.world_size))
+        processes = ours, restored.world_size
+        check_same_run(self.config, restored.notes["config"], restored.path, processes, restored.step)
         _load_weights(rack, restored.path, mapped=self.config.training.scope.offload == "disk")
         self._resumed = restored
         return restored.step

@@ -46,7 +46,7 @@ from stackwise.training.progress import TrainingProgress
 from stackwise.training.record_log import RecordLog, check_places
 from stackwise.training.result import TrainingResult, epoch_losses, training_loss
 from stackwise.training.run import RackRun
-from stackwise.training.schedule import get_lr_with_warmup
+from stackwise.training.schedule import learning_rate
 from stackwise.training.scope import Phase, plan_phases
 from stackwise.training.targets import Targets
 from stackwise.training.tensorboard_log import TensorBoardLog
@@ -168,22 +168,12 @@ class ArchitectureTrainer:
         return self._result(rack, loop, phases, time.perf_counter() - start, resumed or 0)
 
     def learning_rate(self, step: int, total_steps: int | None = None) -> float:
-        """Learning rate of `step`, counted from 0, in a schedule of `total_steps`; None: of `max_steps`.
+        """Return the learning rate of `step`, counted from 0, in a schedule of `total_steps`.
 
-        One of another length, as of units and polish with `polish_steps`, has a warm-up of the same share.
+        None: of `max_steps`. A schedule of another length, as of units and polish with `polish_steps`, has a
+        warm-up of the same share.
         """
-        settings, schedule = self.config.training, self.config.training.schedule
-        total_steps = settings.max_steps if total_steps is None else total_steps
-        warmup_steps = settings.max_steps // 10 if schedule.warmup_steps is None else schedule.warmup_steps
-        return get_lr_with_warmup(
-            step,
-            warmup_steps * total_steps // settings.max_steps,
-            total_steps,
-            settings.optimizer.lr,
-            schedule.min_lr,
-            schedule.kind,
-            schedule.decay_fraction,
-        )
+        return learning_rate(self.config.training, step, total_steps)
 
     def evaluate(self, rack: Rack, dataloader: Iterable[Batch]) -> float:
         """Mean loss in nats of all that is predicted in one pass of `dataloader`, in eval mode.

@@ -33,6 +33,7 @@ from stackwise.training import (
 from stackwise.training.batch_stream import BatchStream
 from stackwise.training.json_lines_log import read_json_lines
 from stackwise.training.run_state import check_same_run, records_of, state_of_records
+from stackwise.training.schedule import get_lr_with_warmup
 from tests.forked import end_of, start
 
 BLOCKWISE = {"training_architecture": "blockwise"}
@@ -155,14 +156,87 @@ def test_another_configuration_is_refused(make, make_config, make_rack):
     config, rack, batches = make({})
     train(config, rack, batches)
     config.training.resume = True
-    config.training.optimizer.lr, config.training.max_steps = 3e-2, 9
+    config.training.optimizer.lr, config.training.max_steps = 3e-2, 3
     before = weights(rack).clone()
     with pytest.raises(
-        ValueError, match=r"training\.resume.*training\.max_steps: got 9; allowed: 4"
+        ValueError, match=r"training\.resume.*training\.max_steps: got 3; allowed: 4 or more"
     ) as refusal:
         train(config, rack, batches)
     assert "training.optimizer.lr: got 0.03; allowed: 0.01" in str(refusal.value)
     assert torch.equal(weights(rack), before)
+
+
+SHORT, LONG = 4, 8
+
+
+def extended(make, settings, left, match=None):
+    """Weights and records of a run of 4 steps that is resumed after `left` of them, as one of 8."""
+    config, rack, batches = make(settings, max_steps=SHORT)
+    train(config, rack, batches)
+    forget(config.training.checkpoint_dir, left)
+    config, fresh, batches = make(settings, max_steps=LONG, resume=True)
+    with contextlib.nullcontext() if match is None else pytest.warns(UserWarning, match=match):
+        result = train(config, fresh, batches)
+    return config, weights(fresh), result["records"]
+
+
+@pytest.mark.parametrize(
+    "kind, left", [("constant", 2), ("constant", 4), ("inverse_sqrt", 2), ("inverse_sqrt", 4), ("wsd", 2)]
+)
+def test_longer_run_has_the_bits_of_a_long_one(make, kind, left):
+    """If the learning rate of the first steps does not depend on the length of the run."""
+    schedule = {"kind": kind, "warmup_steps": 1}
+    schedule |= {"decay_fraction": 0.25} if kind == "wsd" else {}
+    config, resumed, _ = extended(make, {"schedule": schedule}, left)
+    shutil.rmtree(config.training.checkpoint_dir)
+    config, whole, batches = make({"schedule": schedule}, max_steps=LONG)
+    train(config, whole, batches)
+    assert torch.equal(resumed, weights(whole))
+
+
+@pytest.mark.parametrize("left", [2, 4], ids=["interrupted", "finished"])
+@pytest.mark.parametrize("kind", ["cosine", "linear"])
+def test_longer_run_follows_the_longer_schedule(make, kind, left):
+    schedule = {"kind": kind, "warmup_steps": 1}
+    match = rf"max_steps: got 8, was 4: the schedule '{kind}' .* of step {min(left, 3)} is"
+    config, _, records = extended(make, {"schedule": schedule}, left, match)
+    short, long = (
+        [get_lr_with_warmup(step, 1, steps, config.training.optimizer.lr, 0.0, kind) for step in range(steps)]
+        for steps in (SHORT, LONG)
+    )
+    assert [record.lr for record in records] == [*short[:left], *long[left:]]
+
+
+@pytest.mark.parametrize("settings", [BLOCKWISE, {"scope": {"growth": True}}], ids=["blockwise", "growing"])
+def test_phases_keep_their_length(make, settings):
+    with pytest.raises(ValueError, match=r"training\.max_steps: got 8; allowed: 4$"):
+        extended(make, settings, 2)
+
+
+def test_longer_run_of_a_task_goes_on(make_config):
+    """The rows of a task are as many as a run takes."""
+    short, long = (
+        create_data(make_config(data={"task": "copy", "dataset_path": None}, training={"max_steps": steps}))[
+            0
+        ]
+        for steps in (SHORT, LONG)
+    )
+    list(short)
+    stream = BatchStream(short)
+    islice_(stream, SHORT)
+    again = BatchStream(long)
+    again.load_state_dict(stream.state_dict())
+    [(_, [found])] = islice_(again, 1)
+    assert torch.equal(found["input_ids"], long.batch(0, SHORT)["input_ids"])
+
+
+def test_data_may_be_at_another_place(make_config, tmp_path):
+    for name in ("here", "there"):
+        (tmp_path / name).write_text("text" * 500)
+    ours, theirs = (make_config(data={"dataset_path": str(tmp_path / name)}) for name in ("here", "there"))
+    check_same_run(ours, theirs.to_dict(), tmp_path)
+    with pytest.raises(ValueError, match=r"data\.dataset_path"):
+        check_same_run(ours, make_config(data={"dataset_path": None}).to_dict(), tmp_path)
 
 
 def test_what_changes_nothing_may_change(make):

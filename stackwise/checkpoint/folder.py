@@ -287,8 +287,8 @@ def read_regular(folder: Path, name: str, most: int) -> bytes:
         raise _unreadable(folder, name, error) from error
 
 
-def publish(scratch: Path, target: Path, run: str) -> Path | None:
-    """Rename a finished folder to its final name. Replace a checkpoint of the same step and run.
+def publish(scratch: Path, target: Path, run: str | None = None) -> Path | None:
+    """Rename a finished folder to its final name. Replace a folder of that name, if it is of the same run.
 
     A folder of another run, or without a readable manifest, is renamed and not deleted. Between the renames
     no folder has the final name. If the process is killed there, the replaced folder is left as
@@ -297,7 +297,7 @@ def publish(scratch: Path, target: Path, run: str) -> Path | None:
     Args:
         scratch: finished folder.
         target: final name.
-        run: identity of the run that writes.
+        run: identity of the run that writes. None: the folder is no checkpoint, and replaces any other.
 
     Returns:
         New name of the folder of another run; None if there was none.
@@ -310,7 +310,7 @@ def publish(scratch: Path, target: Path, run: str) -> Path | None:
             flush(folder)
     replaced, aside = scratch.with_name(scratch.name + ".old"), None
     if target.exists():
-        found = run_of(target)
+        found = None if run is None else run_of(target)
         if found == run:
             target.rename(replaced)
         else:

@@ -6,10 +6,11 @@ keeps for itself; `tensors/rank-R.safetensors`, its part of the tensors that all
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,7 +22,13 @@ from torch import Tensor
 
 from stackwise.argument import require
 from stackwise.checkpoint import tree
-from stackwise.checkpoint.folder import TENSORS, DamagedCheckpointError, Manifest, read_regular
+from stackwise.checkpoint.folder import (
+    TENSORS,
+    DamagedCheckpointError,
+    Manifest,
+    read_regular,
+    verify_files,
+)
 from stackwise.checkpoint.object_state import Objects, equal_bits, plain_name
 from stackwise.checkpoint.ranks import Ranks
 from stackwise.checkpoint.sharded import Place, own_parts, part_of, read_like
@@ -31,12 +38,13 @@ from stackwise.checkpoint.tensor_file import (
     Part,
     TensorIndex,
     check_dtypes,
+    check_header,
     write_bytes,
     write_tensors,
 )
 from stackwise.random_states import random_states, random_states_kept, set_random_states
 
-__all__ = ["Content", "Loaded", "no_tensor", "tensors_of"]
+__all__ = ["Content", "Loaded", "check_readable", "tensors_of"]
 
 _STATE_BYTES = 2**28
 _SHARED, _OWN, _RANDOM = "shared", "own", "random"
@@ -98,6 +106,10 @@ class Content:
         content = cls(plain, {name: Part.whole(tensor) for name, tensor in own.items()}, parts, files)
         # Here and not where a thread writes them, who has nobody to tell.
         check_dtypes((name, part.tensor) for (_, name), part in content.parts().items())
+        for held in (content.own, content.shared):
+            check_header(held, in_parts=True)
+        for held in content.extra.values():
+            check_header(held, in_parts=False)
         return content
 
     def places(self) -> list[Place]:
@@ -133,16 +145,15 @@ class Content:
         }
 
     def write(self, folder: Path, rank: int) -> dict[str, FileEntry]:
-        """Write the files of process `rank`.
+        """Write the files of process `rank`, and open them as `restore` does.
 
         Raises:
-            ValueError: plain values beyond all measure, or a dtype that safetensors does not have.
-            OSError: the disk refused.
+            ValueError: too many plain values or tensors, or a dtype that safetensors does not have.
+            OSError: the disk refused, or a file cannot be opened by its reader.
         """
         text = json.dumps(self.plain, allow_nan=False, separators=(",", ":")).encode()
-        require(
-            len(text) <= _STATE_BYTES, "objects", f"{len(text)} bytes beside tensors", f"up to {_STATE_BYTES}"
-        )
+        allowed = f"up to {_STATE_BYTES} of values that are no tensors or arrays"
+        require(len(text) <= _STATE_BYTES, "objects", f"{len(text)} bytes", allowed)
         entries = {_plain_file(rank): write_bytes(folder / _plain_file(rank), [text])}
         entries[_own_file(rank)] = write_tensors(folder / _own_file(rank), self.own)
         if self.shared:
@@ -150,7 +161,22 @@ class Content:
             entries[name] = write_tensors(folder / name, self.shared)
         for file, tensors in self.extra.items():
             entries[file] = write_tensors(folder / file, tensors, in_parts=False)
+        try:
+            # A disk may accept a write without an error and still truncate the file.
+            verify_files(folder, entries, contents=False)
+            _Reader(folder, entries).open([rank], self.extra)
+        except DamagedCheckpointError as error:
+            raise OSError(errno.EIO, error.reason, str(folder / str(error.file))) from error
         return entries
+
+
+def check_readable(folder: Path, manifest: Manifest) -> None:
+    """Open every file of a checkpoint as `restore` does. No tensor is read.
+
+    Raises:
+        DamagedCheckpointError: a file that cannot be opened, or that holds something else.
+    """
+    _Reader(folder, manifest.files).open(range(manifest.world_size))
 
 
 def tensors_of(
@@ -170,7 +196,7 @@ def tensors_of(
         DamagedCheckpointError: a file that was not written here.
         ValueError: there is no such module.
     """
-    reader = _Reader(folder, manifest, Ranks())
+    reader = _Reader(folder, manifest.files)
     try:
         return reader.module(name)
     except tree.MalformedTreeError as error:
@@ -201,9 +227,9 @@ class Loaded:
             DamagedCheckpointError: a file that was not written here.
             ValueError: what does not fit the objects.
         """
-        reader = _Reader(folder, manifest, ranks)
+        reader = _Reader(folder, manifest.files, manifest.world_size, ranks.size)
         try:
-            states = {name: reader.state(name, objects) for name in objects}
+            states = {name: reader.state(name, objects, ranks.rank) for name in objects}
             remarks = reader.remarks(objects)
             if ranks.rank < manifest.world_size:
                 own = reader.random(ranks.rank)
@@ -230,30 +256,52 @@ class Loaded:
 
 
 class _Reader:
-    """The states of a folder. `file` is the one with the plain values that are being read."""
+    """Reader of the states in a folder.
 
-    def __init__(self, folder: Path, manifest: Manifest, ranks: Ranks) -> None:
-        self.folder, self.manifest, self.ranks = folder, manifest, ranks
+    Args:
+        folder: folder of a checkpoint.
+        files: names of its verified files. No other file is read.
+        saved: number of processes that saved.
+        here: number of processes that restore.
+
+    Attributes:
+        file: name of the JSON file that is being read.
+    """
+
+    def __init__(self, folder: Path, files: Collection[str], saved: int = 1, here: int = 1) -> None:
+        self.folder, self.files, self._saved_by, self._here = folder, files, saved, here
         self.file: str | None = None
         self._plain: dict[int, dict[str, Any]] = {}
         self._own: dict[int, TensorIndex] = {}
         self._shared: TensorIndex | None = None
 
-    def state(self, name: str, objects: Objects) -> Any:
+    def open(self, ranks: Iterable[int], extra: Iterable[str] = ()) -> None:
+        """Parse the JSON files and open the tensor files of `ranks`, and the safetensors files `extra`."""
+        try:
+            for rank in ranks:
+                self._state_of(rank)
+                self._own_fetch(rank)
+            self._shared_index()
+            for name in extra:
+                self._index([name])
+        except tree.MalformedTreeError as error:
+            raise DamagedCheckpointError(self.folder, self.file, str(error), whole=True) from error
+
+    def state(self, name: str, objects: Objects, rank: int) -> Any:
         first = self._state_of(0)
         if name in first[_SHARED]:
             return self._shared_state(first[_SHARED][name], name, objects)
         kept = sorted([*first[_SHARED], *first[_OWN]])
         require(name in first[_OWN], "objects", name, f"what {self.folder} has: {', '.join(kept)}")
-        if self.ranks.size == self.manifest.world_size:
-            return self._own_state(name, self.ranks.rank)
+        if self._here == self._saved_by:
+            return self._own_state(name, rank)
         state = objects.common(name, self._own_state(name, 0))
-        for rank in range(1, self.manifest.world_size):
+        for other in range(1, self._saved_by):
             require(
-                _same(state, objects.common(name, self._own_state(name, rank))),
+                _same(state, objects.common(name, self._own_state(name, other))),
                 f"objects[{name!r}]",
-                f"a state of {self.manifest.world_size} processes that differs between them",
-                f"as many processes as have saved it; here there are {self.ranks.size}",
+                f"a state of {self._saved_by} processes that differs between them",
+                f"as many processes as have saved it; here there are {self._here}",
             )
         return state
 
@@ -295,7 +343,7 @@ class _Reader:
         return index, likes, {key: names[id(like)] for key, like in likes.items()}
 
     def remarks(self, objects: Objects) -> tuple[str, ...]:
-        saved, here = self.manifest.world_size, self.ranks.size
+        saved, here = self._saved_by, self._here
         if here == saved:
             return ()
         told = f"saved by {saved} processes, restored by {here}: "
@@ -327,7 +375,7 @@ class _Reader:
 
     def _shared_index(self) -> TensorIndex:
         if self._shared is None:
-            self._shared = self._index(file for file in self.manifest.files if file.startswith(f"{TENSORS}/"))
+            self._shared = self._index(file for file in self.files if file.startswith(f"{TENSORS}/"))
         return self._shared
 
     def _own_state(self, name: str, rank: int) -> Any:
@@ -381,14 +429,8 @@ class _Reader:
 
     def _listed(self, file: str) -> None:
         """Only what was verified is read."""
-        if file not in self.manifest.files:
+        if file not in self.files:
             raise tree.MalformedTreeError("not in the list of files")
-
-
-def no_tensor(name: str, shape: tuple[int, ...], path: tree.Path) -> Tensor:
-    """Of plain values: there are no tensors in them."""
-    del shape, path
-    raise tree.MalformedTreeError(f"{name}: missing")
 
 
 def _whole(file: str, name: str, tensor: Any) -> Part:

@@ -32,6 +32,7 @@ def export(checkpoint: str | Path, name: str, file: str | Path) -> None:
         OSError: a file cannot be read, or written.
     """
     folder, file = Path(checkpoint), Path(file)
+    require("\0" not in str(file), "file", str(file), "a path without a null character")
     require(folder.is_dir(), "checkpoint", str(folder), "the folder of a checkpoint")
     manifest = Manifest.read(folder)
     verify_files(folder, manifest.files)

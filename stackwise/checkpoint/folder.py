@@ -1,10 +1,16 @@
-"""CheckpointFolder: one checkpoint on disk, which is there whole and unchanged, or is known not to be.
+"""CheckpointFolder: one checkpoint on disk. It is complete and unchanged, or detectably damaged.
 
-A folder `step-N` has a list of its files, `manifest.json`, with the size and the SHA-256 of each and of the
-list itself. It is written as `.step-N.PROCESS` and renamed when all of it is on the disk.
-`.step-N.PROCESS.old` is what a new folder of that step replaces, `.step-N.PROCESS.removed` what is being
-removed, `step-N.damaged` what a restore has passed over. PROCESS is a number, and a mark of which of all
-processes that had the number it is.
+A folder `step-N` has a list of its files, `manifest.json`, with the size and the SHA-256 of each file and of
+the list itself. It is written as `.step-N.PROCESS` and renamed when all of it is on the disk.
+
+Other names in the directory:
+
+- `.step-N.PROCESS.old`: a folder that is being replaced by a new folder of the same step.
+- `.step-N.PROCESS.removed`: a folder that is being deleted.
+- `step-N.damaged`: a folder that a restore has skipped.
+- `step-N.run-ID`: checkpoint of another run, renamed because this run has written the same step.
+
+PROCESS is a process id and a mark that distinguishes processes with the same id.
 """
 
 from __future__ import annotations
@@ -17,28 +23,31 @@ import shutil
 import stat
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
 from stackwise.argument import require
+from stackwise.checkpoint import tree
 from stackwise.checkpoint.tensor_file import FileEntry, is_damage, write_bytes
 
 __all__ = [
     "DamagedCheckpointError",
     "Manifest",
     "check_extra_name",
+    "checked_folder",
     "clear_damaged",
     "entries_of",
     "flush",
     "folder_of",
     "lives",
     "nameless_in",
-    "newest_in",
     "publish",
     "read_regular",
     "recover",
     "remove",
+    "run_of",
     "scratch_of",
     "set_aside",
     "steps_in",
@@ -48,13 +57,14 @@ __all__ = [
 
 MANIFEST = "manifest.json"
 TENSORS = "tensors"
-_FORMAT = 1
+_FORMAT = 2
 _MANIFEST_BYTES = 2**24
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 _LEFT_OVER = re.compile(
     r"\.(step-(?:0|[1-9][0-9]*))\.([1-9][0-9]*(?:-[0-9a-f]{12})?)(?:\.(old|removed))?", re.ASCII
 )
-_DAMAGED = re.compile(r"step-(0|[1-9][0-9]*)\.damaged")
+_ASIDE = re.compile(r"(step-(0|[1-9][0-9]*))\.(damaged|run-[0-9a-f]+)(?:\.[0-9]+)?")
+_RUN = re.compile(r"[0-9a-f]{32}")
 _NAME = re.compile(rf"(?:{TENSORS}/)?[A-Za-z0-9][A-Za-z0-9._-]{{0,199}}")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib")
 _OURS = re.compile(r"manifest\.json|state-[0-9]+\.(?:json|safetensors)", re.IGNORECASE)
@@ -78,19 +88,23 @@ class DamagedCheckpointError(ValueError):
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint says of itself.
+    """Description of a checkpoint.
 
     Attributes:
-        step: of the run.
-        time: when it was written, UTC, ISO 8601.
-        world_size: processes that took part.
-        versions: of what it was written with.
+        step: step number in the run.
+        run: identity of the run, 32 hexadecimal digits.
+        order: number of the save among all saves of all runs in the directory, from 1.
+        time: time of the save, UTC, ISO 8601.
+        world_size: number of processes that wrote the checkpoint.
+        versions: versions of the libraries that wrote the checkpoint, by name.
         metric: the encoded metric, or None.
         notes: the encoded notes.
-        files: what it consists of, by name.
+        files: size and SHA-256 of each file, by name.
     """
 
     step: int
+    run: str
+    order: int
     time: str
     world_size: int
     versions: dict[str, str]
@@ -139,27 +153,61 @@ class Manifest:
         return manifest
 
     def _bytes(self) -> bytes:
-        content: dict[str, Any] = {"format": _FORMAT, **asdict(self)}
+        # Shallow: `asdict` would recurse into the notes.
+        files = {name: vars(entry) for name, entry in self.files.items()}
+        content: dict[str, Any] = {"format": _FORMAT, **vars(self), "files": files}
         body = json.dumps(content, sort_keys=True, allow_nan=False)
         content["digest"] = hashlib.sha256(body.encode()).hexdigest()
         return (json.dumps(content, indent=1, sort_keys=True, allow_nan=False) + "\n").encode()
 
     def _check(self, folder: Path) -> None:
-        """Refuse a list that nothing here writes: its digest may be right, and it is from elsewhere."""
+        """Refuse values that no version of this class writes. The digest of a forged manifest may be right.
 
-        def count(value: Any, least: int) -> bool:
-            return type(value) is int and value >= least
+        Raises:
+            DamagedCheckpointError: a value of a wrong type or out of range.
+        """
 
-        sound = count(self.step, 0) and count(self.world_size, 1) and folder_of(Path(), self.step).name
-        if sound != _published_name(folder.name):
-            raise DamagedCheckpointError(folder, MANIFEST, f"it is of step {self.step!r}")
+        def whole(value: Any, least: int) -> bool:
+            return type(value) is int and least <= value < 2**63
+
+        versions = self.versions.items() if isinstance(self.versions, dict) else [(None, None)]
+        sound = {
+            "run": isinstance(self.run, str) and _RUN.fullmatch(self.run) is not None,
+            "order": whole(self.order, 1),
+            "time": isinstance(self.time, str),
+            "world_size": whole(self.world_size, 1),
+            "versions": all(isinstance(text, str) for pair in versions for text in pair),
+        }
+        for key, holds in sound.items():
+            if not holds:
+                raise DamagedCheckpointError(folder, MANIFEST, f"{key}: got {getattr(self, key)!r:.60}")
+        if type(self.step) is not int or folder_of(Path(), self.step).name != _published_name(folder.name):
+            raise DamagedCheckpointError(folder, MANIFEST, f"it is of step {self.step!r:.60}")
+        try:
+            metric, notes = (tree.decode(value, tree.no_tensor) for value in (self.metric, self.notes))
+        except tree.MalformedTreeError as error:
+            raise DamagedCheckpointError(folder, MANIFEST, str(error)) from None
+        if not isinstance(metric, float | None) or not isinstance(notes, dict):
+            raise DamagedCheckpointError(folder, MANIFEST, "its metric or its notes are not understood")
         for name, entry in self.files.items():
             if name.lower().endswith(_PICKLES):
                 raise DamagedCheckpointError(folder, name[:80], "a pickle; loading one runs the code in it")
             if not _NAME.fullmatch(name) or name == MANIFEST:
                 raise DamagedCheckpointError(folder, MANIFEST, f"it lists the file {name[:80]!r}")
-            if not count(entry.bytes, 0) or not isinstance(entry.sha256, str):
+            if not whole(entry.bytes, 0) or not isinstance(entry.sha256, str):
                 raise DamagedCheckpointError(folder, MANIFEST, f"it has no size and SHA-256 of {name}")
+
+
+def checked_folder(directory: str | Path) -> Path:
+    """Return the path of a folder, which need not exist.
+
+    Raises:
+        ValueError: no path can be, or it is a file.
+    """
+    path = Path(directory)
+    require("\0" not in str(path), "directory", str(directory), "a path without a null character")
+    require(path.is_dir() or not path.exists(), "directory", str(directory), "a folder")
+    return path
 
 
 def folder_of(directory: Path, step: int) -> Path:
@@ -179,22 +227,6 @@ def steps_in(directory: Path) -> list[int]:
     names = (_STEP.fullmatch(path.name) for path in directory.iterdir() if path.is_dir())
     # ASCII digits only, and no more of them than a number read from text may have.
     return sorted(int(match[1]) for match in names if match and len(match[1]) < 20)
-
-
-def newest_in(directory: Path) -> Path | None:
-    """The newest checkpoint of which no file is missing, too short or too long; None: there is none.
-
-    What is in the files is not read.
-
-    Raises:
-        OSError: one cannot be looked at, which does not say that it is not whole.
-    """
-    for step in reversed(steps_in(directory)):
-        folder = folder_of(directory, step)
-        with suppress(DamagedCheckpointError):
-            verify_files(folder, Manifest.read(folder).files, contents=False)
-            return folder
-    return None
 
 
 def verify_files(folder: Path, files: Mapping[str, FileEntry], *, contents: bool = True) -> None:
@@ -255,29 +287,45 @@ def read_regular(folder: Path, name: str, most: int) -> bytes:
         raise _unreadable(folder, name, error) from error
 
 
-def publish(scratch: Path, target: Path) -> None:
-    """Give a folder its name; what had the name before is there until then.
+def publish(scratch: Path, target: Path, run: str | None = None) -> Path | None:
+    """Rename a finished folder to its final name. Replace a folder of that name, if it is of the same run.
 
-    Between the two renames no folder has the name: of a process that is killed there, what had it is left as
-    `SCRATCH.old`, and `recover` gives it back.
+    A folder of another run, or without a readable manifest, is renamed and not deleted. Between the renames
+    no folder has the final name. If the process is killed there, the replaced folder is left as
+    `SCRATCH.old`, and `recover` restores its name.
+
+    Args:
+        scratch: finished folder.
+        target: final name.
+        run: identity of the run that writes. None: the folder is no checkpoint, and replaces any other.
+
+    Returns:
+        New name of the folder of another run; None if there was none.
 
     Raises:
-        OSError: the disk refused; what was there is as it was.
+        OSError: the disk refused. The previous folder is unchanged.
     """
     for folder in (scratch / TENSORS, scratch):
         if folder.is_dir():
             flush(folder)
-    replaced = scratch.with_name(scratch.name + ".old")
+    replaced, aside = scratch.with_name(scratch.name + ".old"), None
     if target.exists():
-        target.rename(replaced)
+        found = None if run is None else run_of(target)
+        if found == run:
+            target.rename(replaced)
+        else:
+            aside = set_aside(target, "damaged" if found is None else f"run-{found[:8]}")
     try:
         scratch.rename(target)
     except BaseException:
         if replaced.exists():
             replaced.rename(target)
+        if aside is not None:
+            aside.rename(target)
         raise
     flush(target.parent)
     shutil.rmtree(replaced, ignore_errors=True)
+    return aside
 
 
 def remove(folder: Path) -> None:
@@ -330,13 +378,22 @@ def nameless_in(directory: Path) -> list[int]:
     return sorted(int(name.removeprefix("step-")) for name in names if len(name) < 25)
 
 
-def set_aside(folder: Path) -> Path:
-    """Take the name of a checkpoint from a folder that is none; where it is then.
+def set_aside(folder: Path, kind: str = "damaged") -> Path:
+    """Rename a checkpoint so that no restore finds it. Replace an earlier one of the same name and run.
+
+    Args:
+        folder: the checkpoint.
+        kind: end of the new name, `step-N.KIND`. A number is added if another run has the name.
+
+    Returns:
+        The new name.
 
     Raises:
-        OSError: the disk refused; it is where it was.
+        OSError: the disk refused. The folder is unchanged.
     """
-    aside = folder.with_name(f"{folder.name}.damaged")
+    run = run_of(folder)
+    names = (f"{folder.name}.{kind}{number}" for number in chain([""], map(".{}".format, count(2))))
+    aside = next(path for path in map(folder.with_name, names) if not path.exists() or run_of(path) == run)
     if aside.exists():
         shutil.rmtree(aside)
     folder.rename(aside)
@@ -344,16 +401,29 @@ def set_aside(folder: Path) -> Path:
     return aside
 
 
-def clear_damaged(directory: Path, before: int) -> None:
-    """Remove what was set aside of steps before this one.
+def clear_damaged(directory: Path, before: int, run: str) -> None:
+    """Delete the skipped checkpoints of a run, of steps before `before`.
+
+    A folder without a readable manifest is deleted if the directory has checkpoints of this run only.
 
     Raises:
         OSError: the disk refused.
     """
+    alone = all(run_of(folder_of(directory, step)) in (run, None) for step in steps_in(directory))
     for path in directory.iterdir():
-        match = _DAMAGED.fullmatch(path.name)
-        if match is not None and int(match[1][:20]) < before:
+        match = _ASIDE.fullmatch(path.name)
+        if match is None or match[3] != "damaged" or int(match[2][:20]) >= before:
+            continue
+        found = run_of(path)
+        if found == run or (found is None and alone):
             shutil.rmtree(path)
+
+
+def run_of(folder: Path) -> str | None:
+    """Return the identity of the run that wrote a checkpoint, or None if its manifest cannot be read."""
+    with suppress(DamagedCheckpointError, OSError):
+        return Manifest.read(folder).run
+    return None
 
 
 def check_extra_name(name: str) -> None:
@@ -428,8 +498,8 @@ def lives(process: str) -> bool:
 
 
 def _published_name(name: str) -> str:
-    """Of a folder that has its name, or is still being written."""
-    match = _LEFT_OVER.fullmatch(name)
+    """Return the final name `step-N` of a folder that is being written or was renamed."""
+    match = _LEFT_OVER.fullmatch(name) or _ASIDE.fullmatch(name)
     return name if match is None else match[1]
 
 

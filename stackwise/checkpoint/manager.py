@@ -1,4 +1,4 @@
-"""CheckpointManager: the checkpoints of a run, which goes on from the newest one that is whole."""
+"""CheckpointManager: write, rotate and restore the checkpoints of a training run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import shutil
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cache, partial
@@ -16,6 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
+from uuid import uuid4
 
 import numpy as np
 import torch
@@ -23,17 +23,17 @@ from torch import Tensor
 
 from stackwise.argument import check_sizes, require
 from stackwise.checkpoint import tree
-from stackwise.checkpoint.content import Content, Loaded, no_tensor
+from stackwise.checkpoint.content import Content, Loaded, check_readable
 from stackwise.checkpoint.folder import (
     TENSORS,
     DamagedCheckpointError,
     Manifest,
     check_extra_name,
+    checked_folder,
     clear_damaged,
     entries_of,
     folder_of,
     nameless_in,
-    newest_in,
     publish,
     recover,
     remove,
@@ -45,6 +45,7 @@ from stackwise.checkpoint.folder import (
 from stackwise.checkpoint.object_state import Objects
 from stackwise.checkpoint.ranks import REFUSALS, Ranks
 from stackwise.checkpoint.retention import Retention
+from stackwise.checkpoint.runs import Saved, last_run, newest, of_run, saved_in, steps_of
 from stackwise.checkpoint.tensor_file import FileEntry
 from stackwise.checkpoint.upload import DirectoryUpload, Uploader
 from stackwise.checkpoint.writer import Staging, Writer
@@ -60,22 +61,24 @@ class CheckpointWarning(UserWarning):
 
 @dataclass(frozen=True)
 class Restored:
-    """What a run goes on from.
+    """A checkpoint that was restored.
 
     Attributes:
-        step: that was saved.
-        path: of the checkpoint.
-        metric: that it was saved with.
-        notes: that it was saved with.
-        world_size: of the processes that wrote it.
-        versions: of what it was written with.
-        remarks: what is not just as it was.
-        damaged: checkpoints that were passed over, as they were named: they have become `step-N.damaged`,
-            but for those that are whole and not understood.
-        manifest: the list of its files, which were read through.
+        step: step number.
+        run: identity of the run that wrote it.
+        path: folder of the checkpoint.
+        metric: metric that it was saved with, or None.
+        notes: notes that it was saved with.
+        world_size: number of processes that wrote it.
+        versions: versions of the libraries that wrote it, by name.
+        remarks: differences to the saved state, such as new random states of added processes.
+        damaged: former names of the skipped checkpoints. They are now `step-N.damaged`, except intact ones of
+            an unknown format.
+        manifest: verified list of its files.
     """
 
     step: int
+    run: str
     path: Path
     metric: float | None
     notes: Mapping[str, Any]
@@ -89,11 +92,17 @@ class Restored:
 class CheckpointManager:
     """A directory of checkpoints, one folder a step: `step-N`.
 
-    A folder of that name is whole: it is written under another name, every file is flushed to the disk, a
-    list with the SHA-256 of each is added, and it is renamed. Order is by the number N, never by name or
-    time. Random states of Python, numpy, torch and CUDA are kept with every checkpoint, those of each
-    process. Of the managers of a process only one may write into a directory: what another one has under way
-    there counts as left over.
+    A folder of that name is whole: it is written under another name, every file is flushed to the disk and
+    opened again, a list with the SHA-256 of each is added, and it is renamed. Order is by the number N, never
+    by name or time. Random states of Python, numpy, torch and CUDA are kept with every checkpoint, those of
+    each process. Of the managers of a process only one may write into a directory: what another one has under
+    way there counts as left over.
+
+    Every checkpoint contains the identity of its run. `restore` before the first `save` resumes the run that
+    saved last. Without it, the first `save` begins a new run, and warns if the directory holds checkpoints of
+    another one. Retention, `rewind`, `steps`, `latest`, `best` and `restore` without a step use the
+    checkpoints of their own run only. A save below the restored step, or after `restore` of an earlier step,
+    begins a new run too, so that the later checkpoints of the old one stay.
 
     Where several processes train, each makes its manager and calls all methods, as the others do; they
     write into one directory that all of them see. Modules and optimizers are taken to be the same in all of
@@ -132,9 +141,7 @@ class CheckpointManager:
         upload: Callable[[Path], None] | None = None,
         group: Any = None,
     ) -> None:
-        self.directory = Path(directory)
-        is_folder = self.directory.is_dir() or not self.directory.exists()
-        require(is_folder, "directory", str(directory), "a folder")
+        self.directory = checked_folder(directory)
         sound = isinstance(asynchronous, bool) or asynchronous == "overlapped"
         require(sound, "asynchronous", asynchronous, "True, False or 'overlapped'")
         require(upload is None or callable(upload), "upload", upload, "a function of a path, or None")
@@ -154,6 +161,10 @@ class CheckpointManager:
         self._newest, self._held_back = -1, False  # what this has written last; whether an upload keeps one
         self._failure: tuple[int, BaseException] | None = None  # of the last save
         self._behind: list[Path] = []  # what the run went back behind, until others are there
+        self._run: str | None = None  # identity of the run, once it has saved or is resumed
+        self._order = 0  # number of the last save in the directory
+        self._restored_step = -1
+        self._is_first_save = True  # since the last restore
 
     def save(
         self,
@@ -191,9 +202,11 @@ class CheckpointManager:
         self._failure = None
         try:
             content = self._ranks.agree(partial(self._content, step, objects, files or {}))
+            manifest = replace(manifest, run=self._run or "", order=self._order)
             content = content.without(self._ranks.gather(content.places())[: self._ranks.rank])
             called = [name for name, file in (files or {}).items() if callable(file)]
             if self.asynchronous:
+                self._warn()  # not while the thread may add to the messages
                 self._start(content, objects, manifest, called)
                 return self._path(step)
             self._finish(content, manifest, called)
@@ -210,6 +223,9 @@ class CheckpointManager:
     def restore(self, objects: Mapping[str, Any], step: int | Restored | None = None) -> Restored | None:
         """Give `objects` and the random states the state of the newest checkpoint that is whole.
 
+        Without `step`, it is a checkpoint of this run, or of the run that saved last if this manager has
+        neither saved nor restored. If the directory holds several runs, a `CheckpointWarning` names the run.
+
         Every byte is checked before anything is loaded. Damaged checkpoints are named in a
         `CheckpointWarning` and passed over; they become `step-N.damaged`, so that no later restore takes
         one that the run has gone back behind. One whose files are as they were written and that is not
@@ -219,8 +235,8 @@ class CheckpointManager:
 
         Args:
             objects: all that were saved, or some of them.
-            step: another than the newest; or what an earlier call has returned, for more objects of the same
-                checkpoint, whose files are then not read through again.
+            step: step of a checkpoint of any run; or the result of an earlier call, to restore more objects
+                from the same checkpoint without verifying its files again.
 
         Returns:
             What it is; None if there is no checkpoint at all.
@@ -231,11 +247,15 @@ class CheckpointManager:
             OSError: a file cannot be read now, or the newest checkpoint cannot get its name back.
         """
         self.wait()
+        if step is not None and not isinstance(step, Restored):
+            step = _plain(step)
+            check_sizes(0, step=step)
         ours = self._ranks.agree(partial(Objects, objects))
         if isinstance(step, Restored):
             load = partial(Loaded.of, ours, step.path, step.manifest, self._ranks)
             loaded = self._ranks.agree(load)
             self._ranks.agree(partial(loaded.into, ours))
+            self._resume(step.manifest)
             return step
         places = self._ranks.gather(self._ranks.agree(partial(self._found, step)))[0]
         damaged: list[DamagedCheckpointError] = []
@@ -253,12 +273,14 @@ class CheckpointManager:
         self._ranks.agree(partial(loaded.into, ours))
         if self._ranks.is_main:
             self._set_aside(damaged)
+        self._resume(manifest)
         self._warn()
         return Restored(
             step=manifest.step,
+            run=manifest.run,
             path=path,
-            metric=tree.decode(manifest.metric, no_tensor),
-            notes=tree.decode(manifest.notes, no_tensor),
+            metric=tree.decode(manifest.metric, tree.no_tensor),
+            notes=tree.decode(manifest.notes, tree.no_tensor),
             world_size=manifest.world_size,
             versions=manifest.versions,
             remarks=loaded.remarks,
@@ -267,7 +289,7 @@ class CheckpointManager:
         )
 
     def rewind(self, step: int) -> None:
-        """Set aside all later than `step`, to which the run has gone back: no restore takes them any more.
+        """Set aside the run's checkpoints after `step`, to which it has gone back: no restore takes them.
 
         They become `step-N.damaged`, also where a `DirectoryUpload` copies to. Where there is no other one
         they stay until the next one is written. What is being written or uploaded is waited for.
@@ -278,35 +300,53 @@ class CheckpointManager:
         self._warn()
 
     @property
+    def run(self) -> str:
+        """Identity of the run that this manager saves, 32 hexadecimal digits.
+
+        If nothing was saved or restored before, this begins a new run: call `restore` first to resume one.
+        """
+        if self._run is None:
+            self._run = uuid4().hex
+        return self._run
+
+    @property
     def writing(self) -> bool:
         """Whether a checkpoint is being written by the thread."""
         return self._writer.runs
 
     def steps(self) -> list[int]:
-        """The steps that have a checkpoint, whole or damaged, ascending as numbers."""
-        return steps_in(self.directory)
+        """Return the steps of the run's checkpoints, ascending. Damaged ones are included.
+
+        Before the first `save` or `restore`, it is the run that saved last, as in `latest` and `best`.
+        """
+        return [each.step for each in self._own()]
 
     def latest(self) -> Path | None:
-        """The newest checkpoint of which no file is missing, too short or too long; None: there is none.
+        """Return the newest checkpoint of the run of which no file is missing, too short or too long.
 
-        What is in the files is not read: `verify` does that.
+        None: there is none. File contents are not read; `verify` reads them.
         """
-        return newest_in(self.directory)
+        return newest(self._own())
 
     def best(self) -> Path | None:
-        """The checkpoint with the best metric, the newest of equal ones; None: none has one."""
-        ranked = self.retention.ranked(self._metrics())
+        """Return the run's checkpoint with the best metric, the newest of equal ones. None: none has one."""
+        ranked = self.retention.ranked({each.step: each.metric for each in self._own()})
         return self._path(ranked[0]) if ranked else None
 
     def verify(self, step: int) -> None:
-        """Read every byte of a checkpoint; one process is enough.
+        """Read every byte of a checkpoint of any run, and open its files as `restore` does.
+
+        One process is enough.
 
         Raises:
-            DamagedCheckpointError: naming the first file that is missing or was changed.
-            ValueError: there is none of `step`.
+            DamagedCheckpointError: names the first file that is missing, was changed or cannot be opened.
+            ValueError: there is no checkpoint of `step`.
         """
-        require(step in self.steps(), "step", step, f"one of those in {self.directory}: {self.steps()}")
-        verify_files(self._path(step), Manifest.read(self._path(step)).files)
+        step, there = _plain(step), steps_in(self.directory)
+        require(step in there, "step", step, f"one of those in {self.directory}: {there}")
+        manifest = Manifest.read(self._path(step))
+        verify_files(self._path(step), manifest.files)
+        check_readable(self._path(step), manifest)
 
     def wait(self) -> None:
         """Go on when nothing is being written, and warn of what could not be. Uploads are not waited for.
@@ -356,10 +396,43 @@ class CheckpointManager:
     def _path(self, step: int) -> Path:
         return folder_of(self.directory, step)
 
+    def _own(self) -> list[Saved]:
+        saved = saved_in(self.directory)
+        return of_run(saved, self._run or last_run(saved))
+
+    def _resume(self, manifest: Manifest) -> None:
+        """Continue the run of a restored checkpoint."""
+        self._run, self._restored_step = manifest.run, manifest.step
+        self._is_first_save = True
+
+    def _number_save(self, step: int) -> None:
+        """Number the next save. Before the first one, begin a run unless it continues the restored one."""
+        self._order += 1
+        if not self._is_first_save:
+            return
+        found = [each for place in self._places for each in saved_in(place)]
+        start = min(step, self._restored_step)
+        later = [each for each in found if each.run == self._run and each.step > start]
+        if any(each.path not in self._behind and each.step not in self._damaged for each in later):
+            self._run, self._restored_step = None, -1
+        run = self.run
+        others = [each for each in found if each.run != run]
+        if others and self._restored_step < 0:
+            self._warnings.append(
+                f"{self.directory}: a new run begins with step {step}, and the folder holds checkpoints "
+                f"of another run, of steps {steps_of(others)}. They stay: this run does not count, delete "
+                "or restore them, and renames one of a step that it saves too to step-N.run-ID. A new "
+                "process resumes the run that saved last"
+            )
+        self._order = 1 + max((each.order for each in found), default=0)
+        self._is_first_save = False
+
     def _content(
         self, step: int, objects: Mapping[str, Any], files: Mapping[str, Callable[[Path], None] | Any]
     ) -> Content:
-        """What this process adds; files that others write are written now."""
+        """Return what this process adds. Files that user functions write are written now."""
+        if self._ranks.is_main:
+            self._number_save(step)
         for name, file in files.items():
             check_extra_name(name)
             allowed = "a function of a path, or tensors by name"
@@ -444,12 +517,11 @@ class CheckpointManager:
         if not self._ranks.is_main:
             return
         manifest.write(scratch)
-        try:
-            # What a disk has taken without a word of refusal may still be short.
-            verify_files(scratch, manifest.files, contents=False)
-        except DamagedCheckpointError as error:
-            raise OSError(errno.EIO, error.reason, str(scratch / str(error.file))) from error
-        publish(scratch, self._path(manifest.step))
+        aside = publish(scratch, self._path(manifest.step), manifest.run)
+        if aside is not None:
+            self._warnings.append(
+                f"{self._path(manifest.step)} was not written by this run: it is now {aside.name}"
+            )
         self._damaged.discard(manifest.step)
         self._behind = [path for path in self._behind if path != self._path(manifest.step)]
         self._leave_behind()
@@ -459,20 +531,21 @@ class CheckpointManager:
         self._retain()
 
     def _retain(self) -> None:
-        """Remove what is not to be kept. The one just written always is: it is known to be good.
+        """Delete old checkpoints of this run. The one just written stays: its files were opened again.
 
-        So is what is being uploaded, until the next time.
+        A checkpoint that is being uploaded stays until the next time.
         """
         held = self._uploader.held() if self._uploader is not None else set()
         try:
-            metrics = self._metrics() if self.retention.keep_best else dict.fromkeys(self.steps())
+            metrics = {each.step: each.metric for each in self._own()}
             stays = self.retention.kept(metrics, self._damaged) | {self._newest}
             leaving = [self._path(step) for step in sorted(metrics.keys() - stays)]
             self._held_back = not held.isdisjoint(leaving)
             for path in leaving:
                 if path not in held:
                     remove(path)
-            clear_damaged(self.directory, min(sorted(metrics)[-self.retention.keep_last :], default=0))
+            oldest = min(sorted(metrics)[-self.retention.keep_last :], default=0)
+            clear_damaged(self.directory, oldest, self.run)
         except OSError as error:
             self._warnings.append(f"an older checkpoint could not be removed: {error}")
 
@@ -485,26 +558,27 @@ class CheckpointManager:
             self._retain()
         self._warn()
 
-    def _metrics(self) -> dict[int, float | None]:
-        metrics: dict[int, float | None] = {}
-        for step in self.steps():
-            metrics[step] = None
-            with suppress(DamagedCheckpointError, tree.MalformedTreeError):
-                value = tree.decode(Manifest.read(self._path(step)).metric, no_tensor)
-                metrics[step] = value if isinstance(value, float) else None
-        return metrics
-
     def _found(self, step: int | None) -> list[Path]:
-        """Where the checkpoints are that may be restored, the newest first; of the first process."""
+        """Return the checkpoints that may be restored, the newest first; in the first process only."""
         if not self._ranks.is_main:
             return []
         for directory in self._places:
             _recover_names(directory, step)
-        found = [
-            (-each, place) for place in range(len(self._places)) for each in steps_in(self._places[place])
-        ]
-        chosen = [pair for pair in sorted(found) if step is None or pair[0] == -step]
-        return [folder_of(self._places[place], -each) for each, place in chosen]
+        saved = [each for directory in self._places for each in saved_in(directory)]
+        run = self._run or last_run(saved)
+        others = [each for each in saved if each.run not in (run, None)]
+        if step is not None:
+            saved = [each for each in saved if each.step == step]
+        else:
+            saved = [each for each in saved if each.run in (run, None)]
+            if others and self._run is None:
+                self._warnings.append(
+                    f"{self.directory} holds checkpoints of several runs. This process resumes the run that "
+                    f"saved last, with steps {steps_of(saved)}. Steps {steps_of(others)} are of others and "
+                    "stay; restore(objects, step) takes one of them"
+                )
+        # Of one step: those of this run, and in the order of the places.
+        return [each.path for each in sorted(saved, key=lambda each: (-each.step, each in others))]
 
     def _raise_damaged(self, damaged: list[DamagedCheckpointError], step: int | None) -> None:
         """Nothing could be restored: return if there was nothing to begin with."""
@@ -516,7 +590,7 @@ class CheckpointManager:
         first = damaged[0]
         if len(damaged) == 1 and step is not None:
             raise first
-        reason = f"{first.reason}; and none of the {len(damaged)} checkpoints is whole"
+        reason = f"{first.reason}; and none of the {len(damaged)} checkpoints of the run is whole"
         raise DamagedCheckpointError(first.folder, first.file, reason)
 
     def _go_back(self, step: int) -> None:
@@ -528,13 +602,13 @@ class CheckpointManager:
         left = 0
         for place in self._places:
             try:
-                steps = steps_in(place)
+                own = [each for each in saved_in(place) if each.run == self._run is not None]
             except OSError as refused:
                 told = f"checkpoints that the run has gone back behind keep their names: {place}: {refused}"
                 self._warnings.append(told)
                 continue
-            self._behind += [folder_of(place, each) for each in steps if each > step]
-            left += sum(each <= step and each not in self._damaged for each in steps)
+            self._behind += [each.path for each in own if each.step > step]
+            left += sum(each.step <= step and each.step not in self._damaged for each in own)
         if left:
             self._leave_behind()
 
@@ -643,7 +717,7 @@ def _manifest(
     versions["stackwise"] = _own_version()
     written = datetime.now(UTC).isoformat(timespec="seconds")
     kept = None if value is None else tree.encode(float(value), ("metric",), held)
-    return Manifest(step, written, world_size, versions, kept, plain)
+    return Manifest(step, "", 0, written, world_size, versions, kept, plain)
 
 
 def _plain(value: Any) -> Any:

@@ -35,6 +35,9 @@ class Objects:
     """
 
     def __init__(self, objects: Mapping[str, Any]) -> None:
+        require(
+            isinstance(objects, Mapping), "objects", type(objects).__name__, "a mapping of names to objects"
+        )
         self._objects = {name: unwrapped(each) for name, each in objects.items()}
         for name, each in self._objects.items():
             require(

@@ -65,13 +65,13 @@ class Ranks:
         distributed.all_gather_object(values, value, group=self._group())
         return values
 
-    def any(self, value: bool) -> bool:
-        """Whether it is true in any; every process has to call."""
+    def maximum(self, value: int) -> int:
+        """Return the largest value of all processes. Every process has to call."""
         if self.size == 1:
             return value
-        count = torch.tensor(int(value))
-        distributed.all_reduce(count, op=distributed.ReduceOp.MAX, group=self._group())
-        return bool(count)
+        largest = torch.tensor(value)
+        distributed.all_reduce(largest, op=distributed.ReduceOp.MAX, group=self._group())
+        return int(largest)
 
     def agree(self, call: Callable[[], T]) -> T:
         """What `call` returns here, when it has returned in all; every process has to come here.

@@ -58,6 +58,7 @@ _OFFSETS = "DCP_SHARDING_INFO"
 # What a file is not there by, or broken on the disk. By all else it may be read another time.
 _DAMAGE = {"ENOENT", "ENOTDIR", "EISDIR", "ELOOP", "EIO", "EBADMSG", "EUCLEAN"}
 _PIECE = 2**22  # bytes that are hashed and then written, while they are in the cache
+_HEADER_BYTES = 100_000_000  # the readers of safetensors open no file with more
 
 
 def is_damage(error: OSError) -> bool:
@@ -103,6 +104,17 @@ def check_dtypes(tensors: Iterable[tuple[str, Tensor]]) -> None:
         if tensor.dtype not in _CODES:
             allowed = ", ".join(map(str, _CODES))
             raise ValueError(f"{name}: got {tensor.dtype}; allowed in a checkpoint: {allowed}")
+
+
+def check_header(parts: Mapping[str, Part], *, in_parts: bool) -> None:
+    """Refuse tensors whose safetensors header would be longer than a reader accepts.
+
+    Raises:
+        ValueError: there are too many tensors, or their names are too long.
+    """
+    # An upper limit that takes no time: a name is there twice, and JSON may need 13 bytes for each character.
+    if sum(26 * len(name) + 64 * (4 + part.tensor.ndim) for name, part in parts.items()) > _HEADER_BYTES:
+        _header_of(parts, in_parts=in_parts, metadata={})
 
 
 def write_bytes(path: Path, content: Iterable[bytes | memoryview]) -> FileEntry:
@@ -154,13 +166,8 @@ def write_tensors(
         ValueError: a dtype that safetensors does not have.
         OSError: the disk refused.
     """
-    tensors = {name: part.tensor for name, part in parts.items()}
-    names = _in_order(tensors)
-    told = {"format": "pt", **(metadata or {})}
-    if in_parts:
-        told[_OFFSETS] = json.dumps({name: {"saved_offsets": list(parts[name].offsets)} for name in names})
-    content = (_bytes_of(tensors[name]) for name in names)
-    return write_bytes(path, _after(_header(tensors, names, told), content))
+    names, header = _header_of(parts, in_parts=in_parts, metadata=metadata or {})
+    return write_bytes(path, _after(header, (_bytes_of(parts[name].tensor) for name in names)))
 
 
 def write_read(path: Path, likes: Mapping[str, Tensor], read: Callable[[str], Tensor]) -> FileEntry:
@@ -178,6 +185,17 @@ def write_read(path: Path, likes: Mapping[str, Tensor], read: Callable[[str], Te
     names = _in_order(likes)
     content = (_bytes_of(read(name)) for name in names)
     return write_bytes(path, _after(_header(likes, names, {"format": "pt"}), content))
+
+
+def _header_of(
+    parts: Mapping[str, Part], *, in_parts: bool, metadata: Mapping[str, str]
+) -> tuple[list[str], list[bytes]]:
+    """Return the names of the tensors in the order of the file, and the bytes before the first tensor."""
+    tensors = {name: part.tensor for name, part in parts.items()}
+    names, entries = _in_order(tensors), {"format": "pt", **metadata}
+    if in_parts:
+        entries[_OFFSETS] = json.dumps({name: {"saved_offsets": list(parts[name].offsets)} for name in names})
+    return names, _header(tensors, names, entries)
 
 
 def _in_order(tensors: Mapping[str, Tensor]) -> list[str]:
@@ -200,6 +218,12 @@ def _header(tensors: Mapping[str, Tensor], names: Iterable[str], metadata: dict[
         place = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
+    if len(text) > _HEADER_BYTES:
+        raise ValueError(
+            f"objects: got {len(tensors)} tensors, whose names and shapes take {len(text)} bytes; allowed: "
+            f"{_HEADER_BYTES} bytes, which safetensors reads. Keep single numbers as plain values, or join "
+            "tensors"
+        )
     return [len(text).to_bytes(8, "little"), text]
 
 

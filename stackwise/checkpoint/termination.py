@@ -1,4 +1,4 @@
-"""Termination: a request to end, noted when it comes and acted on between two steps."""
+"""Termination: note SIGTERM and Ctrl-C when they arrive, and end between two steps."""
 
 from __future__ import annotations
 
@@ -16,17 +16,20 @@ from stackwise.checkpoint.ranks import Ranks
 __all__ = ["EXIT_CODE", "Termination"]
 
 EXIT_CODE = 75
-"""What a run exits with that has saved and is to be started again: EX_TEMPFAIL of sysexits.h."""
+"""Exit code of a run that was asked to end, has saved and can be resumed: EX_TEMPFAIL of sysexits.h."""
 
-_HEARD = 2  # signals that do nothing but to ask
+_INTERRUPTED = 128 + signal.SIGINT  # the exit code after Ctrl-C in every shell
+_NOTICE = b"Ctrl-C: the run ends after this step. Press Ctrl-C again to end it at once.\n"
+_HEARD = 2  # signals that only request the end
 _WAITS = 0.5  # seconds, within which a signal to several processes has come to all of them
 
 
 class Termination:
-    """Inside, SIGTERM and SIGINT only set `requested`; a third signal acts as it would have without this.
+    """Context in which SIGTERM and SIGINT (Ctrl-C) only set `requested`.
 
-    The second changes nothing: where a scheduler signals all processes of a job, torchrun is one of them,
-    and passes its own on to the others, which are saving by then.
+    The second Ctrl-C acts as without this class, and so does the third signal of any kind. The second SIGTERM
+    changes nothing: if a scheduler signals all processes of a job, torchrun is one of them and passes its own
+    on to the others, which are saving by then. A signal that was ignored before stays ignored.
 
         with Termination() as termination:
             for step, batch in enumerate(batches):
@@ -34,18 +37,20 @@ class Termination:
                 if termination.requested:
                     manager.save(step, objects)
                     manager.close()
-                    sys.exit(EXIT_CODE)
+                    sys.exit(termination.exit_code)
 
-    A process that is forked inside, as multiprocessing does, still ends by SIGTERM half a second later, which
-    is how whoever started it asks it to. Where a request was noted here, all processes of a job were asked,
-    as far as it can tell: then it goes on, and ends by a second one.
+    A process that is forked inside, as by multiprocessing, still ends by SIGTERM, half a second later. If
+    this process has received a request too, the forked one assumes that all processes of a job were asked. It
+    then continues, and ends by a second SIGTERM.
 
     Args:
-        signals: that are taken for a request.
+        signals: signals that request the end.
 
     Attributes:
-        requested: whether one has come.
-        signal: which it was, or None.
+        requested: True if a signal has arrived.
+        signal: the first signal, or None.
+        exit_code: exit code for the saved run: 130 after Ctrl-C, otherwise 75. 0: there is no request. After
+            `requested_anywhere` it is the same in all processes.
     """
 
     def __init__(self, signals: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGINT)) -> None:
@@ -53,31 +58,36 @@ class Termination:
         self._signals = signals
         self._before: dict[int, Any] = {}
         self._heard = self._process = 0
+        self._interrupted = False
         self._noted = mmap(-1, 1)  # shared with forked processes: whether one has come to this one
         self._ranks: tuple[Any, Ranks] | None = None
         self.requested = False
         self.signal: signal.Signals | None = None
+        self.exit_code = 0
 
     def requested_anywhere(self, group: Any = None) -> bool:
-        """Whether one has come in any process, so that all end at the same step; every process has to call.
+        """Return True if any process has a request, so that all end at the same step.
 
-        The host waits for the others, some 0.1 ms: they are asked by gloo, whatever the group sends by. The
-        first call makes the connections.
+        Every process has to call. The host waits for the others, about 0.1 ms, by gloo whatever the backend
+        of the group. The first call makes the connections.
 
         Args:
-            group: of torch.distributed; None: all processes. Without a group it is `requested`.
+            group: group of torch.distributed; None: all processes. Without a group it is `requested`.
         """
         if self._ranks is None or self._ranks[0] is not group or self._ranks[1].size == 1:
             self._ranks = group, Ranks(group)  # there may be others by now
-        return self._ranks[1].any(self.requested)
+        self.exit_code = self._ranks[1].maximum(self.exit_code)
+        return self.exit_code > 0
 
     def __enter__(self) -> Self:
         main = threading.current_thread() is threading.main_thread()
         require(main, "Termination", "another thread", "the main thread, which alone hears signals")
-        self.requested, self.signal, self._heard, self._ranks = False, None, 0, None
+        self.requested, self.signal, self.exit_code = False, None, 0
+        self._heard, self._interrupted, self._ranks = 0, False, None
         self._process, self._noted[0] = os.getpid(), 0
         for number in self._signals:
-            self._before[number] = signal.signal(number, self._note)
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as SIGINT in the background of a script
+                self._before[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(
@@ -90,16 +100,21 @@ class Termination:
     def _note(self, number: int, frame: FrameType | None) -> None:
         del frame
         self._heard += 1
+        again = self._interrupted and number == signal.SIGINT
+        self._interrupted = self._interrupted or number == signal.SIGINT
         forked = os.getpid() != self._process
         if not forked:
             self._noted[0] = 1
         # Ctrl-C is for all processes of a terminal: a forked one leaves the answer to this one.
         ends = forked and number == signal.SIGTERM and (self._heard > 1 or self._is_asked_alone())
-        if ends or self._heard > _HEARD:
+        if ends or again or self._heard > _HEARD:
             self._put_back()
             os.kill(os.getpid(), number)
         if not self.requested:
             self.requested, self.signal = True, signal.Signals(number)
+            self.exit_code = _INTERRUPTED if number == signal.SIGINT else EXIT_CODE
+            if number == signal.SIGINT and not forked:
+                os.write(2, _NOTICE)  # print() may be running
 
     def _is_asked_alone(self) -> bool:
         """Of a forked process: whether the one that it is forked from has no request."""

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["MalformedTreeError", "Path", "decode", "encode", "is_sharded", "leaves"]
+__all__ = ["MalformedTreeError", "Path", "decode", "encode", "is_sharded", "leaves", "no_tensor"]
 
 Path = tuple[Any, ...]
 # What asks for a tensor of a name, a shape, at a place in the tree.
@@ -44,6 +44,8 @@ _ALLOWED = (
     "sets, mappings; a Counter of numbers, a defaultdict of None or a builtin type"
 )
 _INTEGER_DIGITS = 4000  # Python reads no more from text
+_DEPTH = 64  # levels: Python and its JSON reader stop at about 1000 calls, of which a level takes up to four
+_SHOWN = 8  # keys of a path in an error
 _PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
@@ -59,20 +61,24 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def encode(tree: Any, path: Path, tensors: dict[str, Tensor]) -> Any:
-    """Plain JSON for `tree`; what it holds as tensors is added to `tensors` under a name of its own.
+    """Return plain JSON for `tree`. Add its tensors to `tensors`, each under a unique name.
 
-    A tensor that is there twice is stored once. Tensors are as they are given: neither copied nor moved.
+    A tensor that occurs twice is stored once. Tensors are neither copied nor moved.
 
     Args:
         tree: the state.
-        path: where it belongs; names of tensors begin with it.
-        tensors: of what was encoded before.
+        path: place of the tree in the checkpoint. The names of tensors begin with it.
+        tensors: tensors that were encoded before.
 
     Raises:
-        ValueError: what cannot be told in this way, naming its place.
+        ValueError: a value of an unsupported type, or more than 64 levels of containers, as in a state that
+            contains itself. Names the place.
     """
     known = {_identity(tensor): name for name, tensor in tensors.items() if tensor.numel()}
-    return _encode(tree, path, tensors, known)
+    try:
+        return _encode(tree, path, tensors, known)
+    except RecursionError:
+        raise _too_deep(path) from None
 
 
 def decode(plain: Any, fetch: Fetch, path: Path = ()) -> Any:
@@ -90,6 +96,15 @@ def decode(plain: Any, fetch: Fetch, path: Path = ()) -> Any:
         return _decode(plain, fetch, path)
     except RecursionError:
         raise MalformedTreeError("nested too deeply") from None
+
+
+def no_tensor(name: str, shape: tuple[int, ...], path: Path) -> Tensor:
+    """Refuse a tensor: `fetch` of values that hold none.
+
+    Raises:
+        MalformedTreeError: always.
+    """
+    raise _malformed(path, [name, *shape])
 
 
 def leaves(tree: Any, path: Path = ()) -> dict[Path, Tensor]:
@@ -133,6 +148,8 @@ def _encode(tree: Any, path: Path, tensors: dict[str, Tensor], known: dict[Any, 
         return {"$path": str(tree)}
     if isinstance(tree, torch.dtype):
         return {"$dtype": str(tree)}
+    if len(path) > _DEPTH and isinstance(tree, list | tuple | set | frozenset | Mapping):
+        raise _too_deep(path)
     if isinstance(tree, list):
         return [down(i, value) for i, value in enumerate(tree)]
     if isinstance(tree, tuple):
@@ -252,7 +269,16 @@ def _are_counts(values: Iterable[Any]) -> bool:
 
 
 def _refused(path: Path, what: str) -> ValueError:
-    return ValueError(f"{'.'.join(map(str, path))}: got {what}; allowed in a checkpoint: {_ALLOWED}")
+    return ValueError(f"{_place(path)}: got {what}; allowed in a checkpoint: {_ALLOWED}")
+
+
+def _too_deep(path: Path) -> ValueError:
+    allowed = f"at most {_DEPTH} levels, in a state that does not contain itself"
+    return ValueError(f"{_place(path)}: got a state with too many levels; allowed in a checkpoint: {allowed}")
+
+
+def _place(path: Path) -> str:
+    return ".".join([*(str(key)[:80] for key in path[:_SHOWN]), *(["..."] if len(path) > _SHOWN else [])])
 
 
 def _decode(plain: Any, fetch: Fetch, path: Path) -> Any:
@@ -328,7 +354,7 @@ def _pairs(content: list[Any], fetch: Fetch, path: Path) -> dict[Any, Any]:
     result: dict[Any, Any] = {}
     for key, value in content:
         # Keys hold no tensors, so none is fetched for them.
-        found = _decode(key, _no_tensor, path)
+        found = _decode(key, no_tensor, path)
         _hashed(lambda found=found: {found}, path)  # type: ignore[misc]
         result[found] = _decode(value, fetch, (*path, found))
     return result
@@ -363,10 +389,6 @@ def _named_tuple(name: str, fields: tuple[str, ...]) -> Any:
         "_replace": lambda self, **changed: self._make((self._asdict() | changed).values()),
     }
     return type(name, (tuple,), members)
-
-
-def _no_tensor(name: str, shape: tuple[int, ...], path: Path) -> Tensor:
-    raise _malformed(path, [name, *shape])
 
 
 def _hashed(make: Callable[[], Any], path: Path) -> Any:
@@ -424,9 +446,11 @@ def _dtype(code: str, path: Path) -> np.dtype[Any]:
 
 
 def _is_shape(shape: list[Any]) -> bool:
-    return all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in shape)
+    """Return True if torch can make a tensor of the shape, which it counts in 64 bits even if it is empty."""
+    sizes = all(type(n) is int and n >= 0 for n in shape)
+    return sizes and len(shape) <= 64 and math.prod(max(n, 1) for n in shape) < 2**60
 
 
 def _malformed(path: Path, what: Any) -> MalformedTreeError:
     shown = repr(what)
-    return MalformedTreeError(f"{'.'.join(map(str, path)) or 'the state'}: not understood: {shown[:80]}")
+    return MalformedTreeError(f"{_place(path) or 'the state'}: not understood: {shown[:80]}")

@@ -9,20 +9,21 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from stackwise.argument import check_sizes, require
+from stackwise.argument import check_sizes
 from stackwise.checkpoint.folder import (
     TENSORS,
     DamagedCheckpointError,
     Manifest,
+    checked_folder,
     clear_damaged,
     folder_of,
     publish,
     recover,
     remove,
     scratch_of,
-    steps_in,
     verify_files,
 )
+from stackwise.checkpoint.runs import of_run, saved_in
 from stackwise.checkpoint.tensor_file import write_bytes
 
 __all__ = ["DirectoryUpload", "Uploader"]
@@ -36,7 +37,8 @@ class DirectoryUpload:
 
     A copy is whole or not there, as what it is of: it is written under another name, every byte is compared
     with the SHA-256 of the list, and it is renamed when all of it is flushed. So the storage has to rename
-    folders. No two runs, and no two managers, may upload to one directory.
+    folders. No two managers may upload to one directory at the same time. Copies of another run stay; one of
+    the same step is renamed to `step-N.run-ID`.
 
     Attributes:
         directory: where the copies are, made with the first one.
@@ -50,10 +52,8 @@ class DirectoryUpload:
     keep_last: int | None = None
 
     def __init__(self, directory: str | Path, *, keep_last: int | None = None) -> None:
-        object.__setattr__(self, "directory", Path(directory))
+        object.__setattr__(self, "directory", checked_folder(directory))
         object.__setattr__(self, "keep_last", keep_last)
-        is_folder = self.directory.is_dir() or not self.directory.exists()
-        require(is_folder, "directory", str(directory), "a folder")
         if keep_last is not None:
             check_sizes(keep_last=keep_last)
 
@@ -76,15 +76,17 @@ class DirectoryUpload:
             manifest.write(scratch)
             # What a disk has taken without a word of refusal may still be short.
             verify_files(scratch, manifest.files, contents=False)
-            publish(scratch, folder_of(self.directory, manifest.step))
+            publish(scratch, folder_of(self.directory, manifest.step), manifest.run)
         except BaseException:
             shutil.rmtree(scratch, ignore_errors=True)
             raise
         if self.keep_last is not None:
-            for step in steps_in(self.directory)[: -self.keep_last]:
-                if step != manifest.step:
-                    remove(folder_of(self.directory, step))
-            clear_damaged(self.directory, steps_in(self.directory)[0])
+            own = of_run(saved_in(self.directory), manifest.run)
+            for each in own[: -self.keep_last]:
+                if each.step != manifest.step:
+                    remove(each.path)
+            oldest = of_run(saved_in(self.directory), manifest.run)[0].step
+            clear_damaged(self.directory, oldest, manifest.run)
 
 
 def _pieces(path: Path) -> Iterator[bytes]:

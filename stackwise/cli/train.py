@@ -36,9 +36,10 @@ class Train:
     """Print what training will hold and compute, on CUDA unless training.device is cpu, and do not train."""
 
     def run(self, overrides: Sequence[Override] = ()) -> int:
-        """Train, and print what came of it; of many processes the first one does.
+        """Train, and print the results in the first process.
 
-        Returns 75 where SIGTERM came and the run is saved.
+        Returns:
+            0; 75 after SIGTERM and 130 after Ctrl-C, if the run is saved.
         """
         config = load_configuration(self.config, overrides)
         if self.print_config:
@@ -51,7 +52,6 @@ class Train:
             return 0
         import torch
 
-        from stackwise.checkpoint import EXIT_CODE
         from stackwise.data import Prefetched, create_data
         from stackwise.device import keep_freed_memory
         from stackwise.model import create_rack_from_config
@@ -73,7 +73,7 @@ class Train:
             except TrainingTerminated as ended:
                 if processes.is_main:
                     print(ended, file=sys.stderr)
-                return EXIT_CODE
+                return ended.exit_code
             validation_loss = None if validation is None else trainer.evaluate(rack, validation)
             if processes.is_main:
                 _print_result(config, result, validation_loss)

@@ -299,9 +299,10 @@ class TrainingConfig(Section):
     `device` is `auto` (CUDA where there is one, else the CPU), `cpu` or `cuda`, `cuda:1`, ...
     Every `eval_interval` steps, of all units together, the validation loss of `eval_batches` batches is taken
     (`null`: not before the end; of all batches). `checkpoint_dir=null` saves nothing; otherwise every
-    `save_interval` steps and at the end. `resume` goes on with the run whose newest whole checkpoint is
-    there, to the same bits that it would have ended with, or begins it where there is none. Without a
-    `guard` a step that is not finite ends the run, and whatever is finite is trained on.
+    `save_interval` steps and at the end. `resume` continues the run in that folder from its newest complete
+    checkpoint, to the same bits, or begins it if there is none; `max_steps` may increase. Without `resume` a
+    folder that holds checkpoints is refused. Without a `guard` a step that is not finite ends the run, and
+    whatever is finite is trained on.
     """
 
     applies: ClassVar[Applies] = {

@@ -108,16 +108,19 @@ class Batches(IterableDataset[Batch]):
         return {"epoch": epoch, "batch": i, "data": self.identity()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Make the next pass the rest of the epoch that `state` is of.
+        """Make the next pass the rest of the epoch that `state` belongs to.
 
-        It fits any number of processes whose batches are as large together.
+        It fits any number of processes whose batches have the same size together. Within the first epoch,
+        there may be more batches than before, as after an increase of `max_steps`.
 
         Raises:
-            ValueError: the state is of other batches, naming what differs.
+            ValueError: the state belongs to other batches. Names the differences.
         """
         known = state.keys() >= {"epoch", "batch", "data"}
         require(known, "state", sorted(state), "a state that state_dict() gave")
-        ours, theirs = self.identity(), state["data"]
+        ours, theirs = self.identity(), dict(state["data"])
+        if state["epoch"] == 0 and (theirs.get("n_batches") or 0) < (ours.get("n_batches") or 0):
+            theirs["n_batches"] = ours["n_batches"]
         differing = [
             f"{key}={theirs.get(key)!r} where these have {ours.get(key)!r}"
             for key in sorted(ours.keys() | theirs.keys())

@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 from torch import Tensor, distributed, nn
 
 from stackwise.checkpoint import CheckpointManager, DirectoryUpload, Restored
-from stackwise.checkpoint.folder import MANIFEST, Manifest, nameless_in, newest_in, steps_in, verify_files
+from stackwise.checkpoint.folder import MANIFEST, Manifest, nameless_in, steps_in, verify_files
+from stackwise.checkpoint.runs import last_run, newest, of_run, saved_in
 from stackwise.config import StackWiseConfig
 from stackwise.model.block import Block
 from stackwise.model.build import create_rack_from_config
@@ -142,7 +143,8 @@ class RackCheckpoints:
         if restored is None:
             return None
         ours = distributed.get_world_size() if distributed.is_initialized() else 1
-        check_same_run(self.config, restored.notes["config"], restored.path, (ours, restored.world_size))
+        processes = ours, restored.world_size
+        check_same_run(self.config, restored.notes["config"], restored.path, processes, restored.step)
         _load_weights(rack, restored.path, mapped=self.config.training.scope.offload == "disk")
         self._resumed = restored
         return restored.step
@@ -155,24 +157,29 @@ class RackCheckpoints:
         known = self._resumed is not None and self._resumed.step == step
         self._manager.restore(objects, self._resumed if known else step)
 
+    @property
+    def run(self) -> str:
+        """Identity of the run: that of the resumed checkpoint, or a new one."""
+        return self._manager.run
+
     def rewind(self, step: int) -> None:
         """As of `CheckpointManager`."""
         self._manager.rewind(step)
 
     def refuse_old_run(self) -> None:
-        """Refuse a folder that has checkpoints, or copies of them, so that no two runs mix.
+        """Refuse a folder with checkpoints, or copies of them: a new run needs a folder of its own.
 
         Raises:
-            ValueError: naming their steps.
+            ValueError: names the folder and the steps.
         """
         for key, place in zip(("checkpoint_dir", "checkpoint.upload"), self._places, strict=False):
             steps = sorted({*steps_in(place), *nameless_in(place)})
             if not steps:
                 continue
             raise ValueError(
-                f"training.{key}: {place} already holds checkpoints of steps "
-                f"{steps}; allowed: a folder without any, so that no two runs mix, or training.resume=true, "
-                "which goes on with that run"
+                f"training.{key}: {place} already holds checkpoints of steps {steps}; allowed: a folder "
+                "without checkpoints, or training.resume=true, which resumes the run that saved "
+                "last"
             )
 
     def steps(self) -> list[int]:
@@ -180,7 +187,7 @@ class RackCheckpoints:
         return self._manager.steps()
 
     def latest(self) -> Path | None:
-        """The checkpoint with the highest step number that is whole, or None."""
+        """Return the newest complete checkpoint of the run, or None."""
         return self._manager.latest()
 
     def __enter__(self) -> Self:
@@ -229,8 +236,9 @@ class ParameterNames(nn.Module):
 
 
 def latest_checkpoint(directory: str | Path) -> Path | None:
-    """The checkpoint with the highest step number in a directory that is whole, or None."""
-    return newest_in(Path(directory))
+    """Return the newest complete checkpoint in a directory of the run that saved last, or None."""
+    saved = saved_in(Path(directory))
+    return newest(of_run(saved, last_run(saved)))
 
 
 def load_rack(path: str | Path) -> Rack:

@@ -21,28 +21,31 @@ _NAMES = ("NaN", "Infinity", "-Infinity")
 
 
 class JsonLinesLog(ClosingLog):
-    """One JSON object a line, for each step and each alarm, appended and flushed at each `write`.
+    """Log with one JSON object a line, for each step and each alarm, flushed at each `write`.
 
     The line of an alarm has `alarm`, its kind, and no `loss`. Numbers that are not finite are written as
-    "NaN", "Infinity" and "-Infinity". What a killed run left of a last line is cut off when the file is
+    "NaN", "Infinity" and "-Infinity". A line that a killed run has not finished is removed when the file is
     opened again.
 
     Args:
-        path: made with its folder; an older file is continued.
-        first_step: what the older file has of this step and later ones is taken out, but for one that has
-            nothing else: that goes to the first free one of `run.jsonl.1`, `run.jsonl.2` and so on. None:
-            nothing is taken out.
+        path: file. It is created with its folder; an existing file is continued.
+        first_step: first step of the resumed run. Lines of this step and later ones are removed from an
+            existing file. A file without earlier lines, or with lines of another run, is renamed to the first
+            free one of `run.jsonl.1`, `run.jsonl.2` and so on. None: every line stays.
+        run: identity of the run, written into every line. None: none is written.
 
     Raises:
-        ValueError: the older file has something else to be taken out of.
+        ValueError: lines are to be removed from a file that has other lines than this class writes.
     """
 
-    def __init__(self, path: str | os.PathLike[str], first_step: int | None = None) -> None:
-        self.path = Path(path)
+    def __init__(
+        self, path: str | os.PathLike[str], first_step: int | None = None, run: str | None = None
+    ) -> None:
+        self.path, self._run = Path(path), {} if run is None else {"run": run}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         _cut_partial_line(self.path)
         if first_step is not None and self.path.exists():
-            _cut_steps(self.path, first_step)
+            _cut_steps(self.path, first_step, run)
         self._file = self.path.open("ab", buffering=0)
         self._whole = self._file.tell()  # bytes of lines that were written to their end
 
@@ -61,7 +64,7 @@ class JsonLinesLog(ClosingLog):
             rows[-1] |= figures
         rows += [{"step": alarm.step, "alarm": alarm.kind, **_told(alarm)} for alarm in alarms]
         # One call of the system for all of them: none is torn but by a full disk or a kill within it.
-        lines = "".join(json.dumps(_named(row), allow_nan=False) + "\n" for row in rows).encode()
+        lines = "".join(json.dumps(_named(row | self._run), allow_nan=False) + "\n" for row in rows).encode()
         try:
             if self._file.tell() != self._whole:
                 self._file.truncate(self._whole)
@@ -130,18 +133,19 @@ def _numbered(value: Any) -> Any:
     return float(value) if isinstance(value, str) and value in _NAMES else value
 
 
-def _cut_steps(path: Path, first_step: int) -> None:
-    """Leave the lines of steps before `first_step`, if there are any. The file is whole at any time."""
+def _cut_steps(path: Path, first_step: int, run: str | None) -> None:
+    """Keep the lines of steps before `first_step`. Rename the file if there are none, or of another run."""
     lines, _ = read_json_lines(path)
+    own = run is None or all(row.get("run", run) == run for row in lines)
     whole = path.read_bytes().splitlines(keepends=True)
     kept = [
         text
         for text, row in zip(whole, lines, strict=True)
-        if not isinstance(row.get("step"), int) or row["step"] < first_step
+        if own and (not isinstance(row.get("step"), int) or row["step"] < first_step)
     ]
     if len(kept) == len(whole):
         return
-    if not kept:  # it may be another run's
+    if not kept:
         path.rename(free_place(path, f"{path.name}."))
         return
     partial = path.with_name(f".{path.name}.{os.getpid()}")

@@ -21,7 +21,6 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from stackwise.argument import require
-from stackwise.checkpoint import EXIT_CODE
 from stackwise.config import TrainingConfig
 from stackwise.device import release_freed_memory
 from stackwise.model.mode import evaluating
@@ -71,19 +70,21 @@ class NonFiniteStepError(ArithmeticError):
 
 
 class TrainingTerminated(SystemExit):
-    """The process was asked to end; the run is saved, and can go on. Its exit code is 75.
+    """The process was asked to end. The run is saved and can be resumed.
 
-    Attributes:
-        steps: that are done.
+    Args:
+        steps: number of finished steps.
+        directory: folder of the checkpoints.
+        exit_code: 75 after SIGTERM, 130 after Ctrl-C.
     """
 
-    def __init__(self, steps: int, directory: Path) -> None:
-        super().__init__(EXIT_CODE)
-        self.steps, self.directory = steps, directory
+    def __init__(self, steps: int, directory: Path, exit_code: int) -> None:
+        super().__init__(exit_code)
+        self.steps, self.directory, self.exit_code = steps, directory, exit_code
 
     def __str__(self) -> str:
         saved = f"ended on request after {self.steps} steps, saved in {self.directory}"
-        return f"{saved}; training.resume goes on"
+        return f"{saved}; training.resume=true continues the run"
 
 
 @dataclass
@@ -103,7 +104,8 @@ class TrainingLoop:
         units: what each phase that is over did.
         alarms: of the guard. Their `step` is the number of the update that was to be made.
         bundles: folder for diagnostic bundles of the guard; None: none are written.
-        terminates: whether the run is to be saved and left, behind so many steps; None: never.
+        terminates: returns the exit code if the run is to be saved and ended after so many steps, or else 0.
+            None: never.
         guard_lag: steps after which the host learns of an alarm; None: as `Guard` has it.
     """
 
@@ -125,7 +127,7 @@ class TrainingLoop:
     units: list[UnitResult] = field(default_factory=list)
     alarms: list[Alarm] = field(default_factory=list)
     bundles: Path | None = None
-    terminates: Callable[[int], bool] | None = None
+    terminates: Callable[[int], int] | None = None
     guard_lag: int | None = None
 
     def __post_init__(self) -> None:
@@ -138,7 +140,7 @@ class TrainingLoop:
         self._begun = 0.0  # when records were last asked for without waiting for all
         self._made: float | None = None  # when those that are read next were made; None: only now
         self._done = 0  # steps of the phase
-        self._due = (False, False)  # whether to save, and to leave, behind a row of alarms
+        self._due = (False, 0)  # whether to save, and the exit code, after consecutive alarms
         self._told: Mapping[str, Any] = {}  # of what is saved, by rank 0
         self._resumed: Mapping[str, Any] | None = None  # until the phase that was left has begun again
         self._head = nn.ModuleList([self.rack.final_norm, self.rack.lm_head])
@@ -452,8 +454,8 @@ class TrainingLoop:
         """
         done = self._first_record + self._done
         ends = self._done == phase.steps and phase.is_last
-        leaves = self.terminates is not None and self.terminates(done) and not ends
-        saves, leaves = saves or self._due[0], (leaves or self._due[1]) and not ends
+        asked = 0 if self.terminates is None or ends else self.terminates(done)
+        saves, leaves = saves or self._due[0], 0 if ends else asked or self._due[1]
         if self.checkpoints and (saves or leaves or ends):
             arrived = self._arrived(wait=True)
             if arrived is None:
@@ -466,11 +468,11 @@ class TrainingLoop:
                     warnings.warn(f"step {done}: {told}", RuntimeWarning, stacklevel=2)
                 self._due = saves, leaves
                 return
-            self._due = False, False
+            self._due = False, 0
             self._save(step)
         if self.checkpoints and leaves:
             self.checkpoints.close()  # or say that nothing is saved: who asked is told that it can go on
-            raise TrainingTerminated(len(self.records), self.checkpoints.directory)
+            raise TrainingTerminated(len(self.records), self.checkpoints.directory, leaves)
 
     def _micro_batches(
         self, phase: Phase, step: int, batches: Sequence[Mapping[str, Tensor]]

@@ -14,10 +14,11 @@ import torch
 
 from stackwise.config import StackWiseConfig
 from stackwise.stability.telemetry import StepRecord
+from stackwise.training.schedule import learning_rate
 
 __all__ = ["check_same_run", "records_of", "state_of_guard_from", "state_of_records"]
 
-# What may differ when a run goes on: how often something is looked at, where it computes, and what holds it.
+# Keys that may change when a run is resumed: intervals, places, devices and the use of memory.
 _FREE = (
     "training.resume",
     "training.device",
@@ -33,6 +34,7 @@ _FREE = (
     "training.scope.offload",
     "training.scope.offload_dir",
     "training.recompute",
+    "training.objective.logits_chunk",
     "training.distributed",
     "training.telemetry",
     "training.guard.bundle_dir",
@@ -41,7 +43,9 @@ _FREE = (
     "training.guard.snapshot_on_host",
 )
 
-# May differ as well, and is told: a run that ended for what was broken goes on by another policy.
+# May increase, with a warning if that changes the learning rate.
+_LENGTH = "training.max_steps"
+# May change with a warning: a run that ended because of a fault continues with another policy.
 _GUARD = "training.guard"
 
 _ROWS = "training.batch_size of all processes together"
@@ -100,48 +104,83 @@ def state_of_guard_from(done: int, new: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_same_run(
-    ours: StackWiseConfig, theirs: Mapping[str, Any], folder: object, processes: tuple[int, int] = (1, 1)
+    ours: StackWiseConfig,
+    theirs: Mapping[str, Any],
+    folder: object,
+    processes: tuple[int, int] = (1, 1),
+    step: int = 0,
 ) -> None:
-    """Refuse to go on with a run by a configuration that would have led it elsewhere.
+    """Refuse to resume a run with a configuration that would change its result.
+
+    `training.max_steps` may increase in rackwise training without growth. Otherwise units that are finished,
+    and Stacks that have joined, would not fit the new length.
 
     Args:
-        ours: of the run that is to go on.
-        theirs: that of the checkpoint, as plain values.
-        folder: of the checkpoint, for the message.
-        processes: how many there are, and how many there were. The rows that all take together are to be as
-            many.
+        ours: configuration of the resumed run.
+        theirs: configuration in the checkpoint, as plain values.
+        folder: folder of the checkpoint, for messages.
+        processes: number of processes now, and in the checkpoint. The number of rows in a step has to agree.
+        step: number of finished steps.
 
     Raises:
-        ValueError: naming each key that differs.
+        ValueError: names each key that differs.
 
     Warns:
-        UserWarning: the guard is another one, or is turned on or off.
+        UserWarning: the guard differs, or more steps change the learning rate.
     """
     mine, saved = dict(_leaves(ours.to_dict())), dict(_leaves(theirs))
     for leaves, count in zip((mine, saved), processes, strict=True):
         leaves[_ROWS] = leaves.pop("training.batch_size", 0) * count
-    # Shards are tokens already: no tokenizer is asked, whatever was given.
-    path = ours.data.dataset_path
-    free = _FREE if path is None or not Path(path).is_dir() else (*_FREE, "data.tokenizer")
     differing = [
         key
         for key in sorted(mine.keys() | saved.keys())
-        if mine.get(key) != saved.get(key) and not any(_within(key, each) for each in free)
+        if mine.get(key) != saved.get(key) and not any(_within(key, each) for each in _free_keys(ours, saved))
     ]
+    whole = ours.training.training_architecture == "rackwise" and not ours.training.scope.growth
+    longer = whole and _LENGTH in differing and mine[_LENGTH] > saved.get(_LENGTH, 0)
     refused = [
         f"{key}: got {mine.get(key)!r}; allowed: {saved.get(key)!r}"
+        + (" or more" if key == _LENGTH and whole else "")
         for key in differing
-        if not _within(key, _GUARD)
+        if not _within(key, _GUARD) and not (longer and key == _LENGTH)
     ]
     if refused:
         raise ValueError(f"training.resume: {folder} is of another run: " + "; ".join(refused))
-    told = [f"{key}: got {mine.get(key)!r}, was {saved.get(key)!r}" for key in differing]
+    if longer:
+        _warn_of_schedule(ours, theirs, step)
+    told = [
+        f"{key}: got {mine.get(key)!r}, was {saved.get(key)!r}" for key in differing if _within(key, _GUARD)
+    ]
     on, was_on = (any(_within(key, _GUARD) and key != _GUARD for key in each) for each in (mine, saved))
     if on != was_on:
         told = [f"{_GUARD}: turned {'on' if on else 'off'}"]
     if told:
         said = f"training.resume: {folder} is of a run with another guard: {'; '.join(told)}"
         warnings.warn(f"{said}; from here on it holds as it is given now", stacklevel=4)
+
+
+def _free_keys(ours: StackWiseConfig, saved: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the keys that may change."""
+    free, path = list(_FREE), ours.data.dataset_path
+    if path is not None and Path(path).is_dir():
+        free.append("data.tokenizer")  # shards are tokens already
+    if path is not None and saved.get("data.dataset_path") is not None:
+        free.append("data.dataset_path")  # the place in the data contains a digest of the tokens
+    return tuple(free)
+
+
+def _warn_of_schedule(ours: StackWiseConfig, theirs: Mapping[str, Any], done: int) -> None:
+    """Warn if the learning rate of the next step, or of the last one, depends on the length of the run."""
+    now, before = ours.training, StackWiseConfig.from_dict(theirs).training
+    step = min(done, before.max_steps - 1)
+    rate, old_rate = learning_rate(now, step), learning_rate(before, step)
+    if rate != old_rate:
+        warnings.warn(
+            f"{_LENGTH}: got {now.max_steps}, was {before.max_steps}: the schedule {now.schedule.kind!r} "
+            f"depends on it, and the run continues with the new one. The learning rate of step {step} is "
+            f"{rate:.4g} in the new schedule and {old_rate:.4g} in the old one",
+            stacklevel=5,
+        )
 
 
 def _within(key: str, section: str) -> bool:

@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of the step."""
+"""Learning-rate schedule: the learning rate as a pure function of the step."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import math
 from typing import get_args
 
 from stackwise.argument import check_choice, check_sizes, require
-from stackwise.config import ScheduleKind
+from stackwise.config import ScheduleKind, TrainingConfig
 
-__all__ = ["get_lr_with_warmup"]
+__all__ = ["get_lr_with_warmup", "learning_rate"]
 
 _KINDS = get_args(ScheduleKind)
 
@@ -69,3 +69,26 @@ def get_lr_with_warmup(
     progress = max(0, step - start) / (last - start)
     fall = 0.5 * (1 - math.cos(math.pi * progress)) if schedule == "cosine" else progress
     return max(min_lr, base_lr - (base_lr - min_lr) * fall)
+
+
+def learning_rate(settings: TrainingConfig, step: int, total_steps: int | None = None) -> float:
+    """Return the learning rate of `step`, counted from 0, in a schedule of `total_steps`.
+
+    Args:
+        settings: `max_steps`, `schedule` and `optimizer.lr` are read.
+        step: number of the step in the schedule.
+        total_steps: length of the schedule, such as that of a unit with `polish_steps`; its warm-up has the
+            same share. None: `max_steps`.
+    """
+    schedule = settings.schedule
+    total_steps = settings.max_steps if total_steps is None else total_steps
+    warmup_steps = settings.max_steps // 10 if schedule.warmup_steps is None else schedule.warmup_steps
+    return get_lr_with_warmup(
+        step,
+        warmup_steps * total_steps // settings.max_steps,
+        total_steps,
+        settings.optimizer.lr,
+        schedule.min_lr,
+        schedule.kind,
+        schedule.decay_fraction,
+    )

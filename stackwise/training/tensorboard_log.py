@@ -25,14 +25,18 @@ class TensorBoardLog(ClosingLog):
 
     Args:
         folder: of the event files.
-        first_step: what older files have of this step and later ones is not shown; None: all is. With 0 they
-            go to the first free one of the folders `before-1`, `before-2` and so on in `folder`.
+        first_step: first step of the resumed run. TensorBoard hides this step and later ones of older files.
+            With 0, and if they are of another run, older files are moved to the first free one of the folders
+            `before-1`, `before-2` and so on in `folder`. None: all steps stay visible.
+        run: identity of the run, the end of the names of event files. None: none is added.
 
     Raises:
         ImportError: TensorBoard is not installed.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], first_step: int | None = None) -> None:
+    def __init__(
+        self, folder: str | os.PathLike[str], first_step: int | None = None, run: str | None = None
+    ) -> None:
         self.folder = Path(folder)
         try:
             from torch.utils.tensorboard import SummaryWriter
@@ -41,9 +45,15 @@ class TensorBoardLog(ClosingLog):
                 "training.telemetry.tensorboard needs tensorboard >= 2.18: "
                 f"pip install 'stackwise[train]' ({error})"
             ) from error
+        suffix = "" if run is None else f".{run}"
+        older = [*self.folder.glob(EVENT_FILES)]
         if first_step == 0:
-            self._set_aside()
-        self._writer: SummaryWriter | None = SummaryWriter(str(folder), purge_step=first_step)
+            self._set_aside(older)
+        elif first_step is not None:
+            self._set_aside([file for file in older if not file.name.endswith(suffix)])
+        self._writer: SummaryWriter | None = SummaryWriter(
+            str(folder), purge_step=first_step, filename_suffix=suffix
+        )
 
     def write(
         self,
@@ -68,8 +78,8 @@ class TensorBoardLog(ClosingLog):
         except OSError as error:
             self._give_up(error)
 
-    def _set_aside(self) -> None:
-        if older := [*self.folder.glob(EVENT_FILES)]:
+    def _set_aside(self, older: Sequence[Path]) -> None:
+        if older:
             place = free_place(self.folder / "before", "before-")
             place.mkdir()
             for file in older:

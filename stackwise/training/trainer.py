@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -47,7 +46,7 @@ from stackwise.training.progress import TrainingProgress
 from stackwise.training.record_log import RecordLog, check_places
 from stackwise.training.result import TrainingResult, epoch_losses, training_loss
 from stackwise.training.run import RackRun
-from stackwise.training.schedule import get_lr_with_warmup
+from stackwise.training.schedule import learning_rate
 from stackwise.training.scope import Phase, plan_phases
 from stackwise.training.targets import Targets
 from stackwise.training.tensorboard_log import TensorBoardLog
@@ -112,7 +111,7 @@ class ArchitectureTrainer:
                 the same Rack or the same rows of the data.
             NonFiniteStepError: the loss or the gradient stopped being finite, and there is no guard.
             GuardError: the guard could not help; weights are those before the step that broke.
-            TrainingTerminated: SIGTERM came, and the run is saved in `checkpoint_dir`.
+            TrainingTerminated: SIGTERM or Ctrl-C arrived, and the run is saved in `checkpoint_dir`.
             OSError: the last checkpoint could not be written.
         """
         settings, scope = self.config.training, self.config.training.scope
@@ -136,7 +135,7 @@ class ArchitectureTrainer:
             seeded(self.processes.seed(settings.seed), self.device),
             closing(BlockStore(shared.rack, self.device, scope.offload, self.offload_dir)) as store,
             closing(PrefixOutputs(shared.rack, store, scope.cache_bytes, scope.cache_dir)) as prefix,
-            self._logs(phases, resumed) as logs,
+            self._logs(phases, resumed, None if checkpoints is None else checkpoints.run) as logs,
             self._termination() as terminates,
             checkpoints or nullcontext(),
         ):
@@ -169,22 +168,12 @@ class ArchitectureTrainer:
         return self._result(rack, loop, phases, time.perf_counter() - start, resumed or 0)
 
     def learning_rate(self, step: int, total_steps: int | None = None) -> float:
-        """Learning rate of `step`, counted from 0, in a schedule of `total_steps`; None: of `max_steps`.
+        """Return the learning rate of `step`, counted from 0, in a schedule of `total_steps`.
 
-        One of another length, as of units and polish with `polish_steps`, has a warm-up of the same share.
+        None: of `max_steps`. A schedule of another length, as of units and polish with `polish_steps`, has a
+        warm-up of the same share.
         """
-        settings, schedule = self.config.training, self.config.training.schedule
-        total_steps = settings.max_steps if total_steps is None else total_steps
-        warmup_steps = settings.max_steps // 10 if schedule.warmup_steps is None else schedule.warmup_steps
-        return get_lr_with_warmup(
-            step,
-            warmup_steps * total_steps // settings.max_steps,
-            total_steps,
-            settings.optimizer.lr,
-            schedule.min_lr,
-            schedule.kind,
-            schedule.decay_fraction,
-        )
+        return learning_rate(self.config.training, step, total_steps)
 
     def evaluate(self, rack: Rack, dataloader: Iterable[Batch]) -> float:
         """Mean loss in nats of all that is predicted in one pass of `dataloader`, in eval mode.
@@ -304,18 +293,24 @@ class ArchitectureTrainer:
         return checkpoints
 
     @contextmanager
-    def _termination(self) -> Iterator[Callable[[int], bool] | None]:
-        """Hear SIGTERM meanwhile, where there is a folder to save in and this thread hears signals."""
+    def _termination(self) -> Iterator[Callable[[int], int] | None]:
+        """Note SIGTERM and Ctrl-C, if there is a folder to save in and this thread receives signals."""
         saves = self.config.training.checkpoint_dir is not None
         if not saves or threading.current_thread() is not threading.main_thread():
             yield None
             return
         interval = self.config.training.log_interval
-        with Termination((signal.SIGTERM,)) as termination:
-            if self.processes.world_size == 1:
-                yield lambda _: termination.requested
-            else:  # all end at one step, and asking the others makes the host wait
-                yield lambda steps: steps % interval == 0 and termination.requested_anywhere()
+        with Termination() as termination:
+
+            def exit_code(steps: int) -> int:
+                # All processes end at one step. To ask the others, the host waits.
+                if self.processes.world_size > 1 and (
+                    steps % interval or not termination.requested_anywhere()
+                ):
+                    return 0
+                return termination.exit_code
+
+            yield exit_code
 
     @property
     def offload_dir(self) -> Path | None:
@@ -341,13 +336,14 @@ class ArchitectureTrainer:
             part.to(device)
 
     @contextmanager
-    def _logs(self, phases: list[Phase], resumed: int | None) -> Iterator[list[RecordLog]]:
-        """What the records are shown and written to, by one of the processes.
+    def _logs(self, phases: list[Phase], resumed: int | None, run: str | None) -> Iterator[list[RecordLog]]:
+        """Open the logs of the main process, and close them at the end.
 
         Args:
-            phases: of the run.
-            resumed: steps that were done when it was left: what is written of later ones is repeated. None:
-                it begins.
+            phases: phases of the run.
+            resumed: number of steps of the resumed checkpoint. Log entries of later steps are replaced. None:
+                the run begins.
+            run: identity of the run, or None without checkpoints.
         """
         telemetry = self.config.training.telemetry
         opened = list(self.logs) if self.processes.is_main else []
@@ -356,9 +352,9 @@ class ArchitectureTrainer:
             if self.processes.is_main:
                 check_places(telemetry, resumes=self.config.training.resume)
             if telemetry.jsonl is not None and self.processes.is_main:
-                opened.append(logs.enter_context(JsonLinesLog(telemetry.jsonl, first_step)))
+                opened.append(logs.enter_context(JsonLinesLog(telemetry.jsonl, first_step, run)))
             if telemetry.tensorboard is not None and self.processes.is_main:
-                opened.append(logs.enter_context(TensorBoardLog(telemetry.tensorboard, first_step)))
+                opened.append(logs.enter_context(TensorBoardLog(telemetry.tensorboard, first_step, run)))
             if self.progress:
                 total_steps = sum(phase.steps for phase in phases)
                 opened.append(logs.enter_context(TrainingProgress(total_steps)))

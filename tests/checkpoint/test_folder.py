@@ -33,7 +33,7 @@ def made(folder, content=b"content", step=None):
     folder.mkdir(parents=True)
     entry = write_bytes(folder / "x", [content])
     number = int(folder.name.split("-")[1].split(".")[0]) if step is None else step
-    Manifest(number, "now", 1, {}, None, {}, {"x": entry}).write(folder)
+    Manifest(number, "0" * 32, 1, "now", 1, {}, None, {}, {"x": entry}).write(folder)
     return folder
 
 
@@ -56,7 +56,9 @@ def test_killed_before_any_operation(tmp_path, step, killed_at):
 
         def save(directory=directory):
             after = {"w": torch.full((3,), 2.0), "n": 2}
-            CheckpointManager(directory, keep_last=1).save(step, {"state": after})
+            manager = CheckpointManager(directory, keep_last=1)
+            manager.restore({})
+            manager.save(step, {"state": after})
 
         killed = killed_at(count, save)
         found = {}
@@ -160,10 +162,10 @@ def test_publish_puts_back_what_it_could_not_replace(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "rename", second_fails)
     with pytest.raises(OSError, match="no"):
-        publish(scratch, target)
+        publish(scratch, target, "0" * 32)
     assert (target / "x").read_bytes() == b"old"
     monkeypatch.undo()
-    publish(scratch, target)
+    publish(scratch, target, "0" * 32)
     assert (target / "x").read_bytes() == b"new"
     assert names_in(tmp_path) == ["step-1"]
 
@@ -209,11 +211,23 @@ ENTRY = {"bytes": 7, "sha256": "0"}
 @pytest.mark.parametrize(
     "changes, match",
     [
-        ({"format": 2}, "of the format 2"),
+        ({"format": 1}, "of the format 1"),
         ({"step": 2}, "it is of step 2"),
         ({"step": True}, "it is of step True"),
         ({"step": "1"}, "it is of step '1'"),
-        ({"world_size": 0}, "it is of step 1"),
+        ({"step": 10**400}, "it is of step 1"),
+        ({"world_size": 0}, "world_size: got 0"),
+        ({"world_size": 2**63}, "world_size: got 9"),
+        ({"run": 3}, "run: got 3"),
+        ({"run": "0" * 31}, "run: got '0"),
+        ({"order": 1.0}, "order: got 1.0"),
+        ({"time": None}, "time: got None"),
+        ({"versions": ["torch"]}, "versions: got"),
+        ({"versions": {"torch": 2}}, "versions: got"),
+        ({"metric": "low"}, "metric"),
+        ({"metric": {"$tensor": ["x", []]}}, "not understood"),
+        ({"notes": [1]}, "notes"),
+        ({"notes": {"x": {"$import": "os"}}}, "not understood"),
         ({"files": []}, "no list"),
         ({"files": {"x": 3}}, "no list"),
         ({"files": {"x": {**ENTRY, "bytes": -1}}}, "no size"),
@@ -243,7 +257,7 @@ def test_manifests_of_others(tmp_path, changes, match):
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"{}", b"[]", b"null", b"\xff\xfe", b"[" * 10**6, b'{"format": 1}', b"1e999", b"9" * 10**5],
+    [b"", b"{}", b"[]", b"null", b"\xff\xfe", b"[" * 10**6, b'{"format": 2}', b"1e999", b"9" * 10**5],
     ids=lambda content: repr(content[:9]),
 )
 def test_what_is_no_manifest(tmp_path, content):

@@ -10,6 +10,7 @@ import stat
 import threading
 import warnings
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +31,7 @@ from stackwise.checkpoint import (
 )
 from stackwise.checkpoint import manager as manager_module
 from stackwise.checkpoint import writer as writer_module
-from stackwise.checkpoint.folder import MANIFEST, _mark
+from stackwise.checkpoint.folder import MANIFEST, Manifest, _mark, entries_of
 from stackwise.checkpoint.tensor_file import Part
 from stackwise.checkpoint.tree import leaves
 from stackwise.checkpoint.writer import Staging
@@ -901,7 +902,9 @@ def test_every_one_damaged_is_not_none(tmp_path):
     for step in (1, 2):
         manager.save(step, {"counts": {"step": step}})
         flip(tmp_path / f"step-{step}/state-00000.json")
-    with pytest.raises(DamagedCheckpointError, match=r"step-2.*none of the 2 checkpoints is whole"):
+    with pytest.raises(
+        DamagedCheckpointError, match=r"step-2.*none of the 2 checkpoints of the run is whole"
+    ):
         manager.restore({"counts": {}})
 
 
@@ -1324,3 +1327,74 @@ def test_cuda(tmp_path, asynchronous):
 
 def test_path_is_a_path(tmp_path):
     assert isinstance(CheckpointManager(str(tmp_path)).directory, Path)
+
+
+@pytest.mark.parametrize("asynchronous", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "where", ["own", *(pytest.param(each, marks=pytest.mark.slow) for each in ("shared", "files"))]
+)
+def test_more_tensors_than_a_reader_accepts_are_refused(tmp_path, asynchronous, where):
+    """The readers of safetensors stop at a header of 100 MB, as of 450,000 tensors with short names."""
+    count = 5100 if where == "files" else 2600
+    tensors = {f"{'n' * 20_000}{i}": torch.zeros(1) for i in range(count)}
+    module = nn.Module()
+    for name, tensor in tensors.items() if where == "shared" else ():
+        module.register_buffer(name, tensor)
+    objects = {"model": module} if where == "shared" else {"state": tensors} if where == "own" else {}
+    files = {"x.safetensors": tensors} if where == "files" else {}
+    manager = CheckpointManager(tmp_path, keep_last=1, asynchronous=asynchronous)
+    manager.save(1, {})
+    with pytest.raises(ValueError, match=r"^objects: got \d+ tensors.*100000000 bytes"):
+        manager.save(2, objects, files=files)
+    manager.wait()
+    assert names_in(tmp_path) == ["step-1"]
+    assert manager.restore({}).step == 1
+
+
+@pytest.mark.parametrize(
+    "saved",
+    [
+        {"objects": {"state": {"\ud800": torch.ones(1)}}},
+        {"objects": {}, "files": {"x.safetensors": {"__metadata__": torch.ones(1)}}},
+    ],
+    ids=["name that is no text", "name of the header"],
+)
+def test_what_its_reader_refuses_is_not_published(tmp_path, saved):
+    manager = CheckpointManager(tmp_path, keep_last=1)
+    manager.save(1, {})
+    with pytest.warns(CheckpointWarning, match="step 2 is not written"):
+        manager.save(2, **saved)
+    assert names_in(tmp_path) == ["step-1"]
+    with pytest.raises(OSError, match="the last checkpoint"):
+        manager.close()
+
+
+def test_verify_opens_files_as_restore_does(tmp_path):
+    """A file that was written in another way, with a manifest that agrees."""
+    manager = CheckpointManager(tmp_path)
+    folder = manager.save(1, {"model": nn.Linear(2, 2)})
+    (folder / "tensors/rank-00000.safetensors").write_bytes(b"")
+    files = entries_of(folder, FILES[1:])
+    manifest = replace(Manifest.read(folder), files=files)
+    (folder / MANIFEST).unlink()
+    manifest.write(folder)
+    with pytest.raises(DamagedCheckpointError, match="rank-00000"):
+        manager.verify(1)
+
+
+@pytest.mark.parametrize(
+    "call, key",
+    [
+        (lambda path: CheckpointManager(f"{path}/a\0b"), "directory"),
+        (lambda path: DirectoryUpload(f"{path}/a\0b"), "directory"),
+        (lambda path: export(CheckpointManager(path).save(1, {}), "model", "a\0b"), "file"),
+        (lambda path: CheckpointManager(path).save(1, [nn.Linear(1, 1)]), "objects"),
+        (lambda path: CheckpointManager(path).restore({}, "1"), "step"),
+        (lambda path: CheckpointManager(path).restore({}, -1), "step"),
+        (lambda path: CheckpointManager(path).save(10**400, {}), "step"),
+    ],
+)
+def test_bad_argument_is_refused_by_its_key(tmp_path, call, key):
+    with pytest.raises(ValueError, match=rf"^{key}: got .*; allowed: ") as refusal:
+        call(tmp_path)
+    assert "\n" not in str(refusal.value)

@@ -146,6 +146,7 @@ def in_parts_later(rank, folder):
     # What one process has changed by hand is written by none.
     objects = trained(plain_model)
     with CheckpointManager(directory, asynchronous="overlapped") as manager:
+        manager.restore({})
         copy = manager._staging.copy
 
         def changed(parts, late):
@@ -392,6 +393,7 @@ def together(rank, folder):
             os.kill(os.getpid(), 15)
         assert termination.requested_anywhere()
         assert termination.requested == (rank == 1)
+        assert termination.exit_code == 75
 
 
 def n_groups():
@@ -406,10 +408,11 @@ def groups(rank, folder):
         CheckpointManager(folder / "groups").restore({"state": {}})
         Termination().requested_anywhere()
         with CheckpointManager(folder / "groups") as manager:
+            manager.restore({})
             manager.save(2, {"state": {}})
     assert n_groups() == before
-    for _ in range(3):
-        with CheckpointManager(folder / "groups", asynchronous=True) as manager:
+    for i in range(3):
+        with CheckpointManager(folder / f"groups-later-{i}", asynchronous=True) as manager:
             manager.save(3, {"state": {}})
             manager.close()
             manager.save(4, {"state": {}})  # has one again

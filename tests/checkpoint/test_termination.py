@@ -115,6 +115,39 @@ def test_a_third_signal_acts_as_usual():
         signal.signal(signal.SIGTERM, before)
 
 
+@pytest.mark.usefixtures("interruptible")
+def test_second_interrupt_acts_as_usual(capfd):
+    with pytest.raises(KeyboardInterrupt), Termination() as termination:  # noqa: PT012
+        signal.raise_signal(signal.SIGINT)
+        assert termination.requested
+        signal.raise_signal(signal.SIGTERM)
+        assert "Press Ctrl-C again" in capfd.readouterr().err
+        signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.usefixtures("interruptible")
+@pytest.mark.parametrize(
+    "signals, code",
+    [([], 0), ([signal.SIGTERM], 75), ([signal.SIGINT], 130), ([signal.SIGTERM, signal.SIGINT], 75)],
+)
+def test_exit_code_names_the_first_signal(signals, code):
+    with Termination() as termination:
+        for number in signals:
+            signal.raise_signal(number)
+    assert termination.exit_code == code
+
+
+def test_ignored_signal_stays_ignored():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with Termination() as termination:
+            signal.raise_signal(signal.SIGINT)
+        assert not termination.requested
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 TORCHRUN = """
 import os, sys, time
 from pathlib import Path

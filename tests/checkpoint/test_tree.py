@@ -255,6 +255,10 @@ class Evil:
         {"$tensor": ["x", [-1]]},
         {"$tensor": ["x", [True]]},
         {"$tensor": [1, []]},
+        {"$tensor": ["x", [0, 10**30]]},
+        {"$tensor": ["x", [0, 2**40, 2**40]]},
+        {"$tensor": ["x", [1] * 100]},
+        {"$array": ["x", "<f8", [0, 10**30]]},
         {"$array": ["x", "|O8", [1]]},
         {"$array": ["x", "<f7", [1]]},
         {"$array": ["x", "<f8", "y"]},
@@ -299,6 +303,47 @@ class Evil:
 def test_what_was_not_encoded_is_not_understood(value):
     with pytest.raises(MalformedTreeError):
         decode({"a": [value]}, lambda name, shape, path: torch.zeros(shape, dtype=torch.uint8))
+
+
+def contains_itself(kind):
+    state = OrderedDict() if kind is dict else []
+    state.update(self=state) if kind is dict else state.append(state)
+    return state
+
+
+def nested(levels, wrap):
+    tree = 1
+    for _ in range(levels):
+        tree = wrap(tree)
+    return tree
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        contains_itself(dict),
+        contains_itself(list),
+        nested(65, lambda tree: [tree]),
+        nested(100_000, lambda tree: (tree,)),
+        {nested(500, lambda tree: (tree,)): 1},
+        {nested(500, lambda tree: frozenset([tree]))},
+    ],
+    ids=["mapping in itself", "list in itself", "one level too many", "many levels", "key", "set"],
+)
+def test_too_many_levels_are_refused_by_their_place(tree):
+    with pytest.raises(ValueError, match=r"^state.*at most 64 levels") as refusal:
+        encode([tree], ("state",), {})
+    assert len(str(refusal.value)) < 300
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [lambda tree: [tree], lambda tree: (tree,), lambda tree: OrderedDict(a=tree), lambda tree: {1: tree}],
+)
+def test_many_levels_come_back(wrap):
+    tree = nested(63, wrap)
+    plain = json.loads(json.dumps(encode(tree, ("state",), {})))
+    assert decode(plain, lambda *_: None) == tree
 
 
 def test_depth_is_bounded():

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import signal
 import threading
 import warnings
@@ -97,8 +98,9 @@ def test_one_that_fails_is_told_and_nothing_else(tmp_path, error, asynchronous):
 def test_a_full_storage_keeps_what_it_has(tmp_path, monkeypatch):
     here, there = tmp_path / "here", tmp_path / "there"
     upload = DirectoryUpload(there)
-    with CheckpointManager(here, upload=upload) as manager:
-        manager.save(1, state(1))
+    manager = CheckpointManager(here, upload=upload)
+    manager.save(1, state(1))
+    manager.close()
     before, write = content_of(there), os.write
 
     def full(descriptor, data):
@@ -107,7 +109,6 @@ def test_a_full_storage_keeps_what_it_has(tmp_path, monkeypatch):
         return write(descriptor, data)
 
     monkeypatch.setattr(os, "write", full)
-    manager = CheckpointManager(here, upload=upload)
     with pytest.warns(CheckpointWarning, match=r"step-2 is not uploaded: OSError.*No space left"):  # noqa: PT031
         assert manager.save(2, state(2)) is not None
         manager.close()
@@ -167,13 +168,14 @@ def test_the_same_step_again(tmp_path):
 
 def test_how_many_stay_there(tmp_path):
     here, there = tmp_path / "here", tmp_path / "there"
+    manager = CheckpointManager(here)
     for keep, steps in ((None, [8, 9, 10]), (2, [9, 10])):
         for step in (8, 9, 10):
-            CheckpointManager(here).save(step, state(step))
+            manager.save(step, state(step))
             DirectoryUpload(there / str(keep), keep_last=keep)(here / f"step-{step}")
         assert CheckpointManager(there / str(keep)).steps() == steps
     # A run that went back: what was just copied stays.
-    CheckpointManager(here).save(3, state(3))
+    manager.save(3, state(3))
     DirectoryUpload(there / "2", keep_last=2)(here / "step-3")
     assert CheckpointManager(there / "2").steps() == [3, 9, 10]
 
@@ -223,16 +225,18 @@ def test_the_storage_is_read_where_this_machine_has_nothing(tmp_path):
 
 def test_killed_before_any_operation(tmp_path, killed_at):
     """The storage has the checkpoint before or the new one, whole; the next upload clears what is left."""
-    CheckpointManager(tmp_path / "first").save(5, state(1))
-    CheckpointManager(tmp_path / "second").save(5, state(2))
+    manager = CheckpointManager(tmp_path / "run")
+    manager.save(5, state(1))
+    shutil.copytree(tmp_path / "run", tmp_path / "first")
+    manager.save(5, state(2))
     outcomes, killed, count = [], True, 0
     while killed:
         count += 1
         there = tmp_path / f"there-{count}"
         DirectoryUpload(there)(tmp_path / "first/step-5")
-        killed = killed_at(count, lambda there=there: DirectoryUpload(there)(tmp_path / "second/step-5"))
+        killed = killed_at(count, lambda there=there: DirectoryUpload(there)(tmp_path / "run/step-5"))
         outcomes.append(restored(there))
-        DirectoryUpload(there)(tmp_path / "second/step-5")
+        DirectoryUpload(there)(tmp_path / "run/step-5")
         assert names_in(there) == ["step-5"]
         assert restored(there) == (5, 2)
     assert count > 10
@@ -254,6 +258,7 @@ def test_a_run_that_is_killed_while_it_uploads_goes_on(tmp_path, killed_at):
             os.kill(os.getpid(), signal.SIGKILL)
 
         manager = CheckpointManager(here, upload=dying)
+        manager.restore({})
         manager.save(2, state(2))
         manager.close()
 

@@ -168,6 +168,17 @@ def test_a_file_of_nothing_else_is_set_aside(tmp_path):
         assert [line["loss"] for line in read_json_lines(tmp_path / name).lines] == [loss, loss]
 
 
+def test_file_of_another_run_is_renamed(tmp_path):
+    path = tmp_path / "run.jsonl"
+    with JsonLinesLog(path, run="a") as log:
+        log.write([record(0, 1.0), record(1, 1.0)])
+    with JsonLinesLog(path, 1, run="b") as log:
+        log.write([record(1, 2.0)])
+    assert [(line["step"], line["run"]) for line in read_json_lines(path).lines] == [(1, "b")]
+    earlier = read_json_lines(tmp_path / "run.jsonl.1").lines
+    assert [(line["step"], line["run"]) for line in earlier] == [(0, "a"), (1, "a")]
+
+
 def test_no_such_file(tmp_path):
     with pytest.raises(FileNotFoundError):
         read_json_lines(tmp_path / "none.jsonl")

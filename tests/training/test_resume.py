@@ -5,6 +5,7 @@ import errno
 import itertools
 import os
 import shutil
+import signal
 import sys
 import time
 from pathlib import Path
@@ -32,6 +33,7 @@ from stackwise.training import (
 from stackwise.training.batch_stream import BatchStream
 from stackwise.training.json_lines_log import read_json_lines
 from stackwise.training.run_state import check_same_run, records_of, state_of_records
+from stackwise.training.schedule import get_lr_with_warmup
 from tests.forked import end_of, start
 
 BLOCKWISE = {"training_architecture": "blockwise"}
@@ -154,14 +156,87 @@ def test_another_configuration_is_refused(make, make_config, make_rack):
     config, rack, batches = make({})
     train(config, rack, batches)
     config.training.resume = True
-    config.training.optimizer.lr, config.training.max_steps = 3e-2, 9
+    config.training.optimizer.lr, config.training.max_steps = 3e-2, 3
     before = weights(rack).clone()
     with pytest.raises(
-        ValueError, match=r"training\.resume.*training\.max_steps: got 9; allowed: 4"
+        ValueError, match=r"training\.resume.*training\.max_steps: got 3; allowed: 4 or more"
     ) as refusal:
         train(config, rack, batches)
     assert "training.optimizer.lr: got 0.03; allowed: 0.01" in str(refusal.value)
     assert torch.equal(weights(rack), before)
+
+
+SHORT, LONG = 4, 8
+
+
+def extended(make, settings, left, match=None):
+    """Weights and records of a run of 4 steps that is resumed after `left` of them, as one of 8."""
+    config, rack, batches = make(settings, max_steps=SHORT)
+    train(config, rack, batches)
+    forget(config.training.checkpoint_dir, left)
+    config, fresh, batches = make(settings, max_steps=LONG, resume=True)
+    with contextlib.nullcontext() if match is None else pytest.warns(UserWarning, match=match):
+        result = train(config, fresh, batches)
+    return config, weights(fresh), result["records"]
+
+
+@pytest.mark.parametrize(
+    "kind, left", [("constant", 2), ("constant", 4), ("inverse_sqrt", 2), ("inverse_sqrt", 4), ("wsd", 2)]
+)
+def test_longer_run_has_the_bits_of_a_long_one(make, kind, left):
+    """If the learning rate of the first steps does not depend on the length of the run."""
+    schedule = {"kind": kind, "warmup_steps": 1}
+    schedule |= {"decay_fraction": 0.25} if kind == "wsd" else {}
+    config, resumed, _ = extended(make, {"schedule": schedule}, left)
+    shutil.rmtree(config.training.checkpoint_dir)
+    config, whole, batches = make({"schedule": schedule}, max_steps=LONG)
+    train(config, whole, batches)
+    assert torch.equal(resumed, weights(whole))
+
+
+@pytest.mark.parametrize("left", [2, 4], ids=["interrupted", "finished"])
+@pytest.mark.parametrize("kind", ["cosine", "linear"])
+def test_longer_run_follows_the_longer_schedule(make, kind, left):
+    schedule = {"kind": kind, "warmup_steps": 1}
+    match = rf"max_steps: got 8, was 4: the schedule '{kind}' .* of step {min(left, 3)} is"
+    config, _, records = extended(make, {"schedule": schedule}, left, match)
+    short, long = (
+        [get_lr_with_warmup(step, 1, steps, config.training.optimizer.lr, 0.0, kind) for step in range(steps)]
+        for steps in (SHORT, LONG)
+    )
+    assert [record.lr for record in records] == [*short[:left], *long[left:]]
+
+
+@pytest.mark.parametrize("settings", [BLOCKWISE, {"scope": {"growth": True}}], ids=["blockwise", "growing"])
+def test_phases_keep_their_length(make, settings):
+    with pytest.raises(ValueError, match=r"training\.max_steps: got 8; allowed: 4$"):
+        extended(make, settings, 2)
+
+
+def test_longer_run_of_a_task_goes_on(make_config):
+    """The rows of a task are as many as a run takes."""
+    short, long = (
+        create_data(make_config(data={"task": "copy", "dataset_path": None}, training={"max_steps": steps}))[
+            0
+        ]
+        for steps in (SHORT, LONG)
+    )
+    list(short)
+    stream = BatchStream(short)
+    islice_(stream, SHORT)
+    again = BatchStream(long)
+    again.load_state_dict(stream.state_dict())
+    [(_, [found])] = islice_(again, 1)
+    assert torch.equal(found["input_ids"], long.batch(0, SHORT)["input_ids"])
+
+
+def test_data_may_be_at_another_place(make_config, tmp_path):
+    for name in ("here", "there"):
+        (tmp_path / name).write_text("text" * 500)
+    ours, theirs = (make_config(data={"dataset_path": str(tmp_path / name)}) for name in ("here", "there"))
+    check_same_run(ours, theirs.to_dict(), tmp_path)
+    with pytest.raises(ValueError, match=r"data\.dataset_path"):
+        check_same_run(ours, make_config(data={"dataset_path": None}).to_dict(), tmp_path)
 
 
 def test_what_changes_nothing_may_change(make):
@@ -230,7 +305,7 @@ def test_a_request_to_end_is_heard_where_every_step_saves(make, monkeypatch):
 
     @contextlib.contextmanager
     def termination(self):
-        yield lambda steps: asked.append(steps) or steps == STEPS + 1
+        yield lambda steps: asked.append(steps) or EXIT_CODE * (steps == STEPS + 1)
 
     monkeypatch.setattr(ArchitectureTrainer, "_termination", termination)
     with pytest.raises(TrainingTerminated) as ended:
@@ -576,12 +651,13 @@ data: {validation_fraction: 0.0}
 
 def command(folder, arguments):
     os.chdir(folder)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if the tests run in the background
     sys.exit(cli.main(arguments))
 
 
-def test_a_process_that_is_asked_to_end_saves_and_goes_on(tmp_path):
-    """Its exit code says so; the same command with resume ends with the bits of a run that was left alone."""
-
+@pytest.mark.parametrize("number, exit_code", [(signal.SIGTERM, EXIT_CODE), (signal.SIGINT, 130)])
+def test_signal_saves_and_the_run_can_be_resumed(tmp_path, number, exit_code):
+    """The same command with resume ends with the bits of a run that was not interrupted."""
     ended, whole = tmp_path / "ended", tmp_path / "whole"
     for folder in (ended, whole):
         folder.mkdir()
@@ -592,9 +668,9 @@ def test_a_process_that_is_asked_to_end_saves_and_goes_on(tmp_path):
     while not (ended / "run.jsonl").exists() or not (ended / "run.jsonl").stat().st_size:
         assert process.is_alive(), output.read_text()
         time.sleep(0.01)
-    process.terminate()
+    os.kill(process.pid, number)
     code, error = end_of(process, 60), output.read_text()
-    assert code == EXIT_CODE, error
+    assert code == exit_code, error
     [saved] = (ended / "run").iterdir()
     step = int(saved.name.removeprefix("step-"))
     assert 0 < step < 300 and f"after {step} steps" in error and "training.resume" in error
@@ -630,7 +706,7 @@ def test_a_request_to_end_on_a_full_disk_is_no_promise(make, monkeypatch):
 
     @contextlib.contextmanager
     def termination(self):
-        yield lambda steps: steps == 2
+        yield lambda steps: EXIT_CODE * (steps == 2)
 
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

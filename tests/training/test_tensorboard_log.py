@@ -48,6 +48,16 @@ def test_what_a_new_run_would_hide_is_set_aside(tmp_path):
         assert [event.value for event in events.Scalars("train/loss")] == [loss]
 
 
+def test_events_of_another_run_are_set_aside(tmp_path):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    for run, first_step, loss in (("a", None, 1.0), ("a", 1, 2.0), ("b", 1, 3.0)):
+        with TensorBoardLog(tmp_path, first_step, run) as log:
+            log.write([record(1, loss)])
+    for folder, losses in (("before-1", [2.0]), ("", [3.0])):
+        events = accumulator.EventAccumulator(str(tmp_path / folder)).Reload()
+        assert [event.value for event in events.Scalars("train/loss")] == losses
+
+
 def test_a_full_disk_ends_the_scalars(tmp_path):
     pytest.importorskip("tensorboard")
     log = TensorBoardLog(tmp_path)

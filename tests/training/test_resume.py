@@ -593,7 +593,7 @@ def test_a_process_that_is_asked_to_end_saves_and_goes_on(tmp_path):
         assert process.is_alive(), output.read_text()
         time.sleep(0.01)
     process.terminate()
-    code, error = end_of(process, 60), output.read_text()
+    code, error = end_of(process), output.read_text()
     assert code == EXIT_CODE, error
     [saved] = (ended / "run").iterdir()
     step = int(saved.name.removeprefix("step-"))

@@ -28,7 +28,7 @@ from tests.quality.sandbox.sound_programs import LANGUAGE, SOUND
 
 needs_jail = pytest.mark.skipif(isolation_problem() is not None, reason=str(isolation_problem()))
 SHORT = SandboxLimits(seconds=1.5)
-# For programs that end by themselves or by their processor time. A busy machine may take minutes for a second.
+# For programs that end by themselves or by their processor time, which takes minutes on a busy machine.
 PATIENT = SandboxLimits(seconds=HANG_SECONDS)
 # Programs that only the clock on the wall ends. One has to print something before that.
 LASTING = dict.fromkeys(("a loop that takes no signal", "reads its channel", "sleeps", "fork bomb"), SHORT)

@@ -201,7 +201,7 @@ def test_bars_count_failures_errors_and_what_did_not_end():
     }
     claim = Claim("detection", quick=True)
     claim.bars = detection.bars(figures)
-    shown = marked_tables.bar_rows({"bars": [{**vars(bar), "verdict": bar.verdict} for bar in claim.bars]})
+    shown = marked_tables.bar_rows({"bars": [bar.to_dict() for bar in claim.bars]})
     assert "| fast suite, llama, s | 4 | at most 5 |" in shown
     assert "| mutants | 2 | at least 75, short |" in shown
     nearly = {"name": "exact", "value": 0.9998, "limit": 1.0, "at_most": False, "verdict": "SHORT"}

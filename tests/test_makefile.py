@@ -18,7 +18,10 @@ pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="needs make
 def pip_installs(*variables):
     """Return the arguments of each `pip install` of `make .venv`, in their order."""
     command = ["make", "--dry-run", "--always-make", "--directory", str(ROOT), ".venv", *variables]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    # `make test` passes its own variables to this process.
+    of_make = ("MAKEFLAGS", "MAKEOVERRIDES", "MFLAGS", "TORCH_INDEX")
+    environment = {name: value for name, value in os.environ.items() if name not in of_make}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     lines = [shlex.split(line) for line in done.stdout.splitlines() if "-m pip install" in line]
     return [line[line.index("install") + 1 :] for line in lines]
 
@@ -31,12 +34,9 @@ def index(tmp_path):
     folder = tmp_path / "simple" / "torch"
     folder.mkdir(parents=True)
     with zipfile.ZipFile(folder / f"{name}-py3-none-any.whl", "w") as wheel:
-        wheel.writestr(
-            f"{name}.dist-info/METADATA", f"Metadata-Version: 2.1\nName: torch\nVersion: {version}+tiny\n"
-        )
-        wheel.writestr(
-            f"{name}.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-        )
+        metadata = f"Metadata-Version: 2.1\nName: torch\nVersion: {version}+tiny\n"
+        wheel.writestr(f"{name}.dist-info/METADATA", metadata)
+        wheel.writestr(f"{name}.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
         wheel.writestr(f"{name}.dist-info/RECORD", "")
     (folder / "index.html").write_text(f'<a href="{name}-py3-none-any.whl">{name}</a>')
     return folder.parent.as_uri()
@@ -51,9 +51,9 @@ def test_torch_index_is_used_for_torch_alone():
 
 
 def test_without_torch_index_one_index_is_used_for_all():
-    installs = pip_installs()
-    assert [arguments[-1] for arguments in installs] == ["setuptools", ".[dev]"]
-    assert "--index-url" not in sum(installs, [])
+    tools, project = pip_installs()
+    assert (tools[-1], project[-1]) == ("setuptools", ".[dev]")
+    assert "--index-url" not in tools + project
 
 
 def test_torch_of_the_index_meets_the_constraints(index):

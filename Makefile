@@ -1,5 +1,7 @@
 # `make demo` and `make test` need only Python >= 3.11, make and a C++ compiler: both make .venv.
 PYTHON ?= python3
+# Index for torch alone, such as PyTorch's index of CPU builds. Empty: the index that pip uses for all packages.
+TORCH_INDEX ?=
 BIN := .venv/bin
 # Threads that spin while they wait starve each other on a few cores.
 export OMP_WAIT_POLICY ?= PASSIVE
@@ -10,6 +12,8 @@ export OMP_WAIT_POLICY ?= PASSIVE
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "stackwise needs Python >= 3.11; say which: make PYTHON=python3.12")'
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet -c constraints.txt hatchling editables setuptools
+# The next line installs what torch depends on, from the index that pip uses for all packages.
+	$(if $(TORCH_INDEX),$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps --index-url $(TORCH_INDEX) torch)
 	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev]'
 	@touch $@
 

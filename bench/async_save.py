@@ -127,9 +127,9 @@ def measure(claim: Claim, shape: Shape, rounds: int, folder: Path | None = None)
         "step_beside_the_writer_over_alone": slowed,
         "seconds": asdict(found),
     }
-    claim.enter(Bar(f"held up, {shape.name}", held_up[OVERLAPPED]["median"], LIMIT, at_most=True), figures)
-    if not claim.quick:
-        claim.enter(Bar("state in MB", size / 1e6, LEAST_BYTES / 1e6))
+    value = held_up[OVERLAPPED]["median"]
+    claim.enter(Bar(f"held up, {shape.name}", value, LIMIT, at_most=True, full_size=True), figures)
+    claim.enter(Bar("state in MB", size / 1e6, LEAST_BYTES / 1e6, full_size=True))
     print(f"{shape.name}: {size / 1e6:.0f} MB in {figures['tensors']} tensors, {rounds} rounds")
     print(f"  {SYNCHRONOUS:<13} save {median(found.saves[SYNCHRONOUS]):.3f} s")
     for kind in KINDS[1:]:

@@ -22,27 +22,59 @@ _HERE = Path(__file__).parent
 RESULTS = _HERE / "results"
 
 
+_NOT_JUDGED = "not judged"
+
+
 @dataclass(frozen=True)
 class Bar:
-    """A figure and the least (or, with `at_most`, the largest) that it may be; None: not measured."""
+    """Figure and the limit that it is held to.
+
+    Attributes:
+        name: name of the figure.
+        value: the figure. None: not measured.
+        limit: smallest value allowed, or largest if `at_most` is True.
+        at_most: True if `limit` is an upper limit.
+        full_size: True if the limit holds only at the size of a full run, for example a ratio of large
+            models or a number of runs. A quick run does not judge such a bar.
+    """
 
     name: str
     value: float | None
     limit: float
     at_most: bool = False
+    full_size: bool = False
 
     @property
     def verdict(self) -> str:
+        """Verdict of a full run."""
         if self.value is None:
             return "NOT MEASURED"
         met = self.value <= self.limit if self.at_most else self.value >= self.limit
         return "PASS" if met else "SHORT"
 
-    def __str__(self) -> str:
+    def judge(self, *, quick: bool) -> str:
+        """Return the verdict of a full or a quick run."""
+        is_measured = self.value is not None
+        return _NOT_JUDGED if quick and self.full_size and is_measured else self.verdict
+
+    def line(self, *, quick: bool) -> str:
+        """Return name, value, limit and verdict as one line of text."""
         value = "-" if self.value is None else f"{self.value:.3f}"
-        return (
-            f"bar {self.name:<34} {value:>8} {'<=' if self.at_most else '>='} {self.limit:<6} {self.verdict}"
-        )
+        comparison = "<=" if self.at_most else ">="
+        verdict = self.judge(quick=quick)
+        return f"bar {self.name:<34} {value:>8} {comparison} {self.limit:<6} {verdict}"
+
+    def to_dict(self, *, quick: bool = False) -> dict[str, Any]:
+        """Return the record of the bar in a result file."""
+        record = asdict(self) | {"verdict": self.judge(quick=quick)}
+        del record["full_size"]
+        return record
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any]) -> Bar:
+        """Return the bar of a record. A bar that was not judged stays unjudged in a quick run."""
+        bar = {key: value for key, value in record.items() if key != "verdict"}
+        return cls(**bar, full_size=record["verdict"] == _NOT_JUDGED)
 
 
 @dataclass
@@ -63,9 +95,7 @@ class Claim:
         if path.exists():
             record = json.loads(path.read_text())
             self.figures, self.measured = record["figures"], record.get("measured", {})
-            for bar in record["bars"]:
-                bar.pop("verdict")
-                self.bars.append(Bar(**bar))
+            self.bars += map(Bar.from_dict, record["bars"])
 
     def enter(self, bar: Bar, figures: Any = None) -> None:
         """Keep a bar, and the figures that it comes from, beside when and of what they were measured."""
@@ -80,7 +110,7 @@ class Claim:
         self.write()
 
     def conclude(self) -> int:
-        """Print the bars, write the file, and say 1 if any bar was missed."""
+        """Print the bars, write the file, and return 1 if any bar that this run judges was missed."""
         return self._tell(self.write())
 
     def judge_again(self, bars: list[Bar], figures: Mapping[str, Any]) -> int:
@@ -100,7 +130,7 @@ class Claim:
 
     def _tell(self, path: Path) -> int:
         for bar in self.bars:
-            print(bar)
+            print(bar.line(quick=self.quick))
         print(f"written to {path}")
         commits = {self.commit, *(each["commit"] for each in self.measured.values())}
         nowhere = sorted(commit for commit in commits if not is_commit(commit))
@@ -109,10 +139,10 @@ class Claim:
                 f"WARNING: measured of {', '.join(nowhere)}, which nobody can check out: commit what has "
                 "changed and measure again before it is shown"
             )
-        return int(any(bar.verdict == "SHORT" for bar in self.bars))
+        return int(any(bar.judge(quick=self.quick) == "SHORT" for bar in self.bars))
 
     def _judged(self) -> list[dict[str, Any]]:
-        return [{**asdict(bar), "verdict": bar.verdict} for bar in self.bars]
+        return [bar.to_dict(quick=self.quick) for bar in self.bars]
 
     def write(self) -> Path:
         """The file, with what is measured so far."""

@@ -332,12 +332,12 @@ def bars(figures: Mapping[str, Any]) -> list[Bar]:
     found = []
     if mutants := figures.get("catalogue", {}).get("mutants"):
         caught = sum(mutant["caught"] for mutant in mutants.values()) / len(mutants)
-        found.append(Bar("mutants", float(len(mutants)), 75.0))
+        found.append(Bar("mutants", float(len(mutants)), 75.0, full_size=True))
         found.append(Bar("caught by the family expected", caught, 0.95))
         found.append(Bar("FAILs on clean twins", _failures(figures["catalogue"]["twins"]), 0.0, at_most=True))
     if models := figures.get("third_party", {}).get("models"):
         built = sum(name.startswith("transformers/") for name in models)
-        found.append(Bar("transformers models", float(built), 126.0))
+        found.append(Bar("transformers models", float(built), 126.0, full_size=True))
         found.append(
             Bar("unexplained FAILs on models of others", _failures(models, EXPLAINED), 0.0, at_most=True)
         )

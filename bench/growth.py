@@ -117,7 +117,7 @@ def bars(runs: dict[str, Any]) -> list[Bar]:
     caught = [run["verdict"] == "grows" for _, run in leaks]
     named = [any(each.startswith(LEAKS[leak]) for each in run["types"]) for leak, run in leaks]
     return [
-        Bar("sound loops", float(len(sound)), 20.0),
+        Bar("sound loops", float(len(sound)), 20.0, full_size=True),
         Bar("alarms at sound loops", float(sum(r["verdict"] != "flat" for r in sound)), 0.0, at_most=True),
         Bar("leaks caught", sum(caught) / len(caught) if caught else None, 1.0),
         Bar("leaks named", sum(named) / len(named) if named else None, 1.0),

@@ -109,7 +109,7 @@ def measure(claim: Claim, shape: Shape, rounds: int, *, compile: bool = True) ->
         "seconds": seconds,
     }
     value = ratios["guarded"]["median"] + share
-    claim.enter(Bar(f"guard and snapshots {shape.name}", value, LIMIT, at_most=True), figures)
+    claim.enter(Bar(f"guard and snapshots {shape.name}", value, LIMIT, at_most=True, full_size=True), figures)
     print(f"\n{shape.name}: plain {median(seconds['plain']):.4f} s")
     for name, each in ratios.items():
         print(f"  {name:<12} {each['median']:.4f} [{each['quartile_low']:.4f}, {each['quartile_high']:.4f}]")

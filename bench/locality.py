@@ -155,10 +155,11 @@ def bars(runs: dict[str, dict[str, Any]], budgets: tuple[int, ...]) -> list[Bar]
         if architecture != "rackwise" and whole and (found := losses(runs, recipe, largest))
     }
     throughout = {recipe: ratio for recipe, ratio in local.items() if not trains_all(recipe)}
-    made = [Bar("rackwise gains from twice the tokens", gain, 0.02, at_most=True)]
-    for name, ratios in (("", local), (", never all at once", throughout)):
+    made = [Bar("rackwise gains from twice the tokens", gain, 0.02, at_most=True, full_size=True)]
+    for which, ratios in (("", local), (", never all at once", throughout)):
         best = min(ratios, key=ratios.__getitem__) if ratios else "no run"
-        made.append(Bar(f"{best} / rackwise{name}", ratios.get(best), 1.03, at_most=True))
+        name = f"{best} / rackwise{which}"
+        made.append(Bar(name, ratios.get(best), 1.03, at_most=True, full_size=True))
     return made
 
 

@@ -239,7 +239,7 @@ def bars(found: Mapping[str, Mapping[str, Any]]) -> list[Bar]:
     others = sum(not name.startswith("rack/") and each["faults"] > 0 for name, each in found.items())
     unfinished = sum(each["error"] is not None for each in found.values())
     sound = sum(len(each["named_at_sound_steps"]) for each in found.values())
-    result.append(Bar("models of others", float(others), 3.0))
+    result.append(Bar("models of others", float(others), 3.0, full_size=True))
     result.append(Bar("subjects that did not finish", float(unfinished), 0.0, at_most=True))
     result.append(Bar("places named at sound steps", float(sound), 0.0, at_most=True))
     return result

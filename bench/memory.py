@@ -186,9 +186,10 @@ def bars(base: Run, found: dict[str, dict[str, Any]]) -> list[Bar]:
             local = replace(shape, architecture=architecture, n_stacks=units, blocks_per_stack=per_stack)
             whole = replace(local, architecture="rackwise", recompute="full")
             name = f"{architecture} d {shape.d_model} / recompute, {units} units"
-            made.append(Bar(name, ratio(local.name, whole.name), limit, at_most=True))
+            made.append(Bar(name, ratio(local.name, whole.name), limit, at_most=True, full_size=True))
     deep, shallow = replace(base, n_stacks=32), replace(base, n_stacks=4)
-    made.append(Bar("blockwise, 32 / 4 blocks", ratio(deep.name, shallow.name), 1.05, at_most=True))
+    depth = ratio(deep.name, shallow.name)
+    made.append(Bar("blockwise, 32 / 4 blocks", depth, 1.05, at_most=True, full_size=True))
     return made
 
 

@@ -254,7 +254,7 @@ def mutation_bars(figures: Mapping[str, Any]) -> list[Bar]:
         return []
     decidable = figures["detection"].get("decidable", Tally().to_dict())
     return [
-        Bar("mutations: decidable bugs found", decidable["rate"], 0.9),
+        Bar("mutations: decidable bugs found", decidable["rate"], 0.9, full_size=True),
         Bar("mutations: false alarms", float(figures["false_alarms"]["hits"]), 0.0, at_most=True),
     ]
 

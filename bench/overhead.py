@@ -102,7 +102,8 @@ def measure(claim: Claim, shape: Shape, rounds: int, *, compile: bool = True) ->
         "seconds": around.seconds,
     }
     for name in (TRAINER, "monitored"):
-        claim.enter(Bar(f"{name} {shape.name}", ratios[name]["median"], LIMIT, at_most=True), figures)
+        value = ratios[name]["median"]
+        claim.enter(Bar(f"{name} {shape.name}", value, LIMIT, at_most=True, full_size=True), figures)
     print(f"\n{shape.name}, {parameters} parameters")
     for name, plain in COMPARED.items():
         each, seconds = ratios[name], median(around.seconds[plain])

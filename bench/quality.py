@@ -398,7 +398,8 @@ def time_both(claim: Claim, task: str, model: Any, tokenizer: Any, size: Size, f
         "times_hf": {name: ratio(samples["hf"], times) for name, times in samples.items() if name != "hf"},
         "seconds": samples,
     }
-    claim.enter(Bar(f"{task}: examples/s against hf", figures["times_hf"]["ours"]["median"], FASTER), figures)
+    gain = figures["times_hf"]["ours"]["median"]
+    claim.enter(Bar(f"{task}: examples/s against hf", gain, FASTER, full_size=True), figures)
     for name, value in figures["examples_per_second"].items():
         print(f"{task:<10} {name:<26} {value:8.1f} examples/s", flush=True)
 

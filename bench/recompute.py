@@ -125,7 +125,8 @@ def memory(claim: Claim, shape: Shape, attention: str, precision: str) -> None:
     }
     row = f"{attention} {precision}"
     for name, limit in HELD.items():
-        claim.enter(Bar(f"{row}: held, {name}", figures[name]["held"], limit, at_most=True))
+        held = figures[name]["held"]
+        claim.enter(Bar(f"{row}: held, {name}", held, limit, at_most=True, full_size=True))
     same = all(each["gradients"] == plain["gradients"] for each in found.values())
     claim.enter(Bar(f"{row}: same gradients", float(same), 1.0))
     claim.figures[f"{row}: memory"] = figures
@@ -150,7 +151,8 @@ def throughput(claim: Claim, shape: Shape, attention: str, precision: str) -> No
 
     calls = {name: call(options) for name, options in KINDS.items()}
     gains = _compared(claim, f"{attention} {precision}", interleave(calls, rounds=shape.rounds), "none")
-    claim.enter(Bar(f"{attention} {precision}: throughput, full", gains["full"]["median"], THROUGHPUT))
+    gain = gains["full"]["median"]
+    claim.enter(Bar(f"{attention} {precision}: throughput, full", gain, THROUGHPUT, full_size=True))
 
 
 def budget_memory(claim: Claim, shape: Shape) -> None:
@@ -165,10 +167,9 @@ def budget_memory(claim: Claim, shape: Shape) -> None:
             "peak": found["peak_bytes"] / plain["peak_bytes"] if found["peak_bytes"] else None,
         }
     claim.figures["full bf16 compiled: memory"] = figures
-    claim.enter(
-        # Nothing but inputs is kept at 0; the setting is a bound, and rounded up to whole tensors.
-        Bar("full bf16 compiled: held, budget 0", figures["budget 0.0"]["held"], 0.5, at_most=True)
-    )
+    # Nothing but inputs is kept at 0; the setting is a bound, and rounded up to whole tensors.
+    held = figures["budget 0.0"]["held"]
+    claim.enter(Bar("full bf16 compiled: held, budget 0", held, 0.5, at_most=True, full_size=True))
     print("\nfull bf16 compiled: saved for the backward pass, and most memory of a pass; MB (of budget 1's)")
     for name, each in figures.items():
         print(f"  {name:<20} {_shown(each, 'held'):>16} {_shown(each, 'peak'):>16}", flush=True)

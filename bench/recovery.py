@@ -569,10 +569,17 @@ def bars(found: Found) -> list[Bar]:
                 max((gap for r, gap in gaps if r["at"] == at), default=None),
                 NEAR,
                 at_most=True,
+                full_size=True,
             )
             for at in sorted({r["at"] for r in ours})
         ),
-        Bar("the same / 3x dropping one batch", max(relative, default=None), 1.0, at_most=True),
+        Bar(
+            "the same / 3x dropping one batch",
+            max(relative, default=None),
+            1.0,
+            at_most=True,
+            full_size=True,
+        ),
         Bar(
             "steps that one NaN costs",
             max((float(r["skipped"]) for r in single if r["fault"] == "nan"), default=None),
@@ -584,6 +591,7 @@ def bars(found: Found) -> list[Bar]:
             "negative controls fail",
             share([not found.is_accepted(r) for r in found.negative_controls()]),
             1.0,
+            full_size=True,
         ),
     ]
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.forked import HANG_SECONDS
+
 SMALL = {
     "model": {
         "vocab_size": 23,
@@ -77,7 +79,7 @@ def subjects():
 def ends():
     """Whether a process of this number ends within some seconds."""
 
-    def ends(pid, seconds=30.0):
+    def ends(pid, seconds=HANG_SECONDS):
         deadline = time.monotonic() + seconds
         while (there := _runs(pid)) and time.monotonic() < deadline:
             time.sleep(0.01)

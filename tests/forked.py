@@ -9,10 +9,11 @@ import multiprocessing
 import os
 import sys
 import tempfile
-from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
 ROOT = str(Path(__file__).parents[1])
+# Limit of a wait that has to end: a process or a test that takes longer hangs. Busy machines take minutes.
+HANG_SECONDS = 600
 # What takes a while to import.
 MODULES = ["pytest", "stackwise.checkpoint", "stackwise.cli.train", "stackwise.stability.faults", "torch"]
 MODULES += ["stackwise.training", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.run"]
@@ -39,14 +40,8 @@ def start(function, *arguments, output, **variables):
     return process
 
 
-def stop():
-    """End the server, and what multiprocessing has beside it: they are children of this process."""
-    forkserver._forkserver._stop()
-    resource_tracker._resource_tracker._stop()
-
-
-def end_of(process, seconds=120):
-    """The exit code of a process, which is killed where it takes longer."""
+def end_of(process, seconds=HANG_SECONDS):
+    """Return the exit code of a process. It is killed after `seconds`."""
     process.join(seconds)
     process.kill()
     process.join()

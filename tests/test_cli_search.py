@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from stackwise.cli import main
 from stackwise.cli.search import Search
 from stackwise.config import StackWiseConfig
 from stackwise.prototype.search import SearchResult, Space
+from tests.forked import HANG_SECONDS
 
 ROOT = Path(__file__).parent.parent
 SPACE = """
@@ -168,11 +168,10 @@ def test_ctrl_c_leaves_a_search_that_goes_on(workplace, jobs):
         line = process.stderr.readline()
         assert line.startswith("trial "), line + process.stderr.read()
         process.send_signal(signal.SIGINT)
-        began = time.monotonic()
-        _, err = process.communicate(timeout=120)
-    assert process.returncode == 130 and time.monotonic() - began < 100
+        _, err = process.communicate(timeout=HANG_SECONDS)
+    assert process.returncode == 130
     assert "To go on: stackwise search space.yaml --budget 6" in err
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS, env=environment)
     assert done.returncode == 0, done.stderr
     assert ": 6 trials, 6 succeeded" in done.stdout
     assert 1 <= len(re.findall("^trial", done.stderr, re.MULTILINE)) <= 5

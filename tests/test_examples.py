@@ -16,6 +16,7 @@ from stackwise.cli.keys import configuration_keys, configuration_page
 from stackwise.config import StackWiseConfig
 from stackwise.data.shards import write_shards
 from stackwise.data.text import documentation_pages
+from tests.forked import HANG_SECONDS
 
 ROOT = Path(__file__).parent.parent
 FILES = sorted((ROOT / "examples").glob("*.yaml"))
@@ -187,7 +188,7 @@ class TestAsItStands:
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
         command += ["-m", "stackwise.cli", "train", str(ROOT / f"examples/{name}.yaml")]
         command += [f"--{key}={value}" for key, value in settings.items()]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS)
         assert done.returncode == 0, done.stderr
         assert len(re.findall(r"^rackwise: ", done.stdout, re.MULTILINE)) == 1
         assert len(re.findall(r"nats per byte", done.stdout)) == 1
@@ -246,7 +247,7 @@ def test_an_architecture_beside_a_llama(workplace):
     """It trains both, and writes one table of speed and quality."""
     command = [sys.executable, str(ROOT / "examples" / "compare_with_llama.py"), "--output", "out"]
     command += ["--steps", "4", "--seq-len", "32", "--questions", "6"]
-    subprocess.run(command, check=True, cwd=workplace, capture_output=True, timeout=600)
+    subprocess.run(command, check=True, cwd=workplace, capture_output=True, timeout=HANG_SECONDS)
     table = json.loads((workplace / "out" / "comparison.json").read_text())
     assert {(row["architecture"], row["task"]) for row in table["quality"]} == {
         (name, task) for name in ("llama", "own") for task in ("endings", "unseen pages")

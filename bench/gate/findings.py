@@ -31,20 +31,21 @@ def bars(runs: list[Run], figures: Mapping[str, Any]) -> list[Bar]:
     flagged = [each for each in said if each.tool == OURS and each.rule == FLAGGED and each.effect == SAME]
     enough = len(nothing) >= LEAST_DECISIONS
     held = [
-        Bar("A/A decisions", float(len(nothing)), LEAST_DECISIONS),
+        Bar("A/A decisions", float(len(nothing)), LEAST_DECISIONS, full_size=True),
         Bar("A/A alarms before confirmation", rate(flagged, _alarmed).value if enough else None, 0.01, True),
         Bar("A/A alarms", rate(nothing, _alarmed).value if enough else None, 0.001, True),
     ]
     for branch, least in (("up02", 0.9), ("up05", 0.99), ("up10", 0.99), ("wait", 0.99)):
         detected = rate([each for each in ours if each.effect == branch], lambda each: each.alarmed)
-        held.append(Bar(f"found, {EFFECTS[branch]}", detected.value, least))
+        held.append(Bar(f"found, {EFFECTS[branch]}", detected.value, least, full_size=True))
     for name, conditions, most in (
         ("idle", (IDLE,), 0.05),
         ("under noise", tuple(c for c in CONDITIONS if c != IDLE), 0.15),
     ):
         # Of a change below the tolerance and above the least effect nothing is promised.
         counted = [each for each in ours if each.condition in conditions and each.effect != "up01"]
-        held.append(Bar(f"INCONCLUSIVE, {name}", rate(counted, _is_inconclusive).value, most, True))
+        value = rate(counted, _is_inconclusive).value
+        held.append(Bar(f"INCONCLUSIVE, {name}", value, most, at_most=True, full_size=True))
     taken = [run.seconds / len(run.outcomes) for run in runs if run.tool == OURS and run.error is None]
     held.append(Bar("seconds per test", mean(taken) if taken else None, 15.0, at_most=True))
     held.append(Bar("seconds of a rival / ours, least", least_share(runs), 1.0))
@@ -53,10 +54,11 @@ def bars(runs: list[Run], figures: Mapping[str, Any]) -> list[Bar]:
     balances = [abs(each.raw["balance"] - 0.5) for each in ours if each.raw["balance"] is not None]
     held.append(Bar("|pairs with base first - 50 %|", max(balances, default=None), 0.02, at_most=True))
     calls = figures.get("calibrated", {}).get("calls")
-    held.append(Bar("effects, off by a share of", worst_deviation(calls) if calls else None, 0.2, True))
+    deviation = worst_deviation(calls) if calls else None
+    held.append(Bar("effects, off by a share of", deviation, 0.2, at_most=True, full_size=True))
     for branch in ("up02", "up05"):
         gain = advantage(runs, branch)
-        held.append(Bar(f"{EFFECTS[branch]} at 1 % alarms, - best rival", gain, 0.0))
+        held.append(Bar(f"{EFFECTS[branch]} at 1 % alarms, - best rival", gain, 0.0, full_size=True))
     held.append(own_history_bar(figures.get(OWN_HISTORY)))
     return held
 

@@ -372,9 +372,10 @@ def bars(found: Found, plan: Plan) -> tuple[Bar, ...]:
         for name in plan.architectures
     )
     said = correlations(found)[OURS]
+    loss, speed = (said[kind]["rho"] if whole else None for kind in ("loss", "speed"))
     return (
-        Bar("ranks: Spearman of loss", said["loss"]["rho"] if whole else None, LEAST_RHO),
-        Bar("ranks: Spearman of tokens/s", said["speed"]["rho"] if whole else None, LEAST_RHO),
+        Bar("ranks: Spearman of loss", loss, LEAST_RHO, full_size=True),
+        Bar("ranks: Spearman of tokens/s", speed, LEAST_RHO, full_size=True),
     )
 
 

@@ -285,13 +285,19 @@ def bars(figures: Mapping[str, Any], *, whole: bool) -> tuple[Bar, ...]:
         return float(figures[study][key]) if study in figures else None
 
     return (
-        Bar("search: best score, TPE - random, low end", low(TPE, "best_score"), 0.0),
+        Bar("search: best score, TPE - random, low end", low(TPE, "best_score"), 0.0, full_size=True),
         Bar(
             "search: hypervolume, NSGA-II - random, low end",
             low(NSGA2_BOTH, "hypervolume"),
             0.0,
+            full_size=True,
         ),
-        Bar("search: hypervolume, TPE - random, low end", low(TPE_BOTH, "hypervolume"), 0.0),
+        Bar(
+            "search: hypervolume, TPE - random, low end",
+            low(TPE_BOTH, "hypervolume"),
+            0.0,
+            full_size=True,
+        ),
         Bar("search: trials lost by SIGKILL, but the running", count("killed", "lost"), 0.0, at_most=True),
         Bar("search: trials done twice by two processes", count("shared", "done_twice"), 0.0, at_most=True),
     )

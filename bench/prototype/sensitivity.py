@@ -146,8 +146,8 @@ def bars(sweeps: Mapping[str, LearningRateSweep]) -> tuple[Bar, ...]:
     found = reductions(sweeps)
     lows = {name: found[name].low if name in found else None for name in (QK_NORM, BOTH)}
     return (
-        Bar("sensitivity: reduction by qk-norm", lows[QK_NORM], 0.0),
-        Bar("sensitivity: by z-loss beside it", lows[BOTH], 0.0),
+        Bar("sensitivity: reduction by qk-norm", lows[QK_NORM], 0.0, full_size=True),
+        Bar("sensitivity: by z-loss beside it", lows[BOTH], 0.0, full_size=True),
     )
 
 

@@ -110,7 +110,7 @@ def bars(sweeps: Mapping[str, LearningRateSweep]) -> tuple[Bar, ...]:
     """
     drift = sweeps[MUP].drift() if MUP in sweeps else None
     value = None if drift is None or drift.at_edge else float(drift.grid_steps)
-    return (Bar("transfer: octaves of drift with muP", value, 1.0, at_most=True),)
+    return (Bar("transfer: octaves of drift with muP", value, 1.0, at_most=True, full_size=True),)
 
 
 def table(sweeps: Mapping[str, LearningRateSweep]) -> Table | None:

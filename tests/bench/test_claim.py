@@ -28,6 +28,34 @@ def test_what_was_not_measured_is_neither():
     assert Bar("speed", None, 1.2).verdict == "NOT MEASURED"
 
 
+@pytest.mark.parametrize(
+    ("quick", "full_size", "value", "verdict", "code"),
+    [
+        (False, True, 1.0, "SHORT", 1),
+        (True, True, 1.0, "not judged", 0),
+        (True, True, 1.3, "not judged", 0),
+        (True, False, 1.0, "SHORT", 1),
+        (True, False, 1.3, "PASS", 0),
+        (True, True, None, "NOT MEASURED", 0),
+    ],
+)
+def test_quick_run_judges_only_bars_of_any_size(results, capsys, quick, full_size, value, verdict, code):
+    claim = Claim("speed", quick)
+    claim.enter(Bar("a", value, 1.2, full_size=full_size))
+    assert claim.conclude() == code
+    assert capsys.readouterr().out.splitlines()[0].endswith(f" >= 1.2    {verdict}")
+    [path] = results.rglob("*.json")
+    assert [bar["verdict"] for bar in json.loads(path.read_text())["bars"]] == [verdict]
+
+
+def test_bar_that_was_not_judged_stays_so_after_resume(results):
+    Claim("speed", quick=True).enter(Bar("a", 1.0, 1.2, full_size=True))
+    resumed = Claim("speed", quick=True)
+    resumed.resume()
+    assert resumed.bars == [Bar("a", 1.0, 1.2, full_size=True)]
+    assert resumed.conclude() == 0
+
+
 def test_a_row_measured_again_replaces_its_own_and_no_other(results):
     first = Claim("speed", quick=False, commit="one")
     first.enter(Bar("a", 1.0, 1.2), {"seconds": [1]})

@@ -2,17 +2,20 @@
 
 import os
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 from bench import detection, detection_table, marked_tables, rivals, third_party
+from bench import isolated as isolated_module
 from bench.claim import Claim
 from bench.isolated import all_isolated, isolated
 from stackwise.checks import CheckResult
 from stackwise.checks.check import select_checks
 from stackwise.spec import ModelSpec
+from tests.forked import HANG_SECONDS
 
 
 def test_what_a_process_yields_comes_back_in_order():
@@ -43,14 +46,18 @@ def test_what_came_before_an_exception_is_kept():
     assert ended.error.startswith("LookupError: no such thing (test_detection.py:")
 
 
-def test_a_process_that_stays_is_ended():
+def test_isolated_kills_a_process_that_takes_too_long(monkeypatch):
+    """The time is over at the second reading, after the first value."""
+
     def stays():
         yield os.getpid()
-        time.sleep(600)
+        time.sleep(10 * HANG_SECONDS)
 
-    ended = isolated(stays, seconds=1.0)
-    assert ended.error == "took longer than 1 s"
-    assert ended.seconds < 30
+    readings = iter([0.0, 0.0, HANG_SECONDS, HANG_SECONDS])
+    monkeypatch.setattr(isolated_module, "time", SimpleNamespace(monotonic=readings.__next__))
+    ended = isolated(stays, seconds=HANG_SECONDS)
+    assert ended.error == f"took longer than {HANG_SECONDS} s"
+    assert ended.seconds == HANG_SECONDS
     with pytest.raises(ProcessLookupError):
         os.kill(ended.values[0], 0)
 
@@ -194,7 +201,7 @@ def test_bars_count_failures_errors_and_what_did_not_end():
     }
     claim = Claim("detection", quick=True)
     claim.bars = detection.bars(figures)
-    shown = marked_tables.bar_rows({"bars": [{**vars(bar), "verdict": bar.verdict} for bar in claim.bars]})
+    shown = marked_tables.bar_rows({"bars": [bar.to_dict() for bar in claim.bars]})
     assert "| fast suite, llama, s | 4 | at most 5 |" in shown
     assert "| mutants | 2 | at least 75, short |" in shown
     nearly = {"name": "exact", "value": 0.9998, "limit": 1.0, "at_most": False, "verdict": "SHORT"}

@@ -1,7 +1,5 @@
 """What the benchmark of locality runs, and which losses it holds against which."""
 
-from dataclasses import asdict
-
 import pytest
 
 from bench.locality import BUDGETS, RACKWISE, RECIPES, SEEDS, bars, jobs_of, losses, name_of, trains_all
@@ -52,4 +50,4 @@ def test_without_runs_nothing_is_measured():
 def test_bars_on_file_are_those_of_its_runs():
     record = recorded("locality")
     made = bars(record["figures"]["runs"], BUDGETS)
-    assert [{**asdict(bar), "verdict": bar.verdict} for bar in made] == record["bars"]
+    assert [bar.to_dict() for bar in made] == record["bars"]

@@ -2,7 +2,6 @@
 
 import json
 import math
-from dataclasses import asdict
 
 import pytest
 import torch
@@ -124,6 +123,6 @@ def test_runs_on_file_are_judged_anew_and_none_is_made(monkeypatch, tmp_path, ca
 def test_bars_on_file_are_those_of_its_runs():
     record = recorded("recovery")
     of_file = Found(record["figures"]["runs"], record["figures"]["steps"])
-    assert [{**asdict(bar), "verdict": bar.verdict} for bar in bars(of_file)] == record["bars"]
+    assert [bar.to_dict() for bar in bars(of_file)] == record["bars"]
     assert beside(of_file).items() <= record["figures"].items()
     assert {each["fault"] for each in of_file.all} == {*CONTROLS, *FAULTS}

@@ -2,7 +2,6 @@
 
 import gc
 import json
-import time
 import weakref
 from dataclasses import replace
 from functools import partial
@@ -41,24 +40,24 @@ MiB = 2**20
 SMALL = {"min_seconds": 0.0, "min_calls": 3, "warmup_seconds": 0.0}
 
 
-def test_slower_by_what_is_known(subjects):
-    """A model that sleeps for 20 ms: the ratio is that of the times, above 1 for the faster one."""
+def test_speed_up_is_the_ratio_of_times(subjects, virtual_time):
+    def taking(seconds):
+        class Model(subjects.GRULM):
+            def forward(self, ids):
+                virtual_time.take(seconds)
+                return super().forward(ids)
 
-    class Sleeping(subjects.GRULM):
-        def forward(self, ids):
-            time.sleep(0.02)
-            return super().forward(ids)
+        return Model
 
+    models = {"slow": taking(0.02), "fast": taking(0.001)}
     config = {"cases": [{"mode": "forward", "batch_size": 1, "seq_len": 4}], **QUICK}
-    table = compare_architectures({"slow": Sleeping, "fast": subjects.gru}, config, baseline="slow")
-    slow, fast = table
+    slow, fast = compare_architectures(models, config, baseline="slow")
     assert (slow["architecture"], fast["architecture"]) == ("slow", "fast")
     assert slow["speed_up"] == slow["speed_up_low"] == slow["speed_up_high"] == 1.0
-    assert fast["speed_up"] > 5
-    assert fast["speed_up_low"] <= fast["speed_up"] <= fast["speed_up_high"]
-    assert slow["tokens_per_second"] < 4 / 0.02
-    other_way = compare_architectures({"slow": Sleeping, "fast": subjects.gru}, config, baseline="fast")
-    assert other_way.where(architecture="slow")["speed_up"][0] < 0.2
+    assert [fast[key] for key in ("speed_up", "speed_up_low", "speed_up_high")] == pytest.approx([20.0] * 3)
+    assert slow["tokens_per_second"] == pytest.approx(4 / 0.02)
+    other_way = compare_architectures(models, config, baseline="fast")
+    assert other_way.where(architecture="slow")["speed_up"][0] == pytest.approx(1 / 20)
 
 
 def test_every_kind_of_work(subjects):

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from stackwise.checkpoint import EXIT_CODE, CheckpointManager, Termination
+from tests.forked import HANG_SECONDS
 
 SCRIPT = """
 import sys, torch
@@ -50,7 +51,7 @@ def ended(directory, number):
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
         assert process.stdout.readline() == "now\n"
         process.send_signal(number)
-        _, errors = process.communicate("\n", timeout=100)
+        _, errors = process.communicate("\n", timeout=HANG_SECONDS)
     return process.returncode, errors
 
 
@@ -182,7 +183,7 @@ with Termination() as termination, CheckpointManager(folder / "run") as manager:
 
 
 def until(condition, process):
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + HANG_SECONDS
     while not condition():
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()
         time.sleep(0.02)
@@ -207,7 +208,7 @@ def test_torchrun_and_its_processes_are_both_asked(tmp_path):
     process.send_signal(signal.SIGTERM)  # which passes it on, and says so
     until(lambda: said.read_text().count("closing signal SIGTERM") == 2, process)
     (tmp_path / "go").touch()
-    assert process.wait(timeout=60) != 0
+    assert process.wait(timeout=HANG_SECONDS) != 0
     ended = [(tmp_path / f"ended-{rank}").read_text() for rank in range(2)]
     assert ended[0] == ended[1], said.read_text()
     manager = CheckpointManager(tmp_path / "run")
@@ -228,7 +229,7 @@ def half_a_second(x):
 def in_a_pool():
     """Exit code: whether the work of a pool was finished after a signal to all processes of its group."""
     os.setpgid(0, 0)
-    signal.alarm(20)
+    signal.alarm(HANG_SECONDS)
     with Termination() as termination:
         pool = multiprocessing.get_context("fork").Pool(2)
         found = pool.map_async(half_a_second, range(4))
@@ -246,7 +247,7 @@ def in_a_pool():
 def asked_alone():
     """Exit code: whether a forked process ends by one signal behind the `with` in which this one had one."""
     os.setpgid(0, 0)
-    signal.alarm(20)
+    signal.alarm(HANG_SECONDS)
     context = multiprocessing.get_context("fork")
     with Termination():
         ours, theirs = context.Pipe()
@@ -264,7 +265,7 @@ def test_forked_processes_where_their_parent_was_asked_too(target):
     """As by a scheduler, which signals all processes: the loop may wait for what they make."""
     process = multiprocessing.get_context("fork").Process(target=target)
     process.start()
-    process.join(60)
+    process.join(HANG_SECONDS)
     code = process.exitcode
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
@@ -285,7 +286,7 @@ def test_a_forked_process_ends_as_usual(interrupted):
             if interrupted:
                 os.kill(process.pid, signal.SIGINT)
             process.terminate()
-            process.join(60)
+            process.join(HANG_SECONDS)
             code = process.exitcode
             process.kill()
             assert code == -signal.SIGTERM

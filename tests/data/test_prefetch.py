@@ -2,12 +2,14 @@
 
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from stackwise.data import TokenWindows
+from stackwise.data import TokenWindows, prefetch
 from stackwise.data.prefetch import Prefetched
+from tests.forked import HANG_SECONDS
 
 
 def windows(n_tokens=201, **settings):
@@ -127,18 +129,20 @@ def test_an_error_comes_where_its_batch_would_have():
         next(pass_)
 
 
-def test_waiting_is_measured():
-    class Slow(Failing):
-        def __iter__(self):
-            for i in range(3):
-                time.sleep(0.02)
-                yield {"input_ids": torch.tensor([[i]])}
+def test_waited_seconds_are_those_of_the_consumer(monkeypatch):
+    """A wait takes one second, and the work on a batch takes a hundred. The end is waited for as well."""
+    seconds = [0]
 
-    ahead = Prefetched(Slow())
-    assert ahead.waited_seconds == 0.0
-    start = time.perf_counter()
-    assert len(list(ahead)) == 3
-    assert 0.05 < ahead.waited_seconds <= time.perf_counter() - start
+    def perf_counter():
+        seconds[0] += 1
+        return seconds[0]
+
+    monkeypatch.setattr(prefetch, "time", SimpleNamespace(perf_counter=perf_counter))
+    ahead = Prefetched(windows(), depth=9)
+    assert ahead.waited_seconds == 0
+    for _ in ahead:
+        seconds[0] += 100
+    assert ahead.waited_seconds == len(ahead) + 1
 
 
 def test_no_more_is_read_ahead_than_asked():
@@ -156,7 +160,7 @@ def test_depth():
 
 
 def _wait_until_full(ahead):
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + HANG_SECONDS
     while ahead._pass and not ahead._pass.items.full() and ahead._pass.thread.is_alive():
         assert time.monotonic() < deadline
         time.sleep(0.001)

@@ -1,9 +1,8 @@
 """What a process of a side does when it is told to."""
 
+import itertools
 import subprocess
 import sys
-import threading
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -113,23 +112,29 @@ def test_warm_up_of_short_calls_makes_many_at_once(clock):
     assert 10_000 <= len(made) <= 11_001
 
 
-@pytest.mark.usefixtures("childless")
-def test_warm_up_tells_whether_others_compute():
-    def work():
-        end = time.thread_time() + 0.005
-        while time.thread_time() < end:
-            pass
+@pytest.mark.parametrize(
+    ("calls_with_a_thread", "alone"), [((), 1.0), ((0, 1, 2, 3), 0.0), ((0,), 1.0), ((3,), 0.0)]
+)
+def test_warm_up_reports_other_threads_after_the_first_call(clock, monkeypatch, calls_with_a_thread, alone):
+    calls, threads = itertools.count(), []
 
-    def in_thread():
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
+    class Watch:
+        """In place of `Alone`, whose own test has real threads."""
 
-    assert warm_up(Repeated(work), 0.05)["alone"] == 1.0
-    assert warm_up(Repeated(in_thread), 0.05)["alone"] == 0.0
-    # What only the first call does is no matter.
-    first = iter([in_thread])
-    assert warm_up(Repeated(lambda: next(first, work)()), 0.05)["alone"] == 1.0
+        def __init__(self):
+            threads.clear()
+
+        def holds(self):
+            return not threads
+
+    def call():
+        number = next(calls)
+        threads.extend([number] * (number in calls_with_a_thread))
+        clock.sleep(1.0)
+
+    monkeypatch.setattr(subject, "Alone", Watch)
+    assert warm_up(Repeated(call), 4.0)["alone"] == alone
+    assert next(calls) == 4
 
 
 def test_memory_of_tensors_is_exact():

@@ -15,6 +15,7 @@ import pytest
 from stackwise.gate.side import twin as program
 from stackwise.gate.side.channel import DESCRIPTOR, ChannelClosedError
 from stackwise.gate.twins import Twins, interpreter
+from tests.forked import HANG_SECONDS
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere there are none")
 
@@ -85,7 +86,7 @@ def made(tmp_path, monkeypatch):
 
 def told(tmp_path, who):
     log = tmp_path / f"{who}.log"
-    for _ in range(6000):
+    for _ in range(100 * HANG_SECONDS):
         if log.exists() and log.read_text().endswith("\n"):
             return json.loads(log.read_text())
         time.sleep(0.01)
@@ -150,7 +151,7 @@ def test_where_nobody_says_what_to_import_they_end():
     for own, theirs in (parent, *others):
         theirs.close()
         own.close()
-    assert process.communicate(timeout=60) == (None, b"") and process.returncode == 0
+    assert process.communicate(timeout=HANG_SECONDS) == (None, b"") and process.returncode == 0
 
 
 def test_options_of_the_interpreter_are_handed_on():

@@ -23,6 +23,7 @@ from stackwise.model.attention import Attention
 from stackwise.model.block import Block
 from stackwise.model.rack import Rack
 from stackwise.model.stack_cache import StackCache
+from tests.forked import HANG_SECONDS
 
 VOCAB, WIDTH, LARGE_BUDGET = 13, 16, 10**8
 ENTRY = 2 * 5 * WIDTH * 4  # bytes of the hidden states of two rows of five tokens
@@ -661,7 +662,7 @@ class TestDirectory:
             code = OTHER_PROCESS.format(
                 folder=str(Path(__file__).parent), directory=str(tmp_path / "cache"), hits=hits, misses=misses
             )
-            subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+            subprocess.run([sys.executable, "-c", code], check=True, timeout=HANG_SECONDS)
 
         other(0, 1)
         cache, rack = make_cache(True), make_rack()

@@ -8,6 +8,7 @@ import warnings
 import pytest
 
 from pytest_stackwise import StackwiseWarning
+from tests.forked import HANG_SECONDS
 
 # What nested runs ask unless they say otherwise: every check would take minutes, and their number grows.
 CORE = "determinism,batch_invariance,causality,finite_gradients,finite_logits,initial_loss"
@@ -186,7 +187,9 @@ def run_apart(pytester):
     """pytest in a process of its own: run_apart(*arguments) -> RunResult."""
 
     def run(*arguments):
-        return pytester.runpytest_subprocess("-p", "no:cacheprovider", *map(str, arguments), timeout=120)
+        return pytester.runpytest_subprocess(
+            "-p", "no:cacheprovider", *map(str, arguments), timeout=HANG_SECONDS
+        )
 
     return run
 

@@ -28,6 +28,7 @@ from pytest_stackwise.gate import (
 from stackwise.gate.limit import Limits
 from stackwise.gate.result import GateResult, TestResult, TrialResult
 from stackwise.gate.verdict import Decision, Verdict
+from tests.forked import HANG_SECONDS
 
 pytestmark = pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
 
@@ -468,11 +469,11 @@ def test_long(benchmark):
         # A shell ignores SIGINT in what it starts in the background, and hands that on.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + HANG_SECONDS
     while len(list(seen.iterdir())) < 2 and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.02)
     process.send_signal(number)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=HANG_SECONDS)
     assert process.returncode == pytest.ExitCode.INTERRUPTED, output
     assert "the run was interrupted: what was open then is INCONCLUSIVE" in output
     pids = [int(path.name) for path in seen.iterdir()]

@@ -38,8 +38,7 @@ def test_marker_alone_says_what_is_measured(pytester, run, report):
         def test_speed(throughput):
             measurement = throughput(models.plain)
             assert measurement.tokens == 24
-            # Of the second, all but what is between the calls.
-            assert sum(measurement.seconds) * measurement.calls_per_sample >= 0.5
+            assert len(measurement.seconds) >= 5
         """
     )
     run("--stackwise-report=out.json").assert_outcomes(passed=1)

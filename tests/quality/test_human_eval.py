@@ -17,6 +17,7 @@ from stackwise.quality.human_eval import (
     load_problems,
 )
 from stackwise.quality.sandbox import Sandbox, SandboxLimits, isolation_problem
+from tests.forked import HANG_SECONDS
 
 needs_jail = pytest.mark.skipif(isolation_problem() is not None, reason=str(isolation_problem()))
 
@@ -102,7 +103,7 @@ def test_evaluated(problems):
         completions,
         k=(1, 4),
         execute_generated_code=True,
-        sandbox=Sandbox(SandboxLimits(seconds=5.0, cpu_seconds=1.0)),
+        sandbox=Sandbox(SandboxLimits(seconds=HANG_SECONDS, cpu_seconds=1.0)),
         on_execution=lambda *what: seen.append(what[:2]),
     )
     passed = {name: [each.passed for each in row] for name, row in result.executions.items()}

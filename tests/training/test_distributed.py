@@ -9,7 +9,6 @@ import multiprocessing
 import re
 import shutil
 import subprocess
-import time
 from collections import Counter
 from datetime import timedelta
 from pathlib import Path
@@ -27,7 +26,7 @@ from stackwise.training.checkpoint import load_rack
 from stackwise.training.loop import NonFiniteStepError
 from stackwise.training.processes import Processes
 from stackwise.yaml12 import load_yaml
-from tests.forked import end_of, start
+from tests.forked import HANG_SECONDS, end_of, start
 
 RANKS, ROWS, STEPS = 2, 2, 20
 MODEL = {
@@ -300,7 +299,7 @@ def fails_alone(processes):
         def __iter__(self):
             return data()
 
-    config, began = configure("ddp", 2), time.monotonic()
+    config = configure("ddp", 2)
     try:
         # Its own context: the rank that fails leaves it, and with it the group.
         with processes:
@@ -308,7 +307,7 @@ def fails_alone(processes):
                 rack_of(config), Failing()
             )
     except (OSError, RuntimeError) as error:
-        return {"error": type(error).__name__, "message": str(error), "seconds": time.monotonic() - began}
+        return {"error": type(error).__name__, "message": str(error)}
 
 
 def resumed(processes, strategy, folder, **sections):
@@ -397,7 +396,7 @@ LOCAL = {
 def main(folder):
     """What each rank does."""
     settings = TrainingConfig.from_dict({"device": "cpu", "distributed": {"strategy": "ddp"}})
-    with Processes.from_environment(settings, timeout=timedelta(seconds=60)) as group:
+    with Processes.from_environment(settings, timeout=timedelta(seconds=HANG_SECONDS)) as group:
         seen = {}
         for name, run in scenarios(group, folder):
             seen[name] = run()
@@ -428,7 +427,7 @@ def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     output = folder / "output"
     process = start(torchrun, folder, output=output, RANK=None, WORLD_SIZE=None, OMP_NUM_THREADS="1")
-    assert end_of(process, 240) == 0, output.read_text()
+    assert end_of(process) == 0, output.read_text()
     seen = [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(RANKS)]
     return {name: [of_rank[name] for of_rank in seen] for name in seen[0]}
 
@@ -638,7 +637,6 @@ class TestRun:
         assert second["error"] == "OSError"
         assert first["error"] == "RuntimeError"
         assert "Connection" in first["message"]  # gloo: the other is gone
-        assert first["seconds"] < 30
 
 
 TORCHRUN = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}

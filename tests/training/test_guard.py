@@ -29,6 +29,7 @@ from stackwise.training.json_lines_log import read_json_lines
 from stackwise.training.loss_scale import LossScale
 from stackwise.training.objective import Objective
 from stackwise.training.storage_meter import uncollected
+from tests.forked import HANG_SECONDS
 
 BAD = 22  # a token that only broken batches have, in their first place
 STEPS = 9
@@ -719,7 +720,7 @@ def test_what_breaks_in_one_process_is_left_out_in_all(tmp_path, strategy):
     (tmp_path / "train.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     done = subprocess.run(
-        [*command, str(tmp_path / "train.py"), strategy], capture_output=True, text=True, timeout=300
+        [*command, str(tmp_path / "train.py"), strategy], capture_output=True, text=True, timeout=HANG_SECONDS
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("same") == 2
@@ -800,7 +801,7 @@ def test_a_rise_of_all_processes_is_computed_again_by_all(tmp_path, strategy):
     (tmp_path / "train.py").write_text(RISES)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     done = subprocess.run(
-        [*command, str(tmp_path / "train.py"), strategy], capture_output=True, text=True, timeout=300
+        [*command, str(tmp_path / "train.py"), strategy], capture_output=True, text=True, timeout=HANG_SECONDS
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("same") == 2

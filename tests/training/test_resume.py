@@ -669,7 +669,7 @@ def test_signal_saves_and_the_run_can_be_resumed(tmp_path, number, exit_code):
         assert process.is_alive(), output.read_text()
         time.sleep(0.01)
     os.kill(process.pid, number)
-    code, error = end_of(process, 60), output.read_text()
+    code, error = end_of(process), output.read_text()
     assert code == exit_code, error
     [saved] = (ended / "run").iterdir()
     step = int(saved.name.removeprefix("step-"))

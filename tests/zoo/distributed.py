@@ -14,6 +14,7 @@ import torch.distributed
 import torch.nn.functional as F
 
 from stackwise.seed import seeded
+from tests.forked import HANG_SECONDS
 from tests.zoo.gpt import GPT
 from tests.zoo.loop import Loop, loop_spec_of
 from tests.zoo.mutant import mutant
@@ -43,7 +44,7 @@ class InProcess:
 
     def __init__(self):
         self.barrier, self.parts, self.local = (
-            threading.Barrier(2, timeout=5),
+            threading.Barrier(2, timeout=HANG_SECONDS),
             [None, None],
             threading.local(),
         )

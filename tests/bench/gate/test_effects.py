@@ -8,22 +8,54 @@ import pytest
 
 from bench.gate import effects
 from bench.gate.effects import EFFECTS, SAME, Effect, branches, calibrate, count_instructions, worst_deviation
+from bench.isolated import Ended
 
 
-def test_iterations_of_a_call_whose_steps_are_known():
-    """Of 20 000 steps of pure Python, 10 % is about 2 000 more."""
+class Clock:
+    """Clock that advances by one microsecond for each step of a call, and by the seconds of a sleep."""
+
+    def __init__(self):
+        self.on_cpu = self.asleep = 0.0
+
+    def step(self, count):
+        self.on_cpu += 1e-6 * count
+
+    def sleep(self, seconds):
+        self.asleep += seconds
+
+    def thread_time(self):
+        return self.on_cpu
+
+    def perf_counter(self):
+        return self.on_cpu + self.asleep
+
+
+def test_calibrate_finds_iterations_and_sleep_of_each_effect(monkeypatch):
+    """A call has 20 000 steps: a tenth is 2000 more, and a sleep of 5 % is 1 ms."""
+    clock = Clock()
+
+    def timed(call, timer=None):
+        read = clock.thread_time if timer == clock.thread_time else clock.perf_counter
+        begin = read()
+        call()
+        return read() - begin
+
+    monkeypatch.setattr(effects, "time", clock)
+    monkeypatch.setattr(effects, "_timed", timed)
+    monkeypatch.setattr(effects, "isolated", lambda function, seconds: Ended(list(function()), None, 0.0))
+    work = "bench.gate.suite.subject.work.prepare"
+    monkeypatch.setattr(work, lambda name: lambda added: clock.step(20_000 + added))
     found = calibrate("python", 0.05)
-    effects = found["effects"]
-    assert list(effects) == list(EFFECTS)
-    assert effects[SAME]["iterations"] == 0
-    assert 1000 < effects["up10"]["iterations"] < 4000
-    assert effects["up01"]["iterations"] < effects["up02"]["iterations"] < effects["up05"]["iterations"]
-    assert effects["up10"]["iterations"] * found["iteration_share"] == pytest.approx(0.1, rel=0.01)
-    assert effects["wait"]["iterations"] == 0
-    assert 0 < effects["wait"]["sleep_seconds"] <= 0.05 * found["seconds"]
+    assert found["seconds"] == pytest.approx(0.02)
+    assert found["iteration_share"] == pytest.approx(1 / 20_000)
+    iterations = {branch: each["iterations"] for branch, each in found["effects"].items()}
+    assert iterations == {SAME: 0, "up01": 200, "up02": 400, "up05": 1000, "up10": 2000, "wait": 0}
     for branch, effect in EFFECTS.items():
-        assert bool(effects[branch]["sleep_seconds"]) == effect.sleeps
-        assert {"on_cpu", "change", "low", "high"} <= set(effects[branch])
+        each = found["effects"][branch]
+        assert each["sleep_seconds"] == pytest.approx(1e-3 if effect.sleeps else 0.0)
+        assert each["change"] == pytest.approx(effect.share)
+        assert each["on_cpu"] == pytest.approx(0.0 if effect.sleeps else effect.share, abs=1e-9)
+        assert each["low"] <= each["change"] <= each["high"]
 
 
 def test_a_call_that_fails_is_told():

@@ -164,14 +164,23 @@ class TestMain:
             (condition, effect) for condition in ("idle", "phases") for effect in (SAME, "up10")
         }
 
+    def test_selected_effects_run_first_and_resume_adds_the_rest(self, tools, tmp_path):
+        folder = ["--folder", str(tmp_path / "repository")]
+        main(["--quick", "--effects", "up10", "--blocks", "1", *folder])
+        [path] = (tmp_path / "results").rglob("gate-quick-runs.jsonl")
+        assert {run.effect for run in RunLog(path).read()} == {"up10"}
+        main(["--quick", "--resume", "--blocks", "1", *folder])
+        assert {run.effect for run in RunLog(path).read()} == {SAME, "up10"}
+
     @pytest.mark.parametrize(
         ("arguments", "told"),
         [
             (["--conditions", "idle,storm"], "got storm; allowed: idle, bursts, phases"),
+            (["--effects", "up10,storm"], "got storm; allowed: same, up01, up02"),
             (["--seconds", "0"], "got 0.0; allowed: a number > 0"),
             (["--rivals-every", "0"], "got 0; allowed: an integer >= 1"),
         ],
-        ids=["conditions", "seconds", "rivals"],
+        ids=["conditions", "effects", "seconds", "rivals"],
     )
     def test_arguments_are_checked(self, tools, arguments, told, capsys):
         with pytest.raises(SystemExit):

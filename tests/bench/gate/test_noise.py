@@ -8,6 +8,7 @@ import pytest
 
 from bench.gate import noise as noise_module
 from bench.gate.noise import KINDS, noise, spans
+from tests.forked import HANG_SECONDS
 
 
 def first(kind, seed, thread, count=400):
@@ -97,7 +98,7 @@ def test_it_ends_when_who_started_it_is_gone():
     )
     # The noise holds the pipe of errors, too: `run` comes back only when it has ended.
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=HANG_SECONDS
     )
     assert done.returncode == 9
     assert done.stdout.strip().isdigit()

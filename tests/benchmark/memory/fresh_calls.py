@@ -43,7 +43,7 @@ def sleeps(file):
     def call():
         if os.fork() == 0:
             Path(file).write_text(str(os.getpid()))
-        time.sleep(60)
+        time.sleep(3600)
 
     return call
 

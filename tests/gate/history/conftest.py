@@ -10,6 +10,7 @@ import pytest
 from stackwise.gate.history.machine import Machine
 from stackwise.gate.history.point import Result, Run
 from stackwise.gate.history.reference import ReferenceTime
+from tests.forked import HANG_SECONDS
 
 WRITER = """
 import sys, time
@@ -70,7 +71,7 @@ def write_at_once(tmp_path):
                 assert all(job.poll() is None for job in jobs)
                 time.sleep(0.01)
             go.touch()
-            assert [job.wait(60) for job in jobs] == [0, 0, 0]
+            assert [job.wait(HANG_SECONDS) for job in jobs] == [0, 0, 0]
         finally:
             for job in jobs:
                 job.kill()

@@ -19,6 +19,7 @@ from stackwise.gate.history.reference import ReferenceTime
 from stackwise.gate.history.store import Store
 from stackwise.gate.history.store_url import StoreUrl
 from stackwise.gate.verdict import Verdict
+from tests.forked import HANG_SECONDS
 
 pytestmark = pytest.mark.slow
 TEST = "bench/test_a.py::test_step"
@@ -65,13 +66,13 @@ def server():
             yield url
         finally:
             process.send_signal(signal.SIGINT)  # does not wait for clients
-            process.wait(30)
+            process.wait(HANG_SECONDS)
     finally:
         shutil.rmtree(folder)
 
 
 def _wait_for(url, process, log):
-    for _ in range(300):
+    for _ in range(10 * HANG_SECONDS):
         assert process.poll() is None, log.read_text()
         try:
             with _admin(url).connect():

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 from stackwise.prototype.search import TrialOutcome
+from tests.forked import HANG_SECONDS
 
 SPACE = {
     "space": {
@@ -89,7 +90,7 @@ def lines_of(folder):
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def wait_for(condition, seconds=120.0):
+def wait_for(condition, seconds=HANG_SECONDS):
     """Until it holds; fails where that takes too long."""
     limit = time.monotonic() + seconds
     while not condition():

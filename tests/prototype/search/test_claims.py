@@ -16,6 +16,7 @@ from stackwise.prototype.search.heartbeat import Heartbeat
 from stackwise.prototype.search.objective import read_objectives
 from stackwise.prototype.search.process_identity import ProcessIdentity
 from stackwise.prototype.search.record import CLAIM
+from tests.forked import HANG_SECONDS
 from tests.prototype.search.searches import FEW
 
 FAIL, RUNNING, WAITING = (getattr(optuna.trial.TrialState, name) for name in ("FAIL", "RUNNING", "WAITING"))
@@ -234,7 +235,7 @@ class TestIdentity:
         # The number came again; where the system does not say when a process began, nobody can tell.
         assert replace(theirs, began="1").lives() is (not theirs.began)
         child.kill()
-        limit = time.monotonic() + 30
+        limit = time.monotonic() + HANG_SECONDS
         while theirs.lives() and time.monotonic() < limit:  # its parent has not waited for it yet
             time.sleep(0.01)
         assert theirs.lives() is False or not theirs.began
@@ -272,7 +273,7 @@ def test_heartbeat(study):
         return study.get_trials(deepcopy=False)[0].user_attrs.get(BEAT, 0)
 
     with Heartbeat(trial, 0.01):
-        limit = time.monotonic() + 30
+        limit = time.monotonic() + HANG_SECONDS
         while beats() < 3 and time.monotonic() < limit:
             time.sleep(0.01)
     last = beats()

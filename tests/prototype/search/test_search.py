@@ -32,6 +32,7 @@ from stackwise.prototype.search import (
     study,
     worker,
 )
+from tests.forked import HANG_SECONDS
 from tests.prototype.search.searches import (
     FEW,
     SPACE,
@@ -925,7 +926,7 @@ class TestWorkersThatEnd:
 class TestProcesses:
     """Real processes that meet in a storage and nowhere else."""
 
-    def finished(self, process, seconds=300):
+    def finished(self, process, seconds=HANG_SECONDS):
         out, err = process.communicate(timeout=seconds)
         assert process.returncode == 0, err
         return int(out)
@@ -1013,7 +1014,11 @@ class TestProcesses:
         )
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[3])}
         done = subprocess.run(
-            [sys.executable, "script.py"], capture_output=True, text=True, env=environment, timeout=300
+            [sys.executable, "script.py"],
+            capture_output=True,
+            text=True,
+            env=environment,
+            timeout=HANG_SECONDS,
         )
         assert done.returncode == 1
         assert "RuntimeError: a worker ended with exit code 1 before it began" in done.stderr

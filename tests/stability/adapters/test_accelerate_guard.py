@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from stackwise.stability.faults import GradientExplosion, NanInjection, broken
 from stackwise.stability.guard import GuardError, GuardPolicy
+from tests.forked import HANG_SECONDS
 
 accelerate = pytest.importorskip("accelerate")
 
@@ -436,7 +437,7 @@ def test_two_processes_decide_as_one(tmp_path):
         str(script),
     ]
     environment = {**os.environ, "PYTHONPATH": root, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("both agree") == 2
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.forked import HANG_SECONDS
+
 RANKS = '''
 import copy, math, sys
 import torch
@@ -150,6 +152,6 @@ def test_two_processes_with_shards(tmp_path):
     script.write_text(RANKS)
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(script), str(tmp_path / "store")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "both agree" in done.stdout

@@ -17,6 +17,7 @@ from torch import nn
 
 from stackwise.stability.faults import DiskFull, GradientExplosion, LossSpike, NanInjection, broken
 from stackwise.stability.guard import GuardError, GuardPolicy
+from tests.forked import HANG_SECONDS
 
 pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
@@ -514,7 +515,11 @@ def test_two_processes_decide_as_one(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*command, str(script), str(tmp_path)], capture_output=True, text=True, timeout=280, env=environment
+        [*command, str(script), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=HANG_SECONDS,
+        env=environment,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("both agree") == 2

@@ -22,7 +22,7 @@ from stackwise.stability.faults import (
     broken,
     kill_child,
 )
-from tests.forked import end_of, start
+from tests.forked import HANG_SECONDS, end_of, start
 from tests.stability.faults.conftest import Training, differing, hooks_of
 
 
@@ -106,7 +106,7 @@ def test_a_child_that_is_killed(tmp_path, kind, code):
 
 
 def test_a_child_that_is_done_before():
-    assert kill_child([sys.executable, "-c", "raise SystemExit(7)"], after=60.0) == 7
+    assert kill_child([sys.executable, "-c", "raise SystemExit(7)"], after=HANG_SECONDS) == 7
     assert kill_child([sys.executable, "-c", "raise SystemExit(7)"], when=lambda: False) == 7
 
 

@@ -12,6 +12,7 @@ from torch import distributed
 
 from stackwise.stability.guard import GuardPolicy
 from stackwise.stability.guard.judge import KINDS, Judge
+from tests.forked import HANG_SECONDS
 
 CPU = torch.device("cpu")
 NUMBERS = st.lists(st.floats(2.0**-20, 2.0**20, width=32), min_size=4, max_size=20)
@@ -188,7 +189,7 @@ def test_another_state_is_refused(logs):
 
 def test_all_processes_remember_the_same(monkeypatch):
     """The largest of each signal: a process with harder data is no spike, and a rise of any is one of all."""
-    meeting, given = threading.Barrier(2, timeout=60), {}
+    meeting, given = threading.Barrier(2, timeout=HANG_SECONDS), {}
 
     def all_reduce(tensor, op, group):
         assert (op, group) == (distributed.ReduceOp.MAX, "both")

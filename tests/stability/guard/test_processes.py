@@ -14,7 +14,7 @@ from stackwise.random_states import random_states
 from stackwise.stability.guard import Alarm, Guard
 from stackwise.stability.guard.batch_feed import GivenBatch
 from stackwise.stability.recomputation import is_recomputation
-from tests.forked import end_of, start
+from tests.forked import HANG_SECONDS, end_of, start
 
 RANKS = """
 import math, sys
@@ -168,7 +168,10 @@ def test_two_processes_decide_as_one(tmp_path):
     script = tmp_path / "ranks.py"
     script.write_text(RANKS)
     done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path / "store")], capture_output=True, text=True, timeout=240
+        [sys.executable, str(script), str(tmp_path / "store")],
+        capture_output=True,
+        text=True,
+        timeout=HANG_SECONDS,
     )
     assert done.returncode == 0, textwrap.shorten(done.stderr[-3000:], 3000)
     assert "both agree" in done.stdout

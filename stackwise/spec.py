@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -189,6 +190,11 @@ class ModelSpec:
             check_sizes(max_length=self.max_length)
         check_number("tolerance", self.tolerance, "a finite number > 0", lambda limit: limit > 0)
         require(callable(self.build), "build", self.build, "a function that takes no arguments")
+
+    @cached_property
+    def n_parameters(self) -> int:
+        """Number of parameters of the model, which is built once to count them."""
+        return sum(p.numel() for p in self.create().parameters())
 
     def create(self, device: torch.device | str = "cpu", seed: int = 0) -> nn.Module:
         """A fresh model on `device`, built under `seed`. The caller's random state is untouched."""

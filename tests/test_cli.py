@@ -5,12 +5,14 @@ import re
 import subprocess
 import sys
 import textwrap
+from importlib import metadata
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import stackwise
 from stackwise.checks.check import select_checks
 from stackwise.cli import main
 from stackwise.cli.keys import configuration_keys
@@ -491,6 +493,14 @@ class TestCheckRefused:
         with pytest.raises(SystemExit) as leaving:
             call(*arguments)
         assert leaving.value.code == 0 and "stackwise" in capsys.readouterr().out
+
+    def test_version(self, call):
+        assert call("--version") == (0, f"stackwise {stackwise.__version__}\n", "")
+
+    def test_version_is_that_of_the_package_and_needs_no_torch(self):
+        code = "import sys, stackwise; print(stackwise.__version__, 'torch' in sys.modules)"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        assert done.stdout.split() == [metadata.version("stackwise"), "False"]
 
 
 class TestTrain:

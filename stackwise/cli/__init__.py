@@ -8,6 +8,7 @@ from typing import Annotated
 
 import tyro
 
+import stackwise
 from stackwise.cli.check import Check
 from stackwise.cli.gate import Gate
 from stackwise.cli.history import History
@@ -17,6 +18,7 @@ from stackwise.cli.quality import Quality
 from stackwise.cli.replay import Replay
 from stackwise.cli.search import Search
 from stackwise.cli.train import Train
+from stackwise.wait_policy import default_wait_policy
 
 __all__ = ["main"]
 
@@ -32,8 +34,12 @@ Command = (
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; user errors are told on standard error, with exit code 2."""
+    """Run the command line. An error of the user is one line on standard error, with exit code 2."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    default_wait_policy()
+    if arguments == ["--version"]:
+        print(f"stackwise {stackwise.__version__}")
+        return 0
     try:
         return _run(arguments)
     except BrokenPipeError:
@@ -59,7 +65,8 @@ def _run(arguments: list[str]) -> int:
             Command,
             args=arguments,
             prog="stackwise",
-            description="Is a transformer architecture right, is it stable, is it fast?",
+            description="Is a transformer architecture right, is it stable, is it fast? "
+            "`stackwise --version` prints the version.",
         )
     except SystemExit:
         if trains and {"-h", "--help"} & set(arguments):

@@ -143,7 +143,7 @@ def register(config: pytest.Config) -> None:
 
 
 def are_used_in(path: Path) -> bool:
-    """Return True if the text of a test file has a marker or a fixture of the plugin, or imports stackwise."""
+    """Return True if a test file has a marker or a fixture of the plugin, or imports stackwise."""
     return bool(_USE.search(path.read_text(encoding="utf-8", errors="replace")))
 
 

@@ -154,10 +154,8 @@ def add_options(parser: pytest.Parser) -> None:
 
 def are_set(config: pytest.Config) -> bool:
     """Return True if the command line or the configuration file sets an option of the plugin."""
-    names = [f"stackwise_{name}" for name in (*_OF_RUNS, *_GATE)]
-    return any(
-        getattr(config.known_args_namespace, name) is not None or config.getini(name) for name in names
-    )
+    given, names = config.known_args_namespace, [f"stackwise_{name}" for name in (*_OF_RUNS, *_GATE)]
+    return any(getattr(given, name) is not None or config.getini(name) for name in names)
 
 
 def add_gpu_option(parser: pytest.Parser) -> None:

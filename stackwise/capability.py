@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stackwise.call_form import CallForm, unwrapped
+from stackwise.call_form import CallForm, ContiguousCall, unwrapped
 from stackwise.out_of_memory import is_out_of_memory
 from stackwise.seed import seeded
 
@@ -175,7 +175,7 @@ def _decoding(name: str, *, masks: bool, positions: bool) -> Callable[..., Any]:
     ) -> tuple[Any, Any]:
         extra = {} if keep is None else {"attention_mask": keep.long()}
         if keep is not None and positions:
-            extra["position_ids"] = _positions(keep)[:, -inputs.shape[1] :]
+            extra["position_ids"] = _positions(keep)[:, -inputs.shape[1] :].contiguous()
         return run(model, inputs, cache, extra)
 
     def run(model: nn.Module, inputs: Tensor, cache: Any, extra: dict[str, Tensor]) -> tuple[Any, Any]:
@@ -194,7 +194,7 @@ def _decode_with_new_cache(
         own: Any = unwrapped(model)
         limit = getattr(own, "max_seq_len", None)
         cache = own.new_cache(len(inputs), limit or _CACHE_CAPACITY)
-    mask = {} if keep is None else {"attention_mask": keep[:, -inputs.shape[1] :]}
+    mask = {} if keep is None else {"attention_mask": keep[:, -inputs.shape[1] :].contiguous()}
     return model(inputs, cache=cache, **mask), cache
 
 
@@ -217,7 +217,7 @@ def _decode_at_positions(model: nn.Module, inputs: Tensor, cache: Any) -> tuple[
 def _in_two(
     decode: Callable[..., Any], model: nn.Module, inputs: Tensor, logits_of: Callable[[Any], Tensor]
 ) -> Tensor:
-    half = max(1, inputs.shape[1] // 2)
+    decode, half = ContiguousCall(decode), max(1, inputs.shape[1] // 2)
     one, cache = decode(model, inputs[:, :half], None)
     outputs = [logits_of(one)]
     for t in range(half, inputs.shape[1]):

@@ -263,8 +263,10 @@ def _made(factory: Callable[..., Any], *, again: bool = False) -> Any:
     try:
         with seeded(0):
             return factory()
-    except (Exception, SystemExit) as error:
-        message = f"model: {name} raised {type(error).__name__}: {error}"
+    except (KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:  # SystemExit and pytest's Skipped are no Exceptions
+        message = f"model: {name} raised {type(error).__name__}: {' '.join(str(error).split())}"
         if again:
             message += " (the second time that it was called; each question wants a fresh model)"
         if _is_of_the_network(error):

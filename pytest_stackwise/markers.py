@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from inspect import Parameter, signature
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from stackwise.stability import Fault
 
 __all__ = [
+    "are_used_in",
     "check_lengths",
     "fault_readers",
     "faults_of",
@@ -126,12 +128,23 @@ _LENGTH_SWEEPS = ("length_sweep", "first_unstable_length")
 _OF_OTHERS = ("benchmark",)
 _OURS = {name for readers in _NEEDS.values() for name in readers if name not in _OF_OTHERS}
 _OURS |= {"peak_memory", *_LENGTH_SWEEPS}
+# A marker, an import, or a fixture among the arguments of a test.
+_USE = re.compile(
+    rf"\bmark\.({'|'.join([*_NEEDS, 'max_memory', 'stability'])})\b|^\s*(from|import) (pytest_)?stackwise\b"
+    rf"|\bdef test\w*\(([^)]*\W)?({'|'.join(sorted(_OURS))})\b",
+    re.MULTILINE,
+)
 
 
 def register(config: pytest.Config) -> None:
     """Make the markers known, for --strict-markers and --markers."""
     for line in _HELP.splitlines():
         config.addinivalue_line("markers", line)
+
+
+def are_used_in(path: Path) -> bool:
+    """Return True if a test file has a marker or a fixture of the plugin, or imports stackwise."""
+    return bool(_USE.search(path.read_text(encoding="utf-8", errors="replace")))
 
 
 def take_validated(config: pytest.Config, items: Iterable[pytest.Item]) -> list[pytest.Item]:

@@ -19,6 +19,7 @@ __all__ = [
     "GateOptions",
     "add_gpu_option",
     "add_options",
+    "are_set",
     "check_names",
     "device_name",
     "gate",
@@ -33,6 +34,7 @@ __all__ = [
 
 _GROUP = "stackwise"
 _MISSING = ("fail", "warn", "create")
+_OF_RUNS = ("device", "seed", "model", "trainer", "checks", "suite", "report")
 _GATE = (
     "against",
     "head",
@@ -155,6 +157,12 @@ def add_options(parser: pytest.Parser) -> None:
     parser.addini("stackwise_report", "as --stackwise-report")
     for name in _GATE:
         parser.addini(f"stackwise_{name}", f"as --stackwise-{name.replace('_', '-')}")
+
+
+def are_set(config: pytest.Config) -> bool:
+    """Return True if the command line or the configuration file sets an option of the plugin."""
+    given, names = config.known_args_namespace, [f"stackwise_{name}" for name in (*_OF_RUNS, *_GATE)]
+    return any(getattr(given, name) is not None or config.getini(name) for name in names)
 
 
 def add_gpu_option(parser: pytest.Parser) -> None:

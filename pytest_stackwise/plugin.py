@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Generator
+from pathlib import Path
 
 import pytest
 
@@ -32,10 +34,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_load_initial_conftests(
     early_config: pytest.Config, parser: pytest.Parser
 ) -> Generator[None, object, object]:
-    """Before the conftests, one of which may load torch, let idle threads sleep; after them enter `--gpu`."""
-    from stackwise.wait_policy import default_wait_policy
+    """Let idle threads sleep if an option of the plugin is set; add `--gpu` after the conftests.
 
-    default_wait_policy()
+    A conftest may load torch, and OpenMP reads its wait policy then.
+    """
+    if options.are_set(early_config):
+        _let_idle_threads_sleep()
     device.take_a_device(early_config)  # before a conftest asks torch for devices
     result = yield
     options.add_gpu_option(parser)
@@ -66,6 +70,12 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         options.suite(config)
         options.report_paths(config)
         checks.require_targets(config)
+
+
+def pytest_pycollect_makemodule(module_path: Path) -> None:
+    """Let idle threads sleep before a test file that uses the plugin is imported and loads torch."""
+    if "torch" not in sys.modules and markers.are_used_in(module_path):
+        _let_idle_threads_sleep()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -121,3 +131,9 @@ def pytest_runtest_makereport(
     report = yield
     records.attach(item, report)
     return report
+
+
+def _let_idle_threads_sleep() -> None:
+    from stackwise.wait_policy import default_wait_policy
+
+    default_wait_policy()

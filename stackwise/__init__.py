@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from stackwise.trainer_spec import TrainerSpec
     from stackwise.training import ArchitectureTrainer
 
+__version__ = "0.1.0"  # pyproject.toml reads it from here
+
 _HOMES = {
     "ArchitectureBenchmark": "stackwise.benchmark",
     "ArchitectureTrainer": "stackwise.training",
@@ -77,6 +79,7 @@ __all__ = [
     "Stack",
     "StackWiseConfig",
     "TrainerSpec",
+    "__version__",
     "check_model",
     "check_trainer",
     "compare_architectures",

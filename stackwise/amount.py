@@ -22,7 +22,7 @@ _SECOND_UNITS = {
     "ms": Fraction(1, 1000),
     "s": Fraction(1),
 }
-_AMOUNT = re.compile(r"(?P<number>\d+(?:\.\d+)?) ?(?P<unit>[A-Za-z]+)", re.ASCII)
+_AMOUNT = re.compile(r"(?P<number>\d{1,30}(?:\.\d{1,30})?) ?(?P<unit>[A-Za-z]+)", re.ASCII)
 _BYTES = ((2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "B"))
 _SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
 

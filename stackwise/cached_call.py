@@ -113,7 +113,7 @@ class CachedCall:
         if self.place_kind == "start":
             return past
         index = torch.arange(past, past + inputs.shape[1], device=inputs.device)
-        return index if self.place_kind == "index" else index.expand(inputs.shape[0], -1)
+        return index if self.place_kind == "index" else index.repeat(inputs.shape[0], 1)
 
     def __str__(self) -> str:
         given = [name for name in (self.parameter, *self.flags, self.place) if name is not None]
@@ -140,9 +140,9 @@ class _MaskedCachedCall(CachedCall):
         if keep is None:
             return self._continue(model, inputs, cache, {})
         T = inputs.shape[1]
-        more = {"attention_mask": keep.long() if self.whole else keep[:, -T:]}
+        more = {"attention_mask": keep.long() if self.whole else keep[:, -T:].contiguous()}
         if self.positions:
-            more["position_ids"] = (keep.long().cumsum(-1) - 1).clamp(min=0)[:, -T:]
+            more["position_ids"] = (keep.long().cumsum(-1) - 1).clamp(min=0)[:, -T:].contiguous()
         return self._continue(model, inputs, cache, more)
 
 
@@ -248,7 +248,7 @@ class _Trial:
 
     def prefix_output(self, **named: Any) -> Any:
         """Return the output for the prefix of the trial; None if the model refuses the call."""
-        prefix = self.inputs[:, : self._sizes[0]]
+        prefix = self.inputs[:, : self._sizes[0]].contiguous()
         return self.attempt(lambda: self.form(self.model, prefix, **named))
 
     @cached_property
@@ -296,7 +296,7 @@ class _Trial:
     def _continued(self, call: CachedCall, inputs: Tensor) -> Tensor:
         cache, outputs = None, []
         for part in torch.split(inputs[:, : sum(self._sizes)], list(self._sizes), dim=1):
-            output, cache = call(self.model, part, cache)
+            output, cache = call(self.model, part.contiguous(), cache)
             outputs.append(self._logits_of(output))
             if outputs[-1].shape[:2] != part.shape[:2]:
                 raise ValueError(f"{part.shape[1]} tokens gave logits {tuple(outputs[-1].shape)}")

@@ -6,14 +6,14 @@ Shapes: B batch, T positions, C width.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["CallForm", "call_forms", "forward_parameters", "unwrapped"]
+__all__ = ["CallForm", "ContiguousCall", "call_forms", "forward_parameters", "unwrapped"]
 
 _KEYS = ("input_ids", "tokens", "inputs", "x")
 
@@ -68,6 +68,42 @@ class CallForm:
         if self.keyword is not None:
             return f"called with {self.keyword}="
         return "called with targets=, for all logits" if self.with_targets else "called with inputs"
+
+
+@dataclass(frozen=True)
+class ContiguousCall:
+    """A function of a ModelSpec, called with tensors of the layout that a data loader gives.
+
+    Models written for training loops use `view`, which fails on slices and transposed tensors. The inputs and
+    all integer and boolean tensors become contiguous. Floating-point tensors after the inputs, such as a
+    cache, are passed as they are.
+
+    Attributes:
+        function: (model, inputs, ...) -> anything.
+    """
+
+    function: Callable[..., Any]
+
+    @classmethod
+    def of(cls, function: Callable[..., Any]) -> ContiguousCall:
+        """Wrap `function`, unless it is wrapped already."""
+        return function if isinstance(function, cls) else cls(function)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self.function)
+
+    @property
+    def __name__(self) -> str:
+        return getattr(self.function, "__name__", type(self.function).__name__)
+
+    def __call__(self, model: nn.Module, inputs: Tensor, *rest: Any) -> Any:
+        """Call the function."""
+        more = (
+            value.contiguous() if isinstance(value, Tensor) and not value.is_floating_point() else value
+            for value in rest
+        )
+        return self.function(model, inputs.contiguous(), *more)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

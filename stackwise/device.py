@@ -6,13 +6,16 @@ import ctypes
 import os
 import platform
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-__all__ = ["fingerprint", "keep_freed_memory", "resolve_device"]
+__all__ = ["fingerprint", "keep_freed_memory", "resolve_device", "threads_for"]
 
+_TINY = 1_000_000  # parameters
 _DRIVER = Path("/proc/driver/nvidia/version")
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 
@@ -38,6 +41,24 @@ def resolve_device(name: str) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= count:
         raise ValueError(f"device: got {name!r}; this machine has {count} CUDA devices")
     return device
+
+
+@contextmanager
+def threads_for(n_parameters: int) -> Iterator[None]:
+    """Compute with one thread inside the block if a model is tiny, and with the current number otherwise.
+
+    Below a million parameters, waking a second thread takes longer than the work that it is given.
+
+    Args:
+        n_parameters: number of parameters of the model.
+    """
+    before = torch.get_num_threads()
+    if n_parameters < _TINY:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def keep_freed_memory(keep: bool = True) -> bool:

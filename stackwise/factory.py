@@ -33,8 +33,11 @@ def load_factory(target: str, *, search: Path | None = None) -> Any:
             module = _load_file((search or Path()) / module_name)
         else:
             module = importlib.import_module(module_name)
-    except (Exception, SystemExit) as error:
-        raise ValueError(f"{target}: cannot import {module_name}: {type(error).__name__}: {error}") from error
+    except (KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:  # SystemExit and pytest's Skipped are no Exceptions
+        said = " ".join(str(error).split())
+        raise ValueError(f"{target}: cannot import {module_name}: {type(error).__name__}: {said}") from error
     found = module
     for part in attribute.split("."):
         if not hasattr(found, part):
@@ -49,7 +52,7 @@ def load_factory(target: str, *, search: Path | None = None) -> Any:
 def _load_file(path: Path) -> Any:
     """The module in a file; its folder can be imported from, as where Python runs the file itself."""
     if not path.is_file():
-        raise FileNotFoundError(path)
+        raise FileNotFoundError(f"there is no file {path}")
     path = path.resolve()
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))

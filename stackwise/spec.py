@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from stackwise.argument import check_choice, check_number, check_sizes, require
-from stackwise.call_form import unwrapped
+from stackwise.call_form import ContiguousCall, unwrapped
 from stackwise.inference import cast, infer, logits_of
 from stackwise.seed import seeded
 
@@ -26,6 +27,8 @@ __all__ = ["FactoryError", "ModelSpec"]
 
 Factory = Callable[[], nn.Module]
 MakeBatch = Callable[[int, int, torch.Generator], Tensor]
+# Attributes that call the model. Each gets contiguous tensors.
+_CALLS = ("forward", "masked", "packed", "decode", "loss", "labelled_loss", "auxiliary_loss")
 # Whose exceptions say that something was to be fetched.
 _NETWORK = {"httpcore", "httpx", "requests", "urllib", "urllib3"}
 
@@ -46,6 +49,8 @@ def _adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 @dataclass(frozen=True)
 class ModelSpec:
     """A model under test: how to build it, what goes in, what it claims.
+
+    Functions that call the model get contiguous tensors, as a data loader gives them (`ContiguousCall`).
 
     `ModelSpec.of(factory)` fills in what can be seen from outside; whatever it cannot see is
     declared by keyword: `ModelSpec.of(factory, causal=False)`.
@@ -192,6 +197,16 @@ class ModelSpec:
             check_sizes(max_length=self.max_length)
         check_number("tolerance", self.tolerance, "a finite number > 0", lambda limit: limit > 0)
         require(callable(self.build), "build", self.build, "a function that takes no arguments")
+        for name in _CALLS:
+            function = getattr(self, name)
+            if function is not None:
+                require(callable(function), name, function, "a function (model, inputs, ...)")
+                object.__setattr__(self, name, ContiguousCall.of(function))
+
+    @cached_property
+    def n_parameters(self) -> int:
+        """Number of parameters of the model, which is built once to count them."""
+        return sum(p.numel() for p in self.create().parameters())
 
     def create(self, device: torch.device | str = "cpu", seed: int = 0) -> nn.Module:
         """A fresh model on `device`, built under `seed`. The caller's random state is untouched."""
@@ -218,7 +233,7 @@ class ModelSpec:
             inputs = torch.randint(self.width, (batch_size, seq_len), generator=generator)
         else:
             inputs = torch.randn(batch_size, seq_len, self.width, generator=generator)
-        return inputs.to(device)
+        return inputs.to(device).contiguous()
 
     def logits(self, model: nn.Module, inputs: Tensor) -> Tensor:
         """The model's output on `inputs`: (B, T, anything). Vectors are cast to the model's own dtype."""
@@ -251,8 +266,10 @@ def _made(factory: Callable[..., Any], *, again: bool = False) -> Any:
     try:
         with seeded(0):
             return factory()
-    except (Exception, SystemExit) as error:
-        message = f"model: {name} raised {type(error).__name__}: {error}"
+    except (KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:  # SystemExit and pytest's Skipped are no Exceptions
+        message = f"model: {name} raised {type(error).__name__}: {' '.join(str(error).split())}"
         if again:
             message += " (the second time that it was called; each question wants a fresh model)"
         if _is_of_the_network(error):

@@ -1,11 +1,36 @@
-"""Text files that a reader never sees half of."""
+"""Text files: written as a whole, read within limits."""
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
+from typing import Any
 
-__all__ = ["write_whole"]
+__all__ = ["parse_json", "write_whole"]
+
+_MOST_DIGITS = 300
+
+
+def parse_json(content: bytes | str) -> Any:
+    """Return the value of a JSON text that a user or another program wrote.
+
+    Raises:
+        ValueError: the text is not JSON in UTF-8, is nested too deeply for Python, or has an integer of more
+            than 300 digits, which no float can hold.
+    """
+    try:
+        return json.loads(
+            content if isinstance(content, str) else content.decode("utf-8"), parse_int=_integer
+        )
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def _integer(text: str) -> int:
+    if len(text) > _MOST_DIGITS:
+        raise ValueError(f"an integer of {len(text)} digits; allowed: {_MOST_DIGITS}")
+    return int(text)
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -244,6 +245,11 @@ class TrainerSpec:
         if self.max_norm is not None:
             check_number("max_norm", self.max_norm, "a finite number > 0", lambda norm: norm > 0)
         require(callable(self.build), "build", self.build, "a function that takes no arguments")
+
+    @cached_property
+    def n_parameters(self) -> int:
+        """Number of parameters of the model, of a run that is set up once to count them."""
+        return sum(p.numel() for p in self.create().model.parameters())
 
     def create(self, device: torch.device | str = "cpu", seed: int = 0) -> TrainingRun:
         """A fresh run, set up under `seed`. The caller's random state is untouched."""

@@ -1,4 +1,4 @@
-"""The wait policy of OpenMP: threads that have nothing to do sleep, unless the user has said otherwise."""
+"""Wait policy of OpenMP: idle threads sleep, unless the user has set another policy."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ WaitPolicyChange = Literal["set to passive", "as the user set it", "too late: to
 
 
 def default_wait_policy() -> WaitPolicyChange:
-    """Set OMP_WAIT_POLICY=PASSIVE for this process and those that it starts, where that can still act.
+    """Set OMP_WAIT_POLICY=PASSIVE for this process and its children, if torch is not loaded yet.
 
-    Threads that spin while they wait take the cores from whatever else runs there, and timings then depend
-    on it. OpenMP reads the variable once, as torch is loaded: afterwards it is left alone, so that it never
-    says what does not hold. Neither this function nor its module loads torch.
+    Threads that spin while they wait take the cores from all other processes. OpenMP reads the variable
+    once, when torch is loaded. After that the variable is not changed, because it would report a policy that
+    is not in effect. Neither this function nor its module loads torch.
 
     Returns:
-        what was done.
+        the action that was taken.
     """
     if _VARIABLE in os.environ:
         return "as the user set it"

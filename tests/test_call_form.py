@@ -81,7 +81,7 @@ FORMS = {
 def test_form_is_found(model):
     form, can = FORMS[model]
     spec = ModelSpec.of(model)
-    assert (spec.inputs, spec.width, spec.forward) == ("tokens", V, form)
+    assert (spec.inputs, spec.width, spec.forward.function) == ("tokens", V, form)
     assert str(form) in spec.notes
     assert {name for name in ("labelled_loss", "masked", "packed", "decode") if getattr(spec, name)} == can
     built, ids = spec.create().eval(), spec.batch(2, 9)
@@ -186,7 +186,7 @@ def test_what_a_trial_warns_of_is_kept_quiet():
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert ModelSpec.of(Strict).forward == CallForm("input_ids", in_batch=True)
+        assert ModelSpec.of(Strict).forward.function == CallForm("input_ids", in_batch=True)
 
 
 def test_what_is_wrapped():

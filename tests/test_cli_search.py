@@ -109,7 +109,7 @@ def test_nothing_that_succeeds_is_told_by_the_exit_code(workplace, capsys):
         (["space.yaml", "--objective", "speed"], "objective: got 'speed'"),
         (["space.yaml", "--pruner", "wilcoxon"], "seeds: got 1; allowed: 5 or more"),
         (["--show"], "search.journal'; allowed: a journal file that is there"),
-        (["bad.yaml"], "bad.yaml: 1 problem\n  space.n_layer: unknown key; did you mean 'n_layers'?"),
+        (["bad.yaml"], "bad.yaml: space.n_layer: unknown key; did you mean 'n_layers'?"),
     ],
     ids=["none", "file", "objective", "seeds", "show", "space"],
 )

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from stackwise import device as module
-from stackwise.device import fingerprint, keep_freed_memory, resolve_device
+from stackwise.device import fingerprint, keep_freed_memory, resolve_device, threads_for
 from tests.forked import printed
 
 CPUINFO = Path("/proc/cpuinfo")
@@ -200,3 +200,16 @@ def test_memory_that_is_not_kept_leaves_no_gaps():
 def test_memory_is_kept_where_glibc_is_only(monkeypatch, keep):
     monkeypatch.setattr(platform, "libc_ver", lambda: ("", ""))
     assert not keep_freed_memory(keep)
+
+
+@pytest.mark.parametrize("n_parameters, threads", [(0, 1), (999_999, 1), (1_000_000, 2)])
+def test_threads_for_tiny_models_are_one(n_parameters, threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with threads_for(n_parameters):
+            inside = torch.get_num_threads()
+        after = torch.get_num_threads()
+    finally:
+        torch.set_num_threads(before)
+    assert (inside, after) == (threads, 2)

@@ -6,16 +6,22 @@ import urllib.request
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
-from stackwise.benchmark import model_workload
+from stackwise.benchmark import measure, model_workload
+from stackwise.benchmark.generation import generate_once
 from stackwise.checks import check_model
 from stackwise.inference import InferenceError, logits_of
+from stackwise.prototype import ArchitecturePrototype
 from stackwise.prototype.spec_training import SpecTraining
+from stackwise.quality import LanguageModel, Scorer, TokenRequest
 from stackwise.spec import FactoryError, ModelSpec
 from stackwise.stability import stability_run
+from stackwise.stability.faults import CorruptSample
+from stackwise.stability.lengths import length_sweep
 
 # Factory: inputs, width, causal, longest sequence.
 KNOWN = {
@@ -268,7 +274,7 @@ def test_declared_attributes_win(subjects):
         notes="said",
     )
     assert (spec.name, spec.causal, spec.max_length) == ("mine", False, 9)
-    assert (spec.seq_len, spec.trained, spec.forward, spec.notes) == (5, True, forward, "said")
+    assert (spec.seq_len, spec.trained, spec.forward.function, spec.notes) == (5, True, forward, "said")
     assert (spec.inputs, spec.width) == ("tokens", 97)
 
 
@@ -984,3 +990,99 @@ class TestSeveralOutputs:
         assert (spec.inputs, spec.width) == ("vectors", 5)
         assert spec.logits(spec.create(), spec.batch(1, 3)).shape[-1] == 7
         assert "judged by its output [0] alone, beside which are 1 more" in spec.notes
+
+
+class NanoGPT(nn.Module):
+    """As nanoGPT: the loss of `targets` flattens them with `view`; without targets one position answers."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(97, 8), nn.Linear(8, 97)
+
+    def forward(self, idx, targets=None):
+        logits = self.head(self.embed(idx).cumsum(1).tanh())
+        if targets is None:
+            return logits[:, [-1]], None
+        return logits, F.cross_entropy(logits.view(-1, 97), targets.view(-1), ignore_index=-1)
+
+
+class SequenceFirst(nn.Module):
+    """A recurrent model that is called by keyword, with a mask."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.core, self.head = (
+            nn.Embedding(97, 8),
+            nn.GRU(8, 8, batch_first=True),
+            nn.Linear(8, 97),
+        )
+
+    def forward(self, *, input_ids, attention_mask=None):
+        x = self.embed(input_ids)
+        return self.head(self.core(x if attention_mask is None else x * attention_mask[..., None])[0])
+
+
+def check(spec):
+    check_model(spec, suite="full")
+
+
+def measure_speed(spec):
+    for mode in ("forward", "train", "prefill", "decode"):
+        measure(
+            model_workload(spec, mode, batch_size=2, seq_len=8),
+            min_calls=1,
+            min_seconds=0.0,
+            warmup_seconds=0.0,
+        )
+    generate_once(model_workload(spec, "generate", batch_size=2, seq_len=8, new_tokens=3))
+
+
+def sweep_lengths(spec):
+    length_sweep(spec, (4, 6), steps=2, memory=False)
+
+
+def train_with_faults(spec):
+    stability_run(spec, steps=6, seq_len=8, faults=[CorruptSample(5)])
+
+
+def score_quality(spec):
+    scorer = Scorer(LanguageModel(spec))
+    scorer.score_tokens([TokenRequest((1, 2, 3, 4), (5,) * n) for n in (1, 2, 3)])
+
+
+def train_prototype(spec):
+    ArchitecturePrototype(spec, data=[torch.randint(97, (12, 2)).T[:, :9] for _ in range(2)]).run(2)
+
+
+@pytest.mark.parametrize("build", [NanoGPT, SequenceFirst, "gpt2", "llama", "rack97"])
+@pytest.mark.parametrize(
+    "probe",
+    [
+        pytest.param(check, marks=pytest.mark.slow),
+        measure_speed,
+        sweep_lengths,
+        train_with_faults,
+        score_quality,
+        train_prototype,
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_probes_pass_tensors_as_a_training_loop_does(subjects, build, probe):
+    """Tensors reach a model contiguous, ids and labels in int64."""
+    make = {"rack97": lambda: subjects.rack(vocab_size=97)}.get(build) or getattr(subjects, str(build), build)
+    refused = []
+
+    def examine(module, arguments, keywords):
+        for name, value in [*enumerate(arguments), *keywords.items()]:
+            if isinstance(value, torch.Tensor) and not value.is_contiguous():
+                refused.append(f"{name}: strides {value.stride()} of {tuple(value.shape)}")
+            if isinstance(value, torch.Tensor) and value.dtype in (torch.int32, torch.int16, torch.uint8):
+                refused.append(f"{name}: {value.dtype}")
+
+    def examined():
+        model = make()
+        model.register_forward_pre_hook(examine, with_kwargs=True)
+        return model
+
+    probe(ModelSpec.of(examined, causal=True))
+    assert refused == []

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from stackwise.text_file import write_whole
+from stackwise.text_file import parse_json, write_whole
 
 
 def names_in(folder):
@@ -65,3 +65,25 @@ def test_a_folder_in_the_place_of_the_file(tmp_path):
     with pytest.raises(OSError, match=r"r\.md"):
         write_whole(tmp_path / "r.md", "new")
     assert names_in(tmp_path) == ["r.md"]
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"a":' * 100_000, "nested too deeply"),
+        (b'{"a": ' + b"9" * 301 + b"}", "an integer of 301 digits; allowed: 300"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "an integer of 5000 digits; allowed: 300"),
+        (b"\xff\xfe", "utf-8"),
+        (b"\0\0\0\0", "Expecting value"),
+        (b"", "Expecting value"),
+    ],
+)
+def test_json_that_cannot_be_used_is_a_value_error(content, message):
+    with pytest.raises(ValueError, match=message):
+        parse_json(content)
+
+
+def test_json_is_parsed():
+    assert parse_json(b'{"a": [1, 2.5, null, "\xc3\xb6"]}') == parse_json('{"a": [1, 2.5, null, "\u00f6"]}')
+    assert parse_json("9" * 300) == 10**300 - 1

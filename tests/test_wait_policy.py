@@ -1,4 +1,4 @@
-"""The wait policy: set where it can still act and nobody has said otherwise."""
+"""The wait policy of OpenMP: set before torch is loaded, unless the user has set one."""
 
 import os
 import subprocess
@@ -13,21 +13,34 @@ import os, sys
 from stackwise.wait_policy import default_wait_policy
 print(default_wait_policy(), os.environ.get("OMP_WAIT_POLICY"), "torch" in sys.modules, sep="|")
 """
+COMMAND = """
+import os, sys
+from stackwise.cli import main
+main(["check", "module.that.does.not:exist"])
+print(os.environ.get("OMP_WAIT_POLICY"))
+"""
+
+
+def run(code, policy):
+    environment = {key: value for key, value in os.environ.items() if key != "OMP_WAIT_POLICY"}
+    environment |= {} if policy is None else {"OMP_WAIT_POLICY": policy}
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.strip()
 
 
 @pytest.mark.parametrize(
-    "given, said", [(None, "set to passive|PASSIVE|False"), ("ACTIVE", "as the user set it|ACTIVE|False")]
+    "policy, printed", [(None, "set to passive|PASSIVE|False"), ("ACTIVE", "as the user set it|ACTIVE|False")]
 )
-def test_before_torch_is_loaded(given, said):
-    environment = {key: value for key, value in os.environ.items() if key != "OMP_WAIT_POLICY"}
-    environment |= {} if given is None else {"OMP_WAIT_POLICY": given}
-    done = subprocess.run(
-        [sys.executable, "-c", PROBE], env=environment, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == said
+def test_policy_is_set_before_torch_is_loaded(policy, printed):
+    assert run(PROBE, policy) == printed
 
 
-def test_afterwards_nothing_is_said_that_does_not_hold(monkeypatch):
+@pytest.mark.parametrize("policy, seen", [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
+def test_policy_of_the_command_line_is_that_of_the_plugin(policy, seen):
+    assert run(COMMAND, policy) == seen
+
+
+def test_policy_is_not_changed_after_torch_is_loaded(monkeypatch):
     import torch  # noqa: F401
 
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)

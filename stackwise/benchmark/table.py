@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from stackwise.amount import byte_text
 from stackwise.argument import check_choice, require
-from stackwise.text_file import write_whole
+from stackwise.text_file import parse_json, write_whole
 
 __all__ = ["ComparisonTable"]
 
@@ -177,7 +177,7 @@ class ComparisonTable:
     @classmethod
     def from_json(cls, path: str | Path) -> Self:
         """Read what `to_json` wrote."""
-        stored = json.loads(Path(path).read_text(encoding="utf-8"))
+        stored = parse_json(Path(path).read_bytes())
         return cls(tuple(stored["rows"]), stored["baseline"], stored["settings"], stored["environment"])
 
     def plot(self, path: str | Path, column: str = "speed_up") -> Path:

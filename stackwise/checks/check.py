@@ -20,6 +20,7 @@ from stackwise.argument import check_choice, require
 from stackwise.checks.result import CheckResult
 from stackwise.checks.subject import Subject
 from stackwise.checks.trainer_subject import TrainerSubject
+from stackwise.device import threads_for
 from stackwise.spec import ModelSpec
 from stackwise.trainer_spec import TrainerSpec
 
@@ -52,13 +53,18 @@ class Check:
     def run(
         self, spec: ModelSpec | TrainerSpec, *, device: torch.device | str = "cpu", seed: int = 0
     ) -> CheckResult:
-        """Ask. An exception of the subject or of the check comes out as it is."""
+        """Ask the question. Tiny models run on one thread.
+
+        Raises:
+            Exception: any exception of the subject or of the check, unchanged.
+        """
         subject: Subject | TrainerSubject
         if isinstance(spec, TrainerSpec):
             subject = TrainerSubject(spec, torch.device(device), seed)
         else:
             subject = Subject(spec, torch.device(device), seed)
-        return replace(self.function(subject), check=self.name)
+        with threads_for(spec.n_parameters):
+            return replace(self.function(subject), check=self.name)
 
 
 _registry: dict[str, Check] = {}

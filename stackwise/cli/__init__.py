@@ -8,6 +8,7 @@ from typing import Annotated
 
 import tyro
 
+import stackwise
 from stackwise.cli.check import Check
 from stackwise.cli.gate import Gate
 from stackwise.cli.history import History
@@ -17,9 +18,11 @@ from stackwise.cli.quality import Quality
 from stackwise.cli.replay import Replay
 from stackwise.cli.search import Search
 from stackwise.cli.train import Train
+from stackwise.wait_policy import default_wait_policy
 
 __all__ = ["main"]
 
+_LONGEST = 4000  # characters of a line
 Command = (
     Annotated[Check, tyro.conf.subcommand("check")]
     | Annotated[Train, tyro.conf.subcommand("train")]
@@ -32,23 +35,39 @@ Command = (
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; user errors are told on standard error, with exit code 2."""
+    """Run the command line. An error of the user is one line on standard error, with exit code 2."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    default_wait_policy()
+    if arguments == ["--version"]:
+        print(f"stackwise {stackwise.__version__}")
+        return 0
     try:
+        for argument in arguments:
+            if "\0" in argument:
+                raise ValueError(f"argument: got {argument!r}; allowed: text without NUL characters")
         return _run(arguments)
     except BrokenPipeError:
-        # Whoever read has seen enough, as `head` does; what is left must not be told at exit either.
+        # The reader has ended, as `head` does. Nothing may be written at exit either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
         print("stackwise: interrupted", file=sys.stderr)
         return 130
-    except (ValueError, OSError) as error:
-        print(f"stackwise: {error}", file=sys.stderr)
-        return 2
+    except OSError as error:
+        named = error.filename is not None and error.strerror is not None
+        return _refused(f"{error.filename}: {error.strerror}" if named else str(error))
+    except ValueError as error:
+        return _refused(str(error))
     except (TypeError, ArithmeticError, RuntimeError, ImportError) as error:
-        print(f"stackwise: {type(error).__name__}: {error}", file=sys.stderr)
-        return 2
+        return _refused(f"{type(error).__name__}: {error}")
+
+
+def _refused(text: str) -> int:
+    """Print an error, without the middle of very long lines, and return the exit code."""
+    lines = text.split("\n")
+    lines = [x if len(x) <= _LONGEST else f"{x[: _LONGEST // 2]} ... {x[-_LONGEST // 2 :]}" for x in lines]
+    print("stackwise: " + "\n".join(lines), file=sys.stderr)
+    return 2
 
 
 def _run(arguments: list[str]) -> int:
@@ -59,7 +78,8 @@ def _run(arguments: list[str]) -> int:
             Command,
             args=arguments,
             prog="stackwise",
-            description="Is a transformer architecture right, is it stable, is it fast?",
+            description="Is a transformer architecture right, is it stable, is it fast? "
+            "`stackwise --version` prints the version.",
         )
     except SystemExit:
         if trains and {"-h", "--help"} & set(arguments):

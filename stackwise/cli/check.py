@@ -117,6 +117,11 @@ def _describe(found: Any, target: str, declared: dict[str, Any]) -> ModelSpec | 
         try:
             trainer = TrainerSpec.of(found)
         except TypeError as other:
+            if not any(hasattr(made[0], name) for name in ("model", "optimizer", "step")):
+                wanted = (
+                    "an nn.Module, a ModelSpec, a TrainerSpec, or an object with model, optimizer and step"
+                )
+                raise TypeError(f"{target}: got {type(made[0]).__name__}; wanted {wanted}") from None
             raise TypeError(f"{error}; nor is it a training step: {other}") from None
         return _of_training(trainer, target, declared)
     if _may_be_a_training_step(made[0], None):

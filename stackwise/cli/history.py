@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from stackwise.amount import byte_text, time_text
+from stackwise.text_file import parse_json
 
 if TYPE_CHECKING:
     from stackwise.gate.history.machine import Machine
@@ -295,10 +295,11 @@ def _gate(path: Path, data: bytes) -> GateResult:
     from stackwise.gate.result import GateResult
 
     try:
-        values: Any = json.loads(data)
+        values: Any = parse_json(data)
         return GateResult.from_dict(values)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path}: is no report of the gate: {error}") from None
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        said = f"no {error}" if isinstance(error, KeyError) else str(error)
+        raise ValueError(f"{path}: is no report of the gate: {said}") from None
 
 
 def _machine_of(path: Path, gate: GateResult) -> Machine:

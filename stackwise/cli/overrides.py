@@ -7,14 +7,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from stackwise.argument import shown
 from stackwise.cli.keys import configuration_keys, keys_of_a_kind
 from stackwise.config import ConfigError, StackWiseConfig
-from stackwise.yaml12 import load_yaml
+from stackwise.yaml12 import load_yaml, read_yaml
 
 __all__ = ["OPTIONS", "Override", "load_configuration", "split_overrides"]
 
 OPTIONS = ("--help", "--plan", "--print-config", "--progress")
 _COMMAND_LINE = "command line"
+_MOST_PARTS = 20  # of a key
 
 
 class Override(NamedTuple):
@@ -66,7 +68,7 @@ def load_configuration(file: Path | None, overrides: Sequence[Override]) -> Stac
         return StackWiseConfig.from_yaml(file)
     else:
         try:
-            content = load_yaml(file.read_bytes())
+            content = read_yaml(file)
         except ValueError as error:
             raise ConfigError([str(error)], str(file)) from None
         content = {} if content is None else content
@@ -97,7 +99,11 @@ def _read(overrides: Sequence[Override]) -> tuple[dict[tuple[str, ...], Any], li
     for key, text in overrides:
         path, at = tuple(key.split(".")), f"{key} ({_COMMAND_LINE})"
         nested = next((".".join(other) for other in values if _is_within(path, other, either=True)), None)
-        if path[0] not in StackWiseConfig.model_fields and len(path) == 1:
+        if len(path) > _MOST_PARTS:
+            problems.append(
+                f"--{key:.40}... ({_COMMAND_LINE}): a key of {len(path)} parts; no key has as many"
+            )
+        elif path[0] not in StackWiseConfig.model_fields and len(path) == 1:
             problems.append(f"--{key} ({_COMMAND_LINE}): unknown option; {_near_option(key)}")
         elif nested == key:
             problems.append(f"{at}: given twice; allowed: once")
@@ -111,7 +117,9 @@ def _read(overrides: Sequence[Override]) -> tuple[dict[tuple[str, ...], Any], li
             try:
                 values[path] = load_yaml(text.encode())
             except ValueError as error:
-                problems.append(f"{at}: got {text!r}, which is no YAML: {error}; text may need '\"...\"'")
+                problems.append(
+                    f"{at}: got {shown(text)}, which is no YAML: {error}; text may need '\"...\"'"
+                )
     return values, problems
 
 

@@ -66,6 +66,7 @@ class Quality:
     def run(self) -> int:
         """Print every figure."""
         from stackwise.argument import require
+        from stackwise.device import threads_for
         from stackwise.quality.quality_report import QualityReport
         from stackwise.quality.scoring import Scorer
         from stackwise.report import report_files
@@ -101,8 +102,9 @@ class Quality:
             eos_token_id=self.eos_token_id or None,
         )
         report = QualityReport(self.model)
-        for run in runs:
-            run(scorer, names, report)
+        with threads_for(sum(p.numel() for p in scorer.model.model.parameters())):
+            for run in runs:
+                run(scorer, names, report)
         report.notes.append(f"prefixes: {scorer.model.reuse_note}")
         for line in report.lines():
             print(line)

@@ -31,14 +31,15 @@ class Replay:
 
     def run(self) -> int:
         """Print the alarm, and what the step gives now."""
-        from stackwise.device import resolve_device
+        from stackwise.device import resolve_device, threads_for
         from stackwise.factory import load_factory
         from stackwise.stability.guard.diagnosis import Bundle, replay
 
         bundle = Bundle.read(self.bundle)
         device = resolve_device(self.device)
         model, loss_of = _training_of(load_factory(self.subject, search=Path.cwd()), self.subject)
-        found = replay(bundle, model.to(device), loss_of, device)
+        with threads_for(sum(p.numel() for p in model.parameters())):
+            found = replay(bundle, model.to(device), loss_of, device)
         alarm = bundle.alarm
         place = f" in {alarm['where']}" if alarm.get("where") else ""
         print(f"then: step {alarm['step']}, {alarm['kind']}{place}")

@@ -53,7 +53,7 @@ class Train:
         import torch
 
         from stackwise.data import Prefetched, create_data
-        from stackwise.device import keep_freed_memory
+        from stackwise.device import keep_freed_memory, threads_for
         from stackwise.model import create_rack_from_config
         from stackwise.training import ArchitectureTrainer, TrainingTerminated
         from stackwise.training.block_store import block_writer
@@ -68,7 +68,7 @@ class Train:
             torch.manual_seed(config.training.seed)
             rack = create_rack_from_config(config, *([] if folder is None else [block_writer(folder)]))
             try:
-                with closing(Prefetched(training)) as ahead:
+                with threads_for(rack.get_parameter_count()), closing(Prefetched(training)) as ahead:
                     result = trainer.train_architecture(rack, ahead, validation)
             except TrainingTerminated as ended:
                 if processes.is_main:

@@ -31,13 +31,22 @@ InitializationKind = Literal["normal", "kaiming", "xavier", "small", "zero_out",
 NormKind = Literal["rmsnorm", "layernorm"]
 NormPosition = Literal["pre", "post"]
 QueryKeyNorm = Literal["head", "width"]
+_MOST_BLOCKS = 10_000
 
 
 class ArchitectureConfig(Section):
     """How many Stacks a Rack has, and how many Blocks each Stack has."""
 
-    n_stacks: Size = 2
-    blocks_per_stack: Size = 4
+    n_stacks: Size = Field(2, le=_MOST_BLOCKS)
+    blocks_per_stack: Size = Field(4, le=_MOST_BLOCKS)
+
+    @field_validator("blocks_per_stack")
+    @classmethod
+    def _few_enough(cls, blocks_per_stack: int, info: ValidationInfo) -> int:
+        most = _MOST_BLOCKS // info.data.get("n_stacks", 1)
+        if blocks_per_stack > most:
+            raise ValueError(f"at most {most}, for {_MOST_BLOCKS:,} Blocks in all")
+        return blocks_per_stack
 
 
 class LatentConfig(Section):

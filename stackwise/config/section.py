@@ -53,8 +53,9 @@ class ConfigError(ValueError):
         super().__init__(problems, source)
 
     def __str__(self) -> str:
-        noun = "problem" if len(self.problems) == 1 else "problems"
-        return f"{self.source}: {len(self.problems)} {noun}\n" + "\n".join(f"  {p}" for p in self.problems)
+        if len(self.problems) == 1:
+            return f"{self.source}: {self.problems[0]}"
+        return f"{self.source}: {len(self.problems)} problems\n" + "\n".join(f"  {p}" for p in self.problems)
 
 
 class KeysRefusedError(ValueError):

@@ -12,7 +12,7 @@ from stackwise.config.model import ModelConfig
 from stackwise.config.section import ConfigError, Section
 from stackwise.config.training import TrainingConfig
 from stackwise.text_file import write_whole
-from stackwise.yaml12 import dump_yaml, load_yaml
+from stackwise.yaml12 import dump_yaml, read_yaml
 
 __all__ = ["StackWiseConfig"]
 
@@ -32,9 +32,8 @@ class StackWiseConfig(Section):
             ConfigError: the file is not YAML, repeats a key, or describes no valid configuration.
             OSError: the file cannot be read.
         """
-        content = Path(path).read_bytes()
         try:
-            mapping = load_yaml(content)
+            mapping = read_yaml(Path(path))
         except ValueError as error:
             raise ConfigError([str(error)], str(path)) from None
         return cls.from_dict({} if mapping is None else mapping, source=str(path))

@@ -33,6 +33,7 @@ from stackwise.argument import check_sizes, require
 from stackwise.checkpoint.folder import flush
 from stackwise.data.token_sequence import TokenSequence
 from stackwise.disk_error import told_as_os_error
+from stackwise.text_file import parse_json
 
 __all__ = ["MANIFEST", "TokenShards", "write_shards"]
 
@@ -336,7 +337,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     if not path.exists():
         raise FileNotFoundError(f"{path}: missing; allowed: a folder that write_shards made")
     try:
-        content = json.loads(path.read_bytes())
+        content = parse_json(path.read_bytes())
         recorded = content.pop("digest")
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: no list of shards: {error}") from None

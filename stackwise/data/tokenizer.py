@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from stackwise.argument import check_choice, require
+from stackwise.text_file import parse_json
 
 __all__ = ["ByteTokenizer", "HuggingFaceTokenizer", "Tokenizer", "check_vocabulary", "create_tokenizer"]
 
@@ -177,7 +177,7 @@ def _special_tokens(file: Path) -> dict[str, str | None]:
     if not file.is_file():
         return said
     try:
-        content = json.loads(file.read_bytes())
+        content = parse_json(file.read_bytes())
         for key in _SPECIALS:
             token = content.get(f"{key}_token")
             said[key] = token["content"] if isinstance(token, dict) else token

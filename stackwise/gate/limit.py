@@ -13,7 +13,7 @@ from stackwise.argument import check_choice, check_number, require
 
 __all__ = ["METRICS", "Limit", "Limits", "parse_limits", "parse_share"]
 
-_SHARE = re.compile(r"(?P<number>\d+(?:\.\d+)?) ?%", re.ASCII)
+_SHARE = re.compile(r"(?P<number>\d{1,30}(?:\.\d{1,30})?) ?%", re.ASCII)
 
 
 def parse_share(key: str, value: Any) -> float:

@@ -23,6 +23,7 @@ from stackwise.gate.limit import Limit, Limits
 from stackwise.gate.result import GateResult, Missing, TestResult, TrialResult
 from stackwise.gate.sequential import Rule
 from stackwise.gate.verdict import Decision, Verdict
+from stackwise.text_file import parse_json
 
 __all__ = ["compare_stored"]
 
@@ -55,13 +56,13 @@ class _Stored:
     @classmethod
     def read(cls, path: Path) -> Self:
         try:
-            content = json.loads(path.read_bytes())
+            content = parse_json(path.read_bytes())
             benchmarks = {each["fullname"]: each for each in content["benchmarks"]}
             machine = _machine(content["machine_info"])
             commit = str((content.get("commit_info") or {}).get("id") or "")
             levels = {name: _levels(each) for name, each in benchmarks.items()}
             ways = {name: _way(each) for name, each in benchmarks.items()}
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             said = f"no {error}" if isinstance(error, KeyError) else str(error)
             raise ValueError(f"{path}: is no JSON of pytest-benchmark: {said}") from None
         return cls(path.name, machine, commit, levels, ways)

@@ -87,4 +87,4 @@ def _is_sequence_first(model: nn.Module) -> bool:
 
 
 def _transposed_call(model: nn.Module, inputs: Tensor) -> Tensor:
-    return logits_of(model(inputs.transpose(0, 1))).transpose(0, 1)
+    return logits_of(model(inputs.transpose(0, 1).contiguous())).transpose(0, 1)

@@ -17,6 +17,7 @@ from torch import Tensor
 from stackwise.argument import check_sizes, require
 from stackwise.checkpoint.folder import flush, lives, publish, this_process
 from stackwise.checkpoint.tensor_file import write_bytes, write_read
+from stackwise.text_file import parse_json
 
 __all__ = ["FLOATS", "check_tensors", "read_config", "read_weights", "write_folder"]
 
@@ -216,7 +217,7 @@ def _move_into(target: Path, scratch: Path) -> None:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text("utf-8"))
+        content = parse_json(path.read_bytes())
     except FileNotFoundError:
         raise ValueError(f"{path}: missing") from None
     except ValueError as error:  # of JSON, or of UTF-8

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from stackwise.prototype.sweep_run import PlannedRun, SweepRun
+from stackwise.text_file import parse_json
 
 __all__ = ["SweepStore"]
 
@@ -29,7 +30,7 @@ class SweepStore:
         content = self.path.read_bytes() if self.path.exists() else b""
         for line in content.splitlines():
             try:
-                record = json.loads(line)
+                record = parse_json(line)
             except ValueError:  # cut off; within a character, it is no UTF-8 either
                 continue
             found[record["key"]] = SweepRun.from_dict(record["run"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gzip
 import hashlib
-import json
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,6 +16,7 @@ from stackwise.quality.continuation import Sampling, continue_texts
 from stackwise.quality.pass_at_k import PassAtK, estimate_pass_at_k
 from stackwise.quality.sandbox import Execution, Sandbox
 from stackwise.quality.scoring import Scorer
+from stackwise.text_file import parse_json
 
 __all__ = [
     "STOPS",
@@ -99,11 +100,14 @@ def load_problems(path: Path | str) -> list[Problem]:
         ValueError: a line that is no problem, or a name that is there twice.
     """
     path = Path(path)
-    if path.suffix == ".gz":
-        with gzip.open(path, "rt", encoding="utf-8") as file:
-            text = file.read()
-    else:
-        text = path.read_text(encoding="utf-8")
+    try:
+        if path.suffix == ".gz":
+            with gzip.open(path, "rt", encoding="utf-8") as file:
+                text = file.read()
+        else:
+            text = path.read_text(encoding="utf-8")
+    except (EOFError, UnicodeDecodeError, zlib.error) as error:
+        raise ValueError(f"{path}: no text in UTF-8, or cut off: {error}") from None
     found: dict[str, Problem] = {}
     # Not splitlines: what else ends a line may stand in a text of JSON.
     for number, line in enumerate(text.split("\n"), 1):
@@ -111,7 +115,7 @@ def load_problems(path: Path | str) -> list[Problem]:
             continue
         where = f"{path}, line {number}"
         try:
-            values = json.loads(line)
+            values = parse_json(line)
         except ValueError as error:
             raise ValueError(f"{where}: no JSON: {error}") from None
         if not isinstance(values, dict):

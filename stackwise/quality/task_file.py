@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import operator
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from stackwise.argument import require
+from stackwise.text_file import parse_json
 
 __all__ = ["Dataset", "in_place", "index_of", "read_rows", "text_of", "texts_of"]
 
@@ -190,7 +190,7 @@ def _json_lines(path: Path) -> list[Row]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = parse_json(line)
         except ValueError as error:
             raise ValueError(f"{path}:{number}: no JSON: {error}") from None
         require(isinstance(row, dict), f"{path}:{number}", line.strip()[:60], "a JSON object")

@@ -30,7 +30,7 @@ from stackwise.report.row_text import (
     shape_text,
     throughput_table,
 )
-from stackwise.text_file import write_whole
+from stackwise.text_file import parse_json, write_whole
 
 __all__ = ["Report", "report_files"]
 
@@ -260,7 +260,7 @@ class Report:
     @classmethod
     def from_json(cls, path: str | Path) -> Self:
         """Read what `write` wrote to a .json file."""
-        stored = json.loads(Path(path).read_text(encoding="utf-8"))
+        stored = parse_json(Path(path).read_bytes())
         return cls(**{key: stored[key] for key in cls.__dataclass_fields__ if key in stored})
 
 

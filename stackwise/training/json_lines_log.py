@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from stackwise.stability.guard import Alarm
 from stackwise.stability.telemetry import StepRecord
+from stackwise.text_file import parse_json
 from stackwise.training.record_log import ClosingLog, free_place
 
 __all__ = ["JsonLinesLog", "LoggedLines", "read_json_lines"]
@@ -104,7 +105,7 @@ def read_json_lines(path: str | os.PathLike[str]) -> LoggedLines:
     lines = []
     for number, line in enumerate(whole, start=1):
         try:
-            row = json.loads(line)
+            row = parse_json(line)
         except ValueError:
             row = None
         if not isinstance(row, dict):

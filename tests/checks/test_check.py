@@ -495,3 +495,22 @@ def test_complex_buffers_are_as_wide_as_weights_and_nothing_is_said(recwarn):
         model = subject.model(dtype=dtype)
         assert model.turns.dtype == dtype.to_complex()
     assert not recwarn.list
+
+
+@pytest.mark.parametrize("width, threads", [(8, 1), (1024, 2)])
+def test_checks_of_tiny_models_run_on_one_thread(registry, width, threads):
+    seen = []
+
+    @check_module.check
+    def counts_threads(subject):
+        """How many threads are there?"""
+        seen.append(torch.get_num_threads())
+        return subject.passed()
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        registry["counts_threads"].run(ModelSpec.of(lambda: nn.Linear(width, width)))
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [threads]

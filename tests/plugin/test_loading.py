@@ -21,6 +21,12 @@ start = time.perf_counter()
 import pytest_stackwise.plugin
 print(time.perf_counter() - start, *sorted(set(sys.modules) - before))
 """
+WRITES_POLICY = """
+import os, pathlib, pytest
+{lines}
+def test_it({fixture}):
+    pathlib.Path("policy").write_text(str(os.environ.get("OMP_WAIT_POLICY")))
+"""
 LATE = """
 import sys
 import pytest_stackwise as plugin
@@ -102,6 +108,30 @@ def test_plugin_import_adds_only_the_plugin():
     assert {name.partition(".")[0] for name in modules} - sys.stdlib_module_names == {"pytest_stackwise"}
     # Of the standard library contextvars and ctypes, with their parts.
     assert len([name for name in modules if not name.startswith("pytest_stackwise")]) <= 5
+
+
+@pytest.mark.parametrize(
+    ("test", "conftest", "arguments", "policy"),
+    [
+        ({}, "", [], "None"),
+        ({"lines": "# throughput: see quality", "fixture": "tmp_path"}, "", [], "None"),
+        ({"lines": "@pytest.mark.gpu\ndef test_gpu(): pass"}, "", [], "None"),
+        ({"fixture": "tmp_path, peak_memory"}, "", [], "PASSIVE"),
+        ({"fixture": "tmp_path, peak_memory"}, "import torch", [], "None"),
+        ({"lines": "import stackwise"}, "", [], "PASSIVE"),
+        ({"lines": "@pytest.mark.max_memory('64 GiB')"}, "", [], "PASSIVE"),
+        ({}, "import torch", ["--stackwise-seed=1"], "PASSIVE"),
+        ({}, "import torch", ["-o", "stackwise_suite=full"], "PASSIVE"),
+    ],
+)
+def test_wait_policy_is_set_only_for_runs_that_use_the_plugin(
+    pytester, folder, run_apart, every_check, monkeypatch, test, conftest, arguments, policy
+):
+    pytester.makeconftest(conftest)
+    pytester.makepyfile(WRITES_POLICY.format(**{"lines": "", "fixture": ""} | test))
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    run_apart(*without_others(), *arguments)
+    assert (folder / "policy").read_text() == policy
 
 
 def test_public_name_is_handed_on_late():

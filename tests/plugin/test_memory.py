@@ -423,20 +423,6 @@ def test_a_training_step_that_is_described(pytester, folder, run):
     result.stdout.fnmatch_lines(["*[[]sound] PASSED*", "*[[]keeping] FAILED*"])
 
 
-@pytest.mark.slow
-def test_idle_threads_sleep_before_a_conftest_loads_torch(pytester, folder, run_apart, monkeypatch):
-    pytester.makeconftest(
-        """
-        import os, pathlib, torch
-        pathlib.Path("policy").write_text(str(os.environ.get("OMP_WAIT_POLICY")))
-        """
-    )
-    pytester.makepyfile("def test_it(): pass")
-    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    run_apart().assert_outcomes(passed=1)
-    assert (folder / "policy").read_text() == "PASSIVE"
-
-
 @pytest.mark.gpu
 def test_limits_on_a_gpu(pytester, run):
     pytester.makepyfile(

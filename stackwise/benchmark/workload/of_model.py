@@ -291,7 +291,8 @@ def _decode(
     if decode is None or timed_decode is None:
         return _forward(timed, model, inputs), None, True
     inputs = _cast(spec, model, inputs)
-    context, last = inputs[:, :-1], inputs[:, -1:]
+    # Contiguous before the clock starts: the calls would copy them otherwise.
+    context, last = inputs[:, :-1].contiguous(), inputs[:, -1:].contiguous()
 
     def step(cache: Any) -> None:
         with torch.no_grad():

@@ -12,6 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
+from stackwise.call_form import ContiguousCall
 from stackwise.capability import masked_with_positions
 from stackwise.checks.check import check
 from stackwise.checks.probe.call import (
@@ -175,7 +176,9 @@ def padding_content(subject: Subject) -> CheckResult:
 
 def _ignores_mask(subject: Subject) -> bool:
     """Whether an argument's name is all that tells of a mask, on the right only, and it hides nothing."""
-    inferred = getattr(subject.spec.masked, "__module__", "") == "stackwise.capability"
+    by_mask = subject.spec.masked
+    function = by_mask.function if isinstance(by_mask, ContiguousCall) else None
+    inferred = getattr(function, "__module__", "") == "stackwise.capability"
     if not inferred or subject.spec.padding_sides != ("right",):
         return False
     model, inputs = subject.model(fill_zeros=True), real_inputs(subject, 1, min(subject.seq_len, _LENGTH))
@@ -188,7 +191,7 @@ def _ignores_mask(subject: Subject) -> bool:
 
 def _reads_through_a_state(subject: Subject) -> bool:
     """Whether padding on the left was only guessed to be possible, and there is a recurrent state."""
-    if subject.spec.masked is not masked_with_positions:
+    if subject.spec.masked != ContiguousCall(masked_with_positions):
         return False
     inputs = real_inputs(subject, 1, min(subject.seq_len, _LENGTH))
     return has_fixed_state(subject, inputs) or leaves_state(subject, inputs)

@@ -20,7 +20,7 @@ from stackwise.prototype.search.dimension import Choices, Dimension, read_dimens
 from stackwise.prototype.search.parameter_budget import ParameterBudget, nearest_within
 from stackwise.prototype.search.parameter_count import count_of
 from stackwise.prototype.search.shape import DEPENDENT_KEYS, DERIVED_KEYS, base_sizes, shaped, shaped_model
-from stackwise.yaml12 import load_yaml
+from stackwise.yaml12 import read_yaml
 
 __all__ = ["Space", "config_digest"]
 
@@ -93,7 +93,7 @@ class Space:
         """
         path = Path(path)
         try:
-            content = load_yaml(path.read_bytes())
+            content = read_yaml(path)
         except ValueError as error:
             raise ConfigError([str(error)], str(path)) from None
         if isinstance(content, Mapping) and isinstance(content.get("base"), str):

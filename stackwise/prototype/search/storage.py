@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from stackwise.argument import require
 from stackwise.prototype.search.optuna_import import import_optuna, quiet_optuna
+from stackwise.text_file import parse_json
 
 if TYPE_CHECKING:
     from optuna.storages import BaseStorage
@@ -108,7 +108,7 @@ def _check_journal(path: Path) -> None:
     with path.open("rb") as file:
         line = file.readline()
     try:
-        first = json.loads(line)
+        first = parse_json(line)
     except ValueError:
         first = None
     is_journal = isinstance(first, dict) and {"op_code", "worker_id"} <= first.keys()

@@ -21,7 +21,7 @@ from typing import Any
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
-from system_calls import forbid  # type: ignore[import-not-found]
+from system_calls import forbid, is_known_machine, require_known_machine  # type: ignore[import-not-found]
 
 NEW_NAMESPACES = 0x00020000 | 0x20000000 | 0x40000000 | 0x08000000 | 0x04000000  # mounts, PIDs, net, IPC, UTS
 NEW_USERS = 0x10000000
@@ -159,14 +159,27 @@ def first(task: dict[str, Any], as_root: bool) -> None:
 
 
 def become(task: dict[str, Any]) -> None:
-    """The interpreter, with the descriptors from 3 on that were asked for and no others."""
+    """Become the interpreter, with the requested descriptors from 3 on and no others."""
     signal.alarm(0)
-    given = task["descriptors"]
+    given, end = task["descriptors"], 3 + len(task["descriptors"])
     # Out of the way first: one may be where another is to be.
-    for place, each in enumerate([fcntl.fcntl(each, fcntl.F_DUPFD, 3 + len(given)) for each in given]):
+    away = [fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, end + 1) for each in (task["control"], *given)]
+    control, *moved = away
+    for place, each in enumerate(moved):
         os.dup2(each, 3 + place, inheritable=True)
-    os.closerange(3 + len(given), 2**16)
-    if sys.platform == "linux":
+    os.dup2(control, end, inheritable=False)  # the kernel closes it as the interpreter starts
+    os.closerange(end + 1, 2**16)
+    try:
+        start(task)
+    except OSError as error:
+        say(end, error=f"{type(error).__name__}: {error}")
+        os._exit(1)
+
+
+def start(task: dict[str, Any]) -> None:
+    """Forbid system calls and start the interpreter."""
+    # Without isolation the filter is a bonus, on the machines that it is known for.
+    if task["isolated"] or is_known_machine():
         forbid()
     os.execve(task["python"], [task["python"], "-I", "-S", "-B", "-u", task["main"]], {})  # noqa: S606
 
@@ -182,6 +195,7 @@ def main() -> None:
     try:
         end_with_parent()
         if task["isolated"]:
+            require_known_machine()
             user, group = os.geteuid(), os.getegid()
             call("unshare", NEW_NAMESPACES | (0 if as_root else NEW_USERS))
             if not as_root:
@@ -201,7 +215,7 @@ def main() -> None:
             os.close(descriptor)
         _, status = os.waitpid(child, 0)
         say(control, status=status)
-    except OSError as error:
+    except Exception as error:
         say(control, error=f"{type(error).__name__}: {error}")
         os._exit(1)
 

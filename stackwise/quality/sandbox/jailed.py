@@ -10,8 +10,8 @@ import select
 import signal
 import subprocess
 import sys
-import sysconfig
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,23 @@ __all__ = ["Jailed", "SandboxError", "interpreter"]
 _HERE = Path(__file__).parent
 # Seconds until a jail is made, on a machine that has much else to do, and until it is gone.
 _UNTIL_MADE, _UNTIL_GONE = 60.0, 10.0
-# What else is there of the system: no programs, no settings.
-_LIBRARIES = ("/lib", "/lib32", "/lib64", "/usr/lib", "/usr/lib32", "/usr/lib64", "/etc/ld.so.cache")
+# Where the loader looks. On most systems some of these are symbolic links to others.
+_LIBRARIES = ("/lib", "/lib32", "/lib64", "/usr/lib", "/usr/lib32", "/usr/lib64")
+# Loads all extension modules of the standard library (tkinter would load a whole desktop), and what the C
+# library loads when a thread ends; tells the files that are mapped then.
+_TELL = """
+import ctypes, glob, json, os, sysconfig
+libraries = sorted({os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")})
+names = [name for folder in libraries for name in glob.glob(folder + "/lib-dynload/*.so")]
+for name in [name for name in names if "_tkinter" not in name] + ["libgcc_s.so.1"]:
+    try:
+        ctypes.CDLL(name)
+    except OSError:
+        pass
+with open("/proc/self/maps") as file:
+    mapped = sorted({line.split(maxsplit=5)[5].strip() for line in file if "/" in line})
+print(json.dumps({"libraries": libraries, "mapped": mapped}))
+"""
 _FIRST_USER, _USERS = 2**30, 2**29  # numbers that no account has: a limit of processes is for a user
 
 
@@ -163,22 +178,43 @@ class Jailed:
         return message
 
 
+@cache
 def interpreter() -> tuple[str, list[str], list[str]]:
-    """The interpreter, what of the system it needs, and what of that is not to be seen.
+    """Return the interpreter and what a jail shows: its standard library and the shared objects of both.
+
+    The shared objects are those that a process maps which has loaded every extension module of the library.
 
     Returns:
-        its path; paths of files and folders; folders below them.
+        path of the interpreter; paths of files, symbolic links and folders to show; folders of these to hide.
+
+    Raises:
+        SandboxError: the interpreter cannot be started, or does not tell what it maps.
     """
     python = os.path.realpath(sys.executable)
-    library = Path(sysconfig.get_path("stdlib")).resolve()
-    maps = Path("/proc/self/maps")
-    mapped = [line.split(maxsplit=5)[-1] for line in maps.read_text().splitlines()] if maps.exists() else []
-    shared = sorted({path for path in mapped if Path(path).name.startswith("libpython")})
-    wanted = [*_LIBRARIES, str(library), python, *shared]
-    shown: list[str] = []
-    for path in wanted:
-        inside = any(path.startswith(f"{other}/") and not Path(other).is_symlink() for other in shown)
-        if os.path.lexists(path) and path not in shown and not inside:
-            shown.append(path)
-    hidden = [str(library / name) for name in ("site-packages", "dist-packages")]
-    return python, shown, hidden
+    done = subprocess.run(  # noqa: S603
+        [python, "-I", "-S", "-c", _TELL], env={}, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        reason = " ".join(done.stderr.split())[-200:]
+        raise SandboxError(f"no jail can be made here: {python} does not tell what it loads: {reason}")
+    told = json.loads(done.stdout)
+    libraries, mapped = set(told["libraries"]), [Path(path) for path in told["mapped"]]
+    objects = {str(path) for path in mapped if ".so" in path.name or "gconv" in path.parts}
+    # The folder of a locale has a file for each category.
+    folders = libraries | {str(path.parent) for path in mapped if "locale" in path.parts}
+    links = {name for name in _LIBRARIES if Path(name).is_symlink()}
+    for folder in {*(path.parent for path in mapped), *(Path(name) for name in _LIBRARIES)}:
+        links |= _links_to(folder, objects)
+    wanted = [*sorted(links), "/etc/ld.so.cache", *sorted(folders), *sorted(objects), python]
+    inside = tuple(f"{folder}/" for folder in folders)
+    shown = [path for path in wanted if os.path.lexists(path) and not path.startswith(inside)]
+    hidden = [f"{library}/{name}" for library in libraries for name in ("site-packages", "dist-packages")]
+    return python, list(dict.fromkeys(shown)), hidden
+
+
+def _links_to(folder: Path, files: set[str]) -> set[str]:
+    """Return the other names of files that the loader looks for: symbolic links in a folder."""
+    if folder.is_symlink() or not folder.is_dir():
+        return set()
+    links = [entry.path for entry in os.scandir(folder) if entry.is_symlink()]
+    return {link for link in links if os.path.realpath(link) in files}

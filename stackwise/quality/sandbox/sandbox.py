@@ -9,6 +9,7 @@ than the checks. What says that the checks are through is a nonce that only thei
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import secrets
@@ -17,7 +18,7 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -30,7 +31,9 @@ __all__ = ["WITHOUT_ISOLATION", "Execution", "Sandbox", "Status", "isolation_pro
 
 Status = Literal["passed", "failed", "timed out"]
 WITHOUT_ISOLATION = "run code that nobody has read with all my rights"
+_PREFIX = "stackwise-sandbox-"
 _MOST_RESULT = 2**16
+_LONGEST_REASON = 300
 _was_made = False
 
 
@@ -63,15 +66,18 @@ class Execution:
 class Sandbox:
     """Runs programs, each in jails of its own.
 
-    A program sees an interpreter with its standard library, a temporary folder in memory, and nothing else:
-    no files, no network, no environment, no process but its own. It needs Linux, as root or with user
-    namespaces. Together the two processes, and all that they start, may hold `processes` times `memory_bytes`
-    each, and files in memory of `open_files` times `file_bytes` for each process.
+    A program sees an interpreter with its standard library and the shared objects that both load, a
+    temporary folder in memory, and nothing else: no other files, no network, no environment, no process but
+    its own. This needs Linux on x86-64 or arm64, as root or with user namespaces. Together the two processes,
+    and all that they start, may hold `processes` times `memory_bytes` each, and files in memory of
+    `open_files` times `file_bytes` for each process. A new Sandbox deletes the temporary folders of runs that
+    were killed.
 
     Args:
         limits: of each run.
-        without_isolation: `WITHOUT_ISOLATION`, word for word: where no jail can be made, limits alone will
-            do. A program can then read, write and send whatever this user can.
+        without_isolation: `WITHOUT_ISOLATION`, word for word: if no jail can be made, run with the limits
+            alone. A program can then read, write and send whatever this user can. Its verdict proves nothing:
+            the program can read the nonce of the checks and forge a pass.
 
     Raises:
         SandboxError: no jail can be made here.
@@ -83,6 +89,7 @@ class Sandbox:
         self.isolated = True
         if without_isolation is not None:
             check_choice("without_isolation", without_isolation, (WITHOUT_ISOLATION,))
+        _remove_leftovers()
         problem = isolation_problem()
         if problem is not None:
             if without_isolation is None:
@@ -144,7 +151,8 @@ def isolation_problem() -> str | None:
     except SandboxError as error:
         return str(error)
     _was_made = done.passed
-    return None if done.passed else f"no jail can be made here: {done.reason} {done.output}".strip()
+    said = " ".join(f"{done.reason} {done.output}".split())
+    return None if done.passed else f"no jail can be made here: {said[:_LONGEST_REASON]}"
 
 
 def _size(text: str) -> int | None:
@@ -161,9 +169,8 @@ def _run(
     began = time.monotonic()
     nonce = secrets.token_hex(16)
     task = json.dumps({"setup": setup, "test": test, "names": functions, "nonce": nonce})
-    folder = Path(tempfile.mkdtemp(prefix="stackwise-sandbox-"))
     with contextlib.ExitStack() as stack:
-        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        folder = stack.enter_context(_temporary_folder())
         ends = {}
         for name in ("candidate", "checker"):
             (folder / name).mkdir()
@@ -201,6 +208,46 @@ def _run(
                 if problems:
                     raise SandboxError(f"no jail can be made here: {problems[0]}")
     return Execution(status, reason, output, time.monotonic() - began)  # type: ignore[arg-type]
+
+
+@contextlib.contextmanager
+def _temporary_folder() -> Iterator[Path]:
+    """Make a folder and delete it at the end. It is locked until then, so that no other run deletes it."""
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        lock = _locked(folder)
+        if lock is not None:
+            break
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def _remove_leftovers() -> None:
+    """Delete the folders of this user's runs that were killed. The kernel has released their locks."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        lock = _locked(folder)
+        if lock is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+            os.close(lock)
+
+
+def _locked(folder: Path) -> int | None:
+    """Return a descriptor that holds the lock of a folder; None if another run has it, or has deleted it."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(descriptor).st_uid == os.geteuid() and folder.exists():
+            return descriptor
+    except OSError:
+        pass
+    os.close(descriptor)
+    return None
 
 
 def _heard(result: int, jailed: dict[str, Jailed], deadline: float, most: int) -> tuple[bytes | None, str]:

@@ -12,8 +12,9 @@ import ctypes
 import errno
 import platform
 import struct
+import sys
 
-__all__ = ["forbid"]
+__all__ = ["forbid", "is_known_machine", "require_known_machine"]
 
 # By machine: what the kernel calls it; shmget, shmat, shmctl, semget, msgget, ptrace, mount, umount2,
 # pivot_root, chroot, add_key, request_key, keyctl, unshare, setns, perf_event_open, process_vm_readv,
@@ -38,19 +39,30 @@ class _Program(ctypes.Structure):
     _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
 
 
-def forbid() -> bool:
-    """Forbid them to this process and all that it starts; privileges have to be given up before.
+def is_known_machine() -> bool:
+    """Return True if the numbers of this machine's system calls are known."""
+    return sys.platform == "linux" and platform.machine() in _MACHINES
 
-    Returns:
-        False where the numbers for this machine are not known: nothing is done.
+
+def require_known_machine() -> None:
+    """Refuse a machine whose system calls cannot be filtered.
 
     Raises:
-        OSError: the kernel takes no filter.
+        OSError: the numbers of its system calls are not known.
     """
-    known = _MACHINES.get(platform.machine())
-    if known is None:
-        return False
-    machine, numbers, clone, (one_socket, two_sockets) = known
+    if not is_known_machine():
+        seen, allowed = f"{sys.platform} on {platform.machine()}", f"linux on {' or '.join(_MACHINES)}"
+        raise OSError(errno.ENOSYS, f"filter of system calls: got {seen}; allowed: {allowed}")
+
+
+def forbid() -> None:
+    """Forbid the system calls to this process and its children. Privileges have to be given up before.
+
+    Raises:
+        OSError: the machine is not known, or the kernel accepts no filter.
+    """
+    require_known_machine()
+    machine, numbers, clone, (one_socket, two_sockets) = _MACHINES[platform.machine()]
     steps = [
         (_LOAD, 0, 0, _MACHINE),
         (_EQUAL, 1, 0, machine),
@@ -85,4 +97,3 @@ def forbid() -> bool:
     if libc.prctl(_SET_SECCOMP, _FILTER, ctypes.byref(program), 0, 0) != 0:
         number = ctypes.get_errno()
         raise OSError(number, "seccomp")
-    return True

@@ -33,6 +33,7 @@ from stackwise.stability.locate import ModuleScales, locate
 from stackwise.stability.locate.first_module import shown_name
 from stackwise.stability.recomputation import recomputation
 from stackwise.stability.telemetry.gradient_norm import global_norm, gradient_norms
+from stackwise.text_file import parse_json
 
 __all__ = [
     "Bundle",
@@ -162,7 +163,7 @@ class Bundle:
         place = folder / _FILES[0]
         try:
             require(place.stat().st_size <= _MAX_JSON, str(place), place.stat().st_size, "a bundle's size")
-            told = json.loads(place.read_text(encoding="utf-8"))
+            told = parse_json(place.read_bytes())
             place = folder / _FILES[1]
             tensors = load_file(place)
             place = folder / _FILES[2]

@@ -356,7 +356,7 @@ class TestFile:
     @pytest.mark.parametrize("text", ["space: [", "space: {n_layers: [1]}\nspace: 1", "", "- 1"])
     def test_what_is_none_is_refused_with_the_file(self, tmp_path, text):
         (tmp_path / "space.yaml").write_text(text)
-        with pytest.raises(ConfigError, match=r"space\.yaml: 1 problem"):
+        with pytest.raises(ConfigError, match=r"space\.yaml: "):
             Space.from_yaml(tmp_path / "space.yaml")
 
     def test_budgets_are_described(self):

@@ -2,10 +2,12 @@
 
 import contextlib
 import os
+import platform
 import re
 import socket
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
 from dataclasses import replace
@@ -453,6 +455,110 @@ Sandbox(SandboxLimits(seconds=100)).run({program!r}, "f()", functions=["f"])
         finally:
             owner.kill()
     comes_true(lambda: processes() <= before)
+
+
+@needs_jail
+def test_folders_of_a_killed_run_are_deleted_by_the_next(tmp_path):
+    script = """
+from stackwise.quality.sandbox import Sandbox, SandboxLimits
+sandbox = Sandbox(SandboxLimits(seconds=100))
+print("ready", flush=True)
+sandbox.run("import time\\ndef f(): time.sleep(1000)", "f()", functions=["f"])
+"""
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-c", script]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as killed:
+        assert killed.stdout.readline() == b"ready\n"
+        comes_true(lambda: len(list(tmp_path.iterdir())) == 1)
+        killed.kill()
+    [left] = tmp_path.iterdir()
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as running:
+        assert running.stdout.readline() == b"ready\n"
+        comes_true(lambda: len(list(tmp_path.iterdir())) == 1)
+        [used] = tmp_path.iterdir()
+        subprocess.run(
+            [sys.executable, "-c", "from stackwise.quality.sandbox import Sandbox; Sandbox()"],
+            env=environment,
+            check=True,
+        )
+        kept = used.exists()
+        running.kill()
+    assert kept and used != left and not left.exists()
+
+
+@needs_jail
+def test_only_the_interpreter_and_its_library_are_visible():
+    program = """
+import os
+def f():
+    found = []
+    for folder, folders, names in os.walk("/"):
+        folders[:] = [name for name in folders if folder != "/" or name not in ("proc", "dev", "box", "tmp")]
+        found += [os.path.join(folder, name) for name in names]
+    return found
+"""
+    library = sysconfig.get_path("stdlib")
+    object_or_locale = r"\.so(\.[\d.]+)?$|/gconv/|/locale/|^/etc/ld\.so\.cache$|^/lib\w*$"
+    checks = f"""
+import os, re
+strange = [
+    path for path in f()
+    if not path.startswith({library + "/"!r}) and path != {os.path.realpath(sys.executable)!r}
+    and not re.search({object_or_locale!r}, path)
+]
+assert strange == [], strange
+assert not any("site-packages" in path for path in f())
+"""
+    limits = SandboxLimits(seconds=30)
+    done = Sandbox(limits).run(program, checks, functions=["f"])
+    assert done.passed, done
+
+
+@needs_jail
+def test_every_module_of_the_standard_library_can_be_loaded():
+    code = """
+import glob, importlib, os, sysconfig
+def f():
+    folder = os.path.join(os.path.dirname(os.__file__), "lib-dynload")
+    names = {os.path.basename(path).partition(".")[0] for path in glob.glob(folder + "/*.so")}
+    found = []
+    for name in sorted(names - {"_tkinter"}):
+        try:
+            importlib.import_module(name)
+            found.append(name)
+        except ImportError:
+            pass
+    return found
+"""
+    command = [sys.executable, "-I", "-S", "-c", f"{code}\nprint(*f())"]
+    outside = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    done = Sandbox().run(code, f"assert f() == {outside}", functions=["f"])
+    assert done.passed and outside, done
+
+
+@needs_jail
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="its kernel can call itself another machine")
+def test_machine_without_a_filter_is_refused_in_one_line():
+    script = """
+import ctypes
+ctypes.CDLL(None).personality(8)  # PER_LINUX32: uname says i686
+from stackwise.quality.sandbox import Sandbox, SandboxError
+try:
+    Sandbox()
+except SandboxError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stderr == "" and done.stdout.count("\n") == 1
+    assert "filter of system calls: got linux on i686; allowed: linux on x86_64 or aarch64" in done.stdout
+
+
+@needs_jail
+def test_interpreter_that_cannot_start_is_reported_in_one_line(monkeypatch):
+    held, (_, shown, hidden) = Sandbox(), jailed.interpreter()
+    monkeypatch.setattr(jailed, "interpreter", lambda: ("/no/such/python", shown, hidden))
+    with pytest.raises(SandboxError, match=r"^no jail can be made here: FileNotFoundError: .*$"):
+        held.run("def f(): return 1", "assert f() == 1", functions=["f"])
 
 
 @pytest.fixture

@@ -1,0 +1,29 @@
+"""Popular training loops through `check_trainer`: no failure, and only the warnings that are listed here."""
+
+import pytest
+
+from stackwise import check_trainer
+from tests.popular import nanochat, nanogpt, vit
+
+EQUAL_WEIGHT = {"accumulation_ragged", "evaluation_batches"}
+LOOPS = {
+    "nanogpt": (nanogpt.trainer, nanogpt.Loop, EQUAL_WEIGHT),
+    "nanogpt-float16": (nanogpt.trainer, nanogpt.HalfLoop, EQUAL_WEIGHT),
+    "nanochat": (nanochat.trainer, nanochat.Loop, {"accumulation_ragged"}),
+    "nanochat-container": (nanochat.trainer, nanochat.ContainerLoop, {"accumulation_ragged"}),
+    "vit": (vit.trainer, vit.Loop, set()),
+    "vit-convolutional": (vit.trainer, vit.ConvolutionalLoop, set()),
+}
+# Asked of every loop.
+ASKED = {"optimizer_coverage", "parameters_change", "resume", "checkpoint_round_trip", "evaluation_restores"}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_healthy_loop_has_only_known_warnings(name):
+    trainer, loop, warnings = LOOPS[name]
+
+    results = {result.check: result for result in check_trainer(trainer(loop))}
+
+    found = {n: r.status for n, r in results.items() if r.status not in ("passed", "not applicable")}
+    assert found == dict.fromkeys(warnings, "warned"), [str(results[n]) for n in found]
+    assert {name for name, result in results.items() if result.status == "passed"} >= ASKED

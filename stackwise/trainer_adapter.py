@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -70,34 +70,34 @@ def with_one_optimizer(run: Any, name: str) -> Any:
     """
     found = optimizers_in(run.optimizer)
     if not found:
+        got = f"trainer: {name}: optimizer: got {type(run.optimizer).__name__}"
         raise TypeError(
-            f"trainer: {name}: optimizer: got {type(run.optimizer).__name__}; allowed: a torch.optim.Optimizer, "
-            "a list, tuple or dict of them, or an object with attributes that are one of these"
+            f"{got}; allowed: a torch.optim.Optimizer, a list, tuple or dict of them, or an object with "
+            "attributes that are one of these"
         )
     return run if len(found) == 1 and found[0] is run.optimizer else JoinedRun(run)
 
 
 def optimizers_in(given: Any) -> list[torch.optim.Optimizer]:
-    """Return the optimizers in `given`: an optimizer, a list, tuple or dict of them, or an object that holds them.
+    """Return the optimizers in `given`; the list is empty if there are none.
 
-    An object with `param_groups` and step hooks is treated as one optimizer. The list is empty if there are none.
+    Args:
+        given: an optimizer, a list, tuple or dict of them, or an object whose attributes are one of these. An
+            object with `param_groups` and step hooks is treated as one optimizer.
     """
-    if isinstance(given, torch.optim.Optimizer) or _has_hooks(given):
+    if _is_optimizer(given):
         return [given]
-    held: Iterable[Any] = _members(given)
-    if not isinstance(given, list | tuple | Mapping):
-        held = [
-            each for value in _members(getattr(given, "__dict__", {})) for each in _members(value) or [value]
-        ]
-    found = [each for each in held if isinstance(each, torch.optim.Optimizer) or _has_hooks(each)]
+    values = _values(given) or list(getattr(given, "__dict__", {}).values())
+    found = [each for value in values for each in _values(value) or [value] if _is_optimizer(each)]
     return list({id(each): each for each in found}.values())
 
 
-def _has_hooks(given: Any) -> bool:
-    return hasattr(given, "param_groups") and hasattr(given, "register_step_pre_hook")
+def _is_optimizer(given: Any) -> bool:
+    hooks = hasattr(given, "param_groups") and hasattr(given, "register_step_pre_hook")
+    return hooks or isinstance(given, torch.optim.Optimizer)
 
 
-def _members(given: Any) -> list[Any]:
+def _values(given: Any) -> list[Any]:
     if isinstance(given, Mapping):
         return list(given.values())
     return list(given) if isinstance(given, list | tuple) else []
@@ -132,8 +132,10 @@ class JoinedOptimizers:
             numbers = [number for group in saved["param_groups"] for number in group["params"]]
             renamed = {number: first + place for place, number in enumerate(numbers)}
             state |= {renamed.get(number, number): value for number, value in saved["state"].items()}
-            for group in saved["param_groups"]:
-                groups.append({**group, "params": [renamed[number] for number in group["params"]]})
+            groups += [
+                {**group, "params": [renamed[number] for number in group["params"]]}
+                for group in saved["param_groups"]
+            ]
         return {"state": state, "param_groups": groups}
 
 

@@ -262,7 +262,8 @@ class TrainerSpec:
             raise TypeError(
                 f"{self.name}: build() returned {type(run).__name__}; wanted model, optimizer and step(batch)"
             )
-        return with_one_optimizer(run, self.name)
+        view: TrainingRun = with_one_optimizer(run, self.name)
+        return view
 
     def batch(
         self,

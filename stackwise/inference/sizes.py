@@ -89,8 +89,8 @@ def length_limit(model: nn.Module) -> tuple[int | None, bool]:
 def takes_more(model: nn.Module, known: Mapping[str, Any]) -> bool:
     """Return True if the model takes one position more than its limit.
 
-    A limit is believed without a trial if it is long, if `make_batch` is declared, and on CUDA, where an index
-    out of range ruins the process.
+    A limit is believed without a trial if it is long, if `make_batch` is declared, and on CUDA, where an
+    index out of range ruins the process.
     """
     limit = known["max_length"]
     on_cpu = next((p.device.type for p in model.parameters()), "cpu") == "cpu"

@@ -1,8 +1,8 @@
 """A GPT, its engine and its training loop in the style of nanochat (https://github.com/karpathy/nanochat).
 
-RMS norm without weights, rotary embeddings as buffers outside the state dict, normalized queries and keys, grouped
-queries, squared ReLU, an untied head, capped logits, value embeddings, and learned scalars on the residual stream.
-Muon trains the matrices, AdamW the rest.
+RMS norm without weights, rotary embeddings as buffers outside the state dict, normalized queries and keys,
+grouped queries, squared ReLU, an untied head, capped logits, value embeddings, and learned scalars on the
+residual stream. Muon trains the matrices, AdamW the rest.
 
 Shapes: B batch, T new positions, S all positions, H query heads, K key and value heads, D head size, C width.
 """
@@ -53,9 +53,7 @@ class Linear(nn.Linear):
 class KVCache:
     """Keys and values of all layers (layers, B, S, K, D), allocated for `seq_len` positions."""
 
-    def __init__(
-        self, batch_size, num_heads, seq_len, head_dim, num_layers, device="cpu", dtype=torch.float32
-    ):
+    def __init__(self, batch_size, num_heads, seq_len, head_dim, num_layers, device, dtype):
         shape = (num_layers, batch_size, seq_len, num_heads, head_dim)
         self.batch_size, self.n_layers = batch_size, num_layers
         self.k_cache = torch.zeros(shape, device=device, dtype=dtype)
@@ -189,10 +187,8 @@ class GPT(nn.Module):
     @staticmethod
     def _compute_windows(config):
         sizes = {"L": config.sequence_len, "S": config.sequence_len // 4}
-        windows = [
-            sizes[config.window_pattern[i % len(config.window_pattern)]] for i in range(config.n_layer)
-        ]
-        return [*windows[:-1], config.sequence_len]
+        pattern = (config.window_pattern * config.n_layer)[: config.n_layer - 1]
+        return [*(sizes[kind] for kind in pattern), config.sequence_len]
 
     @torch.no_grad()
     def init_weights(self):
@@ -292,16 +288,9 @@ def sample_next_token(logits, rng, temperature=1.0, top_k=None):
 
 
 def cache_of(model, batch_size, seq_len):
-    config = model.config
-    return KVCache(
-        batch_size,
-        config.n_kv_head,
-        seq_len,
-        model.head_dim,
-        config.n_layer,
-        model.get_device(),
-        model.lm_head.weight.dtype,
-    )
+    config, weight = model.config, model.lm_head.weight
+    sizes = {"num_heads": config.n_kv_head, "head_dim": model.head_dim, "num_layers": config.n_layer}
+    return KVCache(batch_size, seq_len=seq_len, **sizes, device=weight.device, dtype=weight.dtype)
 
 
 class Engine:

@@ -1,7 +1,7 @@
 """A GPT and its training loop in the style of nanoGPT (https://github.com/karpathy/nanoGPT).
 
-Tied embedding and head, learned positions, dropout. `forward(idx, targets=None)` returns logits and loss. Without
-targets it returns the logits of the last position only. Target -1 is ignored.
+Tied embedding and head, learned positions, dropout. `forward(idx, targets=None)` returns logits and loss.
+Without targets it returns the logits of the last position only. Target -1 is ignored.
 
 Shapes: B batch, T positions, C width, H heads, V vocabulary.
 """

@@ -1,4 +1,4 @@
-"""Popular models through `check_model`, `stackwise check` and `--stackwise-model`: healthy ones have no finding."""
+"""Popular models through `check_model`, `stackwise check` and the plugin: healthy ones have no finding."""
 
 import pytest
 
@@ -8,10 +8,10 @@ from tests.popular import nanochat, nanogpt, vit
 
 MODELS = [
     nanogpt.tiny,
-    nanogpt.manual,
+    pytest.param(nanogpt.manual, marks=pytest.mark.slow),
     nanogpt.cropped,
     nanochat.cached,
-    nanochat.no_smear,
+    pytest.param(nanochat.no_smear, marks=pytest.mark.slow),
     vit.classifier,
     vit.convolutional_classifier,
 ]

@@ -1,7 +1,8 @@
 """A vision transformer and its training loop, in the style of vit-pytorch and timm.
 
-Images (B, 3, H, W) to class logits (B, classes): patches, a class token, learned positions, pre-norm blocks, dropout.
-The loop uses mixup, label smoothing, AdamW, a cosine schedule and an exponential moving average of the weights.
+Images (B, 3, H, W) to class logits (B, classes): patches, a class token, learned positions, pre-norm blocks,
+dropout. The loop uses mixup, label smoothing, AdamW, a cosine schedule and an exponential moving average of
+the weights.
 
 Shapes: B batch, N tokens, C width, H heads.
 """
@@ -120,7 +121,7 @@ class Loop:
     """Mixup and label smoothing, AdamW without decay of vectors, cosine schedule, clipping and an average."""
 
     learning_rate, weight_decay, grad_clip, smoothing, mixup_alpha, steps = 1e-3, 0.05, 1.0, 0.1, 0.2, 200
-    batch_size = 16
+    saved = ("model", "optimizer", "scheduler", "ema")
 
     def __init__(self):
         self.model = self.create_model()
@@ -137,7 +138,7 @@ class Loop:
     def loss(self, batch):
         img, labels = batch
         targets = F.one_hot(labels, CLASSES).float()
-        share = float(np.random.beta(self.mixup_alpha, self.mixup_alpha))
+        share = float(np.random.beta(self.mixup_alpha, self.mixup_alpha))  # noqa: NPY002  as timm does
         order = torch.arange(len(img) - 1, -1, -1)
         img, targets = torch.lerp(img[order], img, share), torch.lerp(targets[order], targets, share)
         return F.cross_entropy(self.model(img), targets, label_smoothing=self.smoothing)
@@ -159,25 +160,24 @@ class Loop:
     def evaluate(self, batches):
         """Return the mean cross-entropy of all images."""
         self.model.eval()
-        total = sum(
-            float(F.cross_entropy(self.model(img), labels, reduction="sum")) for img, labels in batches
-        )
+        total, count = 0.0, 0
+        for img, labels in batches:
+            total += float(F.cross_entropy(self.model(img), labels, reduction="sum"))
+            count += len(labels)
         self.model.train()
-        return total / sum(len(labels) for _, labels in batches)
+        return total / count
 
     def save(self, folder):
-        parts = {
-            name: getattr(self, name).state_dict() for name in ("model", "optimizer", "scheduler", "ema")
-        }
-        random_states = {"torch": torch.get_rng_state(), "numpy": np.random.get_state(legacy=False)}
-        torch.save({**parts, "random": random_states}, folder / "checkpoint.pt")
+        parts = {name: getattr(self, name).state_dict() for name in self.saved}
+        numpy_state = np.random.get_state()  # noqa: NPY002
+        torch.save({**parts, "torch": torch.get_rng_state(), "numpy": numpy_state}, folder / "last.pt")
 
     def load(self, folder):
-        checkpoint = torch.load(folder / "checkpoint.pt", weights_only=False)
-        for name in ("model", "optimizer", "scheduler", "ema"):
+        checkpoint = torch.load(folder / "last.pt", weights_only=False)
+        for name in self.saved:
             getattr(self, name).load_state_dict(checkpoint[name])
-        torch.set_rng_state(checkpoint["random"]["torch"])
-        np.random.set_state(checkpoint["random"]["numpy"])
+        torch.set_rng_state(checkpoint["torch"])
+        np.random.set_state(checkpoint["numpy"])  # noqa: NPY002
 
 
 def make_images(batch_size, seq_len, generator):

@@ -129,8 +129,8 @@ def evaluation_batches(subject: TrainerSubject) -> CheckResult:
         where=where,
         meaning=f"{found:.6g} nats per target, and {whole:.6g} with all rows in one batch.",
         advice="Sum the losses of all targets and divide once by their number: a mean of the means of "
-        "batches weighs targets of short batches more. If all batches have the same number of targets, say so "
-        'by averages_batches = ("evaluate",) on the run, and this is a warning.',
+        "batches weighs targets of short batches more. If all batches have the same number of targets, let "
+        'the run say averages_batches = ("evaluate",): this is then a warning.',
     )
     return _warned(result) if subject.averages_batches(run, "evaluate") else result
 

@@ -82,7 +82,9 @@ RUNS = [
     pytest.param(lambda steps: nanogpt_run(steps, "bfloat16"), id="nanogpt-bfloat16", marks=pytest.mark.slow),
     pytest.param(nanochat_run, id="nanochat"),
     pytest.param(vit_run, id="vit"),
-    pytest.param(lambda steps: vit_run(steps, vit.ConvolutionalLoop), id="vit-convolutional"),
+    pytest.param(
+        lambda steps: vit_run(steps, vit.ConvolutionalLoop), id="vit-convolutional", marks=pytest.mark.slow
+    ),
 ]
 
 

@@ -10,10 +10,10 @@ from tests.popular import nanochat, nanogpt, vit
     ("model", "lengths"),
     [
         (nanogpt.tiny, (8, 16, 32)),
-        (nanogpt.manual, (8, 16, 32)),
+        pytest.param(nanogpt.manual, (8, 16, 32), marks=pytest.mark.slow),
         (nanochat.tiny, (8, 16, 32)),
         (vit.classifier, (4, 8, 16)),
-        (vit.convolutional_classifier, (4, 8, 16)),
+        pytest.param(vit.convolutional_classifier, (4, 8, 16), marks=pytest.mark.slow),
     ],
     ids=["nanogpt", "nanogpt-manual", "nanochat", "vit", "vit-convolutional"],
 )

@@ -16,11 +16,14 @@ LOOPS = {
     "vit": (vit.trainer, vit.Loop, {"step_waits"}),
     "vit-convolutional": (vit.trainer, vit.ConvolutionalLoop, {"step_waits"}),
 }
+SLOW = ("nanogpt-float16", "nanochat-container", "vit-convolutional")
 # Asked of every loop.
 ASKED = {"optimizer_coverage", "parameters_change", "resume", "checkpoint_round_trip", "evaluation_restores"}
 
 
-@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in LOOPS]
+)
 def test_healthy_loop_has_only_known_warnings(name):
     trainer, loop, warnings = LOOPS[name]
 

@@ -97,6 +97,9 @@ class ContiguousCall:
     def __name__(self) -> str:
         return getattr(self.function, "__name__", type(self.function).__name__)
 
+    def __str__(self) -> str:
+        return str(self.function)
+
     def __call__(self, model: nn.Module, inputs: Tensor, *rest: Any) -> Any:
         """Call the function."""
         more = (

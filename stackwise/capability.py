@@ -198,7 +198,9 @@ def _targeted_loss(
 
 
 def _loss_in(output: Any) -> Tensor:
-    """`loss` of the output; else the only scalar in it."""
+    """Return `loss` of the output, the only scalar in a tuple, or an output that is a scalar itself."""
+    if isinstance(output, Tensor) and output.ndim == 0:
+        return output
     if isinstance(output, Mapping):
         found = output["loss"]
     elif isinstance(output, tuple) and not hasattr(output, "loss"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import nn
 from stackwise.lightning_run import LightningRun, is_lightning_module
 from stackwise.transformers_run import TransformersRun, is_transformers_trainer
 
-__all__ = ["FunctionRun", "adapted"]
+__all__ = ["FunctionRun", "JoinedOptimizers", "JoinedRun", "adapted", "optimizers_in", "with_one_optimizer"]
 
 Batch = Any
 
@@ -60,3 +60,108 @@ class FunctionRun:
     def step(self, batch: Batch) -> Any:
         """One call of the function."""
         return self._function(self.model, self.optimizer, batch)
+
+
+def with_one_optimizer(run: Any, name: str) -> Any:
+    """Return the run, or a view of it that has one optimizer instead of several.
+
+    Raises:
+        TypeError: the run has no optimizer.
+    """
+    found = optimizers_in(run.optimizer)
+    if not found:
+        got = f"trainer: {name}: optimizer: got {type(run.optimizer).__name__}"
+        raise TypeError(
+            f"{got}; allowed: a torch.optim.Optimizer, a list, tuple or dict of them, or an object with "
+            "attributes that are one of these"
+        )
+    return run if len(found) == 1 and found[0] is run.optimizer else JoinedRun(run)
+
+
+def optimizers_in(given: Any) -> list[torch.optim.Optimizer]:
+    """Return the optimizers in `given`; the list is empty if there are none.
+
+    Args:
+        given: an optimizer, a list, tuple or dict of them, or an object whose attributes are one of these. An
+            object with `param_groups` and step hooks is treated as one optimizer.
+    """
+    if _is_optimizer(given):
+        return [given]
+    values = _values(given) or list(getattr(given, "__dict__", {}).values())
+    found = [each for value in values for each in _values(value) or [value] if _is_optimizer(each)]
+    return list({id(each): each for each in found}.values())
+
+
+def _is_optimizer(given: Any) -> bool:
+    hooks = hasattr(given, "param_groups") and hasattr(given, "register_step_pre_hook")
+    return hooks or isinstance(given, torch.optim.Optimizer)
+
+
+def _values(given: Any) -> list[Any]:
+    if isinstance(given, Mapping):
+        return list(given.values())
+    return list(given) if isinstance(given, list | tuple) else []
+
+
+class JoinedOptimizers:
+    """Read-only view of several optimizers as one.
+
+    Args:
+        members: the optimizers, in the order in which a step calls them.
+    """
+
+    def __init__(self, members: list[torch.optim.Optimizer]) -> None:
+        self.members = members
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Parameter groups of all optimizers, not copies."""
+        return [group for member in self.members for group in member.param_groups]
+
+    @property
+    def state(self) -> dict[Any, Any]:
+        """State of all optimizers, by parameter."""
+        return {key: value for member in self.members for key, value in member.state.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return one state dict in which the parameters of all optimizers are numbered consecutively."""
+        state: dict[Any, Any] = {}
+        groups: list[dict[str, Any]] = []
+        for member in self.members:
+            saved, first = member.state_dict(), sum(len(group["params"]) for group in groups)
+            numbers = [number for group in saved["param_groups"] for number in group["params"]]
+            renamed = {number: first + place for place, number in enumerate(numbers)}
+            state |= {renamed.get(number, number): value for number, value in saved["state"].items()}
+            groups += [
+                {**group, "params": [renamed[number] for number in group["params"]]}
+                for group in saved["param_groups"]
+            ]
+        return {"state": state, "param_groups": groups}
+
+
+class JoinedRun:
+    """Run with several optimizers, which the checks see as a run with one.
+
+    Args:
+        run: its `optimizer` is a list, tuple or dict of optimizers, or an object that holds them.
+    """
+
+    def __init__(self, run: Any) -> None:
+        self.run = run
+
+    @property
+    def model(self) -> nn.Module:
+        """Model of the run."""
+        return self.run.model  # type: ignore[no-any-return]
+
+    @property
+    def optimizer(self) -> JoinedOptimizers:
+        """View of the current optimizers of the run."""
+        return JoinedOptimizers(optimizers_in(self.run.optimizer))
+
+    def step(self, batch: Batch) -> Any:
+        """Make one step of the run and return its loss."""
+        return self.run.step(batch)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.run, name)

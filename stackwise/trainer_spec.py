@@ -17,9 +17,9 @@ from torch.utils._pytree import tree_map
 from stackwise.argument import check_number, check_sizes, require
 from stackwise.lightning_run import copies, is_lightning_module
 from stackwise.seed import seeded
-from stackwise.trainer_adapter import FunctionRun, adapted
+from stackwise.trainer_adapter import FunctionRun, adapted, with_one_optimizer
 
-__all__ = ["TrainerSpec", "TrainingRun"]
+__all__ = ["TrainerSpec", "TrainingRun", "labels_in", "with_labels"]
 
 Batch = Any
 # Tables of so few rows tell kinds of tokens apart.
@@ -66,11 +66,12 @@ class TrainingRun(Protocol):
 
     Attributes:
         model: what is trained.
-        optimizer: what updates it.
+        optimizer: what updates it. A run with several optimizers has a list, tuple or dict of them, or an
+            object that holds them.
     """
 
     model: nn.Module
-    optimizer: torch.optim.Optimizer
+    optimizer: Any
 
     def step(self, batch: Batch) -> Any:
         """One optimizer step on `batch`; returns the loss before it, a number or a scalar tensor."""
@@ -99,7 +100,8 @@ class TrainerSpec:
         total_steps: how many updates `fit` is meant to make; None: nothing is claimed.
         never_waits: whether a step claims never to make the host wait for the device; None: nothing is
             claimed.
-        ignored_label: of a position that is not to be predicted.
+        ignored_label: label of a position that is not to be predicted; None: there is none. None is also the
+            default of `of` for batches (ids, targets).
         distributed: sets a run up in each rank of an initialised process group; None: nothing is distributed.
         factory: "MODULE:FACTORY" or "path/to/file.py:FACTORY" that gives this spec, or the run, in
             another process; None: what needs one is not asked.
@@ -118,7 +120,7 @@ class TrainerSpec:
     decayed: Callable[[str, nn.Parameter], bool] | None = None
     total_steps: int | None = None
     never_waits: bool | None = None
-    ignored_label: int = -100
+    ignored_label: int | None = -100
     distributed: Callable[[], TrainingRun] | None = None
     factory: str | None = None
     notes: str = ""
@@ -218,8 +220,15 @@ class TrainerSpec:
             parts = [str(found.get("notes", "")), *read, f"can {', '.join(can) or 'step alone'}"]
             attributes["notes"] = "; ".join(filter(None, parts))
         spec = cls(**attributes)
-        spec._try(run)
-        return spec
+        spec._try(with_one_optimizer(run, spec.name))
+        if (
+            "ignored_label" in declared
+            or isinstance(batch := spec.batch(), Mapping)
+            or labels_in(batch) is None
+        ):
+            return spec
+        # A loop over pairs (ids, targets) usually has a target at every position.
+        return replace(spec, ignored_label=None)
 
     def _try(self, run: TrainingRun) -> None:
         """Take one step, so that a run which cannot take our batch says so once."""
@@ -259,7 +268,8 @@ class TrainerSpec:
             raise TypeError(
                 f"{self.name}: build() returned {type(run).__name__}; wanted model, optimizer and step(batch)"
             )
-        return run
+        view: TrainingRun = with_one_optimizer(run, self.name)
+        return view
 
     def batch(
         self,
@@ -278,6 +288,30 @@ class TrainerSpec:
         ids = torch.randint(self.vocab_size, (batch_size, seq_len), generator=generator)
         batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
         return _moved(batch, device)
+
+
+def labels_in(batch: Batch) -> Tensor | None:
+    """Return the labels of a batch; None if none are known.
+
+    They are `labels` of a dict, or `targets` (B, T) of a pair (ids, targets) with token ids (B, T).
+    """
+    if isinstance(batch, Mapping):
+        labels = batch.get("labels")
+        return labels if isinstance(labels, Tensor) else None
+    if (
+        isinstance(batch, list | tuple)
+        and len(batch) == 2
+        and all(isinstance(each, Tensor) for each in batch)
+    ):
+        ids, targets = batch
+        tokens = ids.ndim == 2 and not (ids.is_floating_point() or targets.is_floating_point())
+        return targets if tokens and targets.shape == ids.shape else None
+    return None
+
+
+def with_labels(batch: Batch, labels: Tensor) -> Batch:
+    """Return a copy of a batch with other labels, of the same kind as `labels_in` finds."""
+    return {**batch, "labels": labels} if isinstance(batch, Mapping) else type(batch)((batch[0], labels))
 
 
 def _moved(batch: Batch, device: torch.device | str) -> Batch:

@@ -327,3 +327,29 @@ def test_a_compiled_model_can_do_what_the_model_can():
     assert compiled.decode is not None
     assert compiled.padding_sides == spec.padding_sides == ("right", "left")
     assert isinstance(compiled.create(), torch._dynamo.OptimizedModule)
+
+
+class LossOnly(nn.Module):
+    """Targets give the loss alone. Targets of -1 are ignored."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(31, 8), nn.Linear(8, 31)
+
+    def forward(self, ids, targets=None):
+        logits = self.head(self.embedding(ids))
+        if targets is None:
+            return logits
+        return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+
+
+def test_loss_that_is_the_whole_output_is_found():
+    spec = ModelSpec.of(LossOnly)
+    ids = spec.batch(2, 8)
+    labels = ids.clone()
+    labels[0, 4:] = -100
+
+    loss = spec.labelled_loss(model := spec.create(), ids, labels)
+
+    logits = model(ids)[:, :-1].flatten(0, 1)
+    assert torch.equal(loss, nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), ignore_index=-100))

@@ -173,3 +173,42 @@ def test_memory_that_is_too_small_says_nothing_of_how_a_model_is_called(error):
         ModelSpec.of(lambda: Full(error))
     assert str(raised.value) == str(error)
     assert ModelSpec.of(lambda: Full(ValueError("eight at most"))).seq_len == 8
+
+
+class Classifier(nn.Module):
+    """Images (B, 3, 8, 8) to classes (B, 5)."""
+
+    def __init__(self):
+        super().__init__()
+        self.convolution, self.head = nn.Conv2d(3, 4, 4, 4), nn.Linear(4, 5)
+
+    def forward(self, images):
+        return self.head(self.convolution(images).mean(dim=(2, 3)))
+
+
+def make_images(batch_size, seq_len, generator):
+    return torch.randn(batch_size, 3, 8, seq_len, generator=generator)
+
+
+def test_images_are_taken_from_the_declared_batches():
+    spec = ModelSpec.of(Classifier, make_batch=make_images)
+
+    assert (spec.inputs, spec.seq_len, spec.causal) == ("vectors", 16, None)
+    assert spec.notes.startswith("takes inputs (B, 3, 8, 16)")
+    [result] = check_model(spec, checks=["batch_invariance"])
+    assert result.status == "passed"
+
+
+def test_error_of_an_image_model_shows_how_to_declare_images():
+    with pytest.raises(
+        InferenceError, match=r"make_batch=lambda .*torch.randn\(batch_size, 3, HEIGHT, WIDTH"
+    ):
+        ModelSpec.of(Classifier)
+
+
+def test_declared_batches_that_the_model_refuses_are_named():
+    def make_batch(batch_size, seq_len, generator):
+        return torch.randn(batch_size, 1, 8, 8, generator=generator)
+
+    with pytest.raises(InferenceError, match=r"inputs \(2, 1, 8, 8\): RuntimeError"):
+        ModelSpec.of(Classifier, make_batch=make_batch)

@@ -2,6 +2,7 @@
 
 from stackwise.inference.infer import infer
 from stackwise.inference.output import cast, logits_of
+from stackwise.inference.sizes import is_sequence
 from stackwise.inference.trial import InferenceError
 
-__all__ = ["InferenceError", "cast", "infer", "logits_of"]
+__all__ = ["InferenceError", "cast", "infer", "is_sequence", "logits_of"]

@@ -12,7 +12,7 @@ from stackwise.call_form import CallForm, forward_parameters
 from stackwise.inference.masked_form import MASK, MaskedForm
 from stackwise.inference.sizes import vocabulary_candidates, width_candidates
 
-__all__ = ["examples_by_missing", "examples_by_output", "examples_by_signature"]
+__all__ = ["examples_by_convolution", "examples_by_missing", "examples_by_output", "examples_by_signature"]
 
 
 def examples_by_output(
@@ -54,6 +54,15 @@ def examples_by_signature(model: nn.Module, known: Mapping[str, Any]) -> Iterato
     call = ", ".join([f"{first.name}=x" if first in by_name else "x", *others])
     for rank, kind, width in _likely_inputs(model, known):
         yield rank, _example_text(known, kind, width, f"m({call})")
+
+
+def examples_by_convolution(model: nn.Module, known: Mapping[str, Any]) -> Iterator[tuple[int, str]]:
+    """Yield a ModelSpec with images if the model begins with a convolution over images."""
+    first = next((m for m in model.modules() if isinstance(m, nn.Conv2d)), None)
+    if first is not None and "make_batch" not in known:
+        images = f"torch.randn(batch_size, {first.in_channels}, HEIGHT, WIDTH, generator=generator)"
+        batch = f"make_batch=lambda batch_size, seq_len, generator: {images}"
+        yield 6, f"ModelSpec.of({known['name']}, {batch})"
 
 
 def _likely_inputs(model: nn.Module, known: Mapping[str, Any]) -> Iterator[tuple[int, str, int]]:

@@ -14,7 +14,7 @@ from stackwise.call_form import CallForm
 from stackwise.capability import capabilities
 from stackwise.inference.causality import ASSUMED_CAUSAL, claimed_causality
 from stackwise.inference.output import logits_of
-from stackwise.inference.sizes import example_batch, length_limit, takes_more
+from stackwise.inference.sizes import example_batch, is_sequence, length_limit, takes_more
 from stackwise.inference.trial import try_calls
 
 __all__ = ["infer"]
@@ -47,7 +47,11 @@ def infer(model: nn.Module, declared: Mapping[str, Any]) -> dict[str, Any]:
         inferred["forward"] = form
         notes.append(str(form))
     known = {**inferred, **declared}
-    notes.append(f"takes {known['inputs']} of width {known['width']}")
+    example = example_batch(model, known)
+    if is_sequence(example):
+        notes.append(f"takes {known['inputs']} of width {known['width']}")
+    else:
+        notes.append(f"takes inputs (B, {', '.join(map(str, example.shape[1:]))})")
     if trial.beside:
         notes.append(f"judged by its output [{trial.element}] alone, beside which are {trial.beside} more")
     if "causal" not in declared:
@@ -57,10 +61,10 @@ def infer(model: nn.Module, declared: Mapping[str, Any]) -> dict[str, Any]:
         known = {**inferred, **declared}
     if known["max_length"] is not None:
         notes.append(f"at most {known['max_length']} positions")
-    if form is not None:
+    if form is not None and is_sequence(example):
         shown = capabilities(
             model,
-            example_batch(model, known),
+            example,
             logits_of,
             form,
             auxiliary=trial.auxiliary,

@@ -14,7 +14,14 @@ from torch import Tensor, nn
 from stackwise.inference.output import cast, logits_of
 from stackwise.out_of_memory import is_out_of_memory
 
-__all__ = ["example_batch", "length_limit", "takes_more", "vocabulary_candidates", "width_candidates"]
+__all__ = [
+    "example_batch",
+    "is_sequence",
+    "length_limit",
+    "takes_more",
+    "vocabulary_candidates",
+    "width_candidates",
+]
 
 _LONGEST_TRIAL = 1024
 # What the longest sequence is called. Some of these names mean other things too, as the size of a block of
@@ -80,13 +87,14 @@ def length_limit(model: nn.Module) -> tuple[int | None, bool]:
 
 @torch.no_grad()
 def takes_more(model: nn.Module, known: Mapping[str, Any]) -> bool:
-    """Whether the model takes one position more than its limit; one that is too long to try is believed.
+    """Return True if the model takes one position more than its limit.
 
-    On CUDA, where an index out of range ruins the process, every limit is.
+    A limit is believed without a trial if it is long, if `make_batch` is declared, and on CUDA, where an
+    index out of range ruins the process.
     """
     limit = known["max_length"]
     on_cpu = next((p.device.type for p in model.parameters()), "cpu") == "cpu"
-    if limit is None or limit > _LONGEST_TRIAL or not on_cpu:
+    if limit is None or limit > _LONGEST_TRIAL or not on_cpu or "make_batch" in known:
         return False
     inputs = example_batch(model, {**known, "seq_len": limit + 1})[:1]
     try:
@@ -98,9 +106,17 @@ def takes_more(model: nn.Module, known: Mapping[str, Any]) -> bool:
 
 
 def example_batch(model: nn.Module, known: Mapping[str, Any]) -> Tensor:
-    """A batch that the model takes."""
+    """Return two rows that the model takes, from `make_batch` if it is declared."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     shape = (2, known["seq_len"])
+    if "make_batch" in known:
+        inputs: Tensor = known["make_batch"](*shape, torch.Generator().manual_seed(0))
+        return cast(inputs.to(device), model)
     if known["inputs"] == "tokens":
         return torch.randint(known["width"], shape, device=device)
     return cast(torch.randn(*shape, known["width"], device=device), model)
+
+
+def is_sequence(inputs: Tensor) -> bool:
+    """Return True for ids (B, T) and vectors (B, T, C), False for images and other inputs."""
+    return inputs.ndim == (3 if inputs.is_floating_point() else 2)

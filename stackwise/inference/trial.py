@@ -12,10 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from stackwise.call_form import CallForm, call_forms
-from stackwise.inference.example_code import examples_by_missing, examples_by_output, examples_by_signature
+from stackwise.inference.example_code import (
+    examples_by_convolution,
+    examples_by_missing,
+    examples_by_output,
+    examples_by_signature,
+)
 from stackwise.inference.masked_form import masked_forms
 from stackwise.inference.output import cast, logit_places, logits_of, part_of
-from stackwise.inference.sizes import vocabulary_candidates, width_candidates
+from stackwise.inference.sizes import example_batch, is_sequence, vocabulary_candidates, width_candidates
 from stackwise.out_of_memory import is_out_of_memory
 
 __all__ = ["InferenceError", "Trial", "try_calls"]
@@ -73,6 +78,7 @@ def try_calls(model: nn.Module, known: dict[str, Any]) -> tuple[CallForm | None,
     if "forward" not in known:
         vain.examples += examples_by_missing(model, known, vain.missing)
         vain.examples += examples_by_signature(model, known)
+    vain.examples += examples_by_convolution(model, known)
     example = max(vain.examples, key=lambda each: each[0], default=(0, ""))[1]
     raise InferenceError(
         f"{known['name']}: no call was found that gives (batch, positions, width). Declare inputs=, width= "
@@ -112,11 +118,26 @@ def _try_form(
             elif isinstance(forward, CallForm) and forward.in_batch and isinstance(error, KeyError):
                 vain.missing[str(forward.keyword)] = str(next(iter(error.args), ""))
             return None
-        if logits.ndim == 3 and logits.shape[:2] == inputs.shape[:2] and logits.is_floating_point():
+        # Images have no positions: any output with one row for each of them will do.
+        rows = 2 if is_sequence(inputs) else 1
+        sized = logits.ndim == 3 if rows == 2 else logits.ndim > 1
+        if sized and logits.shape[:rows] == inputs.shape[:rows] and logits.is_floating_point():
             return trial, logits.shape[-1]
         vain.errors.setdefault(f"output of shape {tuple(logits.shape)}", []).append(_describe(inputs))
         return None
 
+    if "make_batch" in known:
+        seq_len = known.get("seq_len", min(known["max_length"] or _TRIAL_LENGTHS[0], _TRIAL_LENGTHS[0]))
+        inputs = example_batch(model, {**known, "seq_len": seq_len})
+        if (found := attempt(inputs)) is None:
+            return None
+        trial, width = found
+        kind = "vectors" if inputs.is_floating_point() else "tokens"
+        of_inputs = (
+            inputs.shape[-1] if kind == "vectors" else max(vocabulary_candidates(model), default=width)
+        )
+        trial.attributes = {"inputs": kind, "width": of_inputs, "seq_len": seq_len}
+        return trial
     kinds = (known["inputs"],) if "inputs" in known else ("tokens", "vectors")
     limit = known["max_length"] or max(_TRIAL_LENGTHS)
     lengths = (known["seq_len"],) if "seq_len" in known else tuple(t for t in _TRIAL_LENGTHS if t <= limit)
@@ -176,5 +197,7 @@ def _vocabulary_read(model: nn.Module, form: CallForm, inputs: Tensor) -> int | 
 
 
 def _describe(inputs: Tensor) -> str:
+    if not is_sequence(inputs):
+        return f"inputs {tuple(inputs.shape)}"
     kind = "vectors" if inputs.is_floating_point() else "ids"
     return f"{kind} {tuple(inputs.shape)}"

@@ -129,7 +129,7 @@ class StabilityRun:
 
 
 def stability_run(
-    subject: ModelSpec | TrainerSpec,
+    subject: Any,
     *,
     steps: int = 16,
     faults: Iterable[Fault] = (),
@@ -155,7 +155,7 @@ def stability_run(
     the batch, whenever that is computed.
 
     Args:
-        subject: the model, or the training step.
+        subject: a ModelSpec or what `ModelSpec.of` takes; or a TrainerSpec.
         steps: length of the run.
         faults: what to break, and when.
         batch_size: rows of a batch; each step has another batch. None: 8, or a training step's own. With
@@ -183,6 +183,7 @@ def stability_run(
             seed=seed,
             policy=policy,
         )[0]
+    subject = ModelSpec.of(subject)
     check_sizes(steps=steps)
     faults = tuple(faults)
     _require_place(faults, steps, of_trainer=False)

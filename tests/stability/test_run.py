@@ -516,3 +516,7 @@ def test_other_number_types(factory):
 
 def in_float64():
     return nn.Sequential(nn.Embedding(29, 8), nn.Linear(8, 29)).double()
+
+
+def test_function_that_returns_a_model_is_a_subject(subjects):
+    assert stability_run(subjects.tiny, steps=4).verdict == "stable"

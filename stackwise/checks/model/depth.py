@@ -67,12 +67,17 @@ def depth_gradients(subject: Subject) -> CheckResult:
         if "inplace" not in str(error):
             raise
         return subject.not_applicable("changes in place, in eval mode, what its gradient needs")
-    if any(g is None for g in gradients):
+    reached = [g for g in gradients if g is not None]
+    if len(reached) < len(gradients):
         return subject.not_applicable("needs a stream that passes through every layer")
     # Times the stream's own size: what a change by a given part of it does to the output. A stream that
     # a norm reads has a gradient in inverse proportion to its size, which is no fault.
-    pairs = zip(stream.after, gradients, strict=True)
-    sizes = [_size(x) * _size(g) for x, g in pairs if g is not None][::-1]
+    # Only at positions that the output reads: a head that reads a class token, or the last token, has no
+    # direct gradient elsewhere, and the attention to the rest is no part of the depth.
+    read = reached[-1].ne(0).any(dim=-1)
+    read = read if read.any() else torch.ones_like(read)
+    pairs = zip(stream.after, reached, strict=True)
+    sizes = [_size(x[read]) * _size(g[read]) for x, g in pairs][::-1]
     backwards = Stream(stream.layers[::-1], stream.after[::-1])
     return _judged(
         subject,
@@ -125,12 +130,13 @@ def _judged(subject: Subject, sizes: list[float], stream: Stream, *, what: str, 
     return subject.passed(abs(growth), usual, meaning=meaning)
 
 
-def _size(x_BTC: Tensor) -> float:
-    """The median over positions of the root mean square where it is not 0; inf where one is not finite.
+def _size(x_C: Tensor) -> float:
+    """Return the median over positions (...) of the root mean square of x (..., C), without those that are 0.
 
-    Not the mean: the gradient of a norm at a padding token, whose embedding is 0, is 1 / sqrt(eps).
+    It is inf if any is not finite. The mean would not do: the gradient of a norm at a padding token, whose
+    embedding is 0, is 1 / sqrt(eps).
     """
-    sizes_BT = x_BTC.detach().double().square().mean(dim=-1).sqrt()
-    if not sizes_BT.isfinite().all():
+    sizes = x_C.detach().double().square().mean(dim=-1).sqrt()
+    if not sizes.isfinite().all():
         return math.inf
-    return float(sizes_BT[sizes_BT > 0].median()) if sizes_BT.any() else 0.0
+    return float(sizes[sizes > 0].median()) if sizes.any() else 0.0

@@ -32,6 +32,8 @@ __all__ = [
 # What a model raises that cannot be asked this: in this dtype, of this length, in this way, or with a cache
 # that has no more room. NotImplementedError is a RuntimeError.
 REFUSALS = (RuntimeError, TypeError, ValueError, LookupError, AssertionError)
+# Share of a state's elements that one token has to change.
+_MOST = 0.5
 
 
 def refusals() -> tuple[type[Exception], ...]:
@@ -100,15 +102,31 @@ def _padding_ids(model: nn.Module) -> set[int]:
 
 @torch.no_grad()
 def has_fixed_state(subject: Subject, inputs: Tensor) -> bool:
-    """Whether the cache of these inputs (B, T), T > 1, holds a tensor that does not grow with the tokens."""
+    """Return True if decoding rewrites a tensor in the cache that does not grow, as recurrent layers do.
+
+    Memory that is allocated for later tokens does not grow either, but a token writes only its own place.
+
+    Args:
+        subject: the model, with or without a cache.
+        inputs: (B, T), T > 1.
+    """
     decode, model = subject.spec.decode, subject.model()
     if decode is None:
         return False
-    shapes, cache = [], None
+    before: list[Tensor] = []
+    after: list[Tensor] = []
+    cache = None
     for part in torch.split(inputs, 1, dim=1):  # a cache that rolls need not take more at once
         _, cache = decode(model, cast(part.clone(), model), cache)
-        shapes.append([tensor.shape for tensor in cache_tensors(cache)])
-    return any(one == other for one, other in zip(*shapes[-2:], strict=False))
+        before, after = after, [tensor.clone() for tensor in cache_tensors(cache)]
+    return any(_is_rewritten(*pair) for pair in zip(before, after, strict=False))
+
+
+def _is_rewritten(before: Tensor, after: Tensor) -> bool:
+    """Return True if most elements of a state changed. Counters of tokens are integers and do not count."""
+    if before.shape != after.shape or not after.is_floating_point():
+        return False
+    return float((before != after).float().mean()) > _MOST
 
 
 def leaves_state(subject: Subject, inputs: Tensor) -> bool:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -61,10 +62,13 @@ class _Waits(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.places: Places = Counter()
+        self.paused = False
         self._names = {id(module): name for name, module in model.named_modules()}
 
     def note(self, what: str) -> None:
         """Count one, where the stack says."""
+        if self.paused:
+            return
         self.places[what, place_in_code(self._names)] += 1
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -100,7 +104,17 @@ class _Copies(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
             self._watch.note(_COPYING[function])
         elif function is Tensor.to and self._goes_to_host(*args, **(kwargs or {})):
             self._watch.note('.to("cpu")')
+        elif function is F.one_hot:
+            return self._one_hot(*args, **(kwargs or {}))
         return function(*args, **(kwargs or {}))
+
+    def _one_hot(self, labels: Tensor, num_classes: int = -1) -> Tensor:
+        """Call one_hot. With a number of classes it reads the labels on the CPU only, to check them."""
+        self._watch.paused = num_classes > 0
+        try:
+            return F.one_hot(labels, num_classes)
+        finally:
+            self._watch.paused = False
 
     def _goes_to_host(self, tensor: Tensor, *args: Any, device: Any = None, **_: Any) -> bool:
         """Where all is on the host, a device may be that of another tensor; only its name is a wish."""

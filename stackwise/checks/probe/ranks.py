@@ -25,9 +25,10 @@ from stackwise.checks.probe.another_process import Recipe, run_elsewhere
 from stackwise.checks.probe.batch import mapped, tensors_in
 from stackwise.checks.probe.dropout import WithoutDropout
 from stackwise.checks.probe.run_state import number_in
-from stackwise.checks.probe.update import norm
+from stackwise.checks.probe.update import each_update, norm
 from stackwise.checks.trainer_subject import TrainerSubject
 from stackwise.seed import seeded
+from stackwise.trainer_adapter import with_one_optimizer
 from stackwise.trainer_spec import TrainingRun
 
 __all__ = ["N_RANKS", "Ranks", "Record", "assembled", "dense", "run_ranks"]
@@ -138,7 +139,7 @@ def run_rank(
     )
     try:
         with seeded(seed):
-            run: Any = build()
+            run: Any = with_one_optimizer(build(), "distributed")
         index, count = run.data_part() if callable(getattr(run, "data_part", None)) else (rank, N_RANKS)
         parts = [_part(batch, index, count) for batch in batches]
         with seeded(seed + 1 + rank):
@@ -178,13 +179,12 @@ def observe(run: Any, batches: list[Any], collectives: _Collectives | None) -> R
     """Steps without dropout, which each rank draws for itself; gradients are those of the first."""
     record = Record(initial=_parameters(run.model))
 
-    def keep(*_: Any) -> None:
+    def keep(_: Any) -> None:
         if not record.gradients:
             named = run.model.named_parameters()
             record.gradients = {_plain(n): _whole(p.grad) for n, p in named if p.grad is not None}
 
-    handle = run.optimizer.register_step_pre_hook(keep)
-    with WithoutDropout():
+    with WithoutDropout(), each_update(run.optimizer, keep):
         for number, batch in enumerate(batches):
             if collectives is None:
                 loss = run.step(batch)
@@ -196,7 +196,6 @@ def observe(run: Any, batches: list[Any], collectives: _Collectives | None) -> R
             norm = getattr(run, "grad_norm", None)
             if number == 0 and norm is not None:
                 record.norm = float(norm)
-    handle.remove()
     if collectives is not None:
         collectives.end()
     record.final = _parameters(run.model)

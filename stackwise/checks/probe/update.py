@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stackwise.trainer_adapter import JoinedOptimizers
 from stackwise.trainer_spec import TrainingRun
 
 __all__ = ["Observation", "Update", "distance", "each_update", "norm", "observed", "rates_of"]
@@ -78,10 +79,16 @@ def observed(run: TrainingRun, *, factor: float = 1.0) -> Iterator[Observation]:
             if bool(p.grad.any()):
                 seen.reached.add(names[id(p)])
 
-    def before(optimizer: torch.optim.Optimizer) -> None:
+    def before(optimizer: Any) -> None:
         noted.append((_gradients(optimizer, parameters), _values(parameters), rates_of(optimizer)))
 
-    def after(optimizer: torch.optim.Optimizer) -> None:
+    def next_member(member: torch.optim.Optimizer) -> None:
+        """Note the gradients of one optimizer again: a scaler divides them just before its step."""
+        own = {id(p) for group in member.param_groups for p in group["params"]}
+        fresh = _gradients(member, {name: p for name, p in parameters.items() if id(p) in own})
+        noted[-1][0].update(fresh)
+
+    def after(optimizer: Any) -> None:
         nonlocal inside
         gradients, values, rates = noted.pop()
         if inside:  # by a closure; what was there before is of an earlier step
@@ -95,37 +102,66 @@ def observed(run: TrainingRun, *, factor: float = 1.0) -> Iterator[Observation]:
                     stack.callback(p.register_hook(lambda g: g * factor).remove)  # type: ignore[no-untyped-call]
                 handle = p.register_post_accumulate_grad_hook(note_raw)  # type: ignore[no-untyped-call]
                 stack.callback(handle.remove)
-        stack.enter_context(each_update(run.optimizer, before, after))
+        stack.enter_context(each_update(run.optimizer, before, after, next_member))
         yield seen
 
 
 @contextmanager
 def each_update(
-    optimizer: torch.optim.Optimizer,
-    before: Callable[[torch.optim.Optimizer], None],
-    after: Callable[[torch.optim.Optimizer], None] = lambda _: None,
+    optimizer: Any,
+    before: Callable[[Any], None],
+    after: Callable[[Any], None] = lambda _: None,
+    next_member: Callable[[torch.optim.Optimizer], None] = lambda _: None,
 ) -> Iterator[None]:
-    """Inside, both are called around each update.
+    """Call `before` and `after` around each update of the optimizer.
 
-    Hooks of torch run twice where the step of a subclass calls that of its parent: it is one update.
+    Several optimizers make one update together: from the first of their steps to the last. An optimizer that
+    steps twice begins a new update. Hooks of torch run twice if the step of a subclass calls that of its
+    parent, which is one update.
+
+    Args:
+        optimizer: an optimizer or `JoinedOptimizers`. It is passed to `before` and `after`.
+        before: called before an update.
+        after: called after it.
+        next_member: called before the step of each further optimizer of the same update.
     """
+    members = optimizer.members if isinstance(optimizer, JoinedOptimizers) else [optimizer]
     depth = 0
+    stepped: list[torch.optim.Optimizer] = []
 
-    def enter(*_: Any) -> None:
+    def enter(member: torch.optim.Optimizer, *_: Any) -> None:
         nonlocal depth
         depth += 1
-        if depth == 1:
+        if depth > 1:
+            return
+        if any(member is each for each in stepped):
+            finish()
+        if stepped:
+            next_member(member)
+        else:
             before(optimizer)
 
-    def leave(*_: Any) -> None:
+    def leave(member: torch.optim.Optimizer, *_: Any) -> None:
         nonlocal depth
         depth -= 1
         if depth == 0:
-            after(optimizer)
+            stepped.append(member)
+            if len(stepped) == len(members):
+                finish()
 
-    handles = optimizer.register_step_pre_hook(enter), optimizer.register_step_post_hook(leave)
+    def finish() -> None:
+        stepped.clear()
+        after(optimizer)
+
+    handles = [
+        handle
+        for member in members
+        for handle in (member.register_step_pre_hook(enter), member.register_step_post_hook(leave))
+    ]
     try:
         yield
+        if stepped:
+            finish()
     finally:
         for handle in handles:
             handle.remove()
@@ -145,8 +181,8 @@ def _gradients(optimizer: Any, parameters: dict[str, nn.Parameter]) -> dict[str,
     return gradients
 
 
-def rates_of(optimizer: torch.optim.Optimizer) -> list[float]:
-    """The learning rate of each group."""
+def rates_of(optimizer: Any) -> list[float]:
+    """Return the learning rate of each group."""
     return [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,7 @@ from stackwise.checks.probe.dropout import WithoutDropout
 from stackwise.checks.probe.update import distance, norm, observed
 from stackwise.checks.result import CheckResult
 from stackwise.checks.trainer_subject import TrainerSubject
-from stackwise.trainer_spec import TrainingRun
+from stackwise.trainer_spec import TrainingRun, labels_in, with_labels
 
 _ROWS = 2
 _MICRO_BATCHES = 3
@@ -66,17 +65,18 @@ def accumulation_ragged(subject: TrainerSubject) -> CheckResult:
     if (reason := _unasked(subject)) is not None:
         return subject.not_applicable(reason)
     micro_batches = _micro_batches(subject)
-    if not all(isinstance(each, Mapping) and "labels" in each for each in micro_batches):
+    if (labels := labels_in(micro_batches[1])) is None:
         return subject.not_applicable("needs batches with labels")
-    ignored = subject.spec.ignored_label
-    few = micro_batches[1]["labels"].clone()
+    if (ignored := subject.spec.ignored_label) is None:
+        return subject.not_applicable("needs ignored_label, of positions that are not to be predicted")
+    few = labels.clone()
     few[1:] = ignored
     few[:1, :-2] = ignored
     none = torch.full_like(few, ignored)
-    ragged = [micro_batches[0], {**micro_batches[1], "labels": few}]
+    ragged = [micro_batches[0], with_labels(micro_batches[1], few)]
     for where, parts in (
         ("micro-batches with many and few targets", ragged),
-        ("micro-batches with many, few and no targets", [*ragged, {**micro_batches[2], "labels": none}]),
+        ("micro-batches with many, few and no targets", [*ragged, with_labels(micro_batches[2], none)]),
     ):
         compared = _compared(subject, parts)
         if compared.real or compared.updates != 1:

@@ -27,6 +27,7 @@ from stackwise.checks.trainer_subject import TrainerSubject
 from stackwise.out_of_memory import is_out_of_memory
 from stackwise.random_states import random_states, set_random_states
 from stackwise.seed import seeded
+from stackwise.trainer_adapter import with_one_optimizer
 from stackwise.trainer_spec import TrainingRun
 
 _NEEDS = "needs save(folder) and load(folder)"
@@ -49,7 +50,7 @@ def checkpoint_round_trip(subject: TrainerSubject) -> CheckResult:
     with TemporaryDirectory() as folder:
         with subject.fixed_randomness():
             drive(run, _given(subject), 2)
-            run.save(folder)  # type: ignore[attr-defined]
+            run.save(Path(folder))  # type: ignore[attr-defined]
             saved = state_of(run)
         for trained in (False, True):
             # Other weights to begin with, so that what the checkpoint lacks shows.
@@ -58,7 +59,7 @@ def checkpoint_round_trip(subject: TrainerSubject) -> CheckResult:
                 if trained:
                     drive(other, [subject.batch(11)], 1)
                 try:
-                    other.load(folder)  # type: ignore[attr-defined]
+                    other.load(Path(folder))  # type: ignore[attr-defined]
                 except Exception as error:
                     if is_out_of_memory(error):
                         raise
@@ -245,7 +246,7 @@ def _straight(subject: TrainerSubject, folder: str | None) -> tuple[Trace, _Befo
         drive(run, source, n_before)
         before = _Before(run)
         if folder is not None:
-            run.save(folder)  # type: ignore[attr-defined]
+            run.save(Path(folder))  # type: ignore[attr-defined]
             return Trace(), before, n_before, batches is not None
         return drive(run, source, _N_STEPS), before, n_before, batches is not None
 
@@ -274,7 +275,8 @@ def _in_another_process(
 ) -> _Resumed:
     def create(device: torch.device | str, seed: int) -> TrainingRun:
         with seeded(seed, device):
-            return build()
+            run: TrainingRun = with_one_optimizer(build(), "the run")
+            return run
 
     return _go_on(create, folder, batches, torch.device(device), seed, randomness)
 
@@ -290,7 +292,7 @@ def _go_on(
     run = create(device, seed)
     # Another random state than the run had: whoever needs that one has to bring it along.
     with seeded(seed + 1, device):
-        run.load(folder)  # type: ignore[attr-defined]
+        run.load(Path(folder))  # type: ignore[attr-defined]
         state, randomness = state_of(run), random_states()
         if wanted is not None:
             set_random_states(wanted)
@@ -311,7 +313,7 @@ def saving_disturbs_nothing(subject: TrainerSubject) -> CheckResult:
             drive(run, _given(subject), 1)
             if save:
                 mode, random = run.model.training, random_states()
-                run.save(folder)  # type: ignore[attr-defined]
+                run.save(Path(folder))  # type: ignore[attr-defined]
                 quiet = run.model.training == mode and not different(random, random_states())
             else:
                 quiet = True

@@ -9,6 +9,7 @@ import hashlib
 import math
 from collections import Counter
 from itertools import islice
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -214,11 +215,11 @@ def data_resumes(subject: TrainerSubject) -> CheckResult:
         place = run.position()
         if place == start:
             return subject.not_applicable("needs a position() that moves as the run is trained")
-        run.save(folder)
+        run.save(Path(folder))
         wanted = [_row_marks(batch) for batch in islice(own, 2)]
         other: Any = subject.run()
         with seeded(subject.seed + 1, subject.device):
-            other.load(folder)
+            other.load(Path(folder))
             resumed = next_batches(other)
             assert resumed is not None
             got = [_row_marks(batch) for batch in islice(resumed, 2)]

@@ -18,13 +18,15 @@ from stackwise.checks.probe.run_state import different, state_of
 from stackwise.checks.probe.update import distance, observed
 from stackwise.checks.result import CheckResult, listed
 from stackwise.checks.trainer_subject import TrainerSubject
-from stackwise.trainer_spec import TrainingRun
+from stackwise.trainer_spec import TrainingRun, labels_in, with_labels
 
 _ROWS = 4
 _EXACT = 1e-5
 _NARROW = 1e-2
 _SAME = 1e-6
 _OTHER_STEP = 1e-3
+# Stands for padding where no label is ignored; no token has it.
+_NO_LABEL = -100
 _REASON = "needs evaluate(batches)"
 _AVERAGES = "batches are meant to weigh the same: this trainer averages them, whatever they hold"
 
@@ -128,7 +130,8 @@ def evaluation_batches(subject: TrainerSubject) -> CheckResult:
         meaning="The evaluation loss depends on how rows are put into batches: it is "
         f"{found:.6g} nats per target, and {whole:.6g} with all rows in one batch.",
         advice="Sum the losses of all targets and divide once by their number: a mean of the means of "
-        "batches weighs targets of short batches more.",
+        "batches weighs targets of short batches more. If all batches have the same number of targets, let "
+        'the run say averages_batches = ("evaluate",): this is then a warning.',
     )
     return _warned(subject, result, _AVERAGES) if subject.averages_batches(run, "evaluate") else result
 
@@ -241,17 +244,19 @@ def _ragged_rows(subject: TrainerSubject) -> list[Any]:
     batch = subject.batch(batch_size=_ROWS)
     rows = [rows_of(batch, _ROWS, slice(index, index + 1)) for index in range(_ROWS)]
     for index, row in enumerate(rows):
-        if isinstance(row, Mapping) and "labels" in row:
-            keep = max(2, row["labels"].shape[-1] >> index)
-            labels = row["labels"].clone()
-            labels[..., keep:] = subject.spec.ignored_label
-            rows[index] = {**row, "labels": labels}
+        labels, ignored = labels_in(row), subject.spec.ignored_label
+        if labels is not None and ignored is not None:
+            keep = max(2, labels.shape[-1] >> index)
+            labels = labels.clone()
+            labels[..., keep:] = ignored
+            rows[index] = with_labels(row, labels)
     return rows
 
 
 @torch.no_grad()
-def _exact_loss(run: TrainingRun, batches: Iterable[Any], ignored: int) -> float | None:
+def _exact_loss(run: TrainingRun, batches: Iterable[Any], ignored: int | None) -> float | None:
     """Summed over targets in float64, from the logits of the model alone; None: it gives none."""
+    ignored = _NO_LABEL if ignored is None else ignored
     modes = _modes(run)
     total, count = 0.0, 0
     try:

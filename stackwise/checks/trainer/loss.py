@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from stackwise.checks.check import trainer_check
 from stackwise.checks.probe.batch import rows_of
@@ -14,6 +12,7 @@ from stackwise.checks.probe.dropout import WithoutDropout
 from stackwise.checks.probe.run_state import number_in
 from stackwise.checks.result import CheckResult
 from stackwise.checks.trainer_subject import TrainerSubject
+from stackwise.trainer_spec import labels_in, with_labels
 
 _ROWS = 4
 # Of losses in float32; in narrower formats, of which a mean is made.
@@ -24,19 +23,20 @@ _EXACT, _NARROW = 1e-5, 1e-2
 def ignored_targets(subject: TrainerSubject) -> CheckResult:
     """Is the loss of a batch of which rows are to be ignored that of its other rows?"""
     batch = subject.batch(batch_size=_ROWS)
-    if not (isinstance(batch, Mapping) and isinstance(batch.get("labels"), Tensor)):
+    if (labels := labels_in(batch)) is None:
         return subject.not_applicable("needs batches with labels")
-    labels = batch["labels"]
+    if (ignored := subject.spec.ignored_label) is None:
+        return subject.not_applicable("needs ignored_label, of positions that are not to be predicted")
     if labels.is_floating_point() or len(labels) != _ROWS:
         return subject.not_applicable(f"needs integer labels, one row of them for each of {_ROWS} rows")
 
     def relabelled(label: int) -> Any:
         changed = labels.clone()
         changed[_ROWS // 2 :] = label
-        return {**batch, "labels": changed}
+        return with_labels(batch, changed)
 
     whole, kept = _loss(subject, batch), _loss(subject, rows_of(batch, _ROWS, slice(_ROWS // 2)))
-    found = _loss(subject, relabelled(subject.spec.ignored_label))
+    found = _loss(subject, relabelled(ignored))
     if whole is None or kept is None or found is None:
         return subject.not_applicable("needs loss(batch), or a step that returns its loss")
     limit = _limit(subject)
@@ -70,7 +70,7 @@ def ignored_targets(subject: TrainerSubject) -> CheckResult:
     return subject.failed(
         value,
         limit,
-        where=f"labels of {subject.spec.ignored_label}",
+        where=f"labels of {ignored}",
         meaning=meaning,
         advice="Give cross_entropy the labels as they are, with their ignore_index (no clamp, no remainder), "
         "and divide a sum by the number of targets that are left.",

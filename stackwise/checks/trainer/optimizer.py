@@ -237,7 +237,9 @@ def _wide_tensors(run: TrainingRun) -> Iterator[Tensor]:
     optimizer = run.optimizer
     seen: set[int] = set()
     places: list[Any] = [optimizer.state, optimizer.param_groups, vars(optimizer)]
-    places += [value for key, value in vars(run).items() if key not in ("model", "optimizer")]
+    places += [
+        value for key, value in vars(getattr(run, "run", run)).items() if key not in ("model", "optimizer")
+    ]
     for depth in range(5):
         further: list[Any] = []
         for place in places:

@@ -163,7 +163,7 @@ class Injection:
         yield torch.autograd, "backward", self._around_backward
         yield nn.Module, "zero_grad", self._around_zero_grad
         yield torch.optim.Optimizer, "zero_grad", self._around_zero_grad
-        if (given := subject.optimizer) is not None:
+        for given in subject.optimizers:
             if type(given).zero_grad is not torch.optim.Optimizer.zero_grad:
                 yield given, "zero_grad", self._around_own_zero_grad
             if not isinstance(given, torch.optim.Optimizer):

@@ -10,6 +10,7 @@ from torch import nn
 
 from stackwise.checkpoint.object_state import unwrapped
 from stackwise.lightning_run import is_lightning_module
+from stackwise.trainer_adapter import JoinedOptimizers
 from stackwise.trainer_spec import TrainingRun
 from stackwise.transformers_run import is_transformers_trainer
 
@@ -68,6 +69,13 @@ class Subject:
             f"broken: got {type(given).__name__}; wanted a module, (module, optimizer), a run of a "
             "TrainerSpec, a transformers.Trainer or a Lightning module"
         )
+
+    @property
+    def optimizers(self) -> list[Any]:
+        """Optimizers that update the model, as far as they are known."""
+        if isinstance(self.optimizer, JoinedOptimizers):
+            return list(self.optimizer.members)
+        return [] if self.optimizer is None else [self.optimizer]
 
     def owns(self, holder: Any) -> bool:
         """Whether an optimizer updates, or a module holds, what is broken."""

@@ -130,7 +130,7 @@ class FirstUnstable:
 
 
 def first_unstable_length(
-    spec: ModelSpec,
+    spec: Any,
     low: int,
     high: int,
     *,
@@ -158,7 +158,7 @@ def first_unstable_length(
     alone, the find stays as the first ones showed it, with a note.
 
     Args:
-        spec: the model.
+        spec: a ModelSpec, or what `ModelSpec.of` takes.
         low: the shortest length; gradient norms of the others are held against those at it.
         high: the longest length.
         step: how finely; divides high - low.
@@ -180,6 +180,7 @@ def first_unstable_length(
         ValueError: lengths that the model does not take, a step that does not divide their distance, or
             fewer tokens per step than the longest has.
     """
+    spec = ModelSpec.of(spec)
     check_sizes(shortest_length(spec), low=low)
     check_sizes(low + 1, high=high)
     check_sizes(step=step)

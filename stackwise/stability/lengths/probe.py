@@ -19,6 +19,7 @@ from torch import Tensor
 from stackwise.argument import check_number, check_sizes, require
 from stackwise.benchmark.memory import peak_memory
 from stackwise.device import release_freed_memory
+from stackwise.inference import is_sequence
 from stackwise.out_of_memory import is_out_of_memory
 from stackwise.seed import chosen_seeds, seeded
 from stackwise.spec import ModelSpec
@@ -152,11 +153,18 @@ class LengthProbe:
         """Loss, largest |logit| and root of their mean square; all lengths read the same beginning."""
         spec, device = self._spec, self._device
         model = spec.create(device, seed).eval()
-        inputs = spec.batch(self.rows(self._longest), self._longest, seed=seed)[:, :seq_len].to(device)
+        inputs = self._inputs(seq_len, seed).to(device)
         with torch.no_grad(), seeded(seed, device):
             loss = float(spec.loss_of(model, inputs))
             logits = spec.logits(model, inputs).float()
             return loss, float(logits.abs().max()), float(logits.square().mean().sqrt())
+
+    def _inputs(self, seq_len: int, seed: int) -> Tensor:
+        """Return the first positions of the rows of the longest length; images are made at each length."""
+        inputs = self._spec.batch(self.rows(self._longest), self._longest, seed=seed)
+        if is_sequence(inputs):
+            return inputs[:, :seq_len].contiguous()
+        return self._spec.batch(self.rows(seq_len), seq_len, seed=seed)
 
     def _warm_up(self, seq_len: int, rows: int, seed: int) -> None:
         """One step, once, where memory is measured: what the first of a process brings in is no length's."""

@@ -139,7 +139,7 @@ class LengthSweep:
 
 
 def length_sweep(
-    spec: ModelSpec,
+    spec: Any,
     lengths: Sequence[int],
     *,
     trained_length: int | None = None,
@@ -164,7 +164,7 @@ def length_sweep(
     ones are "not run", which are `problems`, and the shorter ones are returned as they are.
 
     Args:
-        spec: the model.
+        spec: a ModelSpec, or what `ModelSpec.of` takes.
         lengths: T, in any order.
         trained_length: the longest that its weights have seen; what is beyond has to be as good, up to
             `loss_tolerance`. None: losses are not compared, as of a model with new weights.
@@ -185,6 +185,7 @@ def length_sweep(
         ValueError: no length, the same twice, one that the model does not take, a trained length below
             all of them, or fewer tokens per step than the longest has.
     """
+    spec = ModelSpec.of(spec)
     lengths = tuple(lengths)
     require(bool(lengths), "lengths", lengths, "at least one")
     require(len(set(lengths)) == len(lengths), "lengths", lengths, "each once")

@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from stackwise.spec import ModelSpec
+
 
 class Tower(nn.Module):
     """Orthogonal layers times `gain`, so that activations and gradients change by gain ** L exactly."""
@@ -155,3 +157,33 @@ class Chain(nn.Module):
 @pytest.mark.parametrize("gain, status", [(1.2, "passed"), (6.0, "failed")])
 def test_a_function_between_layers(subjects, gain, status):
     assert subjects.ask(lambda: Chain(gain), "depth_activations").status == status
+
+
+class ClassToken(nn.Module):
+    """The head reads only the first position, where the stream starts small.
+
+    Gradients grow by `factor` from layer to layer.
+    """
+
+    def __init__(self, factor):
+        super().__init__()
+        self.factor, self.token = factor, nn.Parameter(torch.full((1, 1, 16), 1e-2))
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True, norm_first=True) for _ in range(6)
+        )
+        self.norm, self.head = nn.LayerNorm(16), nn.Linear(16, 5)
+
+    def forward(self, x):
+        x = torch.cat((self.token.expand(len(x), -1, -1), x), dim=1)
+        for layer in self.layers:
+            x = layer(x)
+            if x.requires_grad:
+                x.register_hook(lambda gradient: self.factor * gradient)
+        return self.head(self.norm(x[:, :1])).expand(-1, x.shape[1] - 1, -1)
+
+
+@pytest.mark.parametrize(("factor", "status"), [(1.0, "passed"), (3.0, "failed")])
+def test_gradient_of_a_class_token_is_judged_where_it_is_read(subjects, factor, status):
+    spec = ModelSpec.of(lambda: ClassToken(factor), inputs="vectors", width=16, causal=False)
+
+    assert subjects.ask(spec, "depth_gradients").status == status

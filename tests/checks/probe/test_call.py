@@ -88,12 +88,30 @@ def test_states_of_fixed_size():
             x, state = self.recurrence(self.embedding(ids), state)
             return self.head(x), state
 
+    class Allocated(nn.Module):
+        """Memory for 32 tokens, of which each writes its own place, and a counter."""
+
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.head = nn.Embedding(31, 8), nn.Linear(8, 31)
+
+        def forward(self, ids):
+            return self.decode(ids, None)[0]
+
+        def decode(self, ids, cache):
+            held, counts = cache or (torch.zeros(len(ids), 32, 8), torch.zeros(len(ids), dtype=torch.long))
+            start, end = int(counts.max()), int(counts.max()) + ids.shape[1]
+            held[:, start:end] = self.embedding(ids)
+            sums = held[:, :end].cumsum(dim=1)[:, start:]
+            return self.head(sums), (held, counts + ids.shape[1])
+
     recurrent = ModelSpec.of(Recurrent, decode=lambda model, ids, state: model(ids, state))
     for spec, fixed in (
         (recurrent, True),
         (spec_of(), False),
         (spec_of(Rolling), True),
         (spec_of(decode=None), False),
+        (ModelSpec.of(Allocated, decode=Allocated.decode), False),
     ):
         assert has_fixed_state(subject_of(spec), spec.batch(1, 8)) is fixed
 

@@ -37,6 +37,21 @@ def test_sound(build):
             assert result.status == "passed" and result.value <= result.limit, result
 
 
+def test_folders_are_paths():
+    class Divides(Loop):
+        def save(self, folder):
+            assert isinstance(folder, Path)
+            super().save(folder)
+
+        def load(self, folder):
+            assert isinstance(folder, Path)
+            super().load(folder)
+
+    for check in IN_PROCESS[:3]:
+        assert ask(loop_spec_of(Divides), check).status == "passed"
+    assert ask(loop_spec_of(Divides), "data_resumes").status == "passed"
+
+
 @pytest.mark.parametrize("lacking", ["save", "load"])
 def test_what_it_needs(lacking):
     bare = type("Bare", (Loop,), {lacking: None})

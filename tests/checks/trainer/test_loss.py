@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from stackwise.checks import check_trainer
 from stackwise.trainer_spec import TrainerSpec
 from tests.zoo.gpt import GPT
-from tests.zoo.loop import loop
+from tests.zoo.loop import Loop, loop
 from tests.zoo.target import OwnLoss, ignored_targets_are_counted, ignored_targets_are_token_0, own_loss
 
 
@@ -93,3 +93,49 @@ def test_nothing_is_left_behind():
     ask(spec)
     assert torch.equal(state, torch.get_rng_state())
     assert isinstance(spec.create(), OwnLoss)
+
+
+class Pairs(Loop):
+    """Batches (ids, targets), where targets are ids one later and `ignored` is no target."""
+
+    ignored = -1
+
+    def loss(self, batch):
+        ids, targets = batch
+        logits = self.model(ids).logits
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=self.ignored)
+
+    def step(self, batch):
+        self.optimizer.zero_grad()
+        loss = self.loss(batch)
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+
+class CountsIgnored(Pairs):
+    def loss(self, batch):
+        _, targets = batch
+        return super().loss(batch) * (targets != self.ignored).float().mean()
+
+
+def pairs(batch_size, seq_len, generator):
+    ids = torch.randint(1, 61, (batch_size, seq_len + 1), generator=generator)
+    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+
+
+@pytest.mark.parametrize(
+    ("loop", "declared", "status"),
+    [
+        (Pairs, {"ignored_label": -1}, "passed"),
+        (Pairs, {}, "not applicable"),
+        (CountsIgnored, {"ignored_label": -1}, "failed"),
+    ],
+    ids=["declared", "not-declared", "counted"],
+)
+def test_targets_of_pairs_are_labels(loop, declared, status):
+    spec = TrainerSpec.of(loop, make_batch=pairs, **declared)
+
+    [result] = check_trainer(spec, checks=["ignored_targets"])
+
+    assert result.status == status, result

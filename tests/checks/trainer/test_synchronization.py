@@ -94,3 +94,15 @@ def test_copies_to_the_host():
 
     result = ask(loop_spec_of(Copies, never_waits=True))
     assert (result.status, result.value) == ("failed", 1.0) and ".cpu()" in result.where
+
+
+@pytest.mark.parametrize(("arguments", "waits"), [((), True), ((64,), False)], ids=["counted", "given"])
+def test_one_hot_waits_only_to_count_classes(arguments, waits):
+    def step(model, optimizer, batch):
+        torch.nn.functional.one_hot(batch["labels"], *arguments)
+        return bare_step(model, optimizer, batch)
+
+    spec = TrainerSpec.from_function(step, GPT, never_waits=True)
+    [result] = check_trainer(spec, checks=["step_waits"])
+
+    assert (result.value > 0) is waits, result

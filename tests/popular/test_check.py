@@ -1,0 +1,65 @@
+"""Popular models through `check_model`, `stackwise check` and the plugin: healthy ones have no finding."""
+
+import pytest
+
+from stackwise import check_model
+from stackwise.cli import main
+from tests.popular import nanochat, nanogpt, vit
+
+MODELS = [
+    nanogpt.tiny,
+    pytest.param(nanogpt.manual, marks=pytest.mark.slow),
+    nanogpt.cropped,
+    nanochat.cached,
+    pytest.param(nanochat.no_smear, marks=pytest.mark.slow),
+    vit.classifier,
+    vit.convolutional_classifier,
+]
+ASKED = {
+    "nanogpt": {"causality", "initial_loss", "tying", "label_shift", "ignored_labels", "loss_formula"},
+    "nanochat": {
+        "causality",
+        "initial_loss",
+        "gradient_flow",
+        "label_shift",
+        "ignored_labels",
+        "loss_formula",
+    },
+    "vit": {"batch_invariance", "determinism", "depth_gradients", "gradient_flow", "norm_gains"},
+}
+
+
+@pytest.mark.parametrize(
+    "model", MODELS, ids=lambda model: f"{model.__module__.split('.')[-1]}-{model.__name__}"
+)
+def test_healthy_model_passes_every_check(model):
+    results = {result.check: result for result in check_model(model)}
+
+    assert [str(r) for r in results.values() if r.status not in ("passed", "not applicable")] == []
+    passed = {name for name, result in results.items() if result.status == "passed"}
+    assert passed >= ASKED[model.__module__.split(".")[-1]]
+
+
+def test_cache_object_is_checked():
+    results = check_model(nanochat.cached, checks=["cache_decoding", "cache_chunks", "cache_independence"])
+
+    assert [result.status for result in results] == ["passed"] * 3
+
+
+@pytest.mark.parametrize("place", ["nanogpt.py:tiny", "nanochat.py:cached", "vit.py:classifier"])
+def test_command_checks_a_model(place, request, capsys):
+    path = request.path.parent / place
+
+    assert main(["check", str(path), "--checks", "determinism,batch_invariance"]) == 0
+    assert "2 passed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("place", ["nanogpt.py:tiny", "nanochat.py:cached", "vit.py:classifier"])
+def test_plugin_checks_a_model(place, request, pytester):
+    path = request.path.parent / place
+
+    result = pytester.runpytest_inprocess(
+        f"--stackwise-model={path}", "--stackwise-checks=determinism,finiteness"
+    )
+
+    result.assert_outcomes(passed=5)

@@ -66,8 +66,9 @@ def cache_decoding(subject: Subject) -> CheckResult:
     if subject.spec.decode is None and subject.spec.cache_problem and subject.spec.causal:
         return subject.warned(
             meaning=f"No check has seen the cache: {subject.spec.cache_problem}.",
+            correct_if="the model keeps no cache; decode=None declares that",
             advice="Declare how the model continues from a cache: ModelSpec.of(factory, decode=lambda model, "
-            "inputs, cache: (output, cache)), where cache is None at first. If it keeps none: decode=None.",
+            "inputs, cache: (output, cache)), where cache is None at first.",
         )
     if reason := _unasked(subject):
         return subject.not_applicable(reason)

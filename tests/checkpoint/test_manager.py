@@ -35,6 +35,7 @@ from stackwise.checkpoint.tensor_file import Part
 from stackwise.checkpoint.tree import leaves
 from stackwise.checkpoint.writer import Staging
 from stackwise.data import TokenWindows
+from tests.optimizer_kinds import Contained, WithLayout
 
 BOTH = pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
 ALL = pytest.mark.parametrize(
@@ -1324,3 +1325,18 @@ def test_cuda(tmp_path, asynchronous):
 
 def test_path_is_a_path(tmp_path):
     assert isinstance(CheckpointManager(str(tmp_path)).directory, Path)
+
+
+def test_a_container_that_loses_its_states_is_refused(tmp_path):
+    model = nn.Linear(2, 2)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(1, 2)).sum().backward()
+    inner.step()
+    with CheckpointManager(tmp_path) as manager:
+        with pytest.raises(ValueError, match=r"objects\['optimizer'\].state_dict\(\): got .*\(SGD\)"):
+            manager.save(1, {"model": model, "optimizer": Contained(inner)})
+        manager.save(1, {"model": model, "optimizer": WithLayout(inner)})
+        wanted = inner.state[model.weight]["momentum_buffer"].clone()
+        inner.step()
+        manager.restore({"model": model, "optimizer": WithLayout(inner)})
+    assert torch.equal(inner.state[model.weight]["momentum_buffer"], wanted)

@@ -22,6 +22,7 @@ from torch import Tensor, distributed, nn
 from torch.nn.parameter import is_lazy
 
 from stackwise.argument import check_sizes, require
+from stackwise.optimizer_state import optimizers_in, parameters_of
 from stackwise.stability.buffers import Buffers
 from stackwise.stability.guard.alarm import Alarm, GuardError
 from stackwise.stability.guard.batch_feed import BatchFeed, GivenBatch
@@ -34,7 +35,7 @@ from stackwise.stability.guard.guard_record import GuardRecord
 from stackwise.stability.guard.judge import KINDS, Decision, Judge
 from stackwise.stability.guard.made_before import MadeBefore
 from stackwise.stability.guard.policy import GuardPolicy
-from stackwise.stability.guard.snapshot import Moment, Snapshot, Stateful
+from stackwise.stability.guard.snapshot import Moment, Snapshot, Stateful, check_restorable
 from stackwise.stability.guard.update_hold import UpdateHold
 from stackwise.stability.telemetry.gradient_norm import GradientNames, gradient_norms
 from stackwise.stability.telemetry.ring_buffer import RingBuffer
@@ -63,8 +64,9 @@ class Guard:
 
     Args:
         model: whose parameters are trained.
-        optimizer: on a device other than the CPU one that leaves steps out by itself (`found_inf`): AdamW,
-            Adam or SGD of torch with `fused=True`, or one that has the attribute.
+        optimizer: any optimizer of torch, a wrapper around one, or an object that contains several (see
+            `optimizers_in`). On a device other than the CPU it has to skip updates by itself: AdamW, Adam or
+            SGD of torch with `fused=True`, or an optimizer with the attribute `found_inf`.
         scheduler: advanced with each update that is made, and not with those left out.
         policy: what counts as broken, and what is done.
         loss_of: the loss of (model, batch) as it is given to `backward()`: of a step of n batches each one's
@@ -93,8 +95,9 @@ class Guard:
             gradients come clipped, which hides every spike of theirs.
 
     Raises:
-        ValueError: nothing to train, parameters on several devices, an optimizer that cannot leave a step out
-            or needs a closure, a scheduler that follows what is measured.
+        ValueError: nothing to train, parameters on several devices, a list of optimizers, an optimizer that
+            cannot skip an update, cannot be restored or needs a closure, a scheduler that follows what is
+            measured, an object in `others` without `state_dict()` and `load_state_dict()`.
     """
 
     def __init__(
@@ -113,7 +116,8 @@ class Guard:
         lag: int | None = None,
         on_rewind: Callable[[int], object] | None = None,
     ) -> None:
-        lbfgs = isinstance(optimizer, torch.optim.LBFGS)
+        check_restorable(optimizer, others or {})
+        lbfgs = any(isinstance(each, torch.optim.LBFGS) for each in optimizers_in(optimizer))
         require(not lbfgs, "optimizer", type(optimizer).__name__, "one whose step() needs no closure")
         follows = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
         allowed = "one whose step() takes nothing; call this one yourself, behind an evaluation"
@@ -265,7 +269,7 @@ class Guard:
         try:
             self.close_step(decision)
         finally:
-            self.optimizer.zero_grad(set_to_none=True)
+            self.optimizer.zero_grad()
         return decision
 
     # The parts of `step`, for a loop of others that updates by itself.
@@ -727,7 +731,7 @@ class Guard:
 
     def _see_parameters(self) -> None:
         """Take in what the optimizer was given since, as where a part of the model is not frozen any more."""
-        if [id(p) for p in _optimized(self.optimizer)] == [id(p) for _, p in self._named]:
+        if [id(p) for p in parameters_of(self.optimizer)] == [id(p) for _, p in self._named]:
             return
         self._named = _named_parameters(self.model, self.optimizer)
         self._names = GradientNames(self._named)
@@ -750,7 +754,7 @@ def _named_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> lis
         ValueError: none, or on several devices.
     """
     names = {id(p): name for name, p in model.named_parameters()}
-    optimized = _optimized(optimizer)
+    optimized = parameters_of(optimizer)
     require(bool(optimized), "optimizer", "no parameters", "at least one")
     devices = {p.device for p in optimized}
     require(len(devices) == 1, "parameters", sorted(map(str, devices)), "all on one device")
@@ -760,11 +764,6 @@ def _named_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> lis
 def _is_of_batch(alarm: Alarm) -> bool:
     """Whether a finite number was too large, and was so again when the step was computed again."""
     return alarm.action == "skipped" and alarm.limit is not None and bool(alarm.reproduced)
-
-
-def _optimized(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    """Of all its groups, in their order."""
-    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _has_noted(scaler: torch.amp.GradScaler) -> bool:

@@ -17,6 +17,7 @@ from torch import nn
 
 from stackwise.stability.faults import DiskFull, GradientExplosion, LossSpike, NanInjection, broken
 from stackwise.stability.guard import GuardError, GuardPolicy
+from tests.optimizer_kinds import Lookahead
 
 pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
@@ -82,6 +83,7 @@ def trainer_of(
         "adamw": partial(torch.optim.AdamW, lr=1e-2),
         "fused": partial(torch.optim.AdamW, lr=1e-2, fused=True),
         "sgd": partial(torch.optim.SGD, lr=0.01, momentum=0.9),
+        "lookahead": lambda p: Lookahead(torch.optim.AdamW(p, lr=1e-2)),
     }
     scheduler = None
     if optimizer is not None:
@@ -586,3 +588,20 @@ def test_a_schedule_that_follows_what_is_measured_is_the_trainers(tmp_path):
     trainer.train()
     assert trainer.lr_scheduler.last_epoch > 0
     assert callback.guard.alarms == []
+
+
+def test_an_optimizer_around_another_one_is_rewound_as_a_whole(tmp_path):
+    def train(broken_at, leave_out, callbacks):
+        trainer = trainer_of(
+            tmp_path, flat(rows(broken_at=broken_at), leave_out), callbacks, optimizer="lookahead"
+        )
+        trainer.train()
+        return trainer
+
+    at = (23, 24, 25, 28)
+    callback = GuardCallback(POLICY)
+    trainer, twin = train(at, (), [callback]), train((), at, [])
+    assert [alarm.action for alarm in callback.guard.alarms] == ["skipped", "skipped", "rewound", "skipped"]
+    assert same(state_of(trainer), state_of(twin))
+    outer, wanted = trainer.optimizer.optimizer, twin.optimizer.optimizer
+    assert same(list(outer.optimizer.state.values()), list(wanted.optimizer.state.values()))

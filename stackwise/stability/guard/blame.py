@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = ["blamed"]
+__all__ = ["blamed", "listed"]
 
 _ROOT = "(the model itself)"
 _SHOWN = 3
@@ -27,9 +27,7 @@ def blamed(norms: Mapping[str, float], reference: Mapping[str, float] | None = N
     if broken:
         if len(broken) == len(norms) > _SHOWN:
             return _ROOT
-        return ", ".join(broken[:_SHOWN]) + (
-            f" and {len(broken) - _SHOWN} more" if len(broken) > _SHOWN else ""
-        )
+        return listed(broken)
     if not norms:
         return ""
     known = reference or {}
@@ -43,6 +41,12 @@ def blamed(norms: Mapping[str, float], reference: Mapping[str, float] | None = N
         return max(norms, key=lambda name: norms[name])
     risen = [name for name, rise in rises.items() if rise > largest / 2]
     return risen[0] if len(risen) == 1 else _common_module(risen)
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return the first names as text, and how many more there are."""
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
 
 
 def _common_module(names: Iterable[str]) -> str:

@@ -23,14 +23,15 @@ from torch.nn.parameter import is_lazy
 
 from stackwise.argument import check_sizes, require
 from stackwise.optimizer_state import optimizers_in, parameters_of
-from stackwise.stability.buffers import Buffers
-from stackwise.stability.guard.alarm import Alarm, GuardError
+from stackwise.stability.buffers import BrokenBuffers, Buffers
+from stackwise.stability.guard.alarm import Alarm, AlarmKind, GuardError
 from stackwise.stability.guard.batch_feed import BatchFeed, GivenBatch
-from stackwise.stability.guard.blame import blamed
+from stackwise.stability.guard.blame import blamed, listed
 from stackwise.stability.guard.bundle_folder import BundleFolder
 from stackwise.stability.guard.clipped_before import ClippedBefore
 from stackwise.stability.guard.escalation import Escalation
 from stackwise.stability.guard.examination import REFERENCES, Examination
+from stackwise.stability.guard.finite_state import FiniteState
 from stackwise.stability.guard.guard_record import GuardRecord
 from stackwise.stability.guard.judge import KINDS, Decision, Judge
 from stackwise.stability.guard.made_before import MadeBefore
@@ -57,6 +58,7 @@ class _Made:
     names: tuple[str, ...]
     before: Moment | None  # None: the host knows at once
     order: int
+    buffers: BrokenBuffers | None
 
 
 class Guard:
@@ -160,7 +162,13 @@ class Guard:
         self._under_way: deque[_Made] = deque()
         self._order = 0
         # Of the step at hand, once it is judged.
-        self._open: tuple[tuple[str, ...], Moment | None] | None = None
+        self._open: tuple[tuple[str, ...], Moment | None, BrokenBuffers | None] | None = None
+        self._broken_buffers: BrokenBuffers | None = None
+        optimizers = [optimizer, *(each for each in self._others.values() if hasattr(each, "param_groups"))]
+        self._finite_state = FiniteState(model, optimizers, self._group)
+        # Last step of a replay in which every update is followed by an examination of its result.
+        self._examined_until: int | None = None
+        self._last_made: _Made | None = None
         self._overflowed = False
         self._records: deque[GuardRecord] = deque(maxlen=_KEPT_RECORDS)
         self._reference: dict[str, float] = {}
@@ -238,7 +246,7 @@ class Guard:
         self._feeds = True
         # What a loop does between epochs, to learning rates for one, is not undone by a rewind.
         self.renew_snapshot()
-        given = self._feed.batches(loader, fast_forward=fast_forward, ending=lambda: self._settle(0))
+        given = self._feed.batches(loader, fast_forward=fast_forward, ending=self._settle_all)
         for batch in given:
             if len(self._feed.hand) == 1:
                 self._before_step()
@@ -292,6 +300,8 @@ class Guard:
         # Without batches it is not known when a step begins, and there is no look.
         if self._feeds:
             self._buffers.note_written()
+        self._finite_state.begin()
+        self._broken_buffers = broken = self._buffers.broken()
         with torch.no_grad():
             norms_P = self._norms()
             if scale is not None:
@@ -304,7 +314,7 @@ class Guard:
         if self._overflowed:
             decision = decision._replace(code=torch.zeros_like(decision.code))
         before = Moment(self.optimizer, self.scheduler) if self._lag and self._feeds else None
-        self._open = self._names(), before
+        self._open = self._names(), before, broken
         return decision
 
     @torch.no_grad()
@@ -316,6 +326,9 @@ class Guard:
         and gradients divided as was decided.
         """
         if self._overflowed:
+            broken = None if self._open is None else self._open[2]
+            if broken is not None:
+                self._buffers.restore(broken.flags_B.any())
             return True
         if self._lag == 0 and decision.found_inf.item():
             self._buffers.restore()
@@ -342,9 +355,9 @@ class Guard:
         assert self._open is not None, "judge_step() first"
         if self._scaler is None:
             self._hold.release()
-        names, before = self._open
+        names, before, broken = self._open
         self._open = None
-        self._conclude(decision, names, before)
+        self._conclude(decision, names, before, broken)
 
     def give(self, batch: Any, identity: Hashable) -> None:
         """Take a batch that a loop of others has drawn, as `batches` gives those of a loop of one's own.
@@ -400,6 +413,7 @@ class Guard:
             require(self.scheduler is None, "scheduler", type(self.scheduler).__name__, allowed)
         # Without batches to be given again, those behind a broken one would be lost.
         latch = self._lag > 0 and self._feeds
+        broken, self._broken_buffers = self._broken_buffers, None
         return self._judge.decide(
             loss,
             norms_P,
@@ -407,17 +421,20 @@ class Guard:
             latch=latch,
             suspect=self._feeds and self._recomputes,
             before_S=self._made_before.of(self._feed.step),
+            broken_buffers=None if broken is None else broken.flags_B.any().to(self._device),
         )
 
     def settle(self) -> None:
         """Wait for the device, and answer every alarm of the steps so far.
+
+        Parameters and optimizer state are examined: if one is not finite, that is an alarm too.
 
         Raises:
             ValueError: between a batch and its step, with steps under way.
             GuardError: training is broken for good.
         """
         self._check_settles()
-        self._settle(0)
+        self._settle_all()
 
     def _check_settles(self) -> None:
         """Refuse what an alarm could not be answered in: batches of the step at hand are given already."""
@@ -494,6 +511,7 @@ class Guard:
         self._judge.load_state_dict(state["judge"])
         self._feed.load_state_dict(state["feed"])
         self._made_before.load_state_dict(state["made_before"])
+        self._examined_until = None
         self.alarms = [Alarm.from_dict(alarm) for alarm in state["alarms"]]
         self._reference = dict(state["reference"])
         self.skipped, self.cleared = state["skipped"], state["cleared"]
@@ -514,9 +532,7 @@ class Guard:
         # Not among alarms; but where there is none, as in a run that is continued, they have changed nothing.
         if self._escalation.in_row and self._moment is not None:
             return
-        # So early that one which alarms put off is no more than the interval behind.
-        due = max(1, interval - self.policy.patience - self._lag)
-        if self._moment is None or self._feed.step - self._snapshot_step >= due:
+        if self._snapshot_is_due():
             named = (*self.model.named_parameters(), *self.model.named_buffers())
             lazy = [name for name, tensor in named if is_lazy(tensor)]
             require(not lazy, "parameters", lazy, "all with a shape, which a forward pass gives them")
@@ -527,6 +543,14 @@ class Guard:
             self._feed.keep_from_here(REFERENCES)
             self._made_before.forget(before=self._feed.step)
 
+    def _snapshot_is_due(self) -> bool:
+        interval = self.policy.snapshot_interval
+        if interval is None:
+            return False
+        # So early that a snapshot which alarms delay is not older than the interval.
+        due = max(1, interval - self.policy.patience - self._lag)
+        return self._moment is None or self._feed.step - self._snapshot_step >= due
+
     def _update(self) -> None:
         if self._scaler is None:
             self.optimizer.step()
@@ -536,11 +560,17 @@ class Guard:
         if self.scheduler is not None and not self._overflowed:
             self.scheduler.step()  # type: ignore[attr-defined]
 
-    def _conclude(self, decision: Decision, names: tuple[str, ...], before: Moment | None) -> None:
+    def _conclude(
+        self,
+        decision: Decision,
+        names: tuple[str, ...],
+        before: Moment | None,
+        broken: BrokenBuffers | None,
+    ) -> None:
         d = decision
         divisor = torch.ones_like(d.found_inf) if d.divisor is None else d.divisor
         step = self._feed.step
-        made = _Made(step, self._feed.take_hand(), names, before, self._order)
+        made = _Made(step, self._feed.take_hand(), names, before, self._order, broken)
         require(bool(made.batches) or not self._feeds, "step", step, "one for each batch that batches() gave")
         self._order += 1
         scalars = (
@@ -557,9 +587,48 @@ class Guard:
         )
         self._rows.write(made, scalars, d.norms_P)
         self._under_way.append(made)
+        self._last_made = made
         if not self._feeds:
             self._buffers.keep()
-        self._settle(self._lag)
+        self._settle(0 if self._examined_until is not None else self._lag)
+        # A snapshot must not be of broken weights. With a lag, examining them would make the host wait.
+        snapshot_next = self._lag == 0 and self._moment is not None and self._snapshot_is_due()
+        if self._examined_until is not None or snapshot_next:
+            self._examine_state()
+
+    def _settle_all(self) -> None:
+        self._settle(0)
+        self._examine_state()
+
+    def _examine_state(self) -> None:
+        """Answer parameters or optimizer state that are not finite: go back, or stop.
+
+        The first time training goes back to find the step whose update has broken them. It is replayed with
+        an examination after each update. The batches of the step that is found go into quarantine.
+        """
+        made = self._last_made
+        if made is None:
+            return
+        parameters, states = self._finite_state.broken()
+        if not parameters and not states:
+            if self._examined_until is not None and made.step >= self._examined_until:
+                self._examined_until = None
+            return
+        located = self._examined_until is not None
+        kind: AlarmKind = "non-finite parameter" if parameters else "non-finite optimizer state"
+        ids = tuple(given.id for given in made.batches) if located else ()
+        alarm = Alarm(made.step, kind, math.nan, where=listed(parameters or states), batch=ids or None)
+        can_rewind = self._moment is not None and not self._feed.hand
+        if not (can_rewind and self._escalation.rewinds_broken_state(located=located)):
+            self.alarms.append(replace(alarm, action="raised"))
+            raise GuardError(self.alarms[-1], self.alarms)
+        if located:
+            self.skipped += 1
+            self._feed.quarantine(made.batches)
+        self.alarms.append(replace(alarm, action="rewound"))
+        self._examined_until = max(made.step, self._examined_until or 0)
+        self._last_made = None
+        self._rewind([])
 
     def _settle(self, may_stay: int) -> None:
         """Answer the rows of all but the last `may_stay` steps: at the same step in every process."""
@@ -609,10 +678,16 @@ class Guard:
             "gradient spike": (norm, norm_limit),
             "non-finite gradient": (norm, None),
             "non-finite loss": (loss, None),
+            "non-finite buffer": (math.nan, None),
         }[kind]
         ids = tuple(given.id for given in made.batches) or None
         limit = None if limit is None or math.isinf(limit) else limit
-        alarm = Alarm(made.step, kind, value, limit, blamed(norms, self._reference), batch=ids)
+        where = blamed(norms, self._reference)
+        if kind == "non-finite buffer":
+            own = [] if made.buffers is None else made.buffers.names()
+            # It may be a buffer of another process.
+            value, where = (math.nan if own else loss), listed(own)
+        alarm = Alarm(made.step, kind, value, limit, where, batch=ids)
         self._left_out = bool(found_inf)
         if not found_inf:
             self.alarms.append(replace(alarm, action="clipped"))

@@ -26,7 +26,7 @@ from stackwise.optimizer_state import optimizers_in, parameters_of
 from stackwise.stability.buffers import BrokenBuffers, Buffers
 from stackwise.stability.guard.alarm import Alarm, AlarmKind, GuardError
 from stackwise.stability.guard.batch_feed import BatchFeed, GivenBatch
-from stackwise.stability.guard.blame import blamed, listed
+from stackwise.stability.guard.blame import blamed, listed, usual_norms
 from stackwise.stability.guard.bundle_folder import BundleFolder
 from stackwise.stability.guard.clipped_before import ClippedBefore
 from stackwise.stability.guard.escalation import Escalation
@@ -171,7 +171,7 @@ class Guard:
         self._last_made: _Made | None = None
         self._overflowed = False
         self._records: deque[GuardRecord] = deque(maxlen=_KEPT_RECORDS)
-        self._reference: dict[str, float] = {}
+        self._healthy_norms: deque[dict[str, float]] = deque(maxlen=self.policy.recent)
         self.alarms: list[Alarm] = []
         self.skipped = self.cleared = 0
         self._escalation = Escalation(self.policy)
@@ -477,7 +477,7 @@ class Guard:
             "feed": self._feed.state_dict(),
             "made_before": self._made_before.state_dict(),
             "alarms": [alarm.to_dict() for alarm in self.alarms],
-            "reference": dict(self._reference),
+            "reference": usual_norms(self._healthy_norms),
             "skipped": self.skipped,
             "cleared": self.cleared,
             "escalation": self._escalation.state_dict(),
@@ -513,7 +513,8 @@ class Guard:
         self._made_before.load_state_dict(state["made_before"])
         self._examined_until = None
         self.alarms = [Alarm.from_dict(alarm) for alarm in state["alarms"]]
-        self._reference = dict(state["reference"])
+        self._healthy_norms.clear()
+        self._healthy_norms.append(dict(state["reference"]))
         self.skipped, self.cleared = state["skipped"], state["cleared"]
         self._escalation.load_state_dict(state["escalation"])
         self._left_out = state.get("left_out", True)
@@ -618,17 +619,20 @@ class Guard:
         kind: AlarmKind = "non-finite parameter" if parameters else "non-finite optimizer state"
         ids = tuple(given.id for given in made.batches) if located else ()
         alarm = Alarm(made.step, kind, math.nan, where=listed(parameters or states), batch=ids or None)
-        can_rewind = self._moment is not None and not self._feed.hand
-        if not (can_rewind and self._escalation.rewinds_broken_state(located=located)):
-            self.alarms.append(replace(alarm, action="raised"))
+        rewinds = self._moment is not None and not self._feed.hand
+        rewinds = rewinds and self._escalation.rewinds_broken_state(located=located)
+        if rewinds:
+            if located:
+                self.skipped += 1
+                self._feed.quarantine(made.batches)
+            self._examined_until = max(made.step, self._examined_until or 0)
+            self._last_made = None
+            self._rewind([])
+            # With a lag the snapshot may be of the broken state.
+            rewinds = not any(self._finite_state.broken())
+        self.alarms.append(replace(alarm, action="rewound" if rewinds else "raised"))
+        if not rewinds:
             raise GuardError(self.alarms[-1], self.alarms)
-        if located:
-            self.skipped += 1
-            self._feed.quarantine(made.batches)
-        self.alarms.append(replace(alarm, action="rewound"))
-        self._examined_until = max(made.step, self._examined_until or 0)
-        self._last_made = None
-        self._rewind([])
 
     def _settle(self, may_stay: int) -> None:
         """Answer the rows of all but the last `may_stay` steps: at the same step in every process."""
@@ -666,7 +670,7 @@ class Guard:
         if kind is None and found_inf:  # an overflow, which the scaler has answered
             return
         if kind is None:
-            self._reference = norms
+            self._healthy_norms.append(norms)
             self._look_for_clipping(norm, norms)
             if self.policy.snapshot_interval is not None and made.batches:
                 self._made_before.note(made.step, norm, loss, logit)
@@ -682,7 +686,7 @@ class Guard:
         }[kind]
         ids = tuple(given.id for given in made.batches) or None
         limit = None if limit is None or math.isinf(limit) else limit
-        where = blamed(norms, self._reference)
+        where = blamed(norms, usual_norms(self._healthy_norms))
         if kind == "non-finite buffer":
             own = [] if made.buffers is None else made.buffers.names()
             # It may be a buffer of another process.

@@ -210,3 +210,23 @@ def test_a_parameter_that_is_never_finite_is_no_alarm(lag):
         guard.step(loss)
     guard.settle()
     assert guard.alarms == []
+
+
+def test_a_snapshot_of_broken_state_is_not_taken_for_healthy():
+    """With a lag nobody looks at what a snapshot is taken of, as that would make the host wait."""
+    torch.manual_seed(0)
+    model = Small()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
+    guard = Guard(model, optimizer, policy=POLICY, lag=2)
+
+    def train():
+        for batch in guard.batches(make_data()):
+            loss = loss_of(model, batch)
+            loss.backward()
+            guard.step(loss)
+            if guard.steps == 70:
+                optimizer.state[model.head.bias]["exp_avg_sq"][2] = math.inf
+
+    with pytest.raises(GuardError, match=r"optimizer state in head\.bias\.exp_avg_sq; training stopped"):
+        train()
+    assert [alarm.action for alarm in guard.alarms] == ["raised"]

@@ -69,19 +69,21 @@ class Buffers:
         A buffer that had one when it was first examined is never broken, nor is -inf, of which masks are
         made, nor a buffer of another shape than before. None: no buffer can be examined.
         """
-        pairs: dict[str, tuple[Tensor, Tensor]] = {}
+        found: dict[str, Tensor] = {}
         for name, tensor in self._tensors(self._written):
-            now, kept = examinable(tensor.detach()), self._kept.get(name)
-            before = None if kept is None else examinable(kept)
-            if now is not None and before is not None and now.shape == before.shape:
-                pairs[name] = now, before
-        if not pairs:
+            kept = self._kept.get(name)
+            if kept is not None and kept.shape == tensor.shape:
+                part = examinable(tensor)
+                if part is not None:
+                    found[name] = part
+        if not found:
             return None
-        examined = [(name, now.shape) for name, (now, _) in pairs.items()]
+        examined = [(name, part.shape) for name, part in found.items()]
         if self._usual is None or self._usual[0] != examined:
-            self._usual = examined, non_finite([before for _, before in pairs.values()], masks=True)
-        flags_B = non_finite([now for now, _ in pairs.values()], masks=True) & ~self._usual[1]
-        return BrokenBuffers(tuple(pairs), flags_B)
+            before = [part for name in found if (part := examinable(self._kept[name])) is not None]
+            self._usual = examined, non_finite(before, masks=True)
+        flags_B = non_finite(list(found.values()), masks=True) & ~self._usual[1]
+        return BrokenBuffers(tuple(found), flags_B)
 
     @torch.no_grad()
     def keep(self) -> None:

@@ -44,6 +44,8 @@ def non_finite(tensors: Sequence[Tensor], *, masks: bool = False) -> Tensor:
     for (_, device), indices in groups.items():
         members = [tensors[index] for index in indices]
         flags = _on_cpu(members, masks) if device.type == "cpu" else _on_device(members, masks)
+        if len(groups) == 1:
+            return flags
         for index, flag in zip(indices, flags.to(tensors[0].device, non_blocking=True).unbind(), strict=True):
             found[index] = flag
     return torch.stack(found)

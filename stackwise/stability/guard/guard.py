@@ -118,7 +118,7 @@ class Guard:
         lag: int | None = None,
         on_rewind: Callable[[int], object] | None = None,
     ) -> None:
-        check_restorable(optimizer, others or {})
+        check_restorable(optimizer, scheduler, others or {})
         lbfgs = any(isinstance(each, torch.optim.LBFGS) for each in optimizers_in(optimizer))
         require(not lbfgs, "optimizer", type(optimizer).__name__, "one whose step() needs no closure")
         follows = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
@@ -594,7 +594,7 @@ class Guard:
         self._settle(0 if self._examined_until is not None else self._lag)
         # A snapshot must not be of broken weights. With a lag, examining them would make the host wait.
         snapshot_next = self._lag == 0 and self._moment is not None and self._snapshot_is_due()
-        if self._examined_until is not None or snapshot_next:
+        if self._examined_until is not None or (snapshot_next and not self._escalation.in_row):
             self._examine_state()
 
     def _settle_all(self) -> None:

@@ -35,13 +35,13 @@ class Stateful(Protocol):
         """Restore the state."""
 
 
-def check_restorable(optimizer: Any, others: Mapping[str, Any]) -> None:
+def check_restorable(optimizer: Any, scheduler: Any, others: Mapping[str, Any]) -> None:
     """Refuse objects whose state no rewind could restore.
 
     Raises:
         ValueError: several optimizers in the place of one; an optimizer without `param_groups` or `step()`,
-            or with neither a `state` nor `state_dict()` and `load_state_dict()`; another object without
-            these two.
+            or with neither a `state` nor `state_dict()` and `load_state_dict()`; a scheduler or other object
+            without these two.
     """
     several = isinstance(optimizer, list | tuple | Mapping)
     allowed = "one optimizer; the others go into others={name: optimizer}, or all into one object"
@@ -54,9 +54,10 @@ def check_restorable(optimizer: Any, others: Mapping[str, Any]) -> None:
     )
     allowed = "one with a state, or state_dict() and load_state_dict(), or optimizers in its attributes"
     require(restorable, "optimizer", kind, allowed)
-    for name, other in others.items():
+    objects = {f"others[{name!r}]": other for name, other in others.items()}
+    for key, each in (objects if scheduler is None else {"scheduler": scheduler, **objects}).items():
         allowed = "an object with state_dict() and load_state_dict()"
-        require(_is_stateful(other), f"others[{name!r}]", type(other).__name__, allowed)
+        require(_is_stateful(each), key, type(each).__name__, allowed)
 
 
 class Moment:

@@ -205,3 +205,5 @@ def test_other_objects_without_a_state_are_refused():
         ValueError, match=r"others\['average'\]: got 'list'; allowed: an object with state_dict"
     ):
         Guard(model, optimizer, others={"average": [torch.zeros(1)]})
+    with pytest.raises(ValueError, match="scheduler: got 'list'; allowed: an object with"):
+        Guard(model, optimizer, scheduler=[torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)])

@@ -520,12 +520,12 @@ class Found:
 
 
 def culprit(run: dict[str, Any]) -> str:
-    """What broke, as the guard should name it."""
+    """Return the beginning of the place that the guard should name."""
     broken = FAULTS[run["fault"]]
     if not math.isfinite(broken.value):
         return f"{run['place']} (forward)"
-    # The gradient of the logits is the loss function's; one that all parameters have is of no module.
-    return "the loss" if broken.batches else "(the model itself)"
+    # The gradient of the logits is the loss function's. A factor of all gradients is in every module.
+    return "the loss" if broken.batches else "all modules (gradients x"
 
 
 def share(found: list[bool]) -> float | None:
@@ -554,7 +554,7 @@ def bars(found: Found) -> list[Bar]:
         ),
         Bar(
             "module named",
-            share([r["where"] == culprit(r) for r in ours]),
+            share([r["where"].startswith(culprit(r)) for r in ours]),
             1.0,
         ),
         Bar("alarms in the controls", float(sum(len(r["alarms"]) for r in controls)), 0.0, at_most=True),

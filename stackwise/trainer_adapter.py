@@ -11,7 +11,7 @@ from torch import nn
 from stackwise.lightning_run import LightningRun, is_lightning_module
 from stackwise.transformers_run import TransformersRun, is_transformers_trainer
 
-__all__ = ["FunctionRun", "JoinedOptimizers", "JoinedRun", "adapted", "optimizers_in", "with_one_optimizer"]
+__all__ = ["FunctionRun", "JoinedOptimizers", "JoinedRun", "adapted", "members_of", "with_one_optimizer"]
 
 Batch = Any
 
@@ -68,7 +68,7 @@ def with_one_optimizer(run: Any, name: str) -> Any:
     Raises:
         TypeError: the run has no optimizer.
     """
-    found = optimizers_in(run.optimizer)
+    found = members_of(run.optimizer)
     if not found:
         got = f"trainer: {name}: optimizer: got {type(run.optimizer).__name__}"
         raise TypeError(
@@ -78,7 +78,7 @@ def with_one_optimizer(run: Any, name: str) -> Any:
     return run if len(found) == 1 and found[0] is run.optimizer else JoinedRun(run)
 
 
-def optimizers_in(given: Any) -> list[torch.optim.Optimizer]:
+def members_of(given: Any) -> list[torch.optim.Optimizer]:
     """Return the optimizers in `given`; the list is empty if there are none.
 
     Args:
@@ -157,7 +157,7 @@ class JoinedRun:
     @property
     def optimizer(self) -> JoinedOptimizers:
         """View of the current optimizers of the run."""
-        return JoinedOptimizers(optimizers_in(self.run.optimizer))
+        return JoinedOptimizers(members_of(self.run.optimizer))
 
     def step(self, batch: Batch) -> Any:
         """Make one step of the run and return its loss."""

@@ -29,6 +29,7 @@ ROOMS = [
     "spec",
     "random_states",
     "loader_epoch",
+    "optimizer_state",
     "transformers_run",
     "lightning_run",
     "trainer_adapter",

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from stackwise.trainer_adapter import JoinedOptimizers, optimizers_in, with_one_optimizer
+from stackwise.trainer_adapter import JoinedOptimizers, members_of, with_one_optimizer
 
 
 class Holder:
@@ -35,7 +35,7 @@ ADAM = torch.optim.AdamW([{"params": parameters(2)}, {"params": parameters(1), "
     ids=["one", "list", "same-twice", "dict", "object-with-list", "object", "object-without", "none"],
 )
 def test_optimizers_are_found(given, found):
-    assert optimizers_in(given) == found
+    assert members_of(given) == found
 
 
 def test_joined_groups_are_those_of_the_members():

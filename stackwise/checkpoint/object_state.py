@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from stackwise.argument import require
 from stackwise.checkpoint.tree import Path, is_sharded, leaves
+from stackwise.optimizer_state import optimizers_in, states_of
 
 __all__ = ["Objects", "as_many_groups", "equal_bits", "plain_name", "unwrapped"]
 
@@ -62,11 +63,17 @@ class Objects:
         return isinstance(self._objects[name], nn.Module | torch.optim.Optimizer)
 
     def state(self, name: str) -> Any:
-        """The state of an object now; its tensors are the object's own."""
+        """Return the current state of an object. Its tensors are the object's own.
+
+        Raises:
+            ValueError: an optimizer whose `state_dict()` lacks the state of the optimizers inside it.
+        """
         each = self._objects[name]
         if not hasattr(each, "state_dict"):
             return dict(each)
         state = each.state_dict()
+        if not isinstance(each, nn.Module) and hasattr(each, "param_groups"):
+            _check_complete(name, each, state)
         if isinstance(each, torch.optim.Optimizer):
             return self._by_name(each, state)
         return _with_plain_names(state) if isinstance(each, nn.Module) else state
@@ -235,6 +242,25 @@ def as_many_groups(
         return saved
     rest = iter(filled)
     return [next(rest) if group["params"] else {**group, "params": []} for group in ours]
+
+
+def _check_complete(name: str, optimizer: Any, state: Any) -> None:
+    """Refuse a state dict without tensors if the optimizers inside `optimizer` have some."""
+    inner = [each for each in optimizers_in(optimizer) if each is not optimizer]
+    if not inner or _has_tensors(state.get("state", state) if isinstance(state, Mapping) else state):
+        return
+    complete = not any(_has_tensors(value) for _, _, value in states_of(optimizer))
+    kinds = ", ".join(type(each).__name__ for each in inner)
+    key, got = f"objects[{name!r}].state_dict()", f"nothing of the state of the optimizers in it ({kinds})"
+    require(complete, key, got, "a complete one; or save each of them as an object of its own")
+
+
+def _has_tensors(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_has_tensors, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(_has_tensors, value))
+    return isinstance(value, Tensor)
 
 
 def unwrapped(each: Any) -> Any:

@@ -14,6 +14,7 @@ from stackwise.model.attention import Attention
 from stackwise.model.block import Block
 from stackwise.model.rack import Rack
 from stackwise.model.stack import Stack
+from stackwise.optimizer_state import optimizers_in
 
 __all__ = ["Optimizers", "ParameterGroups", "block_matrices"]
 
@@ -30,7 +31,8 @@ class ParameterGroups:
 
     Args:
         rack: whose parameters these are.
-        optimizer: one, several (Muon beside AdamW), or None, with which every method does nothing.
+        optimizer: one, several (Muon beside AdamW), or None, with which every method does nothing. One may
+            contain others, see `optimizers_in`.
 
     Raises:
         ValueError: no optimizer, one that holds parameters but none of this Rack, or LBFGS, whose state
@@ -50,7 +52,9 @@ class ParameterGroups:
                 type(each).__name__,
                 "one that trains this Rack; it holds other parameters only",
             )
-        self.rack, self.optimizers = rack, several
+        # Those inside a container last: their groups are the ones that train.
+        self.rack = rack
+        self.optimizers = [inner for each in several for inner in reversed(optimizers_in(each))]
         self._group_of = {id(p): group for group in self._groups() for p in group["params"]}
         self._names = {
             id(p): name
@@ -116,7 +120,7 @@ class ParameterGroups:
             for group in optimizer.param_groups:
                 group["params"] = [p for p in group["params"] if id(p) not in gone]
             for parameter in gone.values():
-                optimizer.state.pop(parameter, None)
+                getattr(optimizer, "state", {}).pop(parameter, None)
         self.rename()
 
     def rename(self) -> None:

@@ -4,12 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-__all__ = ["Buffers", "elements"]
+from stackwise.stability.non_finite import examinable, non_finite
+
+__all__ = ["BrokenBuffers", "Buffers", "elements"]
+
+
+class BrokenBuffers(NamedTuple):
+    """Buffers that are not finite any more. Shapes: B buffers.
+
+    Attributes:
+        buffers: names of all buffers that were examined.
+        flags_B: boolean, True if the buffer has a NaN or +inf and had none before.
+    """
+
+    buffers: tuple[str, ...]
+    flags_B: Tensor
+
+    def names(self) -> list[str]:
+        """Return the names of the broken buffers. The host waits."""
+        return [name for name, flag in zip(self.buffers, self.flags_B.tolist(), strict=True) if flag]
 
 
 class Buffers:
@@ -40,6 +59,31 @@ class Buffers:
         self._looked_at: dict[str, nn.Parameter] = {}  # candidates of the look at hand
         self._written: dict[str, nn.Parameter] = {}  # by forward passes
         self._kept: dict[str, Tensor] = {}
+        # Buffers that are not finite in a healthy model, by the names and shapes that were examined.
+        self._usual: tuple[list[tuple[str, torch.Size]], Tensor] | None = None
+
+    @torch.no_grad()
+    def broken(self) -> BrokenBuffers | None:
+        """Find buffers with a NaN or +inf that had none at the last `keep`. The host does not wait.
+
+        A buffer that had one when it was first examined is never broken, nor is -inf, of which masks are
+        made, nor a buffer of another shape than before. None: no buffer can be examined.
+        """
+        found: dict[str, Tensor] = {}
+        for name, tensor in self._tensors(self._written):
+            kept = self._kept.get(name)
+            if kept is not None and kept.shape == tensor.shape:
+                part = examinable(tensor)
+                if part is not None:
+                    found[name] = part
+        if not found:
+            return None
+        examined = [(name, part.shape) for name, part in found.items()]
+        if self._usual is None or self._usual[0] != examined:
+            before = [part for name in found if (part := examinable(self._kept[name])) is not None]
+            self._usual = examined, non_finite(before, masks=True)
+        flags_B = non_finite(list(found.values()), masks=True) & ~self._usual[1]
+        return BrokenBuffers(tuple(found), flags_B)
 
     @torch.no_grad()
     def keep(self) -> None:

@@ -36,6 +36,7 @@ from stackwise.checkpoint.tensor_file import Part
 from stackwise.checkpoint.tree import leaves
 from stackwise.checkpoint.writer import Staging
 from stackwise.data import TokenWindows
+from tests.optimizer_kinds import Contained, WithLayout
 
 BOTH = pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
 ALL = pytest.mark.parametrize(
@@ -1398,3 +1399,18 @@ def test_bad_argument_is_refused_by_its_key(tmp_path, call, key):
     with pytest.raises(ValueError, match=rf"^{key}: got .*; allowed: ") as refusal:
         call(tmp_path)
     assert "\n" not in str(refusal.value)
+
+
+def test_a_container_that_loses_its_states_is_refused(tmp_path):
+    model = nn.Linear(2, 2)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(1, 2)).sum().backward()
+    inner.step()
+    with CheckpointManager(tmp_path) as manager:
+        with pytest.raises(ValueError, match=r"objects\['optimizer'\].state_dict\(\): got .*\(SGD\)"):
+            manager.save(1, {"model": model, "optimizer": Contained(inner)})
+        manager.save(1, {"model": model, "optimizer": WithLayout(inner)})
+        wanted = inner.state[model.weight]["momentum_buffer"].clone()
+        inner.step()
+        manager.restore({"model": model, "optimizer": WithLayout(inner)})
+    assert torch.equal(inner.state[model.weight]["momentum_buffer"], wanted)

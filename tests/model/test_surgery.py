@@ -21,6 +21,7 @@ from stackwise.model.surgery import (
     split_stack,
     unfreeze_stack,
 )
+from tests.optimizer_kinds import Contained
 
 WIDTH, VOCAB = 16, 13
 KINDS = {
@@ -753,3 +754,14 @@ def test_a_rack_of_different_stacks_takes_any_of_them():
     assert all(torch.isfinite(torch.tensor(losses)))
     for name, p in rack.stacks.named_parameters():
         assert group_of(optimizer, p)["weight_decay"] == (0.1 if p.ndim > 1 else 0.0), name
+
+
+def test_states_within_a_container_leave_with_their_parameters():
+    rack = make_rack()
+    inner = OPTIMIZERS["muon"](rack)
+    train(rack, inner, 2)
+    gone = list(rack.get_stack(1).parameters())
+    remove_stack(rack, 1, Contained(*inner))
+    left = {id(p) for p in rack.parameters()}
+    assert all({id(p) for p in each.state} <= left for each in inner)
+    assert not {id(p) for p in held(inner)} & {id(p) for p in gone}

@@ -150,12 +150,14 @@ def test_explosions(specs, name, duration):
 
 
 @pytest.mark.parametrize(
-    "target, where", [("*", "(the model itself)"), ("head.bias", "head.bias"), ("recurrence.*", "recurrence")]
+    "target, where", [("*", "all modules"), ("head.bias", "head.bias"), ("recurrence.*", "recurrence")]
 )
 def test_a_spike_names_what_rose(specs, target, where):
     fault = GradientScale(step=5, factor=1e3, target=target)
     run = stability_run(specs["gru"], steps=STEPS, faults=[fault])
-    assert [(a.step, a.kind, a.where) for a in run.alarms] == [(5, "gradient spike", where)]
+    assert [(a.step, a.kind, a.where.partition(" (")[0]) for a in run.alarms] == [
+        (5, "gradient spike", where)
+    ]
 
 
 def test_a_loss_whose_gradient_is_not_finite_stops_training(subjects):

@@ -194,6 +194,47 @@ def test_what_is_finite(run, forward, backward, factor, kind):
     assert alarm.where.startswith("final_norm")
 
 
+@pytest.mark.parametrize("lag", [0, 2])
+def test_a_buffer_that_overflows_is_restored_and_its_batch_is_skipped(run, lag):
+    batches, racks = with_bad(STEPS + 1, 6), []
+
+    def prepare(rack):
+        racks.append(rack)
+        rack.embedding.register_buffer("largest", torch.zeros(()), persistent=False)
+
+        def hook(module, inputs, _output):
+            module.largest.copy_(torch.where((inputs[0][:, 0] == BAD).any(), math.inf, inputs[0].max()))
+
+        rack.embedding.register_forward_hook(hook)
+
+    plain = run(without(batches, [6]), guard=None, factor=1.0, prepare=prepare)
+    guarded = run(batches, factor=1.0, prepare=prepare, lag=lag)
+    same(guarded, plain)
+    [alarm] = guarded[1]["alarms"]
+    assert (alarm.step, alarm.kind, alarm.where) == (6, "non-finite buffer", "embedding.largest")
+    assert racks[0].embedding.largest == racks[1].embedding.largest
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+@pytest.mark.parametrize("name", ["rackwise", "muon", "blockwise"])
+def test_optimizer_state_that_the_last_update_breaks_is_rewound(run, name, lag):
+    broken = []
+
+    def break_once(optimizer, *_):
+        broken.append(optimizer)
+        if len(broken) == STEPS:
+            state = next(state for state in optimizer.state.values() if "exp_avg_sq" in state)
+            state["exp_avg_sq"].view(-1)[0] = math.inf
+
+    plain = run(clean(STEPS), RUNS[name], guard=None)
+    handle = register_optimizer_step_post_hook(break_once)
+    guarded = run(clean(STEPS), RUNS[name], lag=lag)
+    handle.remove()
+    same(guarded, plain)
+    [alarm] = guarded[1]["alarms"]
+    assert (alarm.step, alarm.kind, alarm.action) == (STEPS - 1, "non-finite optimizer state", "rewound")
+
+
 LOGITS = {
     "rackwise": {},
     "autocast": {"precision": "bf16"},

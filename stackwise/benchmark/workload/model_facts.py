@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from stackwise.benchmark.flops.closed_form import Recompute
 from stackwise.call_form import unwrapped
+from stackwise.optimizer_state import states_of
 
 __all__ = ["execution", "held_bytes", "recomputed_by", "weight_notes"]
 
@@ -40,16 +41,17 @@ def recomputed_by(model: nn.Module) -> Recompute | None:
 
 
 def held_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
-    """Of weights and buffers; with an optimizer also of gradients and of what it keeps.
+    """Return the size in bytes of weights and buffers; with an optimizer also of gradients and its state.
 
-    No more than there are: what a subclass of tensors has in memory, as a quantised weight, need not be what
-    its shape and dtype say, and does not count.
+    A lower bound: the memory of a tensor subclass, such as a quantised weight, need not be what its shape and
+    dtype say, and is not counted.
     """
     weights = list(model.parameters())
     held: list[Any] = [*weights, *model.buffers()]
     if optimizer is not None:
         held += [p for p in weights if p.requires_grad]  # of the size of its gradient
-        held += [value for state in optimizer.state.values() for value in state.values()]
+        states = [state for _, _, state in states_of(optimizer) if isinstance(state, Mapping)]
+        held += [value for state in states for value in state.values()]
     return sum(each.nbytes for each in held if type(each) in (Tensor, nn.Parameter))
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from stackwise.checks.result import listed
+from stackwise.optimizer_state import states_of
 from stackwise.random_states import random_states_kept
 from stackwise.trainer_spec import TrainingRun
 
@@ -29,10 +30,9 @@ State = dict[str, Any]
 
 
 def state_of(run: TrainingRun) -> State:
-    """A copy of what the run carries: weights and which share memory, buffers, optimizer, schedule, place.
+    """Return a copy of the run's state: weights and which share memory, buffers, optimizer, schedule, place.
 
-    Random states are in `random_states`. Buffers that the model itself leaves out of its state_dict are left
-    out here.
+    Random states are in `random_states`. Buffers that the model's state_dict lacks are not included.
     """
     state: State = {}
     model = run.model
@@ -53,6 +53,11 @@ def state_of(run: TrainingRun) -> State:
     owners = dict(zip(_indices(saved), (names.get(id(p)) for p in trained), strict=False))
     for index, values in saved.get("state", {}).items():
         state |= _flat(values, f"optimizer.{owners.get(index) or index}")
+    if not saved.get("state"):  # a container of optimizers, with another layout or none
+        state |= _flat({key: value for key, value in saved.items() if key != "param_groups"}, "optimizer")
+        for _, key, values in states_of(run.optimizer):
+            owner = names.get(id(key)) if isinstance(key, Tensor) else key
+            state |= _flat(values, f"optimizer.{owner or 'parameter without a name'}")
     for index, group in enumerate(saved.get("param_groups", [])):
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         state |= _flat(options, f"optimizer.group {index}")

@@ -14,6 +14,7 @@ from stackwise.checks.probe.dropout import WithoutDropout
 from stackwise.checks.probe.update import Observation, Update, distance, norm, observed
 from stackwise.checks.result import CheckResult, listed
 from stackwise.checks.trainer_subject import TrainerSubject
+from stackwise.optimizer_state import optimizers_in
 from stackwise.out_of_memory import is_out_of_memory
 from stackwise.trainer_spec import TrainingRun
 
@@ -233,10 +234,11 @@ def _touched(updates: list[Update], name: str) -> tuple[int, int]:
 
 
 def _wide_tensors(run: TrainingRun) -> Iterator[Tensor]:
-    """Those in float32 that the optimizer holds, and that it or the run keeps in lists and dicts."""
-    optimizer = run.optimizer
+    """Yield the float32 tensors of the optimizer, of those inside it, and of lists and dicts of the run."""
     seen: set[int] = set()
-    places: list[Any] = [optimizer.state, optimizer.param_groups, vars(optimizer)]
+    places: list[Any] = []
+    for each in optimizers_in(run.optimizer):
+        places += [getattr(each, "state", {}), each.param_groups, vars(each)]
     places += [
         value for key, value in vars(getattr(run, "run", run)).items() if key not in ("model", "optimizer")
     ]

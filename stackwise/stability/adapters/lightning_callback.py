@@ -203,14 +203,27 @@ class GuardCallback(Callback):  # type: ignore[misc, unused-ignore]
         self._release_scaler()
         trainer.optimizers[0].zero_grad(set_to_none=True)
         by_epochs = [config for config, interval in self._held if interval == "epoch"]
+        ends = trainer.should_stop or trainer.fit_loop.epoch_loop._is_training_done
         try:
-            loop.close()
+            loop.close(settle=ends)
         finally:
             self._release()
             self._log()
         for config in by_epochs:
             if (trainer.current_epoch + 1) % config.frequency == 0:
                 self._module.lr_scheduler_step(config.scheduler, None)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
+        """Examine the result of the last step.
+
+        Raises:
+            GuardError: training is broken for good.
+        """
+        assert self._loop is not None
+        try:
+            self._loop.settle()
+        finally:
+            self._log()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:  # noqa: ARG002
         """Leave the module as it was; callbacks that save are so behind their own `on_exception`."""

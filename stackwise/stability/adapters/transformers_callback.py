@@ -23,6 +23,7 @@ from stackwise.stability.guard.snapshot import Stateful
 from stackwise.stability.telemetry import AttentionLogit
 
 try:
+    from accelerate.optimizer import AcceleratedOptimizer  # type: ignore[import-untyped, unused-ignore]
     from transformers import Trainer, TrainerCallback
     from transformers.trainer_utils import get_last_checkpoint
 except ImportError as error:
@@ -133,7 +134,7 @@ class GuardCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         check_engine(accelerator)
         self._optimizer = trainer.optimizer
         optimizer = self._optimizer
-        while not type(optimizer).__module__.startswith("torch.") and hasattr(optimizer, "optimizer"):
+        while isinstance(optimizer, AcceleratedOptimizer):
             optimizer = optimizer.optimizer
         self.guard = Guard(
             trainer.model,

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
+from stackwise import optimizer_state
 from stackwise.argument import check_sizes
 from stackwise.stability.faults.output import first_tensor
 
@@ -111,11 +112,16 @@ def watched(model: nn.Module) -> Iterator[set[str]]:
 
 
 def states_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """What the optimizer keeps of each parameter, without step numbers, as "PARAMETER.KEY"."""
+    """Return the optimizer's state of each parameter, without step numbers, as "PARAMETER.KEY".
+
+    The optimizers inside a container are included.
+    """
+    found = optimizer_state.states_of(optimizer)
+    held = {id(key): state for _, key, state in found if isinstance(state, Mapping)}
     return {
         f"{name}.{key}": value
         for name, parameter in model.named_parameters()
-        for key, value in getattr(optimizer, "state", {}).get(parameter, {}).items()
+        for key, value in held.get(id(parameter), {}).items()
         if isinstance(value, Tensor) and value.is_floating_point() and key != "step" and value.numel()
     }
 

@@ -6,10 +6,21 @@ from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-__all__ = ["Action", "Alarm", "AlarmKind", "GuardError", "hashable"]
+__all__ = ["AFTER_UPDATE", "Action", "Alarm", "AlarmKind", "GuardError", "hashable"]
 
-AlarmKind = Literal["non-finite loss", "non-finite gradient", "gradient spike", "loss spike", "logit growth"]
+AlarmKind = Literal[
+    "non-finite loss",
+    "non-finite gradient",
+    "non-finite buffer",
+    "non-finite parameter",
+    "non-finite optimizer state",
+    "gradient spike",
+    "loss spike",
+    "logit growth",
+]
 Action = Literal["skipped", "clipped", "retried", "rewound", "raised"]
+# Kinds that an update has left behind: it cannot be skipped any more.
+AFTER_UPDATE = ("non-finite parameter", "non-finite optimizer state")
 _SAID: dict[Action, str] = {
     "skipped": "update skipped",
     "clipped": "gradient clipped",
@@ -21,13 +32,14 @@ _SAID: dict[Action, str] = {
 
 @dataclass(frozen=True)
 class Alarm:
-    """A step that must not be taken as it is.
+    """A step that must not be taken as it is, or whose update has broken weights or optimizer.
 
     Attributes:
         step: counted from 0.
-        kind: what is wrong.
-        value: the loss, the gradient norm, or the attention logit.
-        limit: the largest that passes; None where no finite value would be wrong.
+        kind: what is wrong. A non-finite parameter or optimizer state is found after the update: in the step
+            that the alarm names, or in an earlier one if `batch` is None.
+        value: the loss, the gradient norm, or the attention logit; NaN for all other kinds.
+        limit: the largest value that passes. None: no finite value would be wrong.
         where: the module or parameters at fault, as far as they are known.
         action: what was done about it.
         batch: ids of the batches that the step was made of; None: they are not known.
@@ -59,11 +71,17 @@ class Alarm:
         limit = f" (limit {self.limit:.3g})" if self.limit is not None else ""
         place = f" in {self.where}" if self.where else ""
         again = "; not so when computed again" if self.reproduced is False else ""
-        return f"step {self.step}: {self.kind} {self.value:.3g}{limit}{place}; {_SAID[self.action]}{again}"
+        said = _SAID[self.action]
+        if self.kind in AFTER_UPDATE:
+            return f"step {self.step}: {self.kind}{place}; {said.removeprefix('update skipped, ')}"
+        value = "" if self.kind == "non-finite buffer" else f" {self.value:.3g}"
+        return f"step {self.step}: {self.kind}{value}{limit}{place}; {said}{again}"
 
 
 class GuardError(ArithmeticError):
-    """Training is broken for good. Weights, optimizer and scheduler are as before the broken step.
+    """Training cannot go on. Weights, optimizer and scheduler are those before the broken step.
+
+    If the alarm is a non-finite parameter or optimizer state, no snapshot could undo it, and they are not.
 
     Attributes:
         alarm: the last one.

@@ -1,48 +1,97 @@
-"""Blame: the part of a model that a broken gradient points to, as far as the norms of its parameters tell."""
+"""Blame: the part of a model that the gradient norms of a broken step point to."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import median
 
-__all__ = ["blamed"]
+__all__ = ["blamed", "listed", "usual_norms"]
 
 _ROOT = "(the model itself)"
 _SHOWN = 3
+_NEGLIGIBLE = 1e-6  # of the norm of all gradients: below it, changes are rounding errors
+_ALL = 0.9  # of the modules: the others may have had a small gradient by chance
 
 
 def blamed(norms: Mapping[str, float], reference: Mapping[str, float] | None = None) -> str:
-    """What broke in a step with these gradient norms.
+    """Return the part of the model that broke in a step with these gradient norms.
+
+    A fault of the backward pass reaches all modules before the one that it began in. So the module is named
+    that departs first in backward order: the reverse of the order in which modules are registered.
 
     Args:
-        norms: of each parameter's gradient, by name.
-        reference: the same of a sound step before it; None: there is none.
+        norms: of each parameter's gradient, by name, in the order of the model.
+        reference: norms of a healthy step. None: there is none.
 
     Returns:
-        Of norms that are not finite: the parameters, or "(the model itself)" where it is all of them. Else
-        the smallest module that has every parameter whose norm rose, as a factor, by more than the square
-        root of the largest rise; without a reference, the parameter with the largest norm.
+        Of norms that are not finite: the parameters in backward order, or "all modules (non-finite
+        gradients)". Of finite ones: the parameter, or the module with all the parameters, whose norm rose by
+        more than the square root of the largest rise; if that is the whole model, "all modules (gradients
+        x10)" or the first module in backward order. Without a reference: the parameter with the largest norm.
     """
     broken = [name for name, norm in norms.items() if not math.isfinite(norm)]
     if broken:
-        if len(broken) == len(norms) > _SHOWN:
-            return _ROOT
-        return ", ".join(broken[:_SHOWN]) + (
-            f" and {len(broken) - _SHOWN} more" if len(broken) > _SHOWN else ""
-        )
+        every = len(broken) == len(norms) > _SHOWN
+        return "all modules (non-finite gradients)" if every else listed(broken[::-1])
     if not norms:
         return ""
-    known = reference or {}
-    rises = {
-        name: math.log(norm / known[name])
+    known, total = reference or {}, math.hypot(*norms.values())
+    compared = [
+        name
         for name, norm in norms.items()
-        if norm > 0 and 0 < known.get(name, 0.0) < math.inf
-    }
+        if norm > _NEGLIGIBLE * total and 0 < known.get(name, 0.0) < math.inf
+    ]
+    rises = {name: math.log(norms[name] / known[name]) for name in compared}
     largest = max(rises.values(), default=0.0)
     if largest <= 0:
         return max(norms, key=lambda name: norms[name])
     risen = [name for name, rise in rises.items() if rise > largest / 2]
-    return risen[0] if len(risen) == 1 else _common_module(risen)
+    if len(risen) == 1:
+        return risen[0]
+    common = _common_module(risen)
+    if common != _common_module(compared):
+        return common
+    return _among_all(norms, known, compared)
+
+
+def _among_all(norms: Mapping[str, float], known: Mapping[str, float], names: Sequence[str]) -> str:
+    """Return that all modules are affected, or the first in backward order that is."""
+    modules: dict[str, list[str]] = {}
+    for name in names:
+        modules.setdefault(name.rpartition(".")[0], []).append(name)
+
+    def rise(members: Sequence[str]) -> float:
+        before, now = (math.hypot(*(each[name] for name in members)) for each in (known, norms))
+        return math.log(now / before)
+
+    rises, whole = {module: rise(members) for module, members in modules.items()}, rise(names)
+    affected = sum(each > whole / 3 for each in rises.values())
+    if whole > 0 and affected >= _ALL * len(rises):
+        return f"all modules (gradients x{_factor(math.exp(whole))})"
+    largest = max(rises.values())
+    return [module for module, each in rises.items() if each > largest / 2][-1] or _ROOT
+
+
+def usual_norms(steps: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Return the median norm of each parameter over healthy steps."""
+    known: dict[str, list[float]] = {}
+    for norms in steps:
+        for name, norm in norms.items():
+            known.setdefault(name, []).append(norm)
+    return {name: median(found) for name, found in known.items()}
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return the first names as text, and how many more there are."""
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+def _factor(factor: float) -> str:
+    if factor < 10:
+        return f"{factor:.1f}"
+    return f"{factor:.0f}" if factor < 1e6 else f"{factor:.1e}"
 
 
 def _common_module(names: Iterable[str]) -> str:

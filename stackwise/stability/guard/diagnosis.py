@@ -296,6 +296,8 @@ def rerun(
                 if location is not None and not where:
                     of_loss = location.direction == "loss"
                     where = location.module if of_loss else f"{location.module} ({location.direction})"
+            if not where and (broken := buffers.broken()) is not None:
+                where = next(iter(broken.names()), "")
         everything = _with_others(model, named)
         if group is not None:
             _average_gradients(everything.values(), group)

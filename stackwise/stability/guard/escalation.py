@@ -67,6 +67,18 @@ class Escalation:
             return Answer("raised", innocent, first)
         return Answer("retried" if innocent else "skipped", innocent, first)
 
+    def rewinds_broken_state(self, *, located: bool) -> bool:
+        """Return True if training may go back from a non-finite parameter or optimizer state.
+
+        Args:
+            located: the step that caused it is known. To go back and find it is not counted as a rewind.
+        """
+        if self._rewinds >= self._policy.rewinds:
+            return False
+        self._rewinds += located
+        self._sound = self.in_row = 0
+        return True
+
     def _may_be_innocent(self, alarm: Alarm, rewinds: bool) -> bool:
         """Whether a step is to be made again with the batches that it had: it broke in the loop alone.
 

@@ -80,7 +80,7 @@ class Examination:
             found = self._again(batches)
         self.failed = self._loss_of is not None and bool(batches) and found is None
         if found is not None:
-            finite = alarm.kind not in ("non-finite loss", "non-finite gradient")
+            finite = alarm.kind not in ("non-finite loss", "non-finite gradient", "non-finite buffer")
             reproduced = found.broken
             # It had not in the loop: neither whether it breaks again nor where tells of the alarm.
             overflowed = finite and self._loss_scale() != 1.0 and not math.isfinite(found.grad_norm)

@@ -22,19 +22,21 @@ from torch import Tensor, distributed, nn
 from torch.nn.parameter import is_lazy
 
 from stackwise.argument import check_sizes, require
-from stackwise.stability.buffers import Buffers
-from stackwise.stability.guard.alarm import Alarm, GuardError
+from stackwise.optimizer_state import optimizers_in, parameters_of
+from stackwise.stability.buffers import BrokenBuffers, Buffers
+from stackwise.stability.guard.alarm import Alarm, AlarmKind, GuardError
 from stackwise.stability.guard.batch_feed import BatchFeed, GivenBatch
-from stackwise.stability.guard.blame import blamed
+from stackwise.stability.guard.blame import blamed, listed, usual_norms
 from stackwise.stability.guard.bundle_folder import BundleFolder
 from stackwise.stability.guard.clipped_before import ClippedBefore
 from stackwise.stability.guard.escalation import Escalation
 from stackwise.stability.guard.examination import REFERENCES, Examination
+from stackwise.stability.guard.finite_state import FiniteState
 from stackwise.stability.guard.guard_record import GuardRecord
 from stackwise.stability.guard.judge import KINDS, Decision, Judge
 from stackwise.stability.guard.made_before import MadeBefore
 from stackwise.stability.guard.policy import GuardPolicy
-from stackwise.stability.guard.snapshot import Moment, Snapshot, Stateful
+from stackwise.stability.guard.snapshot import Moment, Snapshot, Stateful, check_restorable
 from stackwise.stability.guard.update_hold import UpdateHold
 from stackwise.stability.telemetry.gradient_norm import GradientNames, gradient_norms
 from stackwise.stability.telemetry.ring_buffer import RingBuffer
@@ -56,6 +58,7 @@ class _Made:
     names: tuple[str, ...]
     before: Moment | None  # None: the host knows at once
     order: int
+    buffers: BrokenBuffers | None
 
 
 class Guard:
@@ -63,8 +66,9 @@ class Guard:
 
     Args:
         model: whose parameters are trained.
-        optimizer: on a device other than the CPU one that leaves steps out by itself (`found_inf`): AdamW,
-            Adam or SGD of torch with `fused=True`, or one that has the attribute.
+        optimizer: any optimizer of torch, a wrapper around one, or an object that contains several (see
+            `optimizers_in`). On a device other than the CPU it has to skip updates by itself: AdamW, Adam or
+            SGD of torch with `fused=True`, or an optimizer with the attribute `found_inf`.
         scheduler: advanced with each update that is made, and not with those left out.
         policy: what counts as broken, and what is done.
         loss_of: the loss of (model, batch) as it is given to `backward()`: of a step of n batches each one's
@@ -93,8 +97,9 @@ class Guard:
             gradients come clipped, which hides every spike of theirs.
 
     Raises:
-        ValueError: nothing to train, parameters on several devices, an optimizer that cannot leave a step out
-            or needs a closure, a scheduler that follows what is measured.
+        ValueError: nothing to train, parameters on several devices, a list of optimizers, an optimizer that
+            cannot skip an update, cannot be restored or needs a closure, a scheduler that follows what is
+            measured, an object in `others` without `state_dict()` and `load_state_dict()`.
     """
 
     def __init__(
@@ -113,7 +118,8 @@ class Guard:
         lag: int | None = None,
         on_rewind: Callable[[int], object] | None = None,
     ) -> None:
-        lbfgs = isinstance(optimizer, torch.optim.LBFGS)
+        check_restorable(optimizer, scheduler, others or {})
+        lbfgs = any(isinstance(each, torch.optim.LBFGS) for each in optimizers_in(optimizer))
         require(not lbfgs, "optimizer", type(optimizer).__name__, "one whose step() needs no closure")
         follows = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
         allowed = "one whose step() takes nothing; call this one yourself, behind an evaluation"
@@ -156,10 +162,16 @@ class Guard:
         self._under_way: deque[_Made] = deque()
         self._order = 0
         # Of the step at hand, once it is judged.
-        self._open: tuple[tuple[str, ...], Moment | None] | None = None
+        self._open: tuple[tuple[str, ...], Moment | None, BrokenBuffers | None] | None = None
+        self._broken_buffers: BrokenBuffers | None = None
+        optimizers = [optimizer, *(each for each in self._others.values() if hasattr(each, "param_groups"))]
+        self._finite_state = FiniteState(model, optimizers, self._group)
+        # Last step of a replay in which every update is followed by an examination of its result.
+        self._examined_until: int | None = None
+        self._last_made: _Made | None = None
         self._overflowed = False
         self._records: deque[GuardRecord] = deque(maxlen=_KEPT_RECORDS)
-        self._reference: dict[str, float] = {}
+        self._healthy_norms: deque[dict[str, float]] = deque(maxlen=self.policy.recent)
         self.alarms: list[Alarm] = []
         self.skipped = self.cleared = 0
         self._escalation = Escalation(self.policy)
@@ -234,7 +246,7 @@ class Guard:
         self._feeds = True
         # What a loop does between epochs, to learning rates for one, is not undone by a rewind.
         self.renew_snapshot()
-        given = self._feed.batches(loader, fast_forward=fast_forward, ending=lambda: self._settle(0))
+        given = self._feed.batches(loader, fast_forward=fast_forward, ending=self._settle_all)
         for batch in given:
             if len(self._feed.hand) == 1:
                 self._before_step()
@@ -265,7 +277,7 @@ class Guard:
         try:
             self.close_step(decision)
         finally:
-            self.optimizer.zero_grad(set_to_none=True)
+            self.optimizer.zero_grad()
         return decision
 
     # The parts of `step`, for a loop of others that updates by itself.
@@ -288,6 +300,8 @@ class Guard:
         # Without batches it is not known when a step begins, and there is no look.
         if self._feeds:
             self._buffers.note_written()
+        self._finite_state.begin()
+        self._broken_buffers = broken = self._buffers.broken()
         with torch.no_grad():
             norms_P = self._norms()
             if scale is not None:
@@ -300,7 +314,7 @@ class Guard:
         if self._overflowed:
             decision = decision._replace(code=torch.zeros_like(decision.code))
         before = Moment(self.optimizer, self.scheduler) if self._lag and self._feeds else None
-        self._open = self._names(), before
+        self._open = self._names(), before, broken
         return decision
 
     @torch.no_grad()
@@ -312,6 +326,9 @@ class Guard:
         and gradients divided as was decided.
         """
         if self._overflowed:
+            broken = None if self._open is None else self._open[2]
+            if broken is not None:
+                self._buffers.restore(broken.flags_B.any())
             return True
         if self._lag == 0 and decision.found_inf.item():
             self._buffers.restore()
@@ -338,9 +355,9 @@ class Guard:
         assert self._open is not None, "judge_step() first"
         if self._scaler is None:
             self._hold.release()
-        names, before = self._open
+        names, before, broken = self._open
         self._open = None
-        self._conclude(decision, names, before)
+        self._conclude(decision, names, before, broken)
 
     def give(self, batch: Any, identity: Hashable) -> None:
         """Take a batch that a loop of others has drawn, as `batches` gives those of a loop of one's own.
@@ -396,6 +413,7 @@ class Guard:
             require(self.scheduler is None, "scheduler", type(self.scheduler).__name__, allowed)
         # Without batches to be given again, those behind a broken one would be lost.
         latch = self._lag > 0 and self._feeds
+        broken, self._broken_buffers = self._broken_buffers, None
         return self._judge.decide(
             loss,
             norms_P,
@@ -403,17 +421,20 @@ class Guard:
             latch=latch,
             suspect=self._feeds and self._recomputes,
             before_S=self._made_before.of(self._feed.step),
+            broken_buffers=None if broken is None else broken.flags_B.any().to(self._device),
         )
 
     def settle(self) -> None:
         """Wait for the device, and answer every alarm of the steps so far.
+
+        Parameters and optimizer state are examined: if one is not finite, that is an alarm too.
 
         Raises:
             ValueError: between a batch and its step, with steps under way.
             GuardError: training is broken for good.
         """
         self._check_settles()
-        self._settle(0)
+        self._settle_all()
 
     def _check_settles(self) -> None:
         """Refuse what an alarm could not be answered in: batches of the step at hand are given already."""
@@ -456,7 +477,7 @@ class Guard:
             "feed": self._feed.state_dict(),
             "made_before": self._made_before.state_dict(),
             "alarms": [alarm.to_dict() for alarm in self.alarms],
-            "reference": dict(self._reference),
+            "reference": usual_norms(self._healthy_norms),
             "skipped": self.skipped,
             "cleared": self.cleared,
             "escalation": self._escalation.state_dict(),
@@ -490,8 +511,10 @@ class Guard:
         self._judge.load_state_dict(state["judge"])
         self._feed.load_state_dict(state["feed"])
         self._made_before.load_state_dict(state["made_before"])
+        self._examined_until = None
         self.alarms = [Alarm.from_dict(alarm) for alarm in state["alarms"]]
-        self._reference = dict(state["reference"])
+        self._healthy_norms.clear()
+        self._healthy_norms.append(dict(state["reference"]))
         self.skipped, self.cleared = state["skipped"], state["cleared"]
         self._escalation.load_state_dict(state["escalation"])
         self._left_out = state.get("left_out", True)
@@ -510,9 +533,7 @@ class Guard:
         # Not among alarms; but where there is none, as in a run that is continued, they have changed nothing.
         if self._escalation.in_row and self._moment is not None:
             return
-        # So early that one which alarms put off is no more than the interval behind.
-        due = max(1, interval - self.policy.patience - self._lag)
-        if self._moment is None or self._feed.step - self._snapshot_step >= due:
+        if self._snapshot_is_due():
             named = (*self.model.named_parameters(), *self.model.named_buffers())
             lazy = [name for name, tensor in named if is_lazy(tensor)]
             require(not lazy, "parameters", lazy, "all with a shape, which a forward pass gives them")
@@ -523,6 +544,14 @@ class Guard:
             self._feed.keep_from_here(REFERENCES)
             self._made_before.forget(before=self._feed.step)
 
+    def _snapshot_is_due(self) -> bool:
+        interval = self.policy.snapshot_interval
+        if interval is None:
+            return False
+        # So early that a snapshot which alarms delay is not older than the interval.
+        due = max(1, interval - self.policy.patience - self._lag)
+        return self._moment is None or self._feed.step - self._snapshot_step >= due
+
     def _update(self) -> None:
         if self._scaler is None:
             self.optimizer.step()
@@ -532,11 +561,17 @@ class Guard:
         if self.scheduler is not None and not self._overflowed:
             self.scheduler.step()  # type: ignore[attr-defined]
 
-    def _conclude(self, decision: Decision, names: tuple[str, ...], before: Moment | None) -> None:
+    def _conclude(
+        self,
+        decision: Decision,
+        names: tuple[str, ...],
+        before: Moment | None,
+        broken: BrokenBuffers | None,
+    ) -> None:
         d = decision
         divisor = torch.ones_like(d.found_inf) if d.divisor is None else d.divisor
         step = self._feed.step
-        made = _Made(step, self._feed.take_hand(), names, before, self._order)
+        made = _Made(step, self._feed.take_hand(), names, before, self._order, broken)
         require(bool(made.batches) or not self._feeds, "step", step, "one for each batch that batches() gave")
         self._order += 1
         scalars = (
@@ -553,9 +588,51 @@ class Guard:
         )
         self._rows.write(made, scalars, d.norms_P)
         self._under_way.append(made)
+        self._last_made = made
         if not self._feeds:
             self._buffers.keep()
-        self._settle(self._lag)
+        self._settle(0 if self._examined_until is not None else self._lag)
+        # A snapshot must not be of broken weights. With a lag, examining them would make the host wait.
+        snapshot_next = self._lag == 0 and self._moment is not None and self._snapshot_is_due()
+        if self._examined_until is not None or (snapshot_next and not self._escalation.in_row):
+            self._examine_state()
+
+    def _settle_all(self) -> None:
+        self._settle(0)
+        self._examine_state()
+
+    def _examine_state(self) -> None:
+        """Answer parameters or optimizer state that are not finite: go back, or stop.
+
+        The first time training goes back to find the step whose update has broken them. It is replayed with
+        an examination after each update. The batches of the step that is found go into quarantine.
+        """
+        made = self._last_made
+        if made is None:
+            return
+        parameters, states = self._finite_state.broken()
+        if not parameters and not states:
+            if self._examined_until is not None and made.step >= self._examined_until:
+                self._examined_until = None
+            return
+        located = self._examined_until is not None
+        kind: AlarmKind = "non-finite parameter" if parameters else "non-finite optimizer state"
+        ids = tuple(given.id for given in made.batches) if located else ()
+        alarm = Alarm(made.step, kind, math.nan, where=listed(parameters or states), batch=ids or None)
+        rewinds = self._moment is not None and not self._feed.hand
+        rewinds = rewinds and self._escalation.rewinds_broken_state(located=located)
+        if rewinds:
+            if located:
+                self.skipped += 1
+                self._feed.quarantine(made.batches)
+            self._examined_until = max(made.step, self._examined_until or 0)
+            self._last_made = None
+            self._rewind([])
+            # With a lag the snapshot may be of the broken state.
+            rewinds = not any(self._finite_state.broken())
+        self.alarms.append(replace(alarm, action="rewound" if rewinds else "raised"))
+        if not rewinds:
+            raise GuardError(self.alarms[-1], self.alarms)
 
     def _settle(self, may_stay: int) -> None:
         """Answer the rows of all but the last `may_stay` steps: at the same step in every process."""
@@ -593,7 +670,7 @@ class Guard:
         if kind is None and found_inf:  # an overflow, which the scaler has answered
             return
         if kind is None:
-            self._reference = norms
+            self._healthy_norms.append(norms)
             self._look_for_clipping(norm, norms)
             if self.policy.snapshot_interval is not None and made.batches:
                 self._made_before.note(made.step, norm, loss, logit)
@@ -605,10 +682,16 @@ class Guard:
             "gradient spike": (norm, norm_limit),
             "non-finite gradient": (norm, None),
             "non-finite loss": (loss, None),
+            "non-finite buffer": (math.nan, None),
         }[kind]
         ids = tuple(given.id for given in made.batches) or None
         limit = None if limit is None or math.isinf(limit) else limit
-        alarm = Alarm(made.step, kind, value, limit, blamed(norms, self._reference), batch=ids)
+        where = blamed(norms, usual_norms(self._healthy_norms))
+        if kind == "non-finite buffer":
+            own = [] if made.buffers is None else made.buffers.names()
+            # It may be a buffer of another process.
+            value, where = (math.nan if own else loss), listed(own)
+        alarm = Alarm(made.step, kind, value, limit, where, batch=ids)
         self._left_out = bool(found_inf)
         if not found_inf:
             self.alarms.append(replace(alarm, action="clipped"))
@@ -727,7 +810,7 @@ class Guard:
 
     def _see_parameters(self) -> None:
         """Take in what the optimizer was given since, as where a part of the model is not frozen any more."""
-        if [id(p) for p in _optimized(self.optimizer)] == [id(p) for _, p in self._named]:
+        if [id(p) for p in parameters_of(self.optimizer)] == [id(p) for _, p in self._named]:
             return
         self._named = _named_parameters(self.model, self.optimizer)
         self._names = GradientNames(self._named)
@@ -750,7 +833,7 @@ def _named_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> lis
         ValueError: none, or on several devices.
     """
     names = {id(p): name for name, p in model.named_parameters()}
-    optimized = _optimized(optimizer)
+    optimized = parameters_of(optimizer)
     require(bool(optimized), "optimizer", "no parameters", "at least one")
     devices = {p.device for p in optimized}
     require(len(devices) == 1, "parameters", sorted(map(str, devices)), "all on one device")
@@ -760,11 +843,6 @@ def _named_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> lis
 def _is_of_batch(alarm: Alarm) -> bool:
     """Whether a finite number was too large, and was so again when the step was computed again."""
     return alarm.action == "skipped" and alarm.limit is not None and bool(alarm.reproduced)
-
-
-def _optimized(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    """Of all its groups, in their order."""
-    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _has_noted(scaler: torch.amp.GradScaler) -> bool:

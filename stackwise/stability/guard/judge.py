@@ -27,10 +27,11 @@ KINDS: tuple[AlarmKind | None, ...] = (
     "logit growth",
     "loss spike",
     "gradient spike",
+    "non-finite buffer",
     "non-finite gradient",
     "non-finite loss",
 )
-_LOGIT, _LOSS, _SPIKE, _GRADIENT, _NO_LOSS = range(1, 6)
+_LOGIT, _LOSS, _SPIKE, _BUFFER, _GRADIENT, _NO_LOSS = range(1, 7)
 _SIGNALS_OF_LIMITS = (0, 1, 2, 0, 0)
 
 
@@ -109,6 +110,7 @@ class Judge:
         latch: bool = False,
         suspect: bool = False,
         before_S: Tensor | None = None,
+        broken_buffers: Tensor | None = None,
     ) -> Decision:
         """Judge a step, and remember it where it is sound.
 
@@ -120,6 +122,7 @@ class Judge:
             suspect: a rise of the norm by `suspect_factor` is a spike, which the host then looks into.
             before_S: norm, loss and logit that this very step had when it was made before, and was sound.
                 Where the history is too short they are its level, without any scatter; NaN: not known.
+            broken_buffers: boolean scalar, True if a buffer is not finite any more. None: none was examined.
 
         Raises:
             ValueError: a loss or logit of several elements.
@@ -143,6 +146,8 @@ class Judge:
         spike = ((values_S > limits_S) * self._spikes_S).amax()
         not_finite = (~values_S[:2].isfinite() * self._not_finite_2).amax()
         code = torch.maximum(spike, not_finite)
+        if broken_buffers is not None:
+            code = torch.maximum(code, broken_buffers.to(code) * _BUFFER)
         if self._group is not None:
             # NaN is no logit; all else that is not finite is in the code.
             numbers_S = values_S.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)

@@ -1,46 +1,72 @@
-"""Snapshot: model, optimizer and what goes with them, in memory, to be put back bit for bit.
+"""Snapshot: copies of model, optimizer, scheduler and other objects in memory, restored bit for bit.
 
-Parameters, buffers and the optimizer's tensors stay the objects that they are, so that compiled code and
-other references to them stay right.
+Parameters, buffers and the optimizer's tensors stay the same objects, so that compiled code and other
+references to them stay valid.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
-from typing import Any, Protocol, cast
+from collections.abc import Iterator, Mapping, MutableMapping
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from stackwise.argument import require
+from stackwise.optimizer_state import optimizers_in, parameters_of, states_of
 from stackwise.stability.buffers import elements
 
-__all__ = ["Moment", "Snapshot", "Stateful"]
+__all__ = ["Moment", "Snapshot", "Stateful", "check_restorable"]
 
-# What it is; which: a name, or a parameter; of which other object, None: of the model or the optimizer; and
-# of state its key.
-_Key = tuple[Any, ...]
+# Kind; name, parameter or key of a state; owner: the name in `others`, None for the model itself, or the id
+# of an optimizer.
+_Key = tuple[str, Any, Any]
 
 
 class Stateful(Protocol):
-    """What has a state to be taken and put back."""
+    """Object whose state can be saved and restored."""
 
     def state_dict(self) -> Mapping[str, Any]:
-        """The state."""
+        """Return the state."""
 
     def load_state_dict(self, state_dict: Any) -> Any:
-        """Go on from it."""
+        """Restore the state."""
+
+
+def check_restorable(optimizer: Any, scheduler: Any, others: Mapping[str, Any]) -> None:
+    """Refuse objects whose state no rewind could restore.
+
+    Raises:
+        ValueError: several optimizers in the place of one; an optimizer without `param_groups` or `step()`,
+            or with neither a `state` nor `state_dict()` and `load_state_dict()`; a scheduler or other object
+            without these two.
+    """
+    several = isinstance(optimizer, list | tuple | Mapping)
+    allowed = "one optimizer; the others go into others={name: optimizer}, or all into one object"
+    require(not several, "optimizer", f"a {type(optimizer).__name__} of optimizers", allowed)
+    kind = type(optimizer).__name__
+    is_optimizer = hasattr(optimizer, "param_groups") and callable(getattr(optimizer, "step", None))
+    require(is_optimizer, "optimizer", kind, "an object with param_groups, step() and zero_grad()")
+    restorable = _is_stateful(optimizer) or any(
+        isinstance(getattr(each, "state", None), Mapping) for each in optimizers_in(optimizer)
+    )
+    allowed = "one with a state, or state_dict() and load_state_dict(), or optimizers in its attributes"
+    require(restorable, "optimizer", kind, allowed)
+    objects = {f"others[{name!r}]": other for name, other in others.items()}
+    for key, each in (objects if scheduler is None else {"scheduler": scheduler, **objects}).items():
+        allowed = "an object with state_dict() and load_state_dict()"
+        require(_is_stateful(each), key, type(each).__name__, allowed)
 
 
 class Moment:
-    """What the host knows beside tensors: options of the optimizer, scheduler, other objects. A copy.
+    """Copy of the state that is not in tensors: options of optimizers, scheduler, other objects.
 
     Args:
-        optimizer: whose groups.
+        optimizer: the one whose group options are copied, and those of the optimizers in it.
         scheduler: None: there is none.
-        others: of further objects by name; of modules and optimizers only what no `Snapshot` has.
+        others: further objects by name. Of modules and optimizers, only what no `Snapshot` holds is copied.
     """
 
     def __init__(
@@ -52,12 +78,11 @@ class Moment:
         self._options = _options_of(optimizer)
         self._scheduler = None if scheduler is None else copy.deepcopy(dict(scheduler.state_dict()))
         self._others: dict[str, dict[str, Any]] = {}
-        self._others_options: dict[str, dict[nn.Parameter, dict[str, Any]]] = {}
         for name, other in (others or {}).items():
-            if not _is_tensors(other):
+            if _is_optimizer(other):
+                self._options |= _options_of(other)
+            elif not _is_tensors(other):
                 self._others[name] = copy.deepcopy(dict(other.state_dict()))
-            elif isinstance(other, torch.optim.Optimizer):
-                self._others_options[name] = _options_of(other)
 
     def restore(
         self,
@@ -65,30 +90,32 @@ class Moment:
         scheduler: Stateful | None,
         others: Mapping[str, Stateful] | None = None,
     ) -> None:
-        """Put everything back. Groups that the optimizer did not have yet stay as they are."""
+        """Restore everything. Groups that an optimizer did not have yet stay unchanged."""
         if scheduler is not None and self._scheduler is not None:
             scheduler.load_state_dict(copy.deepcopy(self._scheduler))
         for name, other in (others or {}).items():
             if name in self._others:
                 other.load_state_dict(copy.deepcopy(self._others[name]))
-        # Behind schedulers: what loading them does to the rates is undone.
-        _put_options(optimizer, self._options)
-        for name, options in self._others_options.items():
-            if others and name in others:
-                _put_options(cast("torch.optim.Optimizer", others[name]), options)
+        # After the schedulers: loading one may change the learning rates.
+        for each in (optimizer, *(others or {}).values()):
+            if _is_optimizer(each):
+                _put_options(each, self._options)
 
 
 class Snapshot:
-    """A copy of all tensors that a training run changes; taken again, it is written over.
+    """Copy of all tensors that training changes. Every `take` overwrites the previous one.
 
-    It holds as many bytes as they do, and no more while it is taken. On CUDA nothing waits for the copies
-    that `take` begins. Of sharded tensors (DTensor) the shard of this process is kept.
+    It needs as many bytes as these tensors, also while it is taken. On CUDA nothing waits for the copies
+    that `take` starts. Of a sharded tensor (DTensor) the shard of this process is copied.
+
+    State of an optimizer is that of its `state` and of the `state` of every optimizer in it (see
+    `optimizers_in`). What its own `state_dict()` has beyond that is copied and loaded as well.
 
     Args:
-        model: parameters and buffers.
-        optimizer: its state of every parameter.
-        others: by name; of those that are modules and optimizers the same.
-        on_host: keep the copies in host memory, pinned where the model is on CUDA.
+        model: its parameters, its buffers, and the extra state of its modules (`get_extra_state`).
+        optimizer: its state, and parameters of its groups that the model does not have.
+        others: further objects by name; of modules and optimizers the same is copied.
+        on_host: keep the copies in host memory, pinned if the model is on CUDA.
     """
 
     def __init__(
@@ -102,87 +129,93 @@ class Snapshot:
         self._model, self._optimizer, self._on_host = model, optimizer, on_host
         self._others = dict(others or {})
         self._modules: dict[str | None, nn.Module] = {None: model}
-        self._optimizers: dict[str | None, torch.optim.Optimizer] = {None: optimizer}
+        self._optimizers: dict[str | None, Any] = {None: optimizer}
         self._kept: dict[_Key, Any] = {}
+        self._extra: dict[str | None, _Extra] = {}
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are held."""
-        tensors = [value for value in self._kept.values() if isinstance(value, Tensor)]
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        """Size of the copies in bytes."""
+        copies = (each.tensor for value in self._kept.values() for each in _copies_in(value))
+        return sum(tensor.numel() * tensor.element_size() for tensor in copies)
 
     @torch.no_grad()
     def take(self) -> None:
-        """Copy everything as it is now."""
+        """Copy the current state."""
         self._modules, self._optimizers = {None: self._model}, {None: self._optimizer}
         for name, other in self._others.items():
-            if not _is_tensors(other):
-                continue
-            if isinstance(other, nn.Module):
-                self._modules[name] = other
-            elif isinstance(other, torch.optim.Optimizer):
+            if _is_optimizer(other):
                 self._optimizers[name] = other
+            elif isinstance(other, nn.Module) and _is_tensors(other):
+                self._modules[name] = other
         values = dict(self._values())
-        # What is no more gives its place up before anything is added.
+        # Outdated copies go before anything is added.
         self._kept = {key: value for key, value in self._kept.items() if key in values}
         for key, value in values.items():
             self._kept[key] = self._copied(value, self._kept.get(key))
+        self._extra = {}
+        for name, optimizer in self._optimizers.items():
+            state = _own_state(optimizer)
+            values_of = [value for _, _, value in states_of(optimizer) if isinstance(value, _CONTAINERS)]
+            copied = {id(tensor): tensor for tensor in _tensors_in(values_of)}
+            if state is not None and _has_more(state, copied.keys() | set(map(id, values_of))):
+                # Tensors that are copied already are only referred to.
+                self._extra[name] = _Extra(copy.deepcopy(state, dict(copied)), copied)
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put everything back, in place. State that the optimizer did not have yet is dropped.
+        """Restore everything in place. State that the optimizer did not have yet is dropped.
 
-        Parameters and buffers that came since are left as they are. So are buffers of another shape than they
-        had: they were computed for a longer input.
+        Parameters and buffers that were added since stay unchanged. So do buffers of another shape: they were
+        computed for a longer input.
 
         Raises:
-            ValueError: a parameter of another shape than it had; nothing was put back then.
+            ValueError: a parameter of another shape; nothing is restored then.
         """
         assert self._kept, "take() first"
         known = [
-            (key, _local(tensor), self._kept[key]) for key, tensor in self._tensors() if key in self._kept
+            (key, _local(tensor), self._kept[key].tensor)
+            for key, tensor in self._tensors()
+            if key in self._kept
         ]
         for (what, which, of), tensor, kept in known:
             fits = what == "buffer" or tensor.shape == kept.shape
             called = f"{what} {which}" if isinstance(which, str) else f"{what} of the optimizer"
             called = called if of is None else f"{called} of {of}"
             require(fits, called, tuple(tensor.shape), f"{tuple(kept.shape)}, as it was")
+        # First: loading may write into weights, and rounds states to the dtype of their parameters.
+        for name, (state, referred) in self._extra.items():
+            self._optimizers[name].load_state_dict(copy.deepcopy(state, dict(referred)))
         for _, tensor, kept in known:
             if tensor.shape == kept.shape:
                 tensor.copy_(kept, non_blocking=True)
-        for of, optimizer in self._optimizers.items():
-            self._restore_state(of, optimizer)
+        for name, module in _with_extra_state(self._modules):
+            if ("extra state", *name) in self._kept:
+                module.set_extra_state(_restored(None, self._kept["extra state", *name]))
+        for optimizer in self._optimizers.values():
+            self._restore_states(optimizer)
 
-    def _restore_state(self, of: str | None, optimizer: torch.optim.Optimizer) -> None:
-        states: dict[nn.Parameter, dict[Any, Any]] = {}
-        for (what, which, other, *rest), value in self._kept.items():
-            if what == "optimizer" and other == of:
-                states.setdefault(which, {})[rest[0]] = value
-        state = optimizer.state
-        for p in _parameters(optimizer):
-            kept = states.get(p, {})
-            if not kept:
-                state.pop(p, None)
-                continue
-            mine = state[p]
-            for key in [key for key in mine if key not in kept]:
-                del mine[key]
-            for key, value in kept.items():
-                own = mine.get(key)
-                if not isinstance(value, Tensor):
-                    mine[key] = copy.deepcopy(value)
-                elif isinstance(own, Tensor) and _local(own).shape == value.shape:
-                    _local(own).copy_(value, non_blocking=True)
-                else:
-                    mine[key] = value.to(p.device, copy=True)
+    def _restore_states(self, optimizer: Any) -> None:
+        live = {id(p) for p in parameters_of(optimizer)}
+        inner = {id(each): each for each in optimizers_in(optimizer)}
+        for each, key, _ in list(states_of(optimizer)):
+            if ("state", key, id(each)) not in self._kept and isinstance(each.state, MutableMapping):
+                each.state.pop(key, None)
+        for (what, key, of), kept in self._kept.items():
+            # A parameter that has left the groups needs no state.
+            if what == "state" and of in inner and (not isinstance(key, Tensor) or id(key) in live):
+                state = inner[of].state
+                value = _restored(state.get(key), kept)
+                if value is not state.get(key):
+                    state[key] = value
 
     def _values(self) -> Iterator[tuple[_Key, Any]]:
         yield from self._tensors()
-        for of, optimizer in self._optimizers.items():
-            for p in _parameters(optimizer):
-                if p in optimizer.state:
-                    for key, value in optimizer.state[p].items():
-                        yield ("optimizer", p, of, key), value
+        for name, module in _with_extra_state(self._modules):
+            yield ("extra state", *name), module.get_extra_state()
+        for optimizer in self._optimizers.values():
+            for each, key, value in states_of(optimizer):
+                yield ("state", key, id(each)), value
 
     def _tensors(self) -> Iterator[tuple[_Key, Tensor]]:
         seen = set()
@@ -193,55 +226,155 @@ class Snapshot:
                     yield ("parameter", name, of), elements(p)
             for name, buffer in module.named_buffers():
                 yield ("buffer", name, of), elements(buffer)
-        for p in _parameters(self._optimizer):
-            if id(p) not in seen:
-                yield ("parameter", p, None), elements(p)
+        for of, optimizer in self._optimizers.items():
+            for p in parameters_of(optimizer):
+                if id(p) not in seen:
+                    seen.add(id(p))
+                    yield ("parameter", p, of), elements(p)
 
     def _copied(self, value: Any, place: Any) -> Any:
+        """Return a copy of `value`, written into the copy `place` of an earlier one where it fits."""
+        if isinstance(value, Mapping):
+            places = place if isinstance(place, dict) else {}
+            return {key: self._copied(each, places.get(key)) for key, each in value.items()}
+        if type(value) in (list, tuple):
+            places = place if type(place) is type(value) and len(place) == len(value) else [None] * len(value)
+            return type(value)(map(self._copied, value, places))
         if not isinstance(value, Tensor):
             return copy.deepcopy(value)
         value = _local(value.detach())
-        fits = isinstance(place, Tensor) and place.shape == value.shape and place.dtype == value.dtype
-        if not fits:
+        if not _is_plain(value):
+            return _Copy(value.clone(), value.device)
+        tensor = place.tensor if isinstance(place, _Copy) else None
+        if tensor is None or tensor.shape != value.shape or tensor.dtype != value.dtype:
             on_host = self._on_host and value.device.type != "cpu"
             device = torch.device("cpu") if on_host else value.device
             pinned = on_host and value.device.type == "cuda"
-            place = torch.empty(value.shape, dtype=value.dtype, device=device, pin_memory=pinned)
-        place.copy_(value, non_blocking=True)
-        return place
+            tensor = torch.empty(value.shape, dtype=value.dtype, device=device, pin_memory=pinned)
+        tensor.copy_(value, non_blocking=True)
+        return _Copy(tensor, value.device)
+
+
+class _Copy(NamedTuple):
+    """Copy of a tensor, and the device of the original."""
+
+    tensor: Tensor
+    device: torch.device
+
+
+class _Extra(NamedTuple):
+    """Copy of what `state_dict()` returned, and the tensors in it that are not copied, by id."""
+
+    state: Any
+    referred: dict[int, Tensor]
+
+
+_CONTAINERS = (Tensor, Mapping, list)
+
+
+def _restored(live: Any, kept: Any) -> Any:
+    """Return `kept` as the object `live`, written in place, if it has the same structure; otherwise anew."""
+    if isinstance(kept, _Copy):
+        own = _local(live) if isinstance(live, Tensor) else None
+        if own is not None and (own.shape, own.dtype) == (kept.tensor.shape, kept.tensor.dtype):
+            own.copy_(kept.tensor, non_blocking=True)
+            return live
+        return kept.tensor.to(kept.device, copy=True)
+    if isinstance(kept, dict):
+        own_values = live if isinstance(live, Mapping) else {}
+        values = {key: _restored(own_values.get(key), each) for key, each in kept.items()}
+        if not isinstance(live, MutableMapping):
+            return values
+        for key in [key for key in live if key not in values]:
+            del live[key]
+        live.update(values)
+        return live
+    if type(kept) in (list, tuple):
+        same = type(live) is type(kept) and len(live) == len(kept)
+        items = list(map(_restored, live if same else [None] * len(kept), kept))
+        if same and isinstance(live, list):
+            live[:] = items
+            return live
+        unchanged = same and all(a is b for a, b in zip(live, items, strict=True))
+        return live if unchanged else type(kept)(items)
+    return copy.deepcopy(kept)
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from _tensors_in(each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _tensors_in(each)
+
+
+def _copies_in(value: Any) -> Iterator[_Copy]:
+    if isinstance(value, _Copy):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _copies_in(each)
+
+
+def _own_state(optimizer: Any) -> Any:
+    """Return what `state_dict()` returns, if it is not that of every torch optimizer; otherwise None."""
+    is_usual = getattr(type(optimizer), "state_dict", None) is torch.optim.Optimizer.state_dict
+    return None if is_usual or not _is_stateful(optimizer) else optimizer.state_dict()
+
+
+def _has_more(state: Any, known: set[int]) -> bool:
+    """Return True if a state dict holds something besides options of groups and objects with `known` ids."""
+    if id(state) in known:
+        return False
+    if isinstance(state, Mapping):
+        return any(_has_more(each, known) for key, each in state.items() if key != "param_groups")
+    if isinstance(state, list | tuple):
+        return any(_has_more(each, known) for each in state)
+    return True
+
+
+def _with_extra_state(
+    modules: Mapping[str | None, nn.Module],
+) -> Iterator[tuple[tuple[str, str | None], nn.Module]]:
+    for of, module in modules.items():
+        for name, each in module.named_modules():
+            if type(each).get_extra_state is not nn.Module.get_extra_state:
+                yield (name, of), each
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """The shard of this process; a tensor that is not sharded itself."""
+    """Return the shard of this process, or `tensor` itself if it is not sharded."""
     local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return local
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
+# Options of an optimizer by parameter: groups come and go, and others may join in front of one.
+_Options = dict[int, dict[nn.Parameter, dict[str, Any]]]
 
 
-def _options_of(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, dict[str, Any]]:
-    """By the parameters of each group: groups come and go, and others may join one in front."""
+def _options_of(optimizer: Any) -> _Options:
     return {
-        p: options
-        for group in optimizer.param_groups
-        if (options := _options(group))
-        for p in group["params"]
+        id(each): {
+            p: options for group in each.param_groups if (options := _options(group)) for p in group["params"]
+        }
+        for each in optimizers_in(optimizer)
     }
 
 
-def _put_options(
-    optimizer: torch.optim.Optimizer, options_of: Mapping[nn.Parameter, Mapping[str, Any]]
-) -> None:
-    for group in optimizer.param_groups:
-        kept = group["params"]
-        options = next((options_of[p] for p in kept if p in options_of), None)
-        if options is None:
-            continue
-        group.clear()
-        group["params"] = kept
-        group.update(_options(options))
+def _put_options(optimizer: Any, saved: _Options) -> None:
+    for each in optimizers_in(optimizer):
+        options_of = saved.get(id(each), {})
+        for group in each.param_groups:
+            params = group["params"]
+            options = next((options_of[p] for p in params if p in options_of), None)
+            if options is None:
+                continue
+            group.clear()
+            group["params"] = params
+            group.update(_options(options))
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -252,26 +385,26 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _is_tensors(other: Stateful) -> bool:
-    """Whether what a module or an optimizer has is in the tensors, and options, that a `Snapshot` knows of.
+def _is_stateful(other: Any) -> bool:
+    return callable(getattr(other, "state_dict", None)) and callable(getattr(other, "load_state_dict", None))
 
-    `Optimizer.load_state_dict` gives state the dtype of its parameter, and so rounds what is wider.
-    """
+
+def _is_optimizer(other: Any) -> bool:
     if isinstance(other, nn.Module):
-        named = dict(other.named_parameters(remove_duplicate=False))
-        held = named | dict(other.named_buffers(remove_duplicate=False))
-        return other.state_dict().keys() <= held.keys() and all(map(_is_plain, held.values()))
-    if isinstance(other, torch.optim.Optimizer):
-        values = [value for state in other.state.values() for value in state.values()]
-        return (
-            other.state_dict().keys() == {"state", "param_groups"}
-            and other.state.keys() <= set(_parameters(other))
-            and all(_is_plain(value) for value in values if isinstance(value, Tensor))
-        )
-    return False
+        return False
+    return hasattr(other, "param_groups") and callable(getattr(other, "step", None))
+
+
+def _is_tensors(other: Stateful) -> bool:
+    """Return True if all state of a module is in tensors that a `Snapshot` copies."""
+    if not isinstance(other, nn.Module):
+        return False
+    named = dict(other.named_parameters(remove_duplicate=False))
+    held = named | dict(other.named_buffers(remove_duplicate=False))
+    return other.state_dict().keys() <= held.keys() and all(map(_is_plain, held.values()))
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether it, or its shard, is one piece of memory."""
+    """Return True if the tensor, or its shard, is one piece of memory."""
     around_others = hasattr(tensor, "__tensor_flatten__") and not hasattr(tensor, "to_local")
     return not is_lazy(tensor) and tensor.layout is torch.strided and not around_others

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from stackwise.optimizer_state import parameters_of
 from stackwise.stability.found_inf import check_leaves_out, reads_found_inf, start_momentum
 from stackwise.stability.guard.judge import Decision
 
@@ -39,8 +40,7 @@ class UpdateHold:
         elif self.reads_found_inf:
             optimizer.found_inf, optimizer.grad_scale = None, decision.divisor
         elif decision.divisor is not None and decision.divisor.item() != 1.0:
-            groups = optimizer.param_groups
-            gradients = [p.grad for group in groups for p in group["params"] if p.grad is not None]
+            gradients = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
             torch._foreach_div_(gradients, decision.divisor)
 
     def release(self) -> None:

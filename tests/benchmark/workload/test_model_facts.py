@@ -9,8 +9,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from stackwise.benchmark import call_once, model_workload
 from stackwise.benchmark.workload import callable_workload
+from stackwise.benchmark.workload.model_facts import held_bytes
 from stackwise.model import create_simple_rack
 from stackwise.spec import ModelSpec
+from tests.optimizer_kinds import Contained
 
 
 class TestExecution:
@@ -60,3 +62,13 @@ def test_bytes_that_are_held(subjects):
     assert plain == sum(p.nbytes for p in subjects.gru().parameters())
     assert fewer == plain - subjects.gru().head.weight.nbytes
     assert callable_workload(list).held_bytes() == 0
+
+
+def test_states_within_a_container_are_held(subjects):
+    model = subjects.gru()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    inner.step()
+    assert held_bytes(model, Contained(inner)) == held_bytes(model, inner)
+    assert held_bytes(model, inner) == held_bytes(model, None) + 2 * sum(p.nbytes for p in model.parameters())

@@ -10,6 +10,7 @@ from stackwise.checks import check_trainer
 from stackwise.checks.probe.another_process import Recipe, run_elsewhere
 from stackwise.checks.probe.run_state import different, next_batches, state_of
 from stackwise.trainer_spec import TrainerSpec
+from tests.optimizer_kinds import Contained
 from tests.zoo.checkpoint import Frozen, Keeping, Remembering, Scaled
 from tests.zoo.loop import Loop, loop, loop_spec_of
 
@@ -324,3 +325,14 @@ def test_the_advice_names_what_is_lost():
 
     result = ask(loop_spec_of(Stale), "resume")
     assert result.status == "failed" and "gradients that earlier steps have left" in result.advice
+
+
+def test_moments_within_a_container_that_are_lost_are_named():
+    class Lossy(Loop):
+        def __init__(self, *arguments, **settings):
+            super().__init__(*arguments, **settings)
+            self.optimizer = Contained(self.optimizer)
+
+    result = ask(loop_spec_of(Lossy), "checkpoint_round_trip")
+    assert result.status == "failed"
+    assert result.where.startswith("optimizer.layers.0.q.weight.")

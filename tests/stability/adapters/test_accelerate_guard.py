@@ -466,3 +466,22 @@ def test_a_step_has_the_largest_logit_of_its_batches(at):
     assert [(a.step, a.kind, a.value) for a in guard.guard.alarms] == [(2, "logit growth", 60.0)]
     seen = [record.logit for record in guard.guard.records()]
     assert seen == [1.0, 1.0, 60.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_statistics_that_overflow_are_restored_and_their_batch_is_skipped(lag):
+    data = rows()
+    data[20 * SIZE][0][2] = 1e10  # the variance of its square overflows, the loss is finite
+    run = guarded(data, kind="fused", lag=lag)
+    [alarm] = run.guard.guard.alarms
+    assert (alarm.step, alarm.kind, alarm.action) == (20, "non-finite buffer", "skipped")
+    assert same(run.state, plain(rows(leave_out=(20,)), kind="fused").state)
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_optimizer_state_that_the_last_step_breaks_is_rewound(lag):
+    fault = NanInjection(step=N - 1, target="optimizer_state:*.exp_avg_sq", kind="inf")
+    run = guarded(rows(), kind="fused", lag=lag, faults=[fault])
+    [alarm] = run.guard.guard.alarms
+    assert (alarm.step, alarm.kind, alarm.action) == (N - 1, "non-finite optimizer state", "rewound")
+    assert same(run.state, plain(rows(), kind="fused").state)

@@ -571,3 +571,24 @@ def test_a_module_is_left_as_it_was_where_training_ends(tmp_path):
 def test_a_limit_of_logits_without_attention_is_told_of(tmp_path):
     with pytest.warns(RuntimeWarning, match="logit_limit: got 1000.0, and no attention logit in 4 steps"):
         fit(tmp_path, batches(6), [GuardCallback(GuardPolicy(logit_limit=1000.0))])
+
+
+def test_statistics_that_overflow_are_restored_and_their_batch_is_skipped(tmp_path):
+    data = batches()
+    data[20][0][3, 2] = 1e10  # the variance of its square overflows, the loss is finite
+    callback = GuardCallback(POLICY)
+    trainer = fit(tmp_path, data, [callback])
+    [alarm] = callback.guard.alarms
+    assert (alarm.step, alarm.kind, alarm.action) == (20, "non-finite buffer", "skipped")
+    assert same(state_of(trainer), state_of(fit(tmp_path, batches(leave_out=(20,)))))
+
+
+@pytest.mark.parametrize("ends", [{}, {"max_steps": 25}], ids=["epoch", "steps"])
+def test_optimizer_state_that_the_last_step_breaks_is_rewound(tmp_path, ends):
+    last = ends.get("max_steps", N) - 1
+    fault = NanInjection(step=last, target="optimizer_state:*.exp_avg_sq", kind="inf")
+    callback = GuardCallback(POLICY)
+    trainer = fit(tmp_path, batches(), [callback], faults=[fault], **ends)
+    [alarm] = callback.guard.alarms
+    assert (alarm.step, alarm.kind, alarm.action) == (last, "non-finite optimizer state", "rewound")
+    assert same(state_of(trainer), state_of(fit(tmp_path, batches(), **ends)))

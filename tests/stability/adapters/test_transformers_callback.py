@@ -3,6 +3,7 @@
 import copy
 import itertools
 import json
+import math
 import os
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from torch import nn
 from stackwise.stability.faults import DiskFull, GradientExplosion, LossSpike, NanInjection, broken
 from stackwise.stability.guard import GuardError, GuardPolicy
 from tests.forked import HANG_SECONDS
+from tests.optimizer_kinds import Lookahead
 
 pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
@@ -83,6 +85,7 @@ def trainer_of(
         "adamw": partial(torch.optim.AdamW, lr=1e-2),
         "fused": partial(torch.optim.AdamW, lr=1e-2, fused=True),
         "sgd": partial(torch.optim.SGD, lr=0.01, momentum=0.9),
+        "lookahead": lambda p: Lookahead(torch.optim.AdamW(p, lr=1e-2)),
     }
     scheduler = None
     if optimizer is not None:
@@ -333,7 +336,15 @@ def saved_in(folder):
     return sorted(int(each.name.partition("-")[2]) for each in folder.glob("checkpoint-*"))
 
 
-def test_nothing_is_saved_among_alarms(tmp_path):
+@pytest.mark.parametrize(
+    "value, expected",
+    [
+        # A huge weight breaks each step. A non-finite one is found before the checkpoint, and undone at once.
+        (1e30, ([(12, "skipped"), (13, "skipped"), (14, "rewound")], [15, 26, 39, 40])),
+        (math.nan, ([(12, "skipped"), (12, "rewound")], [13, 26, 39, 40])),
+    ],
+)
+def test_nothing_is_saved_among_alarms(tmp_path, value, expected):
     """Of weights that break, which the alarms at each step tell, until they are taken back."""
 
     class Spoils(transformers.TrainerCallback):
@@ -343,16 +354,15 @@ def test_nothing_is_saved_among_alarms(tmp_path):
             if state.global_step == 12 and not self.done:
                 self.done = True
                 with torch.no_grad():
-                    model.up.weight[0, 0] = float("nan")
+                    model.up.weight[0, 0] = value
 
     callback = GuardCallback(POLICY)
     arguments = {"save_strategy": "steps", "save_steps": 13}
     trainer_of(tmp_path, flat(rows()), [callback, Spoils()], **arguments).train()
     actions = [(alarm.step, alarm.action) for alarm in callback.guard.alarms]
-    assert actions == [(12, "skipped"), (13, "skipped"), (14, "rewound")]
-    assert saved_in(tmp_path) == [15, 26, 39, 40]
+    assert (actions, saved_in(tmp_path)) == expected
     for folder in tmp_path.glob("checkpoint-*"):
-        assert all(tensor.isfinite().all() for tensor in load_file(folder / "model.safetensors").values())
+        assert all(tensor.abs().max() < 1e6 for tensor in load_file(folder / "model.safetensors").values())
 
 
 @pytest.mark.parametrize("strategy", ["steps", "best"])
@@ -591,3 +601,44 @@ def test_a_schedule_that_follows_what_is_measured_is_the_trainers(tmp_path):
     trainer.train()
     assert trainer.lr_scheduler.last_epoch > 0
     assert callback.guard.alarms == []
+
+
+def test_an_optimizer_around_another_one_is_rewound_as_a_whole(tmp_path):
+    def train(broken_at, leave_out, callbacks):
+        trainer = trainer_of(
+            tmp_path, flat(rows(broken_at=broken_at), leave_out), callbacks, optimizer="lookahead"
+        )
+        trainer.train()
+        return trainer
+
+    at = (23, 24, 25, 28)
+    callback = GuardCallback(POLICY)
+    trainer, twin = train(at, (), [callback]), train((), at, [])
+    assert [alarm.action for alarm in callback.guard.alarms] == ["skipped", "skipped", "rewound", "skipped"]
+    assert same(state_of(trainer), state_of(twin))
+    outer, wanted = trainer.optimizer.optimizer, twin.optimizer.optimizer
+    assert same(list(outer.optimizer.state.values()), list(wanted.optimizer.state.values()))
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_statistics_that_overflow_are_restored_and_their_batch_is_skipped(tmp_path, lag):
+    data = rows()
+    data[20][3]["x"][2] = 1e10  # the variance of its square overflows, the loss is finite
+    callback = GuardCallback(POLICY, lag=lag)
+    trainer = trainer_of(tmp_path, flat(data), [callback], optimizer="fused")
+    trainer.train()
+    [alarm] = callback.guard.alarms
+    assert (alarm.step, alarm.kind, alarm.action) == (20, "non-finite buffer", "skipped")
+    assert same(state_of(trainer), state_of(plain(tmp_path, (20,), optimizer="fused")))
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_optimizer_state_that_the_last_step_breaks_is_rewound(tmp_path, lag):
+    fault = NanInjection(step=N - 1, target="optimizer_state:*.exp_avg_sq", kind="inf")
+    callback = GuardCallback(GuardPolicy(snapshot_interval=30), lag=lag)
+    trainer = trainer_of(tmp_path, flat(rows()), [callback], optimizer="fused")
+    with broken(trainer, [fault]):
+        trainer.train()
+    [alarm] = callback.guard.alarms
+    assert (alarm.step, alarm.kind, alarm.action) == (N - 1, "non-finite optimizer state", "rewound")
+    assert same(state_of(trainer), state_of(plain(tmp_path, optimizer="fused")))

@@ -25,6 +25,7 @@ from stackwise.stability.faults import (
     TargetNotReachedError,
     broken,
 )
+from tests.optimizer_kinds import Contained
 from tests.stability.faults.conftest import Training, differing, hooks_of, same
 
 # Whether the step itself shows it, before its update.
@@ -644,3 +645,13 @@ def test_a_loader_is_a_loader_still(subjects):
     changed = [not torch.equal(a, b) for epoch in epochs for a, b in zip(epoch, clean, strict=True)]
     assert changed == [False, True, True, False]
     assert injection.fired == [1, 2]
+
+
+def test_states_within_a_container_are_reached(subjects):
+    training = Training(subjects.tiny())
+    training.optimizer = Contained(training.optimizer)
+    fault = NanInjection(step=2, target="optimizer_state:*.exp_avg")
+    with broken((training.model, training.optimizer), [fault]) as injection:
+        training.run(4)
+    assert injection.fired == [2]
+    assert any(p.isnan().any() for p in training.model.parameters())

@@ -194,14 +194,14 @@ def same(a, b):
 
 
 FAULTS = {
-    "x10": lambda s: (times(10, s), [s], "gradient spike", "(the model itself)"),
+    "x10": lambda s: (times(10, s), [s], "gradient spike", "all modules (gradients x"),
     "x10 ten times": lambda s: (
         times(10, *range(s, s + 10)),
         list(range(s, s + 10)),
         "gradient spike",
-        "(the model itself)",
+        "all modules (gradients x",
     ),
-    "x1000": lambda s: (times(1000, s), [s], "gradient spike", "(the model itself)"),
+    "x1000": lambda s: (times(1000, s), [s], "gradient spike", "all modules (gradients x"),
     "nan": lambda s: (element(math.nan, s), [s], "non-finite gradient", "layers.1.up.weight"),
     "inf": lambda s: (element(-math.inf, s), [s], "non-finite gradient", "layers.1.up.weight"),
 }

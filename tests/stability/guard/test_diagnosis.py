@@ -292,18 +292,28 @@ def test_histogram():
     assert histogram({}) == {"decades": [], "counts": [], "zero": 0, "non_finite": 0}
 
 
+EVERYWHERE = "all modules (gradients x10)"
+
+
 @pytest.mark.parametrize(
     "norms, reference, where",
     [
-        ({"a.w": 10.0, "a.b": 10.0, "c.w": 10.0}, {"a.w": 1.0, "a.b": 1.0, "c.w": 1.0}, "(the model itself)"),
+        ({"a.w": 10.0, "a.b": 10.0, "c.w": 10.0}, {"a.w": 1.0, "a.b": 1.0, "c.w": 1.0}, EVERYWHERE),
+        # Two of three layers: backward, the second was the first.
+        ({"e.w": 9.0, "x.a.w": 10.0, "y.w": 1.1}, {"e.w": 1.0, "x.a.w": 1.0, "y.w": 1.0}, "x.a"),
+        ({"a.w": 8.0, "b.w": 14.0, "c.w": 7.0}, {"a.w": 1.0, "b.w": 1.0, "c.w": 1.0}, EVERYWHERE),
+        # What is as small as a rounding error may change by any factor.
+        ({"a.w": 10.0, "b.w": 10.0, "c.w": 1e-9}, {"a.w": 1.0, "b.w": 1.0, "c.w": 1e-18}, EVERYWHERE),
+        # The parts that are trained have a name in common.
+        ({"l.0.w": 9.0, "l.1.w": 10.0, "l.2.w": 1.1}, {"l.0.w": 1.0, "l.1.w": 1.0, "l.2.w": 1.0}, "l.1"),
         ({"x.a.w": 10.0, "x.a.b": 9.0, "x.c.w": 1.1}, {"x.a.w": 1.0, "x.a.b": 1.0, "x.c.w": 1.0}, "x.a"),
         ({"x.a.w": 10.0, "x.c.w": 9.0, "y.w": 1.1}, {"x.a.w": 1.0, "x.c.w": 1.0, "y.w": 1.0}, "x"),
         ({"x.a.w": 10.0, "y.w": 50.0}, {"x.a.w": 1.0, "y.w": 40.0}, "x.a.w"),
         ({"x.a.w": 10.0, "y.w": 50.0}, {}, "y.w"),
         ({"x.a.w": 1.0, "y.w": 2.0}, {"x.a.w": 1.0, "y.w": 2.0}, "y.w"),
         ({"a": math.nan, "b": 1.0}, {}, "a"),
-        (dict.fromkeys("abcde", math.inf) | {"f": 1.0}, {}, "a, b, c and 2 more"),
-        (dict.fromkeys("abcde", math.inf), {}, "(the model itself)"),
+        (dict.fromkeys("abcde", math.inf) | {"f": 1.0}, {}, "e, d, c and 2 more"),
+        (dict.fromkeys("abcde", math.inf), {}, "all modules (non-finite gradients)"),
         ({}, {}, ""),
     ],
 )

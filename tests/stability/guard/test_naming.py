@@ -2,6 +2,7 @@
 
 import copy
 import math
+import re
 
 import pytest
 import torch
@@ -412,3 +413,29 @@ def test_after_a_look_that_fails_steps_are_looked_into_as_before(factor, alarms,
     assert [alarm.step for alarm in run.guard.alarms] == alarms
     assert run.guard.cleared == 1
     assert same(run.state, plain("fused adamw", data=data, compute=loss_of_both, leave_out=alarms).state)
+
+
+@pytest.mark.parametrize("module, where", [("layers.1", "layers.1.down"), ("layers.0", "layers.0.down")])
+def test_a_gradient_that_explodes_midway_names_the_first_module_behind(module, where):
+    """All modules before it have large gradients too; backward, it is the first."""
+    data, run = make_data(), made("adamw", 0)
+    guard = Guard(run.model, run.optimizer, policy=POLICY)
+
+    def explode(_module, _inputs, output):
+        if guard.steps == 60:
+            output.register_hook(lambda gradient: 100 * gradient)
+
+    run.model.get_submodule(module).register_forward_hook(explode)
+    for batch in guard.batches(data):
+        loss = loss_of(run.model, batch)
+        loss.backward()
+        guard.step(loss)
+    assert [(alarm.step, alarm.where) for alarm in guard.alarms] == [(60, where)]
+
+
+@pytest.mark.parametrize("loss", [None, loss_of])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_a_factor_of_all_gradients_is_told_with_its_size(optimizer, loss):
+    run = guarded(optimizer, times(10, 60), loss_of=loss)
+    found = re.fullmatch(r"all modules \(gradients x([0-9.]+)\)", run.guard.alarms[0].where)
+    assert found and float(found[1]) == pytest.approx(10, rel=0.5 if loss is None else 0.01)

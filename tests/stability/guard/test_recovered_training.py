@@ -63,7 +63,7 @@ def test_alarm_at_the_step_and_training_as_if_it_had_not_been_there(optimizer, n
     assert run.error is None
     assert [alarm.step for alarm in run.guard.alarms] == broken
     assert {alarm.kind for alarm in run.guard.alarms} == {kind}
-    assert run.guard.alarms[0].where == where
+    assert run.guard.alarms[0].where.startswith(where)
     assert [alarm.batch for alarm in run.guard.alarms] == [((0, step),) for step in broken]
     # Before the update: the step after it begins as it did.
     assert same(before[at], before[at + 1])

@@ -9,6 +9,7 @@ from torch import nn
 
 from stackwise.stability.faults import DiskFull
 from stackwise.stability.guard import Guard, GuardPolicy
+from tests.optimizer_kinds import Contained
 from tests.stability.guard.guarded_run import (
     OPTIMIZERS,
     POLICY,
@@ -167,3 +168,42 @@ def test_lazy_modules_are_trained_where_no_snapshot_is_taken(gives):
         loss.backward()
         guard.step(loss)
     assert [alarm.step for alarm in guard.alarms] == [20]
+
+
+class WithoutState:
+    """Steps its parameters, and tells nobody what it knows."""
+
+    def __init__(self, parameters):
+        self.param_groups = [{"params": list(parameters)}]
+
+    def step(self):
+        """Nothing to do."""
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (
+            lambda p: [torch.optim.SGD(p, lr=0.1)] * 2,
+            "got 'a list of optimizers'; allowed: one optimizer; .*others=",
+        ),
+        (WithoutState, r"got 'WithoutState'; allowed: one with a state, or state_dict\(\)"),
+        (lambda p: nn.Linear(1, 1), r"got 'Linear'; allowed: an object with param_groups"),
+        (lambda p: Contained(torch.optim.LBFGS(p)), "got 'Contained'; allowed: one whose step"),
+    ],
+)
+def test_optimizers_that_no_rewind_restores_are_refused(make, message):
+    model = Small()
+    with pytest.raises(ValueError, match=f"optimizer: {message}"):
+        Guard(model, make(model.parameters()))
+
+
+def test_other_objects_without_a_state_are_refused():
+    model = Small()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(
+        ValueError, match=r"others\['average'\]: got 'list'; allowed: an object with state_dict"
+    ):
+        Guard(model, optimizer, others={"average": [torch.zeros(1)]})
+    with pytest.raises(ValueError, match="scheduler: got 'list'; allowed: an object with"):
+        Guard(model, optimizer, scheduler=[torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)])

@@ -519,13 +519,15 @@ class Found:
         ]
 
 
-def culprit(run: dict[str, Any]) -> str:
-    """Return the beginning of the place that the guard should name."""
+def culprit(run: dict[str, Any]) -> tuple[str, ...]:
+    """Return how the place that the guard should name may begin."""
     broken = FAULTS[run["fault"]]
     if not math.isfinite(broken.value):
-        return f"{run['place']} (forward)"
-    # The gradient of the logits is the loss function's. A factor of all gradients is in every module.
-    return "the loss" if broken.batches else "all modules (gradients x"
+        return (f"{run['place']} (forward)",)
+    if broken.batches:  # the gradient of the logits is the loss function's
+        return ("the loss",)
+    # A factor of all gradients is in every module. Runs on file may have the second name of that.
+    return "all modules (gradients x", "(the model itself)"
 
 
 def share(found: list[bool]) -> float | None:

@@ -288,7 +288,9 @@ def test_buffers_that_break_by_themselves(subjects, value, verdict):
             return super().forward(ids)
 
     run = stability_run(ModelSpec.of(Broken), steps=2)
-    assert (run.verdict, run.alarms) == (verdict, [])
+    found = [(alarm.step, alarm.kind, alarm.where) for alarm in run.alarms]
+    assert run.verdict == verdict
+    assert found == [(step, "non-finite buffer", "average") for step in range(2) if verdict == "unstable"]
 
 
 def test_a_target_that_is_not_reached_at_its_step(subjects):

@@ -154,13 +154,13 @@ class Snapshot:
         for key, value in values.items():
             self._kept[key] = self._copied(value, self._kept.get(key))
         self._extra = {}
-        for name, optimizer in self._optimizers.items():
+        for of, optimizer in self._optimizers.items():
             state = _own_state(optimizer)
             values_of = [value for _, _, value in states_of(optimizer) if isinstance(value, _CONTAINERS)]
             copied = {id(tensor): tensor for tensor in _tensors_in(values_of)}
             if state is not None and _has_more(state, copied.keys() | set(map(id, values_of))):
                 # Tensors that are copied already are only referred to.
-                self._extra[name] = _Extra(copy.deepcopy(state, dict(copied)), copied)
+                self._extra[of] = _Extra(copy.deepcopy(state, dict(copied)), copied)
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -184,14 +184,14 @@ class Snapshot:
             called = called if of is None else f"{called} of {of}"
             require(fits, called, tuple(tensor.shape), f"{tuple(kept.shape)}, as it was")
         # First: loading may write into weights, and rounds states to the dtype of their parameters.
-        for name, (state, referred) in self._extra.items():
-            self._optimizers[name].load_state_dict(copy.deepcopy(state, dict(referred)))
+        for of, (state, referred) in self._extra.items():
+            self._optimizers[of].load_state_dict(copy.deepcopy(state, dict(referred)))
         for _, tensor, kept in known:
             if tensor.shape == kept.shape:
                 tensor.copy_(kept, non_blocking=True)
-        for name, module in _with_extra_state(self._modules):
-            if ("extra state", *name) in self._kept:
-                module.set_extra_state(_restored(None, self._kept["extra state", *name]))
+        for key, module in _with_extra_state(self._modules):
+            if key in self._kept:
+                module.set_extra_state(_restored(None, self._kept[key]))
         for optimizer in self._optimizers.values():
             self._restore_states(optimizer)
 
@@ -211,8 +211,8 @@ class Snapshot:
 
     def _values(self) -> Iterator[tuple[_Key, Any]]:
         yield from self._tensors()
-        for name, module in _with_extra_state(self._modules):
-            yield ("extra state", *name), module.get_extra_state()
+        for key, module in _with_extra_state(self._modules):
+            yield key, module.get_extra_state()
         for optimizer in self._optimizers.values():
             for each, key, value in states_of(optimizer):
                 yield ("state", key, id(each)), value
@@ -235,11 +235,11 @@ class Snapshot:
     def _copied(self, value: Any, place: Any) -> Any:
         """Return a copy of `value`, written into the copy `place` of an earlier one where it fits."""
         if isinstance(value, Mapping):
-            places = place if isinstance(place, dict) else {}
-            return {key: self._copied(each, places.get(key)) for key, each in value.items()}
+            by_key = place if isinstance(place, dict) else {}
+            return {key: self._copied(each, by_key.get(key)) for key, each in value.items()}
         if type(value) in (list, tuple):
-            places = place if type(place) is type(value) and len(place) == len(value) else [None] * len(value)
-            return type(value)(map(self._copied, value, places))
+            fits = type(place) is type(value) and len(place) == len(value)
+            return type(value)(map(self._copied, value, place if fits else [None] * len(value)))
         if not isinstance(value, Tensor):
             return copy.deepcopy(value)
         value = _local(value.detach())
@@ -336,13 +336,11 @@ def _has_more(state: Any, known: set[int]) -> bool:
     return True
 
 
-def _with_extra_state(
-    modules: Mapping[str | None, nn.Module],
-) -> Iterator[tuple[tuple[str, str | None], nn.Module]]:
+def _with_extra_state(modules: Mapping[str | None, nn.Module]) -> Iterator[tuple[_Key, nn.Module]]:
     for of, module in modules.items():
         for name, each in module.named_modules():
             if type(each).get_extra_state is not nn.Module.get_extra_state:
-                yield (name, of), each
+                yield ("extra state", name, of), each
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -84,9 +84,11 @@ def test_written_weights_are_undone_by_the_rewind_that_alarms_in_a_row_bring(tra
     assert [r.step for r in run.records] == [*range(11), *range(6), 11, 12, 13]
 
 
-def test_a_run_that_ends_among_broken_steps_has_not_recovered(trained):
-    run, _ = trained([NanInjection(step=6, target="weight")], steps=9)
-    assert (run.alarm_steps, run.verdict, run.finite) == ([6, 7, 8], "not recovered", False)
+@pytest.mark.parametrize("rewinds, expected", [(0, ("not recovered", False)), (1, ("caught", True))])
+def test_a_broken_weight_is_found_at_the_end_of_the_run(trained, rewinds, expected):
+    run, _ = trained([NanInjection(step=6, target="weight")], steps=9, policy=GuardPolicy(rewinds=rewinds))
+    assert [alarm.kind for alarm in run.alarms] == ["non-finite loss"] * 3 + ["non-finite parameter"]
+    assert (run.alarm_steps, (run.verdict, run.finite)) == ([6, 7, 8, 8], expected)
 
 
 def test_optimizer_state_is_told_by_the_next_step_only(trained):

@@ -333,20 +333,48 @@ def _write_shard(path: Path, tokens: Integers, document_starts: Integers) -> dic
     }
 
 
+_ENTRY = {"file": str, "bytes": int, "tokens": int, "documents": int, "digest": str}
+
+
 def _read_manifest(path: Path) -> dict[str, Any]:
+    """Return the content of the list of shards.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it was changed, or has values that `write_shards` does not write.
+    """
     if not path.exists():
         raise FileNotFoundError(f"{path}: missing; allowed: a folder that write_shards made")
     try:
         content = parse_json(path.read_bytes())
         recorded = content.pop("digest")
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        digest = _digest(content)
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path}: no list of shards: {error}") from None
     require(content.get("version") == _VERSION, f"{path}: version", content.get("version"), str(_VERSION))
-    if _digest(content) != recorded:
+    if digest != recorded:
         raise ValueError(f"{path}: changed since it was written: its own digest does not fit")
+    vocab_size, shards = content.get("vocab_size"), content.get("shards")
+    require(_is_count(vocab_size), f"{path}: vocab_size", vocab_size, "an integer >= 0")
+    require(
+        content.get("dtype") in ("uint16", "uint32"), f"{path}: dtype", content.get("dtype"), "uint16, uint32"
+    )
+    require(isinstance(shards, list) and bool(shards), f"{path}: shards", shards, "a list of shards")
     for entry in content["shards"]:
+        require(_is_entry(entry), f"{path}: shards", entry, f"objects with {', '.join(_ENTRY)}")
         require(bool(_NAME.fullmatch(entry["file"])), f"{path}: file", entry["file"], _NAME.pattern)
     return {**content, "digest": recorded}
+
+
+def _is_entry(entry: Any) -> bool:
+    return isinstance(entry, dict) and all(
+        _is_count(entry.get(key)) if kind is int else isinstance(entry.get(key), kind)
+        for key, kind in _ENTRY.items()
+    )
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63
 
 
 def _read_header(header: bytes, n_bytes: int) -> dict[str, tuple[int, int]]:
@@ -354,7 +382,7 @@ def _read_header(header: bytes, n_bytes: int) -> dict[str, tuple[int, int]]:
     try:
         described = json.loads(header[8:])
         places = {name: tuple(described[name]["data_offsets"]) for name in described if name[0] != "_"}
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, RecursionError):
         return {}
     sound = all(
         len(place) == 2 and all(isinstance(end, int) and 0 <= end <= n_bytes for end in place)

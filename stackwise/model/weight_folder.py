@@ -220,7 +220,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         content = parse_json(path.read_bytes())
     except FileNotFoundError:
         raise ValueError(f"{path}: missing") from None
-    except ValueError as error:  # of JSON, or of UTF-8
+    except (ValueError, RecursionError) as error:  # of JSON, or of UTF-8
         raise ValueError(f"{path}: no JSON: {error}") from None
     require(isinstance(content, dict), str(path), type(content).__name__, "a JSON object")
     assert isinstance(content, dict)
@@ -238,7 +238,9 @@ def _read_file(path: Path) -> dict[str, Tensor]:
 
 
 def _check_shard_name(index: Path, name: str) -> None:
-    plain = name == Path(name).name and "\\" not in name and name.endswith(".safetensors")
+    plain = (
+        "\0" not in name and name == Path(name).name and "\\" not in name and name.endswith(".safetensors")
+    )
     why = " (loading a pickle runs the code in it)" if name.endswith(_PICKLES) else ""
     require(plain, f"{index}: weight_map", name, f"names of .safetensors files beside the index{why}")
 

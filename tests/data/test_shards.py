@@ -328,3 +328,43 @@ def test_documents_of_neighbours_differ(folder):
     ids = shards.document_ids(torch.tensor([0]), len(shards))[0].tolist()
     boundaries = {i for i, (one, other) in enumerate(pairwise(ids), 1) if one != other}
     assert boundaries == {3, 5, 11}
+
+
+ENTRY = {"file": "tokens-00000.safetensors", "bytes": 1, "tokens": 1, "documents": 1, "digest": ""}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"vocab_size": "13"},
+        {"vocab_size": 10**30},
+        {"dtype": "object"},
+        {"dtype": []},
+        {"shards": 3},
+        {"shards": []},
+        {"shards": [None]},
+        {"shards": [ENTRY | {"file": "a\0b"}]},
+        {"shards": [ENTRY | {"file": 3}]},
+        {"shards": [ENTRY | {"tokens": "1"}]},
+        {"shards": [ENTRY | {"documents": 1.5}]},
+        {"shards": [ENTRY | {"bytes": -1}]},
+        {"shards": [{}]},
+    ],
+    ids=str,
+)
+def test_list_with_other_types_is_refused(folder, change):
+    """Its digest is right."""
+    content = json.loads((folder / MANIFEST).read_text()) | change
+    content.pop("digest")
+    content["digest"] = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    (folder / MANIFEST).write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"shards\.json: .*: got .*; allowed: ") as refusal:
+        TokenShards(folder)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, '{"digest": ' * 100_000, "1e999", "null"], ids=len)
+def test_list_that_is_none_is_refused(folder, content):
+    (folder / MANIFEST).write_text(content)
+    with pytest.raises(ValueError, match=r"shards\.json: no list of shards"):
+        TokenShards(folder)

@@ -1,11 +1,11 @@
-"""`python -m bench.false_alarms`: how often the guard raises an alarm in healthy training, and which faults it notices.
+"""`python -m bench.false_alarms`: alarms of the guard in healthy training, and the faults that it notices.
 
-Healthy training: every kind of `bench.healthy_training`, five seeds, 2,000 steps each, with and without `loss_of`. An
-alarm is any step that the guard skips or clips. A `GuardError` ends a run.
+Healthy training: every kind of `bench.healthy_training`, five seeds, 2,000 steps each, with and without
+`loss_of`. An alarm is any step that the guard skips or clips. A `GuardError` ends a run.
 
-Faults: every fault of `bench.recovery`, one seed, both optimizers, both places, with and without `loss_of`. The full
-table of five seeds is in `bench.recovery`. A run is lost if its validation loss ends more than 1 nat from that of its
-healthy twin, or if the guard stops it although the fault is over.
+Faults: every fault of `bench.recovery`, one seed, both optimizers, both places, with and without `loss_of`.
+The full table of five seeds is in `bench.recovery`. A run is lost if its validation loss ends more than 1 nat
+from that of its healthy twin, or if the guard stops it although the fault is over.
 
 Each finished run is stored in the result file. With `--resume`, it is not repeated.
 """

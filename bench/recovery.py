@@ -314,7 +314,7 @@ def _rate(restart: int, steps: int, step: int) -> float:
 def run(arm: str, optimizer: str, fault: str, at: int, seed: int, steps: int) -> Iterator[dict[str, Any]]:
     """One run in this process."""
     training = Training(optimizer, fault, at, seed, steps)
-    made = _guarded(training) if arm == OURS else _plain(training, arm_of(arm))
+    made = train_guarded(training) if arm == OURS else train_unguarded(training, arm_of(arm))
     names = {
         "arm": arm,
         "optimizer": optimizer,
@@ -347,7 +347,7 @@ class Twin(NamedTuple):
     def run(self, steps: int) -> Iterator[dict[str, Any]]:
         """In this process."""
         training = Training(self.optimizer, "clean", self.at, self.seed, steps)
-        _plain(training, _Nothing(), set(self.left_out), self.end)
+        train_unguarded(training, _Nothing(), set(self.left_out), self.end)
         names = {"arm": "twin", "optimizer": self.optimizer, "fault": "clean", "at": self.at}
         yield {**names, "seed": self.seed, "digest": training.digest(), "losses": training.losses}
 
@@ -358,14 +358,24 @@ def drop(
     """A clean run without one batch: how far the losses are from those of its twin by that."""
     for at in places:
         training = Training(optimizer, "clean", at, seed, steps)
-        _plain(training, _Nothing(), {random.Random(f"{seed} {number} {at}").randrange(at, at + AFTER)})
+        dropped = random.Random(f"{seed} {number} {at}").randrange(at, at + AFTER)
+        train_unguarded(training, _Nothing(), {dropped})
         names = {"arm": "drop", "optimizer": optimizer, "fault": "clean", "at": at, "seed": seed}
         yield {**names, "losses": training.losses}
 
 
-def _plain(
-    training: Training, arm: _Arm, leave_out: set[int] | None = None, end: int | None = None
+def train_unguarded(
+    training: Training, arm: _Arm | None = None, leave_out: set[int] | None = None, end: int | None = None
 ) -> dict[str, Any]:
+    """Train without a guard.
+
+    Args:
+        training: model, data and fault.
+        arm: decides if an update is made; None: every update is made.
+        leave_out: numbers of batches that are skipped.
+        end: number of batches; None: all.
+    """
+    arm = arm or _Nothing()
     alarms, skipped = [], 0
     parameters = list(training.model.parameters())
     for step, ids in enumerate(training.data[:end]):
@@ -388,13 +398,19 @@ def _plain(
     return {"alarms": alarms, "skipped": skipped, "fired": training.fired}
 
 
-def _guarded(training: Training) -> dict[str, Any]:
+def train_guarded(training: Training, *, recomputes: bool = True) -> dict[str, Any]:
+    """Train with a guard of the default policy.
+
+    Args:
+        training: model, data and fault.
+        recomputes: pass `loss_of` to the guard.
+    """
     guard = Guard(
         training.model,
         training.optimizer,
         scheduler=training.scheduler,
         policy=GuardPolicy(),
-        loss_of=training.loss_of,
+        loss_of=training.loss_of if recomputes else None,
     )
     given: list[int] = []
     furthest = fall = 0

@@ -57,6 +57,11 @@ class Alarm:
     reproduced: bool | None = None
     bundle: str = ""
 
+    @property
+    def is_finite_spike(self) -> bool:
+        """True for a finite loss or gradient norm that is far above those before."""
+        return self.kind in ("gradient spike", "loss spike")
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         return {**asdict(self), "batch": None if self.batch is None else _listed(self.batch)}

@@ -49,8 +49,17 @@ class Escalation:
         if self._sound >= (self._policy.snapshot_interval or self._policy.history):
             self._rewinds = 0
 
+    @property
+    def exhausted(self) -> bool:
+        """True if there are more consecutive alarms than `patience`, and no rewind was left."""
+        return self.in_row > self._policy.patience
+
     def answer(self, alarm: Alarm, *, can_rewind: bool) -> Answer:
-        """What is done about this one."""
+        """Decide what is done about an alarm.
+
+        A finite spike never ends training, unless a recomputation has shown that its batch does not cause it:
+        nothing tells it from data of a new kind.
+        """
         self.in_row += 1
         first = self.in_row == 1
         worn = self.in_row >= self._policy.patience
@@ -63,7 +72,8 @@ class Escalation:
             self._rewinds += 1
             self.in_row = 0
             return Answer("rewound", innocent, first)
-        if self.in_row > self._policy.patience:
+        may_be_data = alarm.is_finite_spike and alarm.reproduced is not False
+        if self.exhausted and not may_be_data:
             return Answer("raised", innocent, first)
         return Answer("retried" if innocent else "skipped", innocent, first)
 

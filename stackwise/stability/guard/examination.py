@@ -66,7 +66,7 @@ class Examination:
             batches: that the step was made of.
             alarm: with the place that its norms tell.
             norms: of each parameter's gradient in the broken step, by name.
-            proven_limit: the largest norm that is sound where the step has it again.
+            proven_limit: largest value of the alarm's signal that passes if the step has it again.
 
         Raises:
             Exception: whatever the loss raises, where several processes train together.
@@ -95,7 +95,7 @@ class Examination:
             if reproduced is False and finite:
                 # What the step has by itself tells more than the step before it.
                 where = blamed(norms, found.parameter_norms)
-            sound = reproduced and alarm.kind == "gradient spike" and alarm.value <= proven_limit
+            sound = reproduced and alarm.is_finite_spike and alarm.value <= proven_limit
             # In all processes or in none: sharded weights are gathered by all of them.
             if any(self._of_all(finite and not overflowed and reproduced is not False and not sound)):
                 found = self._again(batches, lambda: self._scales(batches)) or found

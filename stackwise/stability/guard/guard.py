@@ -46,7 +46,6 @@ __all__ = ["Guard"]
 _SCALARS = 10  # of a row, before the norms
 _LAG = 4  # steps after which the host asks for a row of another device
 _KEPT_RECORDS = 1024
-_TOLD_AFTER = 8  # batches whose spikes are their own
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,9 +91,7 @@ class Guard:
         cleared: steps that were computed again on suspicion, and then made as they were.
 
     Warns:
-        RuntimeWarning: at every eighth step between sound ones that is left out for a finite loss or gradient
-            which it has again when it is computed again: data of another kind would be lost so; once where
-            gradients come clipped, which hides every spike of theirs.
+        RuntimeWarning: once if gradients are clipped before the guard sees them, which hides every spike.
 
     Raises:
         ValueError: nothing to train, parameters on several devices, a list of optimizers, an optimizer that
@@ -179,6 +176,8 @@ class Guard:
         # A rise that may be sound is computed again before it is an alarm, where that can be done.
         self._recomputes = loss_of is not None and self.policy.suspect_factor is not None
         self._recomputes &= not self.policy.spikes_clipped
+        # Step that could not be recomputed. It is judged as without loss_of.
+        self._judged_plainly: int | None = None
         # Weakly: else it would stay, with snapshot and optimizer, until Python next looks for cycles.
         me = weakref.proxy(self)
         self._examination = Examination(
@@ -419,7 +418,7 @@ class Guard:
             norms_P,
             logit,
             latch=latch,
-            suspect=self._feeds and self._recomputes,
+            suspect=self._feeds and self._recomputes and self._feed.step != self._judged_plainly,
             before_S=self._made_before.of(self._feed.step),
             broken_buffers=None if broken is None else broken.flags_B.any().to(self._device),
         )
@@ -696,7 +695,7 @@ class Guard:
         if not found_inf:
             self.alarms.append(replace(alarm, action="clipped"))
         else:
-            self._answer(made, alarm, norms, proven_limit)
+            self._answer(made, alarm, norms, math.inf if kind == "loss spike" else proven_limit)
 
     def _look_for_logits(self) -> None:
         """Say it once where a limit is set and nothing comes that could exceed it."""
@@ -725,18 +724,20 @@ class Guard:
             alarm = self._examination.located(made.batches, alarm, norms, proven_limit)
         finally:
             self._answering = None
-        if alarm.kind == "gradient spike" and alarm.reproduced and alarm.value <= proven_limit:
+        if alarm.is_finite_spike and alarm.reproduced and alarm.value <= proven_limit:
             self.cleared += 1
             self._judge.trust()
             self._feed.give_again([*made.batches, *later])
             return
-        if self._examination.failed and self._is_mere_suspicion(alarm, proven_limit):
-            # One that could not be looked into is none.
-            self._judge.trust()
+        if self._examination.failed and alarm.is_finite_spike and made.step != self._judged_plainly:
+            self._judged_plainly = made.step
             self._feed.give_again([*made.batches, *later])
             return
         self.skipped += 1
         answer = self._escalation.answer(alarm, can_rewind=self._moment is not None)
+        if alarm.is_finite_spike and alarm.reproduced is not False:
+            unproven = alarm.reproduced is None  # no recomputation will tell more of the next one
+            self._judge.learn(at_once=unproven or self._escalation.exhausted)
         if answer.innocent:
             later = [*made.batches, *later]
         else:
@@ -751,32 +752,6 @@ class Guard:
         self._feed.give_again(later)
         if answer.action == "raised":
             raise GuardError(alarm, self.alarms)
-        self._look_for_sources()
-
-    def _is_mere_suspicion(self, alarm: Alarm, proven_limit: float) -> bool:
-        """Whether a step that was suspected rose by no more than `factor`, and is sound without a look."""
-        suspect = self.policy.suspect_factor
-        if not self._recomputes or alarm.kind != "gradient spike" or alarm.limit is None or suspect is None:
-            return False
-        # One above the other limit would be suspected again as soon as it is made again.
-        return alarm.value <= min(alarm.limit / suspect * self.policy.factor, proven_limit)
-
-    def _look_for_sources(self) -> None:
-        """Say it once in a while where batches are left out, one at a time, for what is their own."""
-        if not _is_of_batch(self.alarms[-1]):
-            return
-        steps = {alarm.step for alarm in self.alarms}
-        own = [alarm for alarm in self.alarms if _is_of_batch(alarm) and alarm.step - 1 not in steps]
-        if not own or own[-1] is not self.alarms[-1] or len(own) % _TOLD_AFTER:
-            return
-        identities = [identity for alarm in own[-_TOLD_AFTER:] for identity in alarm.batch or ()]
-        said = (
-            f"{len(own)} steps between sound ones were left out for a loss or gradient that they had again "
-            f"when computed again; batches of the last {_TOLD_AFTER}: {', '.join(map(str, identities))}. "
-            "Where they are sound, of a rarer or harder source than the others, nothing is learned of it: a "
-            "higher loss_factor (None: any) and proven_factor let them pass"
-        )
-        warnings.warn(said, RuntimeWarning, stacklevel=3)
 
     def _unwind(self, made: _Made) -> list[GivenBatch]:
         """Undo what the host did for steps behind `made`, which the device has left out; their batches."""
@@ -838,11 +813,6 @@ def _named_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> lis
     devices = {p.device for p in optimized}
     require(len(devices) == 1, "parameters", sorted(map(str, devices)), "all on one device")
     return [(names.get(id(p), f"parameter {i}"), p) for i, p in enumerate(optimized)]
-
-
-def _is_of_batch(alarm: Alarm) -> bool:
-    """Whether a finite number was too large, and was so again when the step was computed again."""
-    return alarm.action == "skipped" and alarm.limit is not None and bool(alarm.reproduced)
 
 
 def _has_noted(scaler: torch.amp.GradScaler) -> bool:

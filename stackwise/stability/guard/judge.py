@@ -1,7 +1,11 @@
 """Judge: the verdict over a training step, on the device, before its update is made.
 
-Shapes: P parameters with a gradient; S signals: norm, loss, attention logit; L limits: of the three, and of
-the norm where a step was computed again, and where it is to be.
+A number of a step is unusual if it is above its ordinary limit: far above the last healthy steps. An unusual
+number is a spike unless the run has shown numbers of its size before (`SpikeMemory`). If the guard can
+recompute steps, every unusual step is recomputed instead. If it has the same numbers again, it is a spike
+only if its norm is far above every norm that the run has shown.
+
+Shapes: P parameters with a gradient; S signals: norm, loss, attention logit.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from stackwise.argument import require
 from stackwise.stability.guard.alarm import AlarmKind
 from stackwise.stability.guard.log_history import LogHistory, Statistics
 from stackwise.stability.guard.policy import GuardPolicy
+from stackwise.stability.guard.spike_memory import SpikeMemory
 from stackwise.stability.telemetry.gradient_norm import clip_divisor, global_norm
 
 __all__ = ["KINDS", "Decision", "Judge"]
@@ -32,7 +37,7 @@ KINDS: tuple[AlarmKind | None, ...] = (
     "non-finite loss",
 )
 _LOGIT, _LOSS, _SPIKE, _BUFFER, _GRADIENT, _NO_LOSS = range(1, 7)
-_SIGNALS_OF_LIMITS = (0, 1, 2, 0, 0)
+_REPEATED_FACTOR = 10.0  # a spike passes up to this multiple of the largest unusual number before
 
 
 class Decision(NamedTuple):
@@ -46,8 +51,8 @@ class Decision(NamedTuple):
         norm: global L2 norm of the gradient.
         logit: the largest attention logit; NaN: it was not given.
         norm_limit: the largest norm that passed; infinite: any finite one.
-        proven_limit: the largest that is sound if the step has it again when it is computed again.
-        loss_limit: the same of the loss.
+        proven_limit: largest norm that passes if a recomputation has it again.
+        loss_limit: the largest loss that passed; infinite: any finite one.
         logit_limit: the same of the attention logit.
         norms_P: of the gradients.
     """
@@ -85,14 +90,12 @@ class Judge:
         self._history = LogHistory(
             device, signals=3, recent=policy.recent, history=policy.history, minimum=policy.minimum
         )
-        no_limit = (policy.loss_factor or math.inf, policy.logit_factor or math.inf)
-        suspect = policy.suspect_factor or policy.factor
-        factors = (policy.factor, *no_limit, policy.proven_factor, suspect)
         wide = self._history.logs_SH.dtype
-        self._rises_L = torch.tensor(factors, dtype=wide, device=device).log()
-        # Nothing of the scatter in the last: to compute a step again costs little, and tells for sure.
-        self._deviations_L = torch.tensor([policy.deviations] * 4 + [0.0], dtype=wide, device=device)
-        self._signals_L = torch.tensor(_SIGNALS_OF_LIMITS, device=device)
+        self._memory = SpikeMemory(signals=3, device=device, dtype=wide)
+        no_limit = (policy.loss_factor or math.inf, policy.logit_factor or math.inf)
+        self._rises_S = torch.tensor((policy.factor, *no_limit), dtype=wide, device=device).log()
+        # Attention logits cannot be recomputed, and their steady growth is a fault: they have no memory.
+        self._remembered_S = torch.tensor([True, True, False], device=device)
         self._spikes_S = torch.tensor([_SPIKE, _LOSS, _LOGIT], device=device)
         self._not_finite_2 = torch.tensor([_GRADIENT, _NO_LOSS], device=device)
         self._no_logit = torch.full((), math.nan, device=device)
@@ -119,7 +122,8 @@ class Judge:
             norms_P: L2 norm of each gradient, before clipping.
             logit: the largest attention logit of the step, one element.
             latch: leave out every step from the first broken one until `unlatch`.
-            suspect: a rise of the norm by `suspect_factor` is a spike, which the host then looks into.
+            suspect: the host recomputes unusual steps: a rise of the norm by `suspect_factor` is a spike, and
+                the memory does not raise any limit.
             before_S: norm, loss and logit that this very step had when it was made before, and was sound.
                 Where the history is too short they are its level, without any scatter; NaN: not known.
             broken_buffers: boolean scalar, True if a buffer is not finite any more. None: none was examined.
@@ -131,12 +135,13 @@ class Judge:
         logit = self._no_logit if logit is None else self._scalar("logit", logit)
         values_S = torch.stack([norm, loss, logit])
         known = self._known(before_S)
-        limits_L = self._limits(known)
-        norm_limit, loss_limit, logit_limit, proven_limit, doubted_limit = limits_L.unbind()
+        ordinary_S = self._ordinary_limits(known)
         if suspect:
-            norm_limit = proven_limit if self._trusted else doubted_limit
+            proven_S = self._proven_limits(known, ordinary_S)
+            limits_S = proven_S if self._trusted else self._suspect_limits(known, ordinary_S)
         else:
-            proven_limit = norm_limit
+            proven_S = limits_S = self._raised(ordinary_S, self._memory.unusual_S, _REPEATED_FACTOR)
+        norm_limit, loss_limit, logit_limit = limits_S.unbind()
         self._trusted = False
         if self._policy.logit_factor is not None and logit is not self._no_logit:
             logit_limit = torch.minimum(logit_limit, self._far_logit_limit())
@@ -158,21 +163,27 @@ class Judge:
         if self._policy.clip is not None:
             divisor = clip_divisor(norm, self._policy.clip)
         left_out = code > 0
+        held = self._latched if self._latched is not None else torch.zeros_like(left_out)
         if self._policy.spikes_clipped:
             clips = (code == _SPIKE) & (self._clipped < self._policy.spikes_clipped)
             counted = torch.where(code > 0, self._clipped + clips, 0.0)
-            # A step that is left out for one before it is judged again.
-            latched = self._latched if self._latched is not None else torch.zeros_like(clips)
-            self._clipped = torch.where(latched, self._clipped, counted)
+            # A step that is held back by an earlier alarm is judged again.
+            self._clipped = torch.where(held, self._clipped, counted)
             left_out = left_out & ~clips
             to_level = torch.where(clips, (norm / known.level_S[0].exp()).float(), 1.0)
             divisor = to_level if divisor is None else torch.maximum(divisor, to_level)
-        if self._latched is not None:
-            left_out = left_out | self._latched
+        spike = left_out & ~held & ((code == _SPIKE) | (code == _LOSS))
+        left_out = left_out | held
         if latch:
             self._latched = left_out
         sound = (code == 0) & ~left_out
+        # By the history alone, which all processes have alike.
+        unusual_S = self._remembered_S & self._history.statistics().enough_S & (values_S > ordinary_S)
         self._history.accept(values_S, sound)
+        self._memory.note(values_S, unusual_S, spike)
+        if not suspect:  # no recomputation will tell more
+            self._memory.learn(at_once=True)
+        self._memory.accept(values_S, unusual_S, sound)
         return Decision(
             left_out.float(),
             divisor,
@@ -181,15 +192,24 @@ class Judge:
             norm,
             logit,
             norm_limit,
-            proven_limit,
+            proven_S[0],
             loss_limit,
             logit_limit,
             norms_P,
         )
 
     def trust(self) -> None:
-        """The next step was computed again, and its norm is its own."""
+        """The next step was recomputed, and had the same numbers."""
         self._trusted = True
+
+    def learn(self, *, at_once: bool) -> None:
+        """Remember the last skipped spike, so that later spikes of its size pass.
+
+        Args:
+            at_once: True: from the next step on. False: after the next healthy step, so that consecutive
+                spikes are all skipped.
+        """
+        self._memory.learn(at_once=at_once)
 
     def unlatch(self) -> None:
         """Judge the next step by itself again."""
@@ -198,7 +218,12 @@ class Judge:
     def state_dict(self) -> dict[str, Any]:
         """The histories. Tensors of their own."""
         logs_SH = self._history.logs_SH.clone()
-        return {"logs": logs_SH, "clipped": self._clipped.clone(), "trusted": self._trusted}
+        return {
+            "logs": logs_SH,
+            "memory": self._memory.state(),
+            "clipped": self._clipped.clone(),
+            "trusted": self._trusted,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` gave.
@@ -211,6 +236,7 @@ class Judge:
         require(fits, "state['logs']", type(logs_SH).__name__, "histories, as state_dict() gave them")
         assert isinstance(logs_SH, Tensor)
         self._history.load(logs_SH)
+        self._memory.load(state["memory"])
         self._clipped = state["clipped"].to(self._clipped, copy=True)
         self._trusted = bool(state["trusted"])
         self._latched = None
@@ -228,12 +254,27 @@ class Judge:
             known_S | history.enough_S,
         )
 
-    def _limits(self, known: Statistics) -> Tensor:
-        """The largest of each that passes; infinite: there is none, or too short a history to say."""
-        level_S, scatter_S, enough_S = known
-        of_L = self._signals_L
-        margin_L = torch.maximum(self._deviations_L * scatter_S[of_L], self._rises_L)
-        return torch.where(enough_S[of_L], (level_S[of_L] + margin_L).exp(), math.inf)
+    def _ordinary_limits(self, known: Statistics) -> Tensor:
+        """Limits by the recent history alone; infinite if there is none, or a signal has no factor."""
+        margin_S = torch.maximum(self._policy.deviations * known.scatter_S, self._rises_S)
+        return torch.where(known.enough_S, (known.level_S + margin_S).exp(), math.inf)
+
+    def _suspect_limits(self, known: Statistics, ordinary_S: Tensor) -> Tensor:
+        """Limits above which a step is recomputed. That costs little, so the norm's limit ignores scatter."""
+        norm_limit = known.level_S[0].exp() * (self._policy.suspect_factor or self._policy.factor)
+        norm_limit = torch.where(known.enough_S[0], norm_limit, math.inf)
+        return torch.cat([norm_limit[None], ordinary_S[1:]])
+
+    def _proven_limits(self, known: Statistics, ordinary_S: Tensor) -> Tensor:
+        """Limits of a recomputed step that has the same numbers again. Any finite loss then passes."""
+        level_S = torch.where(known.enough_S, known.level_S, -math.inf)
+        largest_S = self._memory.largest_S.maximum(level_S)
+        norm_limit, _, logit_limit = self._raised(ordinary_S, largest_S, self._policy.proven_factor).unbind()
+        return torch.stack([norm_limit, torch.full_like(norm_limit, math.inf), logit_limit])
+
+    def _raised(self, limits_S: Tensor, logs_S: Tensor, factor: float) -> Tensor:
+        """Limits, at least `factor` times the remembered numbers."""
+        return torch.where(self._remembered_S, limits_S.maximum(factor * logs_S.exp()), limits_S)
 
     def _far_logit_limit(self) -> Tensor:
         """The largest logit by those of long ago: one that grows with each step takes its level along.
@@ -242,7 +283,7 @@ class Judge:
         the cube of what a step may rise by.
         """
         known = self._history.statistics()
-        margin = torch.maximum(self._deviations_L[2] * known.scatter_S[2], 3 * self._rises_L[2])
+        margin = torch.maximum(self._policy.deviations * known.scatter_S[2], 3 * self._rises_S[2])
         limit = (self._history.far_level(signal=2) + margin).exp()
         return torch.where(known.enough_S[2], limit, math.inf)
 

@@ -846,7 +846,7 @@ positive = st.floats(0, exclude_min=True, allow_infinity=False)
 not_negative = st.floats(0, allow_infinity=False)
 fraction = st.floats(0, 1, exclude_max=True)
 part = st.floats(0, 1, exclude_min=True)
-paths = st.none() | st.text()
+paths = st.none() | st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]))
 
 
 latents = st.fixed_dictionaries(
@@ -938,7 +938,10 @@ def valid_models(draw):
         "use_rope": use_rope,
         "rope_theta": draw(positive) if use_rope else 10_000.0,
         "rope_scaling": draw(st.none() | scalings) if use_rope else None,
-        "architecture": {"n_stacks": draw(counts), "blocks_per_stack": draw(counts)},
+        "architecture": {
+            "n_stacks": draw(st.integers(1, 100)),
+            "blocks_per_stack": draw(st.integers(1, 100)),
+        },
     }
 
 
@@ -1244,7 +1247,7 @@ class TestYaml:
     @pytest.mark.parametrize("content", HOSTILE_BYTES.values(), ids=HOSTILE_BYTES.keys())
     def test_hostile_bytes(self, yaml_file, content):
         yaml_file.write_bytes(content)
-        with pytest.raises(ConfigError, match="problem"):
+        with pytest.raises(ConfigError, match=r"config\.yaml: "):
             StackWiseConfig.from_yaml(yaml_file)
 
     @pytest.mark.parametrize(
@@ -1858,3 +1861,16 @@ class TestFuzz:
         except ConfigError as error:
             problems = error.problems
         assert all(len(line) < 2000 for line in problems)
+
+
+@pytest.mark.parametrize("key", ["data.dataset_path", "data.tokenizer", "training.checkpoint_dir"])
+def test_text_with_a_nul_character_is_refused(key):
+    section, name = key.split(".")
+    with pytest.raises(ConfigError, match=f"{key}: got .*; allowed: text without NUL characters"):
+        StackWiseConfig.from_dict({section: {name: "a\0b"}})
+
+
+def test_blocks_of_a_rack_are_at_most_ten_thousand():
+    architecture = {"n_stacks": 1000, "blocks_per_stack": 11}
+    with pytest.raises(ConfigError, match=r"blocks_per_stack: got 11 \(int\); at most 10, for 10,000 Blocks"):
+        StackWiseConfig.from_dict({"model": {"architecture": architecture}})

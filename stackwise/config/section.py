@@ -85,6 +85,13 @@ class Section(BaseModel):
 
     @field_validator("*")
     @classmethod
+    def _without_nul(cls, value: Any) -> Any:
+        if isinstance(value, str) and "\0" in value:
+            raise ValueError("allowed: text without NUL characters")
+        return value
+
+    @field_validator("*")
+    @classmethod
     def _applies(cls, value: Any, info: ValidationInfo) -> Any:
         other, allowed = cls.applies.get(info.field_name or "", ("", ()))
         if other not in info.data or info.data[other] in allowed:

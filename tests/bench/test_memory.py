@@ -28,6 +28,7 @@ def test_bars_are_ratios_of_peaks():
         assert bar.value == 0.3
         assert bar.verdict == ("PASS" if bar.name.endswith("4 units") else "SHORT")
     assert (made[-1].value, made[-1].verdict) == (1.0, "PASS")
+    assert {bar.judge(quick=True) for bar in made} == {"not judged"}
 
 
 @pytest.mark.parametrize("found", [{}, {run.name: {"peak_bytes": None} for run in plan(BASE)}])

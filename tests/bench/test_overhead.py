@@ -82,5 +82,6 @@ def test_the_bars_are_of_the_trainer_and_of_the_monitor(monkeypatch, tmp_path):
         ("trainer d16 L2 2x8", 1.01, True),
         ("monitored d16 L2 2x8", 1.01, True),
     ]
+    assert {bar.judge(quick=True) for bar in claim.bars} == {"not judged"}
     [figures, _] = claim.figures.values()
     assert figures["times_plain"].keys() == {"trainer", "bare again", "monitored", "items"}

@@ -24,7 +24,7 @@ print(time.perf_counter() - start, *sorted(set(sys.modules) - before))
 LATE = """
 import sys
 import pytest_stackwise as plugin
-assert plugin.__all__ == ["parametrize_with_checks"]
+assert plugin.__all__ == ["StackwiseWarning", "parametrize_with_checks"]
 assert plugin.parametrize_with_checks.__module__ == "pytest_stackwise.checks"
 assert "torch" not in sys.modules
 try:

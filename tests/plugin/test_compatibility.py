@@ -5,7 +5,7 @@ import pytest
 EVERYTHING = """
 import models, pytest
 from pytest_stackwise import parametrize_with_checks
-@parametrize_with_checks([models.plain, models.leaky], checks=["causality"])
+@parametrize_with_checks([models.conv, models.leaky], checks=["causality"])
 def test_model(spec, check): check(spec)
 @pytest.mark.nan_injection(step=2)
 @pytest.mark.seq_lengths(4, 8)
@@ -16,7 +16,7 @@ def test_speed(throughput): throughput(models.plain, **models.QUICK)
 def test_gpu(): pass
 """
 IDS = [
-    "test_it.py::test_model[plain-causality]",
+    "test_it.py::test_model[conv-causality]",
     "test_it.py::test_model[leaky-causality]",
     "test_it.py::test_fault[T4]",
     "test_it.py::test_fault[T8]",
@@ -43,7 +43,7 @@ def test_without_a_terminal_the_exit_code_and_the_report_still_tell(run, report)
     result = run("-p", "no:terminal", "--stackwise-report=out.json")
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     assert report()["failed_tests"] == ["test_it.py::test_model[leaky-causality]"]
-    assert run("-p", "no:terminal", "-k", "plain").ret == pytest.ExitCode.OK
+    assert run("-p", "no:terminal", "-k", "conv").ret == pytest.ExitCode.OK
 
 
 def test_without_the_plugin_itself_nothing_passes_by_mistake(run_apart, every_check):

@@ -30,7 +30,7 @@ def test_it({fixture}):
 LATE = """
 import sys
 import pytest_stackwise as plugin
-assert plugin.__all__ == ["parametrize_with_checks"]
+assert plugin.__all__ == ["StackwiseWarning", "parametrize_with_checks"]
 assert plugin.parametrize_with_checks.__module__ == "pytest_stackwise.checks"
 assert "torch" not in sys.modules
 try:

@@ -131,7 +131,7 @@ def test_gpu_switched_off_in_the_ini_file(pytester, run):
 def test_options_in_native_toml(pytester, folder, run, report, driven):
     (folder / "pyproject.toml").write_text(
         "[tool.pytest]\nstackwise_gpu = false\nstackwise_device = 'cpu'\nstackwise_seed = '3'\n"
-        "stackwise_model = ['models:plain']\nstackwise_report = 'out'\n"
+        "stackwise_model = ['models:conv']\nstackwise_report = 'out'\nstackwise_strict = true\n"
     )
     run().assert_outcomes(passed=7)
     assert set(driven) == {("cpu", 3)}

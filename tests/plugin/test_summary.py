@@ -33,7 +33,6 @@ def test_section_has_every_kind_of_record(pytester, run):
         [
             "*= stackwise =*",
             "checks of leaky",
-            "  PASS  determinism *",
             "  FAIL  causality *position * reads token *",
             "stability",
             "  caught *plain  T=16, 4 steps, nan_injection(step=2*",

@@ -53,7 +53,7 @@ def outcomes(folder, name="out.xml"):
     return found
 
 
-@pytest.mark.parametrize("factory", ["libraries:llama", "libraries:decoder", "models:conv", "models:plain"])
+@pytest.mark.parametrize("factory", ["libraries:llama", "libraries:decoder", "models:conv"])
 def test_sound_model_passes_without_any_test(libraries, run, report, factory):
     result = run(f"--stackwise-model={factory}", "--stackwise-report=out.json", "-v")
     result.assert_outcomes(passed=7)

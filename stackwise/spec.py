@@ -202,7 +202,7 @@ class ModelSpec:
 
     @cached_property
     def n_parameters(self) -> int:
-        """Number of parameters of the model, which is built once to count them. 0: `build` returns no model."""
+        """Number of parameters of the model, which is built once to count them. 0: it is no model."""
         with seeded(0):
             model = self.build()
         return sum(p.numel() for p in model.parameters()) if isinstance(model, nn.Module) else 0

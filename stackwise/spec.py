@@ -205,8 +205,10 @@ class ModelSpec:
 
     @cached_property
     def n_parameters(self) -> int:
-        """Number of parameters of the model, which is built once to count them."""
-        return sum(p.numel() for p in self.create().parameters())
+        """Number of parameters of the model, which is built once to count them. 0: it is no model."""
+        with seeded(0):
+            model = self.build()
+        return sum(p.numel() for p in model.parameters()) if isinstance(model, nn.Module) else 0
 
     def create(self, device: torch.device | str = "cpu", seed: int = 0) -> nn.Module:
         """A fresh model on `device`, built under `seed`. The caller's random state is untouched."""

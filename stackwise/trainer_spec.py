@@ -257,8 +257,10 @@ class TrainerSpec:
 
     @cached_property
     def n_parameters(self) -> int:
-        """Number of parameters of the model, of a run that is set up once to count them."""
-        return sum(p.numel() for p in self.create().model.parameters())
+        """Number of parameters of the model, in a run that is set up once to count them. 0: it is no run."""
+        with seeded(0):
+            run = self.build()
+        return sum(p.numel() for p in run.model.parameters()) if isinstance(run, TrainingRun) else 0
 
     def create(self, device: torch.device | str = "cpu", seed: int = 0) -> TrainingRun:
         """A fresh run, set up under `seed`. The caller's random state is untouched."""

@@ -15,18 +15,18 @@ __all__ = ["GuardPolicy"]
 class GuardPolicy:
     """In the order of escalation: clip, leave out, rewind, raise.
 
-    A step whose loss or gradient is not finite is always broken. A finite step is broken if its gradient norm, its
-    loss or its largest attention logit is a spike. docs/guard.md has the whole rule.
+    A step whose loss or gradient is not finite is always broken. A finite step is broken if its gradient
+    norm, its loss or its largest attention logit is a spike. docs/guard.md has the whole rule.
 
     Attributes:
         clip: global gradient norm of every update, at most; None: it is not clipped.
         deviations: of a spike, in MADs of the change from step to step.
         factor: a rise of the gradient norm above the recent level that is never a spike.
-        suspect_factor: a rise of the norm above the recent level that makes the guard recompute the step, if it
-            can (`loss_of` and `batches`). If the recomputed norm is less than half as large, the batch did not
-            cause the rise. None: no step is recomputed on suspicion. Unused with `spikes_clipped`.
-        proven_factor: multiple of the largest norm of the run that is never a spike if a recomputation has the
-            same norm again.
+        suspect_factor: a rise of the norm above the recent level that makes the guard recompute the step, if
+            it can (`loss_of` and `batches`). If the recomputed norm is less than half as large, the batch did
+            not cause the rise. None: no step is recomputed on suspicion. Unused with `spikes_clipped`.
+        proven_factor: multiple of the largest norm of the run that is never a spike if a recomputation has
+            the same norm again.
         loss_factor: a rise of the loss above the recent level that is never a spike; None: any finite loss
             passes.
         logit_factor: the same of the largest attention logit, where it is given; None: it is no signal.

@@ -15,20 +15,20 @@ __all__ = ["GuardPolicy"]
 class GuardPolicy:
     """In the order of escalation: clip, leave out, rewind, raise.
 
-    A step whose loss or gradient is not finite is always broken. A finite one is where its gradient norm, its
-    loss, or its largest attention logit is a spike, as `SpikeDetector` has it.
+    A step whose loss or gradient is not finite is always broken. A finite step is broken if its gradient
+    norm, its loss or its largest attention logit is a spike. docs/guard.md has the whole rule.
 
     Attributes:
         clip: global gradient norm of every update, at most; None: it is not clipped.
         deviations: of a spike, in MADs of the change from step to step.
-        factor: a rise of the gradient norm that is never a spike, where a step cannot be computed again.
-            There is none that tells sound from broken: sound norms may rise fifteenfold at once, while ten
-            times a small one is less than five times the one before.
-        suspect_factor: a rise that makes the guard compute the step again, where it knows how (`loss_of`
-            and `batches`). If the norm is then less than half of what it was, something else than the batch
-            broke it. None: `factor` alone counts. With `spikes_clipped` it has no say.
-        proven_factor: a rise that is never a spike if the step has it again when it is computed again.
-        loss_factor: the same of the loss; None: the loss is only asked to be finite.
+        factor: a rise of the gradient norm above the recent level that is never a spike.
+        suspect_factor: a rise of the norm above the recent level that makes the guard recompute the step, if
+            it can (`loss_of` and `batches`). If the recomputed norm is less than half as large, the batch did
+            not cause the rise. None: no step is recomputed on suspicion. Unused with `spikes_clipped`.
+        proven_factor: multiple of the largest norm of the run that is never a spike if a recomputation has
+            the same norm again.
+        loss_factor: a rise of the loss above the recent level that is never a spike; None: any finite loss
+            passes.
         logit_factor: the same of the largest attention logit, where it is given; None: it is no signal.
             One that grows from step to step may not exceed the median of the whole history by more than
             the cube of it.
@@ -39,7 +39,7 @@ class GuardPolicy:
         spikes_clipped: spikes of the gradient in a row that are taken, with the gradient clipped to the
             level of the sound steps before; those that follow are left out.
         patience: alarms in a row, of updates left out, that are borne: the last of them rewinds, and where
-            there is no rewind left the next one raises.
+            there is no rewind left the next one raises. A finite spike that may be of its batch never raises.
         rewinds: how often training may go back without `snapshot_interval` sound steps in a row between.
         snapshot_interval: the most steps that a rewind may cost; None: no snapshot is taken.
         snapshot_on_host: keep the snapshot in host memory, pinned where the model is on CUDA; else beside

@@ -27,6 +27,7 @@ from tests.stability.guard.guarded_run import (
     N,
     Outcome,
     Small,
+    element,
     guarded,
     loss_of,
     made,
@@ -84,7 +85,7 @@ def test_a_step_of_several_batches_is_computed_again_whole(factor):
     assert guard.quarantined == []
 
 
-def test_a_loss_that_several_batches_have_is_theirs():
+def test_recomputed_loss_is_that_of_all_micro_batches():
     torch.manual_seed(0)
     model, data = Small(), make_data()
     wrong = {id(batch) for batch in data[60:64]}
@@ -98,15 +99,14 @@ def test_a_loss_that_several_batches_have_is_theirs():
         if place % 4 == 3:
             guard.step(total)
             total = 0.0
-    assert [(a.step, a.kind, a.action) for a in guard.alarms] == [(15, "loss spike", "skipped")]
-    assert guard.quarantined == [(0, place) for place in range(60, 64)]
+    assert (guard.alarms, guard.cleared) == ([], 1)
 
 
 @pytest.mark.parametrize("lag", [0, 3])
 def test_the_optimizer_is_left_as_it_was(lag):
     run = guarded("fused adamw", policy=GuardPolicy(clip=1e-3), lag=lag)
     assert (run.optimizer.found_inf, run.optimizer.grad_scale) == (None, None)
-    run = guarded("fused adamw", times(10, *range(60, N)), lag=lag)
+    run = guarded("fused adamw", element(math.nan, *range(60, N)), lag=lag)
     assert run.error is not None
     assert (run.optimizer.found_inf, run.optimizer.grad_scale) == (None, None)
 
@@ -144,7 +144,7 @@ def test_clipped_spikes_are_counted_once(lag):
 @pytest.mark.parametrize("lag", [0, 4])
 def test_nothing_is_lost_where_it_ends(lag):
     data = make_data()
-    run = guarded("fused adamw", times(10, *range(60, N)), data=data, lag=lag)
+    run = guarded("fused adamw", element(math.nan, *range(60, N)), data=data, lag=lag)
     assert run.error is not None
     again = made("fused adamw", 0)
     guard = Guard(again.model, again.optimizer, policy=POLICY)

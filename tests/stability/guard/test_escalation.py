@@ -33,6 +33,14 @@ def test_without_a_snapshot_it_stops_one_later_than_it_would_go_back():
     assert answers(Escalation(POLICY), alarms, can_rewind=False) == [(action, False) for action in actions]
 
 
+@pytest.mark.parametrize("reproduced", [True, None])
+@pytest.mark.parametrize("kind", ["gradient spike", "loss spike"])
+def test_a_finite_spike_that_may_be_of_its_batch_never_stops_training(kind, reproduced):
+    spike = replace(LOOP, kind=kind, reproduced=reproduced)
+    found = answers(Escalation(POLICY), [with_batch(spike, i) for i in range(9)])
+    assert [action for action, _ in found] == ["skipped"] * 2 + ["rewound"] + ["skipped"] * 6
+
+
 def test_a_step_that_broke_in_the_loop_alone_has_its_batch_again():
     escalation = Escalation(POLICY)
     assert answers(escalation, [LOOP, LOOP]) == [("retried", True), ("retried", True)]

@@ -63,9 +63,10 @@ def test_each_signal_has_the_limits_of_its_own_numbers(norms, losses, deviations
     assert found.loss_limit.item() == pytest.approx(expected_limit(losses, deviations, factor), rel=1e-9)
     assert found.logit_limit.item() == math.inf
     assert doubted.norm_limit.item() == pytest.approx(expected_limit(norms, 0.0, suspect), rel=1e-9)
-    assert doubted.proven_limit.item() == pytest.approx(
-        expected_limit(norms, deviations, factor + 1), rel=1e-9
-    )
+    largest = math.exp(max(math.log(norm) - (count - 1 - i) / 2000 for i, norm in enumerate(norms)))
+    level = expected_limit(norms, 0.0, 1.0)
+    proven = max(found.norm_limit.item(), (factor + 1) * max(level, largest))
+    assert doubted.proven_limit.item() == pytest.approx(proven, rel=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -143,6 +144,59 @@ def test_a_signal_that_is_not_given_keeps_what_it_knew():
     for _ in range(20):
         decide(judge)
     assert kind_of(judge, logit=100.0) == "logit growth"
+
+
+@pytest.mark.parametrize("signal", ["norm", "loss"])
+def test_a_skipped_spike_is_remembered(signal):
+    judge = trained()
+    assert kind_of(judge, **{signal: 100.0}) is not None
+    assert kind_of(judge, **{signal: 990.0}) is None
+    assert kind_of(judge, **{signal: 9950.0}) is not None
+
+
+def test_a_remembered_spike_fades():
+    judge = trained()
+    decide(judge, norm=100.0)
+    for _ in range(2000):
+        decide(judge)
+    assert kind_of(judge, norm=100.0 * 10 / math.e * 1.01) is not None
+
+
+def test_numbers_of_zero_give_no_limit():
+    judge = Judge(GuardPolicy(), CPU)
+    assert not any(int(decide(judge, norm=0.0, loss=0.0).code) for _ in range(50))
+    assert kind_of(judge, norm=100.0, loss=100.0) is None
+
+
+def test_ordinary_norms_are_not_remembered_as_spikes():
+    judge = Judge(GuardPolicy(), CPU)
+    norms = [100.0, *(100.0 * 0.9**n for n in range(60))]
+    assert not any(int(decide(judge, norm=norm).code) for norm in norms)
+    assert kind_of(judge, norm=10 * norms[-1]) == "gradient spike"
+
+
+def test_a_recomputed_step_may_be_as_large_as_any_before():
+    judge = Judge(GuardPolicy(), CPU)
+    for norm in [100.0] * 8 + [1.0] * 20:
+        decide(judge, norm=norm, suspect=True)
+    assert kind_of(judge, norm=2900.0, suspect=True) == "gradient spike"
+    judge.trust()
+    assert kind_of(judge, norm=2900.0, loss=1e6, suspect=True) is None
+    judge.trust()
+    assert kind_of(judge, norm=1e6, suspect=True) == "gradient spike"
+
+
+def test_a_recomputed_spike_is_learned_with_the_next_healthy_step():
+    judge = trained()
+    for at_once in (False, True):
+        decide(judge, norm=1e4, suspect=True)
+        judge.learn(at_once=at_once)
+        judge.trust()
+        passes = kind_of(judge, norm=1e4, suspect=True) is None
+        assert passes == at_once
+    decide(judge, suspect=True)
+    judge.trust()
+    assert kind_of(judge, norm=1e4, suspect=True) is None
 
 
 def test_a_step_that_is_made_again_is_held_against_itself():

@@ -16,6 +16,7 @@ from tests.stability.guard.guarded_run import (
     loss_of,
     make_data,
     plain,
+    same,
     times,
 )
 
@@ -108,26 +109,56 @@ def test_signals_can_be_left_out():
     assert guard.alarms == []
 
 
-def test_a_rarer_source_that_is_left_out_each_time_is_told_of():
+def own_spikes(factor, *steps):
+    """Data, and a loss that its batches at `steps` multiply by `factor`."""
     data = make_data()
-    rare = [id(batch) for batch in data[20::5]]
+    spiking = {id(data[step]) for step in steps}
 
     def compute(model, batch):
-        return loss_of(model, batch) * (6 if id(batch) in rare else 1)
+        return loss_of(model, batch) * (factor if id(batch) in spiking else 1)
 
-    with pytest.warns(RuntimeWarning, match="steps between sound ones were left out for a loss") as told:
-        run = guarded("sgd", data=data, loss_of=compute, policy=GuardPolicy(patience=2))
-    first, second = (str(warning.message) for warning in told)
-    assert first.startswith("8 steps") and "the last 8: (0, 20), (0, 25)," in first and "(0, 55). " in first
-    assert second.startswith("16 steps") and "the last 8: (0, 60), (0, 65)," in second
-    assert run.guard.quarantined == [(0, place) for place in range(20, N, 5)]
+    return {"data": data, "loss_of": compute}
 
 
-def test_batches_in_a_row_are_no_source():
-    data = make_data()
-    broken = [id(batch) for start in (20, 40, 60, 80) for batch in data[start : start + 4]]
+def test_a_rare_source_with_larger_gradients_raises_no_alarm():
+    run = guarded("adamw", **own_spikes(6, *range(20, N, 5)))
+    assert (run.guard.alarms, run.guard.quarantined) == ([], [])
+    assert run.guard.cleared > 0
 
-    def compute(model, batch):
-        return loss_of(model, batch) * (6 if id(batch) in broken else 1)
 
-    assert len(guarded("sgd", data=data, loss_of=compute).guard.quarantined) == 16
+def test_consecutive_huge_gradients_of_batches_are_all_skipped():
+    run = guarded("sgd", **own_spikes(1000, *range(60, 64)))
+    assert [a.step for a in run.guard.alarms] == [60, 61, 62, 63]
+
+
+def test_a_huge_gradient_of_a_batch_is_learned_after_the_row():
+    run = guarded("adamw", **own_spikes(1000, 60, 80))
+    assert [a.step for a in run.guard.alarms] == [60]
+
+
+def test_a_lasting_change_of_the_data_does_not_stop_training():
+    run = guarded("adamw", **own_spikes(1000, *range(60, N)))
+    assert run.error is None
+    assert [a.step for a in run.guard.alarms] == list(range(60, 71))
+    assert [a.action for a in run.guard.alarms].count("rewound") == 1
+
+
+def test_a_spike_that_cannot_be_recomputed_is_skipped_once():
+    run = guarded("fused adamw", times(10, *range(60, N)))
+    assert run.error is None
+    assert [(a.step, a.kind, a.action) for a in run.guard.alarms] == [(60, "gradient spike", "skipped")]
+
+
+@pytest.mark.parametrize("lag", [1, 4])
+def test_spikes_are_remembered_alike_with_a_lag(lag):
+    at_once, late = (guarded("fused adamw", times(50, 40, 41, 60), lag=each) for each in (0, lag))
+    assert repr(late.guard.alarms) == repr(at_once.guard.alarms) != "[]"
+    assert same(late.state, at_once.state)
+
+
+@pytest.mark.parametrize("lag", [1, 4])
+def test_recomputed_spikes_are_remembered_alike_with_a_lag(lag):
+    spikes = own_spikes(1000, 40, 41, 60)
+    at_once, late = (guarded("fused adamw", lag=each, **spikes) for each in (0, lag))
+    assert repr(late.guard.alarms) == repr(at_once.guard.alarms) != "[]"
+    assert same(late.state, at_once.state)

@@ -33,9 +33,13 @@ ASKED = {
     "model", MODELS, ids=lambda model: f"{model.__module__.split('.')[-1]}-{model.__name__}"
 )
 def test_healthy_model_passes_every_check(model):
-    results = {result.check: result for result in check_model(model)}
+    no_cache = model.__module__ == nanogpt.__name__
+    accepted = {"cache_decoding": "generate() runs the whole sequence for each token"} if no_cache else {}
 
-    assert [str(r) for r in results.values() if r.status not in ("passed", "not applicable")] == []
+    results = {result.check: result for result in check_model(model, accepted_warnings=accepted)}
+
+    found = {check for check, r in results.items() if r.status not in ("passed", "not applicable")}
+    assert found == accepted.keys()
     passed = {name for name, result in results.items() if result.status == "passed"}
     assert passed >= ASKED[model.__module__.split(".")[-1]]
 

@@ -168,7 +168,8 @@ class Guard:
         self._last_made: _Made | None = None
         self._overflowed = False
         self._records: deque[GuardRecord] = deque(maxlen=_KEPT_RECORDS)
-        self._healthy_norms: deque[dict[str, float]] = deque(maxlen=self.policy.recent)
+        # Of the last healthy steps, with their numbers.
+        self._healthy_norms: deque[tuple[int, dict[str, float]]] = deque(maxlen=self.policy.recent)
         self.alarms: list[Alarm] = []
         self.skipped = self.cleared = 0
         self._escalation = Escalation(self.policy)
@@ -476,7 +477,7 @@ class Guard:
             "feed": self._feed.state_dict(),
             "made_before": self._made_before.state_dict(),
             "alarms": [alarm.to_dict() for alarm in self.alarms],
-            "reference": usual_norms(self._healthy_norms),
+            "reference": self._usual_norms(),
             "skipped": self.skipped,
             "cleared": self.cleared,
             "escalation": self._escalation.state_dict(),
@@ -513,7 +514,7 @@ class Guard:
         self._examined_until = None
         self.alarms = [Alarm.from_dict(alarm) for alarm in state["alarms"]]
         self._healthy_norms.clear()
-        self._healthy_norms.append(dict(state["reference"]))
+        self._healthy_norms.append((-1, dict(state["reference"])))
         self.skipped, self.cleared = state["skipped"], state["cleared"]
         self._escalation.load_state_dict(state["escalation"])
         self._left_out = state.get("left_out", True)
@@ -669,7 +670,7 @@ class Guard:
         if kind is None and found_inf:  # an overflow, which the scaler has answered
             return
         if kind is None:
-            self._healthy_norms.append(norms)
+            self._healthy_norms.append((made.step, norms))
             self._look_for_clipping(norm, norms)
             if self.policy.snapshot_interval is not None and made.batches:
                 self._made_before.note(made.step, norm, loss, logit)
@@ -685,7 +686,7 @@ class Guard:
         }[kind]
         ids = tuple(given.id for given in made.batches) or None
         limit = None if limit is None or math.isinf(limit) else limit
-        where = blamed(norms, usual_norms(self._healthy_norms))
+        where = blamed(norms, self._usual_norms())
         if kind == "non-finite buffer":
             own = [] if made.buffers is None else made.buffers.names()
             # It may be a buffer of another process.
@@ -772,6 +773,8 @@ class Guard:
         self._snapshot.restore()
         self._moment.restore(self.optimizer, self.scheduler, self._others)
         self._judge.load_state_dict(self._judged)
+        before = [each for each in self._healthy_norms if each[0] < self._snapshot_step]
+        self._healthy_norms = deque(before, self._healthy_norms.maxlen)
         # The history is as short again as it was then, and may not tell a fault that goes on.
         self._made_before.recall()
         self._feed.give_all_again(later)
@@ -795,6 +798,9 @@ class Guard:
 
     def _made_rows(self) -> RingBuffer[_Made]:
         return RingBuffer(max(4, 2 * (self._lag + 1)), _SCALARS + len(self._named), self._device)
+
+    def _usual_norms(self) -> dict[str, float]:
+        return usual_norms(norms for _, norms in self._healthy_norms)
 
     def _norms(self) -> Tensor:
         """Of each gradient, in the order of `self._names()`."""

@@ -145,7 +145,9 @@ class Referred(torch.optim.Optimizer):
 
 
 def accelerated(model):
-    return Accelerator(cpu=True).prepare(Contained(*parts(model)))
+    accelerator = Accelerator(cpu=True)
+    with accelerator.accumulate(model):  # each step is an update, whatever ran in this process before
+        return accelerator.prepare(Contained(*parts(model)))
 
 
 def own_muon(model):

@@ -24,6 +24,7 @@ ROOMS = [
     "logit_bound",
     "factory",
     "call_form",
+    "cached_call",
     "capability",
     "inference",
     "spec",

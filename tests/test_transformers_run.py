@@ -1,6 +1,7 @@
 """TransformersRun: each thing that it offers is what the Trainer itself does."""
 
 import json
+from dataclasses import fields
 
 import pytest
 import torch
@@ -258,7 +259,9 @@ def test_a_subclass_with_a_bug_is_caught(trainer_of):
 
 
 def test_activations_are_recomputed_where_it_would(trainer_of):
-    plain, run = run_of(trainer_of), run_of(trainer_of, activation_checkpointing=True)
+    names = {each.name for each in fields(transformers.TrainingArguments)}
+    switch = "activation_checkpointing" if "activation_checkpointing" in names else "gradient_checkpointing"
+    plain, run = run_of(trainer_of), run_of(trainer_of, **{switch: True})
     calls = []
     for each in (plain, run):
         layer = each.model.model.layers[0].self_attn

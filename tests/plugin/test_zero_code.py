@@ -214,9 +214,9 @@ class TestFactoryThatCannotBeDriven:
         assert result.ret == pytest.ExitCode.TESTS_FAILED
         assert text in result.stdout.str()
         result.stdout.fnmatch_lines(["SKIPPED*the model cannot be driven: *; see ::model"])
-        assert [name for name, verdict in outcomes(folder).items() if verdict == "failure"] == [
-            f"stackwise[models:{factory}]::model"
-        ]
+        # pytest before 9.2 writes an empty class name in front.
+        failed = [name for name, verdict in outcomes(folder).items() if verdict == "failure"]
+        assert [name.removeprefix("::") for name in failed] == [f"stackwise[models:{factory}]::model"]
 
     def test_is_told_without_the_frames_of_pytest(self, run, factory, text):
         result = run(f"--stackwise-model=models:{factory}")

@@ -696,7 +696,7 @@ class Guard:
         if not found_inf:
             self.alarms.append(replace(alarm, action="clipped"))
         else:
-            self._answer(made, alarm, norms, math.inf if kind == "loss spike" else proven_limit)
+            self._answer(made, alarm, norms, proven_limit)
 
     def _look_for_logits(self) -> None:
         """Say it once where a limit is set and nothing comes that could exceed it."""

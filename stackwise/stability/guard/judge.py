@@ -3,7 +3,7 @@
 A number of a step is unusual if it is above its ordinary limit: far above the last healthy steps. An unusual
 number is a spike unless the run has shown numbers of its size before (`SpikeMemory`). If the guard can
 recompute steps, every unusual step is recomputed instead. If it has the same numbers again, it is a spike
-only if its norm is far above every norm that the run has shown.
+only if its norm or loss is far above every one that the run has shown.
 
 Shapes: P parameters with a gradient; S signals: norm, loss, attention logit.
 """
@@ -51,7 +51,8 @@ class Decision(NamedTuple):
         norm: global L2 norm of the gradient.
         logit: the largest attention logit; NaN: it was not given.
         norm_limit: the largest norm that passed; infinite: any finite one.
-        proven_limit: largest norm that passes if a recomputation has it again.
+        proven_limit: largest loss after a loss spike, otherwise largest norm, that passes if a recomputation has
+            it again.
         loss_limit: the largest loss that passed; infinite: any finite one.
         logit_limit: the same of the attention logit.
         norms_P: of the gradients.
@@ -94,6 +95,9 @@ class Judge:
         self._memory = SpikeMemory(signals=3, device=device, dtype=wide)
         no_limit = (policy.loss_factor or math.inf, policy.logit_factor or math.inf)
         self._rises_S = torch.tensor((policy.factor, *no_limit), dtype=wide, device=device).log()
+        # Without a loss_factor the ordinary limit of the loss is infinite.
+        proven = (policy.proven_factor, policy.loss_factor or 1.0, 1.0)
+        self._proven_factors_S = torch.tensor(proven, dtype=wide, device=device)
         # Attention logits cannot be recomputed, and their steady growth is a fault: they have no memory.
         self._remembered_S = torch.tensor([True, True, False], device=device)
         self._spikes_S = torch.tensor([_SPIKE, _LOSS, _LOGIT], device=device)
@@ -192,7 +196,7 @@ class Judge:
             norm,
             logit,
             norm_limit,
-            proven_S[0],
+            torch.where(code == _LOSS, proven_S[1], proven_S[0]),
             loss_limit,
             logit_limit,
             norms_P,
@@ -266,13 +270,11 @@ class Judge:
         return torch.cat([norm_limit[None], ordinary_S[1:]])
 
     def _proven_limits(self, known: Statistics, ordinary_S: Tensor) -> Tensor:
-        """Limits of a recomputed step that has the same numbers again. Any finite loss then passes."""
+        """Limits of a recomputed step that has the same numbers again: factors of the largest ones so far."""
         level_S = torch.where(known.enough_S, known.level_S, -math.inf)
-        largest_S = self._memory.largest_S.maximum(level_S)
-        norm_limit, _, logit_limit = self._raised(ordinary_S, largest_S, self._policy.proven_factor).unbind()
-        return torch.stack([norm_limit, torch.full_like(norm_limit, math.inf), logit_limit])
+        return self._raised(ordinary_S, self._memory.largest_S.maximum(level_S), self._proven_factors_S)
 
-    def _raised(self, limits_S: Tensor, logs_S: Tensor, factor: float) -> Tensor:
+    def _raised(self, limits_S: Tensor, logs_S: Tensor, factor: float | Tensor) -> Tensor:
         """Limits, at least `factor` times the remembered numbers."""
         return torch.where(self._remembered_S, limits_S.maximum(factor * logs_S.exp()), limits_S)
 

@@ -195,11 +195,11 @@ def same(a, b):
 
 FAULTS = {
     "x10": lambda s: (times(10, s), [s], "gradient spike", "all modules (gradients x"),
-    "x10 ten times": lambda s: (
-        times(10, *range(s, s + 10)),
+    "nan ten times": lambda s: (
+        times(math.nan, *range(s, s + 10)),
         list(range(s, s + 10)),
-        "gradient spike",
-        "all modules (gradients x",
+        "non-finite gradient",
+        "all modules (non-finite gradients)",
     ),
     "x1000": lambda s: (times(1000, s), [s], "gradient spike", "all modules (gradients x"),
     "nan": lambda s: (element(math.nan, s), [s], "non-finite gradient", "layers.1.up.weight"),

@@ -51,8 +51,7 @@ class Decision(NamedTuple):
         norm: global L2 norm of the gradient.
         logit: the largest attention logit; NaN: it was not given.
         norm_limit: the largest norm that passed; infinite: any finite one.
-        proven_limit: largest loss after a loss spike, otherwise largest norm, that passes if a recomputation has
-            it again.
+        proven_limit: largest value of the spiking signal that passes if a recomputation has it again.
         loss_limit: the largest loss that passed; infinite: any finite one.
         logit_limit: the same of the attention logit.
         norms_P: of the gradients.

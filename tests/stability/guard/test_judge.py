@@ -57,7 +57,8 @@ def test_each_signal_has_the_limits_of_its_own_numbers(norms, losses, deviations
     for norm, loss in zip(norms, losses, strict=True):
         decide(judge, norm, loss)
         decide(doubting, norm, loss, suspect=True)
-    found, doubted = decide(judge), decide(doubting, suspect=True)
+    # A loss of 0 is no spike: the limits are those of the norm.
+    found, doubted = decide(judge, loss=0.0), decide(doubting, loss=0.0, suspect=True)
     assert found.norm_limit.item() == pytest.approx(expected_limit(norms, deviations, factor), rel=1e-9)
     assert found.proven_limit.equal(found.norm_limit)
     assert found.loss_limit.item() == pytest.approx(expected_limit(losses, deviations, factor), rel=1e-9)
@@ -181,9 +182,11 @@ def test_a_recomputed_step_may_be_as_large_as_any_before():
         decide(judge, norm=norm, suspect=True)
     assert kind_of(judge, norm=2900.0, suspect=True) == "gradient spike"
     judge.trust()
-    assert kind_of(judge, norm=2900.0, loss=1e6, suspect=True) is None
+    assert kind_of(judge, norm=2900.0, loss=2.9, suspect=True) is None
     judge.trust()
     assert kind_of(judge, norm=1e6, suspect=True) == "gradient spike"
+    judge.trust()
+    assert kind_of(judge, loss=1e6, suspect=True) == "loss spike"
 
 
 def test_a_recomputed_spike_is_learned_with_the_next_healthy_step():

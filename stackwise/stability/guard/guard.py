@@ -634,11 +634,15 @@ class Guard:
             warnings.warn(said, RuntimeWarning, stacklevel=3)
 
     def _answer(self, made: _Made, alarm: Alarm, norms: Mapping[str, float], proven_limit: float) -> None:
-        """The update was left out, and with a lag all that came after it. Say where, and go on somewhere."""
+        """Handle an alarm whose update was skipped, with a lag also the updates after it.
+
+        The step is recomputed, and then replayed or quarantined, or training is rewound or stopped.
+        """
         later = self._unwind(made)
+        plainly = made.step == self._judged_plainly  # it has failed to be recomputed before
         self._answering = made.step
         try:
-            alarm = self._examination.located(made.batches, alarm, norms, proven_limit)
+            alarm = self._examination.located(() if plainly else made.batches, alarm, norms, proven_limit)
         finally:
             self._answering = None
         if alarm.is_finite_spike and alarm.reproduced and alarm.value <= proven_limit:
@@ -646,7 +650,7 @@ class Guard:
             self._judge.trust()
             self._feed.give_again([*made.batches, *later])
             return
-        if self._examination.failed and alarm.is_finite_spike and made.step != self._judged_plainly:
+        if self._examination.failed and alarm.is_finite_spike:
             self._judged_plainly = made.step
             self._feed.give_again([*made.batches, *later])
             return
@@ -688,7 +692,7 @@ class Guard:
         assert self._moment is not None
         self._snapshot.restore()
         self._moment.restore(self.optimizer, self.scheduler, self._others)
-        self._judge.load_state_dict(self._judged)
+        self._judge.rewind(self._judged)
         # The history is as short again as it was then, and may not tell a fault that goes on.
         self._made_before.recall()
         self._feed.give_all_again(later)

@@ -195,11 +195,11 @@ def same(a, b):
 
 FAULTS = {
     "x10": lambda s: (times(10, s), [s], "gradient spike", "(the model itself)"),
-    "x10 ten times": lambda s: (
-        times(10, *range(s, s + 10)),
+    "nan ten times": lambda s: (
+        element(math.nan, *range(s, s + 10)),
         list(range(s, s + 10)),
-        "gradient spike",
-        "(the model itself)",
+        "non-finite gradient",
+        "layers.1.up.weight",
     ),
     "x1000": lambda s: (times(1000, s), [s], "gradient spike", "(the model itself)"),
     "nan": lambda s: (element(math.nan, s), [s], "non-finite gradient", "layers.1.up.weight"),

@@ -141,7 +141,10 @@ def test_bundles_are_written(tmp_path):
     assert math.isnan(found.loss)
     assert found.where == alarm.where
     lasting = guarded(
-        "sgd", times(10, *range(60, N)), bundles=tmp_path / "more", policy=GuardPolicy(bundle_weights=False)
+        "sgd",
+        element(math.nan, *range(60, N)),
+        bundles=tmp_path / "more",
+        policy=GuardPolicy(bundle_weights=False),
     )
     _first, *_, last = lasting.guard.alarms
     assert lasting.error.alarm.bundle == last.bundle

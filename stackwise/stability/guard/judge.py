@@ -183,7 +183,7 @@ class Judge:
         # By the history alone, which all processes have alike.
         unusual_S = self._remembered_S & self._history.statistics().enough_S & (values_S > ordinary_S)
         self._history.accept(values_S, sound)
-        self._memory.note(values_S, unusual_S, spike)
+        self._memory.note(values_S, self._remembered_S, spike)
         if not suspect:  # no recomputation will tell more
             self._memory.learn(at_once=True)
         self._memory.accept(values_S, unusual_S, sound)
@@ -213,6 +213,13 @@ class Judge:
                 spikes are all skipped.
         """
         self._memory.learn(at_once=at_once)
+
+    def rewind(self, state: Mapping[str, Any]) -> None:
+        """Return to the histories of an earlier `state_dict`, but keep the spikes learned since then."""
+        memory_4S = self._memory.state()
+        self.load_state_dict(state)
+        self._memory.load(memory_4S)
+        self._memory.forget_pending()
 
     def unlatch(self) -> None:
         """Judge the next step by itself again."""

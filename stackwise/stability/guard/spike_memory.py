@@ -55,15 +55,15 @@ class SpikeMemory:
         self.unusual_S = torch.where(healthy, raised_S, self.unusual_S)
         self._pending_S = torch.where(healthy, -math.inf, self._pending_S)
 
-    def note(self, values_S: Tensor, unusual_S: Tensor, spike: Tensor) -> None:
+    def note(self, values_S: Tensor, remembered_S: Tensor, spike: Tensor) -> None:
         """Note the numbers of a spike that is skipped, for `learn`.
 
         Args:
             values_S: numbers of the step.
-            unusual_S: boolean, True for a number above its ordinary limit. Others are not noted.
+            remembered_S: boolean, False for a signal without a memory.
             spike: boolean scalar on the device; False: nothing changes.
         """
-        noted_S = torch.where(unusual_S, self._logs(values_S), -math.inf)
+        noted_S = torch.where(remembered_S, self._logs(values_S), -math.inf)
         self._last_spike_S = torch.where(spike, noted_S, self._last_spike_S)
 
     def learn(self, *, at_once: bool) -> None:
@@ -73,6 +73,10 @@ class SpikeMemory:
         if at_once:
             self.largest_S = self.largest_S.maximum(self._pending_S)
             self.unusual_S = self.unusual_S.maximum(self._pending_S)
+
+    def forget_pending(self) -> None:
+        """Do not learn the spikes of a row that a rewind undoes."""
+        self._pending_S = torch.full_like(self._pending_S, -math.inf)
 
     def state(self) -> Tensor:
         """Return a copy of the memory, shape (4, S)."""

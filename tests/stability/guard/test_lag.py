@@ -20,7 +20,6 @@ from tests.stability.guard.guarded_run import (
     make_data,
     plain,
     same,
-    times,
 )
 
 

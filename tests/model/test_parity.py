@@ -90,9 +90,8 @@ def inputs(module, name, config, keep_BT=None, window=None):
     """Hidden states, and what transformers' attention wants beside them."""
     x_BTC = torch.randn(B, T, config.hidden_size)
     make_mask = create_causal_mask if window is None else create_sliding_window_causal_mask
-    # By place, since most of the arguments have had other names. The first releases want the positions too.
-    places = [torch.arange(T)] if "cache_position" in signature(make_mask).parameters else []
-    mask = make_mask(config, x_BTC, keep_BT, *places, None)
+    cache = "cache" if "cache" in signature(make_mask).parameters else "past_key_values"
+    mask = make_mask(config=config, inputs_embeds=x_BTC, attention_mask=keep_BT, **{cache: None})
     positions = torch.arange(T).expand(B, T) if keep_BT is None else (keep_BT.cumsum(1) - 1).clamp(min=0)
     rotated = getattr(module, f"{name}RotaryEmbedding")(config)(x_BTC, positions)
     return x_BTC, {"position_embeddings": rotated, "attention_mask": mask}

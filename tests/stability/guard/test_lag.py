@@ -58,7 +58,7 @@ def test_the_ends_of_an_epoch(step, lag):
 
 
 def test_a_late_rewind_is_no_further_than_the_interval():
-    run = guarded("fused adamw", times(math.nan, *range(58, 68)), lag=3)
+    run = guarded("fused adamw", element(math.nan, *range(58, 68)), lag=3)
     backward = [a + 1 - b for a, b in zip(run.seen, run.seen[1:], strict=False) if b <= a]
     assert max(backward) <= POLICY.snapshot_interval
     assert run.guard.steps == N
@@ -70,7 +70,7 @@ def test_a_late_rewind_is_no_further_than_the_interval():
 def test_late_alarms_around_a_snapshot(step):
     # Snapshots are due every 20 - 5 - 3 steps, here at 24: one is taken behind the broken step before the
     # host knows.
-    fault = times(math.nan, *range(step, step + 6))
+    fault = element(math.nan, *range(step, step + 6))
     late = guarded("fused sgd", fault, lag=3, dropout=0.1)
     assert same(late.state, guarded("fused sgd", fault, dropout=0.1).state)
 

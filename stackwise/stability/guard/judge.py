@@ -183,7 +183,7 @@ class Judge:
         # By the history alone, which all processes have alike.
         unusual_S = self._remembered_S & self._history.statistics().enough_S & (values_S > ordinary_S)
         self._history.accept(values_S, sound)
-        self._memory.note(values_S, self._remembered_S, spike)
+        self._memory.note(values_S, unusual_S, spike)
         if not suspect:  # no recomputation will tell more
             self._memory.learn(at_once=True)
         self._memory.accept(values_S, unusual_S, sound)

@@ -55,15 +55,15 @@ class SpikeMemory:
         self.unusual_S = torch.where(healthy, raised_S, self.unusual_S)
         self._pending_S = torch.where(healthy, -math.inf, self._pending_S)
 
-    def note(self, values_S: Tensor, remembered_S: Tensor, spike: Tensor) -> None:
+    def note(self, values_S: Tensor, unusual_S: Tensor, spike: Tensor) -> None:
         """Note the numbers of a spike that is skipped, for `learn`.
 
         Args:
             values_S: numbers of the step.
-            remembered_S: boolean, False for a signal without a memory.
+            unusual_S: boolean, True for a number above its ordinary limit. Others are not noted.
             spike: boolean scalar on the device; False: nothing changes.
         """
-        noted_S = torch.where(remembered_S, self._logs(values_S), -math.inf)
+        noted_S = torch.where(unusual_S, self._logs(values_S), -math.inf)
         self._last_spike_S = torch.where(spike, noted_S, self._last_spike_S)
 
     def learn(self, *, at_once: bool) -> None:

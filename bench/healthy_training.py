@@ -241,7 +241,7 @@ def tiny_gpt(steps: int) -> Healthy:
     """A Transformer on Markov text, AdamW with warm-up and cosine decay."""
     model, sample = TinyGPT(), markov_tokens(32, 2.0)
     optimizer = adamw(model, 3e-3)
-    text = sample(64, max(steps, 64) // 4)
+    text = sample(64, max(steps, 128) // 4)
 
     def batches() -> Iterator[Batch]:
         for _ in range(steps):

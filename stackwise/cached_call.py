@@ -281,10 +281,10 @@ class _Trial:
         again = with_cache
         if call.parameter is None:  # each sequence has to start with an empty cache
             again = self.attempt(lambda: self._continued(call, self.inputs))
-        if with_cache is None or after_others is None or again is None:
+        whole = self._whole[:, :end]
+        if any(found is None or found.shape != whole.shape for found in (with_cache, after_others, again)):
             return "refused"
         self.last_error = "other logits than without a cache"
-        whole = self._whole[:, :end]
         limit = _TOLERANCES.get(whole.dtype, _HALF_TOLERANCE) * float((whole - whole[:, :1]).abs().max())
         depends = float((with_cache - after_others)[:, half:].abs().max()) > limit
         restarts = float((with_cache - again).abs().max()) <= limit

@@ -4,6 +4,7 @@ import pytest
 
 from stackwise import check_model
 from stackwise.cli import main
+from tests.forked import HANG_SECONDS
 from tests.popular import nanochat, nanogpt, vit
 
 MODELS = [
@@ -62,8 +63,8 @@ def test_command_checks_a_model(place, request, capsys):
 def test_plugin_checks_a_model(place, request, pytester):
     path = request.path.parent / place
 
-    result = pytester.runpytest_inprocess(
-        f"--stackwise-model={path}", "--stackwise-checks=determinism,finiteness"
+    result = pytester.runpytest_subprocess(
+        f"--stackwise-model={path}", "--stackwise-checks=determinism,finiteness", timeout=HANG_SECONDS
     )
 
     result.assert_outcomes(passed=5)

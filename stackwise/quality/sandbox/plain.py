@@ -84,8 +84,9 @@ def _written(value: Any, shared: Shared, depth: int) -> Any:
     if isinstance(value, float):
         return {"float": float.hex(value)}
     if isinstance(value, complex):
-        parts = complex.__add__(value, 0j)
-        return {"complex": [float.hex(parts.real), float.hex(parts.imag)]}
+        # Not value.real: a subclass may override it. An addition would lose the sign of -0.0.
+        real, imaginary = complex.real.__get__(value), complex.imag.__get__(value)
+        return {"complex": [float.hex(real), float.hex(imaginary)]}
     if isinstance(value, bytes | bytearray):
         return {"bytes" if isinstance(value, bytes) else "bytearray": bytes(value).hex()}
     for name, kind in _ITERABLES.items():

@@ -846,6 +846,7 @@ positive = st.floats(0, exclude_min=True, allow_infinity=False)
 not_negative = st.floats(0, allow_infinity=False)
 fraction = st.floats(0, 1, exclude_max=True)
 part = st.floats(0, 1, exclude_min=True)
+without_nul = st.text(st.characters(exclude_characters="\0"))
 paths = st.none() | st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]))
 
 
@@ -981,7 +982,7 @@ def valid_scopes(draw, architecture, max_steps):
         "cache_bytes": cache_bytes,
         "cache_dir": draw(paths) if cache_bytes else None,
         "offload": offload,
-        "offload_dir": draw(st.text()) if offload == "disk" else None,
+        "offload_dir": draw(without_nul) if offload == "disk" else None,
     }
 
 
@@ -993,7 +994,7 @@ def valid_recomputes(draw, compiles):
         "kind": kind,
         "every": draw(counts) if kind == "every_nth" else 2,
         "budget": draw(st.floats(0, 1)) if kind == "budget" else 0.5,
-        "names": draw(st.lists(st.text(), min_size=1, max_size=2)) if kind == "by_name" else [],
+        "names": draw(st.lists(without_nul, min_size=1, max_size=2)) if kind == "by_name" else [],
     }
 
 
@@ -1103,7 +1104,7 @@ def valid_mappings(draw):
         "training": draw(valid_trainings()),
         "data": {
             "dataset_path": draw(paths) if task is None else None,
-            "tokenizer": draw(st.text()) if task is None else "byte",
+            "tokenizer": draw(without_nul) if task is None else "byte",
             "task": task,
             "pack_documents": draw(st.booleans()),
             "validation_fraction": draw(fraction),
@@ -1868,6 +1869,12 @@ def test_text_with_a_nul_character_is_refused(key):
     section, name = key.split(".")
     with pytest.raises(ConfigError, match=f"{key}: got .*; allowed: text without NUL characters"):
         StackWiseConfig.from_dict({section: {name: "a\0b"}})
+
+
+def test_a_nul_character_in_a_list_is_refused():
+    recompute = {"kind": "by_name", "names": ["mlp", "a\0b"]}
+    with pytest.raises(ConfigError, match="recompute.names: got .*; allowed: text without NUL characters"):
+        StackWiseConfig.from_dict({"training": {"recompute": recompute}})
 
 
 def test_blocks_of_a_rack_are_at_most_ten_thousand():

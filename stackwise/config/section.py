@@ -86,7 +86,8 @@ class Section(BaseModel):
     @field_validator("*")
     @classmethod
     def _without_nul(cls, value: Any) -> Any:
-        if isinstance(value, str) and "\0" in value:
+        texts = value if isinstance(value, list | tuple) else [value]
+        if any(isinstance(text, str) and "\0" in text for text in texts):
             raise ValueError("allowed: text without NUL characters")
         return value
 

@@ -741,8 +741,10 @@ class Guard:
         self.skipped += 1
         answer = self._escalation.answer(alarm, can_rewind=self._moment is not None)
         if alarm.is_finite_spike and alarm.reproduced is not False:
-            unproven = alarm.reproduced is None  # no recomputation will tell more of the next one
-            self._judge.learn(at_once=unproven or self._escalation.exhausted)
+            # Without a recomputation the next step would show no more. Data of a new kind raise the loss for many
+            # steps: one skipped step is enough, and consecutive ones would rewind a healthy run.
+            at_once = alarm.reproduced is None or alarm.kind == "loss spike" or self._escalation.exhausted
+            self._judge.learn(at_once=at_once)
         if answer.innocent:
             later = [*made.batches, *later]
         else:

@@ -139,11 +139,10 @@ class Judge:
         values_S = torch.stack([norm, loss, logit])
         known = self._known(before_S)
         ordinary_S = self._ordinary_limits(known)
+        proven_S = limits_S = self._raised(ordinary_S, self._memory.unusual_S, _REPEATED_FACTOR)
         if suspect:
-            proven_S = self._proven_limits(known, ordinary_S)
+            proven_S = self._proven_limits(known, proven_S)
             limits_S = proven_S if self._trusted else self._suspect_limits(known, ordinary_S)
-        else:
-            proven_S = limits_S = self._raised(ordinary_S, self._memory.unusual_S, _REPEATED_FACTOR)
         norm_limit, loss_limit, logit_limit = limits_S.unbind()
         self._trusted = False
         if self._policy.logit_factor is not None and logit is not self._no_logit:
@@ -275,10 +274,12 @@ class Judge:
         norm_limit = torch.where(known.enough_S[0], norm_limit, math.inf)
         return torch.cat([norm_limit[None], ordinary_S[1:]])
 
-    def _proven_limits(self, known: Statistics, ordinary_S: Tensor) -> Tensor:
-        """Limits of a recomputed step that has the same numbers again: factors of the largest ones so far."""
+    def _proven_limits(self, known: Statistics, limits_S: Tensor) -> Tensor:
+        """Limits of a recomputed step that has the same numbers again: those of a step that is not recomputed,
+        raised to factors of the largest numbers so far.
+        """
         level_S = torch.where(known.enough_S, known.level_S, -math.inf)
-        return self._raised(ordinary_S, self._memory.largest_S.maximum(level_S), self._proven_factors_S)
+        return self._raised(limits_S, self._memory.largest_S.maximum(level_S), self._proven_factors_S)
 
     def _raised(self, limits_S: Tensor, logs_S: Tensor, factor: float | Tensor) -> Tensor:
         """Limits, at least `factor` times the remembered numbers."""

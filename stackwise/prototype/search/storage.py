@@ -155,12 +155,16 @@ def _check_database(url: str, options: dict[str, Any]) -> None:
 
 
 def _database(optuna: Any, url: str, *, create: bool) -> BaseStorage:
-    wait = {"connect_args": {"timeout": _SQLITE_WAIT}} if url.startswith("sqlite") else {}
+    options: dict[str, Any] = {"connect_args": {"timeout": _SQLITE_WAIT}} if url.startswith("sqlite") else {}
     if not create:
-        _check_database(url, wait)
+        _check_database(url, options)
+    if url.startswith("sqlite:///") and ":memory:" not in url:
+        from sqlalchemy.pool import NullPool
+
+        options["poolclass"] = NullPool  # Optuna never closes the connections that a pool would keep
     for attempt in range(5):
         try:
-            return optuna.storages.RDBStorage(url, engine_kwargs=wait)  # type: ignore[no-any-return]
+            return optuna.storages.RDBStorage(url, engine_kwargs=options)  # type: ignore[no-any-return]
         except (optuna.exceptions.OptunaError, ImportError):
             raise
         except Exception as error:

@@ -5,6 +5,7 @@ from contextlib import closing
 
 import optuna
 import pytest
+import sqlalchemy
 
 from stackwise.prototype.search import storage
 from stackwise.prototype.search.storage import open_storage, shown_place
@@ -42,6 +43,27 @@ def test_tables_that_another_process_is_making_are_waited_for(monkeypatch, pause
     assert isinstance(found, make)
     found.engine.dispose()
     assert (len(calls), len(pauses)) == (3, 2)
+
+
+def test_a_sqlite_file_is_closed_after_each_use(tmp_path):
+    is_open = {}
+
+    def opened(connection, record):
+        is_open[id(record)] = True
+
+    def closed(connection, record):
+        is_open[id(record)] = False
+
+    sqlalchemy.event.listen(sqlalchemy.pool.Pool, "connect", opened)
+    sqlalchemy.event.listen(sqlalchemy.pool.Pool, "close", closed)
+    try:
+        study = optuna.create_study(storage=open_storage(f"sqlite:///{tmp_path / 'a.db'}"))
+        study.optimize(lambda trial: trial.suggest_float("x", 0, 1), n_trials=2)
+        open_storage(f"sqlite:///{tmp_path / 'a.db'}", create=False).get_all_studies()
+    finally:
+        sqlalchemy.event.remove(sqlalchemy.pool.Pool, "connect", opened)
+        sqlalchemy.event.remove(sqlalchemy.pool.Pool, "close", closed)
+    assert is_open and not any(is_open.values())
 
 
 def test_tables_that_stay_half_there_are_an_error(monkeypatch, pauses):

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     )
     from stackwise.report import Report
     from stackwise.spec import ModelSpec
-    from stackwise.stability import Guard, StabilityRun, stability_run
+    from stackwise.stability import Guard, GuardPolicy, StabilityRun, stability_run
     from stackwise.trainer_spec import TrainerSpec
     from stackwise.training import ArchitectureTrainer
 
@@ -45,6 +45,7 @@ _HOMES = {
     "ConfigError": "stackwise.config",
     "Measurement": "stackwise.benchmark",
     "Guard": "stackwise.stability",
+    "GuardPolicy": "stackwise.stability",
     "ModelSpec": "stackwise.spec",
     "Rack": "stackwise.model",
     "Report": "stackwise.report",
@@ -71,6 +72,7 @@ __all__ = [
     "CheckpointManager",
     "ConfigError",
     "Guard",
+    "GuardPolicy",
     "Measurement",
     "ModelSpec",
     "Rack",

@@ -1873,7 +1873,7 @@ def test_text_with_a_nul_character_is_refused(key):
 
 def test_a_nul_character_in_a_list_is_refused():
     recompute = {"kind": "by_name", "names": ["mlp", "a\0b"]}
-    with pytest.raises(ConfigError, match="recompute.names: got .*; allowed: text without NUL characters"):
+    with pytest.raises(ConfigError, match=r"recompute\.names: got .*; allowed: text without NUL characters"):
         StackWiseConfig.from_dict({"training": {"recompute": recompute}})
 
 

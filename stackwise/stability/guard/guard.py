@@ -741,8 +741,8 @@ class Guard:
         self.skipped += 1
         answer = self._escalation.answer(alarm, can_rewind=self._moment is not None)
         if alarm.is_finite_spike and alarm.reproduced is not False:
-            # Without a recomputation the next step would show no more. Data of a new kind raise the loss for many
-            # steps: one skipped step is enough, and consecutive ones would rewind a healthy run.
+            # Without a recomputation the next step would show no more. Data of a new kind raise the loss for
+            # many steps: one skipped step is enough, and consecutive ones would rewind a healthy run.
             at_once = alarm.reproduced is None or alarm.kind == "loss spike" or self._escalation.exhausted
             self._judge.learn(at_once=at_once)
         if answer.innocent:

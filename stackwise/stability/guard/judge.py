@@ -275,8 +275,11 @@ class Judge:
         return torch.cat([norm_limit[None], ordinary_S[1:]])
 
     def _proven_limits(self, known: Statistics, limits_S: Tensor) -> Tensor:
-        """Limits of a recomputed step that has the same numbers again: those of a step that is not recomputed,
-        raised to factors of the largest numbers so far.
+        """Limits of a recomputed step that has the same numbers again: factors of the largest ones so far.
+
+        Args:
+            known: numbers that the step is compared with.
+            limits_S: limits of a step that is not recomputed.
         """
         level_S = torch.where(known.enough_S, known.level_S, -math.inf)
         return self._raised(limits_S, self._memory.largest_S.maximum(level_S), self._proven_factors_S)

@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from stackwise.argument import require
 from stackwise.optimizer_state import optimizers_in, parameters_of, states_of
 from stackwise.stability.buffers import elements
+from stackwise.stability.locate.reading import tensors_in
 
 __all__ = ["Moment", "Snapshot", "Stateful", "check_restorable"]
 
@@ -157,7 +158,7 @@ class Snapshot:
         for of, optimizer in self._optimizers.items():
             state = _own_state(optimizer)
             values_of = [value for _, _, value in states_of(optimizer) if isinstance(value, _CONTAINERS)]
-            copied = {id(tensor): tensor for tensor in _tensors_in(values_of)}
+            copied = {id(tensor): tensor for tensor in tensors_in(values_of)}
             if state is not None and _has_more(state, copied.keys() | set(map(id, values_of))):
                 # Tensors that are copied already are only referred to.
                 self._extra[of] = _Extra(copy.deepcopy(state, dict(copied)), copied)
@@ -298,17 +299,6 @@ def _restored(live: Any, kept: Any) -> Any:
         unchanged = same and all(a is b for a, b in zip(live, items, strict=True))
         return live if unchanged else type(kept)(items)
     return copy.deepcopy(kept)
-
-
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from _tensors_in(each)
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _tensors_in(each)
 
 
 def _copies_in(value: Any) -> Iterator[_Copy]:

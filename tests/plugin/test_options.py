@@ -128,6 +128,7 @@ def test_gpu_switched_off_in_the_ini_file(pytester, run):
     run().assert_outcomes(skipped=1)
 
 
+@pytest.mark.skipif(pytest.version_tuple < (9,), reason="new in pytest 9")
 def test_options_in_native_toml(pytester, folder, run, report, driven):
     (folder / "pyproject.toml").write_text(
         "[tool.pytest]\nstackwise_gpu = false\nstackwise_device = 'cpu'\nstackwise_seed = '3'\n"

@@ -778,7 +778,7 @@ class Guard:
         assert self._moment is not None
         self._snapshot.restore()
         self._moment.restore(self.optimizer, self.scheduler, self._others)
-        self._judge.load_state_dict(self._judged)
+        self._judge.rewind(self._judged)
         before = [each for each in self._healthy_norms if each[0] < self._snapshot_step]
         self._healthy_norms = deque(before, self._healthy_norms.maxlen)
         # The history is as short again as it was then, and may not tell a fault that goes on.

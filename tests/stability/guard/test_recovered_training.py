@@ -129,6 +129,19 @@ def test_a_lasting_finite_fault_is_skipped_once_without_recomputation():
     assert run.error is None
 
 
+def test_a_spike_that_was_learned_passes_after_a_rewind_too():
+    def steep(model, batch):
+        loss = loss_of(model, batch[:2])
+        return loss + (batch[2] - 1) * (loss - loss.detach())  # the same loss, another factor of its gradient
+
+    factors = {62: 300.0, 64: math.nan, 65: math.nan, 70: 300.0}
+    data = [(*batch, factors.get(i, 1.0)) for i, batch in enumerate(make_data())]
+    policy = GuardPolicy(snapshot_interval=20, patience=2)
+    run = guarded("adamw", data=data, policy=policy, loss_of=steep)
+    actions = [(alarm.step, alarm.action) for alarm in run.guard.alarms]
+    assert actions == [(62, "skipped"), (64, "skipped"), (65, "rewound")]
+
+
 SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))]
 
 

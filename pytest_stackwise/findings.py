@@ -10,7 +10,7 @@ __all__ = ["StackwiseWarning", "report"]
 
 
 class StackwiseWarning(UserWarning):
-    """A test passed, but what it checked or ran shows a finding, which makes the verdict WARN.
+    """Finding of a test that passed. It makes the verdict WARN.
 
     Warning filters apply, by the name `pytest_stackwise.StackwiseWarning`.
     """

@@ -160,7 +160,10 @@ def add_options(parser: pytest.Parser) -> None:
 
 
 def are_set(config: pytest.Config) -> bool:
-    """Return True if the command line or the configuration file sets an option of the plugin."""
+    """Return True if the command line or the configuration file sets an option of the plugin.
+
+    `--gpu` and `--stackwise-strict` do not count.
+    """
     given, names = config.known_args_namespace, [f"stackwise_{name}" for name in (*_OF_RUNS, *_GATE)]
     return any(getattr(given, name) is not None or config.getini(name) for name in names)
 

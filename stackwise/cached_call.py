@@ -44,9 +44,9 @@ _HALF_TOLERANCE = 2e-2
 class CachedCall:
     """Call of a model that continues the tokens in a cache: (model, inputs, cache) -> (output, cache).
 
-    The cache is None before the first tokens. The returned cache is the model's own object. If the model
-    keeps the cache in itself, it is the number of tokens so far. If the model also needs the position, it is
-    a pair of both.
+    The cache is None before the first tokens. Afterwards it is the cache object of the model. If the model
+    keeps its cache in itself, the number of tokens so far is passed instead. If the model takes a cache
+    object and the position, a pair (cache object, number of tokens) is passed.
 
     Attributes:
         form: how the model takes its inputs.
@@ -378,7 +378,7 @@ def _named_parameters(model: nn.Module, form: CallForm) -> dict[str, inspect.Par
 
 
 def _flags(named: Mapping[str, inspect.Parameter], variadic: bool) -> list[tuple[str, ...]]:
-    """Return switches that may make a model return its cache: those named so, none, all others."""
+    """Return switches to set, in order of trial: named like a cache, none, other `return_*` ones."""
 
     def is_switch(name: str, parameter: inspect.Parameter) -> bool:
         says_so = name.startswith(("use_", "return_", "output_"))
@@ -512,7 +512,11 @@ def _problem(model: nn.Module, form: CallForm, reason: str) -> str:
     if not signs:
         return ""
     if not reason:
-        reason = "nothing that it returns or makes fits" if takes else "forward has no parameter for one"
+        reason = (
+            "no part of its output and no cache that its methods make could be passed back"
+            if takes
+            else "forward has no parameter for one"
+        )
     return f"the model has {', '.join(signs)}, but no call was found that continues from a cache: {reason}"
 
 

@@ -20,7 +20,7 @@ _KEYS = ("input_ids", "tokens", "inputs", "x")
 
 @dataclass(frozen=True)
 class CallForm:
-    """How a model takes its inputs, and whatever else it is given.
+    """Way to pass inputs and further arguments to a model.
 
     Attributes:
         keyword: the inputs' name; None: they are the first argument.
@@ -59,7 +59,7 @@ class CallForm:
         return (output[self.element], *output[: self.element], *output[self.element + 1 :])
 
     def __str__(self) -> str:
-        return self._call() + (f", logits at [{self.element}] of what comes back" if self.element else "")
+        return self._call() + (f", logits at [{self.element}] of the output" if self.element else "")
 
     def _call(self) -> str:
         if self.in_batch:
@@ -121,7 +121,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def forward_parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
-    """What `forward` takes by name, of a wrapped model that of the model itself."""
+    """Return the parameters of `forward` by name. A wrapped model is unwrapped first."""
     return inspect.signature(unwrapped(model).forward).parameters
 
 

@@ -57,7 +57,8 @@ def parameters_of(optimizer: Any) -> list[nn.Parameter]:
 def states_of(optimizer: Any) -> Iterator[tuple[Any, Any, Any]]:
     """Yield (optimizer, key, value) of every entry of every `state`, each value once.
 
-    A container may show the states of its inner optimizers as its own: they are yielded as the inner ones'.
+    If the `state` of a container contains entries of an inner optimizer, they are yielded with the inner
+    optimizer only.
     """
     seen: set[int] = set()
     for each in optimizers_in(optimizer):

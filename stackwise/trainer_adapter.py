@@ -17,13 +17,14 @@ Batch = Any
 
 
 def adapted(made: Any) -> tuple[Callable[[Any], Any], dict[str, Any]] | None:
-    """How to drive `made`, which another library would: by what it can do, not by its name.
+    """Return how to run the trainer of another library. It is recognised by its methods, not by its name.
 
     Returns:
-        (what makes a run of such an object, attributes of a TrainerSpec), or None: it is nothing known.
+        (function from such an object to a run, attributes of a TrainerSpec), or None if `made` is no known
+        trainer.
 
     Raises:
-        TypeError: it is, but asks for something that cannot be driven from outside.
+        TypeError: it is one, but needs something that cannot be run from outside.
     """
     if is_lightning_module(made):
         return LightningRun, {
@@ -107,7 +108,7 @@ class JoinedOptimizers:
     """Read-only view of several optimizers as one.
 
     Args:
-        members: the optimizers, in the order in which a step calls them.
+        members: the optimizers, in the order of the container that holds them.
     """
 
     def __init__(self, members: list[torch.optim.Optimizer]) -> None:

@@ -241,7 +241,7 @@ class BothWays(NoCache):
         (CannotGenerate, "", ""),
         (BothWays, "", ""),
         (Generating, "generate()", "forward has no parameter for one"),
-        (UnknownObject, "kv_cache=", "nothing that it returns or makes fits"),
+        (UnknownObject, "kv_cache=", "no part of its output and no cache"),
         (Refusing, "generate(), past=", "past=: NotImplementedError: not yet"),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",

@@ -163,7 +163,7 @@ def test_logits_first(kind):
     hidden, logits, rest = CallForm()(model, ids)
     first, second, third = CallForm(element=1)(model, ids)
     assert torch.equal(first, logits) and torch.equal(second, hidden) and third is rest is None
-    assert str(CallForm(element=1)) == "called with inputs, logits at [1] of what comes back"
+    assert str(CallForm(element=1)) == "called with inputs, logits at [1] of the output"
 
 
 @pytest.mark.parametrize("element", [0, 1, 5])

@@ -224,7 +224,8 @@ class CheckpointManager:
         """Give `objects` and the random states the state of the newest checkpoint that is whole.
 
         Without `step`, it is a checkpoint of this run, or of the run that saved last if this manager has
-        neither saved nor restored. If the directory holds several runs, a `CheckpointWarning` names the run.
+        neither saved nor restored. If the directory holds several runs, a `CheckpointWarning` names the
+        steps of this run and of the others.
 
         Every byte is checked before anything is loaded. Damaged checkpoints are named in a
         `CheckpointWarning` and passed over; they become `step-N.damaged`, so that no later restore takes

@@ -16,10 +16,10 @@ _VARIABLE = re.compile(r"[\d\s.,:#?█▉▊▋▌▍▎▏]+")
 
 
 class ShownLines:
-    """The lines that were shown so far, in rounds. The first build is a round, and so is each check.
+    """Record of the lines shown so far. The first build is one round, and each check is another.
 
-    A line is a repeat if it was shown before, or if a line of an earlier round differs from it only in
-    numbers. So a table of the layers is shown completely, and not again with other timings.
+    A line is a repeat if it was shown in this round, or if a line of an earlier round differs from it only in
+    numbers. So a table of layers is shown once, and not again with other timings.
 
     Attributes:
         repeats: number of lines that were not shown.

@@ -122,7 +122,7 @@ class Declared:
         for argument, reasons in both.items():
             if unmatched := sorted(set(reasons) - set(names)):
                 raise ValueError(
-                    f"{argument}: got {', '.join(unmatched)}, which this run does not ask; "
+                    f"{argument}: got {', '.join(unmatched)}, which this run does not select; "
                     f"allowed: {', '.join(names)}"
                 )
         if twice := sorted(set(self.expected_failures) & set(self.accepted_warnings)):

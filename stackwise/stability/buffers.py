@@ -64,10 +64,10 @@ class Buffers:
 
     @torch.no_grad()
     def broken(self) -> BrokenBuffers | None:
-        """Find buffers with a NaN or +inf that had none at the last `keep`. The host does not wait.
+        """Return the buffers that got a NaN or +inf. The host does not wait.
 
-        A buffer that had one when it was first examined is never broken, nor is -inf, of which masks are
-        made, nor a buffer of another shape than before. None: no buffer can be examined.
+        Ignored are -inf, of which masks are made, buffers that had a NaN or +inf when they were first
+        examined, and buffers whose shape changed since the last `keep`. None: no buffer can be examined.
         """
         found: dict[str, Tensor] = {}
         for name, tensor in self._tensors(self._written):

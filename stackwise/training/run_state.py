@@ -145,7 +145,9 @@ def check_same_run(
         if not _within(key, _GUARD) and not (longer and key == _LENGTH)
     ]
     if refused:
-        raise ValueError(f"training.resume: {folder} is of another run: " + "; ".join(refused))
+        raise ValueError(
+            f"training.resume: {folder} was written with another configuration: " + "; ".join(refused)
+        )
     if longer:
         _warn_of_schedule(ours, theirs, step)
     told = [
@@ -155,8 +157,8 @@ def check_same_run(
     if on != was_on:
         told = [f"{_GUARD}: turned {'on' if on else 'off'}"]
     if told:
-        said = f"training.resume: {folder} is of a run with another guard: {'; '.join(told)}"
-        warnings.warn(f"{said}; from here on it holds as it is given now", stacklevel=4)
+        said = f"training.resume: {folder} was written with another guard: {'; '.join(told)}"
+        warnings.warn(f"{said}; the run continues with the current guard", stacklevel=4)
 
 
 def _free_keys(ours: StackWiseConfig, saved: Mapping[str, Any]) -> tuple[str, ...]:

@@ -270,7 +270,7 @@ class SlowStart:
 @pytest.mark.parametrize("argument", ["expected_failures", "accepted_warnings"])
 @pytest.mark.parametrize("name", ["causalty", "causality", "finiteness"], ids=["typo", "not asked", "family"])
 def test_declaration_for_a_check_that_is_not_asked_is_refused(subjects, argument, name):
-    text = f"{argument}: got {name}, which this run does not ask; allowed: determinism"
+    text = f"{argument}: got {name}, which this run does not select; allowed: determinism"
     with pytest.raises(ValueError, match=f"^{text}$"):
         check_model(subjects.gru, checks=["determinism"], **{argument: {name: "why"}})
 

@@ -471,7 +471,7 @@ def test_a_guard_that_is_turned_on_in_the_middle(run, name, lag):
     batches = with_bad(9 * per_step, places[0], places[-1])
     _, error = run(batches, settings | checkpoints(1), guard=None)
     assert isinstance(error, NonFiniteStepError)
-    with pytest.warns(UserWarning, match=r"a run with another guard: training\.guard: turned on; from here"):
+    with pytest.warns(UserWarning, match=r"written with another guard: training\.guard: turned on; the run"):
         resumed = run(batches, settings | checkpoints(1), resume=True, lag=lag)
     same(resumed, run(without(batches, places), settings, guard=None))
     assert {alarm.step for alarm in resumed[1]["alarms"][:2]} == {4}

@@ -19,7 +19,7 @@ AlarmKind = Literal[
     "logit growth",
 ]
 Action = Literal["skipped", "clipped", "retried", "rewound", "raised"]
-# Kinds that an update has left behind: it cannot be skipped any more.
+# Kinds that are found after the update, which can no longer be skipped.
 AFTER_UPDATE = ("non-finite parameter", "non-finite optimizer state")
 _SAID: dict[Action, str] = {
     "skipped": "update skipped",
@@ -86,7 +86,8 @@ class Alarm:
 class GuardError(ArithmeticError):
     """Training cannot go on. Weights, optimizer and scheduler are those before the broken step.
 
-    If the alarm is a non-finite parameter or optimizer state, no snapshot could undo it, and they are not.
+    If the alarm is a non-finite parameter or optimizer state, weights and optimizer state may still be
+    non-finite.
 
     Attributes:
         alarm: the last one.

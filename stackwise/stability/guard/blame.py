@@ -56,7 +56,7 @@ def blamed(norms: Mapping[str, float], reference: Mapping[str, float] | None = N
 
 
 def _among_all(norms: Mapping[str, float], known: Mapping[str, float], names: Sequence[str]) -> str:
-    """Return that all modules are affected, or the first in backward order that is."""
+    """Return "all modules (gradients xFACTOR)", or the first affected module in backward order."""
     modules: dict[str, list[str]] = {}
     for name in names:
         modules.setdefault(name.rpartition(".")[0], []).append(name)

@@ -57,8 +57,8 @@ class Escalation:
     def answer(self, alarm: Alarm, *, can_rewind: bool) -> Answer:
         """Decide what is done about an alarm.
 
-        A finite spike never ends training, unless a recomputation has shown that its batch does not cause it:
-        nothing tells it from data of a new kind.
+        A finite spike ends training only if a recomputation has shown that its batch does not cause it.
+        Otherwise it may be data of a new kind.
         """
         self.in_row += 1
         first = self.in_row == 1

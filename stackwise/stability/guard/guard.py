@@ -1,9 +1,7 @@
-"""Guard: notices a broken step before its update is made; leaves it out, goes back, or stops and says why.
+"""Guard: detect a broken training step before its update; skip it, rewind, or stop with a diagnosis.
 
-A step is judged on the device. The host learns of an alarm when its row has arrived: on the CPU at once,
-elsewhere some steps later. In between every update is left out (the alarm is latched), so that weights,
-optimizer and buffers are those before the broken step when the host answers; the batches given meanwhile are
-given again.
+A step is judged on the device. The host learns of an alarm at once on the CPU, elsewhere some steps later.
+Until the host has handled the alarm, every update is skipped. The skipped batches are replayed.
 """
 
 from __future__ import annotations
@@ -206,22 +204,22 @@ class Guard:
 
     @property
     def in_row(self) -> int:
-        """Alarms in a row whose last left its update out, as far as the host knows; a rewind ends the row.
+        """Number of consecutive alarms, if the update of the last one was skipped; otherwise 0.
 
-        Above 0 weights or optimizer may be what is broken: no moment for a checkpoint.
+        A rewind resets it. Above 0, weights or optimizer state may be broken: save no checkpoint.
         """
         return self._escalation.in_row if self._left_out else 0
 
     @property
     def quarantined(self) -> list[Hashable]:
-        """Ids of the batches that are not given again."""
+        """Ids of the batches that are skipped from now on."""
         return list(self._feed.quarantined)
 
     @property
     def snapshot_bytes(self) -> int:
-        """What the snapshot holds: one time the parameters, buffers and state of the optimizer.
+        """Size of the snapshot in bytes: one copy of parameters, buffers and optimizer state.
 
-        And those of modules and optimizers in `others`.
+        Modules and optimizers in `others` count too.
         """
         return self._snapshot.nbytes
 
@@ -602,10 +600,10 @@ class Guard:
         self._examine_state()
 
     def _examine_state(self) -> None:
-        """Answer parameters or optimizer state that are not finite: go back, or stop.
+        """Rewind or stop if parameters or optimizer state are not finite.
 
-        The first time training goes back to find the step whose update has broken them. It is replayed with
-        an examination after each update. The batches of the step that is found go into quarantine.
+        The first rewind replays the steps and examines the state after each update. If an update breaks the
+        state again, its batches are quarantined and training is rewound once more.
         """
         made = self._last_made
         if made is None:

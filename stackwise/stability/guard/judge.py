@@ -2,8 +2,8 @@
 
 A number of a step is unusual if it is above its ordinary limit: far above the last healthy steps. An unusual
 number is a spike unless the run has shown numbers of its size before (`SpikeMemory`). If the guard can
-recompute steps, every unusual step is recomputed instead. If it has the same numbers again, it is a spike
-only if its norm or loss is far above every one that the run has shown.
+recompute steps, it recomputes every unusual step. If the recomputed numbers are the same, the step is a spike
+only if its norm or loss is far above all earlier ones of the run.
 
 Shapes: P parameters with a gradient; S signals: norm, loss, attention logit.
 """
@@ -127,8 +127,8 @@ class Judge:
             latch: leave out every step from the first broken one until `unlatch`.
             suspect: the host recomputes unusual steps: a rise of the norm by `suspect_factor` is a spike, and
                 the memory does not raise any limit.
-            before_S: norm, loss and logit that this very step had when it was made before, and was sound.
-                Where the history is too short they are its level, without any scatter; NaN: not known.
+            before_S: norm, loss and logit of the first, healthy execution of a replayed step; NaN: unknown.
+                They replace the level, with a scatter of 0, if the history is too short.
             broken_buffers: boolean scalar, True if a buffer is not finite any more. None: none was examined.
 
         Raises:
@@ -201,7 +201,7 @@ class Judge:
         )
 
     def trust(self) -> None:
-        """The next step was recomputed, and had the same numbers."""
+        """Judge the next step by the limits of a step whose recomputation had the same numbers."""
         self._trusted = True
 
     def learn(self, *, at_once: bool) -> None:

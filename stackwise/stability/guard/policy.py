@@ -21,7 +21,8 @@ class GuardPolicy:
     Attributes:
         clip: global gradient norm of every update, at most; None: it is not clipped.
         deviations: of a spike, in MADs of the change from step to step.
-        factor: a rise of the gradient norm above the recent level that is never a spike.
+        factor: largest rise of the gradient norm above the recent level that is no spike, if the step is not
+            recomputed.
         suspect_factor: a rise of the norm above the recent level that makes the guard recompute the step, if
             it can (`loss_of` and `batches`). If the recomputed norm is less than half as large, the batch did
             not cause the rise. None: no step is recomputed on suspicion. Unused with `spikes_clipped`.
@@ -38,8 +39,8 @@ class GuardPolicy:
         minimum: sound steps before there can be a spike.
         spikes_clipped: spikes of the gradient in a row that are taken, with the gradient clipped to the
             level of the sound steps before; those that follow are left out.
-        patience: alarms in a row, of updates left out, that are borne: the last of them rewinds, and where
-            there is no rewind left the next one raises. A finite spike that may be of its batch never raises.
+        patience: number of consecutive alarms with a skipped update. The last of them rewinds. If no rewind
+            is left, the next alarm raises, except for a finite spike that its batch may cause.
         rewinds: how often training may go back without `snapshot_interval` sound steps in a row between.
         snapshot_interval: the most steps that a rewind may cost; None: no snapshot is taken.
         snapshot_on_host: keep the snapshot in host memory, pinned where the model is on CUDA; else beside

@@ -109,8 +109,8 @@ class Snapshot:
     It needs as many bytes as these tensors, also while it is taken. On CUDA nothing waits for the copies
     that `take` starts. Of a sharded tensor (DTensor) the shard of this process is copied.
 
-    State of an optimizer is that of its `state` and of the `state` of every optimizer in it (see
-    `optimizers_in`). What its own `state_dict()` has beyond that is copied and loaded as well.
+    The state of an optimizer is its `state`, the `state` of every optimizer inside it (see `optimizers_in`),
+    and any further state that its own `state_dict()` returns.
 
     Args:
         model: its parameters, its buffers, and the extra state of its modules (`get_extra_state`).
@@ -183,7 +183,7 @@ class Snapshot:
             fits = what == "buffer" or tensor.shape == kept.shape
             called = f"{what} {which}" if isinstance(which, str) else f"{what} of the optimizer"
             called = called if of is None else f"{called} of {of}"
-            require(fits, called, tuple(tensor.shape), f"{tuple(kept.shape)}, as it was")
+            require(fits, called, tuple(tensor.shape), f"{tuple(kept.shape)}, the shape in the snapshot")
         # First: loading may write into weights, and rounds states to the dtype of their parameters.
         for of, (state, referred) in self._extra.items():
             self._optimizers[of].load_state_dict(copy.deepcopy(state, dict(referred)))

@@ -489,6 +489,24 @@ def alternating_tasks(steps: int) -> Healthy:
     return Healthy(model, adamw(model), batches(), loss_of)
 
 
+def denoiser_with_own_generator(steps: int) -> Healthy:
+    """Denoiser with the weights of EDM (arXiv:2206.00364), whose loss draws from a generator of its own.
+
+    A recomputation of its loss draws other noise.
+    """
+    model = mlp(9, 64, 8, activation=nn.SiLU)
+    generator = torch.Generator().manual_seed(torch.initial_seed())
+
+    def loss_of(model: nn.Module, clean: Tensor) -> Tensor:
+        level = (1.2 * torch.randn(len(clean), 1, generator=generator) - 1.2).exp()
+        noisy = clean + level * torch.randn(clean.shape, generator=generator)
+        weight = (level.square() + 0.25) / (0.5 * level).square()
+        return (weight * (model(torch.cat([noisy, level.log()], dim=1)) - clean).square()).mean()
+
+    batches = (torch.randn(32, 8) for _ in range(steps))
+    return Healthy(model, adamw(model), batches, loss_of)
+
+
 # The following kinds were written after the detection rule was fixed.
 
 
@@ -638,6 +656,7 @@ KINDS: dict[str, Callable[[int], Healthy]] = {
         warm_restarts,
         batch_size_one,
         alternating_tasks,
+        denoiser_with_own_generator,
         *_HELD_OUT,
     )
 }

@@ -59,5 +59,5 @@ def test_kind_trains_under_a_guard(kind):
     assert found["guard_error"] is None
 
 
-def test_there_are_24_kinds_with_six_held_out():
-    assert (len(KINDS), len(HELD_OUT)) == (24, 6)
+def test_there_are_25_kinds_with_six_held_out():
+    assert (len(KINDS), len(HELD_OUT)) == (25, 6)

@@ -23,6 +23,7 @@ from stackwise.stability.recomputation import recomputation
 __all__ = ["REFERENCES", "Examination"]
 
 REFERENCES = 2  # sound batches that a spike is compared with
+_EQUAL = 0.05  # relative difference of two recomputations: kernels that sum in any order differ by far less
 _VOTES = (None, False, True)  # whether it broke again, the one that counts last
 
 
@@ -39,7 +40,9 @@ class Examination:
         loss_scale: gives what the loss is multiplied with before its backward pass.
 
     Attributes:
-        failed: whether the last step that was asked about could not be computed again.
+        failed: True if the last step could not be recomputed.
+        is_random: True if two recomputations of a step gave different numbers: `loss_of` draws from a random
+            generator of its own. Finite spikes are then not recomputed any more.
     """
 
     def __init__(
@@ -55,7 +58,7 @@ class Examination:
         self._model, self._named, self._loss_of = model, named, loss_of
         self._feed, self._buffers, self._group = feed, buffers, group
         self._loss_scale = loss_scale
-        self.failed = False
+        self.failed = self.is_random = False
 
     def located(
         self, batches: Sequence[GivenBatch], alarm: Alarm, norms: Mapping[str, float], proven_limit: float
@@ -72,26 +75,22 @@ class Examination:
             Exception: whatever the loss raises, where several processes train together.
 
         Warns:
-            RuntimeWarning: the loss cannot be computed again; `reproduced` is then None.
+            RuntimeWarning: the loss cannot be recomputed, or is random; `reproduced` is then None.
         """
         where, reproduced, placed = alarm.where, None, False
         found = None
-        if self._loss_of is not None and batches:
+        recomputes = self._loss_of is not None and bool(batches)
+        if recomputes and not (self.is_random and alarm.is_finite_spike):
             found = self._again(batches)
-        self.failed = self._loss_of is not None and bool(batches) and found is None
+            if found is not None and self._finds_random_loss(found, batches, alarm):
+                found = None
+            self.failed = found is None
+        else:
+            self.failed = False
         if found is not None:
-            finite = alarm.kind not in ("non-finite loss", "non-finite gradient", "non-finite buffer")
-            reproduced = found.broken
-            # It had not in the loop: neither whether it breaks again nor where tells of the alarm.
-            overflowed = finite and self._loss_scale() != 1.0 and not math.isfinite(found.grad_norm)
-            if overflowed:
-                reproduced = None
-            elif finite and not reproduced:
-                # The logit is not computed again: nothing is known of it.
-                norm = self._norm_of(found.parameter_norms) or found.grad_norm
-                again = {"gradient spike": norm, "loss spike": found.loss}.get(alarm.kind)
-                mine = alarm.limit is None or alarm.value > alarm.limit
-                reproduced = None if again is None or not mine else 2 * again > alarm.value
+            finite = _is_finite(alarm)
+            overflowed = self._overflowed(found, alarm)
+            reproduced = self._reproduced(found, alarm)
             if reproduced is False and finite:
                 # What the step has by itself tells more than the step before it.
                 where = blamed(norms, found.parameter_norms)
@@ -135,6 +134,47 @@ class Examination:
             warnings.warn(said, RuntimeWarning, stacklevel=2)
             return None
 
+    def _overflowed(self, found: Replay, alarm: Alarm) -> bool:
+        """Return True if the recomputation overflowed and the step did not: it says nothing of the alarm."""
+        return _is_finite(alarm) and self._loss_scale() != 1.0 and not math.isfinite(found.grad_norm)
+
+    def _reproduced(self, found: Replay, alarm: Alarm) -> bool | None:
+        """Return True if the recomputed step breaks as well; None if the recomputation does not show it."""
+        if self._overflowed(found, alarm):
+            return None
+        if found.broken or not _is_finite(alarm):
+            return found.broken
+        # A recomputation has no attention logit.
+        norm = self._norm_of(found.parameter_norms) or found.grad_norm
+        again = {"gradient spike": norm, "loss spike": found.loss}.get(alarm.kind)
+        mine = alarm.limit is None or alarm.value > alarm.limit
+        return None if again is None or not mine else 2 * again > alarm.value
+
+    def _finds_random_loss(self, found: Replay, batches: Sequence[GivenBatch], alarm: Alarm) -> bool:
+        """Recompute a finite spike that did not come again once more, and compare both recomputations.
+
+        If they differ, `loss_of` draws from a generator that the guard cannot restore. The step is then no
+        evidence of a fault.
+        """
+        doubtful = alarm.is_finite_spike and self._reproduced(found, alarm) is False
+        if not any(self._of_all(doubtful)):
+            return False
+        second = self._again(batches)
+        differs = second is not None and not (
+            math.isclose(found.loss, second.loss, rel_tol=_EQUAL)
+            and math.isclose(found.grad_norm, second.grad_norm, rel_tol=_EQUAL)
+        )
+        self.is_random = any(self._of_all(differs))
+        if self.is_random:
+            warnings.warn(
+                f"step {batches[0].step}: two recomputations differ, so loss_of draws random numbers that "
+                "the guard cannot restore. Finite spikes are judged as without loss_of. Draw from the global "
+                "generator of torch, NumPy or Python, or in the data loader.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return self.is_random
+
     def _of_all(self, mine: Any) -> list[Any]:
         """What each process has, in the order of their ranks."""
         if self._group is None:
@@ -164,6 +204,10 @@ class Examination:
         forget_gradients(model, self._named())
         self._buffers.restore()
         return scales
+
+
+def _is_finite(alarm: Alarm) -> bool:
+    return alarm.kind not in ("non-finite loss", "non-finite gradient", "non-finite buffer")
 
 
 def _is_broken(value: float, limit: float | None) -> bool:

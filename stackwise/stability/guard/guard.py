@@ -417,10 +417,16 @@ class Guard:
             norms_P,
             logit,
             latch=latch,
-            suspect=self._feeds and self._recomputes and self._feed.step != self._judged_plainly,
+            suspect=self._recomputes_now,
             before_S=self._made_before.of(self._feed.step),
             broken_buffers=None if broken is None else broken.flags_B.any().to(self._device),
         )
+
+    @property
+    def _recomputes_now(self) -> bool:
+        """True if a rise of the next step's norm or loss makes the guard recompute the step."""
+        able = self._feeds and self._recomputes and not self._examination.is_random
+        return able and self._feed.step != self._judged_plainly
 
     def settle(self) -> None:
         """Wait for the device, and answer every alarm of the steps so far.

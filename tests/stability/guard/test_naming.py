@@ -15,6 +15,7 @@ from stackwise.stability.guard import Guard, GuardPolicy
 from stackwise.stability.recomputation import is_recomputation, is_reference
 from tests.stability.guard.guarded_run import (
     POLICY,
+    N,
     element,
     guarded,
     loss_of,
@@ -390,6 +391,30 @@ def test_a_suspicion_that_cannot_be_looked_into_is_no_alarm(lag):
     assert told == ["step 60 cannot be computed again", "step 80 cannot be computed again"]
     assert (run.guard.alarms, run.guard.skipped, run.guard.cleared) == ([], 0, 0)
     assert same(run.state, plain("fused adamw", data=data, dropout=0.1, compute=compute).state)
+
+
+@pytest.mark.parametrize("lag", [0, 3])
+def test_a_loss_with_a_random_generator_of_its_own_is_judged_without_recomputation(lag):
+    """Its recomputations differ, and say nothing of the step. A NaN is located all the same."""
+    generator = torch.Generator().manual_seed(0)
+
+    def noisy(model, batch):
+        level = torch.randn((), generator=generator).exp()
+        return loss_of(model, batch) * level.square()
+
+    with pytest.warns(RuntimeWarning, match="two recomputations differ") as warned:
+        run = guarded("fused adamw", loss_of=noisy, lag=lag)
+    assert len(warned) == 1
+    assert run.guard.alarms == []
+    assert run.seen[-1] == N - 1
+
+    def broken_noisy(model, batch):
+        return noisy(model, batch) + (math.nan if batch is data[60] else 0.0)
+
+    data = make_data()
+    with pytest.warns(RuntimeWarning, match="two recomputations differ"):
+        run = guarded("fused adamw", data=data, loss_of=broken_noisy, lag=lag)
+    assert [(a.step, a.reproduced) for a in run.guard.alarms] == [(60, True)]
 
 
 @pytest.mark.parametrize("factor, alarms", [(4, []), (20, [60])])

@@ -160,6 +160,8 @@ def _pages(tokenizer: Tokenizer) -> TokenArray:
 
 def _file(path: Path, tokenizer: Tokenizer) -> TokenArray:
     """A file of text: a document ends with each token that ends one, if the tokenizer has such a token."""
+    if path.exists():  # a device may have no end
+        require(path.is_file(), "data.dataset_path", str(path), "a text file, or a folder of shards")
     raw = path.read_bytes()
     if not raw:
         raise ValueError(f"data.dataset_path: {path} is empty")

@@ -259,9 +259,23 @@ class Report:
 
     @classmethod
     def from_json(cls, path: str | Path) -> Self:
-        """Read what `write` wrote to a .json file."""
+        """Read a .json file that `write` wrote.
+
+        Raises:
+            ValueError: the file is no report; the message names the file and the key.
+            OSError: the file cannot be read.
+        """
+        from pydantic import TypeAdapter, ValidationError
+
         stored = parse_json(Path(path).read_bytes())
-        return cls(**{key: stored[key] for key in cls.__dataclass_fields__ if key in stored})
+        require(isinstance(stored, dict), str(path), type(stored).__name__, "a report, a JSON object")
+        try:
+            known = {key: stored[key] for key in cls.__dataclass_fields__ if key in stored}
+            return TypeAdapter(cls).validate_python(known)
+        except ValidationError as error:
+            [first, *_] = error.errors()
+            key = ".".join(map(str, first["loc"]))
+            raise ValueError(f"{path}: {key}: got {first['input']!r:.200}; {first['msg']}") from None
 
 
 def _check_lines(model: str, rows: list[dict[str, Any]], verbosity: int) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from itertools import zip_longest
 from pathlib import Path
@@ -13,6 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, distributed, nn
 
+from stackwise.argument import require
 from stackwise.checkpoint import CheckpointManager, DirectoryUpload, Restored
 from stackwise.checkpoint.folder import MANIFEST, Manifest, nameless_in, steps_in, verify_files
 from stackwise.checkpoint.runs import last_run, newest, of_run, saved_in
@@ -37,7 +39,7 @@ class RackCheckpoints:
     Several processes that train together call all methods, as the others do.
 
     Args:
-        directory: created at the first save.
+        directory: created at the first save. A ValueError says if that is impossible.
         config: describes the Rack that is saved. How many are kept is `training.checkpoint`.
         group: of torch.distributed; None: all processes.
         upload: as of `CheckpointManager`; None: as `training.checkpoint` says.
@@ -52,6 +54,7 @@ class RackCheckpoints:
         upload: Callable[[Path], None] | None = None,
     ) -> None:
         self.directory, self.config = Path(directory), config
+        _check_can_be_made(self.directory)
         self._checked: Rack | None = None
         self._resumed: Restored | None = None
         kept = config.training.checkpoint
@@ -233,6 +236,13 @@ class ParameterNames(nn.Module):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *_: Any, **__: Any) -> None:
         """Nothing."""
+
+
+def _check_can_be_made(directory: Path) -> None:
+    """Refuse a directory that cannot be created. A run would otherwise learn of it at its first save."""
+    there = next(each for each in (directory.absolute(), *directory.absolute().parents) if each.exists())
+    allowed = f"a folder that can be created; {there} is no folder that can be written to"
+    require(there.is_dir() and os.access(there, os.W_OK), "training.checkpoint_dir", str(directory), allowed)
 
 
 def latest_checkpoint(directory: str | Path) -> Path | None:

@@ -1,6 +1,7 @@
 """Token windows: whole, in range, each target once, in an order that seed and epoch decide."""
 
 import json
+import os
 import pickle
 import sysconfig
 from pathlib import Path
@@ -506,6 +507,10 @@ class TestCreate:
         (tmp_path / "text").touch()
         with pytest.raises(ValueError, match=r"data\.dataset_path: .*text is empty"):
             create_data(text_config(make_config, tmp_path / "text"))
+
+    def test_a_device_is_refused(self, make_config):
+        with pytest.raises(ValueError, match=r"data\.dataset_path: got .*null.*; allowed: a text file"):
+            create_data(text_config(make_config, Path(os.devnull)))
 
     def test_missing_file(self, make_config, tmp_path):
         with pytest.raises(FileNotFoundError, match="nowhere"):

@@ -398,7 +398,7 @@ def test_data_that_comes_again_is_told(make_config):
 
 def test_a_forward_pass_is_measured(make_config):
     found = ArchitecturePrototype(config_of(make_config), batch_size=3).run_forward_pass(
-        min_seconds=0.05, warmup_seconds=0.05
+        min_seconds=0.05, min_calls=20, warmup_seconds=0.05
     )
     assert (found.batch_size, found.seq_len) == (3, 8)
     assert found.tokens_per_second == pytest.approx(24 / found.seconds)

@@ -155,6 +155,22 @@ def test_what_failed_has_its_noun():
     assert report.summary().endswith("2 checks failed)")
 
 
+@pytest.mark.parametrize(
+    "text, told",
+    [
+        ('{"checks": 5}', "checks: got 5; Input should be a valid list"),
+        ('{"failed_tests": [1]}', "failed_tests.0: got 1; Input should be a valid string"),
+        ("[]", "got 'list'; allowed: a report, a JSON object"),
+    ],
+)
+def test_a_file_that_is_no_report_is_refused(tmp_path, text, told):
+    path = tmp_path / "report.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=re.escape(told)) as raised:
+        Report.from_json(path)
+    assert str(raised.value).startswith(str(path))
+
+
 def test_reports_that_do_not_say_the_noun_are_of_tests(tmp_path):
     path = tmp_path / "report.json"
     Report(failed_tests=["t"]).write(path)

@@ -293,6 +293,13 @@ class TestRetention:
 
 
 class TestRefused:
+    def test_a_directory_that_cannot_be_created_is_refused_at_the_start(self, config, tmp_path):
+        (tmp_path / "file").write_text("")
+        with pytest.raises(
+            ValueError, match=r"training\.checkpoint_dir: got .*file/runs.*; allowed: a folder"
+        ):
+            RackCheckpoints(tmp_path / "file" / "runs", config)
+
     @pytest.mark.parametrize("model, named", OTHER_SHAPES.values(), ids=OTHER_SHAPES)
     def test_other_shapes(self, manager, make_config, make_rack, model, named):
         with pytest.raises(ValueError, match="does not describe this Rack") as refusal:

@@ -378,7 +378,7 @@ def _named_parameters(model: nn.Module, form: CallForm) -> dict[str, inspect.Par
 
 
 def _flags(named: Mapping[str, inspect.Parameter], variadic: bool) -> list[tuple[str, ...]]:
-    """Return switches to set, in order of trial: named like a cache, none, other `return_*` ones."""
+    """Return switches to set, in order of trial: those named like a cache, none, all others."""
 
     def is_switch(name: str, parameter: inspect.Parameter) -> bool:
         says_so = name.startswith(("use_", "return_", "output_"))
@@ -388,8 +388,7 @@ def _flags(named: Mapping[str, inspect.Parameter], variadic: bool) -> list[tuple
     if variadic and "use_cache" not in named:
         switches.append("use_cache")
     first = [name for name in switches if _CACHE_NAME.search(name)]
-    returning = [name for name in switches if name.startswith("return_") and name not in first]
-    return [*((name,) for name in first), (), *((name,) for name in returning)]
+    return [*((name,) for name in first), (), *((name,) for name in switches if name not in first)]
 
 
 def _cache_parts(output: Any, trial: _Trial) -> list[str | int]:

@@ -69,6 +69,12 @@ class KeywordOnly(Core):
         return (logits, cache) if return_past else logits
 
 
+class AnyNames(Core):
+    def forward(self, ids, *, z=None, emit=False):
+        logits, cache = self.run(ids, z)
+        return (logits, cache) if emit else logits
+
+
 class Wrapped(Core):
     """Its own signature names nothing."""
 
@@ -171,6 +177,7 @@ WITH_CACHE = {
     AsObject: "memory=",
     PositionalOnly: "past=",
     KeywordOnly: "past= and return_past=",
+    AnyNames: "z= and emit=",
     Wrapped: "cache= and use_cache=",
     InBatch: "kv= and use_cache=",
     MadeByMethod: "make_kv_cache() and kv=",
@@ -241,7 +248,11 @@ class BothWays(NoCache):
         (CannotGenerate, "", ""),
         (BothWays, "", ""),
         (Generating, "generate()", "forward has no parameter for one"),
-        (UnknownObject, "kv_cache=", "no part of its output and no cache"),
+        (
+            UnknownObject,
+            "kv_cache=",
+            "no part of its output and no cache that its methods make could be passed back",
+        ),
         (Refusing, "generate(), past=", "past=: NotImplementedError: not yet"),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",

@@ -18,7 +18,7 @@ from torch import nn
 from stackwise.checkpoint import CheckpointManager, CheckpointWarning, DamagedCheckpointError
 from stackwise.checkpoint.folder import MANIFEST, Manifest, verify_files
 
-FILES = [MANIFEST, "state-00000.json", "state-00000.safetensors", "tensors/rank-00000.safetensors"]
+FILES = [MANIFEST, "state-00000.json", "state-00000.safetensors", "tensors/rank-00000.safetensors", "run.txt"]
 AUDITED = (
     "os.system",
     "subprocess.Popen",

@@ -42,7 +42,7 @@ BOTH = pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous"
 ALL = pytest.mark.parametrize(
     "asynchronous", [False, True, "overlapped"], ids=["synchronous", "asynchronous", "overlapped"]
 )
-FILES = [MANIFEST, "state-00000.json", "state-00000.safetensors", "tensors/rank-00000.safetensors"]
+FILES = [MANIFEST, "state-00000.json", "state-00000.safetensors", "tensors/rank-00000.safetensors", "run.txt"]
 
 
 def names_in(folder):
@@ -1097,7 +1097,7 @@ def test_the_disk_refuses(tmp_path, monkeypatch, number, asynchronous, operation
     CheckpointManager(tmp_path).verify(4)
 
 
-@pytest.mark.parametrize("count", range(1, 13))
+@pytest.mark.parametrize("count", range(1, 16))
 def test_the_disk_refuses_at_any_point(tmp_path, monkeypatch, count):
     """Also between two renames: what was there is there."""
     manager = CheckpointManager(tmp_path, keep_last=1)

@@ -113,7 +113,7 @@ class CheckpointManager:
     another one. Retention, `rewind`, `steps`, `latest`, `best` and `restore` without a step use the
     checkpoints of their own run only. A save below the restored step, or after `restore` of an earlier step,
     begins a new run too, so that the later checkpoints of the old one stay. A checkpoint of an unknown run is
-    never counted, renamed or deleted.
+    never counted or deleted.
 
     Where several processes train, each makes its manager and calls all methods, as the others do; they
     write into one directory that all of them see. Modules and optimizers are taken to be the same in all of
@@ -513,7 +513,7 @@ class CheckpointManager:
         def written() -> dict[str, FileEntry]:
             extra: dict[str, FileEntry] = {}
             if self._ranks.is_main:
-                extra = write_run(scratch, manifest.run, manifest.order) | entries_of(scratch, called)
+                extra = entries_of(scratch, called) | write_run(scratch, manifest.run, manifest.order)
             return extra | content.write(scratch, self._ranks.rank)
 
         files: dict[str, FileEntry] = {}
@@ -562,6 +562,7 @@ class CheckpointManager:
         checkpoints do: it may be the best.
         """
         held = self._uploader.held() if self._uploader is not None else set()
+        assert self._run is not None
         try:
             own = self._own()
         except OSError as error:

@@ -181,7 +181,7 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("name", FILES[1:])
+@pytest.mark.parametrize("name", FILES[1:4])
 @pytest.mark.parametrize("content", HOSTILE.values(), ids=HOSTILE)
 def test_hostile_files_with_a_list_that_agrees(original, tmp_path_factory, name, content):
     directory = signed(changed(original, tmp_path_factory, name, content))

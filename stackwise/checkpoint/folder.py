@@ -1,7 +1,8 @@
 """CheckpointFolder: one checkpoint on disk. It is complete and unchanged, or detectably damaged.
 
 A folder `step-N` has a list of its files, `manifest.json`, with the size and the SHA-256 of each file and of
-the list itself. It is written as `.step-N.PROCESS` and renamed when all of it is on the disk.
+the list itself. It is written as `.step-N.PROCESS` and renamed when all of it is on the disk. `run.txt`
+repeats the run of the manifest, so that a folder with a damaged manifest still belongs to its run.
 
 Other names in the directory:
 
@@ -15,6 +16,7 @@ PROCESS is a process id and a mark that distinguishes processes with the same id
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -45,6 +47,7 @@ __all__ = [
     "nameless_in",
     "publish",
     "read_regular",
+    "read_run",
     "recover",
     "remove",
     "run_of",
@@ -53,10 +56,12 @@ __all__ = [
     "steps_in",
     "this_process",
     "verify_files",
+    "write_run",
 ]
 
 MANIFEST = "manifest.json"
 TENSORS = "tensors"
+RUN = "run.txt"
 _FORMAT = 2
 _MANIFEST_BYTES = 2**24
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
@@ -65,9 +70,10 @@ _LEFT_OVER = re.compile(
 )
 _ASIDE = re.compile(r"(step-(0|[1-9][0-9]*))\.(damaged|run-[0-9a-f]+)(?:\.[0-9]+)?")
 _RUN = re.compile(r"[0-9a-f]{32}")
+_RUN_AND_ORDER = re.compile(rb"([0-9a-f]{32}) ([1-9][0-9]{0,18})\n")
 _NAME = re.compile(rf"(?:{TENSORS}/)?[A-Za-z0-9][A-Za-z0-9._-]{{0,199}}")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib")
-_OURS = re.compile(r"manifest\.json|state-[0-9]+\.(?:json|safetensors)", re.IGNORECASE)
+_OURS = re.compile(r"manifest\.json|run\.txt|state-[0-9]+\.(?:json|safetensors)", re.IGNORECASE)
 _PIECE = 2**22
 
 
@@ -125,16 +131,18 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """The manifest of a folder.
+        """Return the manifest of a folder.
 
         Raises:
-            DamagedCheckpointError: there is none, or it was changed.
+            DamagedCheckpointError: it is missing or was changed. If `whole`: it is intact and of an unknown
+                format.
+            OSError: it cannot be read now.
         """
         content = read_regular(folder, MANIFEST, _MANIFEST_BYTES)
         try:
             values = json.loads(content.decode())  # of bytes it would guess the encoding
             if values["format"] != _FORMAT:
-                raise DamagedCheckpointError(folder, MANIFEST, f"of the format {values['format']!r:.20}")
+                raise _unknown_format(folder, values)
             fields = {key: values[key] for key in cls.__dataclass_fields__}
             fields["files"] = {name: FileEntry(**entry) for name, entry in fields["files"].items()}
             manifest = cls(**fields)
@@ -269,6 +277,41 @@ def verify_files(folder: Path, files: Mapping[str, FileEntry], *, contents: bool
             )
 
 
+def _unknown_format(folder: Path, values: dict[str, Any]) -> DamagedCheckpointError:
+    """Return the error for a manifest of another format: intact if its digest is right, otherwise damaged."""
+    digest = values.pop("digest")
+    body = json.dumps(values, sort_keys=True, allow_nan=False)
+    if hashlib.sha256(body.encode()).hexdigest() != digest:
+        return DamagedCheckpointError(folder, MANIFEST, "it was changed since it was written")
+    reason = (
+        f"intact checkpoint of format {values['format']!r:.20}, which this version of stackwise cannot read; "
+        f"allowed: {_FORMAT}"
+    )
+    return DamagedCheckpointError(folder, MANIFEST, reason, whole=True)
+
+
+def write_run(folder: Path, run: str, order: int) -> dict[str, FileEntry]:
+    """Write `run.txt`, and return its entry for the manifest.
+
+    Raises:
+        OSError: the disk refused.
+    """
+    return {RUN: write_bytes(folder / RUN, [f"{run} {order}\n".encode()])}
+
+
+def read_run(folder: Path) -> tuple[str | None, int]:
+    """Return the run and the order of a save from `run.txt`, or (None, 0) if it is missing or damaged.
+
+    Raises:
+        OSError: it cannot be read now.
+    """
+    with suppress(DamagedCheckpointError):
+        match = _RUN_AND_ORDER.fullmatch(read_regular(folder, RUN, 64))
+        if match is not None:
+            return match[1].decode(), int(match[2])
+    return None, 0
+
+
 def read_regular(folder: Path, name: str, most: int) -> bytes:
     """The bytes of a file, of which there are at most so many.
 
@@ -290,7 +333,7 @@ def read_regular(folder: Path, name: str, most: int) -> bytes:
 def publish(scratch: Path, target: Path, run: str | None = None) -> Path | None:
     """Rename a finished folder to its final name. Replace a folder of that name, if it is of the same run.
 
-    A folder of another run, or without a readable manifest, is renamed and not deleted. Between the renames
+    A folder of another or an unknown run is renamed and not deleted. Between the renames
     no folder has the final name. If the process is killed there, the replaced folder is left as
     `SCRATCH.old`, and `recover` restores its name.
 
@@ -303,14 +346,15 @@ def publish(scratch: Path, target: Path, run: str | None = None) -> Path | None:
         New name of the folder of another run; None if there was none.
 
     Raises:
-        OSError: the disk refused. The previous folder is unchanged.
+        OSError: the disk refused, or the final name belongs to an intact checkpoint of an unknown format.
+            The previous folder is unchanged.
     """
     for folder in (scratch / TENSORS, scratch):
         if folder.is_dir():
             flush(folder)
     replaced, aside = scratch.with_name(scratch.name + ".old"), None
     if target.exists():
-        found = None if run is None else run_of(target)
+        found = None if run is None else _replaceable_run(target)
         if found == run:
             target.rename(replaced)
         else:
@@ -326,6 +370,15 @@ def publish(scratch: Path, target: Path, run: str | None = None) -> Path | None:
     flush(target.parent)
     shutil.rmtree(replaced, ignore_errors=True)
     return aside
+
+
+def _replaceable_run(folder: Path) -> str | None:
+    try:
+        return Manifest.read(folder).run
+    except DamagedCheckpointError as error:
+        if error.whole:
+            raise FileExistsError(errno.EEXIST, error.reason, str(folder)) from error
+        return read_run(folder)[0]
 
 
 def remove(folder: Path) -> None:
@@ -393,7 +446,9 @@ def set_aside(folder: Path, kind: str = "damaged") -> Path:
     """
     run = run_of(folder)
     names = (f"{folder.name}.{kind}{number}" for number in chain([""], map(".{}".format, count(2))))
-    aside = next(path for path in map(folder.with_name, names) if not path.exists() or run_of(path) == run)
+    aside = next(
+        path for path in map(folder.with_name, names) if not path.exists() or run_of(path) == run is not None
+    )
     if aside.exists():
         shutil.rmtree(aside)
     folder.rename(aside)
@@ -402,28 +457,29 @@ def set_aside(folder: Path, kind: str = "damaged") -> Path:
 
 
 def clear_damaged(directory: Path, before: int, run: str) -> None:
-    """Delete the skipped checkpoints of a run, of steps before `before`.
-
-    A folder without a readable manifest is deleted if the directory has checkpoints of this run only.
+    """Delete the skipped checkpoints of a run, of steps before `before`. Those of an unknown run stay.
 
     Raises:
         OSError: the disk refused.
     """
-    alone = all(run_of(folder_of(directory, step)) in (run, None) for step in steps_in(directory))
     for path in directory.iterdir():
         match = _ASIDE.fullmatch(path.name)
         if match is None or match[3] != "damaged" or int(match[2][:20]) >= before:
             continue
-        found = run_of(path)
-        if found == run or (found is None and alone):
+        if run_of(path) == run:
             shutil.rmtree(path)
 
 
 def run_of(folder: Path) -> str | None:
-    """Return the identity of the run that wrote a checkpoint, or None if its manifest cannot be read."""
-    with suppress(DamagedCheckpointError, OSError):
+    """Return the identity of the run that wrote a checkpoint, or None if it is unknown.
+
+    Raises:
+        OSError: a file cannot be read now.
+    """
+    try:
         return Manifest.read(folder).run
-    return None
+    except DamagedCheckpointError as error:
+        return None if error.whole else read_run(folder)[0]
 
 
 def check_extra_name(name: str) -> None:

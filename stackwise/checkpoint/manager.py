@@ -41,11 +41,21 @@ from stackwise.checkpoint.folder import (
     set_aside,
     steps_in,
     verify_files,
+    write_run,
 )
 from stackwise.checkpoint.object_state import Objects
 from stackwise.checkpoint.ranks import REFUSALS, Ranks
 from stackwise.checkpoint.retention import Retention
-from stackwise.checkpoint.runs import Saved, last_run, newest, of_run, saved_in, steps_of
+from stackwise.checkpoint.runs import (
+    Saved,
+    last_run,
+    newest,
+    of_last_run,
+    of_run,
+    saved_in,
+    steps_of,
+    unknown_runs,
+)
 from stackwise.checkpoint.tensor_file import FileEntry
 from stackwise.checkpoint.upload import DirectoryUpload, Uploader
 from stackwise.checkpoint.writer import Staging, Writer
@@ -72,8 +82,8 @@ class Restored:
         world_size: number of processes that wrote it.
         versions: versions of the libraries that wrote it, by name.
         remarks: differences to the saved state, such as new random states of added processes.
-        damaged: former names of the skipped checkpoints. They are now `step-N.damaged`, except intact ones of
-            an unknown format.
+        damaged: former names of the skipped checkpoints. They are now `step-N.damaged`, except intact ones
+            that this version cannot read.
         manifest: verified list of its files.
     """
 
@@ -102,7 +112,8 @@ class CheckpointManager:
     saved last. Without it, the first `save` begins a new run, and warns if the directory holds checkpoints of
     another one. Retention, `rewind`, `steps`, `latest`, `best` and `restore` without a step use the
     checkpoints of their own run only. A save below the restored step, or after `restore` of an earlier step,
-    begins a new run too, so that the later checkpoints of the old one stay.
+    begins a new run too, so that the later checkpoints of the old one stay. A checkpoint of an unknown run is
+    never counted or deleted.
 
     Where several processes train, each makes its manager and calls all methods, as the others do; they
     write into one directory that all of them see. Modules and optimizers are taken to be the same in all of
@@ -202,8 +213,10 @@ class CheckpointManager:
         self._failure = None
         try:
             content = self._ranks.agree(partial(self._content, step, objects, files or {}))
+            runs, places = zip(*self._ranks.gather((self._run, content.places())), strict=True)
+            self._run = runs[0]
             manifest = replace(manifest, run=self._run or "", order=self._order)
-            content = content.without(self._ranks.gather(content.places())[: self._ranks.rank])
+            content = content.without(places[: self._ranks.rank])
             called = [name for name, file in (files or {}).items() if callable(file)]
             if self.asynchronous:
                 self._warn()  # not while the thread may add to the messages
@@ -225,7 +238,8 @@ class CheckpointManager:
 
         Without `step`, it is a checkpoint of this run, or of the run that saved last if this manager has
         neither saved nor restored. If the directory holds several runs, a `CheckpointWarning` names the
-        steps of this run and of the others.
+        steps of this run and of the others. If the run of a checkpoint is unknown, so is the run that saved
+        last, and `step` is required.
 
         Every byte is checked before anything is loaded. Damaged checkpoints are named in a
         `CheckpointWarning` and passed over; they become `step-N.damaged`, so that no later restore takes
@@ -243,7 +257,8 @@ class CheckpointManager:
             What it is; None if there is no checkpoint at all.
 
         Raises:
-            DamagedCheckpointError: that of `step` is not what was written, or none is.
+            DamagedCheckpointError: that of `step` is not what was written, or none is. Without `step`, also
+                if the run of a checkpoint is unknown.
             ValueError: there is none of `step`, or it does not fit the objects.
             OSError: a file cannot be read now, or the newest checkpoint cannot get its name back.
         """
@@ -256,7 +271,7 @@ class CheckpointManager:
             load = partial(Loaded.of, ours, step.path, step.manifest, self._ranks)
             loaded = self._ranks.agree(load)
             self._ranks.agree(partial(loaded.into, ours))
-            self._resume(step.manifest)
+            self._go_on(step.run, step.step)
             return step
         places = self._ranks.gather(self._ranks.agree(partial(self._found, step)))[0]
         damaged: list[DamagedCheckpointError] = []
@@ -274,7 +289,7 @@ class CheckpointManager:
         self._ranks.agree(partial(loaded.into, ours))
         if self._ranks.is_main:
             self._set_aside(damaged)
-        self._resume(manifest)
+        self._go_on(manifest.run, manifest.step)
         self._warn()
         return Restored(
             step=manifest.step,
@@ -301,14 +316,20 @@ class CheckpointManager:
         self._warn()
 
     @property
-    def run(self) -> str:
-        """Identity of the run that this manager saves, 32 hexadecimal digits.
+    def run(self) -> str | None:
+        """Identity of the run of the last `save`, `restore` or `begin_run`, 32 hexadecimal digits.
 
-        If nothing was saved or restored before, this begins a new run: call `restore` first to resume one.
+        None: none of them was called.
         """
-        if self._run is None:
-            self._run = uuid4().hex
         return self._run
+
+    def begin_run(self) -> str:
+        """Begin a new run before its first `save`, and return its identity.
+
+        It is needed only to know the identity early: without it, the first `save` begins the run.
+        """
+        self.wait()
+        return self._go_on(self._ranks.gather(uuid4().hex)[0], -1)
 
     @property
     def writing(self) -> bool:
@@ -398,13 +419,15 @@ class CheckpointManager:
         return folder_of(self.directory, step)
 
     def _own(self) -> list[Saved]:
-        saved = saved_in(self.directory)
-        return of_run(saved, self._run or last_run(saved))
+        return self._own_of(saved_in(self.directory))
 
-    def _resume(self, manifest: Manifest) -> None:
-        """Continue the run of a restored checkpoint."""
-        self._run, self._restored_step = manifest.run, manifest.step
-        self._is_first_save = True
+    def _own_of(self, saved: list[Saved]) -> list[Saved]:
+        return of_last_run(saved) if self._run is None else of_run(saved, self._run)
+
+    def _go_on(self, run: str, restored_step: int) -> str:
+        """Use a run from the next save on, and return it."""
+        self._run, self._restored_step, self._is_first_save = run, restored_step, True
+        return run
 
     def _number_save(self, step: int) -> None:
         """Number the next save. Before the first one, begin a run unless it continues the restored one."""
@@ -414,9 +437,8 @@ class CheckpointManager:
         found = [each for place in self._places for each in saved_in(place)]
         start = min(step, self._restored_step)
         later = [each for each in found if each.run == self._run and each.step > start]
-        if any(each.path not in self._behind and each.step not in self._damaged for each in later):
-            self._run, self._restored_step = None, -1
-        run = self.run
+        passed = any(each.path not in self._behind and each.step not in self._damaged for each in later)
+        run = self._go_on(uuid4().hex, -1) if passed or self._run is None else self._run
         others = [each for each in found if each.run != run]
         if others and self._restored_step < 0:
             self._warnings.append(
@@ -489,7 +511,9 @@ class CheckpointManager:
         assert scratch is not None
 
         def written() -> dict[str, FileEntry]:
-            extra = entries_of(scratch, called) if self._ranks.is_main else {}
+            extra: dict[str, FileEntry] = {}
+            if self._ranks.is_main:
+                extra = entries_of(scratch, called) | write_run(scratch, manifest.run, manifest.order)
             return extra | content.write(scratch, self._ranks.rank)
 
         files: dict[str, FileEntry] = {}
@@ -534,19 +558,27 @@ class CheckpointManager:
     def _retain(self) -> None:
         """Delete old checkpoints of this run. The one just written stays: its files were opened again.
 
-        A checkpoint that is being uploaded stays until the next time.
+        A checkpoint that is being uploaded stays until the next time. If a manifest cannot be read now, all
+        checkpoints do: it may be the best.
         """
         held = self._uploader.held() if self._uploader is not None else set()
+        assert self._run is not None
         try:
-            metrics = {each.step: each.metric for each in self._own()}
-            stays = self.retention.kept(metrics, self._damaged) | {self._newest}
+            own = self._own()
+        except OSError as error:
+            self._warnings.append(f"no checkpoint is deleted this time, as one cannot be read: {error}")
+            return
+        try:
+            metrics = {each.step: each.metric for each in own}
+            damaged = self._damaged | {each.step for each in own if each.error is not None}
+            stays = self.retention.kept(metrics, damaged) | {self._newest}
             leaving = [self._path(step) for step in sorted(metrics.keys() - stays)]
             self._held_back = not held.isdisjoint(leaving)
             for path in leaving:
                 if path not in held:
                     remove(path)
             oldest = min(sorted(metrics)[-self.retention.keep_last :], default=0)
-            clear_damaged(self.directory, oldest, self.run)
+            clear_damaged(self.directory, oldest, self._run)
         except OSError as error:
             self._warnings.append(f"an older checkpoint could not be removed: {error}")
 
@@ -571,7 +603,10 @@ class CheckpointManager:
         if step is not None:
             saved = [each for each in saved if each.step == step]
         else:
-            saved = [each for each in saved if each.run in (run, None)]
+            unknown = unknown_runs(saved)
+            saved = self._own_of(saved)
+            if unknown:
+                self._warnings.append(f"{unknown}. Checkpoints of unknown runs are not restored")
             if others and self._run is None:
                 self._warnings.append(
                     f"{self.directory} holds checkpoints of several runs. This process resumes the run that "
@@ -603,7 +638,7 @@ class CheckpointManager:
         left = 0
         for place in self._places:
             try:
-                own = [each for each in saved_in(place) if each.run == self._run is not None]
+                own = [] if self._run is None else of_run(saved_in(place), self._run)
             except OSError as refused:
                 told = f"checkpoints that the run has gone back behind keep their names: {place}: {refused}"
                 self._warnings.append(told)

@@ -1,7 +1,8 @@
 """Runs: find out which run wrote each checkpoint of a directory.
 
 A run is identified by a random number that every checkpoint of it contains. A resumed run keeps it. The saves
-of all runs in a directory are numbered, so that the run that saved last is known without a clock.
+of all runs in a directory are numbered, so that the run that saved last is known without a clock. If the run
+of a checkpoint is unknown, so is the run that saved last.
 """
 
 from __future__ import annotations
@@ -12,9 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stackwise.checkpoint import tree
-from stackwise.checkpoint.folder import DamagedCheckpointError, Manifest, folder_of, steps_in, verify_files
+from stackwise.checkpoint.folder import (
+    MANIFEST,
+    DamagedCheckpointError,
+    Manifest,
+    folder_of,
+    read_run,
+    steps_in,
+    verify_files,
+)
 
-__all__ = ["Saved", "last_run", "newest", "of_run", "saved_in", "steps_of"]
+__all__ = ["Saved", "last_run", "newest", "of_last_run", "of_run", "saved_in", "steps_of", "unknown_runs"]
 
 
 @dataclass(frozen=True)
@@ -24,9 +33,10 @@ class Saved:
     Attributes:
         path: the folder.
         step: step number in the folder's name.
-        run: identity of the run that wrote it. None: the manifest cannot be read.
-        order: number of the save in the directory; 0 if the manifest cannot be read.
+        run: identity of the run that wrote it, or None if it is unknown.
+        order: number of the save in the directory, or 0 if it is unknown.
         metric: metric that it was saved with, or None.
+        error: reason why the manifest cannot be used, or None.
     """
 
     path: Path
@@ -34,33 +44,64 @@ class Saved:
     run: str | None = None
     order: int = 0
     metric: float | None = None
+    error: DamagedCheckpointError | None = None
 
 
 def saved_in(directory: Path) -> list[Saved]:
-    """Return the checkpoints of a directory by ascending step. Reads the manifests only."""
+    """Return the checkpoints of a directory by ascending step. Reads the manifests only.
+
+    If a manifest is damaged, the run is read from `run.txt`. A manifest of an unknown format has no run.
+
+    Raises:
+        OSError: a file cannot be read now, which does not mean that the checkpoint is damaged.
+    """
     found = []
     for step in steps_in(directory):
-        saved = Saved(folder_of(directory, step), step)
-        with suppress(DamagedCheckpointError, OSError):
-            manifest = Manifest.read(saved.path)
-            metric = tree.decode(manifest.metric, tree.no_tensor)
-            saved = Saved(saved.path, step, manifest.run, manifest.order, metric)
-        found.append(saved)
+        path = folder_of(directory, step)
+        try:
+            manifest = Manifest.read(path)
+        except DamagedCheckpointError as error:
+            run, order = (None, 0) if error.whole else read_run(path)
+            if path.exists():  # another process may have deleted it since
+                found.append(Saved(path, step, run, order, error=error))
+            continue
+        metric = tree.decode(manifest.metric, tree.no_tensor)
+        found.append(Saved(path, step, manifest.run, manifest.order, metric))
     return found
 
 
 def last_run(saved: Iterable[Saved]) -> str | None:
-    """Return the identity of the run that saved last, or None if no manifest can be read."""
+    """Return the identity of the known run that saved last, or None if no run is known."""
     return max(saved, key=lambda each: (each.order, each.step), default=Saved(Path(), 0)).run
 
 
-def of_run(saved: Sequence[Saved], run: str | None) -> list[Saved]:
-    """Return the checkpoints of a run.
+def of_run(saved: Iterable[Saved], run: str) -> list[Saved]:
+    """Return the checkpoints of a run."""
+    return [each for each in saved if each.run == run]
 
-    Folders without a readable manifest are included if no other run has a checkpoint among `saved`.
+
+def of_last_run(saved: Sequence[Saved]) -> list[Saved]:
+    """Return the checkpoints of the run that saved last.
+
+    Raises:
+        DamagedCheckpointError: the run of a checkpoint is unknown, and may be the one that saved last.
     """
-    alone = all(each.run in (run, None) for each in saved)
-    return [each for each in saved if each.run == run or (each.run is None and alone)]
+    unknown = next((each for each in saved if each.run is None), None)
+    if unknown is not None and unknown.error is not None:
+        reason = (
+            f"{unknown.error.reason}. {unknown_runs(saved)}, and may be the one that saved last. Pass `step` "
+            "to `restore`, or move the checkpoints of unknown runs to another directory"
+        )
+        raise DamagedCheckpointError(unknown.path, MANIFEST, reason, unknown.error.whole)
+    run = last_run(saved)
+    return [] if run is None else of_run(saved, run)
+
+
+def unknown_runs(saved: Iterable[Saved]) -> str:
+    """Return a clause that names the checkpoints of unknown runs, at most ten. Empty: there is none."""
+    paths = [str(each.path) for each in saved if each.run is None]
+    shown = ", ".join(paths[:10]) + (", ..." if len(paths) > 10 else "")
+    return f"The run that wrote {shown} is unknown" if paths else ""
 
 
 def newest(saved: Sequence[Saved]) -> Path | None:

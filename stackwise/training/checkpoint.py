@@ -17,7 +17,7 @@ from torch import Tensor, distributed, nn
 from stackwise.argument import require
 from stackwise.checkpoint import CheckpointManager, DirectoryUpload, Restored
 from stackwise.checkpoint.folder import MANIFEST, Manifest, nameless_in, steps_in, verify_files
-from stackwise.checkpoint.runs import last_run, newest, of_run, saved_in
+from stackwise.checkpoint.runs import newest, of_last_run, saved_in
 from stackwise.config import StackWiseConfig
 from stackwise.model.block import Block
 from stackwise.model.build import create_rack_from_config
@@ -160,10 +160,9 @@ class RackCheckpoints:
         known = self._resumed is not None and self._resumed.step == step
         self._manager.restore(objects, self._resumed if known else step)
 
-    @property
-    def run(self) -> str:
-        """Identity of the run: that of the resumed checkpoint, or a new one."""
-        return self._manager.run
+    def begin_run(self) -> str:
+        """Return the identity of the resumed run. If no run was resumed, begin one."""
+        return self._manager.run or self._manager.begin_run()
 
     def rewind(self, step: int) -> None:
         """As of `CheckpointManager`."""
@@ -246,9 +245,13 @@ def _check_can_be_made(directory: Path) -> None:
 
 
 def latest_checkpoint(directory: str | Path) -> Path | None:
-    """Return the newest complete checkpoint in a directory of the run that saved last, or None."""
-    saved = saved_in(Path(directory))
-    return newest(of_run(saved, last_run(saved)))
+    """Return the newest complete checkpoint in a directory of the run that saved last, or None.
+
+    Raises:
+        DamagedCheckpointError: the run of a checkpoint is unknown, and may be the one that saved last.
+        OSError: a checkpoint cannot be inspected now.
+    """
+    return newest(of_last_run(saved_in(Path(directory))))
 
 
 def load_rack(path: str | Path) -> Rack:

@@ -135,7 +135,7 @@ class ArchitectureTrainer:
             seeded(self.processes.seed(settings.seed), self.device),
             closing(BlockStore(shared.rack, self.device, scope.offload, self.offload_dir)) as store,
             closing(PrefixOutputs(shared.rack, store, scope.cache_bytes, scope.cache_dir)) as prefix,
-            self._logs(phases, resumed, None if checkpoints is None else checkpoints.run) as logs,
+            self._logs(phases, resumed, None if checkpoints is None else checkpoints.begin_run()) as logs,
             self._termination() as terminates,
             checkpoints or nullcontext(),
         ):

@@ -188,7 +188,14 @@ def test_everything_is_flushed_before_it_is_named(tmp_path, monkeypatch):
         1, {"m": torch.nn.Linear(1, 1)}, files={"a.txt": lambda p: p.touch()}
     )
     renamed = events.index("rename")
-    files = {"a.txt", "state-00000.json", "state-00000.safetensors", "rank-00000.safetensors", MANIFEST}
+    files = {
+        "a.txt",
+        "state-00000.json",
+        "state-00000.safetensors",
+        "rank-00000.safetensors",
+        "run.txt",
+        MANIFEST,
+    }
     scratch = scratch_of(tmp_path, 1).name
     assert set(events[:renamed]) == {*files, "tensors", scratch}
     assert events[renamed - 1] == scratch
@@ -211,7 +218,7 @@ ENTRY = {"bytes": 7, "sha256": "0"}
 @pytest.mark.parametrize(
     "changes, match",
     [
-        ({"format": 1}, "of the format 1"),
+        ({"format": 1}, "intact checkpoint of format 1"),
         ({"step": 2}, "it is of step 2"),
         ({"step": True}, "it is of step True"),
         ({"step": "1"}, "it is of step '1'"),

@@ -501,9 +501,19 @@ def gone_back(rank, folder):
     assert manager.restore({"counts": {}}).step == 20
 
 
+def one_run(rank, folder):
+    """All processes know the same identity, after `begin_run` and after a first `save`."""
+    begun, saved = CheckpointManager(folder / "begun"), CheckpointManager(folder / "saved")
+    run = begun.begin_run()
+    for manager in (begun, saved):
+        manager.save(1, {})
+        assert manager.run == CheckpointManager(manager.directory).restore({}).run
+    assert run == begun.run
+
+
 SCENARIOS = [in_parts, in_parts_later, from_one, copies, replicas, read_by_torch, refused, damaged, mistaken]
 SCENARIOS += [failing_copies, mistakes_of_one, together, groups, uploaded, verified_once, of_other_shapes]
-SCENARIOS += [guarded_copies, gone_back]
+SCENARIOS += [guarded_copies, gone_back, one_run]
 
 
 def saved_by_one(folder):

@@ -1,6 +1,10 @@
 """Runs that share a folder: none counts, deletes or resumes the checkpoints of another."""
 
+import errno
+import hashlib
+import json
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -180,8 +184,156 @@ def test_uploads_of_another_run_stay(tmp_path):
     assert restore(CheckpointManager(there)) == (7, 2)
 
 
-def test_unreadable_manifest_is_of_no_run(used):
-    """Nothing of it is deleted if several runs have used the folder."""
-    (used / "step-600/manifest.json").write_text("")
-    save(CheckpointManager(used, keep_last=1), 800, 900)
-    assert names_in(used) == ["step-600", "step-700", "step-900"]
+def damage(folder, *, run_file=True):
+    """Empty the manifest of a checkpoint, and delete the second copy of its run's identity."""
+    (folder / "manifest.json").write_text("{}")
+    if run_file:
+        (folder / "run.txt").unlink()
+
+
+def set_format(folder, number):
+    """Make a checkpoint one of another version of stackwise."""
+    path = folder / "manifest.json"
+    content = json.loads(path.read_text()) | {"format": number}
+    content.pop("digest")
+    content["digest"] = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    path.write_text(json.dumps(content))
+
+
+@pytest.fixture
+def stale(monkeypatch):
+    """Set of folders whose manifest cannot be read now."""
+    folders, read_bytes = set(), Path.read_bytes
+
+    def refusing(self):
+        if self.name == "manifest.json" and self.parent in folders:
+            raise OSError(errno.ESTALE, "Stale file handle", str(self))
+        return read_bytes(self)
+
+    monkeypatch.setattr(Path, "read_bytes", refusing)
+    return folders
+
+
+def test_damaged_manifest_keeps_its_run(used):
+    """`run.txt` says it again, so that no other run is restored instead."""
+    save(CheckpointManager(used), 100)
+    damage(used / "step-100", run_file=False)
+    with pytest.raises(DamagedCheckpointError, match=r"step-100/manifest\.json: no list"):
+        CheckpointManager(used).restore({})
+
+
+def test_newest_damaged_manifest_falls_back_within_its_run(used):
+    damage(used / "step-700", run_file=False)
+    with pytest.warns(CheckpointWarning, match=r"passed over.*step-700/manifest\.json"):
+        assert restore(CheckpointManager(used)) == (600, "old")
+
+
+@pytest.mark.parametrize("harm", [damage, lambda folder: set_format(folder, 3)], ids=["damaged", "format"])
+def test_unknown_run_is_refused_without_a_step(used, harm):
+    save(CheckpointManager(used), 100)
+    harm(used / "step-100")
+    refused = rf"run that wrote {used}/step-100 is unknown.*[Pp]ass `step`.*move"
+    manager = CheckpointManager(used)
+    for call in (lambda: manager.restore({}), manager.latest, lambda: latest_checkpoint(used)):
+        with pytest.raises(DamagedCheckpointError, match=refused):
+            call()
+    assert restore(manager, 700) == (700, "old")
+    with pytest.warns(CheckpointWarning, match=rf"{used}/step-100 is unknown.*not restored"):
+        assert restore(manager) == (700, "old")
+    assert names_in(used) == ["step-100", "step-600", "step-700"]
+
+
+def test_manifest_that_cannot_be_read_now_is_an_error(used, stale):
+    save(CheckpointManager(used), 100)
+    stale.add(used / "step-100")
+    manager = CheckpointManager(used)
+    for call in (lambda: manager.restore({}), manager.latest, lambda: latest_checkpoint(used)):
+        with pytest.raises(OSError, match="Stale file handle"):
+            call()
+    stale.clear()
+    with pytest.warns(CheckpointWarning, match="several runs"):
+        assert restore(manager) == (100, "new")
+
+
+def test_same_step_that_cannot_be_read_now_is_not_replaced(used, stale):
+    manager = CheckpointManager(used)
+    manager.restore({})
+    manager.save(800, {"state": {"value": "first"}})
+    stale.add(used / "step-800")
+    with pytest.warns(CheckpointWarning, match="step 800 is not written.*Stale"):
+        manager.save(800, {"state": {"value": "second"}})
+    stale.clear()
+    assert restore(manager) == (800, "first")
+
+
+def test_retention_deletes_nothing_while_a_manifest_cannot_be_read(tmp_path, stale):
+    manager = CheckpointManager(tmp_path, keep_last=1, keep_best=1)
+    for step in (10, 20):
+        manager.save(step, {}, metric=float(step))
+    stale.add(tmp_path / "step-10")
+    with pytest.warns(CheckpointWarning, match="no checkpoint is deleted this time.*step-10"):
+        manager.save(30, {}, metric=30.0)
+    assert names_in(tmp_path) == ["step-10", "step-20", "step-30"]
+    stale.clear()
+    manager.save(40, {}, metric=40.0)
+    assert names_in(tmp_path) == ["step-10", "step-40"]
+
+
+def test_retention_keeps_folders_of_unknown_run(tmp_path):
+    manager = CheckpointManager(tmp_path, keep_last=1)
+    manager.save(10, {})
+    damage(tmp_path / "step-10")
+    for step in (20, 30):
+        manager.save(step, {})
+    assert names_in(tmp_path) == ["step-10", "step-30"]
+
+
+def test_damaged_manifests_are_not_counted(tmp_path):
+    manager = CheckpointManager(tmp_path, keep_last=2)
+    for step in (10, 20):
+        manager.save(step, {})
+    damage(tmp_path / "step-20", run_file=False)
+    manager.save(30, {})
+    assert names_in(tmp_path) == ["step-10", "step-20", "step-30"]
+    manager.save(40, {})
+    assert names_in(tmp_path) == ["step-30", "step-40"]
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_unknown_format_is_never_renamed_or_deleted(used, number):
+    for step in (600, 700):
+        set_format(used / f"step-{step}", number)
+    manager = CheckpointManager(used, keep_last=1)
+    intact = rf"step-600.*intact checkpoint of format {number}, .*cannot read; allowed: 2"
+    for call in (lambda: manager.restore({}), lambda: manager.restore({}, 600), lambda: manager.verify(600)):
+        with pytest.raises(DamagedCheckpointError, match=intact) as raised:
+            call()
+        assert raised.value.whole
+    save(manager, 100, 200)
+    with pytest.warns(CheckpointWarning, match=r"step 600 is not written.*intact checkpoint of format"):
+        manager.save(600, {})
+    manager.save(800, {})
+    assert names_in(used) == ["step-600", "step-700", "step-800"]
+
+
+def test_changed_format_number_is_damage(used):
+    path = used / "step-700/manifest.json"
+    path.write_text(path.read_text().replace('"format": 2', '"format": 3'))
+    with pytest.raises(DamagedCheckpointError, match="it was changed since it was written") as raised:
+        CheckpointManager(used).verify(700)
+    assert not raised.value.whole
+
+
+def test_run_is_none_until_a_save_or_restore(used):
+    manager = CheckpointManager(used)
+    assert manager.run is None
+    assert manager.latest() == used / "step-700"
+    assert restore(manager) == (700, "old")
+    assert manager.run == CheckpointManager(used).restore({}).run
+
+
+def test_begin_run_returns_the_identity_of_the_next_save(used):
+    manager = CheckpointManager(used)
+    run = manager.begin_run()
+    save(manager, 100)
+    assert run == manager.run == CheckpointManager(used).restore({}, 100).run

@@ -153,7 +153,7 @@ class TestRoundTrip:
         rack = make_rack(config)
         path = manager.save(7, rack)
         assert path == manager.directory / "step-7"
-        files = {"config.yaml", "manifest.json", "model.safetensors"}
+        files = {"config.yaml", "manifest.json", "model.safetensors", "run.txt"}
         assert files <= {file.name for file in path.iterdir()}
         assert {path.stat().st_mode & 0o777 for path in path.iterdir() if path.is_file()} == {0o644}
         assert StackWiseConfig.from_yaml(path / "config.yaml") == config

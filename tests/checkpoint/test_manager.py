@@ -33,9 +33,9 @@ from stackwise.checkpoint import manager as manager_module
 from stackwise.checkpoint import writer as writer_module
 from stackwise.checkpoint.folder import MANIFEST, Manifest, _mark, entries_of
 from stackwise.checkpoint.tensor_file import Part
-from stackwise.checkpoint.tree import leaves
 from stackwise.checkpoint.writer import Staging
 from stackwise.data import TokenWindows
+from stackwise.tensor_tree import leaves
 from tests.optimizer_kinds import Contained, WithLayout
 
 BOTH = pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])

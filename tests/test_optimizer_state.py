@@ -182,22 +182,8 @@ def accelerated(parameters):
     return Accelerator(cpu=True).prepare(torch.optim.AdamW(parameters))
 
 
-NAMES = [
-    "ASGD",
-    "Adadelta",
-    "Adafactor",
-    "Adagrad",
-    "Adam",
-    "AdamW",
-    "Adamax",
-    "LBFGS",
-    "Muon",
-    "NAdam",
-    "RAdam",
-    "RMSprop",
-    "Rprop",
-    "SGD",
-]
+NAMES = ("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "LBFGS", "Muon", "NAdam")
+NAMES += ("RAdam", "RMSprop", "Rprop", "SGD")
 KINDS = {name: getattr(torch.optim, name) for name in NAMES}
 KINDS |= {
     "transformers' Adafactor": Adafactor,

@@ -1449,7 +1449,8 @@ def test_state_that_contains_itself_is_refused_also_beside_overlapped_saves(tmp_
     endless = []
     endless.append(endless)
     optimizer.state[model.weight]["endless"] = endless
-    with CheckpointManager(tmp_path, asynchronous="overlapped") as manager:
-        with pytest.raises(ValueError, match="^optimizer.*: got a state with too many levels") as error:
-            manager.save(1, {"model": model, "optimizer": optimizer})
+    manager = CheckpointManager(tmp_path, asynchronous="overlapped")
+    with pytest.raises(ValueError, match=r"^optimizer.*: got a state with too many levels") as error:
+        manager.save(1, {"model": model, "optimizer": optimizer})
+    manager.close()
     assert "\n" not in str(error.value)

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, distributed, nn
 from torch.nn.parameter import is_lazy
 
-from stackwise.optimizer_state import parameters_of, states_of
+from stackwise.optimizer_state import optimizers_in, parameters_of, states_of
 from stackwise.stability.non_finite import examinable, non_finite
 from stackwise.tensor_tree import leaves
 
@@ -39,8 +39,8 @@ class FiniteState:
 
     def begin(self) -> None:
         """Note before an update which new parameters and states are not finite. The host does not wait."""
-        values = (value for each in self._optimizers for _, _, value in states_of(each))
-        size = sum(len(value) if isinstance(value, Mapping) else 1 for value in values)
+        states = (getattr(each, "state", None) for o in self._optimizers for each in optimizers_in(o))
+        size = sum(_size(state) for state in states if isinstance(state, Mapping))
         if size == self._size:
             return
         self._size = size
@@ -89,6 +89,10 @@ class FiniteState:
                     part = examinable(tensor.detach()) if tensor.ndim else None
                     if part is not None:
                         yield ".".join(map(str, path)), part
+
+
+def _size(state: Mapping[Any, Any]) -> int:
+    return len(state) + sum(len(value) for value in state.values() if isinstance(value, dict))
 
 
 def _named_non_finite(named: Iterator[tuple[str, Tensor]]) -> list[str]:

@@ -100,7 +100,8 @@ class Guard:
     Raises:
         ValueError: nothing to train, parameters on several devices, a list of optimizers, an optimizer that
             cannot skip an update, cannot be restored (see `check_restorable`) or needs a closure, a scheduler
-            that follows what is measured, an object in `others` without `state_dict()` or `load_state_dict()`.
+            that follows what is measured, an object in `others` without `state_dict()` and
+            `load_state_dict()`.
     """
 
     def __init__(

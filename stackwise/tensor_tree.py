@@ -2,12 +2,50 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from torch import Tensor
 from torch.utils import _pytree
 
-__all__ = ["tensors_of"]
+__all__ = ["LEVELS", "Path", "leaves", "shown_path", "tensors_of", "too_deep"]
+
+Path = tuple[Any, ...]
+
+LEVELS = 64  # Python and its JSON reader stop at about 1000 calls, of which a level takes up to four
+_SHOWN = 8  # keys of a path in an error
 
 
 def tensors_of(tree: object) -> list[Tensor]:
     """The tensors in nested containers, in their order."""
     return [leaf for leaf in _pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def leaves(tree: Any, path: Path = ()) -> dict[Path, Tensor]:
+    """Return every tensor in nested mappings, lists and tuples by its path.
+
+    Raises:
+        ValueError: more than 64 levels, as in a tree that contains itself. Names the place.
+    """
+    if isinstance(tree, Tensor):
+        return {path: tree}
+    items: Any = ()
+    if isinstance(tree, Mapping):
+        items = tree.items()
+    elif isinstance(tree, list | tuple):
+        items = enumerate(tree)
+    if len(path) > LEVELS and items:
+        raise too_deep(path)
+    return {place: leaf for key, value in items for place, leaf in leaves(value, (*path, key)).items()}
+
+
+def too_deep(path: Path) -> ValueError:
+    """Return the error for a tree with more than 64 levels."""
+    allowed = f"at most {LEVELS} levels, in a state that does not contain itself"
+    return ValueError(f"{shown_path(path)}: got a state with too many levels; allowed: {allowed}")
+
+
+def shown_path(path: Path) -> str:
+    """Return the text of a path for an error, without the end of a long one."""
+    keys = ["[...]" if isinstance(key, Tensor) else str(key)[:80] for key in path[:_SHOWN]]
+    return ".".join([*keys, *(["..."] if len(path) > _SHOWN else [])])

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 from stackwise.lightning_run import LightningRun, is_lightning_module
+from stackwise.optimizer_state import optimizers_in
 from stackwise.transformers_run import TransformersRun, is_transformers_trainer
 
 __all__ = ["FunctionRun", "JoinedOptimizers", "JoinedRun", "adapted", "members_of", "with_one_optimizer"]
@@ -80,28 +81,18 @@ def with_one_optimizer(run: Any, name: str) -> Any:
 
 
 def members_of(given: Any) -> list[torch.optim.Optimizer]:
-    """Return the optimizers in `given`; the list is empty if there are none.
+    """Return the outermost optimizers with step hooks in `given`; the list is empty if there are none.
 
     Args:
-        given: an optimizer, a list, tuple or dict of them, or an object whose attributes are one of these. An
-            object with `param_groups` and step hooks is treated as one optimizer.
+        given: an optimizer, a list, tuple or dict of them, or an object that `optimizers_in` searches.
     """
-    if _is_optimizer(given):
-        return [given]
-    values = _values(given) or list(getattr(given, "__dict__", {}).values())
-    found = [each for value in values for each in _values(value) or [value] if _is_optimizer(each)]
-    return list({id(each): each for each in found}.values())
-
-
-def _is_optimizer(given: Any) -> bool:
-    hooks = hasattr(given, "param_groups") and hasattr(given, "register_step_pre_hook")
-    return hooks or isinstance(given, torch.optim.Optimizer)
-
-
-def _values(given: Any) -> list[Any]:
-    if isinstance(given, Mapping):
-        return list(given.values())
-    return list(given) if isinstance(given, list | tuple) else []
+    members: list[torch.optim.Optimizer] = []
+    inner: set[int] = set()
+    for each in reversed(optimizers_in(given)):
+        if id(each) not in inner and hasattr(each, "register_step_pre_hook"):
+            members.append(each)
+            inner |= set(map(id, optimizers_in(each)))
+    return members
 
 
 class JoinedOptimizers:

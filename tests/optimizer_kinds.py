@@ -1,5 +1,7 @@
 """Optimizers that keep their state in other optimizers, for tests of all packages."""
 
+from types import SimpleNamespace
+
 import torch
 
 
@@ -48,3 +50,64 @@ class Lookahead(torch.optim.Optimizer):
                 slow = self.state[p].setdefault("slow", p.clone())
                 if group["counter"] % 4 == 0:
                     p.copy_(slow.lerp_(p, 0.5))
+
+
+class Held(torch.optim.Optimizer):
+    """Several optimizers in a place that `place(*optimizers)` makes: a set, a namespace, bound methods."""
+
+    def __init__(self, place, *optimizers):
+        super().__init__(
+            [p for each in optimizers for group in each.param_groups for p in group["params"]], {}
+        )
+        self.place, self.step_all = place(*optimizers), lambda: [each.step() for each in optimizers]
+
+    def step(self, closure=None):
+        self.step_all()
+
+
+class Holder:
+    """Plain object with attributes."""
+
+    def __init__(self, **attributes):
+        self.__dict__.update(attributes)
+
+
+PLACES = {
+    "namespace": lambda *each: SimpleNamespace(inner=each),
+    "set": lambda *each: set(each),
+    "object": lambda *each: Holder(inner=list(each)),
+    "bound methods": lambda *each: [one.step for one in each],
+}
+
+
+class Momentum(torch.optim.Optimizer):
+    """SGD whose momentum is in the attribute `momentum` only, from the first step on."""
+
+    def __init__(self, parameters, place=dict):
+        super().__init__(parameters, {"lr": 0.03})
+        self.momentum = place()
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                held = self.momentum if isinstance(self.momentum, dict) else vars(self.momentum)
+                p.sub_(held.setdefault(str(id(p)), torch.zeros_like(p)).mul_(0.9).add_(p.grad), alpha=0.03)
+
+
+class SlowWeights:
+    """Lookahead that is no torch optimizer, with its slow weights in a list."""
+
+    def __init__(self, inner):
+        self.inner = inner
+        self.slow = [p.detach().clone() for group in inner.param_groups for p in group["params"]]
+
+    @property
+    def param_groups(self):
+        return self.inner.param_groups
+
+    def step(self):
+        self.inner.step()
+
+    def zero_grad(self):
+        self.inner.zero_grad()

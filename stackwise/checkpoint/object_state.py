@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from stackwise.argument import require
-from stackwise.checkpoint.tree import Path, is_sharded, leaves
-from stackwise.optimizer_state import optimizers_in, states_of
+from stackwise.checkpoint.tree import is_sharded
+from stackwise.optimizer_state import check_kept, is_optimizer, states_of, unsaved, warn_once
+from stackwise.tensor_tree import Path, leaves
 
 __all__ = ["Objects", "as_many_groups", "equal_bits", "plain_name", "unwrapped"]
 
@@ -66,13 +67,14 @@ class Objects:
         """Return the current state of an object. Its tensors are the object's own.
 
         Raises:
-            ValueError: an optimizer whose `state_dict()` lacks the state of the optimizers inside it.
+            ValueError: an optimizer whose `state_dict()` lacks state of the optimizers inside it, or state in
+                its attributes.
         """
         each = self._objects[name]
         if not hasattr(each, "state_dict"):
             return dict(each)
         state = each.state_dict()
-        if not isinstance(each, nn.Module) and hasattr(each, "param_groups"):
+        if is_optimizer(each):
             _check_complete(name, each, state)
         if isinstance(each, torch.optim.Optimizer):
             return self._by_name(each, state)
@@ -245,22 +247,24 @@ def as_many_groups(
 
 
 def _check_complete(name: str, optimizer: Any, state: Any) -> None:
-    """Refuse a state dict without tensors if the optimizers inside `optimizer` have some."""
-    inner = [each for each in optimizers_in(optimizer) if each is not optimizer]
-    if not inner or _has_tensors(state.get("state", state) if isinstance(state, Mapping) else state):
-        return
-    complete = not any(_has_tensors(value) for _, _, value in states_of(optimizer))
-    kinds = ", ".join(type(each).__name__ for each in inner)
-    key, got = f"objects[{name!r}].state_dict()", f"nothing of the state of the optimizers in it ({kinds})"
-    require(complete, key, got, "a complete one; or save each of them as an object of its own")
-
-
-def _has_tensors(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return any(map(_has_tensors, value.values()))
-    if isinstance(value, list | tuple):
-        return any(map(_has_tensors, value))
-    return isinstance(value, Tensor)
+    """Refuse a state dict that lacks state of the optimizers inside `optimizer`, or tensors in attributes."""
+    saved = list(leaves(state, (name,)).values())
+    states = [
+        (owner, tensor)
+        for owner, _, value in states_of(optimizer)
+        for tensor in leaves(value, (name, "state")).values()
+    ]
+    own = [tensor for owner, tensor in states if owner is optimizer]
+    # A step counter may be saved as a number.
+    inner = {id(t): type(owner).__name__ for owner, t in states if owner is not optimizer and t.ndim}
+    lost, is_certain = unsaved([tensor for _, tensor in states if id(tensor) in inner], saved, own)
+    kinds = ", ".join(dict.fromkeys(inner[id(tensor)] for tensor in lost))
+    key, got = f"objects[{name!r}].state_dict()", f"nothing of the state of optimizers in it ({kinds})"
+    allowed = "a complete one; or save each of them as an object of its own"
+    require(not (lost and is_certain), key, got, allowed)
+    if lost:
+        warn_once(f"{key}: got other tensors than those of {kinds} in it; allowed: {allowed}")
+    check_kept(f"objects[{name!r}]", optimizer, saved, "a checkpoint")
 
 
 def unwrapped(each: Any) -> Any:

@@ -26,9 +26,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["MalformedTreeError", "Path", "decode", "encode", "is_sharded", "leaves", "no_tensor"]
+from stackwise.tensor_tree import LEVELS, Path, shown_path, too_deep
 
-Path = tuple[Any, ...]
+__all__ = ["MalformedTreeError", "Path", "decode", "encode", "is_sharded", "no_tensor"]
+
 # What asks for a tensor of a name, a shape, at a place in the tree.
 Fetch = Callable[[str, tuple[int, ...], Path], Tensor]
 
@@ -44,8 +45,6 @@ _ALLOWED = (
     "sets, mappings; a Counter of numbers, a defaultdict of None or a builtin type"
 )
 _INTEGER_DIGITS = 4000  # Python reads no more from text
-_DEPTH = 64  # levels: Python and its JSON reader stop at about 1000 calls, of which a level takes up to four
-_SHOWN = 8  # keys of a path in an error
 _PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
@@ -78,7 +77,7 @@ def encode(tree: Any, path: Path, tensors: dict[str, Tensor]) -> Any:
     try:
         return _encode(tree, path, tensors, known)
     except RecursionError:
-        raise _too_deep(path) from None
+        raise too_deep(path) from None
 
 
 def decode(plain: Any, fetch: Fetch, path: Path = ()) -> Any:
@@ -105,18 +104,6 @@ def no_tensor(name: str, shape: tuple[int, ...], path: Path) -> Tensor:
         MalformedTreeError: always.
     """
     raise _malformed(path, [name, *shape])
-
-
-def leaves(tree: Any, path: Path = ()) -> dict[Path, Tensor]:
-    """Every tensor of a tree by its path."""
-    if isinstance(tree, Tensor):
-        return {path: tree}
-    items: Any = ()
-    if isinstance(tree, Mapping):
-        items = tree.items()
-    elif isinstance(tree, list | tuple):
-        items = enumerate(tree)
-    return {place: leaf for key, value in items for place, leaf in leaves(value, (*path, key)).items()}
 
 
 def _encode(tree: Any, path: Path, tensors: dict[str, Tensor], known: dict[Any, str]) -> Any:
@@ -148,8 +135,8 @@ def _encode(tree: Any, path: Path, tensors: dict[str, Tensor], known: dict[Any, 
         return {"$path": str(tree)}
     if isinstance(tree, torch.dtype):
         return {"$dtype": str(tree)}
-    if len(path) > _DEPTH and isinstance(tree, list | tuple | set | frozenset | Mapping):
-        raise _too_deep(path)
+    if len(path) > LEVELS and isinstance(tree, list | tuple | set | frozenset | Mapping):
+        raise too_deep(path)
     if isinstance(tree, list):
         return [down(i, value) for i, value in enumerate(tree)]
     if isinstance(tree, tuple):
@@ -269,16 +256,7 @@ def _are_counts(values: Iterable[Any]) -> bool:
 
 
 def _refused(path: Path, what: str) -> ValueError:
-    return ValueError(f"{_place(path)}: got {what}; allowed in a checkpoint: {_ALLOWED}")
-
-
-def _too_deep(path: Path) -> ValueError:
-    allowed = f"at most {_DEPTH} levels, in a state that does not contain itself"
-    return ValueError(f"{_place(path)}: got a state with too many levels; allowed in a checkpoint: {allowed}")
-
-
-def _place(path: Path) -> str:
-    return ".".join([*(str(key)[:80] for key in path[:_SHOWN]), *(["..."] if len(path) > _SHOWN else [])])
+    return ValueError(f"{shown_path(path)}: got {what}; allowed in a checkpoint: {_ALLOWED}")
 
 
 def _decode(plain: Any, fetch: Fetch, path: Path) -> Any:
@@ -453,4 +431,4 @@ def _is_shape(shape: list[Any]) -> bool:
 
 def _malformed(path: Path, what: Any) -> MalformedTreeError:
     shown = repr(what)
-    return MalformedTreeError(f"{_place(path) or 'the state'}: not understood: {shown[:80]}")
+    return MalformedTreeError(f"{shown_path(path) or 'the state'}: not understood: {shown[:80]}")

@@ -33,10 +33,10 @@ from stackwise.checkpoint import manager as manager_module
 from stackwise.checkpoint import writer as writer_module
 from stackwise.checkpoint.folder import MANIFEST, Manifest, _mark, entries_of
 from stackwise.checkpoint.tensor_file import Part
-from stackwise.checkpoint.tree import leaves
 from stackwise.checkpoint.writer import Staging
 from stackwise.data import TokenWindows
-from tests.optimizer_kinds import Contained, WithLayout
+from stackwise.tensor_tree import leaves
+from tests.optimizer_kinds import PLACES, Contained, Held, Lookahead, Momentum, WithLayout
 
 BOTH = pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
 ALL = pytest.mark.parametrize(
@@ -1415,3 +1415,43 @@ def test_a_container_that_loses_its_states_is_refused(tmp_path):
         inner.step()
         manager.restore({"model": model, "optimizer": WithLayout(inner)})
     assert torch.equal(inner.state[model.weight]["momentum_buffer"], wanted)
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        *(
+            (lambda p, place=place: Held(place, torch.optim.AdamW(p)), r"state_dict\(\)")
+            for place in PLACES.values()
+        ),
+        (lambda p: Lookahead(torch.optim.AdamW(p)), r"state_dict\(\)"),
+        (Momentum, r"momentum\.\d+"),
+        (lambda p: WithLayout(Momentum(p)), r"optimizers\.0\.momentum\.\d+"),
+    ],
+    ids=[*PLACES, "partial state dict", "attribute", "inner attribute"],
+)
+def test_an_optimizer_whose_state_dict_lacks_state_is_refused(tmp_path, make, message):
+    model = nn.Linear(2, 2)
+    optimizer = make(list(model.parameters()))
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    with CheckpointManager(tmp_path) as manager:
+        with pytest.raises(
+            ValueError, match=rf"^objects\['optimizer'\]\.{message}: got '.*'; allowed: "
+        ) as error:
+            manager.save(1, {"model": model, "optimizer": optimizer})
+        assert manager.steps() == []
+    assert "\n" not in str(error.value)
+
+
+def test_state_that_contains_itself_is_refused_also_beside_overlapped_saves(tmp_path):
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    endless = []
+    endless.append(endless)
+    optimizer.state[model.weight]["endless"] = endless
+    manager = CheckpointManager(tmp_path, asynchronous="overlapped")
+    with pytest.raises(ValueError, match=r"^optimizer.*: got a state with too many levels") as error:
+        manager.save(1, {"model": model, "optimizer": optimizer})
+    manager.close()
+    assert "\n" not in str(error.value)

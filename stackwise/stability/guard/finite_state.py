@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
-import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parameter import is_lazy
 
-from stackwise.optimizer_state import parameters_of, states_of
+from stackwise.optimizer_state import optimizers_in, parameters_of, states_of
 from stackwise.stability.non_finite import examinable, non_finite
+from stackwise.tensor_tree import leaves
 
 __all__ = ["FiniteState"]
 
@@ -18,8 +19,9 @@ __all__ = ["FiniteState"]
 class FiniteState:
     """Examines parameters and optimizer state, in all processes together.
 
-    Parameters that are not finite at the first step, such as a mask that is a parameter, are left out. So are
-    states that are a single number.
+    Parameters that are not finite at the first step, such as a mask that is a parameter, are not examined.
+    The same holds for states that are not finite after the update that created them, such as a smallest value
+    that begins at infinity, and for states that are a single number.
 
     Args:
         model: its parameters.
@@ -31,22 +33,30 @@ class FiniteState:
         self, model: nn.Module, optimizers: Sequence[Any], group: distributed.ProcessGroup | None
     ) -> None:
         self._model, self._optimizers, self._group = model, optimizers, group
-        self._usual: tuple[list[str], Tensor] | None = None
+        self._noted: set[str] = set()
+        self._usual: list[tuple[list[str], Tensor]] = []
+        self._size = -1  # of all states when they were noted
 
     def begin(self) -> None:
-        """Note before the first update which parameters are not finite. The host does not wait."""
-        if self._usual is None:
-            named = dict(self._parameters())
-            flags = non_finite(list(named.values())) if named else torch.zeros(0, dtype=torch.bool)
-            self._usual = list(named), flags
+        """Note before an update which new parameters and states are not finite. The host does not wait."""
+        states = (getattr(each, "state", None) for o in self._optimizers for each in optimizers_in(o))
+        size = sum(_size(state) for state in states if isinstance(state, Mapping))
+        if size == self._size:
+            return
+        self._size = size
+        both = chain(self._parameters(), self._states())
+        new = {name: tensor for name, tensor in both if name not in self._noted}
+        if new:
+            self._noted |= new.keys()
+            self._usual.append((list(new), non_finite(list(new.values()))))
 
     def broken(self) -> tuple[list[str], list[str]]:
         """Return the names of parameters and of optimizer states that are not finite. The host waits."""
-        usual: set[str] = set()
-        if self._usual is not None:
-            usual = {name for name, flag in zip(*_read(self._usual), strict=True) if flag}
+        self.begin()
+        noted = (zip(names, flags.tolist(), strict=True) for names, flags in self._usual)
+        usual = {name for name, flag in chain.from_iterable(noted) if flag}
         parameters = [name for name in _named_non_finite(self._parameters()) if name not in usual]
-        states = _named_non_finite(self._states())
+        states = [name for name in _named_non_finite(self._states()) if name not in usual]
         if self._group is None:
             return parameters, states
         everyone: list[Any] = [None] * distributed.get_world_size(self._group)
@@ -75,15 +85,14 @@ class FiniteState:
         for optimizer in self._optimizers:
             for _, key, value in states_of(optimizer):
                 owner = names.get(id(key), "a parameter") if isinstance(key, Tensor) else str(key)
-                for path, tensor in _tensors(value):
+                for path, tensor in leaves(value, (owner,)).items():
                     part = examinable(tensor.detach()) if tensor.ndim else None
                     if part is not None:
-                        yield ".".join((owner, *path)), part
+                        yield ".".join(map(str, path)), part
 
 
-def _read(noted: tuple[list[str], Tensor]) -> tuple[list[str], list[bool]]:
-    names, flags = noted
-    return names, flags.tolist()
+def _size(state: Mapping[Any, Any]) -> int:
+    return len(state) + sum(len(value) for value in state.values() if isinstance(value, dict))
 
 
 def _named_non_finite(named: Iterator[tuple[str, Tensor]]) -> list[str]:
@@ -92,14 +101,3 @@ def _named_non_finite(named: Iterator[tuple[str, Tensor]]) -> list[str]:
         return []
     flags = non_finite([tensor for _, tensor in pairs]).tolist()
     return [name for (name, _), flag in zip(pairs, flags, strict=True) if flag]
-
-
-def _tensors(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Tensor]]:
-    if isinstance(value, Tensor):
-        yield path, value
-    elif isinstance(value, Mapping):
-        for key, each in value.items():
-            yield from _tensors(each, (*path, str(key)))
-    elif isinstance(value, list | tuple):
-        for index, each in enumerate(value):
-            yield from _tensors(each, (*path, str(index)))

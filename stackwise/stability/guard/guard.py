@@ -20,7 +20,7 @@ from torch import Tensor, distributed, nn
 from torch.nn.parameter import is_lazy
 
 from stackwise.argument import check_sizes, require
-from stackwise.optimizer_state import optimizers_in, parameters_of
+from stackwise.optimizer_state import is_optimizer, optimizers_in, parameters_of
 from stackwise.stability.buffers import BrokenBuffers, Buffers
 from stackwise.stability.guard.alarm import Alarm, AlarmKind, GuardError
 from stackwise.stability.guard.batch_feed import BatchFeed, GivenBatch
@@ -34,7 +34,13 @@ from stackwise.stability.guard.guard_record import GuardRecord
 from stackwise.stability.guard.judge import KINDS, Decision, Judge
 from stackwise.stability.guard.made_before import MadeBefore
 from stackwise.stability.guard.policy import GuardPolicy
-from stackwise.stability.guard.snapshot import Moment, Snapshot, Stateful, check_restorable
+from stackwise.stability.guard.snapshot import (
+    Moment,
+    Snapshot,
+    Stateful,
+    check_restorable,
+    check_states,
+)
 from stackwise.stability.guard.update_hold import UpdateHold
 from stackwise.stability.telemetry.gradient_norm import GradientNames, gradient_norms
 from stackwise.stability.telemetry.ring_buffer import RingBuffer
@@ -93,8 +99,9 @@ class Guard:
 
     Raises:
         ValueError: nothing to train, parameters on several devices, a list of optimizers, an optimizer that
-            cannot skip an update, cannot be restored or needs a closure, a scheduler that follows what is
-            measured, an object in `others` without `state_dict()` and `load_state_dict()`.
+            cannot skip an update, cannot be restored (see `check_restorable`) or needs a closure, a scheduler
+            that follows what is measured, an object in `others` without `state_dict()` and
+            `load_state_dict()`.
     """
 
     def __init__(
@@ -159,7 +166,7 @@ class Guard:
         # Of the step at hand, once it is judged.
         self._open: tuple[tuple[str, ...], Moment | None, BrokenBuffers | None] | None = None
         self._broken_buffers: BrokenBuffers | None = None
-        optimizers = [optimizer, *(each for each in self._others.values() if hasattr(each, "param_groups"))]
+        optimizers = [optimizer, *filter(is_optimizer, self._others.values())]
         self._finite_state = FiniteState(model, optimizers, self._group)
         # Last step of a replay in which every update is followed by an examination of its result.
         self._examined_until: int | None = None
@@ -295,6 +302,8 @@ class Guard:
         """
         self._look_for_logits()
         self._see_parameters()
+        if self._order == 1:  # the first update may have made state in attributes
+            check_states(self.optimizer, self._others)
         # Without batches it is not known when a step begins, and there is no look.
         if self._feeds:
             self._buffers.note_written()

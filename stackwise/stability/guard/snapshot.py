@@ -15,11 +15,18 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from stackwise.argument import require
-from stackwise.optimizer_state import optimizers_in, parameters_of, states_of
+from stackwise.optimizer_state import (
+    check_kept,
+    is_optimizer,
+    optimizers_in,
+    own_state_of,
+    parameters_of,
+    states_of,
+)
 from stackwise.stability.buffers import elements
-from stackwise.stability.locate.reading import tensors_in
+from stackwise.tensor_tree import leaves
 
-__all__ = ["Moment", "Snapshot", "Stateful", "check_restorable"]
+__all__ = ["Moment", "Snapshot", "Stateful", "check_restorable", "check_states"]
 
 # Kind; name, parameter or key of a state; owner: the name in `others`, None for the model itself, or the id
 # of an optimizer.
@@ -42,14 +49,13 @@ def check_restorable(optimizer: Any, scheduler: Any, others: Mapping[str, Any]) 
     Raises:
         ValueError: several optimizers in the place of one; an optimizer without `param_groups` or `step()`,
             or with neither a `state` nor `state_dict()` and `load_state_dict()`; a scheduler or other object
-            without these two.
+            without these two; optimizer state that `check_states` refuses.
     """
     several = isinstance(optimizer, list | tuple | Mapping)
     allowed = "one optimizer; the others go into others={name: optimizer}, or all into one object"
     require(not several, "optimizer", f"a {type(optimizer).__name__} of optimizers", allowed)
     kind = type(optimizer).__name__
-    is_optimizer = hasattr(optimizer, "param_groups") and callable(getattr(optimizer, "step", None))
-    require(is_optimizer, "optimizer", kind, "an object with param_groups, step() and zero_grad()")
+    require(is_optimizer(optimizer), "optimizer", kind, "an object with param_groups, step() and zero_grad()")
     restorable = _is_stateful(optimizer) or any(
         isinstance(getattr(each, "state", None), Mapping) for each in optimizers_in(optimizer)
     )
@@ -59,6 +65,21 @@ def check_restorable(optimizer: Any, scheduler: Any, others: Mapping[str, Any]) 
     for key, each in (objects if scheduler is None else {"scheduler": scheduler, **objects}).items():
         allowed = "an object with state_dict() and load_state_dict()"
         require(_is_stateful(each), key, type(each).__name__, allowed)
+    check_states(optimizer, others)
+
+
+def check_states(optimizer: Any, others: Mapping[str, Any]) -> None:
+    """Refuse optimizer state that a rewind would lose, or that contains itself.
+
+    Raises:
+        ValueError: see `check_kept` and `leaves`.
+    """
+    named = {"optimizer": optimizer, **{f"others[{name!r}]": other for name, other in others.items()}}
+    for key, each in named.items():
+        if is_optimizer(each):
+            leaves([value for _, _, value in states_of(each)], (key, "state"))
+            own = [own_state_of(inner) for inner in optimizers_in(each)]
+            check_kept(key, each, leaves(own, (key, "state_dict()")).values(), "a rewind")
 
 
 class Moment:
@@ -80,7 +101,7 @@ class Moment:
         self._scheduler = None if scheduler is None else copy.deepcopy(dict(scheduler.state_dict()))
         self._others: dict[str, dict[str, Any]] = {}
         for name, other in (others or {}).items():
-            if _is_optimizer(other):
+            if is_optimizer(other):
                 self._options |= _options_of(other)
             elif not _is_tensors(other):
                 self._others[name] = copy.deepcopy(dict(other.state_dict()))
@@ -99,7 +120,7 @@ class Moment:
                 other.load_state_dict(copy.deepcopy(self._others[name]))
         # After the schedulers: loading one may change the learning rates.
         for each in (optimizer, *(others or {}).values()):
-            if _is_optimizer(each):
+            if is_optimizer(each):
                 _put_options(each, self._options)
 
 
@@ -110,7 +131,7 @@ class Snapshot:
     that `take` starts. Of a sharded tensor (DTensor) the shard of this process is copied.
 
     The state of an optimizer is its `state`, the `state` of every optimizer inside it (see `optimizers_in`),
-    and any further state that its own `state_dict()` returns.
+    and any further state that the `state_dict()` of one of them returns.
 
     Args:
         model: its parameters, its buffers, and the extra state of its modules (`get_extra_state`).
@@ -132,7 +153,7 @@ class Snapshot:
         self._modules: dict[str | None, nn.Module] = {None: model}
         self._optimizers: dict[str | None, Any] = {None: optimizer}
         self._kept: dict[_Key, Any] = {}
-        self._extra: dict[str | None, _Extra] = {}
+        self._extra: list[_Extra] = []
 
     @property
     def nbytes(self) -> int:
@@ -142,10 +163,15 @@ class Snapshot:
 
     @torch.no_grad()
     def take(self) -> None:
-        """Copy the current state."""
+        """Copy the current state.
+
+        Raises:
+            ValueError: optimizer state that `check_states` refuses.
+        """
+        check_states(self._optimizer, self._others)
         self._modules, self._optimizers = {None: self._model}, {None: self._optimizer}
         for name, other in self._others.items():
-            if _is_optimizer(other):
+            if is_optimizer(other):
                 self._optimizers[name] = other
             elif isinstance(other, nn.Module) and _is_tensors(other):
                 self._modules[name] = other
@@ -154,14 +180,15 @@ class Snapshot:
         self._kept = {key: value for key, value in self._kept.items() if key in values}
         for key, value in values.items():
             self._kept[key] = self._copied(value, self._kept.get(key))
-        self._extra = {}
-        for of, optimizer in self._optimizers.items():
-            state = _own_state(optimizer)
+        self._extra = []
+        for optimizer in self._optimizers.values():
             values_of = [value for _, _, value in states_of(optimizer) if isinstance(value, _CONTAINERS)]
-            copied = {id(tensor): tensor for tensor in tensors_in(values_of)}
-            if state is not None and _has_more(state, copied.keys() | set(map(id, values_of))):
-                # Tensors that are copied already are only referred to.
-                self._extra[of] = _Extra(copy.deepcopy(state, dict(copied)), copied)
+            copied = {id(tensor): tensor for tensor in leaves(values_of).values()}
+            for each in optimizers_in(optimizer):
+                state = own_state_of(each)
+                if state is not None and _has_more(state, copied.keys() | set(map(id, values_of))):
+                    # Tensors that are copied already are only referred to.
+                    self._extra.append(_Extra(each, copy.deepcopy(state, dict(copied)), copied))
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -171,9 +198,11 @@ class Snapshot:
         computed for a longer input.
 
         Raises:
-            ValueError: a parameter of another shape; nothing is restored then.
+            ValueError: a parameter of another shape, or optimizer state that `check_states` refuses; nothing
+                is restored then.
         """
         assert self._kept, "take() first"
+        check_states(self._optimizer, self._others)
         known = [
             (key, _local(tensor), self._kept[key].tensor)
             for key, tensor in self._tensors()
@@ -185,8 +214,8 @@ class Snapshot:
             called = called if of is None else f"{called} of {of}"
             require(fits, called, tuple(tensor.shape), f"{tuple(kept.shape)}, the shape in the snapshot")
         # First: loading may write into weights, and rounds states to the dtype of their parameters.
-        for of, (state, referred) in self._extra.items():
-            self._optimizers[of].load_state_dict(copy.deepcopy(state, dict(referred)))
+        for each, state, referred in self._extra:
+            each.load_state_dict(copy.deepcopy(state, dict(referred)))
         for _, tensor, kept in known:
             if tensor.shape == kept.shape:
                 tensor.copy_(kept, non_blocking=True)
@@ -264,8 +293,9 @@ class _Copy(NamedTuple):
 
 
 class _Extra(NamedTuple):
-    """Copy of what `state_dict()` returned, and the tensors in it that are not copied, by id."""
+    """Copy of what `state_dict()` of an optimizer returned, and the tensors in it not copied, by id."""
 
+    optimizer: Any
     state: Any
     referred: dict[int, Tensor]
 
@@ -307,12 +337,6 @@ def _copies_in(value: Any) -> Iterator[_Copy]:
     elif isinstance(value, dict | list | tuple):
         for each in value.values() if isinstance(value, dict) else value:
             yield from _copies_in(each)
-
-
-def _own_state(optimizer: Any) -> Any:
-    """Return what `state_dict()` returns, if it is not that of every torch optimizer; otherwise None."""
-    is_usual = getattr(type(optimizer), "state_dict", None) is torch.optim.Optimizer.state_dict
-    return None if is_usual or not _is_stateful(optimizer) else optimizer.state_dict()
 
 
 def _has_more(state: Any, known: set[int]) -> bool:
@@ -375,12 +399,6 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def _is_stateful(other: Any) -> bool:
     return callable(getattr(other, "state_dict", None)) and callable(getattr(other, "load_state_dict", None))
-
-
-def _is_optimizer(other: Any) -> bool:
-    if isinstance(other, nn.Module):
-        return False
-    return hasattr(other, "param_groups") and callable(getattr(other, "step", None))
 
 
 def _is_tensors(other: Stateful) -> bool:

@@ -212,6 +212,31 @@ def test_a_parameter_that_is_never_finite_is_no_alarm(lag):
     assert guard.alarms == []
 
 
+class Least(torch.optim.SGD):
+    """Has the smallest gradient of each weight so far, which is infinite before the first one."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            least = self.state[p].setdefault("least", torch.full_like(p, math.inf))
+            torch.minimum(least, p.grad.abs().where(p.grad != 0, math.inf), out=least)
+        super().step()
+
+
+@pytest.mark.parametrize("steps", [1, 60])
+def test_state_that_begins_at_infinity_is_no_alarm(steps):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(20, 4), nn.Linear(4, 1))
+    optimizer = Least(model.parameters(), lr=0.01)
+    guard = Guard(model, optimizer, policy=POLICY)
+    for batch in guard.batches([torch.randint(0, 10, (8,)) for _ in range(steps)]):
+        loss = model(batch).square().mean()
+        loss.backward()
+        guard.step(loss)
+    assert guard.alarms == []
+    assert not optimizer.state[model[0].weight]["least"].isfinite().all()
+
+
 def test_a_snapshot_of_broken_state_is_not_taken_for_healthy():
     """With a lag nobody looks at what a snapshot is taken of, as that would make the host wait."""
     torch.manual_seed(0)

@@ -8,9 +8,10 @@ import pytest
 import torch
 from accelerate import Accelerator
 
+from stackwise.optimizer_state import optimizers_in
 from stackwise.stability.guard import Guard
 from stackwise.training.muon import Muon
-from tests.optimizer_kinds import Contained, Lookahead
+from tests.optimizer_kinds import PLACES, Contained, Held, Lookahead, Momentum, SlowWeights
 from tests.stability.guard.guarded_run import POLICY, Small, loss_of, make_data, same, times
 
 BROKEN = tuple(range(52, 57))  # the last of them rewinds to step 45
@@ -158,8 +159,7 @@ def own_muon(model):
 
 def states(value):
     """Everything that an optimizer and those in it hold, in plain containers."""
-    inner = [*getattr(value, "optimizers", ()), *getattr(value, "inner", {}).values()]
-    inner += [value.optimizer] if hasattr(value, "optimizer") else []
+    inner = sorted(optimizers_in(value)[:-1], key=lambda each: type(each).__name__)
     own = dict(getattr(value, "state", {}).items())
     extra = [getattr(value, name, None) for name in ("updates", "moments")]
     groups = [{k: v for k, v in group.items() if k != "params"} for group in value.param_groups]
@@ -207,11 +207,14 @@ def guarded(make):
         Referred,
         accelerated,
         own_muon,
+        *(lambda model, place=place: Held(place, *parts(model)) for place in PLACES.values()),
+        lambda model: Contained(StateDictOnly(model)),
         lambda model: torch.optim.AdamW(model.parameters(), lr=3e-3),
     ],
     ids=[
         *("subclass", "own groups", "duck-typed", "chained", "own state dict", "state dict only"),
-        *("lookahead", "shared counter", "referred", "accelerate", "own muon", "adamw"),
+        *("lookahead", "shared counter", "referred", "accelerate", "own muon", *PLACES, "inner state dict"),
+        "adamw",
     ],
 )
 def test_rewound_training_equals_one_that_never_saw_the_fault(make):
@@ -220,3 +223,46 @@ def test_rewound_training_equals_one_that_never_saw_the_fault(make):
     assert [alarm.action for alarm in guard.alarms] == ["skipped"] * 4 + ["rewound"]
     assert same(model.state_dict(), twin.state_dict())
     assert same(states(optimizer), states(wanted))
+
+
+def train(model, make, after_step):
+    guard = Guard(model, make(model))
+    for batch in guard.batches(make_data()):
+        loss = loss_of(model, batch)
+        loss.backward()
+        guard.step(loss)
+        after_step(batch)
+
+
+@pytest.mark.parametrize(
+    "make, path, steps",
+    [
+        (lambda model: SlowWeights(torch.optim.SGD(model.parameters(), lr=0.1)), "slow.0", 0),
+        (lambda model: Momentum(model.parameters()), r"momentum\.\d+", 1),
+    ],
+    ids=["from the start on", "from the first step on"],
+)
+def test_an_optimizer_with_state_in_attributes_is_refused(make, path, steps):
+    torch.manual_seed(0)
+    made = []
+    with pytest.raises(ValueError, match=rf"^optimizer\.{path}: got 'a tensor that a rewind loses'; "):
+        train(Small(), make, lambda _: made.append(1))
+    assert len(made) == steps
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_state_that_contains_itself_is_refused_in_one_line(steps):
+    torch.manual_seed(0)
+    model, made, endless = Small(), [], []
+    endless.append(endless)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.state[model.head.bias]["endless"] = endless if steps == 0 else None
+
+    def note(_):
+        made.append(1)
+        optimizer.state[model.head.bias]["endless"] = endless
+
+    with pytest.raises(ValueError, match=r"^optimizer\.state.*: got a state with too many levels") as error:
+        train(model, lambda _: optimizer, note)
+    assert len(made) == steps
+    assert "\n" not in str(error.value)

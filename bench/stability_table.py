@@ -7,7 +7,9 @@ from functools import partial
 from statistics import mean
 from typing import Any
 
+from bench.false_alarms import MODES, alarms_per_1000, is_lost
 from bench.growth import SOUND
+from bench.healthy_training import HELD_OUT
 from bench.marked_tables import ROOT, Record, bar_rows, recorded, replaced
 from bench.recovery import ARMS, CONTROLS, FAULTS, OPTIMIZERS, OURS, Found
 
@@ -53,6 +55,41 @@ def recovery_in_short(record: Record) -> str:
     return "\n".join(rows)
 
 
+def false_alarms(record: Record) -> str:
+    """One row per kind of healthy training: alarms per 1,000 steps in each mode, and recomputed steps."""
+    healthy = record["figures"]["healthy"]
+    rows = [
+        "| alarms per 1,000 healthy steps | with `loss_of` | without | recomputed per 1,000 |",
+        "| --- | ---: | ---: | ---: |",
+    ]
+    for kind in dict.fromkeys(run["kind"] for run in healthy.values()):
+        rates = [f"{alarms_per_1000(healthy, kind, mode):.2f}" for mode in MODES]
+        several = [
+            run for run in healthy.values() if run["kind"] == kind and run["mode"] == next(iter(MODES))
+        ]
+        recomputed = 1000 * sum(run["recomputed"] for run in several) / sum(run["steps"] for run in several)
+        mark = r" \*" if kind in HELD_OUT else ""
+        rows.append(f"| {kind}{mark} | {' | '.join(rates)} | {recomputed:.1f} |")
+    return "\n".join(rows)
+
+
+def faults_by_mode(record: Record) -> str:
+    """One row per fault: noticed at its step, and lost, in each mode."""
+    rows = ["| noticed; lost | with `loss_of` | without |", "| --- | ---: | ---: |"]
+    for fault in FAULTS:
+        cells = []
+        for mode in MODES:
+            runs = [
+                run
+                for run in record["figures"]["faults"].values()
+                if (run.get("fault"), run.get("mode")) == (fault, mode)
+            ]
+            noticed = sum(run["noticed"] for run in runs)
+            cells.append(f"{noticed} of {len(runs)}; {sum(map(is_lost, runs))}")
+        rows.append(f"| {fault} | {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
 def growth(record: Record) -> str:
     """One row a bar; of leaks, whose bars are shares, how many of them."""
     runs = record["figures"]["runs"]
@@ -92,6 +129,9 @@ MARKS: dict[str, dict[str, tuple[Callable[[Record], str], str]]] = {
         "bars of recovery": (bar_rows, "recovery"),
         "recovery in short": (recovery_in_short, "recovery"),
         "recovery": (recovery, "recovery"),
+        "false alarms": (bar_rows, "false_alarms"),
+        "false alarms by kind": (false_alarms, "false_alarms"),
+        "faults without recomputation": (faults_by_mode, "false_alarms"),
         "guard overhead": (bar_rows, "guard_overhead"),
     },
     "docs/locating.md": {"locate": (bar_rows, "locate")},

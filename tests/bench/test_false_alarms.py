@@ -1,4 +1,4 @@
-"""bench.false_alarms: its bars, and the kinds of healthy training."""
+"""bench.false_alarms: its bars, the kinds of healthy training, and the runs on file."""
 
 import math
 
@@ -7,6 +7,7 @@ import torch
 
 from bench import false_alarms
 from bench.healthy_training import HELD_OUT, KINDS
+from bench.marked_tables import recorded
 
 
 def healthy_run(alarms, *, kind="a", mode="with loss_of", steps=2000, error=None):
@@ -61,3 +62,10 @@ def test_kind_trains_under_a_guard(kind):
 
 def test_there_are_25_kinds_with_six_held_out():
     assert (len(KINDS), len(HELD_OUT)) == (25, 6)
+
+
+def test_file_has_every_run_of_every_kind():
+    figures = recorded("false_alarms")["figures"]
+    assert {run["kind"] for run in figures["healthy"].values()} == set(KINDS)
+    assert len(figures["healthy"]) == len(KINDS) * len(false_alarms.MODES) * len(figures["seeds"])
+    assert len(figures["seeds"]) * figures["steps"] >= 10_000

@@ -542,8 +542,7 @@ def culprit(run: dict[str, Any]) -> tuple[str, ...]:
         return (f"{run['place']} (forward)",)
     if broken.batches:  # the gradient of the logits is the loss function's
         return ("the loss",)
-    # A factor of all gradients is in every module. Runs on file may have the second name of that.
-    return "all modules (gradients x", "(the model itself)"
+    return ("all modules (gradients x",)  # a factor of all gradients is in every module
 
 
 def share(found: list[bool]) -> float | None:

@@ -184,6 +184,69 @@ def test_what_a_process_answers(start):
     assert lost.value.how == "crashed"
 
 
+UNSTARTED = """
+import asyncio
+import pytest
+from types import SimpleNamespace
+
+async def coroutine(): pass
+def generator(): yield
+async def stream(): yield
+class Later:
+    def __await__(self): yield
+
+each = pytest.mark.parametrize("work", [coroutine, generator, stream, Later])
+
+@each
+def test_call(benchmark, work): benchmark(work)
+
+@each
+def test_arguments(benchmark, work): benchmark(lambda _: work(), 1)
+
+@each
+def test_single(benchmark, work): benchmark.pedantic(work)
+
+@each
+def test_rounds(benchmark, work): benchmark.pedantic(work, rounds=3)
+
+@each
+def test_setup(benchmark, work): benchmark.pedantic(work, setup=lambda: None, rounds=3)
+
+@pytest.fixture(autouse=True)
+def workload(request, monkeypatch):
+    def workload_of(request, subject, arguments):
+        call, each_token = (None, lambda _: subject()) if arguments else (subject, None)
+        return SimpleNamespace(call=call, prepare=None, each_token=each_token, tokens=0)
+    class Fixtures:
+        pass
+    made = Fixtures()
+    made.workload_of = workload_of
+    get = request.config.pluginmanager.get_plugin
+    theirs = lambda name: made if name == "stackwise-throughput" else get(name)
+    monkeypatch.setattr(request.config.pluginmanager, "get_plugin", theirs)
+
+@each
+def test_throughput(throughput, work): throughput(work)
+
+@each
+def test_tokens(throughput, work): throughput(work, mode="generate")
+"""
+
+
+def test_a_call_that_has_not_run_is_refused(start):
+    forms = [line.split("(")[0][4:] for line in UNSTARTED.splitlines() if line.startswith("def test_")]
+    names = [f"{form}[{work}]" for form in forms for work in ("coroutine", "generator", "stream", "Later")]
+    process = start(names, UNSTARTED)
+    assert len(process.receive()["collected"]) == len(names) == 28
+    for name in names:
+        assert process.receive()["ready"], name
+        answer = process.ask(**({"calls": 1} if "single" in name else {"warm_up": 0.001}))
+        assert answer.get("ended") == "failed", (name, answer)
+        assert "TypeError: call: got a function that returns a " in answer["detail"]
+        assert ", which has not run; wanted one that " in answer["detail"]
+        assert process.receive()["over"]
+
+
 IMPORTS = """
 import os
 import numpy.fft

@@ -275,8 +275,9 @@ class Benchmark:
         """Measure a call that is made once in each process, and return what it returns."""
         results: list[Any] = []
 
-        def once() -> None:
+        def once() -> object:
             results.append(call())
+            return results[0]
 
         self._serve(Repeated(once, only_once=True))
         return results[0] if results else call()

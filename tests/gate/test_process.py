@@ -11,6 +11,7 @@ import pytest
 from stackwise.gate import side
 from stackwise.gate.process import SideFailedError, SideProcess
 from stackwise.gate.side import early_imports
+from stackwise.gate.side.channel import CALLABLE
 from stackwise.gate.twins import Twins
 
 TESTS = """
@@ -244,6 +245,23 @@ def test_a_call_that_has_not_run_is_refused(start):
         assert answer.get("ended") == "failed", (name, answer)
         assert "TypeError: call: got a function that returns a " in answer["detail"]
         assert ", which has not run; wanted one that " in answer["detail"]
+        assert process.receive()["over"]
+
+
+def test_benchmark_is_refused_where_two_callables_are_compared(start, monkeypatch):
+    monkeypatch.setenv(CALLABLE, "1")
+    calls = {
+        "test_call": "benchmark(int)",
+        "test_single": "benchmark.pedantic(int)",
+        "test_rounds": "benchmark.pedantic(int, rounds=3)",
+        "test_setup": "benchmark.pedantic(int, setup=lambda: None, rounds=3)",
+    }
+    process = start([*calls], "".join(f"def {name}(benchmark): {call}\n" for name, call in calls.items()))
+    assert len(process.receive()["collected"]) == len(calls)
+    for name in calls:
+        answer = process.receive()
+        assert answer.get("ended") == "failed", (name, answer)
+        assert "benchmark has no `against`: use throughput(new, against=old)" in answer["detail"]
         assert process.receive()["over"]
 
 

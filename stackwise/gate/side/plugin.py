@@ -213,6 +213,8 @@ class Benchmark:
         self.params: dict[str, Any] | None = None if case is None else case.params
 
     def _serve(self, subject: Subject) -> None:
+        if os.environ.get(CALLABLE):
+            pytest.fail("benchmark has no `against`: use throughput(new, against=old)", pytrace=False)
         seconds = self._serve_turns(self._item.nodeid, subject)
         try:
             from pytest_benchmark.stats import Metadata
@@ -225,8 +227,6 @@ class Benchmark:
 
     def __call__(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Measure `target(*args, **kwargs)`; returns what it returns."""
-        if os.environ.get(CALLABLE):
-            pytest.fail("benchmark has no `against`: use throughput(new, against=old)", pytrace=False)
         call = partial(target, *args, **kwargs) if args or kwargs else target
         self._serve(Repeated(call))
         return call()

@@ -265,6 +265,79 @@ def test_benchmark_is_refused_where_two_callables_are_compared(start, monkeypatc
         assert process.receive()["over"]
 
 
+TRACED = """
+import sys, threading, tracemalloc
+import pytest
+
+def tracer(*_): return None
+
+@pytest.fixture(params=["nothing", "trace", "profile", "threads", "memory"], autouse=True)
+def traced(request):
+    match request.param:
+        case "trace": sys.settrace(tracer)
+        case "profile": sys.setprofile(tracer)
+        case "threads": threading.setprofile(tracer)
+        case "memory": tracemalloc.start()
+    yield
+    sys.settrace(None)
+    sys.setprofile(None)
+    threading.setprofile(None)
+    tracemalloc.stop()
+
+def test_it(benchmark): benchmark(int)
+"""
+
+
+def test_a_call_under_a_tracer_is_refused(start):
+    named = {
+        "trace": "test_it.tracer (sys.settrace)",
+        "profile": "test_it.tracer (sys.setprofile)",
+        "threads": "test_it.tracer (threading.setprofile)",
+        "memory": "tracemalloc",
+    }
+    process = start([f"test_it[{kind}]" for kind in ("nothing", *named)], TRACED)
+    assert len(process.receive()["collected"]) == 5
+    assert process.receive()["ready"]
+    process.send(go_on=True)
+    assert process.receive()["over"]
+    for name in named.values():
+        answer = process.receive()
+        assert answer.get("ended") == "failed", answer
+        assert f"{name} is active when the measured call begins" in answer["detail"]
+        assert process.receive()["over"]
+
+
+def test_what_instruments_the_run_of_the_user_does_not_reach_a_side(start, tmp_path, monkeypatch):
+    """As coverage's `patch = ["subprocess"]` does: a file of site-packages starts it if a variable is set."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(
+        "import os, sys\n"
+        "if os.getenv('COVERAGE_PROCESS_START') or os.getenv('COVERAGE_PROCESS_CONFIG'):\n"
+        "    sys.settrace(lambda *_: None)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'site'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    for name in ("COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG", "COV_CORE_SOURCE", "LINE_PROFILE"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("PYTHONTRACEMALLOC", "5")
+    monkeypatch.setenv("PYTHONPROFILEIMPORTTIME", "1")
+    monkeypatch.setitem(sys._xoptions, "tracemalloc", True)
+    monkeypatch.setitem(sys._xoptions, "importtime", True)
+    text = """
+import os, sys
+def test_it(benchmark):
+    instruments = ("COV", "LINE_PROFILE", "PYTHONTRACEMALLOC", "PYTHONPROFILEIMPORTTIME")
+    assert not [name for name in os.environ if name.startswith(instruments)]
+    assert not {"tracemalloc", "importtime"} & set(sys._xoptions)
+    assert "sitecustomize" in sys.modules
+    benchmark(int)
+"""
+    process = start(["test_it"], text)
+    assert process.receive()["collected"]
+    answer = process.receive()
+    assert answer.get("ready"), answer
+
+
 IMPORTS = """
 import os
 import numpy.fft

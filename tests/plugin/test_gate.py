@@ -214,6 +214,7 @@ def pytest_addoption(parser):
     parser.addoption("--distributed", action="store_true")
     parser.addoption("--verbose-log")
     parser.addoption("--size", nargs=1)
+    parser.addoption("--memray", action="store_true")  # as pytest-memray has it
 """
     )
     own = [
@@ -224,7 +225,18 @@ def pytest_addoption(parser):
         "-x",
         "-vv",
     ]
-    own += ["--benchmark-only", "--junitxml=x.xml", "--tb", "no", "-rs", "--lf", "--sw", "--pdb"]
+    own += [
+        "--benchmark-only",
+        "--junitxml=x.xml",
+        "--tb",
+        "no",
+        "-rs",
+        "--lf",
+        "--sw",
+        "--pdb",
+        "--trace",
+        "--memray",
+    ]
     handed = ["--distributed", "--verbose-log", "a.log", "--size=3", "-k", "a or b", "-mslow", "-W", "error"]
     config = pytester.parseconfig(*own, *handed, "test_it.py")
     assert _own_arguments(config) == handed

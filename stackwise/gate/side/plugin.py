@@ -27,6 +27,7 @@ from .channel import (  # beside this file, wherever it was copied to
 from .early_imports import EarlyImports
 from .imports import Imports
 from .subject import Repeated, Streamed, Subject, peak_memory, settle, warm_up
+from .tracer import active_tracer
 
 __all__ = ["SidePlugin"]
 
@@ -37,6 +38,10 @@ _EARLY = EarlyImports()
 
 class OneCallError(RuntimeError):
     """A test calls what it measures twice."""
+
+
+class TracedError(RuntimeError):
+    """A tracer or a profiler is active when a test comes to its measured call."""
 
 
 class SidePlugin:
@@ -151,6 +156,12 @@ class SidePlugin:
         """
         if nodeid in self._served:
             raise OneCallError("a test that is gated measures one call; parametrize the test for more")
+        tracer = active_tracer()
+        if tracer:
+            raise TracedError(
+                f"{tracer} is active when the measured call begins, and would be timed too: "
+                "switch it off in runs of the gate"
+            )
         self._served.add(nodeid)
         if subject.only_once:
             _EARLY.forbid()

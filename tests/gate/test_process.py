@@ -338,6 +338,51 @@ def test_it(benchmark):
     assert answer.get("ready"), answer
 
 
+SERVERS = """
+import socket, sys
+import pytest
+
+def bind(port):
+    server = socket.socket()
+    server.bind(("127.0.0.1", port))
+    return server
+
+@pytest.fixture
+def taken():
+    with bind(0) as server:
+        yield server.getsockname()[1]
+
+@pytest.fixture
+def server(taken):
+    with bind(taken):
+        yield
+
+def test_call(taken): bind(taken)
+def test_fixture(server): pass
+def test_cause(taken):
+    try:
+        bind(taken)
+    except OSError as error:
+        raise RuntimeError("no server") from error
+def test_printed():
+    print("[Errno 98] error while attempting to bind: address already in use", file=sys.stderr)
+    raise TimeoutError("the server does not answer")
+def test_other(): raise RuntimeError("something else")
+"""
+
+
+def test_cause_is_named_where_both_sides_take_one_port(start):
+    names = ["test_call", "test_fixture", "test_cause", "test_printed", "test_other"]
+    process = start(names, SERVERS)
+    assert process.receive()["collected"]
+    for name in names:
+        answer = process.receive()
+        assert answer.get("ended") == "failed", answer
+        advice = "both sides run at the same time: take a free port, or derive it from STACKWISE_SIDE"
+        assert (advice in answer["detail"]) == (name != "test_other"), answer
+        assert process.receive()["over"]
+
+
 IMPORTS = """
 import os
 import numpy.fft

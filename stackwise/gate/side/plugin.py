@@ -33,6 +33,8 @@ __all__ = ["SidePlugin"]
 
 _OUTSIDE = 3  # exit code of a process whose gate is gone
 _LONGEST = 4000  # characters of what went wrong
+_IN_USE = "address already in use"
+_TAKE_ANOTHER = "both sides run at the same time: take a free port, or derive it from STACKWISE_SIDE"
 _EARLY = EarlyImports()
 
 
@@ -104,7 +106,11 @@ class SidePlugin:
         ended = "skipped" if gave_up else _ended(report)
         if ended != "passed":
             reason = str(report.wasxfail) if gave_up else _reason(report)
-            self._send(test=report.nodeid, ended=ended, when=report.when, detail=reason[:_LONGEST])
+            detail = reason[:_LONGEST]
+            # An error may have it as its cause, or a server in a child process may have printed it.
+            if ended == "failed" and _IN_USE in f"{report.longreprtext}{report.capstderr}".lower():
+                detail = f"{detail}; {_IN_USE}: {_TAKE_ANOTHER}"
+            self._send(test=report.nodeid, ended=ended, when=report.when, detail=detail)
         if report.when == "teardown":
             own, stray = self.imports.look()
             measured = report.nodeid in self._served

@@ -383,6 +383,11 @@ def test_cause_is_named_where_both_sides_take_one_port(start):
         assert process.receive()["over"]
 
 
+def test_cause_is_named_where_a_file_takes_the_port_of_the_other_side(start):
+    process = start(["test_it"], "raise OSError(98, 'Address already in use')\n")
+    assert process.receive()["detail"].endswith("or derive it from STACKWISE_SIDE")
+
+
 IMPORTS = """
 import os
 import numpy.fft

@@ -87,7 +87,7 @@ class SidePlugin:
         # pytest tells of an import that fails, and of its syntax, in words of its own.
         cause = error.__cause__ if isinstance(error, pytest.Collector.CollectError) else None
         reason = _reason(report) if cause is None else f"{type(cause).__name__}: {cause}"
-        self._send(not_collected=report.nodeid, detail=reason[:_LONGEST])
+        self._send(not_collected=report.nodeid, detail=_with_advice(reason, report))
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(
@@ -106,10 +106,7 @@ class SidePlugin:
         ended = "skipped" if gave_up else _ended(report)
         if ended != "passed":
             reason = str(report.wasxfail) if gave_up else _reason(report)
-            detail = reason[:_LONGEST]
-            # An error may have it as its cause, or a server in a child process may have printed it.
-            if ended == "failed" and _IN_USE in f"{report.longreprtext}{report.capstderr}".lower():
-                detail = f"{detail}; {_IN_USE}: {_TAKE_ANOTHER}"
+            detail = _with_advice(reason, report)
             self._send(test=report.nodeid, ended=ended, when=report.when, detail=detail)
         if report.when == "teardown":
             own, stray = self.imports.look()
@@ -325,6 +322,15 @@ def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:
     # Of a fixture that is not there pytest tells where it is asked for first, and then which ones there are.
     fixture = getattr(report.longrepr, "errorstring", None)
     return str(report.longrepr) if fixture is None else str(fixture).partition("\n")[0]
+
+
+def _with_advice(reason: str, report: pytest.TestReport | pytest.CollectReport) -> str:
+    """Return the reason, not too long, and what to do if an address was in use."""
+    reason = reason[:_LONGEST]
+    # An error may have it as its cause, or a server in a child process may have printed it.
+    if report.failed and _IN_USE in f"{report.longreprtext}{report.capstderr}".lower():
+        return f"{reason}; {_IN_USE}: {_TAKE_ANOTHER}"
+    return reason
 
 
 def _benchmark_type() -> type[Benchmark]:

@@ -56,6 +56,8 @@ _OWN = frozenset(
         "verbose",
         "tbstyle",
         "reportchars",
+        "trace",
+        "memray",
         "usepdb",
         "usepdb_cls",
         "file_or_dir",

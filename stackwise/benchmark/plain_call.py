@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator
 
 import torch
 from torch import nn
@@ -28,7 +28,7 @@ def kind_of(value: object) -> str:
 
 
 def refuse_unstarted(result: object, key: str = "call") -> None:
-    """Refuse a call that returned a generator or a coroutine: nothing of its body has run yet.
+    """Raise TypeError if a call returned a generator or an awaitable: nothing of its body has run yet.
 
     Args:
         result: of the call.
@@ -40,8 +40,9 @@ def refuse_unstarted(result: object, key: str = "call") -> None:
     match result:
         case Generator():
             wanted = "one that goes through it, such as lambda: list(...)"
-        case Coroutine():
-            result.close()  # or Python warns that nobody awaited it
+        case Awaitable():
+            if isinstance(result, Coroutine):
+                result.close()  # or Python warns that nobody awaited it
             wanted = "one that waits for it, such as lambda: asyncio.run(...)"
         case AsyncGenerator():
             wanted = "one that goes through it, in a coroutine that asyncio.run(...) waits for"

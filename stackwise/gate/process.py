@@ -21,7 +21,7 @@ from stackwise.gate.side.channel import (
     Channel,
     ChannelClosedError,
 )
-from stackwise.gate.twins import Twin, Twins, by_chance, interpreter
+from stackwise.gate.twins import Twin, Twins, by_chance, inherited_environment, interpreter
 
 __all__ = ["SideFailedError", "SideProcess"]
 
@@ -114,7 +114,12 @@ class SideProcess:
             return
         own, theirs = socket.socketpair()
         self._channel = Channel(own)
-        variables = {**os.environ, **variables, **by_chance(seed), DESCRIPTOR: str(theirs.fileno())}
+        variables = {
+            **inherited_environment(),
+            **variables,
+            **by_chance(seed),
+            DESCRIPTOR: str(theirs.fileno()),
+        }
         try:
             with log.open("wb") as output:
                 self._process = subprocess.Popen(  # noqa: S603

@@ -36,6 +36,10 @@ __all__ = ["GateError", "GateInterruptedError", "Launch", "Progress", "run_gate"
 
 # Elsewhere system libraries bear no fork behind which no other program is started.
 _FORKS = sys.platform == "linux"
+_COMPILED = "TORCHINDUCTOR_CACHE_DIR"
+# Most characters of the folder in which the temporary files of both sides are: among them may be sockets,
+# whose whole path has 104 at most.
+_LONGEST_TEMPORARY = 50
 _NOTHING_OWN = (
     "neither side has imported any code of its tree but the tests: what is installed was compared with "
     "itself. Install the project editable (pip install -e .), or name its folder in pytest's pythonpath"
@@ -286,6 +290,8 @@ def _starter(base: Tree, head: Tree, launch: Launch) -> Iterator[Starter]:
     """What starts processes, for as long as this lasts: their plugin and what they print lie in a folder."""
     folder = Path(tempfile.mkdtemp(prefix="stackwise-gate-")).resolve()
     trees = {"base": base, "head": head}
+    is_long = len(str(folder)) > _LONGEST_TEMPORARY
+    temporaries = Path(tempfile.mkdtemp(prefix="stackwise-", dir="/tmp")) if is_long else folder
     source = Path(next(iter(side_package.__path__)))
     supply = TwinSupply(folder)
 
@@ -302,9 +308,16 @@ def _starter(base: Tree, head: Tree, launch: Launch) -> Iterator[Starter]:
             other = trees["head" if role == "base" else "base"].folder
             foreign = [] if launch.callables else [launch.root, other]
             place = own / launch.place
-            scratch = folder / f"{role}-files"
-            shutil.rmtree(scratch, ignore_errors=True)
-            scratch.mkdir()
+            scratch, temporary = folder / f"{role}-files", temporaries / f"{role}-tmp"
+            for fresh in (scratch, temporary):
+                shutil.rmtree(fresh, ignore_errors=True)
+                fresh.mkdir()
+            environment = {
+                **dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(temporary)),
+                # By default it is in TMPDIR. Each round would compile anew.
+                **({} if _COMPILED in os.environ else {_COMPILED: str(folder / f"{role}-compiled")}),
+                **({CALLABLE: "1"} if launch.callables else {}),
+            }
             made = supply.sides[role] = SideProcess(
                 role,
                 [
@@ -324,7 +337,7 @@ def _starter(base: Tree, head: Tree, launch: Launch) -> Iterator[Starter]:
                 log=folder / f"{role}.log",
                 seconds=launch.seconds,
                 seed=seed,
-                environment={CALLABLE: "1"} if launch.callables else {},
+                environment=environment,
                 twins=twins[-1] if twins else None,
             )
             try:
@@ -341,7 +354,8 @@ def _starter(base: Tree, head: Tree, launch: Launch) -> Iterator[Starter]:
         yield start
     finally:
         supply.end()
-        shutil.rmtree(folder, ignore_errors=True)
+        for made in {folder, temporaries}:
+            shutil.rmtree(made, ignore_errors=True)
 
 
 def _moved(argument: str, root: Path, tree: Path) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 from stackwise.gate.side import twin as program
 from stackwise.gate.side.channel import DESCRIPTOR, Channel, ChannelClosedError
 
-__all__ = ["Twin", "Twins", "by_chance", "interpreter"]
+__all__ = ["Twin", "Twins", "by_chance", "inherited_environment", "interpreter"]
 
 _PADDING = 4096  # most characters that the environment is longer by
 _COUNT = 2
@@ -30,6 +30,18 @@ _OPTIONS = {
     "no_user_site": "s",
     "safe_path": "P",
 }
+# Prefixes of variables that let coverage, Python itself, hunter and line_profiler instrument a process.
+_TRACERS = (
+    "COVERAGE_PROCESS_",
+    "COV_CORE_",
+    "PYTHONTRACEMALLOC",
+    "PYTHONPROFILEIMPORTTIME",
+    "PYTHONPERFSUPPORT",
+    "PYTHON_PERF_JIT_SUPPORT",
+    "PYTHONHUNTER",
+    "LINE_PROFILE",
+)
+_TRACER_OPTIONS = frozenset({"tracemalloc", "importtime", "perf", "perf_jit"})  # of -X
 
 
 def by_chance(seed: int) -> dict[str, str]:
@@ -41,14 +53,20 @@ def by_chance(seed: int) -> dict[str, str]:
     }
 
 
+def inherited_environment() -> dict[str, str]:
+    """Return the variables of this process without those that would start a tracer in a side."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(_TRACERS)}
+
+
 def interpreter() -> list[str]:
-    """The command of this Python, with the options that decide how code runs in it."""
+    """Return the command of this Python, with the options that decide how code runs, without tracers."""
+    options = {key: value for key, value in sys._xoptions.items() if key not in _TRACER_OPTIONS}
     flags = [letter * int(getattr(sys.flags, name)) for name, letter in _OPTIONS.items()]
     return [
         sys.executable,
         *(f"-{letters}" for letters in flags if letters),
         *(f"-W{option}" for option in sys.warnoptions),
-        *(f"-X{key}" if value is True else f"-X{key}={value}" for key, value in sys._xoptions.items()),
+        *(f"-X{key}" if value is True else f"-X{key}={value}" for key, value in options.items()),
     ]
 
 
@@ -84,7 +102,7 @@ class Twins:
                         program.__file__,
                         *(str(theirs.fileno()) for _, theirs in pairs),
                     ],
-                    env={**os.environ, **by_chance(seed)},
+                    env={**inherited_environment(), **by_chance(seed)},
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,

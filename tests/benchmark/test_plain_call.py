@@ -25,7 +25,12 @@ async def async_generator():
     yield 1
 
 
-UNSTARTED = pytest.mark.parametrize("call", [generator, coroutine, async_generator])
+class Awaited:
+    def __await__(self):
+        yield
+
+
+UNSTARTED = pytest.mark.parametrize("call", [generator, coroutine, async_generator, Awaited])
 CALLERS = {
     "measure": (lambda call: measure(callable_workload(call), **QUICK), "call"),
     "call_once": (lambda call: call_once(callable_workload(call)), "call"),

@@ -11,6 +11,7 @@ import pytest
 from stackwise.gate import side
 from stackwise.gate.process import SideFailedError, SideProcess
 from stackwise.gate.side import early_imports
+from stackwise.gate.side.channel import CALLABLE
 from stackwise.gate.twins import Twins
 
 TESTS = """
@@ -182,6 +183,209 @@ def test_what_a_process_answers(start):
     with pytest.raises(SideFailedError, match="ended by SIGSEGV") as lost:
         process.receive()
     assert lost.value.how == "crashed"
+
+
+UNSTARTED = """
+import asyncio
+import pytest
+from types import SimpleNamespace
+
+async def coroutine(): pass
+def generator(): yield
+async def stream(): yield
+class Later:
+    def __await__(self): yield
+
+each = pytest.mark.parametrize("work", [coroutine, generator, stream, Later])
+
+@each
+def test_call(benchmark, work): benchmark(work)
+
+@each
+def test_arguments(benchmark, work): benchmark(lambda _: work(), 1)
+
+@each
+def test_single(benchmark, work): benchmark.pedantic(work)
+
+@each
+def test_rounds(benchmark, work): benchmark.pedantic(work, rounds=3)
+
+@each
+def test_setup(benchmark, work): benchmark.pedantic(work, setup=lambda: None, rounds=3)
+
+@pytest.fixture(autouse=True)
+def workload(request, monkeypatch):
+    def workload_of(request, subject, arguments):
+        call, each_token = (None, lambda _: subject()) if arguments else (subject, None)
+        return SimpleNamespace(call=call, prepare=None, each_token=each_token, tokens=0)
+    class Fixtures:
+        pass
+    made = Fixtures()
+    made.workload_of = workload_of
+    get = request.config.pluginmanager.get_plugin
+    theirs = lambda name: made if name == "stackwise-throughput" else get(name)
+    monkeypatch.setattr(request.config.pluginmanager, "get_plugin", theirs)
+
+@each
+def test_throughput(throughput, work): throughput(work)
+
+@each
+def test_tokens(throughput, work): throughput(work, mode="generate")
+"""
+
+
+def test_a_call_that_has_not_run_is_refused(start):
+    forms = [line.split("(")[0][4:] for line in UNSTARTED.splitlines() if line.startswith("def test_")]
+    names = [f"{form}[{work}]" for form in forms for work in ("coroutine", "generator", "stream", "Later")]
+    process = start(names, UNSTARTED)
+    assert len(process.receive()["collected"]) == len(names) == 28
+    for name in names:
+        assert process.receive()["ready"], name
+        answer = process.ask(**({"calls": 1} if "single" in name else {"warm_up": 0.001}))
+        assert answer.get("ended") == "failed", (name, answer)
+        assert "TypeError: call: got a function that returns a " in answer["detail"]
+        assert ", which has not run; wanted one that " in answer["detail"]
+        assert process.receive()["over"]
+
+
+def test_benchmark_is_refused_where_two_callables_are_compared(start, monkeypatch):
+    monkeypatch.setenv(CALLABLE, "1")
+    calls = {
+        "test_call": "benchmark(int)",
+        "test_single": "benchmark.pedantic(int)",
+        "test_rounds": "benchmark.pedantic(int, rounds=3)",
+        "test_setup": "benchmark.pedantic(int, setup=lambda: None, rounds=3)",
+    }
+    process = start([*calls], "".join(f"def {name}(benchmark): {call}\n" for name, call in calls.items()))
+    assert len(process.receive()["collected"]) == len(calls)
+    for name in calls:
+        answer = process.receive()
+        assert answer.get("ended") == "failed", (name, answer)
+        assert "benchmark has no `against`: use throughput(new, against=old)" in answer["detail"]
+        assert process.receive()["over"]
+
+
+TRACED = """
+import sys, threading, tracemalloc
+import pytest
+
+def tracer(*_): return None
+
+@pytest.fixture(params=["nothing", "trace", "profile", "threads", "memory"], autouse=True)
+def traced(request):
+    match request.param:
+        case "trace": sys.settrace(tracer)
+        case "profile": sys.setprofile(tracer)
+        case "threads": threading.setprofile(tracer)
+        case "memory": tracemalloc.start()
+    yield
+    sys.settrace(None)
+    sys.setprofile(None)
+    threading.setprofile(None)
+    tracemalloc.stop()
+
+def test_it(benchmark): benchmark(int)
+"""
+
+
+def test_a_call_under_a_tracer_is_refused(start):
+    named = {
+        "trace": "test_it.tracer (sys.settrace)",
+        "profile": "test_it.tracer (sys.setprofile)",
+        "threads": "test_it.tracer (threading.setprofile)",
+        "memory": "tracemalloc",
+    }
+    process = start([f"test_it[{kind}]" for kind in ("nothing", *named)], TRACED)
+    assert len(process.receive()["collected"]) == 5
+    assert process.receive()["ready"]
+    process.send(go_on=True)
+    assert process.receive()["over"]
+    for name in named.values():
+        answer = process.receive()
+        assert answer.get("ended") == "failed", answer
+        assert f"{name} is active when the measured call begins" in answer["detail"]
+        assert process.receive()["over"]
+
+
+def test_what_instruments_the_run_of_the_user_does_not_reach_a_side(start, tmp_path, monkeypatch):
+    """As coverage's `patch = ["subprocess"]` does: a file of site-packages starts it if a variable is set."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(
+        "import os, sys\n"
+        "if os.getenv('COVERAGE_PROCESS_START') or os.getenv('COVERAGE_PROCESS_CONFIG'):\n"
+        "    sys.settrace(lambda *_: None)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'site'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    for name in ("COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG", "COV_CORE_SOURCE", "LINE_PROFILE"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("PYTHONTRACEMALLOC", "5")
+    monkeypatch.setenv("PYTHONPROFILEIMPORTTIME", "1")
+    monkeypatch.setitem(sys._xoptions, "tracemalloc", True)
+    monkeypatch.setitem(sys._xoptions, "importtime", True)
+    text = """
+import os, sys
+def test_it(benchmark):
+    instruments = ("COV", "LINE_PROFILE", "PYTHONTRACEMALLOC", "PYTHONPROFILEIMPORTTIME")
+    assert not [name for name in os.environ if name.startswith(instruments)]
+    assert not {"tracemalloc", "importtime"} & set(sys._xoptions)
+    assert "sitecustomize" in sys.modules
+    benchmark(int)
+"""
+    process = start(["test_it"], text)
+    assert process.receive()["collected"]
+    answer = process.receive()
+    assert answer.get("ready"), answer
+
+
+SERVERS = """
+import socket, sys
+import pytest
+
+def bind(port):
+    server = socket.socket()
+    server.bind(("127.0.0.1", port))
+    return server
+
+@pytest.fixture
+def taken():
+    with bind(0) as server:
+        yield server.getsockname()[1]
+
+@pytest.fixture
+def server(taken):
+    with bind(taken):
+        yield
+
+def test_call(taken): bind(taken)
+def test_fixture(server): pass
+def test_cause(taken):
+    try:
+        bind(taken)
+    except OSError as error:
+        raise RuntimeError("no server") from error
+def test_printed():
+    print("[Errno 98] error while attempting to bind: address already in use", file=sys.stderr)
+    raise TimeoutError("the server does not answer")
+def test_other(): raise RuntimeError("something else")
+"""
+
+
+def test_cause_is_named_where_both_sides_take_one_port(start):
+    names = ["test_call", "test_fixture", "test_cause", "test_printed", "test_other"]
+    process = start(names, SERVERS)
+    assert process.receive()["collected"]
+    for name in names:
+        answer = process.receive()
+        assert answer.get("ended") == "failed", answer
+        advice = "both sides run at the same time: take a free port, or derive it from STACKWISE_SIDE"
+        assert (advice in answer["detail"]) == (name != "test_other"), answer
+        assert process.receive()["over"]
+
+
+def test_cause_is_named_where_a_file_takes_the_port_of_the_other_side(start):
+    process = start(["test_it"], "raise OSError(98, 'Address already in use')\n")
+    assert process.receive()["detail"].endswith("or derive it from STACKWISE_SIDE")
 
 
 IMPORTS = """

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from stackwise.benchmark.plain_call import refuse_unstarted
 from stackwise.gate.side import subject
 from stackwise.gate.side.subject import Repeated, Streamed, peak_memory, warm_up
 
@@ -56,6 +57,42 @@ def test_what_surrounds_a_call_is_not_in_its_time(clock):
     repeated = Repeated(lambda: step("call", 0.5), lambda: step("before", 7.0), lambda: step("after", 9.0))
     assert repeated.seconds(2) == {"time": 0.5}
     assert log == ["before", "call", "after"] * 2
+
+
+def generator():
+    yield
+
+
+async def coroutine():
+    pass
+
+
+async def stream():
+    yield
+
+
+@pytest.mark.parametrize("call", [generator, coroutine, stream])
+@pytest.mark.parametrize("subject_of", [Repeated, lambda call: Streamed(lambda _: call())])
+def test_unstarted_call_is_refused_as_callable_workload_refuses_it(call, subject_of):
+    with pytest.raises(TypeError) as theirs:
+        refuse_unstarted(call())
+    with pytest.raises(TypeError) as ours:
+        subject_of(call).seconds(1)
+    assert str(ours.value) == str(theirs.value)
+
+
+def test_first_result_is_checked_after_its_time_and_later_ones_are_not(clock, monkeypatch):
+    results, checked = iter("abcd"), []
+
+    def check(result):
+        checked.append(result)
+        clock.sleep(100.0)
+
+    monkeypatch.setattr(subject, "refuse_unstarted", check)
+    repeated = Repeated(lambda: clock.sleep(1.0) or next(results))
+    assert repeated.seconds(1) == {"time": 1.0}
+    assert repeated.seconds(3) == {"time": 1.0}
+    assert checked == ["a"]
 
 
 def test_first_token_and_later_ones(clock):

@@ -21,8 +21,9 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere there
 
 # In the place of pytest, which is found in the folder.
 PYTEST = """
-import json, os, sys
+import json, os, sys, tempfile
 told = {
+    "temporary": tempfile.gettempdir(),
     "argv": sys.argv[1:],
     "path": sys.path[:3],
     "folder": os.getcwd(),
@@ -70,7 +71,7 @@ def made(tmp_path, monkeypatch):
                     [argument],
                     folder=folder,
                     import_path=[folder / "first"],
-                    environment={"WHO": who, "PYTHONPATH": who},
+                    environment={"WHO": who, "PYTHONPATH": who, "TMPDIR": str(folder)},
                     log=tmp_path / f"{who}.log",
                 )
             )
@@ -131,6 +132,18 @@ def test_what_pythonpath_has_of_installed_modules_is_imported(made, tmp_path, mo
     made(imports=["colorsys"])
     for who in ("base", "head"):
         assert told(tmp_path, who)["colors"] == str(installed / "colorsys.py")
+
+
+def test_temporary_folder_is_its_own_if_an_import_has_looked_for_it_before(made, tmp_path, monkeypatch):
+    installed = tmp_path / "overlay" / "site-packages"
+    installed.mkdir(parents=True)
+    (installed / "colorsys.py").write_text("import tempfile\ntempfile.gettempdir()\n")
+    monkeypatch.setenv("PYTHONPATH", str(installed))
+    made(imports=["colorsys"])
+    assert [told(tmp_path, who)["temporary"] for who in ("base", "head")] == [
+        str(tmp_path / "base"),
+        str(tmp_path / "head"),
+    ]
 
 
 def test_imports_are_told_in_no_argument(made, tmp_path):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ET
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -214,6 +215,7 @@ def pytest_addoption(parser):
     parser.addoption("--distributed", action="store_true")
     parser.addoption("--verbose-log")
     parser.addoption("--size", nargs=1)
+    parser.addoption("--memray", action="store_true")  # as pytest-memray has it
 """
     )
     own = [
@@ -224,10 +226,49 @@ def pytest_addoption(parser):
         "-x",
         "-vv",
     ]
-    own += ["--benchmark-only", "--junitxml=x.xml", "--tb", "no", "-rs", "--lf", "--sw", "--pdb"]
+    own += [
+        "--benchmark-only",
+        "--junitxml=x.xml",
+        "--tb",
+        "no",
+        "-rs",
+        "--lf",
+        "--sw",
+        "--pdb",
+        "--trace",
+        "--memray",
+    ]
     handed = ["--distributed", "--verbose-log", "a.log", "--size=3", "-k", "a or b", "-mslow", "-W", "error"]
     config = pytester.parseconfig(*own, *handed, "test_it.py")
     assert _own_arguments(config) == handed
+
+
+def test_each_side_has_temporary_files_of_its_own(project, pytester, monkeypatch):
+    """A file at a fixed name, which the first side would make for both."""
+    monkeypatch.setenv("TOLD", str(pytester.path / "told"))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    tests = """
+import os, pathlib, tempfile, work
+def test_it(benchmark):
+    made = pathlib.Path(tempfile.gettempdir(), "data")
+    with made.open("x"): pass
+    places = [os.environ[name] for name in ("TMPDIR", "TEMP", "TMP", "TORCHINDUCTOR_CACHE_DIR")]
+    with open(os.environ["TOLD"], "a") as file:
+        print(os.environ["STACKWISE_SIDE"], made.parent, *places, file=file)
+    benchmark(work.one)
+"""
+    project(tests, WORK.format(one=100, other=1), WORK.format(one=100, other=2))
+    pytester.runpytest_inprocess("--stackwise-against=base", ONE_ROUND).assert_outcomes(skipped=1)
+    told = {
+        side: places for side, *places in map(str.split, (pytester.path / "told").read_text().splitlines())
+    }
+    assert set(told) == {"base", "head"}
+    for temporary, *variables, compiled in told.values():
+        assert set(variables) == {temporary}
+        assert len(temporary) < 70, "sockets lie in it, whose paths have 104 characters at most"
+        assert not Path(temporary).exists(), "it is removed"
+        assert not Path(compiled).exists()
+    assert not set(told["base"]) & set(told["head"])
 
 
 def test_where_nothing_was_compared_the_run_is_not_green(project, pytester):

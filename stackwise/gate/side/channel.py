@@ -11,9 +11,10 @@ from typing import Any
 __all__ = ["CALLABLE", "DESCRIPTOR", "FOREIGN", "ROLE", "TESTS", "TREE", "Channel", "ChannelClosedError"]
 
 # Variables of the environment that say what a process of a side is.
-DESCRIPTOR, ROLE, TREE, TESTS, FOREIGN, CALLABLE = (
-    f"STACKWISE_GATE_{name}" for name in ("CHANNEL", "SIDE", "TREE", "TESTS", "FOREIGN", "CALLABLE")
+DESCRIPTOR, TREE, TESTS, FOREIGN, CALLABLE = (
+    f"STACKWISE_GATE_{name}" for name in ("CHANNEL", "TREE", "TESTS", "FOREIGN", "CALLABLE")
 )
+ROLE = "STACKWISE_SIDE"  # "base" or "head"; fixtures may read it
 _CHUNK = 65536
 
 

@@ -27,16 +27,23 @@ from .channel import (  # beside this file, wherever it was copied to
 from .early_imports import EarlyImports
 from .imports import Imports
 from .subject import Repeated, Streamed, Subject, peak_memory, settle, warm_up
+from .tracer import active_tracer
 
 __all__ = ["SidePlugin"]
 
 _OUTSIDE = 3  # exit code of a process whose gate is gone
 _LONGEST = 4000  # characters of what went wrong
+_IN_USE = "address already in use"
+_TAKE_ANOTHER = "both sides run at the same time: take a free port, or derive it from STACKWISE_SIDE"
 _EARLY = EarlyImports()
 
 
 class OneCallError(RuntimeError):
     """A test calls what it measures twice."""
+
+
+class TracedError(RuntimeError):
+    """A tracer or a profiler is active when a test comes to its measured call."""
 
 
 class SidePlugin:
@@ -80,7 +87,7 @@ class SidePlugin:
         # pytest tells of an import that fails, and of its syntax, in words of its own.
         cause = error.__cause__ if isinstance(error, pytest.Collector.CollectError) else None
         reason = _reason(report) if cause is None else f"{type(cause).__name__}: {cause}"
-        self._send(not_collected=report.nodeid, detail=reason[:_LONGEST])
+        self._send(not_collected=report.nodeid, detail=_with_advice(reason, report))
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(
@@ -99,7 +106,8 @@ class SidePlugin:
         ended = "skipped" if gave_up else _ended(report)
         if ended != "passed":
             reason = str(report.wasxfail) if gave_up else _reason(report)
-            self._send(test=report.nodeid, ended=ended, when=report.when, detail=reason[:_LONGEST])
+            detail = _with_advice(reason, report)
+            self._send(test=report.nodeid, ended=ended, when=report.when, detail=detail)
         if report.when == "teardown":
             own, stray = self.imports.look()
             measured = report.nodeid in self._served
@@ -151,6 +159,12 @@ class SidePlugin:
         """
         if nodeid in self._served:
             raise OneCallError("a test that is gated measures one call; parametrize the test for more")
+        tracer = active_tracer()
+        if tracer:
+            raise TracedError(
+                f"{tracer} is active when the measured call begins, and would be timed too: "
+                "switch it off in runs of the gate"
+            )
         self._served.add(nodeid)
         if subject.only_once:
             _EARLY.forbid()
@@ -213,6 +227,8 @@ class Benchmark:
         self.params: dict[str, Any] | None = None if case is None else case.params
 
     def _serve(self, subject: Subject) -> None:
+        if os.environ.get(CALLABLE):
+            pytest.fail("benchmark has no `against`: use throughput(new, against=old)", pytrace=False)
         seconds = self._serve_turns(self._item.nodeid, subject)
         try:
             from pytest_benchmark.stats import Metadata
@@ -225,8 +241,6 @@ class Benchmark:
 
     def __call__(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Measure `target(*args, **kwargs)`; returns what it returns."""
-        if os.environ.get(CALLABLE):
-            pytest.fail("benchmark has no `against`: use throughput(new, against=old)", pytrace=False)
         call = partial(target, *args, **kwargs) if args or kwargs else target
         self._serve(Repeated(call))
         return call()
@@ -275,8 +289,9 @@ class Benchmark:
         """Measure a call that is made once in each process, and return what it returns."""
         results: list[Any] = []
 
-        def once() -> None:
+        def once() -> object:
             results.append(call())
+            return results[0]
 
         self._serve(Repeated(once, only_once=True))
         return results[0] if results else call()
@@ -307,6 +322,15 @@ def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:
     # Of a fixture that is not there pytest tells where it is asked for first, and then which ones there are.
     fixture = getattr(report.longrepr, "errorstring", None)
     return str(report.longrepr) if fixture is None else str(fixture).partition("\n")[0]
+
+
+def _with_advice(reason: str, report: pytest.TestReport | pytest.CollectReport) -> str:
+    """Return the reason, not too long, and what to do if an address was in use."""
+    reason = reason[:_LONGEST]
+    # An error may have it as its cause, or a server in a child process may have printed it.
+    if report.failed and _IN_USE in f"{report.longreprtext}{report.capstderr}".lower():
+        return f"{reason}; {_IN_USE}: {_TAKE_ANOTHER}"
+    return reason
 
 
 def _benchmark_type() -> type[Benchmark]:

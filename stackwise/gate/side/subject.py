@@ -7,13 +7,13 @@ import sys
 import time
 import tracemalloc
 import warnings
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator
 from functools import partial
 from typing import Any, Protocol
 
 from .alone import Alone
 
-__all__ = ["Repeated", "Streamed", "Subject", "peak_memory", "settle", "warm_up"]
+__all__ = ["Repeated", "Streamed", "Subject", "peak_memory", "refuse_unstarted", "settle", "warm_up"]
 
 _LEAST_CALLS = 2
 _NANOSECOND = 1e-9
@@ -54,10 +54,20 @@ class Repeated:
         only_once: bool = False,
     ) -> None:
         self.call, self.prepare, self.after, self.only_once = call, prepare, after, only_once
+        self._first = _FirstResult(call)
 
     def seconds(self, calls: int) -> dict[str, float]:
-        """Seconds of one call, without what surrounds it."""
-        call, prepare, after = self.call, self.prepare, self.after
+        """Return the seconds of one call, without what surrounds it.
+
+        Raises:
+            TypeError: the first call returned a generator or an awaitable, which has not run.
+        """
+        total = self._nanoseconds(self._first.timed, calls)
+        self._first.check()
+        return {"time": total * _NANOSECOND / calls}
+
+    def _nanoseconds(self, call: Callable[[], object], calls: int) -> int:
+        prepare, after = self.prepare, self.after
         synchronize = _synchronize()
         if prepare is None and after is None:
             several = range(calls)
@@ -66,7 +76,7 @@ class Repeated:
             for _ in several:
                 call()
             synchronize()
-            return {"time": (time.perf_counter_ns() - start) * _NANOSECOND / calls}
+            return time.perf_counter_ns() - start
         total = 0
         for _ in range(calls):
             if prepare is not None:
@@ -78,7 +88,7 @@ class Repeated:
             total += time.perf_counter_ns() - start
             if after is not None:
                 after()
-        return {"time": total * _NANOSECOND / calls}
+        return total
 
     def once(self, looked_at: Callable[[Callable[[], object]], int]) -> int:
         """What `looked_at` makes of the call, prepared."""
@@ -101,12 +111,17 @@ class Streamed:
 
     def __init__(self, each_token: Callable[[Callable[[Any], object]], object]) -> None:
         self.each_token = each_token
+        self._first = _FirstResult(each_token)
 
     def seconds(self, calls: int) -> dict[str, float]:
         """Seconds of one text, until its first token (TTFT), and of each later one (TPOT).
 
         0 for what one of the texts has not: a first token, a later one.
+
+        Raises:
+            TypeError: the first call returned a generator or an awaitable, which has not run.
         """
+        each_token = self._first.timed
         synchronize = _synchronize()
         at: list[int] = []
 
@@ -120,12 +135,13 @@ class Streamed:
             at.clear()
             synchronize()
             start = time.perf_counter_ns()
-            self.each_token(on_token)
+            each_token(on_token)
             synchronize()
             whole += time.perf_counter_ns() - start
             fewest = min(fewest, len(at))
             to_first += at[0] - start if at else 0
             later += (at[-1] - at[0]) // max(1, len(at) - 1) if at else 0
+        self._first.check()
         # The mean of some texts is not that of others which have no such token.
         found = {"time": whole, "ttft": to_first if fewest > 0 else 0, "tpot": later if fewest > 1 else 0}
         return {metric: value * _NANOSECOND / calls for metric, value in found.items()}
@@ -133,6 +149,51 @@ class Streamed:
     def once(self, looked_at: Callable[[Callable[[], object]], int]) -> int:
         """What `looked_at` makes of one text."""
         return looked_at(lambda: self.each_token(lambda _: None))
+
+
+class _FirstResult:
+    """Check of the first result of a call, after its time was taken.
+
+    Args:
+        call: that is timed.
+
+    Attributes:
+        timed: stores its result until it was checked; `call` itself afterwards.
+    """
+
+    def __init__(self, call: Callable[..., object]) -> None:
+        self._call = call
+        self._result: object = None
+        self.timed: Callable[..., object] = self._stored
+
+    def _stored(self, *args: object) -> None:
+        self._result = self._call(*args)
+
+    def check(self) -> None:
+        """Refuse a result that is a generator or an awaitable; later results are not checked."""
+        if self.timed is not self._call:
+            result, self._result, self.timed = self._result, None, self._call
+            refuse_unstarted(result)
+
+
+def refuse_unstarted(result: object) -> None:
+    """Raise TypeError if a call returned a generator or an awaitable: nothing of its body has run yet.
+
+    The sentence is that of `stackwise.benchmark.plain_call`, which a side does not import.
+    """
+    match result:
+        case Generator():
+            wanted = "one that goes through it, such as lambda: list(...)"
+        case Awaitable():
+            if isinstance(result, Coroutine):
+                result.close()  # or Python warns that nobody awaited it
+            wanted = "one that waits for it, such as lambda: asyncio.run(...)"
+        case AsyncGenerator():
+            wanted = "one that goes through it, in a coroutine that asyncio.run(...) waits for"
+        case _:
+            return
+    got = f"a function that returns a {type(result).__name__}, which has not run"
+    raise TypeError(f"call: got {got}; wanted {wanted}")
 
 
 def warm_up(subject: Subject, seconds: float) -> dict[str, float]:

@@ -127,6 +127,9 @@ def _prepare(told: dict[str, Any]) -> None:
         os.dup2(log, standard)
     os.close(log)
     os.environ.update(told["environment"])
+    if "tempfile" in sys.modules:
+        # An import may have looked for it in the environment of before.
+        vars(sys.modules["tempfile"])["tempdir"] = None
     os.chdir(told["folder"])
     # The first is the folder of this file, where Python is not told to leave out what it was started with.
     own = [] if sys.flags.safe_path else [os.getcwd()]  # noqa: PTH109

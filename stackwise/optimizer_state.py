@@ -11,6 +11,7 @@ import warnings
 import weakref
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import cache
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, NoneType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -41,6 +42,8 @@ _SKIPPED = (
 )
 # Packages whose objects, such as loggers and loaders, hold no optimizer state.
 _LIBRARIES = sys.stdlib_module_names | {"numpy", "torch"}
+# Of each optimizer, where the tensors in its attributes were at the last `check_kept`.
+_LAST_LOOK: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], int]] = weakref.WeakKeyDictionary()
 _OBJECTS = 2  # objects of other classes inside each other
 
 
@@ -107,7 +110,8 @@ def check_kept(key: str, optimizer: Any, saved: Iterable[Tensor], loses: str) ->
     """Refuse an optimizer with state in attributes that is kept nowhere.
 
     State is a tensor of the shape and device of a trained parameter, unless it is a parameter, a gradient, or
-    in a group or a `state`. Other tensors, and those in objects of other classes, cause a warning once.
+    in a group or a `state`. Other tensors, and those in objects of other classes, cause a warning once. A
+    tensor that was neither written in place nor replaced since the last call is a constant, and ignored.
 
     Args:
         key: name of the optimizer in the error.
@@ -118,7 +122,7 @@ def check_kept(key: str, optimizer: Any, saved: Iterable[Tensor], loses: str) ->
     Raises:
         ValueError: names the attribute.
     """
-    places = [place for place in _places(optimizer, _SKIPPED) if _may_be_state(place.value)]
+    places = _changed(optimizer, [p for p in _places(optimizer, _SKIPPED) if _may_be_state(p.value)])
     if not places:
         return
     parameters = parameters_of(optimizer)
@@ -139,6 +143,16 @@ def check_kept(key: str, optimizer: Any, saved: Iterable[Tensor], loses: str) ->
         name = f"{key}.{shown_path(place.path)}"
         require(not is_state, name, f"a tensor that {loses} loses", allowed)
         warn_once(f"{name}: got a tensor that {loses} loses; if it is state, allowed: {allowed}")
+
+
+def _changed(optimizer: Any, places: list[_Place]) -> list[_Place]:
+    """Return the tensors that were written in place, or replaced since the last call with this optimizer."""
+    now = {place.path: _memory(place.value) for place in places}
+    before: dict[tuple[Any, ...], int] = {}
+    with suppress(TypeError):  # an optimizer without weak references or a hash
+        before = _LAST_LOOK.get(optimizer, before)
+        _LAST_LOOK[optimizer] = now
+    return [p for p in places if _version(p.value) or before.get(p.path, now[p.path]) != now[p.path]]
 
 
 def unsaved(tensors: list[Tensor], saved: Iterable[Tensor], known: list[Tensor]) -> tuple[list[Tensor], bool]:
@@ -248,6 +262,11 @@ def _share_parameters(a: Any, b: Any) -> bool:
 
 def _may_be_state(value: Any) -> bool:
     return isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and value.numel() > 1
+
+
+def _version(tensor: Tensor) -> int:
+    """Return how often a tensor was written in place."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _memory(tensor: Tensor) -> int:

@@ -106,8 +106,12 @@ class SlowWeights:
     def param_groups(self):
         return self.inner.param_groups
 
+    @torch.no_grad()
     def step(self):
         self.inner.step()
+        trained = [p for group in self.param_groups for p in group["params"]]
+        for slow, p in zip(self.slow, trained, strict=True):
+            p.copy_(slow.lerp_(p, 0.5))
 
     def zero_grad(self):
         self.inner.zero_grad()

@@ -126,11 +126,39 @@ def test_tensors_in_attributes_are_refused_by_their_path(make, path):
 
 
 class Unlike(torch.optim.SGD):
-    """Has a table that is of no parameter's shape, as bitsandbytes has."""
+    """Counts in a tensor that is of no parameter's shape."""
 
     def __init__(self, parameters):
         super().__init__(parameters, lr=0.1)
-        self.tables = {"dynamic": torch.zeros(77)}
+        self.counts = torch.zeros(77)
+
+    def step(self, closure=None):
+        self.counts += 1
+        return super().step(closure)
+
+
+class WithConstants(torch.optim.SGD):
+    """Has tensors that never change: a table, as bitsandbytes has, and weights to decay to."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=0.1)
+        anchors = [p.detach().clone() for group in self.param_groups for p in group["params"]]
+        self.constants = {"dynamic": torch.zeros(77), "anchors": anchors}
+
+
+def test_tensors_that_do_not_change_are_no_state():
+    optimizer = stepped(WithConstants)
+    for _ in range(2):
+        check_kept("mine", optimizer, [], "a rewind")
+
+
+def test_a_tensor_that_is_replaced_is_state():
+    optimizer = stepped(WithConstants)
+    check_kept("mine", optimizer, [], "a rewind")
+    kept = optimizer.constants["anchors"][0]  # so that its memory is not used again
+    optimizer.constants["anchors"][0] = kept + 1
+    with pytest.raises(ValueError, match=r"^mine\.constants\.anchors\.0: got 'a tensor that a rewind loses'"):
+        check_kept("mine", optimizer, [], "a rewind")
 
 
 @pytest.mark.parametrize("make", [Unlike, lambda p: Momentum(p, Holder)], ids=["shape", "object"])

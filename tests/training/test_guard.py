@@ -455,7 +455,7 @@ def test_what_stopped_a_run_is_borne_by_another_policy(run):
     for resume in (False, True):
         _, error = run(batches, checkpoints(2), guard=impatient, resume=resume)
         assert isinstance(error, GuardError)
-    said = r"training\.guard\.patience: got 5, was 1; training\.guard\.rewinds: got 1, was 0; from here on"
+    said = r"training\.guard\.patience: got 5, was 1; training\.guard\.rewinds: got 1, was 0; the run"
     with pytest.warns(UserWarning, match=said):
         resumed = run(batches, checkpoints(2), resume=True)
     same(resumed, run(batches))

@@ -235,19 +235,19 @@ def train(model, make, after_step):
 
 
 @pytest.mark.parametrize(
-    "make, path, steps",
+    "make, path",
     [
-        (lambda model: SlowWeights(torch.optim.SGD(model.parameters(), lr=0.1)), "slow.0", 0),
-        (lambda model: Momentum(model.parameters()), r"momentum\.\d+", 1),
+        (lambda model: SlowWeights(torch.optim.SGD(model.parameters(), lr=0.1)), "slow.0"),
+        (lambda model: Momentum(model.parameters()), r"momentum\.\d+"),
     ],
     ids=["from the start on", "from the first step on"],
 )
-def test_an_optimizer_with_state_in_attributes_is_refused(make, path, steps):
+def test_an_optimizer_with_state_in_attributes_is_refused_after_its_first_update(make, path):
     torch.manual_seed(0)
     made = []
     with pytest.raises(ValueError, match=rf"^optimizer\.{path}: got 'a tensor that a rewind loses'; "):
         train(Small(), make, lambda _: made.append(1))
-    assert len(made) == steps
+    assert len(made) == 1
 
 
 @pytest.mark.parametrize("steps", [0, 1])

@@ -42,8 +42,10 @@ _SKIPPED = (
 )
 # Packages whose objects, such as loggers and loaders, hold no optimizer state.
 _LIBRARIES = sys.stdlib_module_names | {"numpy", "torch"}
-# Of each optimizer, where the tensors in its attributes were at the last `check_kept`.
-_LAST_LOOK: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], int]] = weakref.WeakKeyDictionary()
+# Memory and version of the tensors in the attributes of each optimizer, at the last `check_kept`.
+_LAST_LOOK: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], tuple[int, int]]] = (
+    weakref.WeakKeyDictionary()
+)
 _OBJECTS = 2  # objects of other classes inside each other
 
 
@@ -106,7 +108,9 @@ def own_state_of(optimizer: Any) -> Any:
         return None
 
 
-def check_kept(key: str, optimizer: Any, saved: Iterable[Tensor], loses: str) -> None:
+def check_kept(
+    key: str, optimizer: Any, saved: Iterable[Tensor], loses: str, *, is_fresh: bool = False
+) -> None:
     """Refuse an optimizer with state in attributes that is kept nowhere.
 
     State is a tensor of the shape and device of a trained parameter, unless it is a parameter, a gradient, or
@@ -118,12 +122,14 @@ def check_kept(key: str, optimizer: Any, saved: Iterable[Tensor], loses: str) ->
         optimizer: searched as in `optimizers_in`.
         saved: tensors of its own `state_dict()`.
         loses: action that would lose the state, such as "a rewind".
+        is_fresh: no update was made since the optimizer was given. Constants may have been filled in place,
+            so the tensors are only noted for the next call.
 
     Raises:
         ValueError: names the attribute.
     """
     places = _changed(optimizer, [p for p in _places(optimizer, _SKIPPED) if _may_be_state(p.value)])
-    if not places:
+    if is_fresh or not places:
         return
     parameters = parameters_of(optimizer)
     held = [[each.param_groups, getattr(each, "state", None)] for each in optimizers_in(optimizer)]
@@ -146,13 +152,16 @@ def check_kept(key: str, optimizer: Any, saved: Iterable[Tensor], loses: str) ->
 
 
 def _changed(optimizer: Any, places: list[_Place]) -> list[_Place]:
-    """Return the tensors that were written in place, or replaced since the last call with this optimizer."""
-    now = {place.path: _memory(place.value) for place in places}
-    before: dict[tuple[Any, ...], int] = {}
+    """Return the tensors that were written or replaced since the last call with this optimizer.
+
+    Tensors that the last call did not find are returned if they were ever written in place.
+    """
+    now = {place.path: (_memory(place.value), _version(place.value)) for place in places}
+    before: dict[tuple[Any, ...], tuple[int, int]] = {}
     with suppress(TypeError):  # an optimizer without weak references or a hash
         before = _LAST_LOOK.get(optimizer, before)
         _LAST_LOOK[optimizer] = now
-    return [p for p in places if _version(p.value) or before.get(p.path, now[p.path]) != now[p.path]]
+    return [p for p in places if now[p.path] != before.get(p.path, (_memory(p.value), 0))]
 
 
 def unsaved(tensors: list[Tensor], saved: Iterable[Tensor], known: list[Tensor]) -> tuple[list[Tensor], bool]:

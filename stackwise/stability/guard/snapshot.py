@@ -65,11 +65,13 @@ def check_restorable(optimizer: Any, scheduler: Any, others: Mapping[str, Any]) 
     for key, each in (objects if scheduler is None else {"scheduler": scheduler, **objects}).items():
         allowed = "an object with state_dict() and load_state_dict()"
         require(_is_stateful(each), key, type(each).__name__, allowed)
-    check_states(optimizer, others)
+    check_states(optimizer, others, is_fresh=True)
 
 
-def check_states(optimizer: Any, others: Mapping[str, Any]) -> None:
+def check_states(optimizer: Any, others: Mapping[str, Any], *, is_fresh: bool = False) -> None:
     """Refuse optimizer state that a rewind would lose, or that contains itself.
+
+    `is_fresh`: see `check_kept`.
 
     Raises:
         ValueError: see `check_kept` and `leaves`.
@@ -79,7 +81,8 @@ def check_states(optimizer: Any, others: Mapping[str, Any]) -> None:
         if is_optimizer(each):
             leaves([value for _, _, value in states_of(each)], (key, "state"))
             own = [own_state_of(inner) for inner in optimizers_in(each)]
-            check_kept(key, each, leaves(own, (key, "state_dict()")).values(), "a rewind")
+            saved = leaves(own, (key, "state_dict()")).values()
+            check_kept(key, each, saved, "a rewind", is_fresh=is_fresh)
 
 
 class Moment:

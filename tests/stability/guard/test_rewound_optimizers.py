@@ -250,6 +250,18 @@ def test_an_optimizer_with_state_in_attributes_is_refused_after_its_first_update
     assert len(made) == 1
 
 
+def test_constants_that_were_filled_in_place_are_no_state():
+    class Anchored(torch.optim.SGD):
+        def __init__(self, model):
+            super().__init__(model.parameters(), lr=0.1)
+            self.anchors = [torch.empty_like(p).copy_(p.detach()) for p in model.parameters()]
+
+    torch.manual_seed(0)
+    made = []
+    train(Small(), Anchored, lambda _: made.append(1))
+    assert len(made) == len(make_data())
+
+
 @pytest.mark.parametrize("steps", [0, 1])
 def test_state_that_contains_itself_is_refused_in_one_line(steps):
     torch.manual_seed(0)

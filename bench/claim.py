@@ -170,17 +170,25 @@ class Claim:
 
 
 def interleave(
-    calls: Mapping[str, Callable[[], object]], *, rounds: int, seconds: float = 0.3, seed: int = 0
+    calls: Mapping[str, Callable[[], object]],
+    *,
+    rounds: int,
+    seconds: float = 0.3,
+    seed: int = 0,
+    wait: Callable[[], object] = lambda: None,
 ) -> dict[str, list[float]]:
     """Seconds per call: `rounds` samples of each, one of every call in each round, in random order.
 
-    A sample is as many calls as take about `seconds`. Each call is made twice beforehand.
+    A sample is as many calls as take about `seconds`. Each call is made twice beforehand. `wait` runs at the
+    end of each sample, inside its time: on a GPU it synchronizes.
     """
     repeats = {}
     for name, call in calls.items():
         call()
+        wait()
         start = time.perf_counter()
         call()
+        wait()
         repeats[name] = max(1, round(seconds / (time.perf_counter() - start)))
     samples: dict[str, list[float]] = {name: [] for name in calls}
     order = list(calls)
@@ -194,6 +202,7 @@ def interleave(
                 start = time.perf_counter()
                 for _ in range(repeats[name]):
                     calls[name]()
+                wait()
                 samples[name].append((time.perf_counter() - start) / repeats[name])
     finally:
         gc.enable()

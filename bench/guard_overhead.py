@@ -29,15 +29,22 @@ from stackwise.stability.guard.snapshot import Snapshot
 from stackwise.training.objective import next_token_loss
 
 LIMIT = 1.02
+_CPU = torch.device("cpu")
 
 
 class Guarded:
     """A loop with a guard, and the same loop without one."""
 
-    def __init__(self, shape: Shape, *, compile: bool = True) -> None:  # noqa: A002
+    def __init__(
+        self,
+        shape: Shape,
+        device: torch.device = _CPU,
+        *,
+        compile: bool = True,  # noqa: A002
+    ) -> None:
         torch.manual_seed(0)
-        ids = torch.randint(shape.vocab_size, (shape.batch_size, shape.seq_len + 1))
-        self.rack, self.batch = build(shape), {"input_ids": ids}
+        ids = torch.randint(shape.vocab_size, (shape.batch_size, shape.seq_len + 1), device=device)
+        self.device, self.rack, self.batch = device, build(shape).to(device), {"input_ids": ids}
         self._loss = compiled(next_token_loss) if compile else next_token_loss
         self.optimizer = torch.optim.AdamW(self.rack.parameters(), lr=LR, fused=True)
         policy = GuardPolicy(clip=CLIP, snapshot_interval=None)
@@ -71,7 +78,7 @@ class Guarded:
         return median(seconds)
 
     def _loss_of(self, model: torch.nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast(self.device.type, dtype=torch.bfloat16):
             loss: Tensor = self._loss(model, batch)
         return loss
 

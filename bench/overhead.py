@@ -235,7 +235,7 @@ class Loop:
 
     def __init__(self, shape: Shape, ids: Tensor, *, compile: bool = True) -> None:  # noqa: A002
         torch.manual_seed(0)
-        self.rack, self.batch = build(shape), {"input_ids": ids}
+        self.rack, self.batch = build(shape).to(ids.device), {"input_ids": ids}
         self._loss = compiled(next_token_loss) if compile else next_token_loss
         self.optimizer = torch.optim.AdamW(self.rack.parameters(), lr=LR, fused=True)
         self.monitor, self.tracker = GradientMonitor(self.rack), LossTracker()
@@ -263,7 +263,7 @@ class Loop:
         return self._update(loss).item(), norms
 
     def _backward(self) -> Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast(self.batch["input_ids"].device.type, dtype=torch.bfloat16):
             loss: Tensor = self._loss(self.rack, self.batch)
         loss.backward()
         return loss.detach()

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from bench.claim import Claim
-from bench.gpu import DECODING, TRAINING, decoding_bar, training_bar
+from bench.gpu import DECODING, TRAINING, decoding_bar, overhead_bars, training_bar
 
 pytestmark = pytest.mark.gpu
 
@@ -18,11 +18,16 @@ def claim():
 
 @pytest.mark.parametrize("size", TRAINING, ids=lambda size: size.name)
 def test_training(claim, size):
-    claim.bars.append(training_bar(claim, size, torch.device("cuda")))
-    assert claim.bars[-1].verdict == "PASS", claim.bars[-1]
+    bar = training_bar(claim, torch.device("cuda"), size)
+    assert bar.verdict == "PASS", bar
 
 
 @pytest.mark.parametrize("size", DECODING, ids=lambda size: size.name)
 def test_decoding(claim, size):
-    claim.bars.append(decoding_bar(claim, size, torch.device("cuda")))
-    assert claim.bars[-1].verdict == "PASS", claim.bars[-1]
+    bar = decoding_bar(claim, torch.device("cuda"), size)
+    assert bar.verdict == "PASS", bar
+
+
+def test_overhead(claim):
+    for bar in overhead_bars(claim, torch.device("cuda")):
+        assert bar.verdict == "PASS", bar

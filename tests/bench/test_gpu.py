@@ -10,14 +10,16 @@ from torch.utils.flop_counter import FlopCounterMode
 from bench.claim import Claim
 from bench.gpu import (
     DECODING,
+    PARTS,
     TRAINING,
     Size,
-    decoding_bar,
     flops_per_token,
     measure_decoding,
+    measure_overhead,
     measure_training,
-    training_bar,
+    peak_flops,
 )
+from bench.peer_models import Shape
 from stackwise.model.backend import using
 from stackwise.training.objective import next_token_loss
 
@@ -52,13 +54,28 @@ def test_rates_are_work_over_time(monkeypatch, backend):
     training = measure_training(size, CPU, steps=2)
     assert len(training["seconds"]) == 2
     assert training["flops_per_second"] > 0
-    decoding = measure_decoding(size, CPU, n_new=3, rounds=2)
+    decoding = measure_decoding(size, CPU, n_new=3, rounds=2, copied_bytes=1024)
     assert len(decoding["seconds"]) == 2
     assert decoding["bytes_per_second"] > 0
 
 
-def test_without_a_gpu_nothing_is_claimed():
+def test_overhead_times_each_step():
+    seconds = measure_overhead(Shape(32, 2, 2, 2, 96, 64, 2, 8), CPU, rounds=3, compile=False)
+    assert {name: len(each) for name, each in seconds.items()} == dict.fromkeys(
+        ("plain", "guarded", "loop", "monitored", "items"), 3
+    )
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_without_a_gpu_nothing_is_claimed(part, tmp_path, monkeypatch):
+    monkeypatch.setattr("bench.claim.RESULTS", tmp_path)
     claim = Claim("gpu", quick=True)
-    assert training_bar(claim, TRAINING[0], None).verdict == "NOT MEASURED"
-    assert decoding_bar(claim, DECODING[0], None).verdict == "NOT MEASURED"
+    PARTS[part](claim, None)
+    assert {bar.verdict for bar in claim.bars} == {"NOT MEASURED"}
     assert not claim.figures
+
+
+def test_a_card_without_a_known_peak_is_named(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "GeForce 256")
+    with pytest.raises(KeyError, match="GeForce 256"):
+        peak_flops(torch.device("cuda"))

@@ -10,8 +10,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from functools import cache, partial
-from importlib import metadata
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -21,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+import stackwise
 from stackwise.argument import check_sizes, require
 from stackwise.checkpoint import tree
 from stackwise.checkpoint.content import Content, Loaded, check_readable
@@ -750,7 +750,7 @@ def _manifest(
     plain = tree.encode(dict(notes), ("notes",), held)
     require(not held, "notes", ", ".join(held), "plain values; tensors and arrays belong to objects")
     versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
-    versions["stackwise"] = _own_version()
+    versions["stackwise"] = stackwise.__version__
     written = datetime.now(UTC).isoformat(timespec="seconds")
     kept = None if value is None else tree.encode(float(value), ("metric",), held)
     return Manifest(step, "", 0, written, world_size, versions, kept, plain)
@@ -759,8 +759,3 @@ def _manifest(
 def _plain(value: Any) -> Any:
     """The number of a tensor or an array without dimensions; all else as it is."""
     return value.item() if isinstance(value, Tensor | np.ndarray | np.generic) and value.ndim == 0 else value
-
-
-@cache
-def _own_version() -> str:
-    return metadata.version("stackwise")

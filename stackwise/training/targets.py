@@ -95,7 +95,8 @@ def check_shapes(batch: Mapping[str, Tensor]) -> None:
     Raises:
         ValueError: naming the part.
     """
-    unknown = sorted(batch.keys() - _KEYS)
+    # Written out: torch 2.11 cannot trace a difference of `batch.keys()` and a tuple.
+    unknown = sorted(key for key in batch if key not in _KEYS)
     require(not unknown, "batch", unknown, ", ".join(_KEYS))
     for key, part in batch.items():
         require(isinstance(part, Tensor), key, type(part).__name__, "a tensor")

@@ -19,6 +19,7 @@ from stackwise.model import create_rack_from_config, create_simple_rack, remove_
 from stackwise.model.decode import DecodeStep
 from stackwise.model.generate import generate, prefill, stream
 from stackwise.model.sampling import Sampler
+from tests.synchronization import synchronization_fails
 
 VOCAB, NEW = 29, 10
 LATENT = {"kv_lora_rank": 6, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 3}
@@ -377,17 +378,24 @@ class TestDecodeStep:
         assert stopped == expected_BN[0, : expected_BN[0].tolist().index(stop) + 1].tolist()
 
     @pytest.mark.gpu
+    @pytest.mark.parametrize("kind", ["mha", "gqa", "mla", "window of 3", "softcap"])
+    @pytest.mark.parametrize("rows", [1, 2])
+    # The compiler says that it splits a softmax.
+    @pytest.mark.filterwarnings("ignore:\\s*Online softmax is disabled:UserWarning")
+    def test_compiled_on_a_gpu_computes_what_the_cpu_computes(self, kind, rows):
+        rack, ids = make_rack(kind), torch.randint(VOCAB, (rows, 6))
+        expected_BN = rack.generate(ids, max_new_tokens=NEW)
+        assert torch.equal(rack.cuda().generate(ids, max_new_tokens=NEW, compile=True).cpu(), expected_BN)
+
+    @pytest.mark.gpu
     def test_no_step_waits_for_the_device(self):
         rack, ids = make_rack().cuda(), torch.randint(VOCAB, (2, 6), device="cuda")
         draws = {"temperature": 1.0, "top_k": 5, "top_p": 0.9}
         for options in ({}, draws, {**draws, "seed": 0}, {"stop_token_ids": range(20)}):
             tokens = rack.stream(ids, max_new_tokens=NEW, **options)
             next(tokens), next(tokens, None)  # prefill and capture may wait
-            torch.cuda.set_sync_debug_mode("error")
-            try:
+            with synchronization_fails():
                 list(tokens)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
 
 
 class TestPadding:

@@ -2,6 +2,7 @@
 
 import gc
 import importlib
+import importlib.util
 import json
 import warnings
 
@@ -120,7 +121,8 @@ def loop_spec():
 def _warm():
     """Whatever a nested run imports first is forgotten at its end, and torch bears no second import."""
     of_the_compiler = ("torch._dynamo.repro.after_dynamo", "torch._inductor.compile_fx")
-    for name in (*of_the_compiler, "datasets", "sqlalchemy"):  # transformers loads datasets where it is
+    of_libraries = [name for name in ("datasets", "sqlalchemy") if importlib.util.find_spec(name)]
+    for name in (*of_the_compiler, *of_libraries):
         importlib.import_module(name)
     import stackwise.cli  # noqa: F401
     from stackwise import ModelSpec, Report, check_model, create_simple_rack, measure, stability_run

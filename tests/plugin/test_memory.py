@@ -424,7 +424,7 @@ def test_a_training_step_that_is_described(pytester, folder, run):
 
 
 @pytest.mark.gpu
-def test_limits_on_a_gpu(pytester, run):
+def test_limits_on_a_gpu(pytester, run_apart):  # tensors of other tests would count
     pytester.makepyfile(
         f"""
         import pytest, torch
@@ -436,7 +436,7 @@ def test_limits_on_a_gpu(pytester, run):
         def test_flat(no_memory_growth): no_memory_growth(lambda: torch.ones(1000, device="cuda"))
         """
     )
-    run("--gpu").assert_outcomes(passed=2, failed=1)
+    run_apart("--gpu").assert_outcomes(passed=2, failed=1)
 
 
 def test_models_are_refused_by_name(pytester, folder, run):

@@ -14,6 +14,7 @@ from stackwise.config.training import ObjectiveConfig
 from stackwise.model import create_rack_from_specs
 from stackwise.training.masking import EARLIEST, masked_share
 from stackwise.training.objective import Objective
+from tests.synchronization import synchronization_fails
 
 VOCAB, MASK = 11, 4
 KINDS = ["masked_token", "mask_diffusion"]
@@ -50,6 +51,7 @@ objectives = st.one_of(
     st.builds(objective, mask_fraction=st.floats(0.01, 1.0)),
     st.builds(objective, st.just("mask_diffusion"), noise_schedule=st.sampled_from(SCHEDULES)),
 )
+
 noises = st.tuples(st.integers(0, 2**63), st.integers(0, 10**6), st.integers(0, 64))
 
 
@@ -140,11 +142,8 @@ class TestHidden:
         batch = {"input_ids": tokens((8, 64)), "attention_mask": torch.ones(8, 64, dtype=torch.long)}
         there = {key: value.cuda() for key, value in batch.items()}
         here = objective(kind).targets(batch, (1, 2))
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with synchronization_fails():
             on_gpu = objective(kind).targets(there, (1, 2))
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         assert on_gpu.input_ids.cpu().equal(here.input_ids) and on_gpu.labels.cpu().equal(here.labels)
 
 

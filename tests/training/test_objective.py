@@ -456,6 +456,12 @@ class TestObjective:
             torch.testing.assert_close(one, other)
 
 
+def test_next_token_loss_of_a_batch_is_one_graph():
+    model, batch = rack_of(), {"input_ids": ids_of(), "labels": ids_of()}
+    compiled = torch.compile(next_token_loss, backend="eager", fullgraph=True)
+    assert compiled(model, batch).item() == pytest.approx(next_token_loss(model, batch).item(), rel=1e-5)
+
+
 def test_parts_of_a_batch_that_nobody_reads_are_refused():
     ids = torch.randint(7, (2, 5))
     with pytest.raises(ValueError, match=r"batch: got \['lables'\]; allowed: input_ids, labels"):

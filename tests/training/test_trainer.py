@@ -24,6 +24,7 @@ from stackwise.training.progress import TrainingProgress
 from stackwise.training.result import TrainingResult
 from stackwise.training.throughput import ThroughputMeter
 from tests.late_copies import late_copies
+from tests.synchronization import synchronization_allowed, synchronization_fails
 
 RESULT_KEYS = {
     "training_architecture",
@@ -790,16 +791,10 @@ def test_no_step_waits_for_the_device(make_config, make_rack, make_batches, monk
     drain = StepBuffer.drain
 
     def allowed_to_wait(self):
-        torch.cuda.set_sync_debug_mode("default")
-        try:
+        with synchronization_allowed():
             return drain(self)
-        finally:
-            torch.cuda.set_sync_debug_mode("error")
 
     monkeypatch.setattr(StepBuffer, "drain", allowed_to_wait)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with synchronization_fails():
         result = trainer.train_architecture(rack, batches)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert len(result["records"]) == 6

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from stackwise.stability.telemetry import GradientMonitor, LossTracker, StepBuffer
 from stackwise.stability.telemetry.ring_buffer import RingBuffer
+from tests.synchronization import synchronization_fails
 
 CPU = torch.device("cpu")
 
@@ -231,12 +232,9 @@ def test_no_step_waits_for_the_device():
     ours.step(0)  # what is set up once may wait
     reference.step(0)
     for number in range(1, 12):
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with synchronization_fails():
             ours.step(number)
             ours.records += ours.buffer.poll()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         reference.step(number)
         for watched in (ours, reference):
             if watched.buffer.full:

@@ -123,7 +123,7 @@ class Gate:
             raise pytest.UsageError(
                 "--stackwise-against: no test uses benchmark or throughput: nothing to compare"
             )
-        self.result = self._compare(items)
+        self.result = self._compare(items, session.items)
         by_name = {test.nodeid: test for test in self.result.tests}
         for item in items:
             # Its fixtures are for the processes of the sides: here nothing is set up.
@@ -190,7 +190,13 @@ class Gate:
             store.add(run, results)
         return f"gate: kept {len(results)} results in the history"
 
-    def _compare(self, items: Sequence[pytest.Item]) -> GateResult:
+    def _compare(self, items: Sequence[pytest.Item], selected: Sequence[pytest.Item]) -> GateResult:
+        """Run the gate.
+
+        Args:
+            items: tests to measure.
+            selected: all tests of the run, in its order.
+        """
         from stackwise.gate.session import GateError, GateInterruptedError, run_gate
 
         with _terminable():
@@ -200,7 +206,7 @@ class Gate:
                         base,
                         head,
                         [item.nodeid for item in items],
-                        self._launch(items),
+                        self._launch(items, selected),
                         limits={item.nodeid: markers.gate_of(item, self.asked.limits) for item in items},
                         asked={item.nodeid: markers.gated_metrics(item) for item in items},
                         places={item.nodeid: _place(item, self._root()) for item in items},
@@ -248,9 +254,14 @@ class Gate:
         root = self.config.rootpath.resolve()
         return repository_of(root) or root
 
-    def _launch(self, items: Sequence[pytest.Item]) -> Launch:
+    def _launch(self, items: Sequence[pytest.Item], selected: Sequence[pytest.Item]) -> Launch:
         from stackwise.gate.session import Launch
 
+        functions = [item for item in selected if isinstance(item, pytest.Function)]
+        of_file: dict[Path, list[str]] = {item.path: [] for item in items}
+        for item in functions:
+            of_file.get(item.path, []).append(item.nodeid)
+        files = {item.nodeid: self._file(item) for item in (*items, *functions) if item.path in of_file}
         root, start = self._root(), self.config.invocation_params.dir.resolve()
         config = self.config.inipath
         return Launch(
@@ -268,12 +279,13 @@ class Gate:
                 *(["--no-cov"] if self.config.pluginmanager.hasplugin("pytest_cov") else []),
             ),
             root,
-            {item.nodeid: self._file(item) for item in items},
+            files,
             start.relative_to(root) if start.is_relative_to(root) else Path(),
             _imports(root),
             self.asked.timeout,
             self.asked.against == _CALLABLE,
             self.config.pluginmanager.hasplugin("cacheprovider"),
+            {item.nodeid: of_file[item.path] for item in items},
         )
 
     def _sampling(self) -> Sampling:

@@ -39,6 +39,7 @@ class OpenTest:
         reference: of each round the median seconds of each part of a pinned workload; [] without one.
         tokens: that a call of base handles, and one of head; 0: the work does not say.
         order: of each round who was first in its pairs (True: the head), and log(head / base) of the time.
+        whole_file: True if the earlier tests of its file have to run before it.
     """
 
     nodeid: str
@@ -55,6 +56,7 @@ class OpenTest:
     reference: list[tuple[float, ...]] = field(default_factory=list)
     tokens: tuple[int, int] = (0, 0)
     order: list[tuple[tuple[bool, ...], tuple[float, ...]]] = field(default_factory=list)
+    whole_file: bool = False
 
     @property
     def begun(self) -> bool:
@@ -107,6 +109,7 @@ class OpenTest:
         self.round_seconds = found.seconds
         self.beside_seconds = found.seconds - found.sampled
         self.own = self.own or found.own
+        self.whole_file = self.whole_file or found.whole_file
         self.tokens = found.tokens
         if found.reference:
             self.reference.append(found.reference)
@@ -138,10 +141,13 @@ class OpenTest:
         reason, detail = "interrupted" if interrupted else _TIME, ""
         if self.ended is not None:
             status, detail = _status(self.ended)
-            # What was found before stands, unless the head is broken.
-            if not self.trials or status in ("crashed on head", "hung on head"):
+            # After measured rounds, the same failure on both sides is no change of the head.
+            on_both = self.ended.how.get("base") == self.ended.how.get("head")
+            # Earlier results are valid unless the head is broken.
+            if not self.trials or (status in ("crashed on head", "hung on head") and not on_both):
                 return TestResult(self.nodeid, status, {}, detail, **where)
-            reason = f"it was {status} in round {len(self.order) + 1}: {detail}"
+            how = f"{self.ended.how['head']} on both sides" if on_both else status
+            reason = f"it was {how} in round {len(self.order) + 1}: {detail}"
         if not self.trials:
             detail = "its limits leave nothing to be judged of what was measured"
             return TestResult(self.nodeid, "skipped", {}, detail, **where)

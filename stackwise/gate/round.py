@@ -9,8 +9,9 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Container, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 from stackwise.argument import check_choice, check_number, check_sizes
 from stackwise.gate.process import SideFailedError, SideProcess
@@ -85,6 +86,7 @@ class Paired:
         reference: the median seconds of each part of a pinned workload, timed among the pairs; () without it.
         tokens: that a call of base handles, and one of head; 0: the work does not say.
         lacking: of each metric that some calls have a number of and others have not, the sides of these.
+        whole_file: True if the test was measured only after the earlier tests of its file had run.
     """
 
     base: dict[str, float]
@@ -98,6 +100,7 @@ class Paired:
     reference: tuple[float, ...] = ()
     tokens: tuple[int, int] = (0, 0)
     lacking: dict[str, str] = field(default_factory=dict)
+    whole_file: bool = False
 
 
 @dataclass(frozen=True)
@@ -199,11 +202,17 @@ def run_round(
     sampling: Sampling,
     rng: random.Random,
     memory: Container[str] | None = None,
+    *,
+    file_tests: Mapping[str, Sequence[str]] = MappingProxyType({}),
+    whole_file: Container[str] = (),
 ) -> Generator[tuple[str, Paired | Ended], None, None]:
-    """Measure tests, in their order, and hand over what came of each.
+    """Measure tests and yield the name and the result of each.
 
-    A crash costs its test and no other: new processes go on behind it. One at the start of processes ends all
-    tests that they were started for.
+    A crash ends its own test only: new processes continue with the next test. A crash while the processes
+    start ends all tests that they were started for.
+
+    A test may depend on earlier tests of its file. If one was not measured and not all of them had run in its
+    process, it is measured again at the end of the round, in new processes that run them first.
 
     Args:
         tests: names, of which each side may lack some.
@@ -213,26 +222,92 @@ def run_round(
             the same on both sides of a round and another in the next.
         memory: tests of which memory is read, if `sampling` reads any: to look takes as long as a few hundred
             calls, and is exact; None: all.
+        file_tests: of each test of the session that is measured, all tests of its file, in their order.
+        whole_file: tests before which the earlier tests of their file run from the start.
     """
-    left = list(tests)
-    while left:
-        began = time.perf_counter()
-        try:
-            with _both(start(tuple(left)), rng) as sides:
-                while left:
-                    test, began = left.pop(0), time.perf_counter()
-                    try:
-                        looks = sampling.memory and (memory is None or test in memory)
-                        found = _test(test, sides, replace(sampling, memory=looks), rng)
-                    except _SideLostError as lost:
-                        yield test, lost.ended("", began)
-                        break
-                    yield test, replace(found, seconds=time.perf_counter() - began)
-        except _SideLostError as lost:
-            ended = lost.ended("at its start: ", began)
-            each = replace(ended, seconds=ended.seconds / len(left))
-            yield from ((test, each) for test in left)
-            return
+
+    def measure(
+        chosen: Sequence[str], whole: Container[str]
+    ) -> Iterator[tuple[str, Paired | Ended, list[str]]]:
+        """Yield of each test its name, its result and the earlier tests of its file that had not run."""
+        left, measured = _with_earlier(chosen, file_tests, whole), frozenset(chosen)
+        while left:
+            began, ran = time.perf_counter(), set[str]()
+            try:
+                with _both(start(tuple(left)), rng) as sides:
+                    while left:
+                        test, began = left.pop(0), time.perf_counter()
+                        absent = [each for each in _earlier(test, file_tests) if each not in ran]
+                        try:
+                            if test in measured:
+                                looks = sampling.memory and (memory is None or test in memory)
+                                found = _test(test, sides, replace(sampling, memory=looks), rng)
+                                yield test, replace(found, seconds=time.perf_counter() - began), absent
+                            else:
+                                _run_unmeasured(test, sides)
+                        except _SideLostError as lost:
+                            if test in measured:
+                                yield test, lost.ended("", began), absent
+                            break
+                        ran.add(test)
+            except _SideLostError as lost:
+                left = [test for test in left if test in measured]
+                ended = lost.ended("at its start: ", began)
+                each = replace(ended, seconds=ended.seconds / len(left))
+                yield from ((test, each, []) for test in left)
+                return
+
+    again: list[str] = []
+    for test, found, absent in measure(tests, whole_file):
+        if isinstance(found, Ended) and _may_depend(found, absent, file_tests):
+            again.append(test)
+        else:
+            yield test, found
+    for _, group in itertools.groupby(again, lambda test: test.partition("::")[0]):
+        of_file = list(group)
+        for test, found, _ in measure(of_file, of_file):
+            yield test, found if isinstance(found, Ended) else replace(found, whole_file=True)
+
+
+def _earlier(test: str, file_tests: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    """Yield the tests of the same file that come before a test."""
+    return itertools.takewhile(lambda other: other != test, file_tests.get(test, ()))
+
+
+def _with_earlier(
+    tests: Sequence[str], file_tests: Mapping[str, Sequence[str]], whole_file: Container[str]
+) -> list[str]:
+    """Return the tests, preceded by the earlier tests of their file if they are in `whole_file`."""
+    order: dict[str, None] = {}
+    for test in tests:
+        if test in whole_file:
+            order |= dict.fromkeys(_earlier(test, file_tests))
+        order[test] = None
+    return list(order)
+
+
+def _may_depend(ended: Ended, absent: Sequence[str], measured: Container[str]) -> bool:
+    """Return True if a test may have ended because earlier tests of its file had not run.
+
+    Args:
+        ended: result of the test.
+        absent: earlier tests of its file that had not run in its process.
+        measured: tests that the session measures. The first round runs these, and no other test.
+    """
+    if any(test in measured for test in absent):
+        return not {"hung", "missing"}.issuperset(ended.how.values())
+    return bool(absent) and ended.how.get("head") in ("failed", "not measured")
+
+
+def _run_unmeasured(test: str, sides: Mapping[str, _Side]) -> None:
+    """Run a test on both sides with one call of its benchmark, for the tests that depend on it."""
+    for role, side in sides.items():
+        if test in side.collected:
+            with _lost(role), suppress(_TestEndedError):
+                if side.come_to(test):
+                    side.sample(test, calls=1)
+                    side.release()
+                    side.come_to(test)
 
 
 class _SideLostError(Exception):

@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -71,11 +71,12 @@ class Launch:
             tree.
         root: the folder that the trees are copies of.
         place: the folder to start in, relative to the root.
-        files: of each test its file, relative to the root.
+        files: of each test its file, relative to the root. It includes the tests of `file_tests`.
         imports: folders that packages are imported from, relative to the root, the first ones first.
         seconds: the most time between two messages of a process; a test that takes longer hangs.
         callables: whether both sides are the same tree, and the base measures what a test names as `against`.
         cache: whether pytest has its cache, which then has a folder of its own on each side.
+        file_tests: of each test all tests of its file, in their order, with those that are not measured.
     """
 
     arguments: tuple[str, ...]
@@ -86,6 +87,7 @@ class Launch:
     seconds: float = 600.0
     callables: bool = False
     cache: bool = True
+    file_tests: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_number("seconds", self.seconds, "a number > 0", lambda value: value > 0)
@@ -183,7 +185,12 @@ def run_gate(
                 memory = {name for name in names if all_tests[name].wants_memory}
                 # Closed where it is left, so that its processes end.
                 longer = replace(sampling, seconds=_seconds(sampling, begun, around))
-                with closing(run_round(names, start, longer, rng, memory)) as measured:
+                whole = {test.nodeid for test in begun if test.whole_file}
+                with closing(
+                    run_round(
+                        names, start, longer, rng, memory, file_tests=launch.file_tests, whole_file=whole
+                    )
+                ) as measured:
                     for count, (name, found) in enumerate(measured, start=1):
                         all_tests[name].add(found, rule)
                         tests_seconds += found.seconds
@@ -242,6 +249,7 @@ def run_gate(
             *(() if order.balanced else ("one side was first more often than the other: do not trust this",)),
             *_other_work(all_tests.values()),
             *_slower_now_and_then(all_tests.values()),
+            *_dependent(all_tests.values()),
             *(("the run was interrupted: what was open then is INCONCLUSIVE",) if interrupted else ()),
         ),
     )
@@ -283,6 +291,15 @@ def _slower_now_and_then(tests: Iterable[OpenTest]) -> Iterator[str]:
         if min(means) > tolerance:
             mean = f"the mean of its calls is not ({math.expm1(statistics.fmean(means)):+.1%})"
             yield f"{test.nodeid}: its median call is within the tolerance, {mean}"
+
+
+def _dependent(tests: Iterable[OpenTest]) -> Iterator[str]:
+    """Yield a sentence on the tests that fail unless earlier tests of their file run before them."""
+    dependent = [test.nodeid for test in tests if test.whole_file]
+    if dependent:
+        first, count = dependent[0], len(dependent)
+        others = f" and {count - 1} more" if count > 1 else ""
+        yield f"{first}{others}: measured after the earlier tests of the file, since it fails without them"
 
 
 @contextmanager

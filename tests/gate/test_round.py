@@ -77,6 +77,9 @@ class Script:
                 self._over(False)
             case "pass":
                 self._over(False)
+            case {"needs": earlier} if earlier not in self.collected:
+                self._failed("call")
+                self._over(False)
             case "lacks":
                 detail = "AttributeError: module 'work' has no attribute 'new'"
                 self.answers += [{"test": self.now, "ended": "failed", "when": "call", "detail": detail}]
@@ -623,9 +626,9 @@ def test_a_round_measures_for_as_long_as_it_takes_to_start(sides, tmp_path, cloc
     jitter, asked = random.Random(1), []
     whole = session.run_round
 
-    def noted(names, start, sampling, *rest):
+    def noted(names, start, sampling, *rest, **given):
         asked.append((len(names), sampling.seconds))
-        return whole(names, start, sampling, *rest)
+        return whole(names, start, sampling, *rest, **given)
 
     monkeypatch.setattr(session, "run_round", noted)
     names = many(4)
@@ -1054,3 +1057,92 @@ def test_tokens_of_a_call_are_those_of_its_side(sides, tmp_path):
     assert found.notes == (
         f"{B}: a call handles 512 tokens on the base, 256 on the head: it is not the same work",
     )
+
+
+FILE_TESTS = {"file_tests": {A: [C, A, B], B: [C, A, B]}}
+
+
+def played(base, head, tests=(A, B), **given):
+    """What a round of these tests finds, and what each pair of processes was started for."""
+    asked = []
+
+    def start(names):
+        asked.append(names)
+
+        def process(role, _):
+            given = base if role == "base" else head
+            return Script(role, {test: given[test] for test in names}, [])
+
+        return process
+
+    return dict(run_round(tests, start, SHORT, random.Random(0), **given)), asked
+
+
+@pytest.mark.parametrize("earlier", [A, C], ids=["decided test", "test without a benchmark"])
+def test_dependent_test_is_measured_again_after_its_whole_file(earlier):
+    costs = {A: cost(), B: cost(needs=earlier), C: "pass"}
+    found, asked = played(costs, costs, tests=(B,), **FILE_TESTS)
+    assert asked == [(B,), (C, A, B)]
+    assert isinstance(found[B], Paired) and found[B].whole_file
+
+
+def test_dependent_test_runs_after_its_whole_file_from_the_start_if_told():
+    costs = {A: cost(), B: cost(needs=C), C: "pass"}
+    found, asked = played(costs, costs, **FILE_TESTS, whole_file={B})
+    assert asked == [(A, C, B)]
+    assert list(found) == [A, B]
+    assert all(isinstance(each, Paired) for each in found.values())
+
+
+@pytest.mark.parametrize(
+    ("base", "head", "tests", "again"),
+    [
+        ("fail", "fail", (A, B), True),
+        (cost(), "fail", (A, B), True),
+        ("fail", cost(), (A, B), False),
+        ("skip", "skip", (A, B), False),
+        ("skip", "skip", (B,), True),
+        (cost(), "crash", (B,), True),
+        (cost(), "hang", (B,), False),
+    ],
+)
+def test_result_decides_if_a_test_is_measured_again_after_its_file(base, head, tests, again):
+    """In the first round all measured tests of a file run, and what they depend on may be another test."""
+    others = {A: cost(), C: "pass"}
+    found, asked = played(others | {B: base}, others | {B: head}, tests, **FILE_TESTS)
+    assert ((C, A, B) in asked) is again
+    assert isinstance(found[B], Ended)
+
+
+def test_test_that_fails_after_its_whole_file_too_has_the_second_failure():
+    costs = {A: "crash", B: "fail", C: "pass"}
+    found, asked = played(costs, costs, **FILE_TESTS)
+    assert found[A].how == {"base": "crashed"}
+    assert found[B].how == {"base": "failed", "head": "failed"}
+    assert asked == [(A, B), (B,), (C, A, B), (B,)]
+
+
+def test_test_that_depends_on_a_decided_one_is_decided(sides, tmp_path):
+    jitter = random.Random(0)
+    noisy = lambda _: cost(0.1 * math.exp(jitter.gauss(0, 0.01)), needs=A)  # noqa: E731
+    rounds = sides({A: cost(), B: noisy, C: "pass"}, {A: cost(), B: noisy, C: "pass"})
+    files = dict.fromkeys((C, A, B), Path("bench/test_it.py"))
+    launch = Launch(("-q",), tmp_path, files, **FILE_TESTS)
+    trees = Tree(tmp_path / "base", "old"), Tree(tmp_path / "head", "new")
+    found = run_gate(*trees, (A, B), launch, sampling=SHORT)
+    assert [test.verdict for test in found.tests] == [Verdict.PASS, Verdict.PASS]
+    assert (
+        found.notes[-1] == f"{B}: measured after the earlier tests of the file, since it fails without them"
+    )
+    started = [pair["head"].collected for pair in rounds]
+    assert started[3:7] == [[A, B], [B], [C, A, B], [C, A, B]]
+
+
+def test_failure_on_both_sides_after_measured_rounds_is_inconclusive(sides, tmp_path):
+    """As of a test that depends on a decided test of another file."""
+    jitter = random.Random(0)
+    fails = lambda number: "fail" if number == 7 else cost(0.1 * math.exp(jitter.gauss(0, 0.1)))  # noqa: E731
+    sides({A: fails}, {A: fails})
+    found = gate(tmp_path, (A,), limits={A: Limits(memory=None)}).tests[0]
+    assert found.verdict == Verdict.INCONCLUSIVE
+    assert found.trials["time"].decision.reason.endswith("it was failed on both sides in round 8: E  Oops")

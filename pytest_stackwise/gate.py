@@ -131,6 +131,14 @@ class Gate:
             item.get_closest_marker = _without_max_memory(item)  # type: ignore[method-assign]
             item.runtest = _Verdict(item, by_name[item.nodeid], self)  # type: ignore[method-assign]
 
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> object:
+        """Show the verdict of a test once: plugins that run a failed test again come later."""
+        if not isinstance(item.runtest, _Verdict):
+            return None
+        runner: Any = item.config.pluginmanager.get_plugin("runner")
+        return runner.pytest_runtest_protocol(item, nextitem)
+
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Write what was asked for; an exit code of its own where something could not be told, or nothing.

@@ -182,6 +182,8 @@ def _status(ended: Ended) -> tuple[Status, str]:
     for role in ("head", "base"):
         how, detail = ended.how.get(role), ended.detail.get(role, "")
         match role, how:
+            case _, "out of order":
+                return "not measured", f"{role}: {detail}"
             case "head", "skipped":
                 return "skipped", detail
             case "head", "missing":

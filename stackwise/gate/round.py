@@ -108,8 +108,8 @@ class Ended:
     """What came of a test in the place of a measurement, on each side where something did.
 
     Attributes:
-        how: of a side "skipped", "failed", "missing", "crashed", "hung" or "not measured": it passed and
-            never called what is measured.
+        how: of a side "skipped", "failed", "missing", "crashed", "hung", "out of order" (it ran another test
+            twice) or "not measured" (it passed and never called what is measured).
         detail: of the same sides, why.
         seconds: that this took.
     """
@@ -162,7 +162,10 @@ class _Side:
         while True:
             message = self.process.receive()
             if message.get("test") != test:
-                raise SideFailedError("crashed", f"it told of {message.get('test')} in the place of {test}")
+                raise SideFailedError(
+                    "out of order",
+                    f"it ran {message.get('test')} when {test} was next: a plugin may run tests again",
+                )
             if message.get("ready"):
                 self.only_once[test] = message["only_once"]
                 self.tokens[test] = message.get("tokens", 0)
@@ -209,7 +212,8 @@ def run_round(
     """Measure tests and yield the name and the result of each.
 
     A crash ends its own test only: new processes continue with the next test. A crash while the processes
-    start ends all tests that they were started for.
+    start ends all tests that they were started for. If a side runs an earlier test again, new processes
+    continue with the same test, once.
 
     A test may depend on earlier tests of its file. If one was not measured and not all of them had run in its
     process, it is measured again at the end of the round, in new processes that run them first.
@@ -231,6 +235,7 @@ def run_round(
     ) -> Iterator[tuple[str, Paired | Ended, list[str]]]:
         """Yield of each test its name, its result and the earlier tests of its file that had not run."""
         left, measured = _with_earlier(chosen, file_tests, whole), frozenset(chosen)
+        restarted = set[str]()
         while left:
             began, ran = time.perf_counter(), set[str]()
             try:
@@ -246,7 +251,10 @@ def run_round(
                             else:
                                 _run_unmeasured(test, sides)
                         except _SideLostError as lost:
-                            if test in measured:
+                            if lost.error.how == "out of order" and test not in restarted:
+                                restarted.add(test)
+                                left.insert(0, test)
+                            elif test in measured:
                                 yield test, lost.ended("", began), absent
                             break
                         ran.add(test)
@@ -295,7 +303,7 @@ def _may_depend(ended: Ended, absent: Sequence[str], measured: Container[str]) -
         measured: tests that the session measures. The first round runs these, and no other test.
     """
     if any(test in measured for test in absent):
-        return not {"hung", "missing"}.issuperset(ended.how.values())
+        return not {"hung", "missing", "out of order"}.issuperset(ended.how.values())
     return bool(absent) and ended.how.get("head") in ("failed", "not measured")
 
 

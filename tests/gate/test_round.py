@@ -107,6 +107,8 @@ class Script:
 
     def _over(self, measured):
         self.answers += [{"test": self.now, "over": True, "measured": measured, "own": self.own, "stray": ""}]
+        if "twice" in self.tests[self.now]:
+            self._failed("call")
         self._next()
 
     def send(self, **message):
@@ -1146,3 +1148,31 @@ def test_failure_on_both_sides_after_measured_rounds_is_inconclusive(sides, tmp_
     found = gate(tmp_path, (A,), limits={A: Limits(memory=None)}).tests[0]
     assert found.verdict == Verdict.INCONCLUSIVE
     assert found.trials["time"].decision.reason.endswith("it was failed on both sides in round 8: E  Oops")
+
+
+@pytest.mark.parametrize("role", ["base", "head"])
+def test_side_that_runs_a_test_twice_starts_the_next_one_anew(role):
+    sides = {"base": {A: cost(), B: cost(), C: cost()}, "head": {A: cost(), B: cost(), C: cost()}}
+    sides[role][A] = cost(twice=True)
+    found, asked = played(**sides, tests=(A, B, C))
+    assert asked == [(A, B, C), (B, C)]
+    assert all(isinstance(each, Paired) for each in found.values())
+
+
+def test_test_that_no_side_comes_to_is_not_measured(sides, tmp_path, monkeypatch):
+    sides({A: cost(), B: cost()}, {A: cost(), B: cost()})
+    make = session.SideProcess
+
+    def start(role, arguments, **given):
+        made = make(role, arguments, **given)
+        made.tests[A] = cost(twice=True)
+        collect = made.collect
+        # In this order on the head, whatever it is asked for.
+        made.collect = lambda asked: collect([A, *asked] if role == "head" and asked == [B] else asked)
+        return made
+
+    monkeypatch.setattr(session, "SideProcess", start)
+    found = gate(tmp_path, limits=dict.fromkeys((A, B), Limits(memory=None)))
+    assert [test.status for test in found.tests] == ["measured", "not measured"]
+    assert found.tests[1].detail == f"head: it ran {A} when {B} was next: a plugin may run tests again"
+    assert found.exit_code == 7

@@ -1,4 +1,4 @@
-"""The gate in projects with habits of their own: dependent tests, reruns, options, unittest, other plugins."""
+"""The gate in projects with habits of their own: dependent tests, reruns, options, unittest, plugins."""
 
 import os
 import shutil
@@ -42,6 +42,18 @@ def gate(pytester, monkeypatch, tmp_path_factory):
     return gate
 
 
+@pytest.fixture
+def only_plugin(monkeypatch):
+    """Options that load this plugin, if it is installed, and no other: only_plugin(module) -> options."""
+
+    def only_plugin(module):
+        pytest.importorskip(module)
+        monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+        return "-p", "pytest_stackwise.plugin", "-p", "pytest_benchmark.plugin", "-p", module
+
+    return only_plugin
+
+
 def test_dependent_test_is_measured_after_the_earlier_tests_of_its_class(gate):
     tests = """
 import work
@@ -57,3 +69,90 @@ class TestTable:
     assert result.ret == 7
     note = "bench/test_it.py::TestTable::test_query: measured after the earlier tests of the file, *"
     result.stdout.fnmatch_lines(["INCONCLUSIVE * bench/test_it.py::TestTable::test_query *", note])
+
+
+RERUNS = {
+    "protocol": """
+import pytest
+from _pytest.runner import runtestprotocol
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item, nextitem):  # as pytest-rerunfailures and flaky
+    for attempt in range(3):
+        item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+        item._initrequest()
+        reports = runtestprotocol(item, nextitem=nextitem, log=False)
+        failed = any(report.failed for report in reports)
+        for report in reports:
+            if report.failed and attempt < 2:
+                report.outcome = "rerun"
+                item.ihook.pytest_runtest_logreport(report=report)
+                break
+            item.ihook.pytest_runtest_logreport(report=report)
+        if not failed:
+            break
+    return True
+""",
+    "makereport": """
+import pytest
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):  # as pytest-retry
+    report = yield
+    if report.when == "call" and report.failed and item.get_closest_marker("flaky"):
+        item._initrequest()
+        pytest.CallInfo.from_call(lambda: item.ihook.pytest_runtest_setup(item=item), when="setup")
+        pytest.CallInfo.from_call(lambda: item.ihook.pytest_runtest_call(item=item), when="call")
+    return report
+def pytest_collection_modifyitems(items):
+    for item in items:
+        item.add_marker(pytest.mark.flaky(retries=2))
+def pytest_configure(config):
+    config.addinivalue_line("markers", "flaky: run again")
+""",
+}
+FAILS = """
+import work
+def test_fails(benchmark):
+    benchmark(work.one)
+    assert work.one() == 0
+def test_neighbor(benchmark): benchmark(work.one)
+"""
+
+
+@pytest.mark.parametrize("kind", RERUNS)
+def test_reruns_are_off_in_the_sides(gate, kind):
+    result = gate({"bench/test_it.py": FAILS, "conftest.py": RERUNS[kind]})
+    result.assert_outcomes(failed=1, skipped=1)
+    assert "rerun" not in result.outlines[-1], "nor are they on in this run: a verdict does not change"
+    failed = "crashed on head *bench/test_it.py::test_fails * assert 499500 == 0*"
+    result.stdout.fnmatch_lines_random([failed, "INCONCLUSIVE * bench/test_it.py::test_neighbor *"])
+
+
+@pytest.mark.parametrize(
+    ("plugin", "option"),
+    [
+        ("pytest_rerunfailures", "--reruns=2"),
+        ("flaky.flaky_pytest_plugin", "--force-flaky"),
+        ("pytest_retry.retry_plugin", "--retries=2"),
+    ],
+)
+def test_reruns_of_a_real_plugin_are_off_in_the_sides(gate, only_plugin, plugin, option):
+    result = gate({"bench/test_it.py": FAILS}, *only_plugin(plugin), option)
+    result.assert_outcomes(failed=1, skipped=1)
+    failed = "crashed on head *bench/test_it.py::test_fails * assert 499500 == 0*"
+    result.stdout.fnmatch_lines_random([failed, "INCONCLUSIVE * bench/test_it.py::test_neighbor *"])
+
+
+def test_order_of_a_plugin_is_not_that_of_the_sides(gate):
+    """As `--nf` in addopts, which sorts files by their time after all other plugins."""
+    conftest = """
+import pytest
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    yield
+    if config.pluginmanager.hasplugin("stackwise-gate-side"):
+        items.reverse()
+"""
+    tests = "".join(f"def test_{name}(benchmark): benchmark(work.one)\n" for name in "ab")
+    result = gate({"bench/test_it.py": f"import work\n{tests}", "conftest.py": conftest})
+    result.stdout.fnmatch_lines(["INCONCLUSIVE * bench/test_it.py::test_a *"])
+    assert result.ret == 7

@@ -71,10 +71,20 @@ class SidePlugin:
             for item in items:
                 item.add_marker(pytest.mark.timeout(0), append=False)
 
-    @pytest.hookimpl(trylast=True)
+    @pytest.hookimpl(tryfirst=True)
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Say which tests there are."""
+        """Restore the order of the gate, which a plugin may have changed, and send the names of the tests."""
+        place = {test: number for number, test in enumerate(self.tests)}
+        session.items.sort(key=lambda item: place[item.nodeid])
+        for item in session.items:
+            _remove_reruns(item)
         self._send(collected=[item.nodeid for item in session.items])
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> object:
+        """Run a test once, in this process: plugins that run it again or in a child process come later."""
+        runner: Any = item.config.pluginmanager.get_plugin("runner")
+        return runner.pytest_runtest_protocol(item, nextitem)
 
     def pytest_exception_interact(
         self, call: pytest.CallInfo[Any], report: pytest.CollectReport | pytest.TestReport
@@ -301,6 +311,16 @@ class Benchmark:
         pytest.skip("benchmark.weave cannot be measured by the gate")
 
     patch = weave
+
+
+def _remove_reruns(item: pytest.Item) -> None:
+    """Hide the marker `flaky`, which pytest-retry reads after the call of a test that failed."""
+    marker_of = item.get_closest_marker
+
+    def closest(name: str, default: Any = None) -> Any:
+        return default if name == "flaky" else marker_of(name, default)
+
+    item.get_closest_marker = closest  # type: ignore[method-assign]
 
 
 def _ended(report: pytest.TestReport) -> str:

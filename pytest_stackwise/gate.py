@@ -6,6 +6,9 @@ it, inside of its call, where JUnit, xfail and -x look for it.
 
 from __future__ import annotations
 
+import argparse
+import os
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -63,7 +66,7 @@ _OWN = frozenset(
         "file_or_dir",
     }
 )
-_OWN_FAMILIES = ("stackwise_gate", "benchmark_")
+_OWN_FAMILY = "stackwise_gate"
 
 
 class RegressionError(pytest.fail.Exception):  # type: ignore[name-defined, misc]
@@ -274,6 +277,7 @@ class Gate:
         config = self.config.inipath
         return Launch(
             (
+                "-oaddopts=",
                 *_own_arguments(self.config),
                 f"--rootdir={self.config.rootpath.resolve()}",
                 *(["-c", str(config.resolve())] if config is not None else []),
@@ -359,24 +363,56 @@ class _Verdict:
             pytest.skip(result.detail)
 
 
+class _GivenOption(argparse.Action):
+    """Record of an option with its values as they were given, not converted."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,  # noqa: ARG002
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        """Append destination, name and values to `namespace.given`."""
+        each = [values] if isinstance(values, str) else list(values or ())
+        namespace.given.append((self.dest, option_string, each))
+
+
 def _own_arguments(config: pytest.Config) -> list[str]:
-    """What the command line says of how tests run, without which they are and what is made of them."""
-    actions = cast("Any", config)._parser.optparser._option_string_actions
+    """Return the options of this run that decide how tests run, for the process of a side.
+
+    They are those of `addopts`, of PYTEST_ADDOPTS and of the command line, which a side does not read. They
+    are parsed as pytest has parsed them, so that each value stays with its option.
+    """
+    from pytest_benchmark.plugin import pytest_addoption
+
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, fromfile_prefix_chars="@")
+    for action in _actions(cast("Any", config)._parser):
+        if action.option_strings:
+            parser.add_argument(
+                *action.option_strings, dest=action.dest, nargs=action.nargs, action=_GivenOption
+            )
+        else:
+            parser.add_argument(action.dest, nargs="*")
+    added = (*config.getini("addopts"), *shlex.split(os.environ.get("PYTEST_ADDOPTS", "")))
+    arguments = [*added, *map(str, config.invocation_params.args)]
+    known, _ = parser.parse_known_args(arguments, argparse.Namespace(given=[]))
+    of_benchmark = pytest.Parser(_ispytest=True)
+    pytest_addoption(of_benchmark)
+    own = _OWN | {action.dest for action in _actions(of_benchmark)}
     kept: list[str] = []
-    given = iter([str(argument) for argument in config.invocation_params.args])
-    for argument in given:
-        if not argument.startswith("-"):
-            continue  # which tests
-        name, has_value, _ = argument.partition("=")
-        action = actions.get(name)
-        if action is None:
-            name, has_value = argument[:2], argument[2:]
-            action = actions.get(name)
-        dest = "" if action is None else action.dest
-        values = [] if has_value or action is None or action.nargs == 0 else [next(given, "")]
-        if dest not in _OWN and not dest.startswith(_OWN_FAMILIES):
-            kept += [argument, *values]
+    for dest, name, values in known.given:
+        if dest not in own and not dest.startswith(_OWN_FAMILY):
+            joined = len(values) == 1 and (name.startswith("--") or values[0].startswith("-"))
+            separator = "=" if name.startswith("--") else ""
+            kept += [f"{name}{separator}{values[0]}"] if joined else [name, *values]
     return kept
+
+
+def _actions(parser: Any) -> list[argparse.Action]:
+    """Return the options and positional arguments that pytest and its plugins have declared."""
+    found: list[argparse.Action] = parser.optparser._actions
+    return found
 
 
 def _imports(root: Path) -> tuple[Path, ...]:

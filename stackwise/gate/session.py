@@ -68,7 +68,7 @@ class Launch:
 
     Attributes:
         arguments: of pytest, but for the tests; a path of `root` in them means the same place in the side's
-            tree.
+            tree. PYTEST_ADDOPTS of this process adds none.
         root: the folder that the trees are copies of.
         place: the folder to start in, relative to the root.
         files: of each test its file, relative to the root. It includes the tests of `file_tests`.
@@ -334,6 +334,7 @@ def _starter(base: Tree, head: Tree, launch: Launch) -> Iterator[Starter]:
                 # By default it is in TMPDIR. Each round would compile anew.
                 **({} if _COMPILED in os.environ else {_COMPILED: str(folder / f"{role}-compiled")}),
                 **({CALLABLE: "1"} if launch.callables else {}),
+                "PYTEST_ADDOPTS": "",  # they are among the arguments
             }
             made = supply.sides[role] = SideProcess(
                 role,

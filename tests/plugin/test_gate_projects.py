@@ -29,7 +29,7 @@ def gate(pytester, monkeypatch, tmp_path_factory):
         monkeypatch.delenv(name, raising=False)
 
     def gate(files, *options):
-        ini = {"pytest.ini": "[pytest]\npythonpath = .\n"}
+        ini = {} if "pytest.toml" in files else {"pytest.ini": "[pytest]\npythonpath = .\n"}
         for name, text in (ini | {"work.py": WORK} | files).items():
             (pytester.path / name).parent.mkdir(exist_ok=True)
             (pytester.path / name).write_text(text)
@@ -156,3 +156,39 @@ def pytest_collection_modifyitems(config, items):
     result = gate({"bench/test_it.py": f"import work\n{tests}", "conftest.py": conftest})
     result.stdout.fnmatch_lines(["INCONCLUSIVE * bench/test_it.py::test_a *"])
     assert result.ret == 7
+
+
+def test_options_of_pytest_toml_are_those_of_the_sides(gate):
+    toml = '[pytest]\npythonpath = ["."]\naddopts = ["--memray", "--sizes", "3"]\n'
+    conftest = """
+import sys
+def pytest_addoption(parser):
+    parser.addoption("--sizes", nargs="+", type=int)
+    parser.addoption("--memray", action="store_true")  # as pytest-memray has it
+def pytest_generate_tests(metafunc):
+    assert not metafunc.config.option.memray or metafunc.config.pluginmanager.hasplugin("stackwise-gate")
+    metafunc.parametrize("size", metafunc.config.getoption("sizes"))
+"""
+    tests = "import work\ndef test_it(benchmark, size): benchmark(work.one)\n"
+    files = {"bench/test_it.py": tests, "conftest.py": conftest, "pytest.toml": toml}
+    result = gate(files)
+    result.stdout.fnmatch_lines(["INCONCLUSIVE * bench/test_it.py::test_it?3? *"])
+
+
+@pytest.mark.parametrize("options", [["--sizes", "3", "4", "-xq"], ["@arguments.txt"]], ids=["line", "file"])
+def test_options_of_a_conftest_are_those_of_the_sides(gate, options):
+    conftest = """
+def pytest_addoption(parser):
+    parser.addoption("--sizes", nargs="+", type=int, default=[1])
+def pytest_generate_tests(metafunc):
+    metafunc.parametrize("size", metafunc.config.getoption("sizes"))
+"""
+    files = {
+        "bench/test_it.py": "import work\ndef test_it(benchmark, size): benchmark(work.one)\n",
+        "conftest.py": conftest,
+        "arguments.txt": "--sizes\n3\n4\n",
+    }
+    result = gate(files, *options)
+    result.assert_outcomes(skipped=2)
+    # The first round ends with its first test: the time is short.
+    result.stdout.fnmatch_lines(["INCONCLUSIVE * bench/test_it.py::test_it?3? *"])

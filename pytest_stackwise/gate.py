@@ -129,8 +129,8 @@ class Gate:
         self.result = self._compare(items, session.items)
         by_name = {test.nodeid: test for test in self.result.tests}
         for item in items:
-            # Its fixtures are for the processes of the sides: here nothing is set up.
-            item.setup = lambda: None  # type: ignore[method-assign]
+            # Its fixtures are for the processes of the sides: here nothing is set up or torn down.
+            item.setup = item.teardown = lambda: None  # type: ignore[method-assign]
             item.get_closest_marker = _without_max_memory(item)  # type: ignore[method-assign]
             item.runtest = _Verdict(item, by_name[item.nodeid], self)  # type: ignore[method-assign]
 

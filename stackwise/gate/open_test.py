@@ -8,7 +8,7 @@ from typing import Any
 
 from stackwise.gate.limit import Limit, Limits
 from stackwise.gate.result import Status, TestResult, TrialResult
-from stackwise.gate.round import Ended, Paired
+from stackwise.gate.round import SIDES, Ended, Paired
 from stackwise.gate.sequential import Rule
 from stackwise.gate.trial import Trial
 
@@ -179,10 +179,12 @@ def _why(metric: str, found: Paired) -> str:
 
 def _status(ended: Ended) -> tuple[Status, str]:
     """What is said of a test that was not measured: what is wrong with the head comes first."""
+    if ended.how == dict.fromkeys(SIDES, "not measured"):
+        return "unused", "it requests benchmark or throughput and calls neither"
     for role in ("head", "base"):
         how, detail = ended.how.get(role), ended.detail.get(role, "")
         match role, how:
-            case _, "out of order":
+            case _, "not measured" | "out of order":
                 return "not measured", f"{role}: {detail}"
             case "head", "skipped":
                 return "skipped", detail

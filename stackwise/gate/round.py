@@ -304,7 +304,7 @@ def _may_depend(ended: Ended, absent: Sequence[str], measured: Container[str]) -
     """
     if any(test in measured for test in absent):
         return not {"hung", "missing", "out of order"}.issuperset(ended.how.values())
-    return bool(absent) and ended.how.get("head") in ("failed", "not measured")
+    return bool(absent) and ended.how.get("head") == "failed"
 
 
 def _run_unmeasured(test: str, sides: Mapping[str, _Side]) -> None:

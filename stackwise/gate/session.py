@@ -23,7 +23,7 @@ from stackwise.gate import side as side_package
 from stackwise.gate.limit import Limits
 from stackwise.gate.open_test import OpenTest
 from stackwise.gate.process import SideProcess
-from stackwise.gate.result import GateResult, Missing
+from stackwise.gate.result import GateResult, Missing, TestResult
 from stackwise.gate.round import Ended, Sampling, Starter, run_round
 from stackwise.gate.sequential import Rule
 from stackwise.gate.side.channel import CALLABLE
@@ -229,13 +229,13 @@ def run_gate(
         # What was decided is known: to measure it took minutes.
         interrupted = True
     order = check_order([pair for test in all_tests.values() for pair in test.order])
+    results = tuple(
+        test.result(*places.get(name, ("", 0)), interrupted=interrupted) for name, test in all_tests.items()
+    )
     result = GateResult(
         base=base.name,
         head=head.name,
-        tests=tuple(
-            test.result(*places.get(name, ("", 0)), interrupted=interrupted)
-            for name, test in all_tests.items()
-        ),
+        tests=results,
         seconds=time.monotonic() - began,
         rounds=number,
         missing=missing,
@@ -250,6 +250,7 @@ def run_gate(
             *_other_work(all_tests.values()),
             *_slower_now_and_then(all_tests.values()),
             *_dependent(all_tests.values()),
+            *_unused(results),
             *(("the run was interrupted: what was open then is INCONCLUSIVE",) if interrupted else ()),
         ),
     )
@@ -297,9 +298,19 @@ def _dependent(tests: Iterable[OpenTest]) -> Iterator[str]:
     """Yield a sentence on the tests that fail unless earlier tests of their file run before them."""
     dependent = [test.nodeid for test in tests if test.whole_file]
     if dependent:
-        first, count = dependent[0], len(dependent)
-        others = f" and {count - 1} more" if count > 1 else ""
-        yield f"{first}{others}: measured after the earlier tests of the file, since it fails without them"
+        yield f"{_first(dependent)}: measured after the earlier tests of its file, which it needs"
+
+
+def _unused(tests: Iterable[TestResult]) -> Iterator[str]:
+    """Yield a sentence on the tests that request `benchmark` or `throughput` and do not call it."""
+    unused = [test.nodeid for test in tests if test.status == "unused"]
+    if unused:
+        yield f"{_first(unused)}: benchmark or throughput is requested and not called, nothing was compared"
+
+
+def _first(tests: Sequence[str]) -> str:
+    """Return the name of the first test and the number of the others."""
+    return f"{tests[0]} and {len(tests) - 1} more" if len(tests) > 1 else tests[0]
 
 
 @contextmanager

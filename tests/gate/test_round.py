@@ -744,7 +744,9 @@ def test_a_run_without_a_limit_makes_all_rounds(sides, tmp_path, clock):
         ("stray", cost(), "crashed on base"),
         (cost(), "fail", "crashed on head"),
         (cost(), "hang", "hung on head"),
-        (cost(), "pass", "crashed on head"),
+        (cost(), "pass", "not measured"),
+        ("pass", cost(), "not measured"),
+        ("pass", "pass", "unused"),
         (cost(), "not imported", "crashed on head"),
         ("fail", "fail", "crashed on head"),
         ("skip", "skip", "skipped"),
@@ -1133,9 +1135,7 @@ def test_test_that_depends_on_a_decided_one_is_decided(sides, tmp_path):
     trees = Tree(tmp_path / "base", "old"), Tree(tmp_path / "head", "new")
     found = run_gate(*trees, (A, B), launch, sampling=SHORT)
     assert [test.verdict for test in found.tests] == [Verdict.PASS, Verdict.PASS]
-    assert (
-        found.notes[-1] == f"{B}: measured after the earlier tests of the file, since it fails without them"
-    )
+    assert found.notes[-1] == f"{B}: measured after the earlier tests of its file, which it needs"
     started = [pair["head"].collected for pair in rounds]
     assert started[3:7] == [[A, B], [B], [C, A, B], [C, A, B]]
 

@@ -67,7 +67,7 @@ class TestTable:
     result = gate({"bench/test_it.py": tests})
     result.assert_outcomes(passed=1, skipped=1)
     assert result.ret == 7
-    note = "bench/test_it.py::TestTable::test_query: measured after the earlier tests of the file, *"
+    note = "bench/test_it.py::TestTable::test_query: measured after the earlier tests of its file, *"
     result.stdout.fnmatch_lines(["INCONCLUSIVE * bench/test_it.py::TestTable::test_query *", note])
 
 
@@ -192,3 +192,35 @@ def pytest_generate_tests(metafunc):
     result.assert_outcomes(skipped=2)
     # The first round ends with its first test: the time is short.
     result.stdout.fnmatch_lines(["INCONCLUSIVE * bench/test_it.py::test_it?3? *"])
+
+
+def test_unittest_class_with_a_benchmark_for_all_is_gated(gate):
+    tests = """
+import unittest, pytest, work
+class TestIt(unittest.TestCase):
+    @pytest.fixture(autouse=True)
+    def with_benchmark(self, benchmark):
+        self.benchmark = benchmark
+    def setUp(self):
+        self.rows = [work.one()]
+    def tearDown(self):
+        del self.rows
+    def test_a_plain_one(self):
+        self.assertTrue(self.rows)
+    def test_b_benchmark(self):
+        self.benchmark(self.rows.index, self.rows[0])
+    @unittest.skip("not today")
+    def test_c_skipped(self): pass
+class TestAsync(unittest.IsolatedAsyncioTestCase):
+    async def test_plain(self):
+        assert work.one()
+"""
+    result = gate({"bench/test_it.py": tests}, "-rs")
+    result.assert_outcomes(passed=2, skipped=2)
+    assert result.ret == 7
+    result.stdout.fnmatch_lines(
+        [
+            "INCONCLUSIVE * bench/test_it.py::TestIt::test_b_benchmark *",
+            "bench/test_it.py::TestIt::test_a_plain_one: benchmark or throughput is requested and not *",
+        ]
+    )

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from pytest_stackwise import markers, options, records
+from pytest_stackwise import gate_judges, markers, options, records
 
 if TYPE_CHECKING:
     from stackwise.gate.result import GateResult, TestResult
@@ -226,7 +226,11 @@ class Gate:
                         most_seconds=self.asked.seconds,
                         seed=options.seed(self.config),
                         environment=self._environment(),
-                        notes=[*map(_told, renamed), *_not_judged(items)],
+                        notes=[
+                            *map(_told, renamed),
+                            *_not_judged(items),
+                            *gate_judges.switch_off(self.config),
+                        ],
                         on_progress=self._show,
                     )
             except GateInterruptedError as interrupted:
@@ -287,8 +291,15 @@ class Gate:
                 "-q",
                 "--no-header",
                 "--tb=short",
-                *(["-n0"] if self.config.pluginmanager.hasplugin("xdist") else []),
-                *(["--no-cov"] if self.config.pluginmanager.hasplugin("pytest_cov") else []),
+                # By their options: a plugin that was loaded with -p has another name.
+                *(["-n0"] if hasattr(self.config.option, "numprocesses") else []),
+                *(["--no-cov"] if hasattr(self.config.option, "no_cov") else []),
+                # It would print and could end the process while a test waits for the other side.
+                *(
+                    ["-ofaulthandler_timeout=0"]
+                    if self.config.pluginmanager.hasplugin("faulthandler")
+                    else []
+                ),
             ),
             root,
             files,

@@ -224,3 +224,90 @@ class TestAsync(unittest.IsolatedAsyncioTestCase):
             "bench/test_it.py::TestIt::test_a_plain_one: benchmark or throughput is requested and not *",
         ]
     )
+
+
+ONE_TEST = {"bench/test_it.py": "import work\ndef test_it(benchmark): benchmark(work.one)\n"}
+COVERAGE = """
+import pytest
+from types import SimpleNamespace
+class Coverage:  # as pytest-cov
+    options = SimpleNamespace(cov_fail_under=90)
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtestloop(self, session):
+        yield
+        session.testsfailed += self.options.cov_fail_under is not None
+        return True
+def pytest_configure(config):
+    if not config.pluginmanager.hasplugin("stackwise_side.plugin"):
+        config.pluginmanager.register(Coverage(), "_cov")
+"""
+
+
+def test_coverage_is_not_judged_in_a_run_without_benchmarks(gate):
+    result = gate(ONE_TEST | {"conftest.py": COVERAGE})
+    assert result.ret == 7
+    result.stdout.fnmatch_lines(["--cov-fail-under is not judged: *"])
+
+
+@pytest.mark.parametrize(
+    ("plugin", "options", "note"),
+    [
+        ("pytest_cov.plugin", ["--cov=work", "--cov-fail-under=99"], "--cov-fail-under is not judged: *"),
+        ("pytest_timeout", ["--session-timeout=0.01"], "--session-timeout is not judged: *"),
+        ("pytest_timeout", ["--timeout=0.5"], "INCONCLUSIVE: *"),
+        ("pytest_fail_slow", ["--fail-slow=0.01s"], "INCONCLUSIVE: *"),
+        ("pytest_forked", ["--forked"], "INCONCLUSIVE: *"),
+    ],
+)
+def test_real_plugin_does_not_judge_runs_and_sides(gate, only_plugin, plugin, options, note):
+    result = gate(ONE_TEST, *only_plugin(plugin), *options)
+    assert result.ret == 7
+    result.stdout.fnmatch_lines(["INCONCLUSIVE * bench/test_it.py::test_it *", note])
+
+
+def test_options_of_pytest_benchmark_without_effect_are_named(gate, pytester):
+    result = gate(ONE_TEST, "--benchmark-json=out.json", "--benchmark-autosave", "-W", "error")
+    assert result.ret == 7
+    result.stdout.fnmatch_lines(["--benchmark-json, --benchmark-autosave: without effect, *"])
+    assert not (pytester.path / "out.json").exists()
+
+
+IMPATIENT = """
+import time
+import pytest
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):  # as pytest-fail-slow
+    report = yield
+    if report.passed and call.duration > 0.1:
+        report.outcome, report.longrepr = "failed", "too slow"
+    return report
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):  # as --session-timeout of pytest-timeout
+    yield
+    if item.config.pluginmanager.hasplugin("stackwise_side.plugin"):
+        item.session.shouldfail = "the session takes too long"
+    return True
+"""
+
+
+def test_time_of_a_test_and_a_session_is_not_judged_in_the_sides(gate):
+    tests = """
+import work
+class TestIt:
+    ready = False
+    def test_first(self):
+        TestIt.ready = True
+    def test_it(self, benchmark):
+        assert TestIt.ready
+        benchmark(work.one)
+"""
+    result = gate({"bench/test_it.py": tests, "conftest.py": IMPATIENT})
+    result.stdout.fnmatch_lines(["INCONCLUSIVE * bench/test_it.py::TestIt::test_it *"])
+    assert result.ret == 7
+
+
+def test_timeout_of_faulthandler_does_not_end_a_side_that_waits(gate):
+    ini = "[pytest]\npythonpath = .\nfaulthandler_timeout = 0.2\nfaulthandler_exit_on_timeout = true\n"
+    result = gate(ONE_TEST | {"pytest.ini": ini})
+    assert result.ret == 7
+    result.stdout.fnmatch_lines(["INCONCLUSIVE * bench/test_it.py::test_it *"])

@@ -66,7 +66,8 @@ class SidePlugin:
         """Keep the tests that are asked for, in the order of the asking."""
         found = {item.nodeid: item for item in items}
         items[:] = [found[test] for test in self.tests if test in found]
-        if config.pluginmanager.hasplugin("timeout"):
+        # By its entry point's name, or as `-p pytest_timeout` has it.
+        if any(map(config.pluginmanager.hasplugin, ("timeout", "pytest_timeout"))):
             # A test waits here while the other side is measured: pytest-timeout would end it.
             for item in items:
                 item.add_marker(pytest.mark.timeout(0), append=False)
@@ -79,6 +80,13 @@ class SidePlugin:
         for item in session.items:
             _remove_reruns(item)
         self._send(collected=[item.nodeid for item in session.items])
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        """Run all tests: a plugin that ends the session, at a timeout for example, would end the round."""
+        for item, following in zip(session.items, [*session.items[1:], None], strict=True):
+            session.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+        return True
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> object:
@@ -103,7 +111,11 @@ class SidePlugin:
     def pytest_runtest_makereport(
         self, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Tell a test that gives up by itself from one that is expected to fail."""
+        """Tell a test that gives up by itself from one that is expected to fail.
+
+        Plugins that judge the duration see none: the test has waited while the other side was measured.
+        """
+        call.duration = 0.0
         report = yield
         if call.excinfo is not None and isinstance(call.excinfo.value, pytest.xfail.Exception):
             self._gave_up.add((report.nodeid, report.when))

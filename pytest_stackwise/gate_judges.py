@@ -36,7 +36,7 @@ def switch_off(config: pytest.Config) -> Iterator[str]:
         expires: Any = getattr(config.pluginmanager.get_plugin(name), "SESSION_EXPIRE_KEY", None)
         if expires is not None and config.stash.get(expires, 0):
             config.stash[expires] = 0
-            yield "--session-timeout is not judged: --stackwise-gate-seconds limits the time of the comparison"
+            yield "--session-timeout is not judged: --stackwise-gate-seconds limits the comparison"
 
 
 def _benchmark(config: pytest.Config) -> Iterator[str]:

@@ -40,6 +40,7 @@ class OpenTest:
         tokens: that a call of base handles, and one of head; 0: the work does not say.
         order: of each round who was first in its pairs (True: the head), and log(head / base) of the time.
         whole_file: True if the earlier tests of its file have to run before it.
+        warnings: RuntimeWarnings of the sides, and the sides of each.
     """
 
     nodeid: str
@@ -57,6 +58,7 @@ class OpenTest:
     tokens: tuple[int, int] = (0, 0)
     order: list[tuple[tuple[bool, ...], tuple[float, ...]]] = field(default_factory=list)
     whole_file: bool = False
+    warnings: dict[str, set[str]] = field(default_factory=dict)
 
     @property
     def begun(self) -> bool:
@@ -96,6 +98,9 @@ class OpenTest:
             found: of this test.
             rule: when to decide.
         """
+        for role, texts in found.warnings.items():
+            for text in texts:
+                self.warnings.setdefault(text, set()).add(role)
         if isinstance(found, Ended):
             self.ended = found
             return

@@ -87,6 +87,7 @@ class Paired:
         tokens: that a call of base handles, and one of head; 0: the work does not say.
         lacking: of each metric that some calls have a number of and others have not, the sides of these.
         whole_file: True if the test was measured only after the earlier tests of its file had run.
+        warnings: RuntimeWarnings of each side, by side.
     """
 
     base: dict[str, float]
@@ -101,6 +102,7 @@ class Paired:
     tokens: tuple[int, int] = (0, 0)
     lacking: dict[str, str] = field(default_factory=dict)
     whole_file: bool = False
+    warnings: dict[str, list[str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -112,11 +114,13 @@ class Ended:
             twice) or "not measured" (it passed and never called what is measured).
         detail: of the same sides, why.
         seconds: that this took.
+        warnings: RuntimeWarnings of each side, by side.
     """
 
     how: dict[str, str] = field(default_factory=dict)
     detail: dict[str, str] = field(default_factory=dict)
     seconds: float = field(default=0.0, compare=False)
+    warnings: dict[str, list[str]] = field(default_factory=dict)
 
 
 class _TestEndedError(Exception):
@@ -133,6 +137,7 @@ class _Side:
         self.ended: dict[str, tuple[str, str]] = {}
         self.only_once: dict[str, bool] = {}
         self.tokens: dict[str, int] = {}
+        self.warnings: dict[str, list[str]] = {}
         self.own = False
 
     def collect(self) -> None:
@@ -174,6 +179,7 @@ class _Side:
                 self.ended.setdefault(test, (message["ended"], message["detail"]))
             if message.get("over"):
                 self.own = message["own"]
+                self.warnings[test] = message.get("warnings", [])
                 if message["stray"]:
                     self.ended[test] = ("crashed", f"it imported {message['stray']}, {_STRAY}")
                 elif not message["measured"]:
@@ -378,10 +384,12 @@ def _test(test: str, sides: dict[str, _Side], sampling: Sampling, rng: random.Ra
         with _lost(role):
             sides[role].come_to(test)
     ended = {role: side.ended[test] for role, side in sides.items() if test in side.ended}
+    warned = {role: side.warnings[test] for role, side in sides.items() if side.warnings.get(test)}
     if ended or found is None:
-        return Ended({r: how for r, (how, _) in ended.items()}, {r: why for r, (_, why) in ended.items()})
+        hows, details = ({role: each[part] for role, each in ended.items()} for part in (0, 1))
+        return Ended(hows, details, warnings=warned)
     tokens = (sides["base"].tokens[test], sides["head"].tokens[test])
-    return replace(found, own=all(side.own for side in sides.values()), tokens=tokens)
+    return replace(found, own=all(side.own for side in sides.values()), tokens=tokens, warnings=warned)
 
 
 def _measure(test: str, sides: dict[str, _Side], sampling: Sampling, rng: random.Random) -> Paired:

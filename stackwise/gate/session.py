@@ -251,6 +251,7 @@ def run_gate(
             *_slower_now_and_then(all_tests.values()),
             *_dependent(all_tests.values()),
             *_unused(results),
+            *_warned(all_tests.values()),
             *(("the run was interrupted: what was open then is INCONCLUSIVE",) if interrupted else ()),
         ),
     )
@@ -306,6 +307,16 @@ def _unused(tests: Iterable[TestResult]) -> Iterator[str]:
     unused = [test.nodeid for test in tests if test.status == "unused"]
     if unused:
         yield f"{_first(unused)}: benchmark or throughput is requested and not called, nothing was compared"
+
+
+def _warned(tests: Iterable[OpenTest]) -> Iterator[str]:
+    """Yield each RuntimeWarning of the sides, with the tests and the sides that it is from."""
+    sources: dict[tuple[str, str], list[str]] = {}
+    for test in tests:
+        for text, roles in test.warnings.items():
+            sources.setdefault((text, " and ".join(sorted(roles))), []).append(test.nodeid)
+    for (text, roles), names in sources.items():
+        yield f"{_first(names)}: {text} on {roles}"
 
 
 def _first(tests: Sequence[str]) -> str:

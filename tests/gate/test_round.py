@@ -106,7 +106,10 @@ class Script:
         self.answers += [{"test": self.now, "ended": "failed", "when": when, "detail": "E  Oops"}]
 
     def _over(self, measured):
-        self.answers += [{"test": self.now, "over": True, "measured": measured, "own": self.own, "stray": ""}]
+        script = self.tests[self.now]
+        warnings = script.get("warnings", []) if isinstance(script, dict) else []
+        over = {"measured": measured, "own": self.own, "stray": "", "warnings": warnings}
+        self.answers += [{"test": self.now, "over": True, **over}]
         if "twice" in self.tests[self.now]:
             self._failed("call")
         self._next()
@@ -1176,3 +1179,13 @@ def test_test_that_no_side_comes_to_is_not_measured(sides, tmp_path, monkeypatch
     assert [test.status for test in found.tests] == ["measured", "not measured"]
     assert found.tests[1].detail == f"head: it ran {A} when {B} was next: a plugin may run tests again"
     assert found.exit_code == 7
+
+
+def test_warnings_of_the_sides_are_notes(sides, tmp_path):
+    """One note for each text and its sides, whatever the number of tests and rounds."""
+    both, one = "RuntimeWarning: never awaited (a.py:1)", "RuntimeWarning: overflow (a.py:2)"
+    base = {A: cost(warnings=[both]), B: cost(warnings=[both]), C: "fail"}
+    head = {A: cost(warnings=[both, one]), B: cost(warnings=[both]), C: "fail"}
+    sides(base, head)
+    found = gate(tmp_path, (A, B, C))
+    assert found.notes == (f"{A} and 1 more: {both} on base and head", f"{A}: {one} on head")

@@ -311,3 +311,19 @@ def test_timeout_of_faulthandler_does_not_end_a_side_that_waits(gate):
     result = gate(ONE_TEST | {"pytest.ini": ini})
     assert result.ret == 7
     result.stdout.fnmatch_lines(["INCONCLUSIVE * bench/test_it.py::test_it *"])
+
+
+def test_runtime_warnings_of_the_sides_are_shown(gate):
+    tests = """
+import warnings, work
+async def coroutine(): pass
+def test_it(benchmark):
+    @benchmark
+    def call():
+        coroutine()
+        warnings.warn("not shown")
+"""
+    result = gate({"bench/test_it.py": tests})
+    text = "RuntimeWarning: coroutine 'coroutine' was never awaited (test_it.py:*) on base and head"
+    result.stdout.fnmatch_lines([f"bench/test_it.py::test_it: {text}"])
+    result.stdout.no_fnmatch_line("*not shown*")

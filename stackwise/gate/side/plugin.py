@@ -7,6 +7,7 @@ it is told to. Loaded after all other plugins, so that its `benchmark` and `thro
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Generator
 from functools import partial
 from pathlib import Path
@@ -33,6 +34,8 @@ __all__ = ["SidePlugin"]
 
 _OUTSIDE = 3  # exit code of a process whose gate is gone
 _LONGEST = 4000  # characters of what went wrong
+_LONGEST_WARNING = 300  # characters
+_MOST_WARNINGS = 5  # of a test
 _IN_USE = "address already in use"
 _TAKE_ANOTHER = "both sides run at the same time: take a free port, or derive it from STACKWISE_SIDE"
 _EARLY = EarlyImports()
@@ -60,6 +63,7 @@ class SidePlugin:
         self.tests: list[str] = self._receive()["tests"]
         self._served: set[str] = set()
         self._gave_up: set[tuple[str, str | None]] = set()
+        self._warnings: dict[str, list[str]] = {}
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -86,7 +90,24 @@ class SidePlugin:
         """Run all tests: a plugin that ends the session, at a timeout for example, would end the round."""
         for item, following in zip(session.items, [*session.items[1:], None], strict=True):
             session.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+            own, stray = self.imports.look()
+            self._send(
+                test=item.nodeid,
+                over=True,
+                measured=item.nodeid in self._served,
+                own=own,
+                stray=stray,
+                early=_EARLY.new(),
+                warnings=self._warnings.pop(item.nodeid, [])[:_MOST_WARNINGS],
+            )
         return True
+
+    def pytest_warning_recorded(self, warning_message: warnings.WarningMessage, nodeid: str) -> None:
+        """Store a RuntimeWarning, such as that of a coroutine that was never awaited."""
+        if issubclass(warning_message.category, RuntimeWarning):
+            place = f"{Path(warning_message.filename).name}:{warning_message.lineno}"
+            text = f"{warning_message.category.__name__}: {warning_message.message}"[:_LONGEST_WARNING]
+            self._warnings.setdefault(nodeid, []).append(f"{text} ({place})")
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> object:
@@ -123,18 +144,13 @@ class SidePlugin:
 
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Say how a phase of a test ended where it did not pass, and when the test is over."""
+        """Send how a phase of a test ended if it did not pass."""
         gave_up = (report.nodeid, report.when) in self._gave_up
         ended = "skipped" if gave_up else _ended(report)
         if ended != "passed":
             reason = str(report.wasxfail) if gave_up else _reason(report)
             detail = _with_advice(reason, report)
             self._send(test=report.nodeid, ended=ended, when=report.when, detail=detail)
-        if report.when == "teardown":
-            own, stray = self.imports.look()
-            measured = report.nodeid in self._served
-            early = _EARLY.new()
-            self._send(test=report.nodeid, over=True, measured=measured, own=own, stray=stray, early=early)
 
     @pytest.fixture
     def benchmark(self, request: pytest.FixtureRequest) -> Benchmark:

@@ -409,7 +409,7 @@ def _own_arguments(config: pytest.Config) -> list[str]:
     arguments = [*added, *map(str, config.invocation_params.args)]
     known, _ = parser.parse_known_args(arguments, argparse.Namespace(given=[]))
     of_benchmark = pytest.Parser(_ispytest=True)
-    pytest_addoption(of_benchmark)
+    cast("Any", pytest_addoption)(of_benchmark)
     own = _OWN | {action.dest for action in _actions(of_benchmark)}
     kept: list[str] = []
     for dest, name, values in known.given:

@@ -115,12 +115,14 @@ class Ended:
         detail: of the same sides, why.
         seconds: that this took.
         warnings: RuntimeWarnings of each side, by side.
+        by_plugin: True if a plugin skipped the test.
     """
 
     how: dict[str, str] = field(default_factory=dict)
     detail: dict[str, str] = field(default_factory=dict)
     seconds: float = field(default=0.0, compare=False)
     warnings: dict[str, list[str]] = field(default_factory=dict)
+    by_plugin: bool = field(default=False, compare=False)
 
 
 class _TestEndedError(Exception):
@@ -138,6 +140,7 @@ class _Side:
         self.only_once: dict[str, bool] = {}
         self.tokens: dict[str, int] = {}
         self.warnings: dict[str, list[str]] = {}
+        self.skipped_by_plugin: set[str] = set()
         self.own = False
 
     def collect(self) -> None:
@@ -177,6 +180,8 @@ class _Side:
                 return True
             if "ended" in message:
                 self.ended.setdefault(test, (message["ended"], message["detail"]))
+                if message.get("by_plugin"):
+                    self.skipped_by_plugin.add(test)
             if message.get("over"):
                 self.own = message["own"]
                 self.warnings[test] = message.get("warnings", [])
@@ -214,6 +219,7 @@ def run_round(
     *,
     file_tests: Mapping[str, Sequence[str]] = MappingProxyType({}),
     whole_file: Container[str] = (),
+    in_time: Callable[[], bool] = lambda: True,
 ) -> Generator[tuple[str, Paired | Ended], None, None]:
     """Measure tests and yield the name and the result of each.
 
@@ -234,6 +240,7 @@ def run_round(
             calls, and is exact; None: all.
         file_tests: of each test of the session that is measured, all tests of its file, in their order.
         whole_file: tests before which the earlier tests of their file run from the start.
+        in_time: False if no more time is to be spent on tests that are not measured. The round ends then.
     """
 
     def measure(
@@ -254,8 +261,10 @@ def run_round(
                                 looks = sampling.memory and (memory is None or test in memory)
                                 found = _test(test, sides, replace(sampling, memory=looks), rng)
                                 yield test, replace(found, seconds=time.perf_counter() - began), absent
-                            else:
+                            elif in_time():
                                 _run_unmeasured(test, sides)
+                            else:
+                                return
                         except _SideLostError as lost:
                             if lost.error.how == "out of order" and test not in restarted:
                                 restarted.add(test)
@@ -310,7 +319,7 @@ def _may_depend(ended: Ended, absent: Sequence[str], measured: Container[str]) -
     """
     if any(test in measured for test in absent):
         return not {"hung", "missing", "out of order"}.issuperset(ended.how.values())
-    return bool(absent) and ended.how.get("head") == "failed"
+    return bool(absent) and (ended.how.get("head") == "failed" or ended.by_plugin)
 
 
 def _run_unmeasured(test: str, sides: Mapping[str, _Side]) -> None:
@@ -387,7 +396,8 @@ def _test(test: str, sides: dict[str, _Side], sampling: Sampling, rng: random.Ra
     warned = {role: side.warnings[test] for role, side in sides.items() if side.warnings.get(test)}
     if ended or found is None:
         hows, details = ({role: each[part] for role, each in ended.items()} for part in (0, 1))
-        return Ended(hows, details, warnings=warned)
+        by_plugin = any(test in side.skipped_by_plugin for side in sides.values())
+        return Ended(hows, details, warnings=warned, by_plugin=by_plugin)
     tokens = (sides["base"].tokens[test], sides["head"].tokens[test])
     return replace(found, own=all(side.own for side in sides.values()), tokens=tokens, warnings=warned)
 

@@ -188,7 +188,14 @@ def run_gate(
                 whole = {test.nodeid for test in begun if test.whole_file}
                 with closing(
                     run_round(
-                        names, start, longer, rng, memory, file_tests=launch.file_tests, whole_file=whole
+                        names,
+                        start,
+                        longer,
+                        rng,
+                        memory,
+                        file_tests=launch.file_tests,
+                        whole_file=whole,
+                        in_time=lambda: suffices(0) or not any(test.order for test in all_tests.values()),
                     )
                 ) as measured:
                     for count, (name, found) in enumerate(measured, start=1):
@@ -315,8 +322,8 @@ def _warned(tests: Iterable[OpenTest]) -> Iterator[str]:
     for test in tests:
         for text, roles in test.warnings.items():
             sources.setdefault((text, " and ".join(sorted(roles))), []).append(test.nodeid)
-    for (text, roles), names in sources.items():
-        yield f"{_first(names)}: {text} on {roles}"
+    for (text, both), names in sources.items():
+        yield f"{_first(names)}: {text} on {both}"
 
 
 def _first(tests: Sequence[str]) -> str:

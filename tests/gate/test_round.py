@@ -72,6 +72,10 @@ class Script:
             case "skip":
                 self.answers += [{"test": self.now, "ended": "skipped", "when": "setup", "detail": "no GPU"}]
                 self._over(False)
+            case "plugin skips":
+                ended = {"ended": "skipped", "detail": "test_b depends on test_c", "by_plugin": True}
+                self.answers += [{"test": self.now, "when": "setup", **ended}]
+                self._over(False)
             case "fail":
                 self._failed("call")
                 self._over(False)
@@ -1108,6 +1112,7 @@ def test_dependent_test_runs_after_its_whole_file_from_the_start_if_told():
         (cost(), "fail", (A, B), True),
         ("fail", cost(), (A, B), False),
         ("skip", "skip", (A, B), False),
+        ("plugin skips", "plugin skips", (A, B), True),
         ("skip", "skip", (B,), True),
         (cost(), "crash", (B,), True),
         (cost(), "hang", (B,), False),
@@ -1189,3 +1194,10 @@ def test_warnings_of_the_sides_are_notes(sides, tmp_path):
     sides(base, head)
     found = gate(tmp_path, (A, B, C))
     assert found.notes == (f"{A} and 1 more: {both} on base and head", f"{A}: {one} on head")
+
+
+def test_no_time_is_spent_on_the_whole_file_when_the_time_is_up():
+    costs = {A: cost(), B: cost(needs=C), C: "pass"}
+    found, asked = played(costs, costs, **FILE_TESTS, in_time=lambda: False)
+    assert asked == [(A, B), (C, A, B)]
+    assert list(found) == [A]

@@ -71,6 +71,18 @@ class TestTable:
     result.stdout.fnmatch_lines(["INCONCLUSIVE * bench/test_it.py::TestTable::test_query *", note])
 
 
+def test_test_that_pytest_dependency_skips_is_measured_after_its_file(gate, only_plugin):
+    tests = """
+import pytest, work
+@pytest.mark.dependency()
+def test_load(): pass
+@pytest.mark.dependency(depends=["test_load"])
+def test_query(benchmark): benchmark(work.one)
+"""
+    result = gate({"bench/test_it.py": tests}, *only_plugin("pytest_dependency"))
+    result.stdout.fnmatch_lines(["INCONCLUSIVE * bench/test_it.py::test_query *"])
+
+
 RERUNS = {
     "protocol": """
 import pytest

@@ -150,7 +150,8 @@ class SidePlugin:
         if ended != "passed":
             reason = str(report.wasxfail) if gave_up else _reason(report)
             detail = _with_advice(reason, report)
-            self._send(test=report.nodeid, ended=ended, when=report.when, detail=detail)
+            told = {"ended": ended, "when": report.when, "detail": detail, "by_plugin": _by_plugin(report)}
+            self._send(test=report.nodeid, **told)
 
     @pytest.fixture
     def benchmark(self, request: pytest.FixtureRequest) -> Benchmark:
@@ -370,6 +371,12 @@ def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:
     # Of a fixture that is not there pytest tells where it is asked for first, and then which ones there are.
     fixture = getattr(report.longrepr, "errorstring", None)
     return str(report.longrepr) if fixture is None else str(fixture).partition("\n")[0]
+
+
+def _by_plugin(report: pytest.TestReport) -> bool:
+    """Return True if an installed plugin skipped the test, as pytest-dependency does."""
+    place = report.longrepr[0] if report.skipped and isinstance(report.longrepr, tuple) else ""
+    return not {"site-packages", "dist-packages"}.isdisjoint(Path(place).parts)
 
 
 def _with_advice(reason: str, report: pytest.TestReport | pytest.CollectReport) -> str:

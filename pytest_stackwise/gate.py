@@ -6,6 +6,9 @@ it, inside of its call, where JUnit, xfail and -x look for it.
 
 from __future__ import annotations
 
+import argparse
+import os
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from pytest_stackwise import markers, options, records
+from pytest_stackwise import gate_judges, markers, options, records
 
 if TYPE_CHECKING:
     from stackwise.gate.result import GateResult, TestResult
@@ -63,7 +66,7 @@ _OWN = frozenset(
         "file_or_dir",
     }
 )
-_OWN_FAMILIES = ("stackwise_gate", "benchmark_")
+_OWN_FAMILY = "stackwise_gate"
 
 
 class RegressionError(pytest.fail.Exception):  # type: ignore[name-defined, misc]
@@ -123,13 +126,21 @@ class Gate:
             raise pytest.UsageError(
                 "--stackwise-against: no test uses benchmark or throughput: nothing to compare"
             )
-        self.result = self._compare(items)
+        self.result = self._compare(items, session.items)
         by_name = {test.nodeid: test for test in self.result.tests}
         for item in items:
-            # Its fixtures are for the processes of the sides: here nothing is set up.
-            item.setup = lambda: None  # type: ignore[method-assign]
+            # Its fixtures are for the processes of the sides: here nothing is set up or torn down.
+            item.setup = item.teardown = lambda: None  # type: ignore[method-assign]
             item.get_closest_marker = _without_max_memory(item)  # type: ignore[method-assign]
             item.runtest = _Verdict(item, by_name[item.nodeid], self)  # type: ignore[method-assign]
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> object:
+        """Show the verdict of a test once: plugins that run a failed test again come later."""
+        if not isinstance(item.runtest, _Verdict):
+            return None
+        runner: Any = item.config.pluginmanager.get_plugin("runner")
+        return runner.pytest_runtest_protocol(item, nextitem)
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
@@ -190,7 +201,13 @@ class Gate:
             store.add(run, results)
         return f"gate: kept {len(results)} results in the history"
 
-    def _compare(self, items: Sequence[pytest.Item]) -> GateResult:
+    def _compare(self, items: Sequence[pytest.Item], selected: Sequence[pytest.Item]) -> GateResult:
+        """Run the gate.
+
+        Args:
+            items: tests to measure.
+            selected: all tests of the run, in its order.
+        """
         from stackwise.gate.session import GateError, GateInterruptedError, run_gate
 
         with _terminable():
@@ -200,7 +217,7 @@ class Gate:
                         base,
                         head,
                         [item.nodeid for item in items],
-                        self._launch(items),
+                        self._launch(items, selected),
                         limits={item.nodeid: markers.gate_of(item, self.asked.limits) for item in items},
                         asked={item.nodeid: markers.gated_metrics(item) for item in items},
                         places={item.nodeid: _place(item, self._root()) for item in items},
@@ -209,7 +226,11 @@ class Gate:
                         most_seconds=self.asked.seconds,
                         seed=options.seed(self.config),
                         environment=self._environment(),
-                        notes=[*map(_told, renamed), *_not_judged(items)],
+                        notes=[
+                            *map(_told, renamed),
+                            *_not_judged(items),
+                            *gate_judges.switch_off(self.config),
+                        ],
                         on_progress=self._show,
                     )
             except GateInterruptedError as interrupted:
@@ -248,13 +269,19 @@ class Gate:
         root = self.config.rootpath.resolve()
         return repository_of(root) or root
 
-    def _launch(self, items: Sequence[pytest.Item]) -> Launch:
+    def _launch(self, items: Sequence[pytest.Item], selected: Sequence[pytest.Item]) -> Launch:
         from stackwise.gate.session import Launch
 
+        functions = [item for item in selected if isinstance(item, pytest.Function)]
+        of_file: dict[Path, list[str]] = {item.path: [] for item in items}
+        for item in functions:
+            of_file.get(item.path, []).append(item.nodeid)
+        files = {item.nodeid: self._file(item) for item in (*items, *functions) if item.path in of_file}
         root, start = self._root(), self.config.invocation_params.dir.resolve()
         config = self.config.inipath
         return Launch(
             (
+                "-oaddopts=",
                 *_own_arguments(self.config),
                 f"--rootdir={self.config.rootpath.resolve()}",
                 *(["-c", str(config.resolve())] if config is not None else []),
@@ -264,16 +291,24 @@ class Gate:
                 "-q",
                 "--no-header",
                 "--tb=short",
-                *(["-n0"] if self.config.pluginmanager.hasplugin("xdist") else []),
-                *(["--no-cov"] if self.config.pluginmanager.hasplugin("pytest_cov") else []),
+                # By their options: a plugin that was loaded with -p has another name.
+                *(["-n0"] if hasattr(self.config.option, "numprocesses") else []),
+                *(["--no-cov"] if hasattr(self.config.option, "no_cov") else []),
+                # It would print and could end the process while a test waits for the other side.
+                *(
+                    ["-ofaulthandler_timeout=0"]
+                    if self.config.pluginmanager.hasplugin("faulthandler")
+                    else []
+                ),
             ),
             root,
-            {item.nodeid: self._file(item) for item in items},
+            files,
             start.relative_to(root) if start.is_relative_to(root) else Path(),
             _imports(root),
             self.asked.timeout,
             self.asked.against == _CALLABLE,
             self.config.pluginmanager.hasplugin("cacheprovider"),
+            {item.nodeid: of_file[item.path] for item in items},
         )
 
     def _sampling(self) -> Sampling:
@@ -339,24 +374,56 @@ class _Verdict:
             pytest.skip(result.detail)
 
 
+class _GivenOption(argparse.Action):
+    """Record of an option with its values as they were given, not converted."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,  # noqa: ARG002
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        """Append destination, name and values to `namespace.given`."""
+        each = [values] if isinstance(values, str) else list(values or ())
+        namespace.given.append((self.dest, option_string, each))
+
+
 def _own_arguments(config: pytest.Config) -> list[str]:
-    """What the command line says of how tests run, without which they are and what is made of them."""
-    actions = cast("Any", config)._parser.optparser._option_string_actions
+    """Return the options of this run that decide how tests run, for the process of a side.
+
+    They are those of `addopts`, of PYTEST_ADDOPTS and of the command line, which a side does not read. They
+    are parsed as pytest has parsed them, so that each value stays with its option.
+    """
+    from pytest_benchmark.plugin import pytest_addoption
+
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, fromfile_prefix_chars="@")
+    for action in _actions(cast("Any", config)._parser):
+        if action.option_strings:
+            parser.add_argument(
+                *action.option_strings, dest=action.dest, nargs=action.nargs, action=_GivenOption
+            )
+        else:
+            parser.add_argument(action.dest, nargs="*")
+    added = (*config.getini("addopts"), *shlex.split(os.environ.get("PYTEST_ADDOPTS", "")))
+    arguments = [*added, *map(str, config.invocation_params.args)]
+    known, _ = parser.parse_known_args(arguments, argparse.Namespace(given=[]))
+    of_benchmark = pytest.Parser(_ispytest=True)
+    cast("Any", pytest_addoption)(of_benchmark)
+    own = _OWN | {action.dest for action in _actions(of_benchmark)}
     kept: list[str] = []
-    given = iter([str(argument) for argument in config.invocation_params.args])
-    for argument in given:
-        if not argument.startswith("-"):
-            continue  # which tests
-        name, has_value, _ = argument.partition("=")
-        action = actions.get(name)
-        if action is None:
-            name, has_value = argument[:2], argument[2:]
-            action = actions.get(name)
-        dest = "" if action is None else action.dest
-        values = [] if has_value or action is None or action.nargs == 0 else [next(given, "")]
-        if dest not in _OWN and not dest.startswith(_OWN_FAMILIES):
-            kept += [argument, *values]
+    for dest, name, values in known.given:
+        if dest not in own and not dest.startswith(_OWN_FAMILY):
+            joined = len(values) == 1 and (name.startswith("--") or values[0].startswith("-"))
+            separator = "=" if name.startswith("--") else ""
+            kept += [f"{name}{separator}{values[0]}"] if joined else [name, *values]
     return kept
+
+
+def _actions(parser: Any) -> list[argparse.Action]:
+    """Return the options and positional arguments that pytest and its plugins have declared."""
+    found: list[argparse.Action] = parser.optparser._actions
+    return found
 
 
 def _imports(root: Path) -> tuple[Path, ...]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from stackwise.gate.limit import Limit, Limits
 from stackwise.gate.result import Status, TestResult, TrialResult
-from stackwise.gate.round import Ended, Paired
+from stackwise.gate.round import SIDES, Ended, Paired
 from stackwise.gate.sequential import Rule
 from stackwise.gate.trial import Trial
 
@@ -39,6 +39,8 @@ class OpenTest:
         reference: of each round the median seconds of each part of a pinned workload; [] without one.
         tokens: that a call of base handles, and one of head; 0: the work does not say.
         order: of each round who was first in its pairs (True: the head), and log(head / base) of the time.
+        whole_file: True if the earlier tests of its file have to run before it.
+        warnings: RuntimeWarnings of the sides, and the sides of each.
     """
 
     nodeid: str
@@ -55,6 +57,8 @@ class OpenTest:
     reference: list[tuple[float, ...]] = field(default_factory=list)
     tokens: tuple[int, int] = (0, 0)
     order: list[tuple[tuple[bool, ...], tuple[float, ...]]] = field(default_factory=list)
+    whole_file: bool = False
+    warnings: dict[str, set[str]] = field(default_factory=dict)
 
     @property
     def begun(self) -> bool:
@@ -94,6 +98,9 @@ class OpenTest:
             found: of this test.
             rule: when to decide.
         """
+        for role, texts in found.warnings.items():
+            for text in texts:
+                self.warnings.setdefault(text, set()).add(role)
         if isinstance(found, Ended):
             self.ended = found
             return
@@ -107,6 +114,7 @@ class OpenTest:
         self.round_seconds = found.seconds
         self.beside_seconds = found.seconds - found.sampled
         self.own = self.own or found.own
+        self.whole_file = self.whole_file or found.whole_file
         self.tokens = found.tokens
         if found.reference:
             self.reference.append(found.reference)
@@ -138,10 +146,13 @@ class OpenTest:
         reason, detail = "interrupted" if interrupted else _TIME, ""
         if self.ended is not None:
             status, detail = _status(self.ended)
-            # What was found before stands, unless the head is broken.
-            if not self.trials or status in ("crashed on head", "hung on head"):
+            # After measured rounds, the same failure on both sides is no change of the head.
+            on_both = self.ended.how.get("base") == self.ended.how.get("head")
+            # Earlier results are valid unless the head is broken.
+            if not self.trials or (status in ("crashed on head", "hung on head") and not on_both):
                 return TestResult(self.nodeid, status, {}, detail, **where)
-            reason = f"it was {status} in round {len(self.order) + 1}: {detail}"
+            how = f"{self.ended.how['head']} on both sides" if on_both else status
+            reason = f"it was {how} in round {len(self.order) + 1}: {detail}"
         if not self.trials:
             detail = "its limits leave nothing to be judged of what was measured"
             return TestResult(self.nodeid, "skipped", {}, detail, **where)
@@ -173,9 +184,13 @@ def _why(metric: str, found: Paired) -> str:
 
 def _status(ended: Ended) -> tuple[Status, str]:
     """What is said of a test that was not measured: what is wrong with the head comes first."""
+    if ended.how == dict.fromkeys(SIDES, "not measured"):
+        return "unused", "it requests benchmark or throughput and calls neither"
     for role in ("head", "base"):
         how, detail = ended.how.get(role), ended.detail.get(role, "")
         match role, how:
+            case _, "not measured" | "out of order":
+                return "not measured", f"{role}: {detail}"
             case "head", "skipped":
                 return "skipped", detail
             case "head", "missing":

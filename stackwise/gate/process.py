@@ -34,7 +34,7 @@ class SideFailedError(RuntimeError):
     """A process crashed, hung, or said what it should not have.
 
     Attributes:
-        how: "crashed" or "hung".
+        how: "crashed", "hung" or "out of order".
     """
 
     def __init__(self, how: str, detail: str) -> None:

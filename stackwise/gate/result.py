@@ -30,6 +30,8 @@ Status = Literal[
     "measured",
     "skipped",
     "not begun",
+    "not measured",
+    "unused",
     "missing on base",
     "missing on head",
     "crashed on base",
@@ -119,7 +121,8 @@ class TestResult:
     Attributes:
         nodeid: pytest's name of the test, or another that is unique.
         status: "measured", or what came instead of a measurement, and on which side. "not begun": there was
-            no time for it.
+            no time for it. "not measured": a side did not run the tests in their order, or only one side
+            called `benchmark` or `throughput`. "unused": neither side did.
         trials: by metric ("time", "memory", "ttft", "tpot"); none where it was not measured.
         detail: the end of what a side wrote before it crashed, the new name of a test, and the like.
         file: where the test is, relative to the project; "": not known.
@@ -185,11 +188,11 @@ class TestResult:
                 return _OUTCOMES[self.verdict]
             case "crashed on head" | "hung on head":
                 return "failed"
-            case "crashed on base" | "hung on base" | "not begun":
+            case "crashed on base" | "hung on base" | "not begun" | "not measured":
                 return "inconclusive"
             case "missing on head":
                 return "warned"
-            case "skipped":
+            case "skipped" | "unused":
                 return "passed"
             case "missing on base":
                 return "failed" if missing == "fail" else "warned" if missing == "warn" else "passed"

@@ -9,8 +9,9 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Container, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 from stackwise.argument import check_choice, check_number, check_sizes
 from stackwise.gate.process import SideFailedError, SideProcess
@@ -85,6 +86,8 @@ class Paired:
         reference: the median seconds of each part of a pinned workload, timed among the pairs; () without it.
         tokens: that a call of base handles, and one of head; 0: the work does not say.
         lacking: of each metric that some calls have a number of and others have not, the sides of these.
+        whole_file: True if the test was measured only after the earlier tests of its file had run.
+        warnings: RuntimeWarnings of each side, by side.
     """
 
     base: dict[str, float]
@@ -98,6 +101,8 @@ class Paired:
     reference: tuple[float, ...] = ()
     tokens: tuple[int, int] = (0, 0)
     lacking: dict[str, str] = field(default_factory=dict)
+    whole_file: bool = False
+    warnings: dict[str, list[str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -105,15 +110,19 @@ class Ended:
     """What came of a test in the place of a measurement, on each side where something did.
 
     Attributes:
-        how: of a side "skipped", "failed", "missing", "crashed", "hung" or "not measured": it passed and
-            never called what is measured.
+        how: of a side "skipped", "failed", "missing", "crashed", "hung", "out of order" (it ran another test
+            twice) or "not measured" (it passed and never called what is measured).
         detail: of the same sides, why.
         seconds: that this took.
+        warnings: RuntimeWarnings of each side, by side.
+        by_plugin: True if a plugin skipped the test.
     """
 
     how: dict[str, str] = field(default_factory=dict)
     detail: dict[str, str] = field(default_factory=dict)
     seconds: float = field(default=0.0, compare=False)
+    warnings: dict[str, list[str]] = field(default_factory=dict)
+    by_plugin: bool = field(default=False, compare=False)
 
 
 class _TestEndedError(Exception):
@@ -130,6 +139,8 @@ class _Side:
         self.ended: dict[str, tuple[str, str]] = {}
         self.only_once: dict[str, bool] = {}
         self.tokens: dict[str, int] = {}
+        self.warnings: dict[str, list[str]] = {}
+        self.skipped_by_plugin: set[str] = set()
         self.own = False
 
     def collect(self) -> None:
@@ -159,15 +170,21 @@ class _Side:
         while True:
             message = self.process.receive()
             if message.get("test") != test:
-                raise SideFailedError("crashed", f"it told of {message.get('test')} in the place of {test}")
+                raise SideFailedError(
+                    "out of order",
+                    f"it ran {message.get('test')} when {test} was next: a plugin may run tests again",
+                )
             if message.get("ready"):
                 self.only_once[test] = message["only_once"]
                 self.tokens[test] = message.get("tokens", 0)
                 return True
             if "ended" in message:
                 self.ended.setdefault(test, (message["ended"], message["detail"]))
+                if message.get("by_plugin"):
+                    self.skipped_by_plugin.add(test)
             if message.get("over"):
                 self.own = message["own"]
+                self.warnings[test] = message.get("warnings", [])
                 if message["stray"]:
                     self.ended[test] = ("crashed", f"it imported {message['stray']}, {_STRAY}")
                 elif not message["measured"]:
@@ -199,11 +216,19 @@ def run_round(
     sampling: Sampling,
     rng: random.Random,
     memory: Container[str] | None = None,
+    *,
+    file_tests: Mapping[str, Sequence[str]] = MappingProxyType({}),
+    whole_file: Container[str] = (),
+    in_time: Callable[[], bool] = lambda: True,
 ) -> Generator[tuple[str, Paired | Ended], None, None]:
-    """Measure tests, in their order, and hand over what came of each.
+    """Measure tests and yield the name and the result of each.
 
-    A crash costs its test and no other: new processes go on behind it. One at the start of processes ends all
-    tests that they were started for.
+    A crash ends its own test only: new processes continue with the next test. A crash while the processes
+    start ends all tests that they were started for. If a side runs an earlier test again, new processes
+    continue with the same test, once.
+
+    A test may depend on earlier tests of its file. If one was not measured and not all of them had run in its
+    process, it is measured again at the end of the round, in new processes that run them first.
 
     Args:
         tests: names, of which each side may lack some.
@@ -213,26 +238,99 @@ def run_round(
             the same on both sides of a round and another in the next.
         memory: tests of which memory is read, if `sampling` reads any: to look takes as long as a few hundred
             calls, and is exact; None: all.
+        file_tests: of each test of the session that is measured, all tests of its file, in their order.
+        whole_file: tests before which the earlier tests of their file run from the start.
+        in_time: False if no more time is to be spent on tests that are not measured. The round ends then.
     """
-    left = list(tests)
-    while left:
-        began = time.perf_counter()
-        try:
-            with _both(start(tuple(left)), rng) as sides:
-                while left:
-                    test, began = left.pop(0), time.perf_counter()
-                    try:
-                        looks = sampling.memory and (memory is None or test in memory)
-                        found = _test(test, sides, replace(sampling, memory=looks), rng)
-                    except _SideLostError as lost:
-                        yield test, lost.ended("", began)
-                        break
-                    yield test, replace(found, seconds=time.perf_counter() - began)
-        except _SideLostError as lost:
-            ended = lost.ended("at its start: ", began)
-            each = replace(ended, seconds=ended.seconds / len(left))
-            yield from ((test, each) for test in left)
-            return
+
+    def measure(
+        chosen: Sequence[str], whole: Container[str]
+    ) -> Iterator[tuple[str, Paired | Ended, list[str]]]:
+        """Yield of each test its name, its result and the earlier tests of its file that had not run."""
+        left, measured = _with_earlier(chosen, file_tests, whole), frozenset(chosen)
+        restarted = set[str]()
+        while left:
+            began, ran = time.perf_counter(), set[str]()
+            try:
+                with _both(start(tuple(left)), rng) as sides:
+                    while left:
+                        test, began = left.pop(0), time.perf_counter()
+                        absent = [each for each in _earlier(test, file_tests) if each not in ran]
+                        try:
+                            if test in measured:
+                                looks = sampling.memory and (memory is None or test in memory)
+                                found = _test(test, sides, replace(sampling, memory=looks), rng)
+                                yield test, replace(found, seconds=time.perf_counter() - began), absent
+                            elif in_time():
+                                _run_unmeasured(test, sides)
+                            else:
+                                return
+                        except _SideLostError as lost:
+                            if lost.error.how == "out of order" and test not in restarted:
+                                restarted.add(test)
+                                left.insert(0, test)
+                            elif test in measured:
+                                yield test, lost.ended("", began), absent
+                            break
+                        ran.add(test)
+            except _SideLostError as lost:
+                left = [test for test in left if test in measured]
+                ended = lost.ended("at its start: ", began)
+                each = replace(ended, seconds=ended.seconds / len(left))
+                yield from ((test, each, []) for test in left)
+                return
+
+    again: list[str] = []
+    for test, found, absent in measure(tests, whole_file):
+        if isinstance(found, Ended) and _may_depend(found, absent, file_tests):
+            again.append(test)
+        else:
+            yield test, found
+    for _, group in itertools.groupby(again, lambda test: test.partition("::")[0]):
+        of_file = list(group)
+        for test, found, _ in measure(of_file, of_file):
+            yield test, found if isinstance(found, Ended) else replace(found, whole_file=True)
+
+
+def _earlier(test: str, file_tests: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    """Yield the tests of the same file that come before a test."""
+    return itertools.takewhile(lambda other: other != test, file_tests.get(test, ()))
+
+
+def _with_earlier(
+    tests: Sequence[str], file_tests: Mapping[str, Sequence[str]], whole_file: Container[str]
+) -> list[str]:
+    """Return the tests, preceded by the earlier tests of their file if they are in `whole_file`."""
+    order: dict[str, None] = {}
+    for test in tests:
+        if test in whole_file:
+            order |= dict.fromkeys(_earlier(test, file_tests))
+        order[test] = None
+    return list(order)
+
+
+def _may_depend(ended: Ended, absent: Sequence[str], measured: Container[str]) -> bool:
+    """Return True if a test may have ended because earlier tests of its file had not run.
+
+    Args:
+        ended: result of the test.
+        absent: earlier tests of its file that had not run in its process.
+        measured: tests that the session measures. The first round runs these, and no other test.
+    """
+    if any(test in measured for test in absent):
+        return not {"hung", "missing", "out of order"}.issuperset(ended.how.values())
+    return bool(absent) and (ended.how.get("head") == "failed" or ended.by_plugin)
+
+
+def _run_unmeasured(test: str, sides: Mapping[str, _Side]) -> None:
+    """Run a test on both sides with one call of its benchmark, for the tests that depend on it."""
+    for role, side in sides.items():
+        if test in side.collected:
+            with _lost(role), suppress(_TestEndedError):
+                if side.come_to(test):
+                    side.sample(test, calls=1)
+                    side.release()
+                    side.come_to(test)
 
 
 class _SideLostError(Exception):
@@ -295,10 +393,13 @@ def _test(test: str, sides: dict[str, _Side], sampling: Sampling, rng: random.Ra
         with _lost(role):
             sides[role].come_to(test)
     ended = {role: side.ended[test] for role, side in sides.items() if test in side.ended}
+    warned = {role: side.warnings[test] for role, side in sides.items() if side.warnings.get(test)}
     if ended or found is None:
-        return Ended({r: how for r, (how, _) in ended.items()}, {r: why for r, (_, why) in ended.items()})
+        hows, details = ({role: each[part] for role, each in ended.items()} for part in (0, 1))
+        by_plugin = any(test in side.skipped_by_plugin for side in sides.values())
+        return Ended(hows, details, warnings=warned, by_plugin=by_plugin)
     tokens = (sides["base"].tokens[test], sides["head"].tokens[test])
-    return replace(found, own=all(side.own for side in sides.values()), tokens=tokens)
+    return replace(found, own=all(side.own for side in sides.values()), tokens=tokens, warnings=warned)
 
 
 def _measure(test: str, sides: dict[str, _Side], sampling: Sampling, rng: random.Random) -> Paired:

@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from stackwise.gate import side as side_package
 from stackwise.gate.limit import Limits
 from stackwise.gate.open_test import OpenTest
 from stackwise.gate.process import SideProcess
-from stackwise.gate.result import GateResult, Missing
+from stackwise.gate.result import GateResult, Missing, TestResult
 from stackwise.gate.round import Ended, Sampling, Starter, run_round
 from stackwise.gate.sequential import Rule
 from stackwise.gate.side.channel import CALLABLE
@@ -68,14 +68,15 @@ class Launch:
 
     Attributes:
         arguments: of pytest, but for the tests; a path of `root` in them means the same place in the side's
-            tree.
+            tree. PYTEST_ADDOPTS of this process adds none.
         root: the folder that the trees are copies of.
         place: the folder to start in, relative to the root.
-        files: of each test its file, relative to the root.
+        files: of each test its file, relative to the root. It includes the tests of `file_tests`.
         imports: folders that packages are imported from, relative to the root, the first ones first.
         seconds: the most time between two messages of a process; a test that takes longer hangs.
         callables: whether both sides are the same tree, and the base measures what a test names as `against`.
         cache: whether pytest has its cache, which then has a folder of its own on each side.
+        file_tests: of each test all tests of its file, in their order, with those that are not measured.
     """
 
     arguments: tuple[str, ...]
@@ -86,6 +87,7 @@ class Launch:
     seconds: float = 600.0
     callables: bool = False
     cache: bool = True
+    file_tests: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_number("seconds", self.seconds, "a number > 0", lambda value: value > 0)
@@ -183,7 +185,19 @@ def run_gate(
                 memory = {name for name in names if all_tests[name].wants_memory}
                 # Closed where it is left, so that its processes end.
                 longer = replace(sampling, seconds=_seconds(sampling, begun, around))
-                with closing(run_round(names, start, longer, rng, memory)) as measured:
+                whole = {test.nodeid for test in begun if test.whole_file}
+                with closing(
+                    run_round(
+                        names,
+                        start,
+                        longer,
+                        rng,
+                        memory,
+                        file_tests=launch.file_tests,
+                        whole_file=whole,
+                        in_time=lambda: suffices(0) or not any(test.order for test in all_tests.values()),
+                    )
+                ) as measured:
                     for count, (name, found) in enumerate(measured, start=1):
                         all_tests[name].add(found, rule)
                         tests_seconds += found.seconds
@@ -222,13 +236,13 @@ def run_gate(
         # What was decided is known: to measure it took minutes.
         interrupted = True
     order = check_order([pair for test in all_tests.values() for pair in test.order])
+    results = tuple(
+        test.result(*places.get(name, ("", 0)), interrupted=interrupted) for name, test in all_tests.items()
+    )
     result = GateResult(
         base=base.name,
         head=head.name,
-        tests=tuple(
-            test.result(*places.get(name, ("", 0)), interrupted=interrupted)
-            for name, test in all_tests.items()
-        ),
+        tests=results,
         seconds=time.monotonic() - began,
         rounds=number,
         missing=missing,
@@ -242,6 +256,9 @@ def run_gate(
             *(() if order.balanced else ("one side was first more often than the other: do not trust this",)),
             *_other_work(all_tests.values()),
             *_slower_now_and_then(all_tests.values()),
+            *_dependent(all_tests.values()),
+            *_unused(results),
+            *_warned(all_tests.values()),
             *(("the run was interrupted: what was open then is INCONCLUSIVE",) if interrupted else ()),
         ),
     )
@@ -285,6 +302,35 @@ def _slower_now_and_then(tests: Iterable[OpenTest]) -> Iterator[str]:
             yield f"{test.nodeid}: its median call is within the tolerance, {mean}"
 
 
+def _dependent(tests: Iterable[OpenTest]) -> Iterator[str]:
+    """Yield a sentence on the tests that fail unless earlier tests of their file run before them."""
+    dependent = [test.nodeid for test in tests if test.whole_file]
+    if dependent:
+        yield f"{_first(dependent)}: measured after the earlier tests of its file, which it needs"
+
+
+def _unused(tests: Iterable[TestResult]) -> Iterator[str]:
+    """Yield a sentence on the tests that request `benchmark` or `throughput` and do not call it."""
+    unused = [test.nodeid for test in tests if test.status == "unused"]
+    if unused:
+        yield f"{_first(unused)}: benchmark or throughput is requested and not called, nothing was compared"
+
+
+def _warned(tests: Iterable[OpenTest]) -> Iterator[str]:
+    """Yield each RuntimeWarning of the sides, with the tests and the sides that it is from."""
+    sources: dict[tuple[str, str], list[str]] = {}
+    for test in tests:
+        for text, roles in test.warnings.items():
+            sources.setdefault((text, " and ".join(sorted(roles))), []).append(test.nodeid)
+    for (text, both), names in sources.items():
+        yield f"{_first(names)}: {text} on {both}"
+
+
+def _first(tests: Sequence[str]) -> str:
+    """Return the name of the first test and the number of the others."""
+    return f"{tests[0]} and {len(tests) - 1} more" if len(tests) > 1 else tests[0]
+
+
 @contextmanager
 def _starter(base: Tree, head: Tree, launch: Launch) -> Iterator[Starter]:
     """What starts processes, for as long as this lasts: their plugin and what they print lie in a folder."""
@@ -317,6 +363,7 @@ def _starter(base: Tree, head: Tree, launch: Launch) -> Iterator[Starter]:
                 # By default it is in TMPDIR. Each round would compile anew.
                 **({} if _COMPILED in os.environ else {_COMPILED: str(folder / f"{role}-compiled")}),
                 **({CALLABLE: "1"} if launch.callables else {}),
+                "PYTEST_ADDOPTS": "",  # they are among the arguments
             }
             made = supply.sides[role] = SideProcess(
                 role,

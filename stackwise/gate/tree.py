@@ -19,6 +19,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from stackwise.gate.git import run_git
+
 __all__ = ["Renamed", "Tree", "both_trees", "repository_of", "revision_name"]
 
 _PREFIX = "stackwise-gate-"
@@ -83,7 +85,7 @@ def repository_of(folder: Path) -> Path | None:
     """The top folder of the git repository that `folder` lies in; None where it lies in none."""
     if shutil.which("git") is None:
         return None
-    done = _run_git(folder, "rev-parse", "--show-toplevel")
+    done = run_git(folder, "rev-parse", "--show-toplevel")
     return Path(done.stdout.strip()).resolve() if done.returncode == 0 else None
 
 
@@ -95,7 +97,7 @@ def revision_name(repository: Path, revision: str) -> str:
     """
     done = _look_up(repository, revision)
     if done.returncode:
-        shallow = _run_git(repository, "rev-parse", "--is-shallow-repository").stdout.strip() == "true"
+        shallow = run_git(repository, "rev-parse", "--is-shallow-repository").stdout.strip() == "true"
         why = "; this clone is shallow: fetch more (actions/checkout: fetch-depth: 0)" if shallow else ""
         allowed = f"a revision of {repository}, ./FOLDER, a wheel, 'callable'"
         raise ValueError(f"against: got {revision!r}; allowed: {allowed}{why}{_said(done)}")
@@ -158,8 +160,8 @@ def _head(folder: Path, root: Path, revision: str | None) -> Tree:
         _copy_folder(root, folder)
         return Tree(folder, str(root))
     _copy_files(root, folder, _known_files(root))
-    commit = _run_git(root, "rev-parse", "HEAD").stdout.strip()
-    changed = bool(_run_git(root, "status", "--porcelain").stdout.strip())
+    commit = run_git(root, "rev-parse", "HEAD").stdout.strip()
+    changed = bool(run_git(root, "status", "--porcelain").stdout.strip())
     name = f"working tree at {commit[:9]}{' with changes' if changed else ''}"
     return Tree(folder, name, None if changed else commit, _submodules(root))
 
@@ -195,7 +197,7 @@ def _base(
     else:
         if not in_repository:
             has_git = shutil.which("git") is not None
-            said = _said(_run_git(root, "rev-parse")) if has_git else "; git is not installed"
+            said = _said(run_git(root, "rev-parse")) if has_git else "; git is not installed"
             why = f"since {root} is no git repository{said}"
             raise ValueError(f"against: got {against!r}; allowed: a folder (./NAME) or a wheel, {why}")
         tree = _checked_out(folder, root, against)
@@ -240,7 +242,9 @@ def _of_wheel(folder: Path, wheel: Path, head: Tree) -> Tree:
         str(unpacked),
         str(wheel),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
+    done = subprocess.run(  # noqa: S603
+        command, capture_output=True, text=True, errors="replace", check=False
+    )
     if done.returncode:
         raise ValueError(f"against: {wheel} cannot be installed: {done.stderr.strip()[-500:]}")
     placed = 0
@@ -326,7 +330,7 @@ def _replace(source: Path, target: Path) -> None:
 
 def _build(command: str, tree: Tree) -> None:
     done = subprocess.run(  # noqa: S602  # a command that the user wrote for a shell
-        command, shell=True, cwd=tree.folder, capture_output=True, text=True, check=False
+        command, shell=True, cwd=tree.folder, capture_output=True, text=True, errors="replace", check=False
     )
     if done.returncode:
         tail = (done.stdout + done.stderr).strip()[-1000:]
@@ -380,21 +384,11 @@ def _said(done: subprocess.CompletedProcess[str]) -> str:
 
 def _look_up(repository: Path, revision: str) -> subprocess.CompletedProcess[str]:
     commit = f"{revision}^{{commit}}"
-    return _run_git(repository, "rev-parse", "--verify", "--quiet", "--end-of-options", commit)
+    return run_git(repository, "rev-parse", "--verify", "--quiet", "--end-of-options", commit)
 
 
-def _run_git(folder: Path, *arguments: str, index: Path | None = None) -> subprocess.CompletedProcess[str]:
-    command = ["git", "-C", str(folder), *arguments]
-    # Where git runs a hook it says in the environment which repository it means: here it would be wrong.
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
-    environment["GIT_OPTIONAL_LOCKS"] = "0"  # to look at a repository does not refresh its index
-    if index is not None:
-        environment["GIT_INDEX_FILE"] = str(index)
-    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)  # noqa: S603
-
-
-def _require_git(folder: Path, *arguments: str, index: Path | None = None) -> str:
-    done = _run_git(folder, *arguments, index=index)
+def _require_git(folder: Path, *arguments: str, index: Path | None = None, given: str | None = None) -> str:
+    done = run_git(folder, *arguments, index=index, given=given)
     if done.returncode:
         raise ValueError(f"against: git {arguments[0]} failed: {done.stderr.strip()[-500:]}")
     return done.stdout

@@ -142,8 +142,10 @@ def test_a_test_is_as_good_as_the_worst_of_its_metrics(verdicts, worst):
         ("crashed on base", ["inconclusive"] * 3),
         ("hung on base", ["inconclusive"] * 3),
         ("not begun", ["inconclusive"] * 3),
+        ("not measured", ["inconclusive"] * 3),
         ("missing on head", ["warned"] * 3),
         ("skipped", ["passed"] * 3),
+        ("unused", ["passed"] * 3),
         ("missing on base", ["failed", "warned", "passed"]),
     ],
 )

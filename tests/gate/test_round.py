@@ -72,10 +72,17 @@ class Script:
             case "skip":
                 self.answers += [{"test": self.now, "ended": "skipped", "when": "setup", "detail": "no GPU"}]
                 self._over(False)
+            case "plugin skips":
+                ended = {"ended": "skipped", "detail": "test_b depends on test_c", "by_plugin": True}
+                self.answers += [{"test": self.now, "when": "setup", **ended}]
+                self._over(False)
             case "fail":
                 self._failed("call")
                 self._over(False)
             case "pass":
+                self._over(False)
+            case {"needs": earlier} if earlier not in self.collected:
+                self._failed("call")
                 self._over(False)
             case "lacks":
                 detail = "AttributeError: module 'work' has no attribute 'new'"
@@ -103,7 +110,12 @@ class Script:
         self.answers += [{"test": self.now, "ended": "failed", "when": when, "detail": "E  Oops"}]
 
     def _over(self, measured):
-        self.answers += [{"test": self.now, "over": True, "measured": measured, "own": self.own, "stray": ""}]
+        script = self.tests[self.now]
+        warnings = script.get("warnings", []) if isinstance(script, dict) else []
+        over = {"measured": measured, "own": self.own, "stray": "", "warnings": warnings}
+        self.answers += [{"test": self.now, "over": True, **over}]
+        if "twice" in self.tests[self.now]:
+            self._failed("call")
         self._next()
 
     def send(self, **message):
@@ -623,9 +635,9 @@ def test_a_round_measures_for_as_long_as_it_takes_to_start(sides, tmp_path, cloc
     jitter, asked = random.Random(1), []
     whole = session.run_round
 
-    def noted(names, start, sampling, *rest):
+    def noted(names, start, sampling, *rest, **given):
         asked.append((len(names), sampling.seconds))
-        return whole(names, start, sampling, *rest)
+        return whole(names, start, sampling, *rest, **given)
 
     monkeypatch.setattr(session, "run_round", noted)
     names = many(4)
@@ -739,7 +751,9 @@ def test_a_run_without_a_limit_makes_all_rounds(sides, tmp_path, clock):
         ("stray", cost(), "crashed on base"),
         (cost(), "fail", "crashed on head"),
         (cost(), "hang", "hung on head"),
-        (cost(), "pass", "crashed on head"),
+        (cost(), "pass", "not measured"),
+        ("pass", cost(), "not measured"),
+        ("pass", "pass", "unused"),
         (cost(), "not imported", "crashed on head"),
         ("fail", "fail", "crashed on head"),
         ("skip", "skip", "skipped"),
@@ -1054,3 +1068,136 @@ def test_tokens_of_a_call_are_those_of_its_side(sides, tmp_path):
     assert found.notes == (
         f"{B}: a call handles 512 tokens on the base, 256 on the head: it is not the same work",
     )
+
+
+FILE_TESTS = {"file_tests": {A: [C, A, B], B: [C, A, B]}}
+
+
+def played(base, head, tests=(A, B), **given):
+    """What a round of these tests finds, and what each pair of processes was started for."""
+    asked = []
+
+    def start(names):
+        asked.append(names)
+
+        def process(role, _):
+            given = base if role == "base" else head
+            return Script(role, {test: given[test] for test in names}, [])
+
+        return process
+
+    return dict(run_round(tests, start, SHORT, random.Random(0), **given)), asked
+
+
+@pytest.mark.parametrize("earlier", [A, C], ids=["decided test", "test without a benchmark"])
+def test_dependent_test_is_measured_again_after_its_whole_file(earlier):
+    costs = {A: cost(), B: cost(needs=earlier), C: "pass"}
+    found, asked = played(costs, costs, tests=(B,), **FILE_TESTS)
+    assert asked == [(B,), (C, A, B)]
+    assert isinstance(found[B], Paired) and found[B].whole_file
+
+
+def test_dependent_test_runs_after_its_whole_file_from_the_start_if_told():
+    costs = {A: cost(), B: cost(needs=C), C: "pass"}
+    found, asked = played(costs, costs, **FILE_TESTS, whole_file={B})
+    assert asked == [(A, C, B)]
+    assert list(found) == [A, B]
+    assert all(isinstance(each, Paired) for each in found.values())
+
+
+@pytest.mark.parametrize(
+    ("base", "head", "tests", "again"),
+    [
+        ("fail", "fail", (A, B), True),
+        (cost(), "fail", (A, B), True),
+        ("fail", cost(), (A, B), False),
+        ("skip", "skip", (A, B), False),
+        ("plugin skips", "plugin skips", (A, B), True),
+        ("skip", "skip", (B,), True),
+        (cost(), "crash", (B,), True),
+        (cost(), "hang", (B,), False),
+    ],
+)
+def test_result_decides_if_a_test_is_measured_again_after_its_file(base, head, tests, again):
+    """In the first round all measured tests of a file run, and what they depend on may be another test."""
+    others = {A: cost(), C: "pass"}
+    found, asked = played(others | {B: base}, others | {B: head}, tests, **FILE_TESTS)
+    assert ((C, A, B) in asked) is again
+    assert isinstance(found[B], Ended)
+
+
+def test_test_that_fails_after_its_whole_file_too_has_the_second_failure():
+    costs = {A: "crash", B: "fail", C: "pass"}
+    found, asked = played(costs, costs, **FILE_TESTS)
+    assert found[A].how == {"base": "crashed"}
+    assert found[B].how == {"base": "failed", "head": "failed"}
+    assert asked == [(A, B), (B,), (C, A, B), (B,)]
+
+
+def test_test_that_depends_on_a_decided_one_is_decided(sides, tmp_path):
+    jitter = random.Random(0)
+    noisy = lambda _: cost(0.1 * math.exp(jitter.gauss(0, 0.01)), needs=A)  # noqa: E731
+    rounds = sides({A: cost(), B: noisy, C: "pass"}, {A: cost(), B: noisy, C: "pass"})
+    files = dict.fromkeys((C, A, B), Path("bench/test_it.py"))
+    launch = Launch(("-q",), tmp_path, files, **FILE_TESTS)
+    trees = Tree(tmp_path / "base", "old"), Tree(tmp_path / "head", "new")
+    found = run_gate(*trees, (A, B), launch, sampling=SHORT)
+    assert [test.verdict for test in found.tests] == [Verdict.PASS, Verdict.PASS]
+    assert found.notes[-1] == f"{B}: measured after the earlier tests of its file, which it needs"
+    started = [pair["head"].collected for pair in rounds]
+    assert started[3:7] == [[A, B], [B], [C, A, B], [C, A, B]]
+
+
+def test_failure_on_both_sides_after_measured_rounds_is_inconclusive(sides, tmp_path):
+    """As of a test that depends on a decided test of another file."""
+    jitter = random.Random(0)
+    fails = lambda number: "fail" if number == 7 else cost(0.1 * math.exp(jitter.gauss(0, 0.1)))  # noqa: E731
+    sides({A: fails}, {A: fails})
+    found = gate(tmp_path, (A,), limits={A: Limits(memory=None)}).tests[0]
+    assert found.verdict == Verdict.INCONCLUSIVE
+    assert found.trials["time"].decision.reason.endswith("it was failed on both sides in round 8: E  Oops")
+
+
+@pytest.mark.parametrize("role", ["base", "head"])
+def test_side_that_runs_a_test_twice_starts_the_next_one_anew(role):
+    sides = {"base": {A: cost(), B: cost(), C: cost()}, "head": {A: cost(), B: cost(), C: cost()}}
+    sides[role][A] = cost(twice=True)
+    found, asked = played(**sides, tests=(A, B, C))
+    assert asked == [(A, B, C), (B, C)]
+    assert all(isinstance(each, Paired) for each in found.values())
+
+
+def test_test_that_no_side_comes_to_is_not_measured(sides, tmp_path, monkeypatch):
+    sides({A: cost(), B: cost()}, {A: cost(), B: cost()})
+    make = session.SideProcess
+
+    def start(role, arguments, **given):
+        made = make(role, arguments, **given)
+        made.tests[A] = cost(twice=True)
+        collect = made.collect
+        # In this order on the head, whatever it is asked for.
+        made.collect = lambda asked: collect([A, *asked] if role == "head" and asked == [B] else asked)
+        return made
+
+    monkeypatch.setattr(session, "SideProcess", start)
+    found = gate(tmp_path, limits=dict.fromkeys((A, B), Limits(memory=None)))
+    assert [test.status for test in found.tests] == ["measured", "not measured"]
+    assert found.tests[1].detail == f"head: it ran {A} when {B} was next: a plugin may run tests again"
+    assert found.exit_code == 7
+
+
+def test_warnings_of_the_sides_are_notes(sides, tmp_path):
+    """One note for each text and its sides, whatever the number of tests and rounds."""
+    both, one = "RuntimeWarning: never awaited (a.py:1)", "RuntimeWarning: overflow (a.py:2)"
+    base = {A: cost(warnings=[both]), B: cost(warnings=[both]), C: "fail"}
+    head = {A: cost(warnings=[both, one]), B: cost(warnings=[both]), C: "fail"}
+    sides(base, head)
+    found = gate(tmp_path, (A, B, C))
+    assert found.notes == (f"{A} and 1 more: {both} on base and head", f"{A}: {one} on head")
+
+
+def test_no_time_is_spent_on_the_whole_file_when_the_time_is_up():
+    costs = {A: cost(), B: cost(needs=C), C: "pass"}
+    found, asked = played(costs, costs, **FILE_TESTS, in_time=lambda: False)
+    assert asked == [(A, B), (C, A, B)]
+    assert list(found) == [A]

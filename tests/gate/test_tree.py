@@ -308,3 +308,55 @@ def test_links_stay_links(repository):
     with trees(repository, "HEAD") as (base, head, _):
         assert (base.folder / "link.py").readlink() == Path("engine/__init__.py")
         assert (head.folder / "link.py").is_symlink()
+
+
+def test_file_name_that_is_not_utf_8_is_copied(repository):
+    names = [os.fsdecode(name) for name in (b"caf\xe9.txt", b"engine/caf\xe9_new.txt")]
+    try:
+        write(repository, {names[0]: "old"})
+    except OSError:
+        pytest.skip("the file system takes UTF-8 only")
+    commit(repository, {"engine/__init__.py": "NEWER = 1\n"})
+    write(repository, {names[0]: "new", names[1]: ""})
+    with trees(repository, "HEAD") as (base, head, _):
+        assert (base.folder / names[0]).read_text() == "old"
+        assert (head.folder / names[0]).read_text() == "new"
+        assert (head.folder / names[1]).exists()
+
+
+def test_output_of_a_build_that_is_not_utf_8_is_told(repository):
+    build = "printf 'caf\\351 failed'; false"
+    with (
+        pytest.raises(ValueError, match="caf\N{REPLACEMENT CHARACTER} failed"),
+        trees(repository, build=build),
+    ):
+        pass
+
+
+def test_git_is_configured_by_the_environment_of_the_user(repository, monkeypatch, tmp_path):
+    """A filter, as of git-lfs, that is known from the environment alone, and what it reads there."""
+    commit(repository, {".gitattributes": "*.dat filter=upper\n", "engine/data.dat": "pointer"})
+    write(repository, {"engine/data.dat": "changed"})
+    settings = {"filter.upper.smudge": f"env > {tmp_path}/seen; tr a-z A-Z", "filter.upper.required": "true"}
+    monkeypatch.setenv("GIT_CONFIG_COUNT", str(len(settings)))
+    for number, (key, value) in enumerate(settings.items()):
+        monkeypatch.setenv(f"GIT_CONFIG_KEY_{number}", key)
+        monkeypatch.setenv(f"GIT_CONFIG_VALUE_{number}", value)
+    for name in ("GIT_SSH_COMMAND", "GIT_LFS_SKIP_SMUDGE", "GIT_WORK_TREE", "GIT_OBJECT_DIRECTORY"):
+        monkeypatch.setenv(name, f"/users/{name}")
+    with trees(repository, "HEAD") as (base, _, _):
+        assert (base.folder / "engine" / "data.dat").read_text() == "POINTER"
+    seen = (tmp_path / "seen").read_text()
+    assert "GIT_SSH_COMMAND=/users/" in seen
+    assert "GIT_LFS_SKIP_SMUDGE=/users/" in seen
+    assert "GIT_WORK_TREE=/users/" not in seen
+    assert "GIT_OBJECT_DIRECTORY=/users/" not in seen
+
+
+def test_repository_of_somebody_else_is_read_if_the_user_calls_it_safe(repository, monkeypatch):
+    monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")
+    assert repository_of(repository) is None
+    monkeypatch.setenv("GIT_CONFIG_COUNT", "1")
+    monkeypatch.setenv("GIT_CONFIG_KEY_0", "safe.directory")
+    monkeypatch.setenv("GIT_CONFIG_VALUE_0", "*")
+    assert repository_of(repository) == repository

@@ -208,7 +208,8 @@ def test_refused(project, pytester, options, message):
     result.stderr.fnmatch_lines([f"ERROR: {message}"])
 
 
-def test_sides_get_what_the_run_was_told_but_for_what_is_its_own(pytester):
+def test_sides_get_what_the_run_was_told_but_for_what_is_its_own(pytester, monkeypatch):
+    monkeypatch.delenv("PYTEST_ADDOPTS")
     pytester.makeconftest(
         """
 def pytest_addoption(parser):
@@ -238,9 +239,48 @@ def pytest_addoption(parser):
         "--trace",
         "--memray",
     ]
-    handed = ["--distributed", "--verbose-log", "a.log", "--size=3", "-k", "a or b", "-mslow", "-W", "error"]
+    handed = ["--distributed", "--verbose-log=a.log", "--size=3", "-k", "a or b", "-m", "slow", "-W", "error"]
     config = pytester.parseconfig(*own, *handed, "test_it.py")
     assert _own_arguments(config) == handed
+
+
+@pytest.mark.parametrize(
+    ("given", "handed"),
+    [
+        (["--sizes", "3", "4", "--color=no"], ["--sizes", "3", "4", "--color=no"]),
+        (["--sizes", "-3", "-4"], ["--sizes", "-3", "-4"]),
+        (["--sizes=3"], ["--sizes=3"]),
+        (["test_it.py", "--mode"], ["--mode"]),
+        (["--mode", "fast", "test_it.py"], ["--mode=fast"]),
+        (["--mode=-x"], ["--mode=-x"]),
+        (["--no-cache-data"], ["--no-cache-data"]),
+        (["@arguments.txt"], ["--sizes", "5", "6"]),
+        (["-xvsk", "a or b"], ["-s", "-k", "a or b"]),
+        (["-k-"], ["-k-"]),
+        (["-k", ""], ["-k", ""]),
+        (["--benchmark-data=x", "--benchmark-min-rounds=3"], ["--benchmark-data=x"]),
+    ],
+)
+def test_values_stay_with_their_option(pytester, monkeypatch, given, handed):
+    monkeypatch.delenv("PYTEST_ADDOPTS")
+    pytester.makeconftest(
+        """
+import argparse
+def pytest_addoption(parser):
+    parser.addoption("--sizes", nargs="+", type=int)
+    parser.addoption("--mode", nargs="?", const="slow")
+    parser.addoption("--cache-data", action=argparse.BooleanOptionalAction)
+    parser.addoption("--benchmark-data")
+"""
+    )
+    (pytester.path / "arguments.txt").write_text("--sizes\n5\n6\n-x\n")
+    assert _own_arguments(pytester.parseconfig(*given)) == handed
+
+
+def test_options_of_configuration_and_environment_are_handed_over_too(pytester, monkeypatch):
+    pytester.makeini("[pytest]\naddopts = bench --maxfail=2 --junitxml=x.xml -k 'a or b'\n")
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-x '-W error'")
+    assert _own_arguments(pytester.parseconfig("-s", "test_it.py")) == ["-k", "a or b", "-W", " error", "-s"]
 
 
 def test_each_side_has_temporary_files_of_its_own(project, pytester, monkeypatch):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
+
+from stackwise.gate.git import run_git
 
 __all__ = ["Checkout"]
 
@@ -40,12 +41,7 @@ class Checkout:
 
 def _git(folder: Path, *arguments: str) -> str:
     try:
-        done = subprocess.run(  # noqa: S603
-            ["git", "-C", str(folder), *arguments],  # noqa: S607
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        done = run_git(folder, *arguments)
     except OSError:
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""

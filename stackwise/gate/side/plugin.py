@@ -7,6 +7,7 @@ it is told to. Loaded after all other plugins, so that its `benchmark` and `thro
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Generator
 from functools import partial
 from pathlib import Path
@@ -33,6 +34,8 @@ __all__ = ["SidePlugin"]
 
 _OUTSIDE = 3  # exit code of a process whose gate is gone
 _LONGEST = 4000  # characters of what went wrong
+_LONGEST_WARNING = 300  # characters
+_MOST_WARNINGS = 5  # of a test
 _IN_USE = "address already in use"
 _TAKE_ANOTHER = "both sides run at the same time: take a free port, or derive it from STACKWISE_SIDE"
 _EARLY = EarlyImports()
@@ -60,21 +63,57 @@ class SidePlugin:
         self.tests: list[str] = self._receive()["tests"]
         self._served: set[str] = set()
         self._gave_up: set[tuple[str, str | None]] = set()
+        self._warnings: dict[str, list[str]] = {}
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         """Keep the tests that are asked for, in the order of the asking."""
         found = {item.nodeid: item for item in items}
         items[:] = [found[test] for test in self.tests if test in found]
-        if config.pluginmanager.hasplugin("timeout"):
+        # By its entry point's name, or as `-p pytest_timeout` has it.
+        if any(map(config.pluginmanager.hasplugin, ("timeout", "pytest_timeout"))):
             # A test waits here while the other side is measured: pytest-timeout would end it.
             for item in items:
                 item.add_marker(pytest.mark.timeout(0), append=False)
 
-    @pytest.hookimpl(trylast=True)
+    @pytest.hookimpl(tryfirst=True)
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Say which tests there are."""
+        """Restore the order of the gate, which a plugin may have changed, and send the names of the tests."""
+        place = {test: number for number, test in enumerate(self.tests)}
+        session.items.sort(key=lambda item: place[item.nodeid])
+        for item in session.items:
+            _remove_reruns(item)
         self._send(collected=[item.nodeid for item in session.items])
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        """Run all tests: a plugin that ends the session, at a timeout for example, would end the round."""
+        for item, following in zip(session.items, [*session.items[1:], None], strict=True):
+            session.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+            own, stray = self.imports.look()
+            self._send(
+                test=item.nodeid,
+                over=True,
+                measured=item.nodeid in self._served,
+                own=own,
+                stray=stray,
+                early=_EARLY.new(),
+                warnings=self._warnings.pop(item.nodeid, [])[:_MOST_WARNINGS],
+            )
+        return True
+
+    def pytest_warning_recorded(self, warning_message: warnings.WarningMessage, nodeid: str) -> None:
+        """Store a RuntimeWarning, such as that of a coroutine that was never awaited."""
+        if issubclass(warning_message.category, RuntimeWarning):
+            place = f"{Path(warning_message.filename).name}:{warning_message.lineno}"
+            text = f"{warning_message.category.__name__}: {warning_message.message}"[:_LONGEST_WARNING]
+            self._warnings.setdefault(nodeid, []).append(f"{text} ({place})")
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> object:
+        """Run a test once, in this process: plugins that run it again or in a child process come later."""
+        runner: Any = item.config.pluginmanager.get_plugin("runner")
+        return runner.pytest_runtest_protocol(item, nextitem)
 
     def pytest_exception_interact(
         self, call: pytest.CallInfo[Any], report: pytest.CollectReport | pytest.TestReport
@@ -93,7 +132,11 @@ class SidePlugin:
     def pytest_runtest_makereport(
         self, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Tell a test that gives up by itself from one that is expected to fail."""
+        """Tell a test that gives up by itself from one that is expected to fail.
+
+        Plugins that judge the duration see none: the test has waited while the other side was measured.
+        """
+        call.duration = 0.0
         report = yield
         if call.excinfo is not None and isinstance(call.excinfo.value, pytest.xfail.Exception):
             self._gave_up.add((report.nodeid, report.when))
@@ -101,18 +144,14 @@ class SidePlugin:
 
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Say how a phase of a test ended where it did not pass, and when the test is over."""
+        """Send how a phase of a test ended if it did not pass."""
         gave_up = (report.nodeid, report.when) in self._gave_up
         ended = "skipped" if gave_up else _ended(report)
         if ended != "passed":
             reason = str(report.wasxfail) if gave_up else _reason(report)
             detail = _with_advice(reason, report)
-            self._send(test=report.nodeid, ended=ended, when=report.when, detail=detail)
-        if report.when == "teardown":
-            own, stray = self.imports.look()
-            measured = report.nodeid in self._served
-            early = _EARLY.new()
-            self._send(test=report.nodeid, over=True, measured=measured, own=own, stray=stray, early=early)
+            told = {"ended": ended, "when": report.when, "detail": detail, "by_plugin": _by_plugin(report)}
+            self._send(test=report.nodeid, **told)
 
     @pytest.fixture
     def benchmark(self, request: pytest.FixtureRequest) -> Benchmark:
@@ -303,6 +342,16 @@ class Benchmark:
     patch = weave
 
 
+def _remove_reruns(item: pytest.Item) -> None:
+    """Hide the marker `flaky`, which pytest-retry reads after the call of a test that failed."""
+    marker_of = item.get_closest_marker
+
+    def closest(name: str, default: Any = None) -> Any:
+        return default if name == "flaky" else marker_of(name, default)
+
+    item.get_closest_marker = closest  # type: ignore[method-assign]
+
+
 def _ended(report: pytest.TestReport) -> str:
     """The outcome of a phase as if nothing were expected: what is, is for the gate to know."""
     if hasattr(report, "wasxfail") and report.when == "call":
@@ -322,6 +371,12 @@ def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:
     # Of a fixture that is not there pytest tells where it is asked for first, and then which ones there are.
     fixture = getattr(report.longrepr, "errorstring", None)
     return str(report.longrepr) if fixture is None else str(fixture).partition("\n")[0]
+
+
+def _by_plugin(report: pytest.TestReport) -> bool:
+    """Return True if an installed plugin skipped the test, as pytest-dependency does."""
+    place = report.longrepr[0] if report.skipped and isinstance(report.longrepr, tuple) else ""
+    return not {"site-packages", "dist-packages"}.isdisjoint(Path(place).parts)
 
 
 def _with_advice(reason: str, report: pytest.TestReport | pytest.CollectReport) -> str:

@@ -51,3 +51,10 @@ def test_no_repository(tmp_path, monkeypatch):
     assert Checkout.of(tmp_path) == Checkout("", "main")
     monkeypatch.setenv("PATH", str(tmp_path))
     assert Checkout.of(tmp_path).commit == ""
+
+
+def test_repository_of_a_hook_is_not_that_of_the_folder(repository, monkeypatch):
+    folder, git = repository
+    commit = git("rev-parse", "HEAD")
+    monkeypatch.setenv("GIT_DIR", "/nowhere")
+    assert Checkout.of(folder).commit == commit

@@ -1,0 +1,61 @@
+"""Git: calls of git with the user's configuration, in a repository that is named."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+__all__ = ["run_git"]
+
+# Variables that name a repository, its index or its objects. Git sets them for the repository of a hook.
+_OF_A_REPOSITORY = frozenset(
+    f"GIT_{name}"
+    for name in (
+        "ALTERNATE_OBJECT_DIRECTORIES",
+        "COMMON_DIR",
+        "DIR",
+        "GRAFT_FILE",
+        "IMPLICIT_WORK_TREE",
+        "INDEX_FILE",
+        "INTERNAL_SUPER_PREFIX",
+        "NAMESPACE",
+        "OBJECT_DIRECTORY",
+        "PREFIX",
+        "QUARANTINE_PATH",
+        "SHALLOW_FILE",
+        "WORK_TREE",
+    )
+)
+
+
+def run_git(
+    folder: Path, *arguments: str, index: Path | None = None, given: str | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run git in a folder and return its result, also if it fails.
+
+    File names are decoded as `os.fsdecode` does, so that each name of the system can be opened.
+
+    Args:
+        folder: the repository, or a folder in it.
+        arguments: of git.
+        index: file of the index; None: that of the repository.
+        given: the standard input.
+
+    Raises:
+        OSError: there is no git.
+    """
+    environment = {key: value for key, value in os.environ.items() if key not in _OF_A_REPOSITORY}
+    environment["GIT_OPTIONAL_LOCKS"] = "0"  # or reading a repository would refresh its index
+    if index is not None:
+        environment["GIT_INDEX_FILE"] = str(index)
+    return subprocess.run(  # noqa: S603
+        ["git", "-C", str(folder), *arguments],  # noqa: S607
+        input=given,
+        capture_output=True,
+        encoding=sys.getfilesystemencoding(),
+        errors=sys.getfilesystemencodeerrors(),
+        check=False,
+        env=environment,
+    )

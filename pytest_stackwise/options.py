@@ -128,7 +128,7 @@ def add_options(parser: pytest.Parser) -> None:
     group.addoption(
         "--stackwise-gate-seconds",
         metavar="SECONDS",
-        help="gate: begin no round after this time; what cannot be told is INCONCLUSIVE (default: no limit)",
+        help="gate: end all rounds within this time; what cannot be told is INCONCLUSIVE (default: no limit)",
     )
     group.addoption(
         "--stackwise-gate-timeout",

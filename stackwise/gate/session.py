@@ -20,6 +20,7 @@ from typing import Any
 
 from stackwise.argument import check_number, check_sizes
 from stackwise.gate import side as side_package
+from stackwise.gate.budget import Budget
 from stackwise.gate.limit import Limits
 from stackwise.gate.open_test import OpenTest
 from stackwise.gate.process import SideProcess
@@ -145,8 +146,7 @@ def run_gate(
         rule: when to decide.
         sampling: how a test is measured in a round.
         missing: how to treat a test that the base does not have.
-        most_seconds: no new round is begun after this time; None: as many as the rule asks for. It goes to
-            the first tests where it is not enough for the rounds to the first look of all.
+        most_seconds: time in which all rounds should end (see `Budget`); None: as many as the rule asks for.
         seed: of all that is by chance.
         environment: of the machine, for the result.
         notes: for the result.
@@ -158,34 +158,24 @@ def run_gate(
         ValueError: no tests, or numbers out of range.
     """
     check_sizes(tests=len(tests))
-    if most_seconds is not None:
-        check_number("most_seconds", most_seconds, "a number > 0", lambda value: value > 0)
     rule, sampling = rule or Rule(), sampling or Sampling()
     limits, asked, places = limits or {}, asked or {}, places or {}
-    began, rng = time.monotonic(), random.Random(seed)  # noqa: S311
+    budget, rng = Budget(most_seconds, rule), random.Random(seed)  # noqa: S311
     all_tests = {
         test: OpenTest(test, limits.get(test, Limits()), tuple(asked.get(test, ()))) for test in tests
     }
-
-    def suffices(rounds: int, round_seconds: float = 0.0) -> bool:
-        """Whether there is time left for so many rounds."""
-        elapsed = time.monotonic() - began
-        return most_seconds is None or elapsed + rounds * round_seconds <= most_seconds
-
-    # Fewer rounds than the first look has say nothing of a test. Where the time is short it goes to the first
-    # tests, and a test is begun when those before it leave enough of it.
-    first_look = rule.looks[0]
     number, begun, waiting, interrupted = 0, list[OpenTest](), list(all_tests.values()), False
-    around = 0.0  # seconds of a round that are no test's
+    chosen = list[OpenTest]()  # of the begun tests those of the next round
+    around = mean = 0.0  # seconds of a round that belong to no test, and of a test
     try:
         with _starter(base, head, launch) as start:
             for number in itertools.count(1):
                 round_began, tests_seconds, ended_seconds = time.monotonic(), 0.0, 0.0
-                names = [test.nodeid for test in (*begun, *waiting)]
+                names = [test.nodeid for test in (*chosen, *waiting)]
                 memory = {name for name in names if all_tests[name].wants_memory}
                 # Closed where it is left, so that its processes end.
-                longer = replace(sampling, seconds=_seconds(sampling, begun, around))
-                whole = {test.nodeid for test in begun if test.whole_file}
+                longer = replace(sampling, seconds=_seconds(sampling, chosen, around))
+                whole = {test.nodeid for test in chosen if test.whole_file}
                 with closing(
                     run_round(
                         names,
@@ -195,7 +185,9 @@ def run_gate(
                         memory,
                         file_tests=launch.file_tests,
                         whole_file=whole,
-                        in_time=lambda: suffices(0) or not any(test.order for test in all_tests.values()),
+                        in_time=lambda: (
+                            budget.suffices() or not any(test.order for test in all_tests.values())
+                        ),
                     )
                 ) as measured:
                     for count, (name, found) in enumerate(measured, start=1):
@@ -205,10 +197,11 @@ def run_gate(
                             ended_seconds += found.seconds  # which later rounds do not take
                         lasted = time.monotonic() - round_began - ended_seconds
                         any_measured = any(test.order for test in all_tests.values())
-                        is_over = any_measured and not suffices(first_look - 1, lasted)
+                        mean = tests_seconds / count
+                        is_over = any_measured and not budget.admits(lasted, next_seconds=mean)
                         # A code that hangs everywhere would take this long for each test.
                         hangs = isinstance(found, Ended) and "hung" in found.how.values()
-                        if count >= len(begun) and (is_over or (hangs and not suffices(0))):
+                        if count >= len(chosen) and (is_over or (hangs and not budget.suffices())):
                             break
                 paired = [test for test in all_tests.values() if test.order]
                 if paired and not any(test.own for test in paired):
@@ -219,18 +212,14 @@ def run_gate(
                 for trial in (trial for test in begun for trial in test.trials.values()):
                     trial.is_one_of(n_trials)
                 waiting = [test for test in waiting if not test.begun]
-                time_is_up = not suffices(0)
-                while len(begun) > 1 and not time_is_up:
-                    # The last one that is needed has only to be begun.
-                    before = max(0, first_look - 1 - len(begun[-1].order))
-                    if suffices(before, around + sum(test.round_seconds for test in begun)):
-                        break
-                    begun.pop()
+                begun = budget.keep(begun, around)
+                chosen = budget.choose(begun, around)
                 if on_progress is not None:
                     flagged = sum(test.confirming for test in begun)
-                    seconds = time.monotonic() - began
-                    on_progress(Progress(number, len(begun), len(tests), flagged, seconds, len(waiting)))
-                if time_is_up or (not begun and not (waiting and suffices(first_look, around))):
+                    waits = len(waiting)
+                    on_progress(Progress(number, len(begun), len(tests), flagged, budget.elapsed, waits))
+                begins = not begun and bool(waiting) and budget.admits(next_seconds=around + mean)
+                if not chosen and not begins:
                     break
     except KeyboardInterrupt:
         # What was decided is known: to measure it took minutes.
@@ -243,7 +232,7 @@ def run_gate(
         base=base.name,
         head=head.name,
         tests=results,
-        seconds=time.monotonic() - began,
+        seconds=budget.elapsed,
         rounds=number,
         missing=missing,
         environment=dict(environment or {}),

@@ -11,11 +11,11 @@ from stackwise.gate.limit import Limit
 from stackwise.gate.sequential import Rule, surely_differs
 from stackwise.gate.verdict import Decision, Verdict
 
-__all__ = ["Trial"]
+__all__ = ["LEAST_FRESH", "Trial"]
 
 
 # Fresh rounds that have to say the same where all rounds together are what decides.
-_LEAST_FRESH = 1
+LEAST_FRESH = 1
 
 
 class Trial:
@@ -139,7 +139,7 @@ class Trial:
         """
         fresh = self._stage()
         # Equal differences, as of bytes, have no spread that could say how sure they are: their number does.
-        least = _LEAST_FRESH + (len(set(self._differences)) == 1)
+        least = LEAST_FRESH + (len(set(self._differences)) == 1)
         if self._flag is None or len(fresh) < least:
             return None
         chance = self.rule.alpha * self._fresh_rule.alpha

@@ -1,0 +1,83 @@
+"""Budget: which tests of a run get another round before its time is up."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from stackwise.argument import check_number
+from stackwise.gate.open_test import OpenTest
+from stackwise.gate.sequential import Rule
+from stackwise.gate.trial import LEAST_FRESH
+
+__all__ = ["Budget"]
+
+
+class Budget:
+    """Time of a run, from its creation on.
+
+    Nothing can be said of a test before the first look of the rule, and no slowdown is confirmed before at
+    least one round more. If the time is too short for that many rounds of all tests, the first tests get it.
+    The last rounds go to flagged tests.
+
+    Args:
+        seconds: time after which no round should run; None: no limit.
+        rule: of the decisions.
+
+    Raises:
+        ValueError: `seconds` is not above 0.
+    """
+
+    def __init__(self, seconds: float | None, rule: Rule) -> None:
+        if seconds is not None:
+            check_number("most_seconds", seconds, "a number > 0", lambda value: value > 0)
+        self._seconds, self._began = seconds, time.monotonic()
+        self._first_look = rule.looks[0]
+        self._rounds = self._first_look + LEAST_FRESH
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the start."""
+        return time.monotonic() - self._began
+
+    def suffices(self, seconds: float = 0.0) -> bool:
+        """Return whether so many seconds more are left."""
+        return self._seconds is None or self.elapsed + seconds <= self._seconds
+
+    def admits(self, lasted: float = 0.0, *, next_seconds: float) -> bool:
+        """Return whether one more test can be begun and get all rounds that it needs.
+
+        Args:
+            lasted: seconds that the present round has lasted.
+            next_seconds: seconds that the test is expected to add to a round.
+        """
+        return self.suffices(next_seconds + (self._rounds - 1) * (lasted + next_seconds))
+
+    def keep(self, begun: Sequence[OpenTest], around: float) -> list[OpenTest]:
+        """Return the tests that can still get the rounds that they need; the last ones are given up first.
+
+        Args:
+            begun: open tests, in the order in which they were begun.
+            around: seconds of a round that belong to no test.
+        """
+        kept = list(begun)
+        while len(kept) > 1 and len(kept[-1].order) < self._first_look:
+            missing = self._rounds - len(kept[-1].order)
+            if self.suffices(missing * (around + sum(test.round_seconds for test in kept))):
+                break
+            kept.pop()
+        return kept
+
+    def choose(self, begun: Sequence[OpenTest], around: float) -> list[OpenTest]:
+        """Return the tests of the next round, in their order: all that fit into the time, flagged ones first.
+
+        Args:
+            begun: open tests.
+            around: seconds of a round that belong to no test.
+        """
+        total, chosen = around, set[str]()
+        for test in sorted(begun, key=lambda test: not test.confirming):
+            if self.suffices(total + test.round_seconds):
+                total += test.round_seconds
+                chosen.add(test.nodeid)
+        return [test for test in begun if test.nodeid in chosen]

@@ -1,0 +1,61 @@
+"""Suite: the slowdown that all tests of a run have in common.
+
+A change that slows down everything can be too small to be proved for a single test in the time of a run. The
+mean over all tests has less noise, so it can be proved earlier.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from itertools import zip_longest
+
+from stackwise.gate.result import TestResult, TrialResult
+from stackwise.gate.sequential import Rule, surely_differs
+from stackwise.gate.trial import LEAST_FRESH, Trial
+from stackwise.gate.verdict import Decision, Verdict
+
+__all__ = ["SUITE", "suite_result"]
+
+SUITE = "(all tests together)"
+# Error rate: chance that a suite in which nothing has changed is found slower.
+ALPHA = 0.001
+_LEAST_TESTS = 5
+
+
+def suite_result(times: Sequence[Trial], rule: Rule) -> TestResult | None:
+    """Return the regression of the whole suite, or None if none is proved.
+
+    The difference of a round is the mean over all tests. Each test has the rounds up to the first look,
+    whatever was found. Later rounds are fresh: which tests have them depends on earlier rounds only, so they
+    do not bias the mean. At least one fresh round of half of the tests is required. A Student's t interval
+    over the rounds has to exclude 0 at `ALPHA`, and the mean has to exceed the mean tolerance.
+
+    Args:
+        times: trials of the metric "time", one per test.
+        rule: of the decisions, for its first look.
+    """
+    first_look = rule.looks[0]
+    whole = [trial for trial in times if len(trial.differences) >= first_look]
+    if len(whole) < _LEAST_TESTS:
+        return None
+    differences = _means([trial.differences for trial in whole])
+    limits = [trial.limit.at(trial.base_level) for trial in whole]
+    tolerance, least = (statistics.fmean(column) for column in zip(*limits, strict=True))
+    found = surely_differs(differences, tolerance, ALPHA)
+    if len(differences) < first_look + LEAST_FRESH or found is None or found[0] <= tolerance:
+        return None
+    estimate, low, high = map(math.expm1, found)
+    rounds = len(differences)
+    reason = f"the mean of {len(whole)} tests surely costs more after {rounds} rounds"
+    decision = Decision(Verdict.REGRESSED, estimate, low, high, 1 - 2 * ALPHA, rounds, True, reason)
+    trial = TrialResult(decision, "s", math.expm1(tolerance), math.expm1(least), differences, (), ())
+    return TestResult(SUITE, "measured", {"time": trial})
+
+
+def _means(by_test: Sequence[Sequence[float]]) -> tuple[float, ...]:
+    """Return the mean of each round that at least half of the tests have."""
+    rounds = zip_longest(*by_test)
+    present = ([value for value in values if value is not None] for values in rounds)
+    return tuple(statistics.fmean(values) for values in present if 2 * len(values) >= len(by_test))

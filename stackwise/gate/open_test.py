@@ -123,6 +123,10 @@ class OpenTest:
         # Last: where Ctrl-C comes within the first round, the test is one that was not begun.
         self.order.append((found.head_first, found.logs))
 
+    def skip(self, reason: str) -> None:
+        """Report the test as skipped: what was measured compares nothing."""
+        self.ended, self.trials = Ended({"head": "skipped"}, {"head": reason}), {}
+
     def result(self, file: str = "", line: int = 0, *, interrupted: bool = False) -> TestResult:
         """What came of it. What is open is decided with what there is.
 

@@ -82,6 +82,7 @@ class Paired:
         seconds: that this took, with what the test does around its calls.
         sampled: seconds of them in which its pairs were made.
         own: whether each side has imported code of its own tree, beside the tests.
+        imported: modules that a side has imported until the end of the test, relative to its tree.
         reference: the median seconds of each part of a pinned workload, timed among the pairs; () without it.
         tokens: that a call of base handles, and one of head; 0: the work does not say.
         lacking: of each metric that some calls have a number of and others have not, the sides of these.
@@ -95,6 +96,7 @@ class Paired:
     seconds: float = 0.0
     sampled: float = 0.0
     own: bool = True
+    imported: frozenset[str] = frozenset()
     reference: tuple[float, ...] = ()
     tokens: tuple[int, int] = (0, 0)
     lacking: dict[str, str] = field(default_factory=dict)
@@ -131,6 +133,7 @@ class _Side:
         self.only_once: dict[str, bool] = {}
         self.tokens: dict[str, int] = {}
         self.own = False
+        self.imported: set[str] = set()
 
     def collect(self) -> None:
         """Hear which tests there are."""
@@ -168,6 +171,7 @@ class _Side:
                 self.ended.setdefault(test, (message["ended"], message["detail"]))
             if message.get("over"):
                 self.own = message["own"]
+                self.imported.update(message["imported"])
                 if message["stray"]:
                     self.ended[test] = ("crashed", f"it imported {message['stray']}, {_STRAY}")
                 elif not message["measured"]:
@@ -298,7 +302,9 @@ def _test(test: str, sides: dict[str, _Side], sampling: Sampling, rng: random.Ra
     if ended or found is None:
         return Ended({r: how for r, (how, _) in ended.items()}, {r: why for r, (_, why) in ended.items()})
     tokens = (sides["base"].tokens[test], sides["head"].tokens[test])
-    return replace(found, own=all(side.own for side in sides.values()), tokens=tokens)
+    own = all(side.own for side in sides.values())
+    imported = frozenset[str]().union(*(side.imported for side in sides.values()))
+    return replace(found, own=own, imported=imported, tokens=tokens)
 
 
 def _measure(test: str, sides: dict[str, _Side], sampling: Sampling, rng: random.Random) -> Paired:

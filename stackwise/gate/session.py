@@ -12,7 +12,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -44,6 +44,7 @@ _NOTHING_OWN = (
     "neither side has imported any code of its tree but the tests: what is installed was compared with "
     "itself. Install the project editable (pip install -e .), or name its folder in pytest's pythonpath"
 )
+_PROSE = frozenset({".md", ".rst"})  # suffixes of files that run nowhere
 
 
 class GateError(RuntimeError):
@@ -175,6 +176,7 @@ def run_gate(
     first_look = rule.looks[0]
     number, begun, waiting, interrupted = 0, list[OpenTest](), list(all_tests.values()), False
     around = 0.0  # seconds of a round that are no test's
+    imported: set[str] = set()
     try:
         with _starter(base, head, launch) as start:
             for number in itertools.count(1):
@@ -189,6 +191,8 @@ def run_gate(
                         tests_seconds += found.seconds
                         if isinstance(found, Ended):
                             ended_seconds += found.seconds  # which later rounds do not take
+                        else:
+                            imported |= found.imported
                         lasted = time.monotonic() - round_began - ended_seconds
                         any_measured = any(test.order for test in all_tests.values())
                         is_over = any_measured and not suffices(first_look - 1, lasted)
@@ -196,6 +200,11 @@ def run_gate(
                         hangs = isinstance(found, Ended) and "hung" in found.how.values()
                         if count >= len(begun) and (is_over or (hangs and not suffices(0))):
                             break
+                if _compares_nothing(base, imported):
+                    for test in all_tests.values():
+                        if test.ended is None:
+                            test.skip(f"nothing to compare: {_hidden(base, imported)}")
+                    break
                 paired = [test for test in all_tests.values() if test.order]
                 if paired and not any(test.own for test in paired):
                     raise GateError(_NOTHING_OWN)
@@ -239,6 +248,7 @@ def run_gate(
         notes=(
             *notes,
             *dict.fromkeys((*base.notes, *head.notes)),
+            *filter(None, [_hidden(base, imported)]),
             *(() if order.balanced else ("one side was first more often than the other: do not trust this",)),
             *_other_work(all_tests.values()),
             *_slower_now_and_then(all_tests.values()),
@@ -261,6 +271,20 @@ def _seconds(sampling: Sampling, begun: Sequence[OpenTest], around: float) -> fl
     beside = around + sum(test.beside_seconds for test in begun)
     fair = beside / 2 / (2 * len(begun))
     return max(sampling.seconds, min(sampling.longest_seconds, fair))
+
+
+def _hidden(base: Tree, imported: Container[str]) -> str:
+    """Return a sentence on the changed modules that a side imported and that are head's on both sides."""
+    files = [str(file) for file in base.hidden if str(file) in imported]
+    if not files:
+        return ""
+    return f"{', '.join(files)}: head's on both sides, in a folder of tests: the change was not compared"
+
+
+def _compares_nothing(base: Tree, imported: Container[str]) -> bool:
+    """Return True if all that has changed of the imported modules is head's on both sides."""
+    differing = [f for f in base.differing if f.suffix != ".py" or str(f) in imported]
+    return bool(_hidden(base, imported)) and all(file.suffix in _PROSE for file in differing)
 
 
 def _other_work(tests: Iterable[OpenTest]) -> Iterator[str]:

@@ -47,6 +47,7 @@ class Script:
     """A process of a side, played: `tests` are what each costs, or a word for what goes wrong."""
 
     clock = Clock()
+    imported: list[str] = []
 
     def __init__(self, role, tests, log):
         self.role, self.tests, self.log = role, tests, log
@@ -87,7 +88,14 @@ class Script:
                 self._over(False)
             case "stray":
                 self.answers += [
-                    {"test": self.now, "over": True, "measured": False, "own": True, "stray": "/x.py"}
+                    {
+                        "test": self.now,
+                        "over": True,
+                        "measured": False,
+                        "own": True,
+                        "stray": "/x.py",
+                        "imported": [],
+                    }
                 ]
                 self._next()
             case "crash":
@@ -103,7 +111,8 @@ class Script:
         self.answers += [{"test": self.now, "ended": "failed", "when": when, "detail": "E  Oops"}]
 
     def _over(self, measured):
-        self.answers += [{"test": self.now, "over": True, "measured": measured, "own": self.own, "stray": ""}]
+        said = {"measured": measured, "own": self.own, "stray": "", "imported": self.imported}
+        self.answers += [{"test": self.now, "over": True, **said}]
         self._next()
 
     def send(self, **message):

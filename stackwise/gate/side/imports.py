@@ -30,6 +30,7 @@ class Imports:
         self._installed = [Path(place).resolve() for place in installed]
         self._looked_at: set[str] = set()
         self._own, self._stray = False, ""
+        self._new: list[str] = []
 
     def look(self) -> tuple[bool, str]:
         """Whether any module but those of tests is this side's, and why one should have been and is not."""
@@ -43,9 +44,15 @@ class Imports:
                 self._look_at(name, Path(os.path.realpath(file)))
         return self._own, self._stray
 
+    def new(self) -> list[str]:
+        """Return the modules of the tree that `look` has found since the last call, relative to the tree."""
+        found, self._new = self._new, []
+        return found
+
     def _look_at(self, name: str, path: Path) -> None:
         assert self._tree is not None
         if path.is_relative_to(self._tree):
+            self._new.append(str(path.relative_to(self._tree)))
             self._own = self._own or not any(path.is_relative_to(test) for test in self._tests)
         elif "." not in name and self._has(name) and not self._of_python(path):
             self._stray = f"{name} from {path}, though its tree has one"

@@ -111,8 +111,8 @@ class SidePlugin:
         if report.when == "teardown":
             own, stray = self.imports.look()
             measured = report.nodeid in self._served
-            early = _EARLY.new()
-            self._send(test=report.nodeid, over=True, measured=measured, own=own, stray=stray, early=early)
+            said = {"imported": self.imports.new(), "early": _EARLY.new()}
+            self._send(test=report.nodeid, over=True, measured=measured, own=own, stray=stray, **said)
 
     @pytest.fixture
     def benchmark(self, request: pytest.FixtureRequest) -> Benchmark:

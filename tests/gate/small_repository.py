@@ -44,7 +44,7 @@ def commit(root, files, tag=None):
 
 
 def run_gate(root, *options, tests="bench", **variables):
-    """Compare the working tree with the tag `base`; returns the exit code, the result as data and the output."""
+    """Compare the working tree with the tag `base`. Returns the exit code, the report and the output."""
     report = root.parent / "report.json"
     report.unlink(missing_ok=True)
     command = [sys.executable, "-m", "pytest", tests, "--stackwise-against=base", "-p", "no:cacheprovider"]

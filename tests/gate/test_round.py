@@ -47,7 +47,7 @@ class Script:
     """A process of a side, played: `tests` are what each costs, or a word for what goes wrong."""
 
     clock = Clock()
-    imported: list[str] = []
+    imported = ()
 
     def __init__(self, role, tests, log):
         self.role, self.tests, self.log = role, tests, log

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -110,6 +111,7 @@ class Gate:
         self.config, self.asked = config, asked
         self.result: GateResult | None = None
         self._interrupted = False
+        self._began = time.time()
         self._written: list[str] = []
 
     @pytest.hookimpl(tryfirst=True)
@@ -274,6 +276,7 @@ class Gate:
             self.asked.timeout,
             self.asked.against == _CALLABLE,
             self.config.pluginmanager.hasplugin("cacheprovider"),
+            self._began,
         )
 
     def _sampling(self) -> Sampling:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from stackwise.gate.limit import Limit, Limits
@@ -11,6 +11,7 @@ from stackwise.gate.result import Status, TestResult, TrialResult
 from stackwise.gate.round import Ended, Paired
 from stackwise.gate.sequential import Rule
 from stackwise.gate.trial import Trial
+from stackwise.gate.verdict import Verdict
 
 __all__ = ["OpenTest"]
 
@@ -33,6 +34,7 @@ class OpenTest:
         head: the same of head.
         ended: what came in the place of a measurement; None: nothing yet.
         own: whether both sides have imported code of their trees for it.
+        mixed: why the sides did not compare what they should; "": nothing is known against it.
         seconds: that its rounds took.
         round_seconds: that the last of them took.
         beside_seconds: of these what was not measuring.
@@ -49,6 +51,7 @@ class OpenTest:
     head: dict[str, list[float]] = field(default_factory=dict)
     ended: Ended | None = None
     own: bool = False
+    mixed: str = ""
     seconds: float = 0.0
     round_seconds: float = 0.0
     beside_seconds: float = 0.0
@@ -64,7 +67,7 @@ class OpenTest:
     @property
     def open(self) -> bool:
         """Whether it needs more rounds."""
-        if self.ended is not None:
+        if self.ended is not None or self.mixed:
             return False
         return not self.order or any(not trial.decided for trial in self.trials.values())
 
@@ -107,6 +110,7 @@ class OpenTest:
         self.round_seconds = found.seconds
         self.beside_seconds = found.seconds - found.sampled
         self.own = self.own or found.own
+        self.mixed = self.mixed or found.mixed
         self.tokens = found.tokens
         if found.reference:
             self.reference.append(found.reference)
@@ -156,6 +160,9 @@ class OpenTest:
     def _trial(self, metric: str, trial: Trial, reason: str) -> TrialResult:
         decision = trial.conclude(reason, together=reason == _TIME)
         limit: Limit = trial.limit
+        if self.mixed:
+            # The levels are of neither revision.
+            decision = replace(decision, verdict=Verdict.INCONCLUSIVE, confirmed=False, reason=self.mixed)
         tolerance, least = map(math.expm1, limit.at(trial.base_level if trial.differences else None))
         return TrialResult(
             decision,
@@ -163,8 +170,8 @@ class OpenTest:
             tolerance,
             least,
             trial.differences,
-            tuple(self.base.get(metric, ())),
-            tuple(self.head.get(metric, ())),
+            () if self.mixed else tuple(self.base.get(metric, ())),
+            () if self.mixed else tuple(self.head.get(metric, ())),
         )
 
 

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from stackwise.argument import check_choice, check_number, check_sizes
+from stackwise.gate.mixing import Used, why_mixed, written_by_both
 from stackwise.gate.process import SideFailedError, SideProcess
 from stackwise.gate.turns import ORDERS, difference, standard_error, turns
 
@@ -25,10 +26,6 @@ _REFERENCES = 8  # samples in the shortest round that there may be
 # Pairs after which it is looked whether they are enough; odd, so that it comes before either order.
 _CHECKED = 13
 _FEWEST = 2 * _CHECKED  # pairs of a round that may end early
-_STRAY = (
-    "which is not of its tree: what was measured is not what is compared. An editable installation that "
-    "hooks into the import (meson-python, scikit-build-core) wins over PYTHONPATH"
-)
 _LEAST_BYTES = 1.0  # a call that holds nothing has a ratio to another one all the same
 
 
@@ -83,6 +80,8 @@ class Paired:
         sampled: seconds of them in which its pairs were made.
         own: whether each side has imported code of its own tree, beside the tests.
         imported: modules that a side has imported until the end of the test, relative to its tree.
+        mixed: why the sides did not compare what they should; "": nothing is known against it.
+        written: files outside of the trees that both sides wrote.
         reference: the median seconds of each part of a pinned workload, timed among the pairs; () without it.
         tokens: that a call of base handles, and one of head; 0: the work does not say.
         lacking: of each metric that some calls have a number of and others have not, the sides of these.
@@ -97,6 +96,8 @@ class Paired:
     sampled: float = 0.0
     own: bool = True
     imported: frozenset[str] = frozenset()
+    mixed: str = ""
+    written: tuple[str, ...] = ()
     reference: tuple[float, ...] = ()
     tokens: tuple[int, int] = (0, 0)
     lacking: dict[str, str] = field(default_factory=dict)
@@ -134,6 +135,7 @@ class _Side:
         self.tokens: dict[str, int] = {}
         self.own = False
         self.imported: set[str] = set()
+        self.used = Used()
 
     def collect(self) -> None:
         """Hear which tests there are."""
@@ -172,9 +174,8 @@ class _Side:
             if message.get("over"):
                 self.own = message["own"]
                 self.imported.update(message["imported"])
-                if message["stray"]:
-                    self.ended[test] = ("crashed", f"it imported {message['stray']}, {_STRAY}")
-                elif not message["measured"]:
+                self.used.add(message["stray"], message["files"])
+                if not message["measured"]:
                     self.ended.setdefault(test, ("not measured", "it never called what is to be measured"))
                 return False
 
@@ -203,6 +204,7 @@ def run_round(
     sampling: Sampling,
     rng: random.Random,
     memory: Container[str] | None = None,
+    run_began: float | None = None,
 ) -> Generator[tuple[str, Paired | Ended], None, None]:
     """Measure tests, in their order, and hand over what came of each.
 
@@ -217,8 +219,10 @@ def run_round(
             the same on both sides of a round and another in the next.
         memory: tests of which memory is read, if `sampling` reads any: to look takes as long as a few hundred
             calls, and is exact; None: all.
+        run_began: when the user's run began, in seconds since the epoch; None: now.
     """
-    left = list(tests)
+    left, now = list(tests), time.time()
+    times = (now if run_began is None else run_began, now)
     while left:
         began = time.perf_counter()
         try:
@@ -227,7 +231,7 @@ def run_round(
                     test, began = left.pop(0), time.perf_counter()
                     try:
                         looks = sampling.memory and (memory is None or test in memory)
-                        found = _test(test, sides, replace(sampling, memory=looks), rng)
+                        found = _test(test, sides, replace(sampling, memory=looks), rng, times)
                     except _SideLostError as lost:
                         yield test, lost.ended("", began)
                         break
@@ -278,7 +282,13 @@ def _both(start: Callable[[str, int], SideProcess], rng: random.Random) -> Itera
             side.process.kill()
 
 
-def _test(test: str, sides: dict[str, _Side], sampling: Sampling, rng: random.Random) -> Paired | Ended:
+def _test(
+    test: str,
+    sides: dict[str, _Side],
+    sampling: Sampling,
+    rng: random.Random,
+    times: tuple[float, float],
+) -> Paired | Ended:
     waiting = []
     for role, side in sides.items():
         if side.lacks(test):
@@ -299,12 +309,16 @@ def _test(test: str, sides: dict[str, _Side], sampling: Sampling, rng: random.Ra
         with _lost(role):
             sides[role].come_to(test)
     ended = {role: side.ended[test] for role, side in sides.items() if test in side.ended}
+    used = {role: side.used for role, side in sides.items()}
+    mixed, written = why_mixed(used, *times), tuple(written_by_both(used))
     if ended or found is None:
-        return Ended({r: how for r, (how, _) in ended.items()}, {r: why for r, (_, why) in ended.items()})
+        more = f"; {mixed}" if mixed else ""
+        details = {role: f"{why}{more}" for role, (_, why) in ended.items()}
+        return Ended({role: how for role, (how, _) in ended.items()}, details)
     tokens = (sides["base"].tokens[test], sides["head"].tokens[test])
     own = all(side.own for side in sides.values())
     imported = frozenset[str]().union(*(side.imported for side in sides.values()))
-    return replace(found, own=own, imported=imported, tokens=tokens)
+    return replace(found, own=own, imported=imported, mixed=mixed, written=written, tokens=tokens)
 
 
 def _measure(test: str, sides: dict[str, _Side], sampling: Sampling, rng: random.Random) -> Paired:

@@ -36,7 +36,8 @@ __all__ = ["GateError", "GateInterruptedError", "Launch", "Progress", "run_gate"
 
 # Elsewhere system libraries bear no fork behind which no other program is started.
 _FORKS = sys.platform == "linux"
-_COMPILED = "TORCHINDUCTOR_CACHE_DIR"
+# Folders of compiled code, which are in TMPDIR or the same for all versions of a project by default.
+_COMPILED = ("TORCHINDUCTOR_CACHE_DIR", "TORCH_EXTENSIONS_DIR", "TRITON_CACHE_DIR")
 # Most characters of the folder in which the temporary files of both sides are: among them may be sockets,
 # whose whole path has 104 at most.
 _LONGEST_TEMPORARY = 50
@@ -77,6 +78,7 @@ class Launch:
         seconds: the most time between two messages of a process; a test that takes longer hangs.
         callables: whether both sides are the same tree, and the base measures what a test names as `against`.
         cache: whether pytest has its cache, which then has a folder of its own on each side.
+        began: when the user's run began, in seconds since the epoch; None: when each round does.
     """
 
     arguments: tuple[str, ...]
@@ -87,6 +89,7 @@ class Launch:
     seconds: float = 600.0
     callables: bool = False
     cache: bool = True
+    began: float | None = None
 
     def __post_init__(self) -> None:
         check_number("seconds", self.seconds, "a number > 0", lambda value: value > 0)
@@ -177,15 +180,16 @@ def run_gate(
     number, begun, waiting, interrupted = 0, list[OpenTest](), list(all_tests.values()), False
     around = 0.0  # seconds of a round that are no test's
     imported: set[str] = set()
+    written: set[str] = set()
     try:
-        with _starter(base, head, launch) as start:
+        with _starter(base, head, launch, all_tests) as start:
             for number in itertools.count(1):
                 round_began, tests_seconds, ended_seconds = time.monotonic(), 0.0, 0.0
                 names = [test.nodeid for test in (*begun, *waiting)]
                 memory = {name for name in names if all_tests[name].wants_memory}
                 # Closed where it is left, so that its processes end.
                 longer = replace(sampling, seconds=_seconds(sampling, begun, around))
-                with closing(run_round(names, start, longer, rng, memory)) as measured:
+                with closing(run_round(names, start, longer, rng, memory, launch.began)) as measured:
                     for count, (name, found) in enumerate(measured, start=1):
                         all_tests[name].add(found, rule)
                         tests_seconds += found.seconds
@@ -193,6 +197,7 @@ def run_gate(
                             ended_seconds += found.seconds  # which later rounds do not take
                         else:
                             imported |= found.imported
+                            written.update(found.written)
                         lasted = time.monotonic() - round_began - ended_seconds
                         any_measured = any(test.order for test in all_tests.values())
                         is_over = any_measured and not suffices(first_look - 1, lasted)
@@ -249,6 +254,8 @@ def run_gate(
             *notes,
             *dict.fromkeys((*base.notes, *head.notes)),
             *filter(None, [_hidden(base, imported)]),
+            *dict.fromkeys(test.mixed for test in all_tests.values() if test.mixed),
+            *(f"both sides write {path}: derive its name from STACKWISE_SIDE" for path in sorted(written)),
             *(() if order.balanced else ("one side was first more often than the other: do not trust this",)),
             *_other_work(all_tests.values()),
             *_slower_now_and_then(all_tests.values()),
@@ -310,7 +317,7 @@ def _slower_now_and_then(tests: Iterable[OpenTest]) -> Iterator[str]:
 
 
 @contextmanager
-def _starter(base: Tree, head: Tree, launch: Launch) -> Iterator[Starter]:
+def _starter(base: Tree, head: Tree, launch: Launch, all_tests: Mapping[str, OpenTest]) -> Iterator[Starter]:
     """What starts processes, for as long as this lasts: their plugin and what they print lie in a folder."""
     folder = Path(tempfile.mkdtemp(prefix="stackwise-gate-")).resolve()
     trees = {"base": base, "head": head}
@@ -338,8 +345,8 @@ def _starter(base: Tree, head: Tree, launch: Launch) -> Iterator[Starter]:
                 fresh.mkdir()
             environment = {
                 **dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(temporary)),
-                # By default it is in TMPDIR. Each round would compile anew.
-                **({} if _COMPILED in os.environ else {_COMPILED: str(folder / f"{role}-compiled")}),
+                # For all rounds: each would compile anew otherwise.
+                **{n: str(folder / f"{role}-compiled" / n) for n in _COMPILED if n not in os.environ},
                 **({CALLABLE: "1"} if launch.callables else {}),
             }
             made = supply.sides[role] = SideProcess(
@@ -358,6 +365,8 @@ def _starter(base: Tree, head: Tree, launch: Launch) -> Iterator[Starter]:
                 tree=None if launch.callables else own,
                 tests=trees[role].tests,
                 foreign=foreign,
+                own=[folder, temporaries, *([launch.root] if launch.callables else [])],
+                watch=not all(all_tests[test].begun for test in tests),
                 log=folder / f"{role}.log",
                 seconds=launch.seconds,
                 seed=seed,

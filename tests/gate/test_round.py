@@ -43,6 +43,9 @@ NOT_COLLECTED = {
 }
 
 
+NO_FILES = {"foreign": [], "read": [], "written": []}
+
+
 class Script:
     """A process of a side, played: `tests` are what each costs, or a word for what goes wrong."""
 
@@ -86,18 +89,6 @@ class Script:
                 detail = "fixture 'new' not found\navailable fixtures: benchmark"
                 self.answers += [{"test": self.now, "ended": "failed", "when": "setup", "detail": detail}]
                 self._over(False)
-            case "stray":
-                self.answers += [
-                    {
-                        "test": self.now,
-                        "over": True,
-                        "measured": False,
-                        "own": True,
-                        "stray": "/x.py",
-                        "imported": [],
-                    }
-                ]
-                self._next()
             case "crash":
                 self.answers += [SideFailedError("crashed", "it was ended by SIGSEGV")]
             case "hang":
@@ -111,7 +102,9 @@ class Script:
         self.answers += [{"test": self.now, "ended": "failed", "when": when, "detail": "E  Oops"}]
 
     def _over(self, measured):
-        said = {"measured": measured, "own": self.own, "stray": "", "imported": self.imported}
+        cost = self.tests[self.now] if isinstance(self.tests[self.now], dict) else {}
+        said = {"measured": measured, "own": self.own, "imported": self.imported}
+        said |= {"stray": cost.get("stray", ""), "files": NO_FILES | cost.get("files", {})}
         self.answers += [{"test": self.now, "over": True, **said}]
         self._next()
 
@@ -354,7 +347,6 @@ def test_a_call_that_holds_nothing():
         ("skip", "skipped", "no GPU"),
         ("fail", "failed", "E  Oops"),
         ("pass", "not measured", "it never called what is to be measured"),
-        ("stray", "crashed", "it imported /x.py, which is not of its tree"),
     ],
 )
 @pytest.mark.parametrize("role", ["base", "head"])
@@ -607,7 +599,7 @@ def clock(monkeypatch):
     made = Clock()
     monkeypatch.setattr(Script, "clock", made)
     monkeypatch.setattr(session, "time", SimpleNamespace(monotonic=made))
-    monkeypatch.setattr(round_module, "time", SimpleNamespace(perf_counter=made))
+    monkeypatch.setattr(round_module, "time", SimpleNamespace(perf_counter=made, time=made))
     return made
 
 
@@ -745,7 +737,6 @@ def test_a_run_without_a_limit_makes_all_rounds(sides, tmp_path, clock):
         ("not imported", cost(), "missing on base"),
         ("broken", cost(), "crashed on base"),
         ("hang", cost(), "hung on base"),
-        ("stray", cost(), "crashed on base"),
         (cost(), "fail", "crashed on head"),
         (cost(), "hang", "hung on head"),
         (cost(), "pass", "crashed on head"),
@@ -817,6 +808,42 @@ def test_a_head_that_breaks_later_is_broken(sides, tmp_path):
         {A: lambda number: "crash" if number == 7 else cost()},
     )
     assert gate(tmp_path, (A,)).tests[0].status == "crashed on head"
+
+
+@pytest.mark.parametrize(
+    ("used", "reason"),
+    [
+        ({"stray": "/x.py"}, "head imported /x.py, which is not of its tree"),
+        ({"files": {"foreign": ["/root/x.so"]}}, "head used /root/x.so, which is a file of the working tree"),
+    ],
+    ids=["module", "file"],
+)
+def test_a_side_that_used_what_is_not_its_own_is_inconclusive(used, reason, sides, tmp_path):
+    rounds = sides({A: cost(), B: cost()}, {A: cost(), B: cost(0.2, **used)})
+    found = gate(tmp_path)
+    one, other = found.tests
+    assert one.verdict == Verdict.PASS
+    assert {trial.decision.verdict for trial in other.trials.values()} == {Verdict.INCONCLUSIVE}
+    assert other.trials["time"].decision.reason.startswith(reason)
+    assert other.trials["time"].levels is None  # they are of neither side
+    assert found.exit_code == 7
+    assert [note for note in found.notes if note.startswith(reason)]
+    assert B not in rounds[1]["head"].collected
+
+
+def test_what_a_broken_test_used_is_told(sides, tmp_path):
+    sides({A: cost()}, {A: cost(fails=True, stray="/x.py")})
+    found = gate(tmp_path, (A,))
+    assert found.tests[0].status == "crashed on head"
+    assert "E  Oops; head imported /x.py" in found.tests[0].detail
+
+
+def test_files_that_both_sides_write_are_told(sides, tmp_path):
+    used = {"files": {"written": ["/var/tmp/log"]}}
+    sides({A: cost(**used)}, {A: cost(**used)})
+    found = gate(tmp_path, (A,))
+    assert found.verdict == Verdict.PASS
+    assert "both sides write /var/tmp/log: derive its name from STACKWISE_SIDE" in found.notes
 
 
 def test_what_is_installed_is_not_compared_with_itself(sides, tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Generator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,11 @@ from .channel import (  # beside this file, wherever it was copied to
     CALLABLE,
     DESCRIPTOR,
     FOREIGN,
+    OWN,
     ROLE,
     TESTS,
     TREE,
+    WATCH,
     Channel,
     ChannelClosedError,
 )
@@ -28,13 +31,26 @@ from .early_imports import EarlyImports
 from .imports import Imports
 from .subject import Repeated, Streamed, Subject, peak_memory, settle, warm_up
 from .tracer import active_tracer
+from .used_files import UsedFiles
 
 __all__ = ["SidePlugin"]
 
 _OUTSIDE = 3  # exit code of a process whose gate is gone
 _LONGEST = 4000  # characters of what went wrong
-_IN_USE = "address already in use"
-_TAKE_ANOTHER = "both sides run at the same time: take a free port, or derive it from STACKWISE_SIDE"
+_AT_ONCE = "both sides run at the same time: "
+_PORT = f"{_AT_ONCE}take a free port, or derive it from STACKWISE_SIDE"
+_FILE = f"{_AT_ONCE}use tmp_path, or derive the name of the file from STACKWISE_SIDE"
+# Parts of messages of errors that both sides raise if they share something, and what to do.
+_SHARED = {
+    "address already in use": _PORT,
+    "database is locked": _FILE,  # SQLite
+    "database table is locked": _FILE,
+    "blockingioerror": _FILE,  # flock and lockf, portalocker, h5py
+    "resource temporarily unavailable": _FILE,
+    "could not be acquired": _FILE,  # filelock
+    "unable to lock file": _FILE,  # HDF5
+    "could not set lock on file": _FILE,  # DuckDB
+}
 _EARLY = EarlyImports()
 
 
@@ -109,9 +125,10 @@ class SidePlugin:
             detail = _with_advice(reason, report)
             self._send(test=report.nodeid, ended=ended, when=report.when, detail=detail)
         if report.when == "teardown":
+            _FILES.look()
             own, stray = self.imports.look()
             measured = report.nodeid in self._served
-            said = {"imported": self.imports.new(), "early": _EARLY.new()}
+            said = {"imported": self.imports.new(), "files": _FILES.new(), "early": _EARLY.new()}
             self._send(test=report.nodeid, over=True, measured=measured, own=own, stray=stray, **said)
 
     @pytest.fixture
@@ -169,6 +186,8 @@ class SidePlugin:
         if subject.only_once:
             _EARLY.forbid()
         settle()
+        # The warm-up makes the same calls, but one that is made only once has none.
+        timed = nullcontext if subject.only_once else _FILES.paused
         taken: list[float] = []
         self._send(test=nodeid, ready=True, only_once=subject.only_once, tokens=tokens)
         while True:
@@ -176,12 +195,14 @@ class SidePlugin:
                 case {"warm_up": seconds}:
                     self._send(sample=warm_up(subject, seconds))
                 case {"calls": calls}:
-                    sample = subject.seconds(calls)
+                    with timed():
+                        sample = subject.seconds(calls)
                     taken.append(sample["time"])
                     self._send(sample=sample)
                 case {"memory": True}:
                     self._send(sample=peak_memory(subject))
                 case _:
+                    _FILES.look()  # while fixtures have their children
                     return taken
 
     def _send(self, **message: Any) -> None:
@@ -325,12 +346,12 @@ def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:
 
 
 def _with_advice(reason: str, report: pytest.TestReport | pytest.CollectReport) -> str:
-    """Return the reason, not too long, and what to do if an address was in use."""
+    """Return the reason, not too long, and what to do if a port or a file is one of both sides."""
     reason = reason[:_LONGEST]
     # An error may have it as its cause, or a server in a child process may have printed it.
-    if report.failed and _IN_USE in f"{report.longreprtext}{report.capstderr}".lower():
-        return f"{reason}; {_IN_USE}: {_TAKE_ANOTHER}"
-    return reason
+    text = f"{report.longreprtext}{report.capstderr}".lower() if report.failed else ""
+    causes = (f"; {cause}: {advice}" for cause, advice in _SHARED.items() if cause in text)
+    return f"{reason}{next(causes, '')}"
 
 
 def _benchmark_type() -> type[Benchmark]:
@@ -358,3 +379,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def _places(name: str) -> list[str]:
     return [place for place in os.environ.pop(name, "").split(os.pathsep) if place]
+
+
+def _used_files() -> UsedFiles:
+    """Return what notes used files, from now on: conftests and plugins are loaded later."""
+    tree, own, foreign = (
+        [place for place in os.environ.get(name, "").split(os.pathsep) if place]
+        for name in (TREE, OWN, FOREIGN)
+    )
+    return UsedFiles([*tree, *own], foreign, hook=bool(os.environ.get(WATCH)))
+
+
+_FILES = _used_files()

@@ -35,6 +35,8 @@ class OpenTest:
         ended: what came in the place of a measurement; None: nothing yet.
         own: whether both sides have imported code of their trees for it.
         mixed: why the sides did not compare what they should; "": nothing is known against it.
+        watched: a round was made in which the sides reported each file that they opened.
+        disturbed: one was made whose times are not used, since this slowed them.
         seconds: that its rounds took.
         round_seconds: that the last of them took.
         beside_seconds: of these what was not measuring.
@@ -52,6 +54,8 @@ class OpenTest:
     ended: Ended | None = None
     own: bool = False
     mixed: str = ""
+    watched: bool = False
+    disturbed: bool = False
     seconds: float = 0.0
     round_seconds: float = 0.0
     beside_seconds: float = 0.0
@@ -62,7 +66,7 @@ class OpenTest:
     @property
     def begun(self) -> bool:
         """Whether anything was heard of it."""
-        return self.ended is not None or bool(self.order)
+        return self.ended is not None or self.disturbed or bool(self.order)
 
     @property
     def open(self) -> bool:
@@ -79,14 +83,14 @@ class OpenTest:
     @property
     def wants_memory(self) -> bool:
         """Whether the memory of its calls is still to be judged."""
-        if not self.begun:
+        if not self.order:
             return self.limits.memory is not None
         return "memory" in self.trials and not self.trials["memory"].decided
 
     @property
     def n_trials(self) -> int:
         """How many trials it has that have rounds; before its first round, how many it has at most."""
-        if self.begun:
+        if self.order or self.ended is not None:
             return sum(bool(trial.differences) for trial in self.trials.values())
         return sum(limit is not None for limit in self.limits.all)
 
@@ -99,6 +103,11 @@ class OpenTest:
         """
         if isinstance(found, Ended):
             self.ended = found
+            return
+        self.watched = self.watched or found.watched
+        if found.disturbed and not found.mixed:
+            self.disturbed = True
+            self.round_seconds, self.beside_seconds = found.seconds, found.seconds - found.sampled
             return
         if not self.order:
             expected = dict.fromkeys((*found.differences, *found.lacking, *self.asked))
@@ -140,7 +149,7 @@ class OpenTest:
             interrupted: why no more rounds are made; else the time is up.
         """
         where: dict[str, Any] = {"file": file, "line": line, "seconds": self.seconds}
-        if not self.begun:
+        if self.ended is None and not self.order:
             detail = "interrupted" if interrupted else "the time was not enough for all tests"
             return TestResult(self.nodeid, "not begun", {}, detail, **where)
         reason, detail = "interrupted" if interrupted else _TIME, ""

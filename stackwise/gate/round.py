@@ -80,6 +80,8 @@ class Paired:
         sampled: seconds of them in which its pairs were made.
         own: whether each side has imported code of its own tree, beside the tests.
         imported: modules that a side has imported until the end of the test, relative to its tree.
+        watched: the sides reported each file that they opened.
+        disturbed: they were slowed by this.
         mixed: why the sides did not compare what they should; "": nothing is known against it.
         written: files outside of the trees that both sides wrote.
         reference: the median seconds of each part of a pinned workload, timed among the pairs; () without it.
@@ -96,6 +98,8 @@ class Paired:
     sampled: float = 0.0
     own: bool = True
     imported: frozenset[str] = frozenset()
+    watched: bool = False
+    disturbed: bool = False
     mixed: str = ""
     written: tuple[str, ...] = ()
     reference: tuple[float, ...] = ()
@@ -135,6 +139,7 @@ class _Side:
         self.tokens: dict[str, int] = {}
         self.own = False
         self.imported: set[str] = set()
+        self.watched = self.disturbed = False
         self.used = Used()
 
     def collect(self) -> None:
@@ -173,6 +178,7 @@ class _Side:
                 self.ended.setdefault(test, (message["ended"], message["detail"]))
             if message.get("over"):
                 self.own = message["own"]
+                self.watched, self.disturbed = message["watched"], message["disturbed"]
                 self.imported.update(message["imported"])
                 self.used.add(message["stray"], message["files"])
                 if not message["measured"]:
@@ -316,9 +322,16 @@ def _test(
         details = {role: f"{why}{more}" for role, (_, why) in ended.items()}
         return Ended({role: how for role, (how, _) in ended.items()}, details)
     tokens = (sides["base"].tokens[test], sides["head"].tokens[test])
-    own = all(side.own for side in sides.values())
-    imported = frozenset[str]().union(*(side.imported for side in sides.values()))
-    return replace(found, own=own, imported=imported, mixed=mixed, written=written, tokens=tokens)
+    return replace(
+        found,
+        own=all(side.own for side in sides.values()),
+        imported=frozenset[str]().union(*(side.imported for side in sides.values())),
+        watched=all(side.watched for side in sides.values()),
+        disturbed=any(side.disturbed for side in sides.values()),
+        mixed=mixed,
+        written=written,
+        tokens=tokens,
+    )
 
 
 def _measure(test: str, sides: dict[str, _Side], sampling: Sampling, rng: random.Random) -> Paired:

@@ -199,7 +199,7 @@ def run_gate(
                             imported |= found.imported
                             written.update(found.written)
                         lasted = time.monotonic() - round_began - ended_seconds
-                        any_measured = any(test.order for test in all_tests.values())
+                        any_measured = any(test.order or test.disturbed for test in all_tests.values())
                         is_over = any_measured and not suffices(first_look - 1, lasted)
                         # A code that hangs everywhere would take this long for each test.
                         hangs = isinstance(found, Ended) and "hung" in found.how.values()
@@ -366,7 +366,7 @@ def _starter(base: Tree, head: Tree, launch: Launch, all_tests: Mapping[str, Ope
                 tests=trees[role].tests,
                 foreign=foreign,
                 own=[folder, temporaries, *([launch.root] if launch.callables else [])],
-                watch=not all(all_tests[test].begun for test in tests),
+                watch=_watches([all_tests[test] for test in tests]),
                 log=folder / f"{role}.log",
                 seconds=launch.seconds,
                 seed=seed,
@@ -389,6 +389,14 @@ def _starter(base: Tree, head: Tree, launch: Launch, all_tests: Mapping[str, Ope
         supply.end()
         for made in {folder, temporaries}:
             shutil.rmtree(made, ignore_errors=True)
+
+
+def _watches(tests: Sequence[OpenTest]) -> bool:
+    """Return True if sides should report each file that they open in a round of these tests.
+
+    Each test needs one such round. One that was disturbed by it needs another round first.
+    """
+    return not all(test.watched for test in tests) and all(test.order or not test.disturbed for test in tests)
 
 
 def _moved(argument: str, root: Path, tree: Path) -> str:

@@ -50,7 +50,7 @@ class Script:
     """A process of a side, played: `tests` are what each costs, or a word for what goes wrong."""
 
     clock = Clock()
-    imported = ()
+    imported, watched = (), False
 
     def __init__(self, role, tests, log):
         self.role, self.tests, self.log = role, tests, log
@@ -104,6 +104,7 @@ class Script:
     def _over(self, measured):
         cost = self.tests[self.now] if isinstance(self.tests[self.now], dict) else {}
         said = {"measured": measured, "own": self.own, "imported": self.imported}
+        said |= {"watched": self.watched, "disturbed": self.watched and bool(cost.get("disturbed"))}
         said |= {"stray": cost.get("stray", ""), "files": NO_FILES | cost.get("files", {})}
         self.answers += [{"test": self.now, "over": True, **said}]
         self._next()
@@ -460,13 +461,14 @@ def sides(monkeypatch):
     rounds = []
 
     def of(base, head):
-        def start(role, arguments, **_):
+        def start(role, arguments, watch, **_):
             if not rounds or role in rounds[-1]:
                 rounds.append({})
             number = len(rounds) - 1
             given = base if role == "base" else head
             tests = {name: what(number) if callable(what) else what for name, what in given.items()}
             made = Script(role, tests, [])
+            made.watched = watch
             rounds[-1][role] = made
             played = made.send
 
@@ -829,6 +831,24 @@ def test_a_side_that_used_what_is_not_its_own_is_inconclusive(used, reason, side
     assert found.exit_code == 7
     assert [note for note in found.notes if note.startswith(reason)]
     assert B not in rounds[1]["head"].collected
+
+
+def test_a_round_that_was_slowed_by_watching_is_not_used(sides, tmp_path):
+    # What the hook costs is on one side, whose call has more of the events that it hears.
+    def head(number):
+        return cost(0.9, disturbed=True) if number == 0 else cost()
+
+    rounds = sides({A: cost(), B: cost()}, {A: head, B: cost()})
+    found = gate(tmp_path)
+    assert found.verdict == Verdict.PASS
+    assert [len(test.trials["time"].differences) for test in found.tests] == [4, 4]
+    assert [each["head"].watched for each in rounds] == [True, False, False, False, False]
+
+
+def test_a_test_that_was_only_watched_is_not_begun(sides, tmp_path):
+    sides({A: cost()}, {A: cost(disturbed=True)})
+    found = gate(tmp_path, (A,), most_seconds=1e-9)
+    assert (found.tests[0].status, found.exit_code) == ("not begun", 5)
 
 
 def test_what_a_broken_test_used_is_told(sides, tmp_path):

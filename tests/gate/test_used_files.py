@@ -126,3 +126,24 @@ def test_a_library_that_a_name_leads_to_is_seen(used, tmp_path):
     subprocess.run(["gcc", "-shared", "-o", str(library), str(tmp_path / "x.c")], check=True)
     work = f"ctypes.CDLL({str(library)!r})\nused.look()"
     assert used(work, hook=False) == {"foreign": ["project/libx.so"]}
+
+
+@pytest.mark.parametrize(
+    ("work", "hook", "expected"),
+    [
+        ("for n in range(1000): id(n)", True, True),
+        ("for n in range(1000): n + 1", True, False),
+        ("for n in range(1000): id(n)", False, False),
+    ],
+)
+def test_times_are_disturbed_by_events_that_the_hook_hears(work, hook, expected, tmp_path):
+    timed = f"with used.timed(noting=False):\n    {work}\nprint([used.disturbed(), used.disturbed()])\nused.new()"
+    program = PROGRAM.format(root=str(tmp_path), work=timed, hook=hook)
+    (tmp_path / "tree").mkdir()
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[0] == str([expected, False])
+
+
+def test_files_of_timed_calls_are_noted_if_asked_for(used):
+    assert used("with used.timed(noting=False): open(project + '/x.py')") == {}
+    assert used("with used.timed(noting=True): open(project + '/x.py')") == {"foreign": ["project/x.py"]}

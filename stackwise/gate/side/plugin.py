@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Generator
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -128,8 +127,18 @@ class SidePlugin:
             _FILES.look()
             own, stray = self.imports.look()
             measured = report.nodeid in self._served
-            said = {"imported": self.imports.new(), "files": _FILES.new(), "early": _EARLY.new()}
-            self._send(test=report.nodeid, over=True, measured=measured, own=own, stray=stray, **said)
+            self._send(
+                test=report.nodeid,
+                over=True,
+                measured=measured,
+                watched=_FILES.has_hook,
+                disturbed=_FILES.disturbed(),
+                own=own,
+                stray=stray,
+                imported=self.imports.new(),
+                files=_FILES.new(),
+                early=_EARLY.new(),
+            )
 
     @pytest.fixture
     def benchmark(self, request: pytest.FixtureRequest) -> Benchmark:
@@ -186,8 +195,6 @@ class SidePlugin:
         if subject.only_once:
             _EARLY.forbid()
         settle()
-        # The warm-up makes the same calls, but one that is made only once has none.
-        timed = nullcontext if subject.only_once else _FILES.paused
         taken: list[float] = []
         self._send(test=nodeid, ready=True, only_once=subject.only_once, tokens=tokens)
         while True:
@@ -195,12 +202,15 @@ class SidePlugin:
                 case {"warm_up": seconds}:
                     self._send(sample=warm_up(subject, seconds))
                 case {"calls": calls}:
-                    with timed():
+                    # The warm-up makes the same calls, but one that is made only once has none.
+                    with _FILES.timed(noting=subject.only_once):
                         sample = subject.seconds(calls)
                     taken.append(sample["time"])
                     self._send(sample=sample)
                 case {"memory": True}:
-                    self._send(sample=peak_memory(subject))
+                    with _FILES.paused():
+                        memory = peak_memory(subject)
+                    self._send(sample=memory)
                 case _:
                     _FILES.look()  # while fixtures have their children
                     return taken

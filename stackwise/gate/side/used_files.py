@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.util import source_from_cache
@@ -16,6 +17,8 @@ from .imports import is_installed
 __all__ = ["UsedFiles"]
 
 _PROCESSES = Path("/proc")
+_EVENT_SECONDS = 5e-6  # that the hook may take for an event
+_BEARABLE = 5e-4  # share of a time that it may take
 _SYSTEM = {("/", "dev"), ("/", "proc"), ("/", "sys")}
 _METADATA = (".egg-info", ".dist-info")  # pytest reads that of every installed distribution
 _REST = r"(?:/[^\s'\";:,|&<>()]*)?(?![\w.-])"  # of a path in a text, behind a folder
@@ -25,14 +28,17 @@ class UsedFiles:
     """Files outside of the tree of this side that this process and its children use.
 
     An audit hook hears what Python opens, databases of SQLite, libraries and child processes. It costs each
-    event of Python about a microsecond for as long as the process lives, so the gate asks for it in the first
-    round of a test only. In every round, files that are mapped or open and children that are alive are looked
-    up in /proc, where the system has it.
+    audit event, of which `id` is one, about a microsecond for as long as the process lives. So the gate asks
+    for it in the first round of a test only, and does not use times that have many events. In every round,
+    files that are mapped or open and children that are alive are looked up in /proc, if the system has it.
 
     Args:
         own: folders of this side: its tree and its temporary files.
         foreign: folders of which it may use nothing: the tree of the other side, the working tree.
         hook: install the audit hook.
+
+    Attributes:
+        has_hook: the audit hook is installed.
     """
 
     def __init__(self, own: Sequence[str], foreign: Sequence[str], *, hook: bool = False) -> None:
@@ -44,18 +50,38 @@ class UsedFiles:
         self._named: set[str] = set()  # by a command: files and folders
         self._seen: set[str] = set()  # in /proc
         self._told: set[tuple[str, str]] = set()
-        self._is_paused = False
+        self._is_paused = self._is_timed = False
+        self._timed_events = 0
+        self._timed_seconds = 0.0
+        self.has_hook = hook
         if hook:
             sys.addaudithook(self._hear)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Note nothing within, such as while a call is timed."""
+        """Note nothing within."""
         self._is_paused = True
         try:
             yield
         finally:
             self._is_paused = False
+
+    @contextmanager
+    def timed(self, *, noting: bool) -> Iterator[None]:
+        """Count the events of calls that are timed within, and note files only if asked to."""
+        began = time.perf_counter()
+        self._is_timed, self._is_paused = True, not noting
+        try:
+            yield
+        finally:
+            self._is_timed = self._is_paused = False
+            self._timed_seconds += time.perf_counter() - began
+
+    def disturbed(self) -> bool:
+        """Return True if the hook may have changed the times since the last call by more than a noise."""
+        events, seconds = self._timed_events, self._timed_seconds
+        self._timed_events, self._timed_seconds = 0, 0.0
+        return events * _EVENT_SECONDS > _BEARABLE * seconds
 
     def look(self) -> None:
         """Note the files that are mapped or open and the children that are alive."""
@@ -105,6 +131,8 @@ class UsedFiles:
         return "" if is_installed(path) or "__pycache__" in path.parts else "outside"
 
     def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if self._is_timed:
+            self._timed_events += 1
         if self._is_paused or event not in _EVENTS:
             return
         with suppress(Exception):  # it would be an error of the code that is heard

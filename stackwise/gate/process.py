@@ -122,8 +122,8 @@ class SideProcess:
                 printed = twins.log.read_text(errors="replace").strip()[-_TAIL:]
                 raise SideFailedError("crashed", f"no process could be started: {error}; {printed}") from None
             return
-        own, theirs = socket.socketpair()
-        self._channel = Channel(own)
+        ours, theirs = socket.socketpair()
+        self._channel = Channel(ours)
         variables = {
             **inherited_environment(),
             **variables,

@@ -365,7 +365,8 @@ def _starter(base: Tree, head: Tree, launch: Launch, all_tests: Mapping[str, Ope
                 tree=None if launch.callables else own,
                 tests=trees[role].tests,
                 foreign=foreign,
-                own=[folder, temporaries, *([launch.root] if launch.callables else [])],
+                # That of the twins is in the working tree if this project is compared.
+                own=[folder, temporaries, source, *([launch.root] if launch.callables else [])],
                 watch=_watches([all_tests[test] for test in tests]),
                 log=folder / f"{role}.log",
                 seconds=launch.seconds,

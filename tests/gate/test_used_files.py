@@ -137,7 +137,9 @@ def test_a_library_that_a_name_leads_to_is_seen(used, tmp_path):
     ],
 )
 def test_times_are_disturbed_by_events_that_the_hook_hears(work, hook, expected, tmp_path):
-    timed = f"with used.timed(noting=False):\n    {work}\nprint([used.disturbed(), used.disturbed()])\nused.new()"
+    timed = (
+        f"with used.timed(noting=False):\n    {work}\nprint([used.disturbed(), used.disturbed()])\nused.new()"
+    )
     program = PROGRAM.format(root=str(tmp_path), work=timed, hook=hook)
     (tmp_path / "tree").mkdir()
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -35,12 +35,16 @@ class Imports:
         tree: the folder of this side's files; None: both sides are the same files.
         tests: what in it is of the tests, and the same on both sides: files or folders, relative to it.
         foreign: folders out of which nothing may come: the other side's, and the project's own.
+        own: folders in them out of which something may: the program of a side is in that of this project.
     """
 
-    def __init__(self, tree: str | None, tests: Sequence[str], foreign: Sequence[str]) -> None:
+    def __init__(
+        self, tree: str | None, tests: Sequence[str], foreign: Sequence[str], own: Sequence[str] = ()
+    ) -> None:
         self._tree = None if tree is None else Path(tree).resolve()
         self._tests = [self._tree / test for test in tests] if self._tree is not None else []
         self._foreign = [Path(folder).resolve() for folder in foreign]
+        self._ours = [_HERE, *(Path(folder).resolve() for folder in own)]
         self._looked_at: set[str] = set()
         self._own, self._stray = False, ""
         self._new: list[str] = []
@@ -69,7 +73,7 @@ class Imports:
             self._own = self._own or not any(path.is_relative_to(test) for test in self._tests)
         elif "." not in name and self._has(name) and not self._of_python(path):
             self._stray = f"{name} from {path}, though its tree has one"
-        elif path.is_relative_to(_HERE):
+        elif any(path.is_relative_to(folder) for folder in self._ours):
             return  # this package; trees may lie below the project, where TMPDIR does
         elif any(path.is_relative_to(f) and not is_installed(path, f) for f in self._foreign):
             self._stray = str(path)

@@ -377,8 +377,8 @@ def _benchmark_type() -> type[Benchmark]:
 def pytest_configure(config: pytest.Config) -> None:
     """Serve the gate that has started this process."""
     descriptor = int(os.environ.pop(DESCRIPTOR))
-    tree, tests, foreign = (_places(name) for name in (TREE, TESTS, FOREIGN))
-    imports = Imports(next(iter(tree), None), tests, foreign)
+    tree, tests, foreign, own = (_places(name) for name in (TREE, TESTS, FOREIGN, OWN))
+    imports = Imports(next(iter(tree), None), tests, foreign, own)
     # Those who skip benchmarks, or want nothing else, do so in the run that has asked for this one.
     for name in ("benchmark_skip", "benchmark_only", "benchmark_disable"):
         if hasattr(config.option, name):

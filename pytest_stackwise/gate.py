@@ -11,6 +11,7 @@ import os
 import shlex
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -113,6 +114,7 @@ class Gate:
         self.config, self.asked = config, asked
         self.result: GateResult | None = None
         self._interrupted = False
+        self._began = time.time()
         self._written: list[str] = []
 
     @pytest.hookimpl(tryfirst=True)
@@ -309,6 +311,7 @@ class Gate:
             self.asked.against == _CALLABLE,
             self.config.pluginmanager.hasplugin("cacheprovider"),
             {item.nodeid: of_file[item.path] for item in items},
+            self._began,
         )
 
     def _sampling(self) -> Sampling:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from stackwise.gate.limit import Limit, Limits
@@ -11,6 +11,7 @@ from stackwise.gate.result import Status, TestResult, TrialResult
 from stackwise.gate.round import SIDES, Ended, Paired
 from stackwise.gate.sequential import Rule
 from stackwise.gate.trial import Trial
+from stackwise.gate.verdict import Verdict
 
 __all__ = ["OpenTest"]
 
@@ -33,6 +34,9 @@ class OpenTest:
         head: the same of head.
         ended: what came in the place of a measurement; None: nothing yet.
         own: whether both sides have imported code of their trees for it.
+        mixed: why the sides did not compare what they should; "": nothing is known against it.
+        watched: a round was made in which the sides reported each file that they opened.
+        disturbed: one was made whose times are not used, since this slowed them.
         seconds: that its rounds took.
         round_seconds: that the last of them took.
         beside_seconds: of these what was not measuring.
@@ -51,6 +55,9 @@ class OpenTest:
     head: dict[str, list[float]] = field(default_factory=dict)
     ended: Ended | None = None
     own: bool = False
+    mixed: str = ""
+    watched: bool = False
+    disturbed: bool = False
     seconds: float = 0.0
     round_seconds: float = 0.0
     beside_seconds: float = 0.0
@@ -63,12 +70,12 @@ class OpenTest:
     @property
     def begun(self) -> bool:
         """Whether anything was heard of it."""
-        return self.ended is not None or bool(self.order)
+        return self.ended is not None or self.disturbed or bool(self.order)
 
     @property
     def open(self) -> bool:
         """Whether it needs more rounds."""
-        if self.ended is not None:
+        if self.ended is not None or self.mixed:
             return False
         return not self.order or any(not trial.decided for trial in self.trials.values())
 
@@ -80,14 +87,14 @@ class OpenTest:
     @property
     def wants_memory(self) -> bool:
         """Whether the memory of its calls is still to be judged."""
-        if not self.begun:
+        if not self.order:
             return self.limits.memory is not None
         return "memory" in self.trials and not self.trials["memory"].decided
 
     @property
     def n_trials(self) -> int:
         """How many trials it has that have rounds; before its first round, how many it has at most."""
-        if self.begun:
+        if self.order or self.ended is not None:
             return sum(bool(trial.differences) for trial in self.trials.values())
         return sum(limit is not None for limit in self.limits.all)
 
@@ -104,6 +111,11 @@ class OpenTest:
         if isinstance(found, Ended):
             self.ended = found
             return
+        self.watched = self.watched or found.watched
+        if found.disturbed and not found.mixed:
+            self.disturbed = True
+            self.round_seconds, self.beside_seconds = found.seconds, found.seconds - found.sampled
+            return
         if not self.order:
             expected = dict.fromkeys((*found.differences, *found.lacking, *self.asked))
             judged = {metric: self.limits.of(metric) for metric in expected}
@@ -115,6 +127,7 @@ class OpenTest:
         self.beside_seconds = found.seconds - found.sampled
         self.own = self.own or found.own
         self.whole_file = self.whole_file or found.whole_file
+        self.mixed = self.mixed or found.mixed
         self.tokens = found.tokens
         if found.reference:
             self.reference.append(found.reference)
@@ -131,6 +144,10 @@ class OpenTest:
         # Last: where Ctrl-C comes within the first round, the test is one that was not begun.
         self.order.append((found.head_first, found.logs))
 
+    def skip(self, reason: str) -> None:
+        """Report the test as skipped: what was measured compares nothing."""
+        self.ended, self.trials = Ended({"head": "skipped"}, {"head": reason}), {}
+
     def result(self, file: str = "", line: int = 0, *, interrupted: bool = False) -> TestResult:
         """What came of it. What is open is decided with what there is.
 
@@ -140,7 +157,7 @@ class OpenTest:
             interrupted: why no more rounds are made; else the time is up.
         """
         where: dict[str, Any] = {"file": file, "line": line, "seconds": self.seconds}
-        if not self.begun:
+        if self.ended is None and not self.order:
             detail = "interrupted" if interrupted else "the time was not enough for all tests"
             return TestResult(self.nodeid, "not begun", {}, detail, **where)
         reason, detail = "interrupted" if interrupted else _TIME, ""
@@ -163,6 +180,9 @@ class OpenTest:
     def _trial(self, metric: str, trial: Trial, reason: str) -> TrialResult:
         decision = trial.conclude(reason, together=reason == _TIME)
         limit: Limit = trial.limit
+        if self.mixed:
+            # The levels are of neither revision.
+            decision = replace(decision, verdict=Verdict.INCONCLUSIVE, confirmed=False, reason=self.mixed)
         tolerance, least = map(math.expm1, limit.at(trial.base_level if trial.differences else None))
         return TrialResult(
             decision,
@@ -170,8 +190,8 @@ class OpenTest:
             tolerance,
             least,
             trial.differences,
-            tuple(self.base.get(metric, ())),
-            tuple(self.head.get(metric, ())),
+            () if self.mixed else tuple(self.base.get(metric, ())),
+            () if self.mixed else tuple(self.head.get(metric, ())),
         )
 
 

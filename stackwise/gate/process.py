@@ -12,12 +12,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from stackwise.gate.lock_wait import awaited_lock
 from stackwise.gate.side.channel import (
     DESCRIPTOR,
     FOREIGN,
+    OWN,
     ROLE,
     TESTS,
     TREE,
+    WATCH,
     Channel,
     ChannelClosedError,
 )
@@ -28,6 +31,7 @@ __all__ = ["SideFailedError", "SideProcess"]
 _PATIENCE = 5.0  # seconds that a process has to end by itself
 _LOOK = 1.0  # seconds after which it is looked whether a silent process is still there
 _TAIL = 3000  # characters of what it printed
+_SHARED_FILE = "derive its name from STACKWISE_SIDE"
 
 
 class SideFailedError(RuntimeError):
@@ -56,7 +60,9 @@ class SideProcess:
         import_path: folders for PYTHONPATH, the first ones first.
         tree: the folder of its files; None: both sides are the same files.
         tests: what in the tree is of tests, relative to it.
-        foreign: folders out of which it may import nothing.
+        foreign: folders of which it may import and use nothing.
+        own: folders beside the tree whose files are its own.
+        watch: report each file outside of these folders that it opens, see `stackwise.gate.side.used_files`.
         log: the file for what it prints.
         seconds: the most time between two of its messages.
         seed: of what is by chance.
@@ -81,6 +87,8 @@ class SideProcess:
         log: Path,
         seconds: float,
         seed: int,
+        own: Sequence[Path] = (),
+        watch: bool = False,
         environment: Mapping[str, str] = {},
         twins: Twins | None = None,
     ) -> None:
@@ -94,6 +102,8 @@ class SideProcess:
             TREE: "" if tree is None else str(tree),
             TESTS: os.pathsep.join(map(str, tests)),
             FOREIGN: os.pathsep.join(map(str, foreign)),
+            OWN: os.pathsep.join(map(str, own)),
+            WATCH: "1" if watch else "",
         }
         self._process: subprocess.Popen[bytes] | Twin
         if twins is not None:
@@ -112,8 +122,8 @@ class SideProcess:
                 printed = twins.log.read_text(errors="replace").strip()[-_TAIL:]
                 raise SideFailedError("crashed", f"no process could be started: {error}; {printed}") from None
             return
-        own, theirs = socket.socketpair()
-        self._channel = Channel(own)
+        ours, theirs = socket.socketpair()
+        self._channel = Channel(ours)
         variables = {
             **inherited_environment(),
             **variables,
@@ -218,6 +228,9 @@ class SideProcess:
         self._process.wait()
 
     def _hung(self, how: str) -> SideFailedError:
+        file = awaited_lock(self._process.pid)
+        if file:
+            how = f"it waits for the lock of {file}, which the other side may hold ({_SHARED_FILE}): {how}"
         return SideFailedError("hung", f"{how} for {self._seconds:g} s; {self.printed()}")
 
     def _gone(self) -> SideFailedError:

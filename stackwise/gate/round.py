@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from stackwise.argument import check_choice, check_number, check_sizes
+from stackwise.gate.mixing import Used, why_mixed, written_by_both
 from stackwise.gate.process import SideFailedError, SideProcess
 from stackwise.gate.turns import ORDERS, difference, standard_error, turns
 
@@ -26,10 +27,6 @@ _REFERENCES = 8  # samples in the shortest round that there may be
 # Pairs after which it is looked whether they are enough; odd, so that it comes before either order.
 _CHECKED = 13
 _FEWEST = 2 * _CHECKED  # pairs of a round that may end early
-_STRAY = (
-    "which is not of its tree: what was measured is not what is compared. An editable installation that "
-    "hooks into the import (meson-python, scikit-build-core) wins over PYTHONPATH"
-)
 _LEAST_BYTES = 1.0  # a call that holds nothing has a ratio to another one all the same
 
 
@@ -83,6 +80,11 @@ class Paired:
         seconds: that this took, with what the test does around its calls.
         sampled: seconds of them in which its pairs were made.
         own: whether each side has imported code of its own tree, beside the tests.
+        imported: modules that a side has imported until the end of the test, relative to its tree.
+        watched: the sides reported each file that they opened.
+        disturbed: they were slowed by this.
+        mixed: why the sides did not compare what they should; "": nothing is known against it.
+        written: files outside of the trees that both sides wrote.
         reference: the median seconds of each part of a pinned workload, timed among the pairs; () without it.
         tokens: that a call of base handles, and one of head; 0: the work does not say.
         lacking: of each metric that some calls have a number of and others have not, the sides of these.
@@ -98,6 +100,11 @@ class Paired:
     seconds: float = 0.0
     sampled: float = 0.0
     own: bool = True
+    imported: frozenset[str] = frozenset()
+    watched: bool = False
+    disturbed: bool = False
+    mixed: str = ""
+    written: tuple[str, ...] = ()
     reference: tuple[float, ...] = ()
     tokens: tuple[int, int] = (0, 0)
     lacking: dict[str, str] = field(default_factory=dict)
@@ -142,6 +149,9 @@ class _Side:
         self.warnings: dict[str, list[str]] = {}
         self.skipped_by_plugin: set[str] = set()
         self.own = False
+        self.imported: set[str] = set()
+        self.watched = self.disturbed = False
+        self.used = Used()
 
     def collect(self) -> None:
         """Hear which tests there are."""
@@ -185,9 +195,10 @@ class _Side:
             if message.get("over"):
                 self.own = message["own"]
                 self.warnings[test] = message.get("warnings", [])
-                if message["stray"]:
-                    self.ended[test] = ("crashed", f"it imported {message['stray']}, {_STRAY}")
-                elif not message["measured"]:
+                self.watched, self.disturbed = message["watched"], message["disturbed"]
+                self.imported.update(message["imported"])
+                self.used.add(message["stray"], message["files"])
+                if not message["measured"]:
                     self.ended.setdefault(test, ("not measured", "it never called what is to be measured"))
                 return False
 
@@ -220,6 +231,7 @@ def run_round(
     file_tests: Mapping[str, Sequence[str]] = MappingProxyType({}),
     whole_file: Container[str] = (),
     in_time: Callable[[], bool] = lambda: True,
+    run_began: float | None = None,
 ) -> Generator[tuple[str, Paired | Ended], None, None]:
     """Measure tests and yield the name and the result of each.
 
@@ -241,7 +253,10 @@ def run_round(
         file_tests: of each test of the session that is measured, all tests of its file, in their order.
         whole_file: tests before which the earlier tests of their file run from the start.
         in_time: False if no more time is to be spent on tests that are not measured. The round ends then.
+        run_began: when the user's run began, in seconds since the epoch; None: now.
     """
+    now = time.time()
+    times = (now if run_began is None else run_began, now)
 
     def measure(
         chosen: Sequence[str], whole: Container[str]
@@ -259,7 +274,7 @@ def run_round(
                         try:
                             if test in measured:
                                 looks = sampling.memory and (memory is None or test in memory)
-                                found = _test(test, sides, replace(sampling, memory=looks), rng)
+                                found = _test(test, sides, replace(sampling, memory=looks), rng, times)
                                 yield test, replace(found, seconds=time.perf_counter() - began), absent
                             elif in_time():
                                 _run_unmeasured(test, sides)
@@ -372,7 +387,13 @@ def _both(start: Callable[[str, int], SideProcess], rng: random.Random) -> Itera
             side.process.kill()
 
 
-def _test(test: str, sides: dict[str, _Side], sampling: Sampling, rng: random.Random) -> Paired | Ended:
+def _test(
+    test: str,
+    sides: dict[str, _Side],
+    sampling: Sampling,
+    rng: random.Random,
+    times: tuple[float, float],
+) -> Paired | Ended:
     waiting = []
     for role, side in sides.items():
         if side.lacks(test):
@@ -394,12 +415,26 @@ def _test(test: str, sides: dict[str, _Side], sampling: Sampling, rng: random.Ra
             sides[role].come_to(test)
     ended = {role: side.ended[test] for role, side in sides.items() if test in side.ended}
     warned = {role: side.warnings[test] for role, side in sides.items() if side.warnings.get(test)}
+    used = {role: side.used for role, side in sides.items()}
+    mixed, written = why_mixed(used, *times), tuple(written_by_both(used))
     if ended or found is None:
-        hows, details = ({role: each[part] for role, each in ended.items()} for part in (0, 1))
+        more = f"; {mixed}" if mixed else ""
+        hows = {role: how for role, (how, _) in ended.items()}
+        details = {role: f"{why}{more}" for role, (_, why) in ended.items()}
         by_plugin = any(test in side.skipped_by_plugin for side in sides.values())
         return Ended(hows, details, warnings=warned, by_plugin=by_plugin)
     tokens = (sides["base"].tokens[test], sides["head"].tokens[test])
-    return replace(found, own=all(side.own for side in sides.values()), tokens=tokens, warnings=warned)
+    return replace(
+        found,
+        own=all(side.own for side in sides.values()),
+        imported=frozenset[str]().union(*(side.imported for side in sides.values())),
+        watched=all(side.watched for side in sides.values()),
+        disturbed=any(side.disturbed for side in sides.values()),
+        mixed=mixed,
+        written=written,
+        tokens=tokens,
+        warnings=warned,
+    )
 
 
 def _measure(test: str, sides: dict[str, _Side], sampling: Sampling, rng: random.Random) -> Paired:

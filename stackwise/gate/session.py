@@ -12,7 +12,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -37,7 +37,8 @@ __all__ = ["GateError", "GateInterruptedError", "Launch", "Progress", "run_gate"
 
 # Elsewhere system libraries bear no fork behind which no other program is started.
 _FORKS = sys.platform == "linux"
-_COMPILED = "TORCHINDUCTOR_CACHE_DIR"
+# Folders of compiled code, which are in TMPDIR or the same for all versions of a project by default.
+_COMPILED = ("TORCHINDUCTOR_CACHE_DIR", "TORCH_EXTENSIONS_DIR", "TRITON_CACHE_DIR")
 # Most characters of the folder in which the temporary files of both sides are: among them may be sockets,
 # whose whole path has 104 at most.
 _LONGEST_TEMPORARY = 50
@@ -45,6 +46,7 @@ _NOTHING_OWN = (
     "neither side has imported any code of its tree but the tests: what is installed was compared with "
     "itself. Install the project editable (pip install -e .), or name its folder in pytest's pythonpath"
 )
+_PROSE = frozenset({".md", ".rst"})  # suffixes of files that run nowhere
 
 
 class GateError(RuntimeError):
@@ -78,6 +80,7 @@ class Launch:
         callables: whether both sides are the same tree, and the base measures what a test names as `against`.
         cache: whether pytest has its cache, which then has a folder of its own on each side.
         file_tests: of each test all tests of its file, in their order, with those that are not measured.
+        began: when the user's run began, in seconds since the epoch; None: when each round does.
     """
 
     arguments: tuple[str, ...]
@@ -89,6 +92,7 @@ class Launch:
     callables: bool = False
     cache: bool = True
     file_tests: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    began: float | None = None
 
     def __post_init__(self) -> None:
         check_number("seconds", self.seconds, "a number > 0", lambda value: value > 0)
@@ -167,8 +171,10 @@ def run_gate(
     number, begun, waiting, interrupted = 0, list[OpenTest](), list(all_tests.values()), False
     chosen = list[OpenTest]()  # of the begun tests those of the next round
     around = mean = 0.0  # seconds of a round that belong to no test, and of a test
+    imported: set[str] = set()
+    written: set[str] = set()
     try:
-        with _starter(base, head, launch) as start:
+        with _starter(base, head, launch, all_tests) as start:
             for number in itertools.count(1):
                 round_began, tests_seconds, ended_seconds = time.monotonic(), 0.0, 0.0
                 names = [test.nodeid for test in (*chosen, *waiting)]
@@ -188,6 +194,7 @@ def run_gate(
                         in_time=lambda: (
                             budget.suffices() or not any(test.order for test in all_tests.values())
                         ),
+                        run_began=launch.began,
                     )
                 ) as measured:
                     for count, (name, found) in enumerate(measured, start=1):
@@ -195,14 +202,22 @@ def run_gate(
                         tests_seconds += found.seconds
                         if isinstance(found, Ended):
                             ended_seconds += found.seconds  # which later rounds do not take
+                        else:
+                            imported |= found.imported
+                            written.update(found.written)
                         lasted = time.monotonic() - round_began - ended_seconds
-                        any_measured = any(test.order for test in all_tests.values())
+                        any_measured = any(test.order or test.disturbed for test in all_tests.values())
                         mean = tests_seconds / count
                         is_over = any_measured and not budget.admits(lasted, next_seconds=mean)
                         # A code that hangs everywhere would take this long for each test.
                         hangs = isinstance(found, Ended) and "hung" in found.how.values()
                         if count >= len(chosen) and (is_over or (hangs and not budget.suffices())):
                             break
+                if _compares_nothing(base, imported):
+                    for test in all_tests.values():
+                        if test.ended is None:
+                            test.skip(f"nothing to compare: {_hidden(base, imported)}")
+                    break
                 paired = [test for test in all_tests.values() if test.order]
                 if paired and not any(test.own for test in paired):
                     raise GateError(_NOTHING_OWN)
@@ -242,6 +257,9 @@ def run_gate(
         notes=(
             *notes,
             *dict.fromkeys((*base.notes, *head.notes)),
+            *filter(None, [_hidden(base, imported)]),
+            *dict.fromkeys(test.mixed for test in all_tests.values() if test.mixed),
+            *(f"both sides write {path}: derive its name from STACKWISE_SIDE" for path in sorted(written)),
             *(() if order.balanced else ("one side was first more often than the other: do not trust this",)),
             *_other_work(all_tests.values()),
             *_slower_now_and_then(all_tests.values()),
@@ -267,6 +285,20 @@ def _seconds(sampling: Sampling, begun: Sequence[OpenTest], around: float) -> fl
     beside = around + sum(test.beside_seconds for test in begun)
     fair = beside / 2 / (2 * len(begun))
     return max(sampling.seconds, min(sampling.longest_seconds, fair))
+
+
+def _hidden(base: Tree, imported: Container[str]) -> str:
+    """Return a sentence on the changed modules that a side imported and that are head's on both sides."""
+    files = [str(file) for file in base.hidden if str(file) in imported]
+    if not files:
+        return ""
+    return f"{', '.join(files)}: head's on both sides, in a folder of tests: the change was not compared"
+
+
+def _compares_nothing(base: Tree, imported: Container[str]) -> bool:
+    """Return True if all that has changed of the imported modules is head's on both sides."""
+    differing = [f for f in base.differing if f.suffix != ".py" or str(f) in imported]
+    return bool(_hidden(base, imported)) and all(file.suffix in _PROSE for file in differing)
 
 
 def _other_work(tests: Iterable[OpenTest]) -> Iterator[str]:
@@ -321,7 +353,7 @@ def _first(tests: Sequence[str]) -> str:
 
 
 @contextmanager
-def _starter(base: Tree, head: Tree, launch: Launch) -> Iterator[Starter]:
+def _starter(base: Tree, head: Tree, launch: Launch, all_tests: Mapping[str, OpenTest]) -> Iterator[Starter]:
     """What starts processes, for as long as this lasts: their plugin and what they print lie in a folder."""
     folder = Path(tempfile.mkdtemp(prefix="stackwise-gate-")).resolve()
     trees = {"base": base, "head": head}
@@ -349,8 +381,8 @@ def _starter(base: Tree, head: Tree, launch: Launch) -> Iterator[Starter]:
                 fresh.mkdir()
             environment = {
                 **dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(temporary)),
-                # By default it is in TMPDIR. Each round would compile anew.
-                **({} if _COMPILED in os.environ else {_COMPILED: str(folder / f"{role}-compiled")}),
+                # For all rounds: each would compile anew otherwise.
+                **{n: str(folder / f"{role}-compiled" / n) for n in _COMPILED if n not in os.environ},
                 **({CALLABLE: "1"} if launch.callables else {}),
                 "PYTEST_ADDOPTS": "",  # they are among the arguments
             }
@@ -370,6 +402,9 @@ def _starter(base: Tree, head: Tree, launch: Launch) -> Iterator[Starter]:
                 tree=None if launch.callables else own,
                 tests=trees[role].tests,
                 foreign=foreign,
+                # That of the twins is in the working tree if this project is compared.
+                own=[folder, temporaries, source, *([launch.root] if launch.callables else [])],
+                watch=_watches([all_tests[test] for test in tests if test in all_tests]),
                 log=folder / f"{role}.log",
                 seconds=launch.seconds,
                 seed=seed,
@@ -392,6 +427,14 @@ def _starter(base: Tree, head: Tree, launch: Launch) -> Iterator[Starter]:
         supply.end()
         for made in {folder, temporaries}:
             shutil.rmtree(made, ignore_errors=True)
+
+
+def _watches(tests: Sequence[OpenTest]) -> bool:
+    """Return True if sides should report each file that they open in a round of these tests.
+
+    Each test needs one such round. One that was disturbed by it needs another round first.
+    """
+    return not all(test.watched for test in tests) and all(test.order or not test.disturbed for test in tests)
 
 
 def _moved(argument: str, root: Path, tree: Path) -> str:

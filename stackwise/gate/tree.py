@@ -6,20 +6,29 @@ repository: no worktree, no branch, no index of it is touched, so that nothing o
 
 from __future__ import annotations
 
-import ast
 import filecmp
 import os
-import re
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from stackwise.gate.git import run_git
+from stackwise.gate.overlay import (
+    files_of,
+    lay_over,
+    overlay_parts,
+    replace_place,
+    test_files,
+    test_functions,
+)
+from stackwise.gate.packages import installed_packages
+from stackwise.gate.pointers import check_pointers
 
 __all__ = ["Renamed", "Tree", "both_trees", "repository_of", "revision_name"]
 
@@ -36,16 +45,6 @@ _NOT_COPIED = (
     "node_modules",
     f"{_PREFIX}*",
 )
-_CONFIGURATION = (
-    "pytest.ini",
-    ".pytest.ini",
-    "pytest.toml",
-    ".pytest.toml",
-    "pyproject.toml",
-    "tox.ini",
-    "setup.cfg",
-)
-_OF_TESTS = re.compile(r"tests?|testing|bench(es|marks?)?|perf|performance", re.IGNORECASE)
 _NOTHING_DIFFERS = "nothing but tests differs between base and head: the same code was compared with itself"
 
 
@@ -59,6 +58,8 @@ class Tree:
         commit: of a revision; None: it is none, or files differ from it.
         notes: what was not done as one might expect.
         tests: what in it is the head's on both sides: files and folders, relative to it.
+        hidden: of the base: modules that differed before the head's tests were laid over it, relative to it.
+        differing: of the base: files that differ from the head's as they are now, relative to it.
     """
 
     folder: Path
@@ -66,6 +67,8 @@ class Tree:
     commit: str | None = None
     notes: tuple[str, ...] = ()
     tests: tuple[Path, ...] = ()
+    hidden: tuple[Path, ...] = ()
+    differing: tuple[Path, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -131,24 +134,32 @@ def both_trees(
         ValueError: there is no such revision, folder or wheel; a command failed in one of the trees.
     """
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX)).resolve()
+    relative = [test.relative_to(root) for test in tests]
+    place = (start or Path.cwd()) / against
+    is_wheel = against.endswith(".whl")
     try:
         head_tree = _head(folder / "head", root, head)
-        base_tree, old_files = _base(
-            folder / "base",
-            against,
-            root=root,
-            head=head_tree,
-            tests=tests,
-            build=build,
-            start=start or Path.cwd(),
-        )
-        renamed = _renamed(old_files, head_tree.folder, [t.relative_to(root) for t in tests])
+        like = folder / "head" if head is None else None
+        base_tree = _base(folder / "base", against, root=root, head=head_tree, place=place, like=like)
+        old = files_of(base_tree.folder)
+        old_tests = _texts(base_tree.folder, relative)
+        if build is not None and not is_wheel:
+            _build(build, base_tree)
+        packages = installed_packages(root) | (_in_wheel(place) if is_wheel else frozenset())
+        parts = overlay_parts(head_tree.folder, relative, packages)
+        hidden = lay_over(head_tree.folder, base_tree.folder, parts, relative, old)
+        files = old | files_of(head_tree.folder)
+        names = (base_tree.name, head_tree.name)
+        pointers = check_pointers(base_tree.folder, head_tree.folder, names, files)
+        differing = _differing(base_tree.folder, head_tree.folder, files)
+        renamed = _renamed(old_tests, _texts(head_tree.folder, relative))
         if build is not None:
             _build(build, head_tree)
-        elif _same(base_tree.folder, head_tree.folder):
-            base_tree = replace(base_tree, notes=(*base_tree.notes, _NOTHING_DIFFERS))
-        parts = tuple(_overlay(head_tree.folder, [test.relative_to(root) for test in tests]))
-        yield replace(base_tree, tests=parts), replace(head_tree, tests=parts), renamed
+        notes = (*base_tree.notes, *pointers)
+        if build is None and not differing:
+            notes += (_NOTHING_DIFFERS,)
+        base_tree = replace(base_tree, hidden=tuple(hidden), differing=tuple(differing), notes=notes)
+        yield replace(base_tree, tests=tuple(parts)), replace(head_tree, tests=tuple(parts)), renamed
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -167,23 +178,17 @@ def _head(folder: Path, root: Path, revision: str | None) -> Tree:
 
 
 def _base(
-    folder: Path,
-    against: str,
-    *,
-    root: Path,
-    head: Tree,
-    tests: Sequence[Path],
-    build: str | None,
-    start: Path,
-) -> tuple[Tree, dict[str, str]]:
-    """The base, with the tests of the head; and the text of the test files that it had itself."""
-    place = start / against
-    relative = [test.relative_to(root) for test in tests]
+    folder: Path, against: str, *, root: Path, head: Tree, place: Path, like: Path | None = None
+) -> Tree:
+    """Return the tree of the base, with its own tests.
+
+    `place` is that of a folder or a wheel, `like` the tree of head if it is the working tree.
+    """
     if against.endswith(".whl"):
         if not place.is_file():
             raise ValueError(f"against: got {against!r}; allowed: a wheel that exists")
         _copy_folder(head.folder, folder)
-        return _of_wheel(folder, place, head), {}
+        return _of_wheel(folder, place, head)
     in_repository = (root / ".git").exists()
     is_revision = (
         in_repository and not against.startswith((".", "/")) and _look_up(root, against).returncode == 0
@@ -193,32 +198,56 @@ def _base(
             _copy_files(place, folder, _known_files(place))
         else:
             _copy_folder(place, folder)
-        tree = Tree(folder, str(place))
-    else:
-        if not in_repository:
-            has_git = shutil.which("git") is not None
-            said = _said(run_git(root, "rev-parse")) if has_git else "; git is not installed"
-            why = f"since {root} is no git repository{said}"
-            raise ValueError(f"against: got {against!r}; allowed: a folder (./NAME) or a wheel, {why}")
-        tree = _checked_out(folder, root, against)
-    old = {str(file): (folder / file).read_text(errors="replace") for file in _test_files(folder, relative)}
-    if build is not None:
-        _build(build, tree)
-    for part in _overlay(head.folder, relative):
-        _replace(head.folder / part, folder / part)
-    return tree, old
+        return Tree(folder, str(place))
+    if not in_repository:
+        has_git = shutil.which("git") is not None
+        said = _said(run_git(root, "rev-parse")) if has_git else "; git is not installed"
+        why = f"since {root} is no git repository{said}"
+        raise ValueError(f"against: got {against!r}; allowed: a folder (./NAME) or a wheel, {why}")
+    return _checked_out(folder, root, against, like)
 
 
-def _checked_out(folder: Path, root: Path, revision: str) -> Tree:
-    """The files of a revision, as a checkout would write them."""
+def _checked_out(folder: Path, root: Path, revision: str, like: Path | None = None) -> Tree:
+    """Return the tree of a revision, as a checkout would write it.
+
+    Args:
+        folder: where it is written.
+        root: repository.
+        revision: name of it.
+        like: copy of the working tree, whose bytes a file gets if it is the same there. A filter of git (LFS,
+            line endings) may have written others, or may write none here. None: git writes all files.
+    """
     commit = revision_name(root, revision)
     folder.mkdir(parents=True)
     index = folder.parent / f"{folder.name}.index"
     _require_git(root, "read-tree", commit, index=index)
-    _require_git(root, "checkout-index", "--all", "--force", f"--prefix={folder}{os.sep}", index=index)
+    files = _entries(_require_git(root, "ls-files", "--stage", "-z", index=index))
+    same: frozenset[str] = frozenset()
+    if like is not None:
+        same = _unmodified(root, files)
+        for name in same:
+            replace_place(like / name, folder / name)
+    given = "".join(f"{name}\0" for name in files if name not in same)
+    prefix = f"--prefix={folder}{os.sep}"
+    _require_git(root, "checkout-index", "--force", prefix, "-z", "--stdin", index=index, given=given)
     index.unlink()
     name = commit[:9] if commit.startswith(revision) else f"{revision} ({commit[:9]})"
     return Tree(folder, name, commit, _submodules(root))
+
+
+def _entries(listed: str) -> dict[str, str]:
+    """Return the mode and the blob of each file that `git ls-files --stage -z` has listed."""
+    lines = (line.partition("\t") for line in listed.split("\0") if line)
+    return {name: entry for entry, _, name in lines}
+
+
+def _unmodified(root: Path, files: Mapping[str, str]) -> frozenset[str]:
+    """Return the files that are the same in the working tree, according to git, by their mode and blob."""
+    current = _entries(_require_git(root, "ls-files", "--stage", "-z"))
+    status = _require_git(root, "status", "--porcelain", "-z", "--no-renames", "--untracked-files=no")
+    modified = {line[3:] for line in status.split("\0") if line[1:2].strip()}
+    same = (name for name, entry in files.items() if current.get(name) == entry)
+    return frozenset(name for name in same if name not in modified)
 
 
 def _submodules(root: Path) -> tuple[str, ...]:
@@ -253,7 +282,7 @@ def _of_wheel(folder: Path, wheel: Path, head: Tree) -> Tree:
             continue
         for place in (folder / found.name, folder / "src" / found.name):
             if (head.folder / place.relative_to(folder)).exists():
-                _replace(found, place)
+                replace_place(found, place)
                 placed += 1
     if not placed:
         raise ValueError(
@@ -285,47 +314,21 @@ def _copy_folder(source: Path, folder: Path) -> None:
     shutil.copytree(source, folder, symlinks=True, ignore=shutil.ignore_patterns(*_NOT_COPIED))
 
 
-def _overlay(head: Path, tests: Iterable[Path]) -> list[Path]:
-    """What of the head is put over the base: the tests, what they need, and what configures them.
-
-    The whole folder of a test where all of it is for tests. Elsewhere, as in a package that has its tests
-    beside its modules, the test files alone: else the head would be compared with itself.
-    """
-    parts: dict[Path, None] = {}
-    for test in tests:
-        whole = next((above for above in test.parents if _OF_TESTS.fullmatch(above.name)), None)
-        if whole is not None:
-            parts[whole] = None
-        else:
-            parts |= dict.fromkeys([test, *_test_files(head, [test])])
-        for above in test.parents:
-            for name in ("conftest.py", *_CONFIGURATION):
-                parts[above / name] = None
-    return [part for part in parts if not any(above in parts for above in part.parents)]
+def _in_wheel(wheel: Path) -> frozenset[str]:
+    """Return the names at the top of a wheel, those of its packages among them."""
+    with zipfile.ZipFile(wheel) as archive:
+        return frozenset(name.partition("/")[0] for name in archive.namelist())
 
 
-def _same(one: Path, other: Path) -> bool:
-    """Whether two trees have the same files with the same bytes."""
-    difference = filecmp.dircmp(one, other, ignore=["__pycache__"])
-    if difference.left_only or difference.right_only or difference.common_funny:
-        return False
-    _, unlike, unread = filecmp.cmpfiles(one, other, difference.common_files, shallow=False)
-    return (
-        not unlike and not unread and all(_same(one / name, other / name) for name in difference.common_dirs)
-    )
+def _differing(one: Path, other: Path, files: Iterable[Path]) -> list[Path]:
+    """Return the files, relative to two trees, that are not the same in both."""
+    return sorted(file for file in files if not _equal(one / file, other / file))
 
 
-def _replace(source: Path, target: Path) -> None:
-    """Put `source` where `target` is; nothing there where there is no source."""
-    if target.is_dir() and not target.is_symlink():
-        shutil.rmtree(target)
-    elif os.path.lexists(target):
-        target.unlink()
-    if source.is_dir():
-        shutil.copytree(source, target, symlinks=True)
-    elif os.path.lexists(source):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(source, target, follow_symlinks=False)
+def _equal(one: Path, other: Path) -> bool:
+    if one.is_symlink() or other.is_symlink():
+        return one.is_symlink() and other.is_symlink() and one.readlink() == other.readlink()
+    return one.is_file() and other.is_file() and filecmp.cmp(one, other, shallow=False)
 
 
 def _build(command: str, tree: Tree) -> None:
@@ -339,19 +342,13 @@ def _build(command: str, tree: Tree) -> None:
         )
 
 
-def _test_files(folder: Path, tests: Iterable[Path]) -> list[Path]:
-    """The test files that a tree has in the folders of these tests, by their place in it."""
-    found: dict[Path, None] = {}
-    for test in tests:
-        for pattern in ("test_*.py", "*_test.py"):
-            for file in sorted((folder / test.parent).glob(pattern)):
-                found[file.relative_to(folder)] = None
-    return list(found)
+def _texts(tree: Path, tests: Sequence[Path]) -> dict[str, str]:
+    """Return the text of the files that are named like tests in the folders of these tests."""
+    return {str(file): (tree / file).read_text(errors="replace") for file in test_files(tree, tests)}
 
 
-def _renamed(old_files: dict[str, str], head: Path, tests: Sequence[Path]) -> list[Renamed]:
-    new_files = {str(file): (head / file).read_text(errors="replace") for file in _test_files(head, tests)}
-    old, new = _test_functions(old_files), _test_functions(new_files)
+def _renamed(old_files: dict[str, str], new_files: dict[str, str]) -> list[Renamed]:
+    old, new = test_functions(old_files), test_functions(new_files)
     fresh = {name: body for name, body in new.items() if name not in old}
     lost = []
     for name, body in old.items():
@@ -359,21 +356,6 @@ def _renamed(old_files: dict[str, str], head: Path, tests: Sequence[Path]) -> li
             alike = [other for other, own in fresh.items() if own == body]
             lost.append(Renamed(name, alike[0] if len(alike) == 1 else None))
     return lost
-
-
-def _test_functions(files: dict[str, str]) -> dict[str, str]:
-    """FILE::NAME of each test function, and its body without its name."""
-    found = {}
-    for file, text in files.items():
-        try:
-            module = ast.parse(text)
-        except SyntaxError:
-            continue
-        for node in ast.walk(module):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test"):
-                body = [ast.dump(part) for part in (node.args, *node.decorator_list, *node.body)]
-                found[f"{file}::{node.name}"] = "\n".join(body)
-    return found
 
 
 def _said(done: subprocess.CompletedProcess[str]) -> str:

@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+from stackwise.gate.side.imports import Imports
+
 LOOK = """
 import sys
 sys.path[:0] = [{paths}]
@@ -72,7 +74,16 @@ def test_whose_code(look, imports, paths, own, stray):
     assert look(imports, *paths) == (own, stray)
 
 
-def test_without_trees_all_is_its_own():
-    from stackwise.gate.side.imports import Imports
+def test_modules_of_the_gate_itself_are_no_strays(tmp_path, monkeypatch):
+    (tmp_path / "project" / "gate").mkdir(parents=True)
+    (tmp_path / "project" / "gate" / "of_the_gate.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path / "project" / "gate")
+    __import__("of_the_gate")
+    project, tree = str(tmp_path / "project"), str(tmp_path / "tree")
+    assert Imports(tree, [], [project]).look()[1] == f"{project}/gate/of_the_gate.py"
+    assert Imports(tree, [], [project], [f"{project}/gate"]).look()[1] == ""
+    del sys.modules["of_the_gate"]
 
+
+def test_without_trees_all_is_its_own():
     assert Imports(None, [], []).look() == (True, "")

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from stackwise.gate import side
+from stackwise.gate.lock_wait import awaited_lock
 from stackwise.gate.process import SideFailedError, SideProcess
 from stackwise.gate.side import early_imports
 from stackwise.gate.side.channel import CALLABLE
@@ -386,6 +387,63 @@ def test_cause_is_named_where_both_sides_take_one_port(start):
 def test_cause_is_named_where_a_file_takes_the_port_of_the_other_side(start):
     process = start(["test_it"], "raise OSError(98, 'Address already in use')\n")
     assert process.receive()["detail"].endswith("or derive it from STACKWISE_SIDE")
+
+
+LOCKS = """
+import fcntl, sqlite3
+import pytest
+
+def database(tmp_path):
+    connection = sqlite3.connect(tmp_path / "db", timeout=0.0)
+    connection.execute("BEGIN EXCLUSIVE")
+    return connection
+
+def lock(tmp_path):
+    file = open(tmp_path / "lock", "w")
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return file
+
+def library(tmp_path):
+    from filelock import FileLock
+    return FileLock(tmp_path / "lock", timeout=0.0, thread_local=False).acquire()
+
+@pytest.mark.parametrize("take", [database, lock, library])
+def test_taken(take, tmp_path):
+    first = take(tmp_path)
+    take(tmp_path)
+"""
+
+
+def test_cause_is_named_where_both_sides_take_one_lock(start):
+    names = [f"test_taken[{take}]" for take in ("database", "lock", "library")]
+    process = start(names, LOCKS)
+    assert process.receive()["collected"]
+    for _ in names:
+        answer = process.receive()
+        assert answer.get("ended") == "failed", answer
+        assert answer["detail"].endswith("use tmp_path, or derive the name of the file from STACKWISE_SIDE")
+        assert process.receive()["over"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system does not tell who waits for a lock")
+def test_cause_is_named_where_a_process_waits_for_a_lock(start, tmp_path):
+    import fcntl
+
+    text = f"""
+import fcntl
+def test_waits():
+    with open({str(tmp_path / "lock")!r}, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+"""
+    with (tmp_path / "lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        process = start(["test_waits"], text)
+        assert process.receive()["collected"]
+        while not awaited_lock(process._process.pid):
+            time.sleep(0.01)
+        process._seconds = 0.05
+        with pytest.raises(SideFailedError, match=r"it waits for the lock of .*/lock, which the other side"):
+            process.receive()
 
 
 IMPORTS = """

@@ -43,10 +43,14 @@ NOT_COLLECTED = {
 }
 
 
+NO_FILES = {"foreign": [], "read": [], "written": []}
+
+
 class Script:
     """A process of a side, played: `tests` are what each costs, or a word for what goes wrong."""
 
     clock = Clock()
+    imported, watched = (), False
 
     def __init__(self, role, tests, log):
         self.role, self.tests, self.log = role, tests, log
@@ -92,11 +96,6 @@ class Script:
                 detail = "fixture 'new' not found\navailable fixtures: benchmark"
                 self.answers += [{"test": self.now, "ended": "failed", "when": "setup", "detail": detail}]
                 self._over(False)
-            case "stray":
-                self.answers += [
-                    {"test": self.now, "over": True, "measured": False, "own": True, "stray": "/x.py"}
-                ]
-                self._next()
             case "crash":
                 self.answers += [SideFailedError("crashed", "it was ended by SIGSEGV")]
             case "hang":
@@ -110,10 +109,12 @@ class Script:
         self.answers += [{"test": self.now, "ended": "failed", "when": when, "detail": "E  Oops"}]
 
     def _over(self, measured):
-        script = self.tests[self.now]
-        warnings = script.get("warnings", []) if isinstance(script, dict) else []
-        over = {"measured": measured, "own": self.own, "stray": "", "warnings": warnings}
-        self.answers += [{"test": self.now, "over": True, **over}]
+        cost = self.tests[self.now] if isinstance(self.tests[self.now], dict) else {}
+        said = {"measured": measured, "own": self.own, "imported": self.imported}
+        said |= {"watched": self.watched, "disturbed": self.watched and bool(cost.get("disturbed"))}
+        said |= {"stray": cost.get("stray", ""), "files": NO_FILES | cost.get("files", {})}
+        said |= {"warnings": cost.get("warnings", [])}
+        self.answers += [{"test": self.now, "over": True, **said}]
         if "twice" in self.tests[self.now]:
             self._failed("call")
         self._next()
@@ -357,7 +358,6 @@ def test_a_call_that_holds_nothing():
         ("skip", "skipped", "no GPU"),
         ("fail", "failed", "E  Oops"),
         ("pass", "not measured", "it never called what is to be measured"),
-        ("stray", "crashed", "it imported /x.py, which is not of its tree"),
     ],
 )
 @pytest.mark.parametrize("role", ["base", "head"])
@@ -471,13 +471,14 @@ def sides(monkeypatch):
     rounds = []
 
     def of(base, head):
-        def start(role, arguments, **_):
+        def start(role, arguments, watch, **_):
             if not rounds or role in rounds[-1]:
                 rounds.append({})
             number = len(rounds) - 1
             given = base if role == "base" else head
             tests = {name: what(number) if callable(what) else what for name, what in given.items()}
             made = Script(role, tests, [])
+            made.watched = watch
             rounds[-1][role] = made
             played = made.send
 
@@ -611,7 +612,7 @@ def clock(monkeypatch):
     monkeypatch.setattr(Script, "clock", made)
     for module in (session, budget):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=made))
-    monkeypatch.setattr(round_module, "time", SimpleNamespace(perf_counter=made))
+    monkeypatch.setattr(round_module, "time", SimpleNamespace(perf_counter=made, time=made))
     return made
 
 
@@ -784,7 +785,6 @@ def test_a_run_without_a_limit_makes_all_rounds(sides, tmp_path, clock):
         ("not imported", cost(), "missing on base"),
         ("broken", cost(), "crashed on base"),
         ("hang", cost(), "hung on base"),
-        ("stray", cost(), "crashed on base"),
         (cost(), "fail", "crashed on head"),
         (cost(), "hang", "hung on head"),
         (cost(), "pass", "not measured"),
@@ -858,6 +858,60 @@ def test_a_head_that_breaks_later_is_broken(sides, tmp_path):
         {A: lambda number: "crash" if number == 7 else cost()},
     )
     assert gate(tmp_path, (A,)).tests[0].status == "crashed on head"
+
+
+@pytest.mark.parametrize(
+    ("used", "reason"),
+    [
+        ({"stray": "/x.py"}, "head imported /x.py, which is not of its tree"),
+        ({"files": {"foreign": ["/root/x.so"]}}, "head used /root/x.so, which is a file of the working tree"),
+    ],
+    ids=["module", "file"],
+)
+def test_a_side_that_used_what_is_not_its_own_is_inconclusive(used, reason, sides, tmp_path):
+    rounds = sides({A: cost(), B: cost()}, {A: cost(), B: cost(0.2, **used)})
+    found = gate(tmp_path)
+    one, other = found.tests
+    assert one.verdict == Verdict.PASS
+    assert {trial.decision.verdict for trial in other.trials.values()} == {Verdict.INCONCLUSIVE}
+    assert other.trials["time"].decision.reason.startswith(reason)
+    assert other.trials["time"].levels is None  # they are of neither side
+    assert found.exit_code == 7
+    assert [note for note in found.notes if note.startswith(reason)]
+    assert B not in rounds[1]["head"].collected
+
+
+def test_a_round_that_was_slowed_by_watching_is_not_used(sides, tmp_path):
+    # What the hook costs is on one side, whose call has more of the events that it hears.
+    def head(number):
+        return cost(0.9, disturbed=True) if number == 0 else cost()
+
+    rounds = sides({A: cost(), B: cost()}, {A: head, B: cost()})
+    found = gate(tmp_path)
+    assert found.verdict == Verdict.PASS
+    assert [len(test.trials["time"].differences) for test in found.tests] == [4, 4]
+    assert [each["head"].watched for each in rounds] == [True, False, False, False, False]
+
+
+def test_a_test_that_was_only_watched_is_not_begun(sides, tmp_path):
+    sides({A: cost()}, {A: cost(disturbed=True)})
+    found = gate(tmp_path, (A,), most_seconds=1e-9)
+    assert (found.tests[0].status, found.exit_code) == ("not begun", 5)
+
+
+def test_what_a_broken_test_used_is_told(sides, tmp_path):
+    sides({A: cost()}, {A: cost(fails=True, stray="/x.py")})
+    found = gate(tmp_path, (A,))
+    assert found.tests[0].status == "crashed on head"
+    assert "E  Oops; head imported /x.py" in found.tests[0].detail
+
+
+def test_files_that_both_sides_write_are_told(sides, tmp_path):
+    used = {"files": {"written": ["/var/tmp/log"]}}
+    sides({A: cost(**used)}, {A: cost(**used)})
+    found = gate(tmp_path, (A,))
+    assert found.verdict == Verdict.PASS
+    assert "both sides write /var/tmp/log: derive its name from STACKWISE_SIDE" in found.notes
 
 
 def test_what_is_installed_is_not_compared_with_itself(sides, tmp_path, monkeypatch):

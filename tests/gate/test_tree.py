@@ -239,6 +239,14 @@ def test_of_a_wheel(repository, tmp_path):
         assert base.name == path.name
 
 
+def test_of_a_wheel_that_has_tests(repository, tmp_path):
+    commit(repository, {"engine/tests/test_it.py": "NEW = 1\n"})
+    files = {"engine/__init__.py": "WHEEL = 1\n", "engine/tests/test_it.py": "OLD = 1\n"}
+    with trees(repository, str(wheel(tmp_path, files)), tests=("engine/tests/test_it.py",)) as (base, _, _):
+        assert read(base)["engine/__init__.py"] == "WHEEL = 1\n"
+        assert read(base)["engine/tests/test_it.py"] == "NEW = 1\n"
+
+
 def test_of_a_wheel_of_something_else(repository, tmp_path):
     path = wheel(tmp_path, {"other/__init__.py": ""})
     with (
@@ -270,6 +278,18 @@ def test_what_is_built_is_built_by_its_own_files(repository):
         assert read(base)["bench/sizes.py"] == "NEWER = 1\n"
     with pytest.raises(ValueError, match=r"build: 'false' ended with 1"), trees(repository, build="false"):
         pass
+
+
+def test_what_is_built_beside_tests_stays(repository):
+    with trees(repository, build="cp engine/__init__.py bench/built.txt") as (base, head, _):
+        assert (read(base)["bench/built.txt"], read(head)["bench/built.txt"]) == ("OLD = 1\n", "NEW = 1\n")
+        assert read(base)["bench/sizes.py"] == "NEW = 1\n"
+
+
+def test_hidden_changes_are_those_of_modules_beside_tests(repository):
+    with trees(repository) as (base, _, _):
+        assert base.hidden == (Path("bench/sizes.py"),)
+        assert base.differing == (Path("engine/__init__.py"),)
 
 
 def test_the_same_code_is_said_to_be_the_same(repository):
@@ -338,6 +358,7 @@ def test_git_is_configured_by_the_environment_of_the_user(repository, monkeypatc
     commit(repository, {".gitattributes": "*.dat filter=upper\n", "engine/data.dat": "pointer"})
     write(repository, {"engine/data.dat": "changed"})
     settings = {"filter.upper.smudge": f"env > {tmp_path}/seen; tr a-z A-Z", "filter.upper.required": "true"}
+    settings["filter.upper.clean"] = "tr A-Z a-z"
     monkeypatch.setenv("GIT_CONFIG_COUNT", str(len(settings)))
     for number, (key, value) in enumerate(settings.items()):
         monkeypatch.setenv(f"GIT_CONFIG_KEY_{number}", key)
@@ -360,3 +381,73 @@ def test_repository_of_somebody_else_is_read_if_the_user_calls_it_safe(repositor
     monkeypatch.setenv("GIT_CONFIG_KEY_0", "safe.directory")
     monkeypatch.setenv("GIT_CONFIG_VALUE_0", "*")
     assert repository_of(repository) == repository
+
+
+# Filters of git: the bytes on disk are not those of the blob.
+
+DATA = b"data\r\n" * 2000
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+FILTERS = {
+    # As git-lfs does where it puts the data there only if it is asked to.
+    "lfs": ("*.bin filter=lfs", {"filter.lfs.clean": f"cat >/dev/null; printf '{POINTER.decode()}'"}),
+    "strip": ("*.bin filter=strip", {"filter.strip.clean": "head -c 100"}),
+    "line endings": ("*.bin text", {"core.eol": "lf"}),
+}
+
+
+@pytest.fixture(params=FILTERS)
+def filtered(repository, request):
+    attributes, settings = FILTERS[request.param]
+    for key, value in settings.items():
+        git(repository, "config", key, value)
+    (repository / "same.bin").write_bytes(DATA)
+    commit(repository, {".gitattributes": attributes + "\n"})
+    git(repository, "tag", "--force", "base")
+    commit(repository, {"engine/__init__.py": "NEWER = 1\n"})
+    return repository
+
+
+def test_unmodified_files_have_the_same_bytes_on_both_sides(filtered):
+    with trees(filtered) as (base, head, _):
+        for tree in (base, head):
+            assert (tree.folder / "same.bin").read_bytes() == DATA
+        assert base.differing == (Path("engine/__init__.py"),)
+
+
+def test_modified_files_are_as_git_writes_them(repository):
+    git(repository, "config", "filter.strip.clean", "head -c 100")
+    (repository / "same.bin").write_bytes(DATA)
+    commit(repository, {".gitattributes": "*.bin filter=strip\n"})
+    (repository / "same.bin").write_bytes(b"more" + DATA)
+    with trees(repository, "HEAD") as (base, head, _):
+        assert (base.folder / "same.bin").read_bytes() == DATA[:100]
+        assert (head.folder / "same.bin").read_bytes() == b"more" + DATA
+
+
+def test_files_that_are_not_checked_out_are_on_neither_side(repository):
+    commit(repository, {"data/large.bin": "data"})
+    git(repository, "tag", "--force", "base")
+    git(repository, "sparse-checkout", "set", "engine", "bench")
+    with trees(repository) as (base, head, _):
+        assert not (base.folder / "data").exists()
+        assert not (head.folder / "data").exists()
+
+
+def test_a_pointer_in_one_tree_is_refused(repository):
+    (repository / "data.bin").write_bytes(POINTER)
+    commit(repository, {})
+    (repository / "data.bin").write_bytes(DATA)
+    message = (
+        r"data.bin is a pointer of git-lfs in the tree of HEAD \(.*\) and data in the other; run `git lfs"
+    )
+    with pytest.raises(ValueError, match=message), trees(repository, "HEAD"):
+        pass
+
+
+@pytest.mark.parametrize("pointer", [POINTER, b"/annex/objects/SHA256E-s9--0.bin\n"], ids=["lfs", "annex"])
+def test_pointers_in_both_trees_are_told(pointer, repository):
+    for number in range(5):
+        (repository / f"{number}.bin").write_bytes(pointer)
+    commit(repository, {})
+    with trees(repository, "HEAD") as (base, _, _):
+        assert any("0.bin, 1.bin, 2.bin and 2 more" in note for note in base.notes)

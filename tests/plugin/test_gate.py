@@ -286,13 +286,15 @@ def test_options_of_configuration_and_environment_are_handed_over_too(pytester, 
 def test_each_side_has_temporary_files_of_its_own(project, pytester, monkeypatch):
     """A file at a fixed name, which the first side would make for both."""
     monkeypatch.setenv("TOLD", str(pytester.path / "told"))
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TORCH_EXTENSIONS_DIR", "TRITON_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
     tests = """
 import os, pathlib, tempfile, work
 def test_it(benchmark):
     made = pathlib.Path(tempfile.gettempdir(), "data")
     with made.open("x"): pass
-    places = [os.environ[name] for name in ("TMPDIR", "TEMP", "TMP", "TORCHINDUCTOR_CACHE_DIR")]
+    names = ["TMPDIR", "TEMP", "TMP", "TORCHINDUCTOR_CACHE_DIR", "TORCH_EXTENSIONS_DIR", "TRITON_CACHE_DIR"]
+    places = [os.environ[name] for name in names]
     with open(os.environ["TOLD"], "a") as file:
         print(os.environ["STACKWISE_SIDE"], made.parent, *places, file=file)
     benchmark(work.one)
@@ -303,8 +305,10 @@ def test_it(benchmark):
         side: places for side, *places in map(str.split, (pytester.path / "told").read_text().splitlines())
     }
     assert set(told) == {"base", "head"}
-    for temporary, *variables, compiled in told.values():
+    for temporary, *variables in told.values():
+        *variables, compiled, extensions, triton = variables
         assert set(variables) == {temporary}
+        assert len({compiled, extensions, triton}) == 3
         assert len(temporary) < 70, "sockets lie in it, whose paths have 104 characters at most"
         assert not Path(temporary).exists(), "it is removed"
         assert not Path(compiled).exists()

@@ -8,11 +8,22 @@ import socket
 import time
 from typing import Any
 
-__all__ = ["CALLABLE", "DESCRIPTOR", "FOREIGN", "ROLE", "TESTS", "TREE", "Channel", "ChannelClosedError"]
+__all__ = [
+    "CALLABLE",
+    "DESCRIPTOR",
+    "FOREIGN",
+    "OWN",
+    "ROLE",
+    "TESTS",
+    "TREE",
+    "WATCH",
+    "Channel",
+    "ChannelClosedError",
+]
 
 # Variables of the environment that say what a process of a side is.
-DESCRIPTOR, TREE, TESTS, FOREIGN, CALLABLE = (
-    f"STACKWISE_GATE_{name}" for name in ("CHANNEL", "TREE", "TESTS", "FOREIGN", "CALLABLE")
+DESCRIPTOR, TREE, TESTS, OWN, FOREIGN, WATCH, CALLABLE = (
+    f"STACKWISE_GATE_{name}" for name in ("CHANNEL", "TREE", "TESTS", "OWN", "FOREIGN", "WATCH", "CALLABLE")
 )
 ROLE = "STACKWISE_SIDE"  # "base" or "head"; fixtures may read it
 _CHUNK = 65536

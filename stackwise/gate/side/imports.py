@@ -8,9 +8,24 @@ import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["Imports"]
+__all__ = ["Imports", "is_installed"]
 
 _HERE = Path(__file__).resolve().parent
+_PREFIXES = {
+    Path(place).resolve() for place in (sys.prefix, sys.base_prefix, *sysconfig.get_paths().values())
+}
+
+
+def is_installed(path: Path, project: Path | None = None) -> bool:
+    """Return True if a path is of Python or of an environment, which may be inside of a project.
+
+    A prefix that the project is in, such as that of a project in /usr/src and of the Python of the system,
+    says nothing of the files of the project.
+    """
+    if not {"site-packages", "dist-packages"}.isdisjoint(path.parts):
+        return True
+    around = set() if project is None else {project, *project.parents}
+    return any(path.is_relative_to(prefix) for prefix in _PREFIXES - around)
 
 
 class Imports:
@@ -20,16 +35,19 @@ class Imports:
         tree: the folder of this side's files; None: both sides are the same files.
         tests: what in it is of the tests, and the same on both sides: files or folders, relative to it.
         foreign: folders out of which nothing may come: the other side's, and the project's own.
+        own: folders in them out of which something may: the program of a side is in that of this project.
     """
 
-    def __init__(self, tree: str | None, tests: Sequence[str], foreign: Sequence[str]) -> None:
+    def __init__(
+        self, tree: str | None, tests: Sequence[str], foreign: Sequence[str], own: Sequence[str] = ()
+    ) -> None:
         self._tree = None if tree is None else Path(tree).resolve()
         self._tests = [self._tree / test for test in tests] if self._tree is not None else []
         self._foreign = [Path(folder).resolve() for folder in foreign]
-        installed = {sys.prefix, sys.base_prefix, *sysconfig.get_paths().values()}
-        self._installed = [Path(place).resolve() for place in installed]
+        self._ours = [_HERE, *(Path(folder).resolve() for folder in own)]
         self._looked_at: set[str] = set()
         self._own, self._stray = False, ""
+        self._new: list[str] = []
 
     def look(self) -> tuple[bool, str]:
         """Whether any module but those of tests is this side's, and why one should have been and is not."""
@@ -43,15 +61,21 @@ class Imports:
                 self._look_at(name, Path(os.path.realpath(file)))
         return self._own, self._stray
 
+    def new(self) -> list[str]:
+        """Return the modules of the tree that `look` has found since the last call, relative to the tree."""
+        found, self._new = self._new, []
+        return found
+
     def _look_at(self, name: str, path: Path) -> None:
         assert self._tree is not None
         if path.is_relative_to(self._tree):
+            self._new.append(str(path.relative_to(self._tree)))
             self._own = self._own or not any(path.is_relative_to(test) for test in self._tests)
         elif "." not in name and self._has(name) and not self._of_python(path):
             self._stray = f"{name} from {path}, though its tree has one"
-        elif path.is_relative_to(_HERE):
+        elif any(path.is_relative_to(folder) for folder in self._ours):
             return  # this package; trees may lie below the project, where TMPDIR does
-        elif any(path.is_relative_to(folder) for folder in self._foreign) and not self._is_installed(path):
+        elif any(path.is_relative_to(f) and not is_installed(path, f) for f in self._foreign):
             self._stray = str(path)
 
     def _has(self, name: str) -> bool:
@@ -64,7 +88,3 @@ class Imports:
         """Whether it is of the standard library, which a file of the project may share a name with."""
         standard = Path(sysconfig.get_paths()["stdlib"]).resolve()
         return path.is_relative_to(standard) and "site-packages" not in path.parts
-
-    def _is_installed(self, path: Path) -> bool:
-        # An environment may lie inside of the project.
-        return "site-packages" in path.parts or any(path.is_relative_to(p) for p in self._installed)

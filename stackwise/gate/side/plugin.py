@@ -19,9 +19,11 @@ from .channel import (  # beside this file, wherever it was copied to
     CALLABLE,
     DESCRIPTOR,
     FOREIGN,
+    OWN,
     ROLE,
     TESTS,
     TREE,
+    WATCH,
     Channel,
     ChannelClosedError,
 )
@@ -29,6 +31,7 @@ from .early_imports import EarlyImports
 from .imports import Imports
 from .subject import Repeated, Streamed, Subject, peak_memory, settle, warm_up
 from .tracer import active_tracer
+from .used_files import UsedFiles
 
 __all__ = ["SidePlugin"]
 
@@ -36,8 +39,20 @@ _OUTSIDE = 3  # exit code of a process whose gate is gone
 _LONGEST = 4000  # characters of what went wrong
 _LONGEST_WARNING = 300  # characters
 _MOST_WARNINGS = 5  # of a test
-_IN_USE = "address already in use"
-_TAKE_ANOTHER = "both sides run at the same time: take a free port, or derive it from STACKWISE_SIDE"
+_AT_ONCE = "both sides run at the same time: "
+_PORT = f"{_AT_ONCE}take a free port, or derive it from STACKWISE_SIDE"
+_FILE = f"{_AT_ONCE}use tmp_path, or derive the name of the file from STACKWISE_SIDE"
+# Parts of messages of errors that both sides raise if they share something, and what to do.
+_SHARED = {
+    "address already in use": _PORT,
+    "database is locked": _FILE,  # SQLite
+    "database table is locked": _FILE,
+    "blockingioerror": _FILE,  # flock and lockf, portalocker, h5py
+    "resource temporarily unavailable": _FILE,
+    "could not be acquired": _FILE,  # filelock
+    "unable to lock file": _FILE,  # HDF5
+    "could not set lock on file": _FILE,  # DuckDB
+}
 _EARLY = EarlyImports()
 
 
@@ -90,13 +105,18 @@ class SidePlugin:
         """Run all tests: a plugin that ends the session, at a timeout for example, would end the round."""
         for item, following in zip(session.items, [*session.items[1:], None], strict=True):
             session.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+            _FILES.look()
             own, stray = self.imports.look()
             self._send(
                 test=item.nodeid,
                 over=True,
                 measured=item.nodeid in self._served,
+                watched=_FILES.has_hook,
+                disturbed=_FILES.disturbed(),
                 own=own,
                 stray=stray,
+                imported=self.imports.new(),
+                files=_FILES.new(),
                 early=_EARLY.new(),
                 warnings=self._warnings.pop(item.nodeid, [])[:_MOST_WARNINGS],
             )
@@ -215,12 +235,17 @@ class SidePlugin:
                 case {"warm_up": seconds}:
                     self._send(sample=warm_up(subject, seconds))
                 case {"calls": calls}:
-                    sample = subject.seconds(calls)
+                    # The warm-up makes the same calls, but one that is made only once has none.
+                    with _FILES.timed(noting=subject.only_once):
+                        sample = subject.seconds(calls)
                     taken.append(sample["time"])
                     self._send(sample=sample)
                 case {"memory": True}:
-                    self._send(sample=peak_memory(subject))
+                    with _FILES.paused():
+                        memory = peak_memory(subject)
+                    self._send(sample=memory)
                 case _:
+                    _FILES.look()  # while fixtures have their children
                     return taken
 
     def _send(self, **message: Any) -> None:
@@ -380,12 +405,12 @@ def _by_plugin(report: pytest.TestReport) -> bool:
 
 
 def _with_advice(reason: str, report: pytest.TestReport | pytest.CollectReport) -> str:
-    """Return the reason, not too long, and what to do if an address was in use."""
+    """Return the reason, not too long, and what to do if a port or a file is one of both sides."""
     reason = reason[:_LONGEST]
     # An error may have it as its cause, or a server in a child process may have printed it.
-    if report.failed and _IN_USE in f"{report.longreprtext}{report.capstderr}".lower():
-        return f"{reason}; {_IN_USE}: {_TAKE_ANOTHER}"
-    return reason
+    text = f"{report.longreprtext}{report.capstderr}".lower() if report.failed else ""
+    causes = (f"; {cause}: {advice}" for cause, advice in _SHARED.items() if cause in text)
+    return f"{reason}{next(causes, '')}"
 
 
 def _benchmark_type() -> type[Benchmark]:
@@ -401,8 +426,8 @@ def _benchmark_type() -> type[Benchmark]:
 def pytest_configure(config: pytest.Config) -> None:
     """Serve the gate that has started this process."""
     descriptor = int(os.environ.pop(DESCRIPTOR))
-    tree, tests, foreign = (_places(name) for name in (TREE, TESTS, FOREIGN))
-    imports = Imports(next(iter(tree), None), tests, foreign)
+    tree, tests, foreign, own = (_places(name) for name in (TREE, TESTS, FOREIGN, OWN))
+    imports = Imports(next(iter(tree), None), tests, foreign, own)
     # Those who skip benchmarks, or want nothing else, do so in the run that has asked for this one.
     for name in ("benchmark_skip", "benchmark_only", "benchmark_disable"):
         if hasattr(config.option, name):
@@ -413,3 +438,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def _places(name: str) -> list[str]:
     return [place for place in os.environ.pop(name, "").split(os.pathsep) if place]
+
+
+def _used_files() -> UsedFiles:
+    """Return what notes used files, from now on: conftests and plugins are loaded later."""
+    tree, own, foreign = (
+        [place for place in os.environ.get(name, "").split(os.pathsep) if place]
+        for name in (TREE, OWN, FOREIGN)
+    )
+    return UsedFiles([*tree, *own], foreign, hook=bool(os.environ.get(WATCH)))
+
+
+_FILES = _used_files()

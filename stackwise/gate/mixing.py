@@ -1,0 +1,86 @@
+"""Mixing: reasons why a side has not measured its own code on its own data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+__all__ = ["Used", "why_mixed", "written_by_both"]
+
+_STRAY = (
+    "which is not of its tree: what was measured is not what is compared. An editable installation that "
+    "hooks into the import (meson-python, scikit-build-core) wins over PYTHONPATH"
+)
+_FOREIGN = (
+    "which is a file of the working tree or of the other side, not of its own tree: what was measured is not "
+    "what is compared. Name it relative to the test file, or build it with --stackwise-build"
+)
+_SHARED = (
+    "which changed during the run: one side may have the data of the other. Derive its name from "
+    "STACKWISE_SIDE, or use tmp_path"
+)
+_SLACK = 0.1  # seconds that the time of a file may be before the time of the process that wrote it
+
+
+@dataclass
+class Used:
+    """Files outside of its tree that the process of a side has used until now, by absolute path.
+
+    Attributes:
+        stray: module that was imported from elsewhere than its tree, with its place; "": there is none.
+        foreign: files of the other side or of the working tree that it read or ran.
+        read: other files that it read. Installed ones are not among them.
+        written: other files that it wrote, and those of the working tree.
+    """
+
+    stray: str = ""
+    foreign: set[str] = field(default_factory=set)
+    read: set[str] = field(default_factory=set)
+    written: set[str] = field(default_factory=set)
+
+    def add(self, stray: str, files: Mapping[str, Sequence[str]]) -> None:
+        """Add what the process reported at the end of a test."""
+        self.stray = self.stray or stray
+        self.foreign.update(files["foreign"])
+        self.read.update(files["read"])
+        self.written.update(files["written"])
+
+
+def why_mixed(sides: Mapping[str, Used], run_began: float, round_began: float) -> str:
+    """Return why the sides do not compare what they should, as a sentence; "" if nothing is known against it.
+
+    Args:
+        sides: of base and head.
+        run_began: time of the run of the user, whose import of the tests may have written files too.
+        round_began: time of the round. What the run writes into hidden folders before, such as
+            ~/.cache/matplotlib, are settings and caches of libraries.
+    """
+    for role, used in sides.items():
+        if used.stray:
+            return f"{role} imported {used.stray}, {_STRAY}"
+        if used.foreign:
+            return f"{role} used {min(used.foreign)}, {_FOREIGN}"
+    base, head = sides.values()
+    crossed = (base.read & (head.read | head.written)) | (head.read & base.written)
+    for path in sorted(crossed):
+        hidden = any(part.startswith(".") for part in Path(path).parts)
+        began = round_began if hidden else run_began
+        if _changed(Path(path), began, path in base.written | head.written):
+            return f"base and head used {path}, {_SHARED}"
+    return ""
+
+
+def written_by_both(sides: Mapping[str, Used]) -> list[str]:
+    """Return the files that both sides wrote."""
+    base, head = sides.values()
+    return sorted(base.written & head.written)
+
+
+def _changed(path: Path, began: float, written: bool) -> bool:
+    """Return True if a file was written since then. An empty one, such as a lock, has nothing to read."""
+    try:
+        status = path.stat()
+    except OSError:
+        return written
+    return status.st_size > 0 and status.st_mtime >= began - _SLACK

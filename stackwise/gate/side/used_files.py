@@ -1,0 +1,241 @@
+"""UsedFiles: the files outside of its tree that a side opens, maps or hands to a child process."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from importlib.util import source_from_cache
+from pathlib import Path
+from typing import Any
+
+from .imports import is_installed
+
+__all__ = ["UsedFiles"]
+
+_PROCESSES = Path("/proc")
+_EVENT_SECONDS = 5e-6  # that the hook may take for an event
+_BEARABLE = 5e-4  # share of a time that it may take
+_SYSTEM = {("/", "dev"), ("/", "proc"), ("/", "sys")}
+_METADATA = (".egg-info", ".dist-info")  # pytest reads that of every installed distribution
+_REST = r"(?:/[^\s'\";:,|&<>()]*)?(?![\w.-])"  # of a path in a text, behind a folder
+
+
+class UsedFiles:
+    """Files outside of the tree of this side that this process and its children use.
+
+    An audit hook hears what Python opens, databases of SQLite, libraries and child processes. It costs each
+    audit event, of which `id` is one, about a microsecond for as long as the process lives. So the gate asks
+    for it in the first round of a test only, and does not use times that have many events. In every round,
+    files that are mapped or open and children that are alive are looked up in /proc, if the system has it.
+
+    Args:
+        own: folders of this side: its tree and its temporary files.
+        foreign: folders of which it may use nothing: the tree of the other side, the working tree.
+        hook: install the audit hook.
+
+    Attributes:
+        has_hook: the audit hook is installed.
+    """
+
+    def __init__(self, own: Sequence[str], foreign: Sequence[str], *, hook: bool = False) -> None:
+        self._own = [Path(folder).resolve() for folder in own]
+        self._foreign = [Path(folder).resolve() for folder in foreign]
+        self._patterns = [re.compile(re.escape(str(folder)) + _REST) for folder in self._foreign]
+        self._read: set[str] = set()
+        self._written: set[str] = set()
+        self._named: set[str] = set()  # by a command: files and folders
+        self._seen: set[str] = set()  # in /proc
+        self._told: set[tuple[str, str]] = set()
+        self._is_paused = self._is_timed = False
+        self._timed_events = 0
+        self._timed_seconds = 0.0
+        self.has_hook = hook
+        if hook:
+            sys.addaudithook(self._hear)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Note nothing within."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
+
+    @contextmanager
+    def timed(self, *, noting: bool) -> Iterator[None]:
+        """Count the events of calls that are timed within, and note files only if asked to."""
+        began = time.perf_counter()
+        self._is_timed, self._is_paused = True, not noting
+        try:
+            yield
+        finally:
+            self._is_timed = self._is_paused = False
+            self._timed_seconds += time.perf_counter() - began
+
+    def disturbed(self) -> bool:
+        """Return True if the hook may have changed the times since the last call by more than a noise."""
+        events, seconds = self._timed_events, self._timed_seconds
+        self._timed_events, self._timed_seconds = 0, 0.0
+        return events * _EVENT_SECONDS > _BEARABLE * seconds
+
+    def look(self) -> None:
+        """Note the files that are mapped or open and the children that are alive."""
+        with self.paused():
+            for process in _with_children(_PROCESSES / "self"):
+                found = {*_mapped(process), *_open(process)} - self._seen
+                self._seen |= found
+                self._read |= found
+                if process.name != "self":
+                    self._note_command(_arguments(process), _link(process / "cwd"))
+
+    def new(self) -> dict[str, list[str]]:
+        """Return the absolute paths that were noted since the last call.
+
+        Those of "foreign" are in one of the foreign folders and were read, or run, or named by a command.
+        Those of "read" and "written" are elsewhere, but neither this side's own nor installed.
+        """
+        noted = (
+            *((path, "read") for path in self._read if not Path(path).is_dir()),
+            *((path, "written") for path in self._written),
+            *((path, "named") for path in self._named if Path(path).exists()),
+        )
+        for paths in (self._read, self._written, self._named):
+            paths.clear()
+        found: dict[str, list[str]] = {"foreign": [], "read": [], "written": []}
+        for name, how in noted:
+            path = os.path.realpath(name)
+            where = self._where(Path(path))
+            what = how
+            if where == "foreign" and how != "written":
+                what, path = "foreign", _source(path)
+            if where and what in found and (what, path) not in self._told:
+                self._told.add((what, path))
+                found[what].append(path)
+        return found
+
+    def _where(self, path: Path) -> str:
+        """Return "foreign" or "outside", or "" for a file of this side, of Python or of the system."""
+        if any(path.is_relative_to(folder) for folder in self._own) or path.parts[:2] in _SYSTEM:
+            return ""
+        for folder in self._foreign:
+            if path.is_relative_to(folder):
+                parts = path.relative_to(folder).parts
+                # Environments, repositories and caches, such as .venv and .git, have no code of the project.
+                hidden = any(part.startswith(".") or part.endswith(_METADATA) for part in parts)
+                return "" if hidden or is_installed(path, folder) else "foreign"
+        return "" if is_installed(path) or "__pycache__" in path.parts else "outside"
+
+    def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if self._is_timed:
+            self._timed_events += 1
+        if self._is_paused or event not in _EVENTS:
+            return
+        with suppress(Exception):  # it would be an error of the code that is heard
+            _EVENTS[event](self, *arguments)
+
+    def _note_open(self, path: Any, _: object, flags: int) -> None:
+        if isinstance(path, int):
+            return  # a descriptor of a file that was opened before
+        mode = flags & os.O_ACCMODE
+        self._note(path, read=mode != os.O_WRONLY, written=mode != os.O_RDONLY)
+
+    def _note(self, path: Any, *, read: bool, written: bool) -> None:
+        absolute = os.path.abspath(os.fsdecode(path))  # noqa: PTH100
+        if read:
+            self._read.add(absolute)
+        if written:
+            self._written.add(absolute)
+
+    def _note_rename(self, _: object, target: Any, *__: object) -> None:
+        self._note(target, read=False, written=True)
+
+    def _note_database(self, path: Any) -> None:
+        name = os.fsdecode(path).removeprefix("file:").partition("?")[0]
+        if name and name != ":memory:":
+            self._note(name, read=True, written=True)
+
+    def _note_library(self, name: Any) -> None:
+        if name and "/" in os.fsdecode(name):
+            self._note(name, read=True, written=False)
+
+    def _note_popen(self, program: Any, words: Any, folder: Any, _: object) -> None:
+        words = [words] if isinstance(words, str | bytes | os.PathLike) else list(words)
+        self._note_command(map(os.fsdecode, [*([program] if program else []), *words]), folder)
+
+    def _note_program(self, program: Any, words: Any, _: object) -> None:
+        self._note_popen(program, words, None, None)
+
+    def _note_shell(self, command: Any) -> None:
+        self._note_command([os.fsdecode(command)], None)
+
+    def _note_command(self, words: Iterable[str], folder: Any) -> None:
+        place = os.fsdecode(folder or os.getcwd())  # noqa: PTH109
+        self._named.add(place)
+        for word in words:
+            self._named.add(os.path.join(place, word))  # noqa: PTH118
+            for pattern in self._patterns:
+                self._named.update(pattern.findall(word))
+
+
+_EVENTS: dict[str, Callable[..., None]] = {
+    "open": UsedFiles._note_open,
+    "os.rename": UsedFiles._note_rename,
+    "sqlite3.connect": UsedFiles._note_database,
+    "ctypes.dlopen": UsedFiles._note_library,
+    "subprocess.Popen": UsedFiles._note_popen,
+    "os.posix_spawn": UsedFiles._note_program,
+    "os.exec": UsedFiles._note_program,
+    "os.system": UsedFiles._note_shell,
+}
+
+
+def _source(path: str) -> str:
+    """Return the module that a file of bytecode is of; another path as it is."""
+    try:
+        return source_from_cache(path)
+    except ValueError:
+        return path
+
+
+def _with_children(process: Path) -> Iterator[Path]:
+    """Yield a process and all that it has started, by their folder in /proc."""
+    yield process
+    with suppress(OSError):
+        for thread in (process / "task").iterdir():
+            for child in (thread / "children").read_text().split():
+                yield from _with_children(_PROCESSES / child)
+
+
+def _mapped(process: Path) -> Iterator[str]:
+    with suppress(OSError):
+        for line in (process / "maps").read_text(errors="surrogateescape").splitlines():
+            _, _, path = line.partition("/")
+            if path:
+                yield f"/{path}"
+
+
+def _open(process: Path) -> Iterator[str]:
+    with suppress(OSError):
+        for descriptor in (process / "fd").iterdir():
+            path = _link(descriptor)
+            if path is not None and path.startswith("/"):
+                yield path
+
+
+def _link(path: Path) -> str | None:
+    try:
+        return os.readlink(path)  # noqa: PTH115 - "socket:[1]" is no path
+    except OSError:
+        return None
+
+
+def _arguments(process: Path) -> list[str]:
+    try:
+        return [os.fsdecode(word) for word in (process / "cmdline").read_bytes().split(b"\0") if word]
+    except OSError:
+        return []

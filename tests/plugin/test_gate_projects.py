@@ -172,6 +172,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(pytest.version_tuple < (9,), reason="pytest 9 reads pytest.toml")
 def test_options_of_pytest_toml_are_those_of_the_sides(gate):
     toml = '[pytest]\npythonpath = ["."]\naddopts = ["--memray", "--sizes", "3"]\n'
     conftest = """

@@ -425,7 +425,9 @@ def _own_arguments(config: pytest.Config) -> list[str]:
 
 def _actions(parser: Any) -> list[argparse.Action]:
     """Return the options and positional arguments that pytest and its plugins have declared."""
-    found: list[argparse.Action] = parser.optparser._actions
+    # pytest 8.4 makes it when it parses.
+    optparser = parser.optparser if hasattr(parser, "optparser") else parser._getparser()
+    found: list[argparse.Action] = optparser._actions
     return found
 
 

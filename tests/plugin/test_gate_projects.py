@@ -54,6 +54,7 @@ def only_plugin(monkeypatch):
     return only_plugin
 
 
+@pytest.mark.slow
 def test_dependent_test_is_measured_after_the_earlier_tests_of_its_class(gate):
     tests = """
 import work
@@ -170,6 +171,8 @@ def pytest_collection_modifyitems(config, items):
     assert result.ret == 7
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(pytest.version_tuple < (9,), reason="pytest 9 reads pytest.toml")
 def test_options_of_pytest_toml_are_those_of_the_sides(gate):
     toml = '[pytest]\npythonpath = ["."]\naddopts = ["--memray", "--sizes", "3"]\n'
     conftest = """
@@ -187,6 +190,7 @@ def pytest_generate_tests(metafunc):
     result.stdout.fnmatch_lines(["INCONCLUSIVE * bench/test_it.py::test_it?3? *"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [["--sizes", "3", "4", "-xq"], ["@arguments.txt"]], ids=["line", "file"])
 def test_options_of_a_conftest_are_those_of_the_sides(gate, options):
     conftest = """
@@ -302,6 +306,7 @@ def pytest_runtest_protocol(item):  # as --session-timeout of pytest-timeout
 """
 
 
+@pytest.mark.slow
 def test_time_of_a_test_and_a_session_is_not_judged_in_the_sides(gate):
     tests = """
 import work

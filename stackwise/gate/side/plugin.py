@@ -80,24 +80,18 @@ class SidePlugin:
         self._gave_up: set[tuple[str, str | None]] = set()
         self._warnings: dict[str, list[str]] = {}
 
-    @pytest.hookimpl(trylast=True)
-    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        """Keep the tests that are asked for, in the order of the asking."""
-        found = {item.nodeid: item for item in items}
-        items[:] = [found[test] for test in self.tests if test in found]
-        # By its entry point's name, or as `-p pytest_timeout` has it.
-        if any(map(config.pluginmanager.hasplugin, ("timeout", "pytest_timeout"))):
-            # A test waits here while the other side is measured: pytest-timeout would end it.
-            for item in items:
-                item.add_marker(pytest.mark.timeout(0), append=False)
-
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Restore the order of the gate, which a plugin may have changed, and send the names of the tests."""
-        place = {test: number for number, test in enumerate(self.tests)}
-        session.items.sort(key=lambda item: place[item.nodeid])
+        """Select the tests in the order of the gate, whatever plugins made of it, and send their names."""
+        found = {item.nodeid: item for item in session.items}
+        session.items[:] = [found[test] for test in self.tests if test in found]
+        # By its entry point's name, or as `-p pytest_timeout` has it.
+        has_timeout = any(map(session.config.pluginmanager.hasplugin, ("timeout", "pytest_timeout")))
         for item in session.items:
             _remove_reruns(item)
+            if has_timeout:
+                # A test waits here while the other side is measured: pytest-timeout would end it.
+                item.add_marker(pytest.mark.timeout(0), append=False)
         self._send(collected=[item.nodeid for item in session.items])
 
     @pytest.hookimpl(tryfirst=True)

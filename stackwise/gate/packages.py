@@ -13,6 +13,7 @@ __all__ = ["declared_packages", "installed_packages", "is_project"]
 
 _BACKENDS = ("flit", "hatch", "maturin", "pdm", "poetry", "scikit-build", "setuptools", "uv")
 _KEYS = ("packages", "include", "module", "module-name", "name")
+_OTHER_KEYS = ("sdist", "exclude", "where", "from")  # an sdist has tests too
 
 
 def declared_packages(project: Path) -> frozenset[str]:
@@ -72,5 +73,5 @@ def _texts(value: object, named: bool) -> Iterator[str]:
             yield from _texts(each, named)
     elif isinstance(value, dict):
         for key, inner in value.items():
-            if key != "sdist":  # which has tests too
+            if key not in _OTHER_KEYS:
                 yield from _texts(inner, named or key in _KEYS)

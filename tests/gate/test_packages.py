@@ -34,6 +34,7 @@ def test_packages_are_those_that_pyproject_declares(pyproject, package, tmp_path
         None,
         "not TOML",
         '[tool.mypy]\npackages = ["perf"]',
+        '[tool.setuptools.packages.find]\nwhere = ["perf"]\nexclude = ["perf"]',
         '[tool.hatch.build.targets.sdist]\ninclude = ["perf"]',
     ],
 )

@@ -30,6 +30,8 @@ def used(tmp_path):
     names += ["project/site-packages/x.py", "project/a.egg-info/x", "project2/x"]
     names += ["data/x", "data/__pycache__/x.pyc", "project/__pycache__/x.cpython-311.pyc"]
     write(tmp_path, dict.fromkeys(names, "") | {"project/mapped.bin": "x" * 9000})
+    (tmp_path / "project" / "run.sh").write_text("#!/bin/sh\n")
+    (tmp_path / "project" / "run.sh").chmod(0o755)
     (tmp_path / "tree" / "link.py").symlink_to(tmp_path / "project" / "x.py")
 
     def of(work, hook=True):
@@ -57,6 +59,8 @@ def used(tmp_path):
         ("subprocess.run(['sh', 'run.sh'], cwd=project)", "run.sh"),
         ("subprocess.run(f'true --config={project}/x.py', shell=True)", "x.py"),
         ("os.system(f'sh {project}/run.sh')", "run.sh"),
+        ("os.environ['PATH'] += ':' + project\nsubprocess.run(['run.sh'])", "run.sh"),
+        ("subprocess.run(['run.sh'], env={'PATH': project})", "run.sh"),
         ("os.waitpid(os.posix_spawn('/bin/sh', ['sh', project + '/run.sh'], {}), 0)", "run.sh"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -91,7 +92,9 @@ class UsedFiles:
                 self._seen |= found
                 self._read |= found
                 if process.name != "self":
-                    self._note_command(_arguments(process), _link(process / "cwd"))
+                    program = _link(process / "exe")
+                    words = [*_arguments(process), *([program] if program else [])]
+                    self._note_command(words, _link(process / "cwd"))
 
     def new(self) -> dict[str, list[str]]:
         """Return the absolute paths that were noted since the last call.
@@ -163,12 +166,14 @@ class UsedFiles:
         if name and "/" in os.fsdecode(name):
             self._note(name, read=True, written=False)
 
-    def _note_popen(self, program: Any, words: Any, folder: Any, _: object) -> None:
+    def _note_popen(self, program: Any, words: Any, folder: Any, environment: Any) -> None:
         words = [words] if isinstance(words, str | bytes | os.PathLike) else list(words)
-        self._note_command(map(os.fsdecode, [*([program] if program else []), *words]), folder)
+        words = [os.fsdecode(word) for word in (*([program] if program else []), *words)]
+        found = shutil.which(words[0], path=(os.environ if environment is None else environment).get("PATH"))
+        self._note_command([*words, *([found] if found else [])], folder)
 
-    def _note_program(self, program: Any, words: Any, _: object) -> None:
-        self._note_popen(program, words, None, None)
+    def _note_program(self, program: Any, words: Any, environment: Any) -> None:
+        self._note_popen(program, words, None, environment)
 
     def _note_shell(self, command: Any) -> None:
         self._note_command([os.fsdecode(command)], None)

@@ -94,7 +94,7 @@ def create(config: pytest.Config) -> Gate | None:
     if asked is None:
         return None
     if records.is_worker(config) or config.getoption("numprocesses", None):
-        raise pytest.UsageError("--stackwise-against: the gate has the machine to itself; allowed: no -n")
+        raise pytest.UsageError("--stackwise-against: the gate needs the machine to itself; run it with -n 0")
     if config.getoption("benchmark_skip", False):
         raise pytest.UsageError("--stackwise-against: got --benchmark-skip too; allowed: one of them")
     if asked.history is not None:

@@ -33,6 +33,7 @@ from rich.console import Console
 
 from bench.claim import Claim
 from bench.gate.ablation import DESIGNS, judge, series
+from bench.gate.adoption import adoption
 from bench.gate.command import CommandFailedError
 from bench.gate.effects import EFFECTS, SAME, branches, calibrate, count_instructions
 from bench.gate.findings import bars, own_history_bar, self_checks, summary, table
@@ -106,8 +107,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--count-instructions", action="store_true", help="only this, of what is added to a call"
     )
+    parser.add_argument("--only", choices=["adoption"], help="the gate in projects of many kinds")
+    parser.add_argument("--project", help="with --only adoption: only this one")
     parser.add_argument("--folder", type=Path, default=FOLDER, help="of the repository (default: build/gate)")
     options = parser.parse_args(arguments)
+    if options.only == "adoption":
+        return adoption(options.quick, options.resume, options.project)
     plan = _plan(options, parser)
     torch.set_num_threads(1)  # as all that is measured; part of what a machine is known by
     claim = Claim("gate", options.quick)

@@ -190,7 +190,7 @@ def test_inconclusive_has_an_exit_code_of_its_own(project, pytester):
         (["--stackwise-against=base", "--stackwise-gate-seconds=0"], "*gate-seconds: got '0'; allowed: *"),
         (["--stackwise-against=base", "--stackwise-gate-report=x.txt"], "*gate-report: got x.txt*"),
         (["--stackwise-against=base", "--benchmark-skip"], "*got --benchmark-skip too; allowed: one of them"),
-        (["--stackwise-against=base", "-n2"], "*the gate has the machine to itself*"),
+        (["--stackwise-against=base", "-n2"], "*needs the machine to itself; run it with -n 0*"),
         (["--stackwise-against=base", "-k", "ordinary"], "*no test uses benchmark or throughput*"),
         (["--stackwise-head=base"], "*--stackwise-head: allowed with --stackwise-against"),
         (["--stackwise-against="], "*against: got ''; allowed: a revision, *"),

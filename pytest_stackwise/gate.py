@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 
 from pytest_stackwise import markers, options, records
+from stackwise.gate.side import clock as _clock  # noqa: F401  # before a conftest can freeze the clocks
 
 if TYPE_CHECKING:
     from stackwise.gate.result import GateResult, TestResult
@@ -83,7 +84,7 @@ def create(config: pytest.Config) -> Gate | None:
     Raises:
         pytest.UsageError: an option has another value than is allowed.
     """
-    # First: a side has those of `addopts` too, without --stackwise-against of the command line.
+    # A side has those of `addopts` too, without --stackwise-against of the command line.
     if config.pluginmanager.hasplugin("stackwise_side.plugin"):
         return None
     asked = options.gate(config)
@@ -111,6 +112,7 @@ class Gate:
         self.result: GateResult | None = None
         self._interrupted = False
         self._written: list[str] = []
+        self._verdicts: list[_Verdict] = []
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> None:
@@ -129,7 +131,9 @@ class Gate:
             # Its fixtures are for the processes of the sides: here nothing is set up.
             item.setup = lambda: None  # type: ignore[method-assign]
             item.get_closest_marker = _without_max_memory(item)  # type: ignore[method-assign]
-            item.runtest = _Verdict(item, by_name[item.nodeid], self)  # type: ignore[method-assign]
+            verdict = _Verdict(item, by_name[item.nodeid], self)
+            item.runtest = verdict  # type: ignore[method-assign]
+            self._verdicts.append(verdict)
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
@@ -140,9 +144,16 @@ class Gate:
         from stackwise.gate.result import EXIT_INCONCLUSIVE, EXIT_NOTHING
 
         if self.result is None:
+            # After pytest.exit(returncode=0), say, or where another plugin has run the tests.
+            if session.exitstatus == pytest.ExitCode.OK and not self.config.option.collectonly:
+                self._written.append("gate: nothing was compared: the run ended before the comparison")
+                session.exitstatus = pytest.ExitCode.USAGE_ERROR
             return
         # What has failed may have been expected to: the run knows, and here it has passed.
         outcomes = {test.outcome(self.asked.missing) for test in self.result.tests}
+        unreported = {each.result.outcome(self.asked.missing) for each in self._verdicts if not each.reported}
+        if session.exitstatus == pytest.ExitCode.OK and "failed" in unreported:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED  # --setup-only, or the loop of another plugin
         # Tests of other kinds may have been inconclusive before.
         if session.exitstatus in (pytest.ExitCode.OK, EXIT_INCONCLUSIVE):
             if not self.result.compared:
@@ -161,13 +172,13 @@ class Gate:
                 session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Show what came of all tests."""
-        if self.result is None:
-            return
+        """Show the result of each test, or why there is none."""
         from stackwise.gate.report import terminal_lines
 
-        terminalreporter.section("stackwise gate")
-        for line in (*terminal_lines(self.result), *self._written):
+        lines = [*(terminal_lines(self.result) if self.result is not None else ()), *self._written]
+        if lines:
+            terminalreporter.section("stackwise gate")
+        for line in lines:
             terminalreporter.write_line(line)
 
     def _keep(self, place: str) -> str:
@@ -315,14 +326,20 @@ class Gate:
 
 
 class _Verdict:
-    """What a test does in the place of its function."""
+    """Function of a gated test in the user's run: it reports the result.
+
+    Attributes:
+        reported: True after the test was called.
+    """
 
     def __init__(self, item: pytest.Item, result: TestResult, gate: Gate) -> None:
         self.item, self.result, self.gate = item, result, gate
+        self.reported = False
 
     def __call__(self) -> None:
         """Pass, warn, skip or fail."""
         __tracebackhide__ = True
+        self.reported = True
         from stackwise.gate.report import junit_properties, test_text
 
         result = self.result

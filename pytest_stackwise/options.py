@@ -24,6 +24,7 @@ __all__ = [
     "device_name",
     "gate",
     "gpu_requested",
+    "is_gated",
     "release_gpu_option",
     "report_paths",
     "seed",
@@ -166,6 +167,15 @@ def are_set(config: pytest.Config) -> bool:
     """
     given, names = config.known_args_namespace, [f"stackwise_{name}" for name in (*_OF_RUNS, *_GATE)]
     return any(getattr(given, name) is not None or config.getini(name) for name in names)
+
+
+def is_gated(config: pytest.Config) -> bool:
+    """Return True if this run compares with a base: not in the process of a side."""
+    # First: a side has those of `addopts` too, without --stackwise-against of the command line.
+    if config.pluginmanager.hasplugin("stackwise_side.plugin"):
+        return False
+    given = config.known_args_namespace.stackwise_against
+    return given is not None or bool(config.getini("stackwise_against"))
 
 
 def add_gpu_option(parser: pytest.Parser) -> None:

@@ -11,6 +11,7 @@ import pytest
 from pytest_stackwise import (
     checks,
     device,
+    exit_guard,
     faults,
     findings,
     gate,
@@ -41,7 +42,12 @@ def pytest_load_initial_conftests(
     if options.are_set(early_config):
         _let_idle_threads_sleep()
     device.take_a_device(early_config)  # before a conftest asks torch for devices
-    result = yield
+    if options.is_gated(early_config):
+        exit_guard.guard_exit(early_config)
+        with exit_guard.no_success():
+            result = yield
+    else:
+        result = yield
     options.add_gpu_option(parser)
     return result
 

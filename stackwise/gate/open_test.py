@@ -176,6 +176,8 @@ def _status(ended: Ended) -> tuple[Status, str]:
     for role in ("head", "base"):
         how, detail = ended.how.get(role), ended.detail.get(role, "")
         match role, how:
+            case "head", "skipped" if "base" not in ended.how:
+                return "skipped on head", f"{detail}; the base runs it"
             case "head", "skipped":
                 return "skipped", detail
             case "head", "missing":

@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import subprocess
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from stackwise.gate.side.channel import (
     Channel,
     ChannelClosedError,
 )
+from stackwise.gate.side.clock import real_time
 from stackwise.gate.twins import Twin, Twins, by_chance, inherited_environment, interpreter
 
 __all__ = ["SideFailedError", "SideProcess"]
@@ -157,8 +157,8 @@ class SideProcess:
         Raises:
             SideFailedError: it is gone, or says nothing for too long.
         """
-        deadline = time.monotonic() + self._seconds
-        while (left := deadline - time.monotonic()) > 0:
+        deadline = real_time.monotonic() + self._seconds
+        while (left := deadline - real_time.monotonic()) > 0:
             # Children that it has left behind may hold its end of the channel open.
             ended = self._process.poll() is not None
             try:

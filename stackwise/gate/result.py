@@ -29,6 +29,7 @@ EXIT_NOTHING = 5
 Status = Literal[
     "measured",
     "skipped",
+    "skipped on head",
     "not begun",
     "missing on base",
     "missing on head",
@@ -185,7 +186,7 @@ class TestResult:
                 return _OUTCOMES[self.verdict]
             case "crashed on head" | "hung on head":
                 return "failed"
-            case "crashed on base" | "hung on base" | "not begun":
+            case "crashed on base" | "hung on base" | "skipped on head" | "not begun":
                 return "inconclusive"
             case "missing on head":
                 return "warned"

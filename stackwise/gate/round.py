@@ -7,13 +7,13 @@ import math
 import os
 import random
 import statistics
-import time
 from collections.abc import Callable, Container, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from stackwise.argument import check_choice, check_number, check_sizes
 from stackwise.gate.process import SideFailedError, SideProcess
+from stackwise.gate.side.clock import real_time
 from stackwise.gate.turns import ORDERS, difference, standard_error, turns
 
 __all__ = ["SIDES", "Ended", "Paired", "Sampling", "Starter", "run_round"]
@@ -216,18 +216,18 @@ def run_round(
     """
     left = list(tests)
     while left:
-        began = time.perf_counter()
+        began = real_time.perf_counter()
         try:
             with _both(start(tuple(left)), rng) as sides:
                 while left:
-                    test, began = left.pop(0), time.perf_counter()
+                    test, began = left.pop(0), real_time.perf_counter()
                     try:
                         looks = sampling.memory and (memory is None or test in memory)
                         found = _test(test, sides, replace(sampling, memory=looks), rng)
                     except _SideLostError as lost:
                         yield test, lost.ended("", began)
                         break
-                    yield test, replace(found, seconds=time.perf_counter() - began)
+                    yield test, replace(found, seconds=real_time.perf_counter() - began)
         except _SideLostError as lost:
             ended = lost.ended("at its start: ", began)
             each = replace(ended, seconds=ended.seconds / len(left))
@@ -242,7 +242,7 @@ class _SideLostError(Exception):
 
     def ended(self, where: str, began: float) -> Ended:
         """What came of a test by this."""
-        seconds = time.perf_counter() - began
+        seconds = real_time.perf_counter() - began
         return Ended({self.role: self.error.how}, {self.role: f"{where}{self.error}"}, seconds)
 
 
@@ -327,7 +327,7 @@ def _measure(test: str, sides: dict[str, _Side], sampling: Sampling, rng: random
             standard_error(each, order[:made]) < sampling.precision for each in _logs(samples).values()
         )
 
-    began = time.perf_counter()
+    began = real_time.perf_counter()
     with _on_one_processor(sides, alone, rng):
         for number, head_first in enumerate(order):
             if enough(number):
@@ -339,7 +339,7 @@ def _measure(test: str, sides: dict[str, _Side], sampling: Sampling, rng: random
                 next_reference += max(fewest // _REFERENCES, number // 4) | 1
             for role in reversed(SIDES) if head_first else SIDES:
                 samples[role].append(ask(role, calls=calls))
-    sampled = time.perf_counter() - began
+    sampled = real_time.perf_counter() - began
     order = order[: len(samples["base"])]
     if sampling.memory and not any(side.only_once[test] for side in sides.values()):
         held = {

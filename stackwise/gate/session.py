@@ -11,7 +11,6 @@ import shutil
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
@@ -27,6 +26,7 @@ from stackwise.gate.result import GateResult, Missing
 from stackwise.gate.round import Ended, Sampling, Starter, run_round
 from stackwise.gate.sequential import Rule
 from stackwise.gate.side.channel import CALLABLE
+from stackwise.gate.side.clock import real_time
 from stackwise.gate.tree import Tree
 from stackwise.gate.turns import check_order
 from stackwise.gate.twin_supply import TwinSupply
@@ -160,14 +160,14 @@ def run_gate(
         check_number("most_seconds", most_seconds, "a number > 0", lambda value: value > 0)
     rule, sampling = rule or Rule(), sampling or Sampling()
     limits, asked, places = limits or {}, asked or {}, places or {}
-    began, rng = time.monotonic(), random.Random(seed)  # noqa: S311
+    began, rng = real_time.monotonic(), random.Random(seed)  # noqa: S311
     all_tests = {
         test: OpenTest(test, limits.get(test, Limits()), tuple(asked.get(test, ()))) for test in tests
     }
 
     def suffices(rounds: int, round_seconds: float = 0.0) -> bool:
         """Whether there is time left for so many rounds."""
-        elapsed = time.monotonic() - began
+        elapsed = real_time.monotonic() - began
         return most_seconds is None or elapsed + rounds * round_seconds <= most_seconds
 
     # Fewer rounds than the first look has say nothing of a test. Where the time is short it goes to the first
@@ -178,7 +178,7 @@ def run_gate(
     try:
         with _starter(base, head, launch) as start:
             for number in itertools.count(1):
-                round_began, tests_seconds, ended_seconds = time.monotonic(), 0.0, 0.0
+                round_began, tests_seconds, ended_seconds = real_time.monotonic(), 0.0, 0.0
                 names = [test.nodeid for test in (*begun, *waiting)]
                 memory = {name for name in names if all_tests[name].wants_memory}
                 # Closed where it is left, so that its processes end.
@@ -189,7 +189,7 @@ def run_gate(
                         tests_seconds += found.seconds
                         if isinstance(found, Ended):
                             ended_seconds += found.seconds  # which later rounds do not take
-                        lasted = time.monotonic() - round_began - ended_seconds
+                        lasted = real_time.monotonic() - round_began - ended_seconds
                         any_measured = any(test.order for test in all_tests.values())
                         is_over = any_measured and not suffices(first_look - 1, lasted)
                         # A code that hangs everywhere would take this long for each test.
@@ -199,7 +199,7 @@ def run_gate(
                 paired = [test for test in all_tests.values() if test.order]
                 if paired and not any(test.own for test in paired):
                     raise GateError(_NOTHING_OWN)
-                around = time.monotonic() - round_began - tests_seconds
+                around = real_time.monotonic() - round_began - tests_seconds
                 n_trials = sum(test.n_trials for test in all_tests.values())
                 begun = [test for test in (*begun, *waiting) if test.begun and test.open]
                 for trial in (trial for test in begun for trial in test.trials.values()):
@@ -214,7 +214,7 @@ def run_gate(
                     begun.pop()
                 if on_progress is not None:
                     flagged = sum(test.confirming for test in begun)
-                    seconds = time.monotonic() - began
+                    seconds = real_time.monotonic() - began
                     on_progress(Progress(number, len(begun), len(tests), flagged, seconds, len(waiting)))
                 if time_is_up or (not begun and not (waiting and suffices(first_look, around))):
                     break
@@ -229,7 +229,7 @@ def run_gate(
             test.result(*places.get(name, ("", 0)), interrupted=interrupted)
             for name, test in all_tests.items()
         ),
-        seconds=time.monotonic() - began,
+        seconds=real_time.monotonic() - began,
         rounds=number,
         missing=missing,
         environment=dict(environment or {}),

@@ -549,7 +549,10 @@ def test_the_time_is_up(sides, tmp_path):
     sides({A: cost(), B: cost(), C: cost()}, {A: "skip", B: cost(), C: cost()})
     found = gate(tmp_path, (A, B, C), most_seconds=1e-9)
     assert found.rounds == 1
-    assert (found.tests[0].status, found.tests[0].detail) == ("skipped", "no GPU")
+    assert (found.tests[0].status, found.tests[0].detail) == (
+        "skipped on head",
+        "no GPU; the base runs it",
+    )
     assert found.tests[1].verdict == Verdict.INCONCLUSIVE
     assert found.tests[1].trials["time"].decision.reason.endswith("the time is up")
     assert found.tests[2].status == "not begun"
@@ -597,8 +600,8 @@ def clock(monkeypatch):
     """What time it is for a session: tests let pass what they say that they take."""
     made = Clock()
     monkeypatch.setattr(Script, "clock", made)
-    monkeypatch.setattr(session, "time", SimpleNamespace(monotonic=made))
-    monkeypatch.setattr(round_module, "time", SimpleNamespace(perf_counter=made))
+    monkeypatch.setattr(session, "real_time", SimpleNamespace(monotonic=made))
+    monkeypatch.setattr(round_module, "real_time", SimpleNamespace(perf_counter=made))
     return made
 
 
@@ -743,6 +746,8 @@ def test_a_run_without_a_limit_makes_all_rounds(sides, tmp_path, clock):
         (cost(), "not imported", "crashed on head"),
         ("fail", "fail", "crashed on head"),
         ("skip", "skip", "skipped"),
+        (cost(), "skip", "skipped on head"),
+        ("fail", "skip", "skipped"),
     ],
 )
 def test_what_is_said_of_a_test_that_is_not_measured(base, head, status, sides, tmp_path):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import select
 import socket
-import time
 from typing import Any
+
+from .clock import real_time
 
 __all__ = ["CALLABLE", "DESCRIPTOR", "FOREIGN", "ROLE", "TESTS", "TREE", "Channel", "ChannelClosedError"]
 
@@ -65,9 +66,9 @@ class Channel:
         Raises:
             ChannelClosedError: the other end is gone.
         """
-        deadline = None if seconds is None else time.monotonic() + seconds
+        deadline = None if seconds is None else real_time.monotonic() + seconds
         while b"\n" not in self._rest:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            left = None if deadline is None else max(0.0, deadline - real_time.monotonic())
             if not select.select([self._end], [], [], left)[0]:
                 return None
             try:

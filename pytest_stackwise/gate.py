@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from stackwise.gate.session import Launch, Progress
     from stackwise.gate.tree import Renamed, Tree
 
-__all__ = ["GateWarning", "RegressionError", "create"]
+__all__ = ["GateSetupError", "GateWarning", "RegressionError", "create"]
 
 _FIXTURES = ("benchmark", "throughput")
 _CALLABLE = "callable"
@@ -69,6 +69,13 @@ _OWN_FAMILIES = ("stackwise_gate", "benchmark_")
 
 class RegressionError(pytest.fail.Exception):  # type: ignore[name-defined, misc]
     """A test costs more than its limit allows."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text, pytrace=False)
+
+
+class GateSetupError(pytest.fail.Exception):  # type: ignore[name-defined, misc]
+    """A test cannot be measured until the test, the trees or the environment are changed."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text, pytrace=False)
@@ -141,7 +148,7 @@ class Gate:
 
         Only where nothing has failed.
         """
-        from stackwise.gate.result import EXIT_INCONCLUSIVE, EXIT_NOTHING
+        from stackwise.gate.result import EXIT_INCONCLUSIVE, EXIT_NOTHING, EXIT_SETUP
 
         if self.result is None:
             # After pytest.exit(returncode=0), say, or where another plugin has run the tests.
@@ -151,6 +158,9 @@ class Gate:
             return
         # What has failed may have been expected to: the run knows, and here it has passed.
         outcomes = {test.outcome(self.asked.missing) for test in self.result.tests}
+        errors = [test.outcome(self.asked.missing) for test in self.result.tests].count("error")
+        if session.exitstatus == pytest.ExitCode.TESTS_FAILED and session.testsfailed == errors:
+            session.exitstatus = EXIT_SETUP
         unreported = {each.result.outcome(self.asked.missing) for each in self._verdicts if not each.reported}
         if session.exitstatus == pytest.ExitCode.OK and "failed" in unreported:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED  # --setup-only, or the loop of another plugin
@@ -246,6 +256,7 @@ class Gate:
             head=self.asked.head,
             build=self.asked.build,
             start=self.config.invocation_params.dir,
+            settings=self.config.inipath and self.config.inipath.resolve(),
         )
 
     def _file(self, item: pytest.Item) -> Path:
@@ -285,6 +296,7 @@ class Gate:
             self.asked.timeout,
             self.asked.against == _CALLABLE,
             self.config.pluginmanager.hasplugin("cacheprovider"),
+            self.asked.head is None,
         )
 
     def _sampling(self) -> Sampling:
@@ -348,6 +360,8 @@ class _Verdict:
         match result.outcome(self.gate.asked.missing):
             case "failed":
                 raise RegressionError(text)
+            case "error":
+                raise GateSetupError(text)
             case "inconclusive":
                 pytest.skip(text)
             case "warned":

@@ -139,7 +139,7 @@ class OpenTest:
         if self.ended is not None:
             status, detail = _status(self.ended)
             # What was found before stands, unless the head is broken.
-            if not self.trials or status in ("crashed on head", "hung on head"):
+            if not self.trials or status in ("set-up error", "crashed on head", "hung on head"):
                 return TestResult(self.nodeid, status, {}, detail, **where)
             reason = f"it was {status} in round {len(self.order) + 1}: {detail}"
         if not self.trials:
@@ -172,10 +172,12 @@ def _why(metric: str, found: Paired) -> str:
 
 
 def _status(ended: Ended) -> tuple[Status, str]:
-    """What is said of a test that was not measured: what is wrong with the head comes first."""
+    """Return the status of a test that was not measured: what is wrong with the head comes first."""
     for role in ("head", "base"):
         how, detail = ended.how.get(role), ended.detail.get(role, "")
         match role, how:
+            case _, "refused":
+                return "set-up error", detail
             case "head", "skipped" if "base" not in ended.how:
                 return "skipped on head", f"{detail}; the base runs it"
             case "head", "skipped":
@@ -189,7 +191,7 @@ def _status(ended: Ended) -> tuple[Status, str]:
                 return "crashed on head", detail
             case "base", "skipped" | "missing":
                 return "missing on base", f"{how}: {detail}"
-            case "base", "failed" if detail.startswith(_LACKING):
+            case "base", "failed" | "not collected" if detail.startswith(_LACKING):
                 return "missing on base", f"{how}: {detail}"
             case "base", "hung":
                 return "hung on base", detail

@@ -61,7 +61,13 @@ def terminal_lines(result: GateResult) -> list[str]:
 def markdown(result: GateResult) -> str:
     """A page: what failed and what could not be decided first, then all tests in a table."""
     blocks = [f"## Performance of {result.head} against {result.base}: {result.verdict}", _summary(result)]
-    for outcome, title in (("failed", "Failed"), ("inconclusive", "Inconclusive"), ("warned", "Warnings")):
+    titles = {
+        "failed": "Failed",
+        "error": "Set-up errors",
+        "inconclusive": "Inconclusive",
+        "warned": "Warnings",
+    }
+    for outcome, title in titles.items():
         tests = [test for test in result.tests if test.outcome(result.missing) == outcome]
         if tests:
             told = "\n".join(f"- `{test.nodeid}`: {_finding(test)}" for test in tests)
@@ -84,7 +90,12 @@ def github_annotations(result: GateResult) -> list[str]:
 
     GitHub shows ten of a level. Where there are more, the last one says how many are left out.
     """
-    levels: dict[Outcome, str] = {"failed": "error", "inconclusive": "warning", "warned": "warning"}
+    levels: dict[Outcome, str] = {
+        "failed": "error",
+        "error": "error",
+        "inconclusive": "warning",
+        "warned": "warning",
+    }
     found: dict[str, list[str]] = {"error": [], "warning": []}
     for test in result.tests:
         outcome = test.outcome(result.missing)
@@ -134,7 +145,12 @@ def junit_properties(test: TestResult) -> list[tuple[str, str]]:
 
 def code_quality(result: GateResult) -> list[dict[str, Any]]:
     """The findings in the form of GitLab's code quality reports, for the view of a merge request."""
-    severities: dict[Outcome, str] = {"failed": "major", "inconclusive": "minor", "warned": "info"}
+    severities: dict[Outcome, str] = {
+        "failed": "major",
+        "error": "major",
+        "inconclusive": "minor",
+        "warned": "info",
+    }
     return [
         {
             "description": f"{test.nodeid}: {_finding(test)}",

@@ -14,7 +14,9 @@ from stackwise.gate.verdict import Decision, Verdict
 __all__ = [
     "EXIT_INCONCLUSIVE",
     "EXIT_NOTHING",
+    "EXIT_SETUP",
     "GateResult",
+    "Headline",
     "Missing",
     "Outcome",
     "Status",
@@ -23,13 +25,14 @@ __all__ = [
 ]
 
 EXIT_INCONCLUSIVE = 7
-# That of pytest where it finds no tests.
-EXIT_NOTHING = 5
+EXIT_SETUP = 4  # exit code of pytest after a usage error
+EXIT_NOTHING = 5  # exit code of pytest if it finds no tests
 
 Status = Literal[
     "measured",
     "skipped",
     "skipped on head",
+    "set-up error",
     "not begun",
     "missing on base",
     "missing on head",
@@ -39,7 +42,8 @@ Status = Literal[
     "hung on head",
 ]
 Missing = Literal["fail", "warn", "create"]
-Outcome = Literal["passed", "warned", "inconclusive", "failed"]
+Outcome = Literal["passed", "warned", "inconclusive", "error", "failed"]
+Headline = Literal["PASS", "IMPROVED", "REGRESSED", "FAILED", "ERROR", "INCONCLUSIVE"]
 
 _VERSION = 1
 # What an outcome is of: the one farthest to the right.
@@ -120,7 +124,8 @@ class TestResult:
     Attributes:
         nodeid: pytest's name of the test, or another that is unique.
         status: "measured", or what came instead of a measurement, and on which side. "not begun": there was
-            no time for it.
+            no time for it. "set-up error": it cannot be measured until the test, the trees or the environment
+            are changed; `detail` says how.
         trials: by metric ("time", "memory", "ttft", "tpot"); none where it was not measured.
         detail: the end of what a side wrote before it crashed, the new name of a test, and the like.
         file: where the test is, relative to the project; "": not known.
@@ -186,6 +191,8 @@ class TestResult:
                 return _OUTCOMES[self.verdict]
             case "crashed on head" | "hung on head":
                 return "failed"
+            case "set-up error":
+                return "error"
             case "crashed on base" | "hung on base" | "skipped on head" | "not begun":
                 return "inconclusive"
             case "missing on head":
@@ -273,21 +280,27 @@ class GateResult:
         return max(outcomes, key=_ORDER.index)
 
     @property
-    def verdict(self) -> Verdict:
-        """Of the whole: REGRESSED where a test failed, INCONCLUSIVE where one was not decided."""
+    def verdict(self) -> Headline:
+        """Verdict of the run: that of its worst test.
+
+        REGRESSED takes a metric that got worse. A test that crashes on head is FAILED, and one that could not
+        be set up an ERROR.
+        """
+        verdicts = {test.verdict for test in self.tests}
         match self.outcome:
             case "failed":
-                return Verdict.REGRESSED
+                return "REGRESSED" if Verdict.REGRESSED in verdicts else "FAILED"
+            case "error":
+                return "ERROR"
             case "inconclusive":
-                return Verdict.INCONCLUSIVE
-        improved = any(test.verdict == Verdict.IMPROVED for test in self.tests)
-        return Verdict.IMPROVED if improved else Verdict.PASS
+                return "INCONCLUSIVE"
+        return "IMPROVED" if Verdict.IMPROVED in verdicts else "PASS"
 
     @property
     def exit_code(self) -> int:
-        """Of a command that says no more than this: 0 passed, 1 failed, 5 nothing compared, 7 undecided."""
+        """Exit code of the run: 0 passed, 1 failed, 4 set-up error, 5 nothing compared, 7 undecided."""
         undecided = EXIT_INCONCLUSIVE if self.compared else EXIT_NOTHING
-        return {"failed": 1, "inconclusive": undecided}.get(self.outcome, 0)
+        return {"failed": 1, "error": EXIT_SETUP, "inconclusive": undecided}.get(self.outcome, 0)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON; `version` is that of their form."""
@@ -298,7 +311,7 @@ class GateResult:
             "notes": list(self.notes),
             "order_bias": _finite(self.order_bias),
             "balance": _finite(self.balance),
-            "verdict": str(self.verdict),
+            "verdict": self.verdict,
             "outcome": self.outcome,
             "exit_code": self.exit_code,
         }

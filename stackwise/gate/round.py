@@ -26,8 +26,9 @@ _REFERENCES = 8  # samples in the shortest round that there may be
 _CHECKED = 13
 _FEWEST = 2 * _CHECKED  # pairs of a round that may end early
 _STRAY = (
-    "which is not of its tree: what was measured is not what is compared. An editable installation that "
-    "hooks into the import (meson-python, scikit-build-core) wins over PYTHONPATH"
+    "which is not of its tree: what was measured is not what is compared. Install the project editable "
+    "(pip install -e .), or name its folder (-o pythonpath=src). If meson-python or scikit-build-core has "
+    "installed it editable, whose import hooks win over PYTHONPATH, uninstall it first (pip uninstall NAME)"
 )
 _LEAST_BYTES = 1.0  # a call that holds nothing has a ratio to another one all the same
 
@@ -105,8 +106,10 @@ class Ended:
     """What came of a test in the place of a measurement, on each side where something did.
 
     Attributes:
-        how: of a side "skipped", "failed", "missing", "crashed", "hung" or "not measured": it passed and
-            never called what is measured.
+        how: of a side "skipped", "failed", "not collected" (its file or class failed), "missing", "crashed",
+            "not started" (the process crashed before its first test), "hung", "refused" (the gate cannot
+            measure it until its set-up is changed) or "not measured" (it passed and never called what is
+            measured).
         detail: of the same sides, why.
         seconds: that this took.
     """
@@ -151,7 +154,7 @@ class _Side:
         if broken is None:
             self.ended[test] = ("missing", "there is no test of this name")
         else:
-            self.ended[test] = ("failed", self.not_collected[broken])
+            self.ended[test] = ("not collected", self.not_collected[broken])
         return True
 
     def come_to(self, test: str) -> bool:
@@ -169,7 +172,7 @@ class _Side:
             if message.get("over"):
                 self.own = message["own"]
                 if message["stray"]:
-                    self.ended[test] = ("crashed", f"it imported {message['stray']}, {_STRAY}")
+                    self.ended[test] = ("refused", f"it imported {message['stray']}, {_STRAY}")
                 elif not message["measured"]:
                     self.ended.setdefault(test, ("not measured", "it never called what is to be measured"))
                 return False
@@ -230,7 +233,8 @@ def run_round(
                     yield test, replace(found, seconds=real_time.perf_counter() - began)
         except _SideLostError as lost:
             ended = lost.ended("at its start: ", began)
-            each = replace(ended, seconds=ended.seconds / len(left))
+            how = {role: "not started" if how == "crashed" else how for role, how in ended.how.items()}
+            each = replace(ended, how=how, seconds=ended.seconds / len(left))
             yield from ((test, each) for test in left)
             return
 
@@ -265,7 +269,7 @@ def _both(start: Callable[[str, int], SideProcess], rng: random.Random) -> Itera
         for role in roles:
             with _lost(role):
                 sides[role] = _Side(start(role, seed))
-        for role in SIDES:
+        for role in reversed(SIDES):  # if neither can, what is wrong with the head is told
             with _lost(role):
                 sides[role].collect()
         yield {role: sides[role] for role in SIDES}

@@ -25,6 +25,7 @@ from stackwise.gate.process import SideProcess
 from stackwise.gate.result import GateResult, Missing
 from stackwise.gate.round import Ended, Sampling, Starter, run_round
 from stackwise.gate.sequential import Rule
+from stackwise.gate.setup_error import SetupErrors
 from stackwise.gate.side.channel import CALLABLE
 from stackwise.gate.side.clock import real_time
 from stackwise.gate.tree import Tree
@@ -76,6 +77,8 @@ class Launch:
         seconds: the most time between two messages of a process; a test that takes longer hangs.
         callables: whether both sides are the same tree, and the base measures what a test names as `against`.
         cache: whether pytest has its cache, which then has a folder of its own on each side.
+        own_head: True if the head is a copy of the files at `root` as they are, from which the tests were
+            collected.
     """
 
     arguments: tuple[str, ...]
@@ -86,6 +89,7 @@ class Launch:
     seconds: float = 600.0
     callables: bool = False
     cache: bool = True
+    own_head: bool = False
 
     def __post_init__(self) -> None:
         check_number("seconds", self.seconds, "a number > 0", lambda value: value > 0)
@@ -160,6 +164,8 @@ def run_gate(
         check_number("most_seconds", most_seconds, "a number > 0", lambda value: value > 0)
     rule, sampling = rule or Rule(), sampling or Sampling()
     limits, asked, places = limits or {}, asked or {}, places or {}
+    folders = {"base": base.folder, "head": head.folder}
+    setup = SetupErrors(launch.root, folders, launch.place, launch.imports, launch.own_head)
     began, rng = real_time.monotonic(), random.Random(seed)  # noqa: S311
     all_tests = {
         test: OpenTest(test, limits.get(test, Limits()), tuple(asked.get(test, ()))) for test in tests
@@ -185,6 +191,7 @@ def run_gate(
                 longer = replace(sampling, seconds=_seconds(sampling, begun, around))
                 with closing(run_round(names, start, longer, rng, memory)) as measured:
                     for count, (name, found) in enumerate(measured, start=1):
+                        found = setup.explained(found) if isinstance(found, Ended) else found
                         all_tests[name].add(found, rule)
                         tests_seconds += found.seconds
                         if isinstance(found, Ended):

@@ -111,6 +111,7 @@ def both_trees(
     head: str | None = None,
     build: str | None = None,
     start: Path | None = None,
+    settings: Path | None = None,
 ) -> Iterator[tuple[Tree, Tree, list[Renamed]]]:
     """The trees of base and head, for as long as this lasts; and the tests that the head no longer has.
 
@@ -124,6 +125,8 @@ def both_trees(
         head: of the head, a revision; None: the files as they are now, also those that git was not told of.
         build: a command for the shell that is run in each tree, to compile extensions, say.
         start: the folder that the name of a folder or wheel starts from; None: that of the process.
+        settings: configuration file of pytest, which is the head's in both trees; None: one of those that
+            pytest finds by itself.
 
     Raises:
         ValueError: there is no such revision, folder or wheel; a command failed in one of the trees.
@@ -146,6 +149,9 @@ def both_trees(
         elif _same(base_tree.folder, head_tree.folder):
             base_tree = replace(base_tree, notes=(*base_tree.notes, _NOTHING_DIFFERS))
         parts = tuple(_overlay(head_tree.folder, [test.relative_to(root) for test in tests]))
+        if settings is not None and settings.is_relative_to(root):
+            parts += (settings.relative_to(root),)
+            _replace(head_tree.folder / parts[-1], base_tree.folder / parts[-1])
         yield replace(base_tree, tests=parts), replace(head_tree, tests=parts), renamed
     finally:
         shutil.rmtree(folder, ignore_errors=True)

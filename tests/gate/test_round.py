@@ -345,7 +345,8 @@ def test_a_call_that_holds_nothing():
         ("skip", "skipped", "no GPU"),
         ("fail", "failed", "E  Oops"),
         ("pass", "not measured", "it never called what is to be measured"),
-        ("stray", "crashed", "it imported /x.py, which is not of its tree"),
+        ("stray", "refused", "it imported /x.py, which is not of its tree"),
+        ("not imported", "not collected", "ImportError: cannot import name 'new' from 'work'"),
     ],
 )
 @pytest.mark.parametrize("role", ["base", "head"])
@@ -420,7 +421,7 @@ def test_new_processes_that_end_at_their_start_end_what_is_left(at):
         return process
 
     found = dict(run_round((A, B, C), start, SHORT, random.Random(0)))
-    assert found[B] == found[C] == Ended({"base": "crashed"}, {"base": "at its start: no more memory"})
+    assert found[B] == found[C] == Ended({"base": "not started"}, {"base": "at its start: no more memory"})
     assert not any(process.alive for process in made)
 
 
@@ -447,7 +448,7 @@ def test_a_test_that_one_side_lacks():
 @pytest.mark.parametrize("test", [A, "bench/test_it.py::TestOf::test_it"], ids=["file", "class"])
 def test_a_test_of_what_one_side_cannot_collect(test):
     found, _ = play({test: "broken"}, {test: cost()}, tests=(test,))
-    assert found[test] == Ended({"base": "failed"}, {"base": NOT_COLLECTED["broken"]})
+    assert found[test] == Ended({"base": "not collected"}, {"base": NOT_COLLECTED["broken"]})
 
 
 # A whole session.
@@ -739,7 +740,8 @@ def test_a_run_without_a_limit_makes_all_rounds(sides, tmp_path, clock):
         ("not imported", cost(), "missing on base"),
         ("broken", cost(), "crashed on base"),
         ("hang", cost(), "hung on base"),
-        ("stray", cost(), "crashed on base"),
+        ("stray", cost(), "set-up error"),
+        (cost(), "stray", "set-up error"),
         (cost(), "fail", "crashed on head"),
         (cost(), "hang", "hung on head"),
         (cost(), "pass", "crashed on head"),

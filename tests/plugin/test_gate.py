@@ -119,7 +119,7 @@ def test_too_late(benchmark): benchmark(work.one)
             "*= stackwise gate =*",
             "missing on base * failed: AttributeError: module 'work' has no attribute 'new'*",
             "not begun * bench/test_work.py::test_too_late * the time was not enough for all tests",
-            "REGRESSED: working tree at * against base (*): *",
+            "FAILED: working tree at * against base (*): *",
             "gate: wrote *out.md",
             "gate: wrote *out.json",
             "::error *test_fails*",
@@ -141,7 +141,7 @@ def test_too_late(benchmark): benchmark(work.one)
     assert found["environment"]["python"]
     assert found["tests"][4]["file"] == "bench/test_work.py"
     assert found["tests"][4]["line"] == 9
-    assert "REGRESSED" in summary.read_text()
+    assert "FAILED" in summary.read_text()
     cases = {case.get("name"): case for case in ET.parse("junit.xml").iter("testcase")}
     assert cases["test_fails"].find("failure") is not None
     properties = {p.get("name"): p.get("value") for p in cases["test_short_of_time"].iter("property")}
@@ -430,7 +430,7 @@ def test_without(throughput):
     result.stdout.fnmatch_lines(
         [
             "time REGRESSED: * -> * (* -> * tokens/s), *",
-            "crashed on head: *throughput got no `against`*",
+            "set-up error: *throughput got no `against`*",
             "REGRESSED * time * confirmed  * -> * tokens/s",
             "not judged beside a base: min_tokens_per_second of 1 test",
         ]
@@ -461,7 +461,7 @@ def test_a_file_that_the_base_cannot_import_is_no_matter_of_the_others(project, 
     result.stdout.fnmatch_lines_random(
         [
             "crashed on base * bench/test_broken.py::test_it * RuntimeError: no answer (test_broken.py:2)",
-            "missing on base * bench/test_new.py::test_new * failed: ImportError: cannot import name 'new'*",
+            "missing on base * bench/test_new.py::test_new * not collected: ImportError: cannot import name 'new'*",
             "INCONCLUSIVE * bench/test_work.py::test_it *",
         ]
     )
@@ -579,7 +579,7 @@ def finished(result, status, *, interrupted=False, report=(), history=None):
     asked = options.GateOptions("base", None, Limits(), "warn", None, None, 600.0, report, history)
     gate = Gate(None, asked)
     gate.result, gate._interrupted = result, interrupted
-    session = SimpleNamespace(exitstatus=status)
+    session = SimpleNamespace(exitstatus=status, testsfailed=int(status == 1))
     gate.pytest_sessionfinish(session)
     return session.exitstatus, gate._written
 

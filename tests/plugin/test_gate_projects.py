@@ -1,10 +1,15 @@
 """The gate in projects whose tests, layout or settings are unusual."""
 
+import os
+import re
 import shutil
 
 import pytest
 
-pytestmark = pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+pytestmark = [
+    pytest.mark.skipif(shutil.which("git") is None, reason="needs git"),
+    pytest.mark.slow,  # each run of the gate takes seconds
+]
 
 ONE_ROUND = "--stackwise-gate-seconds=0.001"
 WORK = "def one(): return sum(range(1000))\n"
@@ -40,3 +45,99 @@ def test_fast(benchmark): benchmark(work.fast)
     result = run_apart("--stackwise-against=base", ONE_ROUND, "-k", "fast")
     assert result.ret == 5
     result.stdout.fnmatch_lines(["skipped on head * no fast path; the base runs it"])
+
+
+PACKAGE = {"src/pkg/__init__.py": WORK, "bench/test_work.py": BENCH.replace("work", "pkg")}
+SOURCES = {"pytest.ini": "[pytest]\npythonpath = src\ntestpaths = bench\n"}
+VERSIONED = {
+    "src/pkg/__init__.py": "from pkg._version import version\n" + WORK,
+    ".gitignore": "_version.py\n",
+}
+
+
+def command_of(result):
+    """The option that a set-up error names."""
+    option = re.search(r"--stackwise-build=([\"'])(.*?)\1", str(result.stdout))
+    return f"--stackwise-build={option[2]}"
+
+
+@pytest.mark.parametrize("conftest", ["", "import pkg\n"], ids=["test file", "conftest"])
+def test_file_that_git_ignores_is_named_with_the_command(repository, run_apart, pytester, conftest):
+    base = {
+        **PACKAGE,
+        **SOURCES,
+        **VERSIONED,
+        "src/pkg/_version.py": "version = 1\n",
+        "conftest.py": conftest,
+    }
+    repository(base, {"src/pkg/other.py": ""})
+    result = run_apart("--stackwise-against=base", ONE_ROUND)
+    assert result.ret == 4
+    result.stdout.fnmatch_lines(
+        ["set-up error * src/pkg/_version.py is a file or folder that git ignores*", "ERROR: working tree *"]
+    )
+    assert run_apart("--stackwise-against=base", ONE_ROUND, command_of(result)).ret == 7
+
+
+def test_submodule_is_named_with_the_command(repository, run_apart, pytester):
+    git = repository({"pytest.ini": "[pytest]\npythonpath = . lib\n"}, {})
+    library = pytester.path / "lib"
+    library.mkdir()
+    (library / "helper.py").write_text("number = 3\n")
+    for arguments in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "1"]):
+        git("-C", "lib", *arguments)
+    (pytester.path / ".gitmodules").write_text('[submodule "lib"]\n\tpath = lib\n\turl = ./lib\n')
+    (pytester.path / "bench").mkdir()
+    (pytester.path / "bench" / "test_work.py").write_text("import helper\n" + BENCH)
+    (pytester.path / "work.py").write_text(WORK)
+    git("add", "-A")
+    git("commit", "-qm", "2")
+    git("tag", "-f", "base")
+    (pytester.path / "work.py").write_text("\n" + WORK)
+    result = run_apart("--stackwise-against=base", ONE_ROUND)
+    assert result.ret == 4
+    result.stdout.fnmatch_lines(["set-up error * lib is a submodule, which is in no tree*"])
+    assert run_apart("--stackwise-against=base", ONE_ROUND, command_of(result)).ret == 7
+
+
+def test_installed_package_is_a_set_up_error(repository, run_apart, pytester, monkeypatch, tmp_path):
+    """A copy of the package of a src layout in site-packages, as `pip install .` makes it."""
+    repository({**PACKAGE, "pytest.ini": "[pytest]\n"}, {"src/pkg/other.py": ""})
+    installed = tmp_path / "site-packages"
+    shutil.copytree(pytester.path / "src", installed)
+    monkeypatch.setenv("PYTHONPATH", str(installed), prepend=os.pathsep)
+    result = run_apart("--stackwise-against=base", ONE_ROUND)
+    assert result.ret == 4
+    result.stdout.fnmatch_lines(["set-up error * pkg from * though its tree has one*pip install -e .*"])
+    assert run_apart("--stackwise-against=base", ONE_ROUND, "-o", "pythonpath=src").ret == 7
+
+
+def test_configuration_that_only_head_has_is_used_on_both_sides(repository, run_apart):
+    base = {"work.py": WORK, "bench/test_work.py": BENCH}
+    repository(base, {"ci/bench.ini": "[pytest]\npythonpath = ..\n", "other.py": ""})
+    result = run_apart("-c", "ci/bench.ini", "--rootdir=.", "bench", "--stackwise-against=base", ONE_ROUND)
+    assert result.ret == 7
+    result.stdout.fnmatch_lines(["INCONCLUSIVE * bench/test_work.py::test_it * time * 1 round"])
+
+
+def test_refused_test_is_no_regression(repository, run_apart):
+    bench = "import work\ndef test_it(benchmark): benchmark(lambda: (i for i in range(9)))\n"
+    repository({"work.py": WORK, "bench/test_work.py": bench}, {"work.py": "\n" + WORK})
+    result = run_apart("--stackwise-against=base", ONE_ROUND)
+    assert result.ret == 4
+    result.stdout.fnmatch_lines(
+        ["set-up error * generator, which has not run*lambda: list(...)*", "ERROR: * nothing was compared: *"]
+    )
+    result.stdout.no_fnmatch_line("*REGRESSED*")
+
+
+def test_name_that_differs_by_process_is_a_set_up_error(repository, run_apart):
+    bench = """
+import os, pytest, work
+@pytest.mark.parametrize("process", [os.getpid()])
+def test_it(benchmark, process): benchmark(work.one)
+"""
+    repository({"work.py": WORK, "bench/test_work.py": bench}, {"work.py": "\n" + WORK})
+    result = run_apart("--stackwise-against=base", ONE_ROUND)
+    assert result.ret == 4
+    result.stdout.fnmatch_lines(["set-up error * its name may be made by chance*id=NAME*"])

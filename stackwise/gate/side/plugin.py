@@ -26,6 +26,7 @@ from .channel import (  # beside this file, wherever it was copied to
 )
 from .early_imports import EarlyImports
 from .imports import Imports
+from .refusal import RefusedError
 from .subject import Repeated, Streamed, Subject, peak_memory, settle, warm_up
 from .tracer import active_tracer
 
@@ -38,11 +39,11 @@ _TAKE_ANOTHER = "both sides run at the same time: take a free port, or derive it
 _EARLY = EarlyImports()
 
 
-class OneCallError(RuntimeError):
+class OneCallError(RefusedError):
     """A test calls what it measures twice."""
 
 
-class TracedError(RuntimeError):
+class TracedError(RefusedError):
     """A tracer or a profiler is active when a test comes to its measured call."""
 
 
@@ -60,6 +61,7 @@ class SidePlugin:
         self.tests: list[str] = self._receive()["tests"]
         self._served: set[str] = set()
         self._gave_up: set[tuple[str, str | None]] = set()
+        self._refused: dict[tuple[str, str | None], str] = {}
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -93,10 +95,12 @@ class SidePlugin:
     def pytest_runtest_makereport(
         self, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Tell a test that gives up by itself from one that is expected to fail."""
+        """Tell tests that give up, and those that the gate refuses, from others that fail."""
         report = yield
         if call.excinfo is not None and isinstance(call.excinfo.value, pytest.xfail.Exception):
             self._gave_up.add((report.nodeid, report.when))
+        if call.excinfo is not None and isinstance(call.excinfo.value, RefusedError):
+            self._refused[report.nodeid, report.when] = str(call.excinfo.value)
         return report
 
     @pytest.hookimpl(trylast=True)
@@ -104,7 +108,10 @@ class SidePlugin:
         """Say how a phase of a test ended where it did not pass, and when the test is over."""
         gave_up = (report.nodeid, report.when) in self._gave_up
         ended = "skipped" if gave_up else _ended(report)
-        if ended != "passed":
+        refusal = self._refused.get((report.nodeid, report.when))
+        if refusal is not None:
+            self._send(test=report.nodeid, ended="refused", when=report.when, detail=refusal)
+        elif ended != "passed":
             reason = str(report.wasxfail) if gave_up else _reason(report)
             detail = _with_advice(reason, report)
             self._send(test=report.nodeid, ended=ended, when=report.when, detail=detail)
@@ -126,15 +133,13 @@ class SidePlugin:
         def run(subject: Any, *, against: Any = None, **arguments: Any) -> Any:
             if os.environ.get(CALLABLE):
                 if against is None:
-                    pytest.fail(
-                        "throughput got no `against`: there is nothing to compare with", pytrace=False
-                    )
+                    raise RefusedError("throughput got no `against`: there is nothing to compare with")
                 subject = against if self.role == "base" else subject
             # That of this side, which may be another stackwise than what has started this process.
             fixtures = request.config.pluginmanager.get_plugin("stackwise-throughput")
             workload_of = getattr(fixtures, "workload_of", None)
             if workload_of is None:
-                pytest.fail("this side's stackwise is older than its gate", pytrace=False)
+                raise RefusedError("this side's stackwise is older than its gate")
             workload = workload_of(request, subject, arguments)
             tokens = int(workload.tokens)
             if workload.each_token is not None:
@@ -228,7 +233,7 @@ class Benchmark:
 
     def _serve(self, subject: Subject) -> None:
         if os.environ.get(CALLABLE):
-            pytest.fail("benchmark has no `against`: use throughput(new, against=old)", pytrace=False)
+            raise RefusedError("benchmark has no `against`: use throughput(new, against=old)")
         seconds = self._serve_turns(self._item.nodeid, subject)
         try:
             from pytest_benchmark.stats import Metadata

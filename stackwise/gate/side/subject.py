@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from .alone import Alone
 from .clock import real_time
+from .refusal import UnstartedError
 
 __all__ = ["Repeated", "Streamed", "Subject", "peak_memory", "refuse_unstarted", "settle", "warm_up"]
 
@@ -60,7 +61,7 @@ class Repeated:
         """Return the seconds of one call, without what surrounds it.
 
         Raises:
-            TypeError: the first call returned a generator or an awaitable, which has not run.
+            UnstartedError: the first call returned a generator or an awaitable, which has not run.
         """
         total = self._nanoseconds(self._first.timed, calls)
         self._first.check()
@@ -119,7 +120,7 @@ class Streamed:
         0 for what one of the texts has not: a first token, a later one.
 
         Raises:
-            TypeError: the first call returned a generator or an awaitable, which has not run.
+            UnstartedError: the first call returned a generator or an awaitable, which has not run.
         """
         each_token, now = self._first.timed, real_time.perf_counter_ns
         synchronize = _synchronize()
@@ -177,7 +178,7 @@ class _FirstResult:
 
 
 def refuse_unstarted(result: object) -> None:
-    """Raise TypeError if a call returned a generator or an awaitable: nothing of its body has run yet.
+    """Raise UnstartedError if a call returned a generator or an awaitable: nothing of its body has run yet.
 
     The sentence is that of `stackwise.benchmark.plain_call`, which a side does not import.
     """
@@ -193,7 +194,7 @@ def refuse_unstarted(result: object) -> None:
         case _:
             return
     got = f"a function that returns a {type(result).__name__}, which has not run"
-    raise TypeError(f"call: got {got}; wanted {wanted}")
+    raise UnstartedError(f"call: got {got}; wanted {wanted}")
 
 
 def warm_up(subject: Subject, seconds: float) -> dict[str, float]:

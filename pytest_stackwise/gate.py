@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from pytest_stackwise import markers, options, records
-from stackwise.gate.side import clock as _clock  # noqa: F401  # before a conftest can freeze the clocks
+from pytest_stackwise import benchmark_items, markers, options, records
 
 if TYPE_CHECKING:
     from stackwise.gate.result import GateResult, TestResult
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
 __all__ = ["GateSetupError", "GateWarning", "RegressionError", "create"]
 
-_FIXTURES = ("benchmark", "throughput")
 _CALLABLE = "callable"
 # Limits that `throughput` holds a test to where it measures by itself.
 _ABSOLUTE = ("min_tokens_per_second", "max_latency", "max_memory")
@@ -127,12 +127,12 @@ class Gate:
         goes_on = self.config.option.continue_on_collection_errors
         if self.config.option.collectonly or (session.testsfailed and not goes_on):
             return
-        items = [item for item in session.items if set(_FIXTURES) & set(getattr(item, "fixturenames", ()))]
+        items = benchmark_items.gated(session.items)
+        others = benchmark_items.not_gated(session.items, items)
         if not items:
-            raise pytest.UsageError(
-                "--stackwise-against: no test uses benchmark or throughput: nothing to compare"
-            )
-        self.result = self._compare(items)
+            said = "no test uses benchmark or throughput: nothing to compare"
+            raise pytest.UsageError("; ".join([f"--stackwise-against: {said}", *others]))
+        self.result = self._compare(items, others)
         by_name = {test.nodeid: test for test in self.result.tests}
         for item in items:
             # Its fixtures are for the processes of the sides: here nothing is set up.
@@ -141,6 +141,13 @@ class Gate:
             verdict = _Verdict(item, by_name[item.nodeid], self)
             item.runtest = verdict  # type: ignore[method-assign]
             self._verdicts.append(verdict)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_fixture_setup(self, fixturedef: Any, request: pytest.FixtureRequest) -> None:
+        """Note a benchmark that a test requests where the gate could not see it before."""
+        if self.result is not None and fixturedef.argname in benchmark_items.FIXTURES:
+            note = f"{request.node.nodeid}: not gated, since it requests {fixturedef.argname} in a helper"
+            self.result = replace(self.result, notes=(*self.result.notes, note))
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
@@ -211,7 +218,7 @@ class Gate:
             store.add(run, results)
         return f"gate: kept {len(results)} results in the history"
 
-    def _compare(self, items: Sequence[pytest.Item]) -> GateResult:
+    def _compare(self, items: Sequence[pytest.Item], notes: Sequence[str]) -> GateResult:
         from stackwise.gate.session import GateError, GateInterruptedError, run_gate
 
         with _terminable():
@@ -230,7 +237,7 @@ class Gate:
                         most_seconds=self.asked.seconds,
                         seed=options.seed(self.config),
                         environment=self._environment(),
-                        notes=[*map(_told, renamed), *_not_judged(items)],
+                        notes=[*map(_told, renamed), *_not_judged(items), *notes],
                         on_progress=self._show,
                     )
             except GateInterruptedError as interrupted:
@@ -365,7 +372,10 @@ class _Verdict:
             case "inconclusive":
                 pytest.skip(text)
             case "warned":
-                self.item.warn(GateWarning(text))
+                # Not an error under `filterwarnings = error`: --stackwise-missing=fail is there to fail.
+                with warnings.catch_warnings():
+                    warnings.simplefilter("always", GateWarning)
+                    self.item.warn(GateWarning(text))
         if result.status == "skipped":
             pytest.skip(result.detail)
 

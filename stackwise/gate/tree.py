@@ -95,10 +95,10 @@ def revision_name(repository: Path, revision: str) -> str:
     """
     done = _look_up(repository, revision)
     if done.returncode:
-        shallow = _run_git(repository, "rev-parse", "--is-shallow-repository").stdout.strip() == "true"
-        why = "; this clone is shallow: fetch more (actions/checkout: fetch-depth: 0)" if shallow else ""
         allowed = f"a revision of {repository}, ./FOLDER, a wheel, 'callable'"
-        raise ValueError(f"against: got {revision!r}; allowed: {allowed}{why}{_said(done)}")
+        raise ValueError(
+            f"against: got {revision!r}; allowed: {allowed}{_if_shallow(repository)}{_said(done)}"
+        )
     return done.stdout.strip()
 
 
@@ -119,7 +119,7 @@ def both_trees(
     the head's in both trees.
 
     Args:
-        against: of the base: a revision, a folder or a wheel.
+        against: of the base: a revision, a folder, a wheel, or REVISION... for the merge base with the head.
         root: the folder whose files the head is: the top of a git repository, or any.
         tests: files with tests, below `root`.
         head: of the head, a revision; None: the files as they are now, also those that git was not told of.
@@ -131,6 +131,7 @@ def both_trees(
     Raises:
         ValueError: there is no such revision, folder or wheel; a command failed in one of the trees.
     """
+    named, against = against, _merge_base(root, against, head)
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX)).resolve()
     try:
         head_tree = _head(folder / "head", root, head)
@@ -143,6 +144,11 @@ def both_trees(
             build=build,
             start=start or Path.cwd(),
         )
+        if against != named:
+            base_tree = replace(base_tree, name=f"{named} ({against[:9]})")
+        elif base_tree.commit is not None:
+            notes = _not_an_ancestor(root, named, base_tree.commit, head)
+            base_tree = replace(base_tree, notes=(*base_tree.notes, *notes))
         renamed = _renamed(old_files, head_tree.folder, [t.relative_to(root) for t in tests])
         if build is not None:
             _build(build, head_tree)
@@ -155,6 +161,41 @@ def both_trees(
         yield replace(base_tree, tests=parts), replace(head_tree, tests=parts), renamed
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _merge_base(root: Path, against: str, head: str | None) -> str:
+    """Return the commit that `A...B` names, where B is the head if it is empty; otherwise `against`.
+
+    Raises:
+        ValueError: the revisions have no common ancestor that this clone knows.
+    """
+    one, dots, other = against.partition("...")
+    if not dots or against.startswith((".", "/")) or repository_of(root) is None:
+        return against
+    commits = [revision_name(root, name) for name in (one, other or head or "HEAD")]
+    done = _run_git(root, "merge-base", *commits)
+    if done.returncode:
+        names = f"{one} and {other or head or 'HEAD'}"
+        allowed = f"revisions with a common ancestor, and {names} have none{_if_shallow(root)}"
+        raise ValueError(f"against: got {against!r}; allowed: {allowed}{_said(done)}")
+    return done.stdout.strip()
+
+
+def _not_an_ancestor(root: Path, name: str, base: str, head: str | None) -> list[str]:
+    """Return a note if the base has commits that the head does not have."""
+    tip = revision_name(root, head or "HEAD")
+    # A shallow clone does not know which commits are ancestors.
+    if _if_shallow(root) or _run_git(root, "merge-base", "--is-ancestor", base, tip).returncode != 1:
+        return []
+    count = _run_git(root, "rev-list", "--count", f"{tip}..{base}").stdout.strip()
+    note = f"{name} is no ancestor of the head: commits that the head lacks ({count}) are compared too"
+    return [f"{note}; to compare with the commit where both part: {name}..."]
+
+
+def _if_shallow(repository: Path) -> str:
+    """Return what helps if a clone does not have all commits, to end a sentence with."""
+    shallow = _run_git(repository, "rev-parse", "--is-shallow-repository").stdout.strip() == "true"
+    return "; this clone is shallow: fetch more (actions/checkout: fetch-depth: 0)" if shallow else ""
 
 
 def _head(folder: Path, root: Path, revision: str | None) -> Tree:

@@ -461,7 +461,7 @@ def test_a_file_that_the_base_cannot_import_is_no_matter_of_the_others(project, 
     result.stdout.fnmatch_lines_random(
         [
             "crashed on base * bench/test_broken.py::test_it * RuntimeError: no answer (test_broken.py:2)",
-            "missing on base * bench/test_new.py::test_new * not collected: ImportError: cannot import name 'new'*",
+            "missing on base * bench/test_new.py::test_new * not collected: ImportError: cannot import *",
             "INCONCLUSIVE * bench/test_work.py::test_it *",
         ]
     )

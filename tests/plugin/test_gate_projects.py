@@ -141,3 +141,43 @@ def test_it(benchmark, process): benchmark(work.one)
     result = run_apart("--stackwise-against=base", ONE_ROUND)
     assert result.ret == 4
     result.stdout.fnmatch_lines(["set-up error * its name may be made by chance*id=NAME*"])
+
+
+def test_new_benchmark_warns_where_warnings_are_errors(repository, run_apart):
+    ini = "[pytest]\npythonpath = .\ntestpaths = bench\nfilterwarnings = error\n"
+    bench = BENCH + "def test_new(benchmark): benchmark(work.new)\n"
+    repository(
+        {"pytest.ini": ini, "work.py": WORK, "bench/test_work.py": BENCH},
+        {"work.py": WORK + "new = one\n", "bench/test_work.py": bench},
+    )
+    result = run_apart("--stackwise-against=base", ONE_ROUND, "-k", "new")
+    result.assert_outcomes(passed=1, warnings=1)
+    result.stdout.fnmatch_lines(["*GateWarning: missing on base: *"])
+
+
+def test_merge_base_leaves_out_later_commits_of_main(repository, run_apart, pytester):
+    git = repository({"work.py": WORK, "bench/test_work.py": BENCH}, {"other.py": ""})
+    git("checkout", "-qb", "feature", "base")
+    (pytester.path / "work.py").write_text("\n" + WORK)
+    result = run_apart("--stackwise-against=main", ONE_ROUND)
+    result.stdout.fnmatch_lines(["main is no ancestor of the head: *: main..."])
+    result = run_apart("--stackwise-against=main...", ONE_ROUND)
+    result.stdout.fnmatch_lines(["INCONCLUSIVE: working tree at * against main... (*"])
+    result.stdout.no_fnmatch_line("*ancestor*")
+
+
+def test_requested_benchmark_is_gated_or_noted(repository, run_apart):
+    bench = """
+import work
+def helper(request): return request.getfixturevalue("benchmark")
+def test_it(request): request.getfixturevalue("benchmark")(work.one)
+def test_hidden(request): helper(request)(work.one)
+"""
+    repository({"work.py": WORK, "bench/test_work.py": bench}, {"work.py": "\n" + WORK})
+    result = run_apart("--stackwise-against=base", ONE_ROUND)
+    result.stdout.fnmatch_lines(
+        [
+            "INCONCLUSIVE * bench/test_work.py::test_it * 1 round",
+            "*::test_hidden: not gated, since it requests *",
+        ]
+    )

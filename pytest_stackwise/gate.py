@@ -294,6 +294,7 @@ class Gate:
                 "--no-header",
                 "--tb=short",
                 *(["-n0"] if self.config.pluginmanager.hasplugin("xdist") else []),
+                *_seed_of_randomly(self.config),
                 *(["--no-cov"] if self.config.pluginmanager.hasplugin("pytest_cov") else []),
             ),
             root,
@@ -398,6 +399,13 @@ def _own_arguments(config: pytest.Config) -> list[str]:
         if dest not in _OWN and not dest.startswith(_OWN_FAMILIES):
             kept += [argument, *values]
     return kept
+
+
+def _seed_of_randomly(config: pytest.Config) -> list[str]:
+    """Return the option that gives both sides the seed of this run, if pytest-randomly is in use."""
+    if not config.pluginmanager.hasplugin("randomly"):
+        return []
+    return [f"--randomly-seed={config.getoption('randomly_seed')}"]
 
 
 def _imports(root: Path) -> tuple[Path, ...]:

@@ -15,6 +15,7 @@ from stackwise.gate.side.channel import (
     DESCRIPTOR,
     FOREIGN,
     ROLE,
+    SEED,
     TESTS,
     TREE,
     Channel,
@@ -94,6 +95,7 @@ class SideProcess:
             TREE: "" if tree is None else str(tree),
             TESTS: os.pathsep.join(map(str, tests)),
             FOREIGN: os.pathsep.join(map(str, foreign)),
+            SEED: str(seed),
         }
         self._process: subprocess.Popen[bytes] | Twin
         if twins is not None:

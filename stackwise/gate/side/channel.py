@@ -9,11 +9,21 @@ from typing import Any
 
 from .clock import real_time
 
-__all__ = ["CALLABLE", "DESCRIPTOR", "FOREIGN", "ROLE", "TESTS", "TREE", "Channel", "ChannelClosedError"]
+__all__ = [
+    "CALLABLE",
+    "DESCRIPTOR",
+    "FOREIGN",
+    "ROLE",
+    "SEED",
+    "TESTS",
+    "TREE",
+    "Channel",
+    "ChannelClosedError",
+]
 
 # Variables of the environment that say what a process of a side is.
-DESCRIPTOR, TREE, TESTS, FOREIGN, CALLABLE = (
-    f"STACKWISE_GATE_{name}" for name in ("CHANNEL", "TREE", "TESTS", "FOREIGN", "CALLABLE")
+DESCRIPTOR, TREE, TESTS, FOREIGN, CALLABLE, SEED = (
+    f"STACKWISE_GATE_{name}" for name in ("CHANNEL", "TREE", "TESTS", "FOREIGN", "CALLABLE", "SEED")
 )
 ROLE = "STACKWISE_SIDE"  # "base" or "head"; fixtures may read it
 _CHUNK = 65536

@@ -19,6 +19,7 @@ from .channel import (  # beside this file, wherever it was copied to
     DESCRIPTOR,
     FOREIGN,
     ROLE,
+    SEED,
     TESTS,
     TREE,
     Channel,
@@ -27,6 +28,7 @@ from .channel import (  # beside this file, wherever it was copied to
 from .early_imports import EarlyImports
 from .imports import Imports
 from .refusal import RefusedError
+from .seeds import Seeds
 from .subject import Repeated, Streamed, Subject, peak_memory, settle, warm_up
 from .tracer import active_tracer
 
@@ -37,6 +39,7 @@ _LONGEST = 4000  # characters of what went wrong
 _IN_USE = "address already in use"
 _TAKE_ANOTHER = "both sides run at the same time: take a free port, or derive it from STACKWISE_SIDE"
 _EARLY = EarlyImports()
+_SEEDS = Seeds(int(os.environ.pop(SEED, "0")))  # before a conftest draws anything
 
 
 class OneCallError(RefusedError):
@@ -77,6 +80,21 @@ class SidePlugin:
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Say which tests there are."""
         self._send(collected=[item.nodeid for item in session.items])
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collectstart(self, collector: pytest.Collector) -> None:
+        """Give the import of a file the same seeds on both sides, whatever was drawn before."""
+        _SEEDS.start(collector.nodeid)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        """Give the fixtures of a test the same seeds on both sides."""
+        _SEEDS.start(f"{item.nodeid} setup")
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> None:
+        """Give the test the same seeds, whatever its fixtures have drawn."""
+        _SEEDS.start(item.nodeid)
 
     def pytest_exception_interact(
         self, call: pytest.CallInfo[Any], report: pytest.CollectReport | pytest.TestReport

@@ -177,7 +177,7 @@ def ini(config: pytest.Config, name: str) -> Any:
     """
     try:
         return config.getini(name)
-    except TypeError:
+    except (TypeError, pytest.UsageError):
         value = cast("Any", config)._inicfg[name].value
         return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 

@@ -10,9 +10,8 @@ import re
 import shutil
 import statistics
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from stackwise.gate.sequential import Rule
 from stackwise.gate.setup_error import SetupErrors
 from stackwise.gate.side.channel import CALLABLE
 from stackwise.gate.side.clock import real_time
+from stackwise.gate.temporary_folder import temporary_folder
 from stackwise.gate.tree import Tree
 from stackwise.gate.turns import check_order
 from stackwise.gate.twin_supply import TwinSupply
@@ -182,7 +182,7 @@ def run_gate(
     number, begun, waiting, interrupted = 0, list[OpenTest](), list(all_tests.values()), False
     around = 0.0  # seconds of a round that are no test's
     try:
-        with _starter(base, head, launch) as start:
+        with temporary_folder() as folder, _starter(folder, base, head, launch) as start:
             for number in itertools.count(1):
                 round_began, tests_seconds, ended_seconds = real_time.monotonic(), 0.0, 0.0
                 names = [test.nodeid for test in (*begun, *waiting)]
@@ -293,12 +293,12 @@ def _slower_now_and_then(tests: Iterable[OpenTest]) -> Iterator[str]:
 
 
 @contextmanager
-def _starter(base: Tree, head: Tree, launch: Launch) -> Iterator[Starter]:
-    """What starts processes, for as long as this lasts: their plugin and what they print lie in a folder."""
-    folder = Path(tempfile.mkdtemp(prefix="stackwise-gate-")).resolve()
+def _starter(folder: Path, base: Tree, head: Tree, launch: Launch) -> Iterator[Starter]:
+    """What starts processes, for as long as this lasts: their plugin and what they print lie in `folder`."""
     trees = {"base": base, "head": head}
     is_long = len(str(folder)) > _LONGEST_TEMPORARY
-    temporaries = Path(tempfile.mkdtemp(prefix="stackwise-", dir="/tmp")) if is_long else folder
+    shorter = ExitStack()
+    temporaries = shorter.enter_context(temporary_folder(Path("/tmp"))) if is_long else folder  # noqa: S108
     source = Path(next(iter(side_package.__path__)))
     supply = TwinSupply(folder)
 
@@ -361,8 +361,7 @@ def _starter(base: Tree, head: Tree, launch: Launch) -> Iterator[Starter]:
         yield start
     finally:
         supply.end()
-        for made in {folder, temporaries}:
-            shutil.rmtree(made, ignore_errors=True)
+        shorter.close()
 
 
 def _moved(argument: str, root: Path, tree: Path) -> str:

@@ -13,15 +13,15 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from stackwise.gate.temporary_folder import PREFIX, temporary_folder
+
 __all__ = ["Renamed", "Tree", "both_trees", "repository_of", "revision_name"]
 
-_PREFIX = "stackwise-gate-"
 _NOT_COPIED = (
     ".git",
     ".venv",
@@ -32,7 +32,7 @@ _NOT_COPIED = (
     ".mypy_cache",
     ".pytest_cache",
     "node_modules",
-    f"{_PREFIX}*",
+    f"{PREFIX}*",
 )
 _CONFIGURATION = (
     "pytest.ini",
@@ -132,8 +132,7 @@ def both_trees(
         ValueError: there is no such revision, folder or wheel; a command failed in one of the trees.
     """
     named, against = against, _merge_base(root, against, head)
-    folder = Path(tempfile.mkdtemp(prefix=_PREFIX)).resolve()
-    try:
+    with temporary_folder() as folder:
         head_tree = _head(folder / "head", root, head)
         base_tree, old_files = _base(
             folder / "base",
@@ -159,8 +158,6 @@ def both_trees(
             parts += (settings.relative_to(root),)
             _replace(head_tree.folder / parts[-1], base_tree.folder / parts[-1])
         yield replace(base_tree, tests=parts), replace(head_tree, tests=parts), renamed
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _merge_base(root: Path, against: str, head: str | None) -> str:

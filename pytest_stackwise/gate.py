@@ -220,10 +220,15 @@ class Gate:
 
     def _compare(self, items: Sequence[pytest.Item], notes: Sequence[str]) -> GateResult:
         from stackwise.gate.session import GateError, GateInterruptedError, run_gate
+        from stackwise.gate.side.clock import real_time
 
+        began = real_time.monotonic()
+        self._say(f"gate: {len(items)} tests are compared with {self.asked.against}")
         with _terminable():
             try:
                 with self._trees(items) as (base, head, renamed):
+                    spent = real_time.monotonic() - began
+                    limit = None if self.asked.seconds is None else max(1e-3, self.asked.seconds - spent)
                     return run_gate(
                         base,
                         head,
@@ -234,7 +239,7 @@ class Gate:
                         places={item.nodeid: _place(item, self._root()) for item in items},
                         sampling=self._sampling(),
                         missing=self.asked.missing,
-                        most_seconds=self.asked.seconds,
+                        most_seconds=limit,
                         seed=options.seed(self.config),
                         environment=self._environment(),
                         notes=[*map(_told, renamed), *_not_judged(items), *notes],
@@ -333,13 +338,20 @@ class Gate:
 
         return fingerprint(options.device_name(self.config))
 
-    def _show(self, progress: Progress) -> None:
+    def _say(self, line: str) -> None:
         reporter = self.config.pluginmanager.get_plugin("terminalreporter")
-        if reporter is None:
+        if reporter is not None:
+            reporter.write_line(line)
+            reporter.flush()
+
+    def _show(self, progress: Progress) -> None:
+        if progress.passed is not None:
+            of = f"{progress.passed} tests measured"
+            self._say(f"gate: round {progress.round}: {of} ({progress.seconds:.0f} s)")
             return
         confirming = f", {progress.confirming} to be confirmed" if progress.confirming else ""
         waiting = f", {progress.waiting} are not begun" if progress.waiting else ""
-        reporter.write_line(
+        self._say(
             f"gate: round {progress.round}: {progress.open} of {progress.tests} tests are open{confirming}"
             f"{waiting} ({progress.seconds:.0f} s)"
         )

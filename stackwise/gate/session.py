@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import random
@@ -35,6 +34,8 @@ from stackwise.gate.twins import Twins
 
 __all__ = ["GateError", "GateInterruptedError", "Launch", "Progress", "run_gate"]
 
+_OVERRUN = 1.05  # share of the time limit after which a round ends before its last test
+_SILENT = 10.0  # seconds after which progress of a round is told
 # Elsewhere system libraries bear no fork behind which no other program is started.
 _FORKS = sys.platform == "linux"
 _COMPILED = "TORCHINDUCTOR_CACHE_DIR"
@@ -100,12 +101,13 @@ class Progress:
     """Where a session is.
 
     Attributes:
-        round: that is over, from 1.
+        round: that is over, or is going on if `passed` is a number; from 1.
         open: tests that are begun, not decided yet, and get more rounds.
         tests: all of them.
         confirming: of the open ones those that were flagged, and get fresh rounds.
         seconds: since the start.
         waiting: tests that are not begun, since the time may not be enough for them.
+        passed: number of tests that the current round has been through; None: the round is over.
     """
 
     round: int
@@ -114,6 +116,7 @@ class Progress:
     confirming: int
     seconds: float
     waiting: int = 0
+    passed: int | None = None
 
 
 def run_gate(
@@ -147,12 +150,13 @@ def run_gate(
         rule: when to decide.
         sampling: how a test is measured in a round.
         missing: how to treat a test that the base does not have.
-        most_seconds: no new round is begun after this time; None: as many as the rule asks for. It goes to
-            the first tests where it is not enough for the rounds to the first look of all.
+        most_seconds: limit of the whole; None: as many rounds as the rule asks for. No round is begun whose
+            first test would end later, and a round ends before a test that would exceed it by 5 %. If the
+            time is not enough for the rounds to the first look of all tests, it goes to the first ones.
         seed: of all that is by chance.
         environment: of the machine, for the result.
         notes: for the result.
-        on_progress: called after each round.
+        on_progress: called after each round, and every 10 s in a round.
 
     Raises:
         GateError: no code of the trees was measured.
@@ -171,19 +175,31 @@ def run_gate(
         test: OpenTest(test, limits.get(test, Limits()), tuple(asked.get(test, ()))) for test in tests
     }
 
-    def suffices(rounds: int, round_seconds: float = 0.0) -> bool:
-        """Whether there is time left for so many rounds."""
+    def suffices(rounds: int, round_seconds: float = 0.0, overrun: float = 1.0) -> bool:
+        """Return True if there is time left for so many rounds."""
         elapsed = real_time.monotonic() - began
-        return most_seconds is None or elapsed + rounds * round_seconds <= most_seconds
+        return most_seconds is None or elapsed + rounds * round_seconds <= overrun * most_seconds
 
     # Fewer rounds than the first look has say nothing of a test. Where the time is short it goes to the first
     # tests, and a test is begun when those before it leave enough of it.
     first_look = rule.looks[0]
     number, begun, waiting, interrupted = 0, list[OpenTest](), list(all_tests.values()), False
     around = 0.0  # seconds of a round that are no test's
+    told = began
+
+    def tell(passed: int | None) -> None:
+        nonlocal told
+        told = real_time.monotonic()
+        if on_progress is not None:
+            flagged, opened = sum(test.confirming for test in begun), [test for test in begun if test.open]
+            on_progress(
+                Progress(number, len(opened), len(tests), flagged, told - began, len(waiting), passed)
+            )
+
     try:
         with temporary_folder() as folder, _starter(folder, base, head, launch) as start:
-            for number in itertools.count(1):
+            while True:
+                number += 1
                 round_began, tests_seconds, ended_seconds = real_time.monotonic(), 0.0, 0.0
                 names = [test.nodeid for test in (*begun, *waiting)]
                 memory = {name for name in names if all_tests[name].wants_memory}
@@ -198,6 +214,11 @@ def run_gate(
                             ended_seconds += found.seconds  # which later rounds do not take
                         lasted = real_time.monotonic() - round_began - ended_seconds
                         any_measured = any(test.order for test in all_tests.values())
+                        if real_time.monotonic() - told > _SILENT:
+                            tell(count)
+                        another = 0.0 if isinstance(found, Ended) else found.seconds
+                        if any_measured and not suffices(1, another, _OVERRUN):
+                            break
                         is_over = any_measured and not suffices(first_look - 1, lasted)
                         # A code that hangs everywhere would take this long for each test.
                         hangs = isinstance(found, Ended) and "hung" in found.how.values()
@@ -212,17 +233,14 @@ def run_gate(
                 for trial in (trial for test in begun for trial in test.trials.values()):
                     trial.is_one_of(n_trials)
                 waiting = [test for test in waiting if not test.begun]
-                time_is_up = not suffices(0)
+                time_is_up = not suffices(1 if begun else 0, around + _first_seconds(begun))
                 while len(begun) > 1 and not time_is_up:
-                    # The last one that is needed has only to be begun.
-                    before = max(0, first_look - 1 - len(begun[-1].order))
-                    if suffices(before, around + sum(test.round_seconds for test in begun)):
+                    # The first round is slow, since nothing is cached: its measure is not held strictly.
+                    needed = max(0, first_look - len(begun[-1].order) - (number == 1))
+                    if suffices(needed, around + sum(test.round_seconds for test in begun), _OVERRUN):
                         break
                     begun.pop()
-                if on_progress is not None:
-                    flagged = sum(test.confirming for test in begun)
-                    seconds = real_time.monotonic() - began
-                    on_progress(Progress(number, len(begun), len(tests), flagged, seconds, len(waiting)))
+                tell(None)
                 if time_is_up or (not begun and not (waiting and suffices(first_look, around))):
                     break
     except KeyboardInterrupt:
@@ -255,6 +273,11 @@ def run_gate(
     if interrupted:
         raise GateInterruptedError(result)
     return result
+
+
+def _first_seconds(begun: Sequence[OpenTest]) -> float:
+    """Return the seconds that the first test takes in a round, without which it says nothing."""
+    return begun[0].round_seconds if begun else 0.0
 
 
 def _seconds(sampling: Sampling, begun: Sequence[OpenTest], around: float) -> float:

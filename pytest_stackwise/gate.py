@@ -6,10 +6,11 @@ it, inside of its call, where JUnit, xfail and -x look for it.
 
 from __future__ import annotations
 
+import shutil
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -68,17 +69,27 @@ _OWN_FAMILIES = ("stackwise_gate", "benchmark_")
 
 
 class RegressionError(pytest.fail.Exception):  # type: ignore[name-defined, misc]
-    """A test costs more than its limit allows."""
+    """A test costs more than its limit allows.
 
-    def __init__(self, text: str) -> None:
+    Attributes:
+        short: change and limit, for pytest's short summary.
+    """
+
+    def __init__(self, text: str, short: str = "") -> None:
         super().__init__(text, pytrace=False)
+        self.short = short or text
 
 
 class GateSetupError(pytest.fail.Exception):  # type: ignore[name-defined, misc]
-    """A test cannot be measured until the test, the trees or the environment are changed."""
+    """A test cannot be measured until the test, the trees or the environment are changed.
 
-    def __init__(self, text: str) -> None:
+    Attributes:
+        short: the reason on one line, for pytest's short summary.
+    """
+
+    def __init__(self, text: str, short: str = "") -> None:
         super().__init__(text, pytrace=False)
+        self.short = short or text
 
 
 class GateWarning(pytest.PytestWarning):
@@ -149,6 +160,19 @@ class Gate:
             note = f"{request.node.nodeid}: not gated, since it requests {fixturedef.argname} in a helper"
             self.result = replace(self.result, notes=(*self.result.notes, note))
 
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """Give pytest's short summary the change and the limit, which fit in a line of 80 characters."""
+        report = yield
+        error = None if call.excinfo is None else call.excinfo.value
+        if isinstance(error, RegressionError | GateSetupError):
+            crash = getattr(report.longrepr, "reprcrash", None)
+            if crash is not None:
+                crash.message = error.short
+        return report
+
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Write what was asked for; an exit code of its own where something could not be told, or nothing.
@@ -192,7 +216,10 @@ class Gate:
         """Show the result of each test, or why there is none."""
         from stackwise.gate.report import terminal_lines
 
-        lines = [*(terminal_lines(self.result) if self.result is not None else ()), *self._written]
+        lines = list(self._written)
+        if self.result is not None:
+            verbose, width = self.config.get_verbosity() > 0, shutil.get_terminal_size().columns
+            lines = [*terminal_lines(self.result, verbose=verbose, width=width), *lines]
         if lines:
             terminalreporter.section("stackwise gate")
         for line in lines:
@@ -372,16 +399,16 @@ class _Verdict:
         """Pass, warn, skip or fail."""
         __tracebackhide__ = True
         self.reported = True
-        from stackwise.gate.report import junit_properties, test_text
+        from stackwise.gate.report import junit_properties, short_text, test_text
 
         result = self.result
         self.item.user_properties.extend(junit_properties(result))
         text = test_text(result)
         match result.outcome(self.gate.asked.missing):
             case "failed":
-                raise RegressionError(text)
+                raise RegressionError(text, short_text(result))
             case "error":
-                raise GateSetupError(text)
+                raise GateSetupError(text, short_text(result))
             case "inconclusive":
                 pytest.skip(text)
             case "warned":

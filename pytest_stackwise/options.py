@@ -130,7 +130,7 @@ def add_options(parser: pytest.Parser) -> None:
     group.addoption(
         "--stackwise-gate-seconds",
         metavar="SECONDS",
-        help="gate: begin no round after this time; what cannot be told is INCONCLUSIVE (default: no limit)",
+        help="gate: time limit; what cannot be told within it is INCONCLUSIVE (default: no limit)",
     )
     group.addoption(
         "--stackwise-gate-timeout",

@@ -39,7 +39,7 @@ class Gate:
     missing: str | None = None
     """How to treat a test that the base does not have: fail, warn or create."""
     seconds: float | None = None
-    """Begin no round after this time; what cannot be told then is INCONCLUSIVE."""
+    """Time limit; what cannot be told within it is INCONCLUSIVE."""
     timeout: float | None = None
     """A process that says nothing for so many seconds hangs; none: 600."""
     build: str | None = None
@@ -97,6 +97,6 @@ class Gate:
         limits = Limits() if self.limits is None else Limits().changed(**parse_limits(self.limits))
         files = report_files(Path(self.report)) if self.report else ()
         result = compare_stored(base, Path(head), limits, missing=cast("Missing", missing))
-        for line in (*terminal_lines(result), *publish(result, files)):
+        for line in (*terminal_lines(result, verbose=True), *publish(result, files)):
             print(line)
         return result.exit_code

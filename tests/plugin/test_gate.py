@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -118,7 +119,6 @@ def test_too_late(benchmark): benchmark(work.one)
             "crashed on head: it ended with code 9; *",
             "*= stackwise gate =*",
             "missing on base * failed: AttributeError: module 'work' has no attribute 'new'*",
-            "not begun * bench/test_work.py::test_too_late * the time was not enough for all tests",
             "FAILED: working tree at * against base (*): *",
             "gate: wrote *out.md",
             "gate: wrote *out.json",
@@ -425,7 +425,7 @@ def test_without(throughput):
         "",
         "",
     )
-    result = pytester.runpytest_inprocess("--stackwise-against=callable", "--stackwise-missing=fail")
+    result = pytester.runpytest_inprocess("--stackwise-against=callable", "--stackwise-missing=fail", "-v")
     result.assert_outcomes(failed=2)
     result.stdout.fnmatch_lines(
         [
@@ -572,6 +572,26 @@ def test_other(benchmark): pass
         ["not judged beside a base: min_tokens_per_second of 2 tests, max_memory of 1 test"]
     )
     assert [wanted[f"bench/test_work.py::test_{name}"] for name in ("one", "other")] == [(), ("memory",)]
+
+
+def test_short_summary_has_test_change_and_limit_in_80_columns(project, pytester, monkeypatch):
+    def ran(base, head, tests, launch, **_):
+        slower = replace(of(Verdict.REGRESSED).trials["time"].decision, estimate=0.053, low=0.04, high=0.07)
+        trial = replace(of(Verdict.REGRESSED).trials["time"], decision=slower)
+        measured, late = tests
+        found = (TestResult(measured, trials={"time": trial}), TestResult(late, "not begun"))
+        return GateResult(base.name, head.name, found)
+
+    monkeypatch.setattr(stackwise.gate.session, "run_gate", ran)
+    monkeypatch.setenv("COLUMNS", "80")
+    work = WORK.format(one=100, other=100)
+    project("def test_step(benchmark): pass\ndef test_late(benchmark): pass\n", work, work + "new = one\n")
+    result = pytester.runpytest_inprocess("--stackwise-against=base")
+    lines = result.outlines
+    assert "FAILED bench/test_work.py::test_step - time +5.30% > 2%" in lines
+    assert "REGRESSED  bench/test_work.py::test_step  time +5.30% > 2%" in lines
+    assert "gate: 2 tests are compared with base" in lines
+    assert not any("test_late" in line for line in lines)
 
 
 def finished(result, status, *, interrupted=False, report=(), history=None):

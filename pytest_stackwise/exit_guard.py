@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
@@ -21,7 +21,7 @@ def guard_exit(config: pytest.Config) -> None:
 
     Children of this process that multiprocessing has forked end as before.
     """
-    exit_now: Callable[[int], NoReturn] = os._exit
+    exit_now = os._exit
     owner = os.getpid()
 
     def guarded(status: int) -> NoReturn:

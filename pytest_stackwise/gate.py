@@ -126,11 +126,14 @@ class Gate:
     """Runs the comparison before the first test, and has each test say what came of it."""
 
     def __init__(self, config: pytest.Config, asked: options.GateOptions) -> None:
+        from stackwise.gate.side.clock import real_time
+
         self.config, self.asked = config, asked
         self.result: GateResult | None = None
         self._interrupted = False
         self._written: list[str] = []
         self._verdicts: list[_Verdict] = []
+        self._began = real_time.monotonic()  # the collection of tests is part of the time limit
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> None:
@@ -249,12 +252,11 @@ class Gate:
         from stackwise.gate.session import GateError, GateInterruptedError, run_gate
         from stackwise.gate.side.clock import real_time
 
-        began = real_time.monotonic()
         self._say(f"gate: {len(items)} tests are compared with {self.asked.against}")
         with _terminable():
             try:
                 with self._trees(items) as (base, head, renamed):
-                    spent = real_time.monotonic() - began
+                    spent = real_time.monotonic() - self._began
                     limit = None if self.asked.seconds is None else max(1e-3, self.asked.seconds - spent)
                     return run_gate(
                         base,

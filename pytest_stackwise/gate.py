@@ -209,6 +209,9 @@ class Gate:
         errors = [test.outcome(self.asked.missing) for test in self.result.tests].count("error")
         if session.exitstatus == pytest.ExitCode.TESTS_FAILED and session.testsfailed == errors:
             session.exitstatus = EXIT_SETUP
+        suite_failed = self.result.suite is not None and self.result.suite.outcome("fail") == "failed"
+        if suite_failed and session.exitstatus in (pytest.ExitCode.OK, EXIT_INCONCLUSIVE, EXIT_SETUP):
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED  # no test reports it
         unreported = {each.result.outcome(self.asked.missing) for each in self._verdicts if not each.reported}
         if session.exitstatus == pytest.ExitCode.OK and "failed" in unreported:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED  # --setup-only, or the loop of another plugin

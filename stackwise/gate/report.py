@@ -68,7 +68,7 @@ def terminal_lines(result: GateResult, *, verbose: bool = False, width: int = 80
         verbose: a line for each metric of each test, with costs, interval and rounds, of any length.
         width: most characters of the line of a measured test; names are shortened at their beginning.
     """
-    tests = [test for test in result.tests if test.status != "not begun"]
+    tests = [test for test in result.findings if test.status != "not begun"]
     rows = [row for test in tests for row in (_rows(test) if verbose else [_short_row(test)])]
     last = 4 if verbose else 2
     widths = [max((len(row[column]) for row in rows), default=0) for column in range(last)]
@@ -93,12 +93,12 @@ def markdown(result: GateResult) -> str:
         "warned": "Warnings",
     }
     for outcome, title in titles.items():
-        tests = [test for test in result.tests if test.outcome(result.missing) == outcome]
+        tests = [test for test in result.findings if test.outcome(result.missing) == outcome]
         if tests:
             told = "\n".join(f"- `{test.nodeid}`: {_finding(test)}" for test in tests)
             blocks.append(f"### {title}\n\n{told}")
     header = ["", "test", "metric", "base", "head", "change", "interval", "tolerance", "rounds"]
-    table = [row for test in result.tests for row in _table_rows(test)]
+    table = [row for test in result.findings for row in _table_rows(test)]
     if table:
         blocks.append(markdown_table(header, table))
     if result.notes:
@@ -122,7 +122,7 @@ def github_annotations(result: GateResult) -> list[str]:
         "warned": "warning",
     }
     found: dict[str, list[str]] = {"error": [], "warning": []}
-    for test in result.tests:
+    for test in result.findings:
         outcome = test.outcome(result.missing)
         if outcome in levels:
             where = {"file": test.file, "line": str(test.line)} if test.file and test.line else {}
@@ -185,7 +185,7 @@ def code_quality(result: GateResult) -> list[dict[str, Any]]:
             "severity": severities[outcome],
             "location": {"path": test.file or test.nodeid.partition("::")[0], "lines": {"begin": line}},
         }
-        for test in result.tests
+        for test in result.findings
         if (outcome := test.outcome(result.missing)) in severities and (line := max(1, test.line))
     ]
 
@@ -239,6 +239,8 @@ def _summary(result: GateResult) -> str:
     counts = Counter(str(test.verdict) if test.trials else test.status for test in result.tests)
     told = ", ".join(f"{number} {name}" for name, number in sorted(counts.items())) or "no tests"
     told = told if result.compared else f"nothing was compared: {told}"
+    if result.suite is not None:
+        told = f"{told}, all tests together {result.suite.verdict}"
     return (
         f"{result.verdict}: {result.head} against {result.base}: {told}; {result.rounds} rounds in "
         f"{result.seconds:.0f} s"
@@ -302,8 +304,9 @@ def _table_rows(test: TestResult) -> list[list[str]]:
 def _trial_text(test: TestResult, metric: str, trial: TrialResult) -> str:
     decision, rates = trial.decision, _rates(test, metric)
     beside = f" ({rates})" if rates else ""
+    costs = f"{_levels(trial)}{beside}, " if _levels(trial) else ""
     return (
-        f"{metric} {decision.verdict}: {_levels(trial)}{beside}, {_change(trial)} {_interval(trial)} at "
+        f"{metric} {decision.verdict}: {costs}{_change(trial)} {_interval(trial)} at "
         f"{_level(decision.level)}, tolerance {_share(trial.tolerance)}: {decision.reason}{_unlike(trial)}"
     )
 
@@ -331,12 +334,15 @@ def _worst_first(test: TestResult) -> Sequence[tuple[str, TrialResult]]:
 
 
 def _levels(trial: TrialResult) -> str:
-    return " -> ".join(_each_level(trial))
+    """Return the costs of both sides, or an empty string if there is a change without costs."""
+    return " -> ".join(filter(None, _each_level(trial)))
 
 
 def _each_level(trial: TrialResult) -> tuple[str, str]:
     if trial.levels is None:
-        return "not known", "not known"
+        # All tests together have a change and no costs; nor have sides that were mixed.
+        known = math.isfinite(trial.decision.estimate)
+        return ("", "") if known else ("not known", "not known")
     base, head = trial.levels
     text = byte_text if trial.unit == "B" else time_text
     return text(base), text(head)

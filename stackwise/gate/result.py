@@ -244,6 +244,7 @@ class GateResult:
             take it out; it tells of a machine on which order matters.
         balance: the share of pairs in which base came first; 0.5 is balanced. None: not known.
         notes: what a reader has to know beside.
+        suite: regression of all tests together (`stackwise.gate.suite`); None: none was found.
     """
 
     base: str
@@ -257,11 +258,17 @@ class GateResult:
     order_bias: float | None = None
     balance: float | None = None
     notes: tuple[str, ...] = ()
+    suite: TestResult | None = None
 
     def __post_init__(self) -> None:
         check_choice("missing", self.missing, get_args(Missing))
         names = [test.nodeid for test in self.tests]
         require(len(names) == len(set(names)), "tests", names, "tests of different names")
+
+    @property
+    def findings(self) -> tuple[TestResult, ...]:
+        """All tests, and the suite at the end if it is slower as a whole."""
+        return self.tests if self.suite is None else (*self.tests, self.suite)
 
     @property
     def compared(self) -> bool:
@@ -276,20 +283,20 @@ class GateResult:
 
     @property
     def outcome(self) -> Outcome:
-        """The worst of its tests; "inconclusive" at best where nothing was compared."""
-        outcomes = [test.outcome(self.missing) for test in self.tests]
+        """The worst of its findings; "inconclusive" at best if nothing was compared."""
+        outcomes = [test.outcome(self.missing) for test in self.findings]
         if not self.compared:
             outcomes.append("inconclusive")
         return max(outcomes, key=_ORDER.index)
 
     @property
     def verdict(self) -> Headline:
-        """Verdict of the run: that of its worst test.
+        """Verdict of the run: that of its worst finding.
 
         REGRESSED takes a metric that got worse. A test that crashes on head is FAILED, and one that could not
         be set up an ERROR.
         """
-        verdicts = {test.verdict for test in self.tests}
+        verdicts = {test.verdict for test in self.findings}
         match self.outcome:
             case "failed":
                 return "REGRESSED" if Verdict.REGRESSED in verdicts else "FAILED"
@@ -312,6 +319,7 @@ class GateResult:
             **asdict(self),
             "tests": [test.to_dict() for test in self.tests],
             "notes": list(self.notes),
+            "suite": self.suite and self.suite.to_dict(),
             "order_bias": _finite(self.order_bias),
             "balance": _finite(self.balance),
             "verdict": self.verdict,
@@ -330,7 +338,8 @@ class GateResult:
         derived = {"version", "verdict", "outcome", "exit_code"}
         kept = {key: value for key, value in values.items() if key not in derived}
         tests = tuple(TestResult.from_dict(test) for test in values["tests"])
-        return cls(**{**kept, "tests": tests, "notes": tuple(values["notes"])})
+        suite = values.get("suite") and TestResult.from_dict(values["suite"])  # older files have none
+        return cls(**{**kept, "tests": tests, "notes": tuple(values["notes"]), "suite": suite})
 
 
 def _finite(value: float | None) -> float | None:

@@ -26,11 +26,13 @@ from stackwise.gate.round import Ended, Sampling, Starter, run_round
 from stackwise.gate.sequential import Rule
 from stackwise.gate.setup_error import SetupErrors
 from stackwise.gate.side.channel import CALLABLE
+from stackwise.gate.suite import suite_result
 from stackwise.gate.temporary_folder import temporary_folder
 from stackwise.gate.tree import Tree
 from stackwise.gate.turns import check_order
 from stackwise.gate.twin_supply import TwinSupply
 from stackwise.gate.twins import Twins
+from stackwise.gate.verdict import Verdict
 
 __all__ = ["GateError", "GateInterruptedError", "Launch", "Progress", "run_gate"]
 
@@ -274,6 +276,7 @@ def run_gate(
         missing=missing,
         environment=dict(environment or {}),
         seed=seed,
+        suite=None if interrupted else _suite(all_tests.values(), results, rule),
         order_bias=order.bias if order.pairs else None,
         balance=1 - order.head_first / order.pairs if order.pairs else None,
         notes=(
@@ -307,6 +310,16 @@ def _seconds(sampling: Sampling, begun: Sequence[OpenTest], around: float) -> fl
     beside = around + sum(test.beside_seconds for test in begun)
     fair = beside / 2 / (2 * len(begun))
     return max(sampling.seconds, min(sampling.longest_seconds, fair))
+
+
+def _suite(tests: Iterable[OpenTest], results: Sequence[TestResult], rule: Rule) -> TestResult | None:
+    """Return the regression of all tests together if no test has regressed by itself."""
+    if any(result.verdict is Verdict.REGRESSED for result in results):
+        return None
+    measured = {result.nodeid for result in results if result.status == "measured"}
+    # The differences of a test whose sides are mixed are of neither revision.
+    valid = [test for test in tests if test.nodeid in measured and not test.mixed and "time" in test.trials]
+    return suite_result([test.trials["time"] for test in valid], rule)
 
 
 def _hidden(base: Tree, imported: Container[str]) -> str:

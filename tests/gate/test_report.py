@@ -269,3 +269,19 @@ def test_line_of_a_test_has_test_change_and_limit_in_80_columns():
 )
 def test_short_text_is_change_and_limit_or_the_reason(test, text):
     assert short_text(test) == text
+
+
+def test_suite_that_is_slower_is_shown_like_a_failed_test():
+    decision = Decision(Verdict.REGRESSED, 0.05, 0.04, 0.06, 0.998, 5, True, "the mean surely costs more")
+    trial = TrialResult(decision, "s", 0.02, 0.01, (math.log(1.05),) * 5, (), ())
+    found = replace(gate(FINE), suite=TestResult("(all tests together)", trials={"time": trial}))
+    row, last = terminal_lines(found)[-2:]
+    assert row.split() == ["REGRESSED", "(all", "tests", "together)", "time", "+5.00%", ">", "2%"]
+    assert last.startswith("REGRESSED: feature against main: 1 PASS, all tests together REGRESSED; ")
+    text = "time REGRESSED: +5.00% [+4.00%, +6.00%] at 99.8%, tolerance 2%: the mean surely costs more"
+    assert f"### Failed\n\n- `(all tests together)`: {text}" in markdown(found)
+    assert github_annotations(found) == [
+        f"::error title=REGRESSED%3A (all tests together)::{text.replace('%', '%25')}"
+    ]
+    [finding] = code_quality(found)
+    assert (finding["description"], finding["severity"]) == (f"(all tests together): {text}", "major")

@@ -278,3 +278,10 @@ def test_names_that_are_not_known_are_refused():
         gate(missing="ignore")
     with pytest.raises(ValueError, match="tests: got"):
         gate(measured("a", Verdict.PASS), measured("a", Verdict.PASS))
+
+
+def test_suite_that_is_slower_fails_a_run_whose_tests_are_open():
+    suite = measured("(all tests together)", Verdict.REGRESSED)
+    result = replace(gate(measured("a", Verdict.INCONCLUSIVE)), suite=suite)
+    assert (result.outcome, result.verdict, result.exit_code) == ("failed", "REGRESSED", 1)
+    assert GateResult.from_dict(json.loads(json.dumps(result.to_dict()))) == result

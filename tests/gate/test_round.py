@@ -740,6 +740,31 @@ def test_a_slower_suite_that_is_longer_than_the_limit_fails(sides, tmp_path, clo
     assert found.seconds <= 100
 
 
+@pytest.mark.parametrize(
+    ("change", "one", "verdict", "suite"),
+    [
+        (0.06, 0.06, Verdict.REGRESSED, Verdict.REGRESSED),
+        (0.0, 0.0, Verdict.INCONCLUSIVE, None),
+        (0.06, 0.7, Verdict.REGRESSED, None),
+    ],
+    ids=["slower", "the same", "one test is proved slower"],
+)
+def test_suite_is_compared_if_no_test_is_proved_slower(change, one, verdict, suite, sides, tmp_path, clock):
+    """The time is enough for five rounds, in which no test is known well enough."""
+    tests = many(40)
+    changes = {name: one if name == tests[0] else change for name in tests}
+    sides(
+        {name: slower(0.0, noise=0.04, seed=number) for number, name in enumerate(tests)},
+        {name: slower(changes[name], noise=0.04, seed=1000 + n) for n, name in enumerate(tests)},
+    )
+    found = gate(tmp_path, tests, most_seconds=200.0)
+    regressed = [test.nodeid for test in found.tests if test.verdict is Verdict.REGRESSED]
+    assert regressed == ([tests[0]] if one > change else [])
+    assert (found.suite and found.suite.verdict) == suite
+    assert found.verdict == verdict
+    assert found.seconds <= 200
+
+
 def test_the_last_round_goes_to_flagged_tests(sides, tmp_path, clock):
     """The first four tests are too noisy to be decided, and the time is short in the last round."""
     tests = many(8)

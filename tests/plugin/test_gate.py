@@ -674,6 +674,17 @@ def test_exit_codes(test, codes, monkeypatch):
     assert {code: finished(result, code)[0] for code in codes} == codes
 
 
+@pytest.mark.parametrize(("status", "code"), [(0, 1), (7, 1), (1, 1), (2, 2)])
+def test_slower_suite_fails_a_run_in_which_no_test_fails(status, code, monkeypatch):
+    for name in ("GITHUB_ACTIONS", "GITHUB_STEP_SUMMARY"):
+        monkeypatch.delenv(name, raising=False)
+    suite = replace(of(Verdict.REGRESSED), nodeid="(all tests together)")
+    result = GateResult(
+        "base", "head", (of(Verdict.INCONCLUSIVE), TestResult("b", "set-up error")), suite=suite
+    )
+    assert finished(result, status)[0] == code
+
+
 def test_what_was_interrupted_is_published_and_not_kept(tmp_path, monkeypatch):
     for name in ("GITHUB_ACTIONS", "GITHUB_STEP_SUMMARY"):
         monkeypatch.delenv(name, raising=False)

@@ -193,7 +193,7 @@ class Gate:
         # What has failed may have been expected to: the run knows, and here it has passed.
         outcomes = {test.outcome(self.asked.missing) for test in self.result.tests}
         errors = [test.outcome(self.asked.missing) for test in self.result.tests].count("error")
-        if session.exitstatus == pytest.ExitCode.TESTS_FAILED and session.testsfailed == errors:
+        if session.exitstatus == pytest.ExitCode.TESTS_FAILED and session.testsfailed == errors > 0:
             session.exitstatus = EXIT_SETUP
         unreported = {each.result.outcome(self.asked.missing) for each in self._verdicts if not each.reported}
         if session.exitstatus == pytest.ExitCode.OK and "failed" in unreported:

@@ -207,7 +207,7 @@ class Gate:
         # What has failed may have been expected to: the run knows, and here it has passed.
         outcomes = {test.outcome(self.asked.missing) for test in self.result.tests}
         errors = [test.outcome(self.asked.missing) for test in self.result.tests].count("error")
-        if session.exitstatus == pytest.ExitCode.TESTS_FAILED and session.testsfailed == errors:
+        if session.exitstatus == pytest.ExitCode.TESTS_FAILED and session.testsfailed == errors > 0:
             session.exitstatus = EXIT_SETUP
         suite_failed = self.result.suite is not None and self.result.suite.outcome("fail") == "failed"
         if suite_failed and session.exitstatus in (pytest.ExitCode.OK, EXIT_INCONCLUSIVE, EXIT_SETUP):
@@ -215,6 +215,8 @@ class Gate:
         unreported = {each.result.outcome(self.asked.missing) for each in self._verdicts if not each.reported}
         if session.exitstatus == pytest.ExitCode.OK and "failed" in unreported:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED  # --setup-only, or the loop of another plugin
+        elif session.exitstatus == pytest.ExitCode.OK and "error" in unreported:
+            session.exitstatus = EXIT_SETUP
         # Tests of other kinds may have been inconclusive before.
         if session.exitstatus in (pytest.ExitCode.OK, EXIT_INCONCLUSIVE):
             if not self.result.compared:

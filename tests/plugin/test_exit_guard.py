@@ -35,9 +35,17 @@ def test_run_without_a_comparison_is_a_usage_error(repository, run_apart):
     result.stdout.fnmatch_lines(["gate: nothing was compared: the run ended before the comparison"])
 
 
-def test_failure_that_no_test_reports_fails_the_run(repository, run_apart):
-    repository({"work.py": WORK, "bench/test_work.py": BENCH}, {"work.py": "def one(): 1 / 0\n"})
-    assert run_apart("--stackwise-against=base", "--setup-only").ret == pytest.ExitCode.TESTS_FAILED
+@pytest.mark.parametrize(
+    ("work", "code"),
+    [
+        ("def one(): 1 / 0\n", pytest.ExitCode.TESTS_FAILED),
+        ("def one(): yield\n", pytest.ExitCode.USAGE_ERROR),
+    ],
+    ids=["crash", "set-up error"],
+)
+def test_failure_that_no_test_reports_fails_the_run(repository, run_apart, work, code):
+    repository({"work.py": WORK, "bench/test_work.py": BENCH}, {"work.py": work})
+    assert run_apart("--stackwise-against=base", "--setup-only").ret == code
 
 
 def test_list_of_tests_needs_no_comparison(repository, run_apart):

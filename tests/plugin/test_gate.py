@@ -664,8 +664,9 @@ def of(verdict):
         (of(Verdict.PASS), {0: 0, 7: 7, 1: 1}),
         # Here it was expected to fail.
         (of(Verdict.REGRESSED), {0: 0}),
+        (TestResult("a", "set-up error"), {1: 4}),
     ],
-    ids=["skipped", "missing", "inconclusive", "pass", "regressed"],
+    ids=["skipped", "missing", "inconclusive", "pass", "regressed", "set-up error"],
 )
 def test_exit_codes(test, codes, monkeypatch):
     for name in ("GITHUB_ACTIONS", "GITHUB_STEP_SUMMARY"):

@@ -84,7 +84,7 @@ def take_a_device(config: pytest.Config) -> None:
 
 def _wants_any_cuda_device(config: pytest.Config) -> bool:
     """Whether CUDA was asked for, and no device by its number. Not by asking torch, which begins CUDA."""
-    named = config.getoption("stackwise_device", None) or config.getini("stackwise_device")
+    named = config.getoption("stackwise_device", None) or options.ini(config, "stackwise_device")
     return named in ("cuda", "auto") if named else options.gpu_requested(config)
 
 

@@ -9,17 +9,19 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import shutil
 import signal
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from pytest_stackwise import gate_judges, markers, options, records
+from pytest_stackwise import benchmark_items, gate_judges, markers, options, records
 
 if TYPE_CHECKING:
     from stackwise.gate.result import GateResult, TestResult
@@ -27,9 +29,8 @@ if TYPE_CHECKING:
     from stackwise.gate.session import Launch, Progress
     from stackwise.gate.tree import Renamed, Tree
 
-__all__ = ["GateWarning", "RegressionError", "create"]
+__all__ = ["GateSetupError", "GateWarning", "RegressionError", "create"]
 
-_FIXTURES = ("benchmark", "throughput")
 _CALLABLE = "callable"
 # Limits that `throughput` holds a test to where it measures by itself.
 _ABSOLUTE = ("min_tokens_per_second", "max_latency", "max_memory")
@@ -57,6 +58,8 @@ _OWN = frozenset(
         "stepwise_skip",
         "stepwise_reset",
         "collectonly",
+        "setuponly",
+        "setupplan",
         "verbose",
         "tbstyle",
         "reportchars",
@@ -71,10 +74,27 @@ _OWN_FAMILY = "stackwise_gate"
 
 
 class RegressionError(pytest.fail.Exception):  # type: ignore[name-defined, misc]
-    """A test costs more than its limit allows."""
+    """A test costs more than its limit allows.
 
-    def __init__(self, text: str) -> None:
+    Attributes:
+        short: change and limit, for pytest's short summary.
+    """
+
+    def __init__(self, text: str, short: str = "") -> None:
         super().__init__(text, pytrace=False)
+        self.short = short or text
+
+
+class GateSetupError(pytest.fail.Exception):  # type: ignore[name-defined, misc]
+    """A test cannot be measured until the test, the trees or the environment are changed.
+
+    Attributes:
+        short: the reason on one line, for pytest's short summary.
+    """
+
+    def __init__(self, text: str, short: str = "") -> None:
+        super().__init__(text, pytrace=False)
+        self.short = short or text
 
 
 class GateWarning(pytest.PytestWarning):
@@ -87,7 +107,7 @@ def create(config: pytest.Config) -> Gate | None:
     Raises:
         pytest.UsageError: an option has another value than is allowed.
     """
-    # First: a side has those of `addopts` too, without --stackwise-against of the command line.
+    # A side has those of `addopts` too, without --stackwise-against of the command line.
     if config.pluginmanager.hasplugin("stackwise_side.plugin"):
         return None
     asked = options.gate(config)
@@ -111,11 +131,15 @@ class Gate:
     """Runs the comparison before the first test, and has each test say what came of it."""
 
     def __init__(self, config: pytest.Config, asked: options.GateOptions) -> None:
+        from stackwise.gate.side.clock import real_time
+
         self.config, self.asked = config, asked
         self.result: GateResult | None = None
         self._interrupted = False
-        self._began = time.time()
+        self._start_time = real_time.time()
         self._written: list[str] = []
+        self._verdicts: list[_Verdict] = []
+        self._began = real_time.monotonic()  # the collection of tests is part of the time limit
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> None:
@@ -123,18 +147,40 @@ class Gate:
         goes_on = self.config.option.continue_on_collection_errors
         if self.config.option.collectonly or (session.testsfailed and not goes_on):
             return
-        items = [item for item in session.items if set(_FIXTURES) & set(getattr(item, "fixturenames", ()))]
+        items = benchmark_items.gated(session.items)
+        others = benchmark_items.not_gated(session.items, items)
         if not items:
-            raise pytest.UsageError(
-                "--stackwise-against: no test uses benchmark or throughput: nothing to compare"
-            )
-        self.result = self._compare(items, session.items)
+            said = "no test uses benchmark or throughput: nothing to compare"
+            raise pytest.UsageError("; ".join([f"--stackwise-against: {said}", *others]))
+        self.result = self._compare(items, session.items, others)
         by_name = {test.nodeid: test for test in self.result.tests}
         for item in items:
             # Its fixtures are for the processes of the sides: here nothing is set up or torn down.
             item.setup = item.teardown = lambda: None  # type: ignore[method-assign]
             item.get_closest_marker = _without_max_memory(item)  # type: ignore[method-assign]
-            item.runtest = _Verdict(item, by_name[item.nodeid], self)  # type: ignore[method-assign]
+            verdict = _Verdict(item, by_name[item.nodeid], self)
+            item.runtest = verdict  # type: ignore[method-assign]
+            self._verdicts.append(verdict)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_fixture_setup(self, fixturedef: Any, request: pytest.FixtureRequest) -> None:
+        """Note a benchmark that a test requests where the gate could not see it before."""
+        if self.result is not None and fixturedef.argname in benchmark_items.FIXTURES:
+            note = f"{request.node.nodeid}: not gated, since it requests {fixturedef.argname} in a helper"
+            self.result = replace(self.result, notes=(*self.result.notes, note))
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """Give pytest's short summary the change and the limit, which fit in a line of 80 characters."""
+        report = yield
+        error = None if call.excinfo is None else call.excinfo.value
+        if isinstance(error, RegressionError | GateSetupError):
+            crash = getattr(report.longrepr, "reprcrash", None)
+            if crash is not None:
+                crash.message = error.short
+        return report
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> object:
@@ -150,12 +196,27 @@ class Gate:
 
         Only where nothing has failed.
         """
-        from stackwise.gate.result import EXIT_INCONCLUSIVE, EXIT_NOTHING
+        from stackwise.gate.result import EXIT_INCONCLUSIVE, EXIT_NOTHING, EXIT_SETUP
 
         if self.result is None:
+            # After pytest.exit(returncode=0), say, or where another plugin has run the tests.
+            if session.exitstatus == pytest.ExitCode.OK and not self.config.option.collectonly:
+                self._written.append("gate: nothing was compared: the run ended before the comparison")
+                session.exitstatus = pytest.ExitCode.USAGE_ERROR
             return
         # What has failed may have been expected to: the run knows, and here it has passed.
         outcomes = {test.outcome(self.asked.missing) for test in self.result.tests}
+        errors = [test.outcome(self.asked.missing) for test in self.result.tests].count("error")
+        if session.exitstatus == pytest.ExitCode.TESTS_FAILED and session.testsfailed == errors > 0:
+            session.exitstatus = EXIT_SETUP
+        suite_failed = self.result.suite is not None and self.result.suite.outcome("fail") == "failed"
+        if suite_failed and session.exitstatus in (pytest.ExitCode.OK, EXIT_INCONCLUSIVE, EXIT_SETUP):
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED  # no test reports it
+        unreported = {each.result.outcome(self.asked.missing) for each in self._verdicts if not each.reported}
+        if session.exitstatus == pytest.ExitCode.OK and "failed" in unreported:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED  # --setup-only, or the loop of another plugin
+        elif session.exitstatus == pytest.ExitCode.OK and "error" in unreported:
+            session.exitstatus = EXIT_SETUP
         # Tests of other kinds may have been inconclusive before.
         if session.exitstatus in (pytest.ExitCode.OK, EXIT_INCONCLUSIVE):
             if not self.result.compared:
@@ -174,13 +235,16 @@ class Gate:
                 session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Show what came of all tests."""
-        if self.result is None:
-            return
+        """Show the result of each test, or why there is none."""
         from stackwise.gate.report import terminal_lines
 
-        terminalreporter.section("stackwise gate")
-        for line in (*terminal_lines(self.result), *self._written):
+        lines = list(self._written)
+        if self.result is not None:
+            verbose, width = self.config.get_verbosity() > 0, shutil.get_terminal_size().columns
+            lines = [*terminal_lines(self.result, verbose=verbose, width=width), *lines]
+        if lines:
+            terminalreporter.section("stackwise gate")
+        for line in lines:
             terminalreporter.write_line(line)
 
     def _keep(self, place: str) -> str:
@@ -203,18 +267,24 @@ class Gate:
             store.add(run, results)
         return f"gate: kept {len(results)} results in the history"
 
-    def _compare(self, items: Sequence[pytest.Item], selected: Sequence[pytest.Item]) -> GateResult:
+    def _compare(
+        self, items: Sequence[pytest.Item], selected: Sequence[pytest.Item], notes: Sequence[str]
+    ) -> GateResult:
         """Run the gate.
 
         Args:
             items: tests to measure.
             selected: all tests of the run, in its order.
+            notes: for the result.
         """
         from stackwise.gate.session import GateError, GateInterruptedError, run_gate
+        from stackwise.gate.side.clock import real_time
 
+        self._say(f"gate: {len(items)} tests are compared with {self.asked.against}")
         with _terminable():
             try:
                 with self._trees(items) as (base, head, renamed):
+                    spent = real_time.monotonic() - self._began
                     return run_gate(
                         base,
                         head,
@@ -226,11 +296,13 @@ class Gate:
                         sampling=self._sampling(),
                         missing=self.asked.missing,
                         most_seconds=self.asked.seconds,
+                        spent=spent,
                         seed=options.seed(self.config),
                         environment=self._environment(),
                         notes=[
                             *map(_told, renamed),
                             *_not_judged(items),
+                            *notes,
                             *gate_judges.switch_off(self.config),
                         ],
                         on_progress=self._show,
@@ -258,6 +330,7 @@ class Gate:
             head=self.asked.head,
             build=self.asked.build,
             start=self.config.invocation_params.dir,
+            settings=self.config.inipath and self.config.inipath.resolve(),
         )
 
     def _file(self, item: pytest.Item) -> Path:
@@ -295,6 +368,7 @@ class Gate:
                 "--tb=short",
                 # By their options: a plugin that was loaded with -p has another name.
                 *(["-n0"] if hasattr(self.config.option, "numprocesses") else []),
+                *_seed_of_randomly(self.config),
                 *(["--no-cov"] if hasattr(self.config.option, "no_cov") else []),
                 # It would print and could end the process while a test waits for the other side.
                 *(
@@ -311,7 +385,8 @@ class Gate:
             self.asked.against == _CALLABLE,
             self.config.pluginmanager.hasplugin("cacheprovider"),
             {item.nodeid: of_file[item.path] for item in items},
-            self._began,
+            self._start_time,
+            self.asked.head is None,
         )
 
     def _sampling(self) -> Sampling:
@@ -340,39 +415,57 @@ class Gate:
 
         return fingerprint(options.device_name(self.config))
 
-    def _show(self, progress: Progress) -> None:
+    def _say(self, line: str) -> None:
         reporter = self.config.pluginmanager.get_plugin("terminalreporter")
-        if reporter is None:
+        if reporter is not None:
+            reporter.write_line(line)
+            reporter.flush()
+
+    def _show(self, progress: Progress) -> None:
+        if progress.passed is not None:
+            of = f"{progress.passed} tests measured"
+            self._say(f"gate: round {progress.round}: {of} ({progress.seconds:.0f} s)")
             return
         confirming = f", {progress.confirming} to be confirmed" if progress.confirming else ""
         waiting = f", {progress.waiting} are not begun" if progress.waiting else ""
-        reporter.write_line(
+        self._say(
             f"gate: round {progress.round}: {progress.open} of {progress.tests} tests are open{confirming}"
             f"{waiting} ({progress.seconds:.0f} s)"
         )
 
 
 class _Verdict:
-    """What a test does in the place of its function."""
+    """Function of a gated test in the user's run: it reports the result.
+
+    Attributes:
+        reported: True after the test was called.
+    """
 
     def __init__(self, item: pytest.Item, result: TestResult, gate: Gate) -> None:
         self.item, self.result, self.gate = item, result, gate
+        self.reported = False
 
     def __call__(self) -> None:
         """Pass, warn, skip or fail."""
         __tracebackhide__ = True
-        from stackwise.gate.report import junit_properties, test_text
+        self.reported = True
+        from stackwise.gate.report import junit_properties, short_text, test_text
 
         result = self.result
         self.item.user_properties.extend(junit_properties(result))
         text = test_text(result)
         match result.outcome(self.gate.asked.missing):
             case "failed":
-                raise RegressionError(text)
+                raise RegressionError(text, short_text(result))
+            case "error":
+                raise GateSetupError(text, short_text(result))
             case "inconclusive":
                 pytest.skip(text)
             case "warned":
-                self.item.warn(GateWarning(text))
+                # Not an error under `filterwarnings = error`: --stackwise-missing=fail is there to fail.
+                with warnings.catch_warnings():
+                    warnings.simplefilter("always", GateWarning)
+                    self.item.warn(GateWarning(text))
         if result.status == "skipped":
             pytest.skip(result.detail)
 
@@ -429,6 +522,13 @@ def _actions(parser: Any) -> list[argparse.Action]:
     optparser = parser.optparser if hasattr(parser, "optparser") else parser._getparser()
     found: list[argparse.Action] = optparser._actions
     return found
+
+
+def _seed_of_randomly(config: pytest.Config) -> list[str]:
+    """Return the option that gives both sides the seed of this run, if pytest-randomly is in use."""
+    if not hasattr(config.option, "randomly_seed"):
+        return []
+    return [f"--randomly-seed={config.option.randomly_seed}"]
 
 
 def _imports(root: Path) -> tuple[Path, ...]:

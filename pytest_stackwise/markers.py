@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pytest_stackwise import benchmark_items
+
 if TYPE_CHECKING:
     from pytest_stackwise.latency import LatencyLimit
     from pytest_stackwise.quality import QualityMarker
@@ -234,6 +236,8 @@ def _uses_ours(item: pytest.Item) -> bool:
 def _is_unread(item: pytest.Item, marker: pytest.Mark) -> bool:
     """Whether fixtures read markers of that name, and the test uses none of them."""
     readers = _NEEDS.get(marker.name, ())
+    if marker.name == "gate" and benchmark_items.requests_benchmark(item):
+        return False
     return bool(readers) and not any(name in getattr(item, "fixturenames", ()) for name in readers)
 
 

@@ -6,7 +6,7 @@ import argparse
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import pytest
 
@@ -24,6 +24,8 @@ __all__ = [
     "device_name",
     "gate",
     "gpu_requested",
+    "ini",
+    "is_gated",
     "release_gpu_option",
     "report_paths",
     "seed",
@@ -128,7 +130,7 @@ def add_options(parser: pytest.Parser) -> None:
     group.addoption(
         "--stackwise-gate-seconds",
         metavar="SECONDS",
-        help="gate: end all rounds within this time; what cannot be told is INCONCLUSIVE (default: no limit)",
+        help="gate: time limit; what cannot be told within it is INCONCLUSIVE (default: no limit)",
     )
     group.addoption(
         "--stackwise-gate-timeout",
@@ -165,7 +167,28 @@ def are_set(config: pytest.Config) -> bool:
     `--gpu` and `--stackwise-strict` do not count.
     """
     given, names = config.known_args_namespace, [f"stackwise_{name}" for name in (*_OF_RUNS, *_GATE)]
-    return any(getattr(given, name) is not None or config.getini(name) for name in names)
+    return any(getattr(given, name) is not None or ini(config, name) for name in names)
+
+
+def ini(config: pytest.Config, name: str) -> Any:
+    """Return an option of the configuration file; text also where `[tool.pytest]` has a number or a list.
+
+    Values of `[tool.pytest]` have types, and `getini` refuses those that are no text.
+    """
+    try:
+        return config.getini(name)
+    except (TypeError, pytest.UsageError):
+        value = cast("Any", config)._inicfg[name].value
+        return ",".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def is_gated(config: pytest.Config) -> bool:
+    """Return True if this run compares with a base: not in the process of a side."""
+    # First: a side has those of `addopts` too, without --stackwise-against of the command line.
+    if config.pluginmanager.hasplugin("stackwise_side.plugin"):
+        return False
+    given = config.known_args_namespace.stackwise_against
+    return given is not None or bool(ini(config, "stackwise_against"))
 
 
 def add_gpu_option(parser: pytest.Parser) -> None:
@@ -194,7 +217,7 @@ def gpu_requested(config: pytest.Config) -> bool:
 
 def device_name(config: pytest.Config) -> str:
     """Where models run: cpu, cuda or cuda:N; "auto" is resolved."""
-    named = config.getoption("stackwise_device") or config.getini("stackwise_device")
+    named = config.getoption("stackwise_device") or ini(config, "stackwise_device")
     if named == "auto":
         from stackwise.device import resolve_device
 
@@ -206,7 +229,7 @@ def seed(config: pytest.Config) -> int:
     """The seed; UsageError where it is no number, or out of range."""
     given = config.getoption("stackwise_seed")
     if given is None:
-        given = config.getini("stackwise_seed") or 0
+        given = ini(config, "stackwise_seed") or 0
     try:
         value = int(given)
     except ValueError:
@@ -218,7 +241,7 @@ def seed(config: pytest.Config) -> int:
 
 def suite(config: pytest.Config) -> Suite:
     """The suite of checks; UsageError where there is none of that name."""
-    given = config.getoption("stackwise_suite") or config.getini("stackwise_suite") or "fast"
+    given = config.getoption("stackwise_suite") or ini(config, "stackwise_suite") or "fast"
     if given not in ("fast", "full"):
         raise pytest.UsageError(f"--stackwise-suite: got {given!r}; allowed: 'fast', 'full'")
     return "full" if given == "full" else "fast"
@@ -233,7 +256,7 @@ def check_names(config: pytest.Config) -> tuple[str, ...] | None:
     """The checks and families that were asked for, as they were written; None: all."""
     given = config.getoption("stackwise_checks")
     if given is None:
-        given = config.getini("stackwise_checks") or None
+        given = ini(config, "stackwise_checks") or None
     if given is None:
         return None
     names = tuple(dict.fromkeys(name for name in re.split(r"[,\s]+", given) if name))
@@ -256,7 +279,7 @@ def report_paths(config: pytest.Config) -> list[Path]:
     """The files to write; UsageError for an ending that is not known, or a folder that cannot be written."""
     given, folder = config.getoption("stackwise_report"), config.invocation_params.dir
     if not given:
-        given, folder = config.getini("stackwise_report"), config.rootpath
+        given, folder = ini(config, "stackwise_report"), config.rootpath
     if not given:
         return []
     from stackwise.report import report_files
@@ -345,7 +368,7 @@ def gate(config: pytest.Config) -> GateOptions | None:
 
 def _text(config: pytest.Config, name: str) -> str | None:
     given = config.getoption(f"stackwise_{name}")
-    return given if given is not None else (config.getini(f"stackwise_{name}") or None)
+    return given if given is not None else (ini(config, f"stackwise_{name}") or None)
 
 
 def _seconds(config: pytest.Config, name: str) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Generator
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from pytest_stackwise import (
     checks,
     device,
+    exit_guard,
     faults,
     findings,
     gate,
@@ -41,7 +43,13 @@ def pytest_load_initial_conftests(
     if options.are_set(early_config):
         _let_idle_threads_sleep()
     device.take_a_device(early_config)  # before a conftest asks torch for devices
-    result = yield
+    if options.is_gated(early_config):
+        importlib.import_module("stackwise.gate.side.clock")  # before a conftest can freeze the clocks
+        exit_guard.guard_exit(early_config)
+        with exit_guard.no_success():
+            result = yield
+    else:
+        result = yield
     options.add_gpu_option(parser)
     return result
 

@@ -37,6 +37,26 @@ def test_base_alone(handed_over):
     assert handed_over == [[sys.executable, "-m", "pytest", "--stackwise-against=main"]]
 
 
+def test_options_after_two_dashes_are_those_of_pytest(handed_over):
+    with pytest.raises(HandedOverError):
+        main(["gate", "main", "--tests", "bench", "--seconds", "60", "--", "--sizes", "3", "-k", "a or b"])
+    given = [
+        "--stackwise-against=main",
+        "--stackwise-gate-seconds=60.0",
+        "bench",
+        "--sizes",
+        "3",
+        "-k",
+        "a or b",
+    ]
+    assert handed_over == [[sys.executable, "-m", "pytest", *given]]
+
+
+def test_options_after_two_dashes_are_refused_for_saved_files(handed_over, capsys):
+    assert main(["gate", "old.json", "new.json", "--", "-k", "a"]) == 2
+    assert "options after --: got ['-k', 'a']; allowed: none" in capsys.readouterr().err
+
+
 def test_all_of_it(handed_over):
     arguments = ["gate", "v1.0", "HEAD", "--tests", "bench", "perf/test_it.py::test_a[1]"]
     options = [

@@ -72,6 +72,10 @@ def _refused(text: str) -> int:
 
 def _run(arguments: list[str]) -> int:
     trains = arguments[:1] == ["train"]
+    pytest_options: list[str] = []
+    if arguments[:1] == ["gate"] and "--" in arguments:
+        end = arguments.index("--")
+        arguments, pytest_options = arguments[:end], arguments[end + 1 :]
     arguments, overrides = split_overrides(arguments) if trains else (arguments, [])
     try:
         command: Check | Train | Replay | Gate | History | Quality | Search = tyro.cli(
@@ -85,4 +89,6 @@ def _run(arguments: list[str]) -> int:
         if trains and {"-h", "--help"} & set(arguments):
             print(described_keys(), flush=True)
         raise
+    if isinstance(command, Gate):
+        return command.run(pytest_options)
     return command.run(overrides) if isinstance(command, Train) else command.run()

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn, cast
 
 import tyro
+
+from stackwise.argument import require
 
 if TYPE_CHECKING:
     from stackwise.gate.result import Missing
@@ -18,9 +21,10 @@ __all__ = ["Gate"]
 
 @dataclass(frozen=True)
 class Gate:
-    """Compare the benchmarks of two revisions.
+    """Compare the benchmarks of two revisions. Options of pytest and of a conftest follow after `--`.
 
-    Exit code 1 where one got worse, 7 where it is not known, 5 where nothing was compared.
+    Exit code 1 if one got worse or fails on head, 4 for a wrong set-up, 5 if nothing was compared, 7 if it
+    is not known.
     """
 
     base: tyro.conf.Positional[str]
@@ -35,7 +39,7 @@ class Gate:
     missing: str | None = None
     """How to treat a test that the base does not have: fail, warn or create."""
     seconds: float | None = None
-    """Begin no round after this time; what cannot be told then is INCONCLUSIVE."""
+    """Time limit; what cannot be told within it is INCONCLUSIVE."""
     timeout: float | None = None
     """A process that says nothing for so many seconds hangs; none: 600."""
     build: str | None = None
@@ -45,13 +49,19 @@ class Gate:
     history: str | None = None
     """Keep what was found of head here: an SQLite file, or postgresql://USER:PASSWORD@HOST/DATABASE."""
 
-    def run(self) -> int:
-        """Hand over to pytest, which finds the tests, and return its exit code."""
-        if self.base.endswith(".json"):
-            return self._compare_saved(Path(self.base))
-        return self._measure()
+    def run(self, pytest_options: Sequence[str] = ()) -> int:
+        """Hand over to pytest, which finds the tests, and return its exit code.
 
-    def _measure(self) -> NoReturn:
+        Args:
+            pytest_options: further arguments of pytest, such as options of a conftest.
+        """
+        if self.base.endswith(".json"):
+            allowed = "none where saved files are compared: nothing is run"
+            require(not pytest_options, "options after --", list(pytest_options), allowed)
+            return self._compare_saved(Path(self.base))
+        return self._measure(pytest_options)
+
+    def _measure(self, pytest_options: Sequence[str]) -> NoReturn:
         """Become pytest, so that a signal for this process ends the sides as well."""
         options = {
             "against": self.base,
@@ -65,12 +75,12 @@ class Gate:
             "history": self.history,
         }
         given = [f"--stackwise-{name}={value}" for name, value in options.items() if value is not None]
-        command = [sys.executable, "-m", "pytest", *given, *self.tests]
+        command = [sys.executable, "-m", "pytest", *given, *self.tests, *pytest_options]
         os.execv(sys.executable, command)  # noqa: S606
 
     def _compare_saved(self, base: Path) -> int:
         """Compare what was saved, which knows nothing of what the machine did then."""
-        from stackwise.argument import check_choice, require
+        from stackwise.argument import check_choice
         from stackwise.gate.limit import Limits, parse_limits
         from stackwise.gate.report import publish, terminal_lines
         from stackwise.gate.stored import compare_stored
@@ -87,6 +97,6 @@ class Gate:
         limits = Limits() if self.limits is None else Limits().changed(**parse_limits(self.limits))
         files = report_files(Path(self.report)) if self.report else ()
         result = compare_stored(base, Path(head), limits, missing=cast("Missing", missing))
-        for line in (*terminal_lines(result), *publish(result, files)):
+        for line in (*terminal_lines(result, verbose=True), *publish(result, files)):
             print(line)
         return result.exit_code

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 from stackwise.argument import check_number
 from stackwise.gate.open_test import OpenTest
 from stackwise.gate.sequential import Rule
+from stackwise.gate.side.clock import real_time
 from stackwise.gate.trial import LEAST_FRESH
 
 __all__ = ["Budget"]
+
+_OVERRUN = 1.05  # share of the limit after which a round ends before its last test
 
 
 class Budget:
@@ -23,26 +25,35 @@ class Budget:
     Args:
         seconds: time after which no round should run; None: no limit.
         rule: of the decisions.
+        spent: seconds of it that are over at the creation, such as those of the trees.
 
     Raises:
         ValueError: `seconds` is not above 0.
     """
 
-    def __init__(self, seconds: float | None, rule: Rule) -> None:
+    def __init__(self, seconds: float | None, rule: Rule, spent: float = 0.0) -> None:
         if seconds is not None:
             check_number("most_seconds", seconds, "a number > 0", lambda value: value > 0)
-        self._seconds, self._began = seconds, time.monotonic()
+        self._seconds, self._began = seconds, real_time.monotonic() - spent
         self._first_look = rule.looks[0]
         self._rounds = self._first_look + LEAST_FRESH
 
     @property
     def elapsed(self) -> float:
-        """Seconds since the start."""
-        return time.monotonic() - self._began
+        """Seconds since the start, and those that were spent before."""
+        return real_time.monotonic() - self._began
 
     def suffices(self, seconds: float = 0.0) -> bool:
         """Return whether so many seconds more are left."""
         return self._seconds is None or self.elapsed + seconds <= self._seconds
+
+    def goes_on(self, next_seconds: float) -> bool:
+        """Return whether a round that has begun may measure another test, which may exceed the limit by 5 %.
+
+        Args:
+            next_seconds: seconds that the test is expected to take.
+        """
+        return self._seconds is None or self.elapsed + next_seconds <= _OVERRUN * self._seconds
 
     def admits(self, lasted: float = 0.0, *, next_seconds: float) -> bool:
         """Return whether one more test can be begun and get all rounds that it needs.

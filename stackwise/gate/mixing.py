@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-__all__ = ["Used", "why_mixed", "written_by_both"]
+__all__ = ["STRAY", "Used", "why_mixed", "written_by_both"]
 
-_STRAY = (
-    "which is not of its tree: what was measured is not what is compared. An editable installation that "
-    "hooks into the import (meson-python, scikit-build-core) wins over PYTHONPATH"
+STRAY = (
+    "which is not of its tree: what was measured is not what is compared. Install the project editable "
+    "(pip install -e .), or name its folder (-o pythonpath=src). If meson-python or scikit-build-core has "
+    "installed it editable, whose import hooks win over PYTHONPATH, uninstall it first (pip uninstall NAME)"
 )
 _FOREIGN = (
     "which is a file of the working tree or of the other side, not of its own tree: what was measured is not "
@@ -58,7 +59,7 @@ def why_mixed(sides: Mapping[str, Used], run_began: float, round_began: float) -
     """
     for role, used in sides.items():
         if used.stray:
-            return f"{role} imported {used.stray}, {_STRAY}"
+            return f"{role} imported {used.stray}, {STRAY}"
         if used.foreign:
             return f"{role} used {min(used.foreign)}, {_FOREIGN}"
     base, head = sides.values()

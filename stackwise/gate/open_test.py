@@ -146,7 +146,8 @@ class OpenTest:
 
     def skip(self, reason: str) -> None:
         """Report the test as skipped: what was measured compares nothing."""
-        self.ended, self.trials = Ended({"head": "skipped"}, {"head": reason}), {}
+        self.ended = Ended(dict.fromkeys(SIDES, "skipped"), dict.fromkeys(SIDES, reason))
+        self.trials = {}
 
     def result(self, file: str = "", line: int = 0, *, interrupted: bool = False) -> TestResult:
         """What came of it. What is open is decided with what there is.
@@ -165,8 +166,9 @@ class OpenTest:
             status, detail = _status(self.ended)
             # After measured rounds, the same failure on both sides is no change of the head.
             on_both = self.ended.how.get("base") == self.ended.how.get("head")
-            # Earlier results are valid unless the head is broken.
-            if not self.trials or (status in ("crashed on head", "hung on head") and not on_both):
+            broken = status in ("crashed on head", "hung on head") and not on_both
+            # Earlier results are valid unless the head or the set-up is broken.
+            if not self.trials or broken or status == "set-up error":
                 return TestResult(self.nodeid, status, {}, detail, **where)
             how = f"{self.ended.how['head']} on both sides" if on_both else status
             reason = f"it was {how} in round {len(self.order) + 1}: {detail}"
@@ -203,14 +205,18 @@ def _why(metric: str, found: Paired) -> str:
 
 
 def _status(ended: Ended) -> tuple[Status, str]:
-    """What is said of a test that was not measured: what is wrong with the head comes first."""
+    """Return the status of a test that was not measured: what is wrong with the head comes first."""
     if ended.how == dict.fromkeys(SIDES, "not measured"):
         return "unused", "it requests benchmark or throughput and calls neither"
     for role in ("head", "base"):
         how, detail = ended.how.get(role), ended.detail.get(role, "")
         match role, how:
+            case _, "refused":
+                return "set-up error", detail
             case _, "not measured" | "out of order":
                 return "not measured", f"{role}: {detail}"
+            case "head", "skipped" if "base" not in ended.how:
+                return "skipped on head", f"{detail}; the base runs it"
             case "head", "skipped":
                 return "skipped", detail
             case "head", "missing":
@@ -222,7 +228,7 @@ def _status(ended: Ended) -> tuple[Status, str]:
                 return "crashed on head", detail
             case "base", "skipped" | "missing":
                 return "missing on base", f"{how}: {detail}"
-            case "base", "failed" if detail.startswith(_LACKING):
+            case "base", "failed" | "not collected" if detail.startswith(_LACKING):
                 return "missing on base", f"{how}: {detail}"
             case "base", "hung":
                 return "hung on base", detail

@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import subprocess
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,12 +17,14 @@ from stackwise.gate.side.channel import (
     FOREIGN,
     OWN,
     ROLE,
+    SEED,
     TESTS,
     TREE,
     WATCH,
     Channel,
     ChannelClosedError,
 )
+from stackwise.gate.side.clock import real_time
 from stackwise.gate.twins import Twin, Twins, by_chance, inherited_environment, interpreter
 
 __all__ = ["SideFailedError", "SideProcess"]
@@ -104,6 +105,7 @@ class SideProcess:
             FOREIGN: os.pathsep.join(map(str, foreign)),
             OWN: os.pathsep.join(map(str, own)),
             WATCH: "1" if watch else "",
+            SEED: str(seed),
         }
         self._process: subprocess.Popen[bytes] | Twin
         if twins is not None:
@@ -167,8 +169,8 @@ class SideProcess:
         Raises:
             SideFailedError: it is gone, or says nothing for too long.
         """
-        deadline = time.monotonic() + self._seconds
-        while (left := deadline - time.monotonic()) > 0:
+        deadline = real_time.monotonic() + self._seconds
+        while (left := deadline - real_time.monotonic()) > 0:
             # Children that it has left behind may hold its end of the channel open.
             ended = self._process.poll() is not None
             try:

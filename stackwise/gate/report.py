@@ -26,6 +26,7 @@ __all__ = [
     "junit_properties",
     "markdown",
     "publish",
+    "short_text",
     "terminal_lines",
     "test_text",
     "write_report",
@@ -35,6 +36,7 @@ CODE_QUALITY = ".codequality.json"
 
 # GitHub shows ten annotations of a level in a step, and drops the others without a word.
 _MOST_ANNOTATIONS = 10
+_LEAST_NAME = 20  # characters of a test's name
 
 
 def test_text(test: TestResult) -> str:
@@ -47,12 +49,35 @@ def test_text(test: TestResult) -> str:
 test_text.__test__ = False  # type: ignore[attr-defined] # for pytest, which takes the name for a test
 
 
-def terminal_lines(result: GateResult) -> list[str]:
-    """A line for each metric of each test, the notes, and a line of the whole."""
-    rows = [row for test in result.tests for row in _rows(test)]
-    widths = [max((len(row[column]) for row in rows), default=0) for column in range(4)]
+def short_text(test: TestResult) -> str:
+    """Return change and limit of the worst metric, in about 25 characters; otherwise why there is none."""
+    if not test.trials:
+        return _one_line(test_text(test))
+    metric, trial = _worst_first(test)[0]
+    if not trial.differences:
+        return f"{metric}: {_one_line(trial.decision.reason)}"
+    is_worse = trial.decision.verdict is Verdict.REGRESSED
+    return f"{metric} {_change(trial)}{' >' if is_worse else ', limit'} {_share(trial.tolerance)}"
+
+
+def terminal_lines(result: GateResult, *, verbose: bool = False, width: int = 80) -> list[str]:
+    """Return a line for each test, the notes, and a line of the whole.
+
+    Args:
+        result: what was found. Tests that were not begun are counted in the last line only.
+        verbose: a line for each metric of each test, with costs, interval and rounds, of any length.
+        width: most characters of the line of a measured test; names are shortened at their beginning.
+    """
+    tests = [test for test in result.findings if test.status != "not begun"]
+    rows = [row for test in tests for row in (_rows(test) if verbose else [_short_row(test)])]
+    last = 4 if verbose else 2
+    widths = [max((len(row[column]) for row in rows), default=0) for column in range(last)]
+    if not verbose and rows:
+        longest = max((len(row[2]) for row, test in zip(rows, tests, strict=True) if test.trials), default=0)
+        widths[1] = min(widths[1], max(_LEAST_NAME, width - widths[0] - longest - 4))
+        rows = [(row[0], _shortened(row[1], widths[1]), row[2]) for row in rows]
     lines = [
-        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[4]]).rstrip()
+        "  ".join([*(cell.ljust(each) for cell, each in zip(row, widths, strict=False)), row[last]]).rstrip()
         for row in rows
     ]
     return [*lines, *result.notes, _summary(result)]
@@ -61,13 +86,19 @@ def terminal_lines(result: GateResult) -> list[str]:
 def markdown(result: GateResult) -> str:
     """A page: what failed and what could not be decided first, then all tests in a table."""
     blocks = [f"## Performance of {result.head} against {result.base}: {result.verdict}", _summary(result)]
-    for outcome, title in (("failed", "Failed"), ("inconclusive", "Inconclusive"), ("warned", "Warnings")):
-        tests = [test for test in result.tests if test.outcome(result.missing) == outcome]
+    titles = {
+        "failed": "Failed",
+        "error": "Set-up errors",
+        "inconclusive": "Inconclusive",
+        "warned": "Warnings",
+    }
+    for outcome, title in titles.items():
+        tests = [test for test in result.findings if test.outcome(result.missing) == outcome]
         if tests:
             told = "\n".join(f"- `{test.nodeid}`: {_finding(test)}" for test in tests)
             blocks.append(f"### {title}\n\n{told}")
     header = ["", "test", "metric", "base", "head", "change", "interval", "tolerance", "rounds"]
-    table = [row for test in result.tests for row in _table_rows(test)]
+    table = [row for test in result.findings for row in _table_rows(test)]
     if table:
         blocks.append(markdown_table(header, table))
     if result.notes:
@@ -84,9 +115,14 @@ def github_annotations(result: GateResult) -> list[str]:
 
     GitHub shows ten of a level. Where there are more, the last one says how many are left out.
     """
-    levels: dict[Outcome, str] = {"failed": "error", "inconclusive": "warning", "warned": "warning"}
+    levels: dict[Outcome, str] = {
+        "failed": "error",
+        "error": "error",
+        "inconclusive": "warning",
+        "warned": "warning",
+    }
     found: dict[str, list[str]] = {"error": [], "warning": []}
-    for test in result.tests:
+    for test in result.findings:
         outcome = test.outcome(result.missing)
         if outcome in levels:
             where = {"file": test.file, "line": str(test.line)} if test.file and test.line else {}
@@ -134,7 +170,12 @@ def junit_properties(test: TestResult) -> list[tuple[str, str]]:
 
 def code_quality(result: GateResult) -> list[dict[str, Any]]:
     """The findings in the form of GitLab's code quality reports, for the view of a merge request."""
-    severities: dict[Outcome, str] = {"failed": "major", "inconclusive": "minor", "warned": "info"}
+    severities: dict[Outcome, str] = {
+        "failed": "major",
+        "error": "major",
+        "inconclusive": "minor",
+        "warned": "info",
+    }
     return [
         {
             "description": f"{test.nodeid}: {_finding(test)}",
@@ -144,7 +185,7 @@ def code_quality(result: GateResult) -> list[dict[str, Any]]:
             "severity": severities[outcome],
             "location": {"path": test.file or test.nodeid.partition("::")[0], "lines": {"begin": line}},
         }
-        for test in result.tests
+        for test in result.findings
         if (outcome := test.outcome(result.missing)) in severities and (line := max(1, test.line))
     ]
 
@@ -198,6 +239,8 @@ def _summary(result: GateResult) -> str:
     counts = Counter(str(test.verdict) if test.trials else test.status for test in result.tests)
     told = ", ".join(f"{number} {name}" for name, number in sorted(counts.items())) or "no tests"
     told = told if result.compared else f"nothing was compared: {told}"
+    if result.suite is not None:
+        told = f"{told}, all tests together {result.suite.verdict}"
     return (
         f"{result.verdict}: {result.head} against {result.base}: {told}; {result.rounds} rounds in "
         f"{result.seconds:.0f} s"
@@ -208,6 +251,17 @@ def _finding(test: TestResult) -> str:
     """In one line what is wrong with a test: not what is right with its other metrics."""
     wrong = [(metric, trial) for metric, trial in _worst_first(test) if not trial.decision.verdict.ok]
     return _one_line("; ".join(_trial_text(test, *each) for each in wrong) or test_text(test))
+
+
+def _short_row(test: TestResult) -> tuple[str, ...]:
+    """Return verdict, test, and change or reason."""
+    if not test.trials:
+        return test.status, test.nodeid, _one_line(test.detail)
+    return str(test.verdict), test.nodeid, short_text(test)
+
+
+def _shortened(name: str, width: int) -> str:
+    return name if len(name) <= width else f"...{name[3 - width :]}"
 
 
 def _rows(test: TestResult) -> list[tuple[str, str, str, str, str]]:
@@ -250,8 +304,9 @@ def _table_rows(test: TestResult) -> list[list[str]]:
 def _trial_text(test: TestResult, metric: str, trial: TrialResult) -> str:
     decision, rates = trial.decision, _rates(test, metric)
     beside = f" ({rates})" if rates else ""
+    costs = f"{_levels(trial)}{beside}, " if _levels(trial) else ""
     return (
-        f"{metric} {decision.verdict}: {_levels(trial)}{beside}, {_change(trial)} {_interval(trial)} at "
+        f"{metric} {decision.verdict}: {costs}{_change(trial)} {_interval(trial)} at "
         f"{_level(decision.level)}, tolerance {_share(trial.tolerance)}: {decision.reason}{_unlike(trial)}"
     )
 
@@ -279,12 +334,15 @@ def _worst_first(test: TestResult) -> Sequence[tuple[str, TrialResult]]:
 
 
 def _levels(trial: TrialResult) -> str:
-    return " -> ".join(_each_level(trial))
+    """Return the costs of both sides, or an empty string if there is a change without costs."""
+    return " -> ".join(filter(None, _each_level(trial)))
 
 
 def _each_level(trial: TrialResult) -> tuple[str, str]:
     if trial.levels is None:
-        return "not known", "not known"
+        # All tests together have a change and no costs; nor have sides that were mixed.
+        known = math.isfinite(trial.decision.estimate)
+        return ("", "") if known else ("not known", "not known")
     base, head = trial.levels
     text = byte_text if trial.unit == "B" else time_text
     return text(base), text(head)

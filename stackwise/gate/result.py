@@ -14,7 +14,9 @@ from stackwise.gate.verdict import Decision, Verdict
 __all__ = [
     "EXIT_INCONCLUSIVE",
     "EXIT_NOTHING",
+    "EXIT_SETUP",
     "GateResult",
+    "Headline",
     "Missing",
     "Outcome",
     "Status",
@@ -23,12 +25,14 @@ __all__ = [
 ]
 
 EXIT_INCONCLUSIVE = 7
-# That of pytest where it finds no tests.
-EXIT_NOTHING = 5
+EXIT_SETUP = 4  # exit code of pytest after a usage error
+EXIT_NOTHING = 5  # exit code of pytest if it finds no tests
 
 Status = Literal[
     "measured",
     "skipped",
+    "skipped on head",
+    "set-up error",
     "not begun",
     "not measured",
     "unused",
@@ -40,7 +44,8 @@ Status = Literal[
     "hung on head",
 ]
 Missing = Literal["fail", "warn", "create"]
-Outcome = Literal["passed", "warned", "inconclusive", "failed"]
+Outcome = Literal["passed", "warned", "inconclusive", "error", "failed"]
+Headline = Literal["PASS", "IMPROVED", "REGRESSED", "FAILED", "ERROR", "INCONCLUSIVE"]
 
 _VERSION = 1
 # What an outcome is of: the one farthest to the right.
@@ -122,7 +127,8 @@ class TestResult:
         nodeid: pytest's name of the test, or another that is unique.
         status: "measured", or what came instead of a measurement, and on which side. "not begun": there was
             no time for it. "not measured": a side did not run the tests in their order, or only one side
-            called `benchmark` or `throughput`. "unused": neither side did.
+            called `benchmark` or `throughput`. "unused": neither side did. "set-up error": it cannot be
+            measured until the test, the trees or the environment are changed; `detail` says how.
         trials: by metric ("time", "memory", "ttft", "tpot"); none where it was not measured.
         detail: the end of what a side wrote before it crashed, the new name of a test, and the like.
         file: where the test is, relative to the project; "": not known.
@@ -188,7 +194,9 @@ class TestResult:
                 return _OUTCOMES[self.verdict]
             case "crashed on head" | "hung on head":
                 return "failed"
-            case "crashed on base" | "hung on base" | "not begun" | "not measured":
+            case "set-up error":
+                return "error"
+            case "crashed on base" | "hung on base" | "skipped on head" | "not begun" | "not measured":
                 return "inconclusive"
             case "missing on head":
                 return "warned"
@@ -227,7 +235,7 @@ class GateResult:
         base: the name of the old side: a revision, a folder, a wheel.
         head: the name of the new one.
         tests: all of them, in their order.
-        seconds: that the comparison took, the start of processes included.
+        seconds: that the comparison took, the start of processes and what came before (`spent`) included.
         rounds: that were made.
         missing: what a test that is not on base is: "fail" a failure, "warn" a warning, "create" no matter.
         environment: of the machine and its software (`stackwise.device.fingerprint`).
@@ -236,6 +244,7 @@ class GateResult:
             take it out; it tells of a machine on which order matters.
         balance: the share of pairs in which base came first; 0.5 is balanced. None: not known.
         notes: what a reader has to know beside.
+        suite: regression of all tests together (`stackwise.gate.suite`); None: none was found.
     """
 
     base: str
@@ -249,11 +258,17 @@ class GateResult:
     order_bias: float | None = None
     balance: float | None = None
     notes: tuple[str, ...] = ()
+    suite: TestResult | None = None
 
     def __post_init__(self) -> None:
         check_choice("missing", self.missing, get_args(Missing))
         names = [test.nodeid for test in self.tests]
         require(len(names) == len(set(names)), "tests", names, "tests of different names")
+
+    @property
+    def findings(self) -> tuple[TestResult, ...]:
+        """All tests, and the suite at the end if it is slower as a whole."""
+        return self.tests if self.suite is None else (*self.tests, self.suite)
 
     @property
     def compared(self) -> bool:
@@ -268,28 +283,34 @@ class GateResult:
 
     @property
     def outcome(self) -> Outcome:
-        """The worst of its tests; "inconclusive" at best where nothing was compared."""
-        outcomes = [test.outcome(self.missing) for test in self.tests]
+        """The worst of its findings; "inconclusive" at best if nothing was compared."""
+        outcomes = [test.outcome(self.missing) for test in self.findings]
         if not self.compared:
             outcomes.append("inconclusive")
         return max(outcomes, key=_ORDER.index)
 
     @property
-    def verdict(self) -> Verdict:
-        """Of the whole: REGRESSED where a test failed, INCONCLUSIVE where one was not decided."""
+    def verdict(self) -> Headline:
+        """Verdict of the run: that of its worst finding.
+
+        REGRESSED takes a metric that got worse. A test that crashes on head is FAILED, and one that could not
+        be set up an ERROR.
+        """
+        verdicts = {test.verdict for test in self.findings}
         match self.outcome:
             case "failed":
-                return Verdict.REGRESSED
+                return "REGRESSED" if Verdict.REGRESSED in verdicts else "FAILED"
+            case "error":
+                return "ERROR"
             case "inconclusive":
-                return Verdict.INCONCLUSIVE
-        improved = any(test.verdict == Verdict.IMPROVED for test in self.tests)
-        return Verdict.IMPROVED if improved else Verdict.PASS
+                return "INCONCLUSIVE"
+        return "IMPROVED" if Verdict.IMPROVED in verdicts else "PASS"
 
     @property
     def exit_code(self) -> int:
-        """Of a command that says no more than this: 0 passed, 1 failed, 5 nothing compared, 7 undecided."""
+        """Exit code of the run: 0 passed, 1 failed, 4 set-up error, 5 nothing compared, 7 undecided."""
         undecided = EXIT_INCONCLUSIVE if self.compared else EXIT_NOTHING
-        return {"failed": 1, "inconclusive": undecided}.get(self.outcome, 0)
+        return {"failed": 1, "error": EXIT_SETUP, "inconclusive": undecided}.get(self.outcome, 0)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON; `version` is that of their form."""
@@ -298,9 +319,10 @@ class GateResult:
             **asdict(self),
             "tests": [test.to_dict() for test in self.tests],
             "notes": list(self.notes),
+            "suite": self.suite and self.suite.to_dict(),
             "order_bias": _finite(self.order_bias),
             "balance": _finite(self.balance),
-            "verdict": str(self.verdict),
+            "verdict": self.verdict,
             "outcome": self.outcome,
             "exit_code": self.exit_code,
         }
@@ -316,7 +338,8 @@ class GateResult:
         derived = {"version", "verdict", "outcome", "exit_code"}
         kept = {key: value for key, value in values.items() if key not in derived}
         tests = tuple(TestResult.from_dict(test) for test in values["tests"])
-        return cls(**{**kept, "tests": tests, "notes": tuple(values["notes"])})
+        suite = values.get("suite") and TestResult.from_dict(values["suite"])  # older files have none
+        return cls(**{**kept, "tests": tests, "notes": tuple(values["notes"]), "suite": suite})
 
 
 def _finite(value: float | None) -> float | None:

@@ -7,15 +7,15 @@ import math
 import os
 import random
 import statistics
-import time
 from collections.abc import Callable, Container, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from stackwise.argument import check_choice, check_number, check_sizes
-from stackwise.gate.mixing import Used, why_mixed, written_by_both
+from stackwise.gate.mixing import STRAY, Used, why_mixed, written_by_both
 from stackwise.gate.process import SideFailedError, SideProcess
+from stackwise.gate.side.clock import real_time
 from stackwise.gate.turns import ORDERS, difference, standard_error, turns
 
 __all__ = ["SIDES", "Ended", "Paired", "Sampling", "Starter", "run_round"]
@@ -27,6 +27,8 @@ _REFERENCES = 8  # samples in the shortest round that there may be
 # Pairs after which it is looked whether they are enough; odd, so that it comes before either order.
 _CHECKED = 13
 _FEWEST = 2 * _CHECKED  # pairs of a round that may end early
+# Results of a side that do not depend on earlier tests of the file.
+_INDEPENDENT = frozenset({"hung", "missing", "not collected", "out of order", "refused"})
 _LEAST_BYTES = 1.0  # a call that holds nothing has a ratio to another one all the same
 
 
@@ -117,8 +119,10 @@ class Ended:
     """What came of a test in the place of a measurement, on each side where something did.
 
     Attributes:
-        how: of a side "skipped", "failed", "missing", "crashed", "hung", "out of order" (it ran another test
-            twice) or "not measured" (it passed and never called what is measured).
+        how: of a side "skipped", "failed", "not collected" (its file or class failed), "missing", "crashed",
+            "not started" (the process crashed before its first test), "hung", "out of order" (it ran another
+            test twice), "refused" (the gate cannot measure it until its set-up is changed) or "not measured"
+            (it passed and never called what is measured).
         detail: of the same sides, why.
         seconds: that this took.
         warnings: RuntimeWarnings of each side, by side.
@@ -172,7 +176,7 @@ class _Side:
         if broken is None:
             self.ended[test] = ("missing", "there is no test of this name")
         else:
-            self.ended[test] = ("failed", self.not_collected[broken])
+            self.ended[test] = ("not collected", self.not_collected[broken])
         return True
 
     def come_to(self, test: str) -> bool:
@@ -198,7 +202,10 @@ class _Side:
                 self.watched, self.disturbed = message["watched"], message["disturbed"]
                 self.imported.update(message["imported"])
                 self.used.add(message["stray"], message["files"])
-                if not message["measured"]:
+                if self.used.stray and not self.own:
+                    # With code of its own too, the measurement is of a mixture, see `why_mixed`.
+                    self.ended[test] = ("refused", f"it imported {self.used.stray}, {STRAY}")
+                elif not message["measured"]:
                     self.ended.setdefault(test, ("not measured", "it never called what is to be measured"))
                 return False
 
@@ -255,7 +262,7 @@ def run_round(
         in_time: False if no more time is to be spent on tests that are not measured. The round ends then.
         run_began: when the user's run began, in seconds since the epoch; None: now.
     """
-    now = time.time()
+    now = real_time.time()
     times = (now if run_began is None else run_began, now)
 
     def measure(
@@ -265,17 +272,17 @@ def run_round(
         left, measured = _with_earlier(chosen, file_tests, whole), frozenset(chosen)
         restarted = set[str]()
         while left:
-            began, ran = time.perf_counter(), set[str]()
+            began, ran = real_time.perf_counter(), set[str]()
             try:
                 with _both(start(tuple(left)), rng) as sides:
                     while left:
-                        test, began = left.pop(0), time.perf_counter()
+                        test, began = left.pop(0), real_time.perf_counter()
                         absent = [each for each in _earlier(test, file_tests) if each not in ran]
                         try:
                             if test in measured:
                                 looks = sampling.memory and (memory is None or test in memory)
                                 found = _test(test, sides, replace(sampling, memory=looks), rng, times)
-                                yield test, replace(found, seconds=time.perf_counter() - began), absent
+                                yield test, replace(found, seconds=real_time.perf_counter() - began), absent
                             elif in_time():
                                 _run_unmeasured(test, sides)
                             else:
@@ -291,7 +298,8 @@ def run_round(
             except _SideLostError as lost:
                 left = [test for test in left if test in measured]
                 ended = lost.ended("at its start: ", began)
-                each = replace(ended, seconds=ended.seconds / len(left))
+                how = {role: "not started" if how == "crashed" else how for role, how in ended.how.items()}
+                each = replace(ended, how=how, seconds=ended.seconds / len(left))
                 yield from ((test, each, []) for test in left)
                 return
 
@@ -333,7 +341,7 @@ def _may_depend(ended: Ended, absent: Sequence[str], measured: Container[str]) -
         measured: tests that the session measures. The first round runs these, and no other test.
     """
     if any(test in measured for test in absent):
-        return not {"hung", "missing", "out of order"}.issuperset(ended.how.values())
+        return not _INDEPENDENT.issuperset(ended.how.values())
     return bool(absent) and (ended.how.get("head") == "failed" or ended.by_plugin)
 
 
@@ -355,7 +363,7 @@ class _SideLostError(Exception):
 
     def ended(self, where: str, began: float) -> Ended:
         """What came of a test by this."""
-        seconds = time.perf_counter() - began
+        seconds = real_time.perf_counter() - began
         return Ended({self.role: self.error.how}, {self.role: f"{where}{self.error}"}, seconds)
 
 
@@ -378,7 +386,7 @@ def _both(start: Callable[[str, int], SideProcess], rng: random.Random) -> Itera
         for role in roles:
             with _lost(role):
                 sides[role] = _Side(start(role, seed))
-        for role in SIDES:
+        for role in reversed(SIDES):  # if neither can, what is wrong with the head is told
             with _lost(role):
                 sides[role].collect()
         yield {role: sides[role] for role in SIDES}
@@ -418,8 +426,9 @@ def _test(
     used = {role: side.used for role, side in sides.items()}
     mixed, written = why_mixed(used, *times), tuple(written_by_both(used))
     if ended or found is None:
-        more = f"; {mixed}" if mixed else ""
         hows = {role: how for role, (how, _) in ended.items()}
+        is_said = any(STRAY in why for _, why in ended.values())
+        more = f"; {mixed}" if mixed and not is_said else ""
         details = {role: f"{why}{more}" for role, (_, why) in ended.items()}
         by_plugin = any(test in side.skipped_by_plugin for side in sides.values())
         return Ended(hows, details, warnings=warned, by_plugin=by_plugin)
@@ -463,7 +472,7 @@ def _measure(test: str, sides: dict[str, _Side], sampling: Sampling, rng: random
             standard_error(each, order[:made]) < sampling.precision for each in _logs(samples).values()
         )
 
-    began = time.perf_counter()
+    began = real_time.perf_counter()
     with _on_one_processor(sides, alone, rng):
         for number, head_first in enumerate(order):
             if enough(number):
@@ -475,7 +484,7 @@ def _measure(test: str, sides: dict[str, _Side], sampling: Sampling, rng: random
                 next_reference += max(fewest // _REFERENCES, number // 4) | 1
             for role in reversed(SIDES) if head_first else SIDES:
                 samples[role].append(ask(role, calls=calls))
-    sampled = time.perf_counter() - began
+    sampled = real_time.perf_counter() - began
     order = order[: len(samples["base"])]
     if sampling.memory and not any(side.only_once[test] for side in sides.values()):
         held = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import random
@@ -10,10 +9,8 @@ import re
 import shutil
 import statistics
 import sys
-import tempfile
-import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -27,14 +24,19 @@ from stackwise.gate.process import SideProcess
 from stackwise.gate.result import GateResult, Missing, TestResult
 from stackwise.gate.round import Ended, Sampling, Starter, run_round
 from stackwise.gate.sequential import Rule
+from stackwise.gate.setup_error import SetupErrors
 from stackwise.gate.side.channel import CALLABLE
+from stackwise.gate.suite import suite_result
+from stackwise.gate.temporary_folder import temporary_folder
 from stackwise.gate.tree import Tree
 from stackwise.gate.turns import check_order
 from stackwise.gate.twin_supply import TwinSupply
 from stackwise.gate.twins import Twins
+from stackwise.gate.verdict import Verdict
 
 __all__ = ["GateError", "GateInterruptedError", "Launch", "Progress", "run_gate"]
 
+_SILENT = 10.0  # seconds after which progress of a round is told
 # Elsewhere system libraries bear no fork behind which no other program is started.
 _FORKS = sys.platform == "linux"
 # Folders of compiled code, which are in TMPDIR or the same for all versions of a project by default.
@@ -81,6 +83,8 @@ class Launch:
         cache: whether pytest has its cache, which then has a folder of its own on each side.
         file_tests: of each test all tests of its file, in their order, with those that are not measured.
         began: when the user's run began, in seconds since the epoch; None: when each round does.
+        own_head: True if the head is a copy of the files at `root` as they are, from which the tests were
+            collected.
     """
 
     arguments: tuple[str, ...]
@@ -93,6 +97,7 @@ class Launch:
     cache: bool = True
     file_tests: Mapping[str, Sequence[str]] = field(default_factory=dict)
     began: float | None = None
+    own_head: bool = False
 
     def __post_init__(self) -> None:
         check_number("seconds", self.seconds, "a number > 0", lambda value: value > 0)
@@ -103,12 +108,13 @@ class Progress:
     """Where a session is.
 
     Attributes:
-        round: that is over, from 1.
+        round: that is over, or is going on if `passed` is a number; from 1.
         open: tests that are begun, not decided yet, and get more rounds.
         tests: all of them.
         confirming: of the open ones those that were flagged, and get fresh rounds.
         seconds: since the start.
         waiting: tests that are not begun, since the time may not be enough for them.
+        passed: number of tests that the current round has been through; None: the round is over.
     """
 
     round: int
@@ -117,6 +123,7 @@ class Progress:
     confirming: int
     seconds: float
     waiting: int = 0
+    passed: int | None = None
 
 
 def run_gate(
@@ -132,6 +139,7 @@ def run_gate(
     sampling: Sampling | None = None,
     missing: Missing = "warn",
     most_seconds: float | None = None,
+    spent: float = 0.0,
     seed: int = 0,
     environment: Mapping[str, Any] | None = None,
     notes: Sequence[str] = (),
@@ -151,10 +159,11 @@ def run_gate(
         sampling: how a test is measured in a round.
         missing: how to treat a test that the base does not have.
         most_seconds: time in which all rounds should end (see `Budget`); None: as many as the rule asks for.
+        spent: seconds of `most_seconds` that are over, such as those of the collection and of the trees.
         seed: of all that is by chance.
         environment: of the machine, for the result.
         notes: for the result.
-        on_progress: called after each round.
+        on_progress: called after each round, and every 10 s in a round.
 
     Raises:
         GateError: no code of the trees was measured.
@@ -164,7 +173,9 @@ def run_gate(
     check_sizes(tests=len(tests))
     rule, sampling = rule or Rule(), sampling or Sampling()
     limits, asked, places = limits or {}, asked or {}, places or {}
-    budget, rng = Budget(most_seconds, rule), random.Random(seed)  # noqa: S311
+    folders = {"base": base.folder, "head": head.folder}
+    setup = SetupErrors(launch.root, folders, launch.place, launch.imports, launch.own_head)
+    budget, rng = Budget(most_seconds, rule, spent), random.Random(seed)  # noqa: S311
     all_tests = {
         test: OpenTest(test, limits.get(test, Limits()), tuple(asked.get(test, ()))) for test in tests
     }
@@ -173,10 +184,20 @@ def run_gate(
     around = mean = 0.0  # seconds of a round that belong to no test, and of a test
     imported: set[str] = set()
     written: set[str] = set()
+    reported = budget.elapsed
+
+    def report(passed: int | None = None) -> None:
+        nonlocal reported
+        reported = budget.elapsed
+        if on_progress is not None:
+            flagged, opened = sum(test.confirming for test in begun), sum(test.open for test in begun)
+            on_progress(Progress(number, opened, len(tests), flagged, reported, len(waiting), passed))
+
     try:
-        with _starter(base, head, launch, all_tests) as start:
-            for number in itertools.count(1):
-                round_began, tests_seconds, ended_seconds = time.monotonic(), 0.0, 0.0
+        with temporary_folder() as folder, _starter(folder, base, head, launch, all_tests) as start:
+            while True:
+                number += 1
+                round_began, tests_seconds, ended_seconds = budget.elapsed, 0.0, 0.0
                 names = [test.nodeid for test in (*chosen, *waiting)]
                 memory = {name for name in names if all_tests[name].wants_memory}
                 # Closed where it is left, so that its processes end.
@@ -198,16 +219,22 @@ def run_gate(
                     )
                 ) as measured:
                     for count, (name, found) in enumerate(measured, start=1):
+                        found = setup.explained(found) if isinstance(found, Ended) else found
                         all_tests[name].add(found, rule)
                         tests_seconds += found.seconds
+                        mean = tests_seconds / count
                         if isinstance(found, Ended):
                             ended_seconds += found.seconds  # which later rounds do not take
                         else:
                             imported |= found.imported
                             written.update(found.written)
-                        lasted = time.monotonic() - round_began - ended_seconds
+                        if budget.elapsed - reported > _SILENT:
+                            report(count)
+                        lasted = budget.elapsed - round_began - ended_seconds
                         any_measured = any(test.order or test.disturbed for test in all_tests.values())
-                        mean = tests_seconds / count
+                        another = 0.0 if isinstance(found, Ended) else found.seconds
+                        if any_measured and not budget.goes_on(another):
+                            break
                         is_over = any_measured and not budget.admits(lasted, next_seconds=mean)
                         # A code that hangs everywhere would take this long for each test.
                         hangs = isinstance(found, Ended) and "hung" in found.how.values()
@@ -221,7 +248,7 @@ def run_gate(
                 paired = [test for test in all_tests.values() if test.order]
                 if paired and not any(test.own for test in paired):
                     raise GateError(_NOTHING_OWN)
-                around = time.monotonic() - round_began - tests_seconds
+                around = budget.elapsed - round_began - tests_seconds
                 n_trials = sum(test.n_trials for test in all_tests.values())
                 begun = [test for test in (*begun, *waiting) if test.begun and test.open]
                 for trial in (trial for test in begun for trial in test.trials.values()):
@@ -229,10 +256,7 @@ def run_gate(
                 waiting = [test for test in waiting if not test.begun]
                 begun = budget.keep(begun, around)
                 chosen = budget.choose(begun, around)
-                if on_progress is not None:
-                    flagged = sum(test.confirming for test in begun)
-                    waits = len(waiting)
-                    on_progress(Progress(number, len(begun), len(tests), flagged, budget.elapsed, waits))
+                report()
                 begins = not begun and bool(waiting) and budget.admits(next_seconds=around + mean)
                 if not chosen and not begins:
                     break
@@ -252,6 +276,7 @@ def run_gate(
         missing=missing,
         environment=dict(environment or {}),
         seed=seed,
+        suite=None if interrupted else _suite(all_tests.values(), results, rule),
         order_bias=order.bias if order.pairs else None,
         balance=1 - order.head_first / order.pairs if order.pairs else None,
         notes=(
@@ -285,6 +310,16 @@ def _seconds(sampling: Sampling, begun: Sequence[OpenTest], around: float) -> fl
     beside = around + sum(test.beside_seconds for test in begun)
     fair = beside / 2 / (2 * len(begun))
     return max(sampling.seconds, min(sampling.longest_seconds, fair))
+
+
+def _suite(tests: Iterable[OpenTest], results: Sequence[TestResult], rule: Rule) -> TestResult | None:
+    """Return the regression of all tests together if no test has regressed by itself."""
+    if any(result.verdict is Verdict.REGRESSED for result in results):
+        return None
+    measured = {result.nodeid for result in results if result.status == "measured"}
+    # The differences of a test whose sides are mixed are of neither revision.
+    valid = [test for test in tests if test.nodeid in measured and not test.mixed and "time" in test.trials]
+    return suite_result([test.trials["time"] for test in valid], rule)
 
 
 def _hidden(base: Tree, imported: Container[str]) -> str:
@@ -353,12 +388,14 @@ def _first(tests: Sequence[str]) -> str:
 
 
 @contextmanager
-def _starter(base: Tree, head: Tree, launch: Launch, all_tests: Mapping[str, OpenTest]) -> Iterator[Starter]:
-    """What starts processes, for as long as this lasts: their plugin and what they print lie in a folder."""
-    folder = Path(tempfile.mkdtemp(prefix="stackwise-gate-")).resolve()
+def _starter(
+    folder: Path, base: Tree, head: Tree, launch: Launch, all_tests: Mapping[str, OpenTest]
+) -> Iterator[Starter]:
+    """What starts processes, for as long as this lasts: their plugin and what they print lie in `folder`."""
     trees = {"base": base, "head": head}
     is_long = len(str(folder)) > _LONGEST_TEMPORARY
-    temporaries = Path(tempfile.mkdtemp(prefix="stackwise-", dir="/tmp")) if is_long else folder
+    shorter = ExitStack()
+    temporaries = shorter.enter_context(temporary_folder(Path("/tmp"))) if is_long else folder  # noqa: S108
     source = Path(next(iter(side_package.__path__)))
     supply = TwinSupply(folder)
 
@@ -425,8 +462,7 @@ def _starter(base: Tree, head: Tree, launch: Launch, all_tests: Mapping[str, Ope
         yield start
     finally:
         supply.end()
-        for made in {folder, temporaries}:
-            shutil.rmtree(made, ignore_errors=True)
+        shorter.close()
 
 
 def _watches(tests: Sequence[OpenTest]) -> bool:

@@ -11,7 +11,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,10 +28,10 @@ from stackwise.gate.overlay import (
 )
 from stackwise.gate.packages import installed_packages
 from stackwise.gate.pointers import check_pointers
+from stackwise.gate.temporary_folder import PREFIX, temporary_folder
 
 __all__ = ["Renamed", "Tree", "both_trees", "repository_of", "revision_name"]
 
-_PREFIX = "stackwise-gate-"
 _NOT_COPIED = (
     ".git",
     ".venv",
@@ -43,7 +42,7 @@ _NOT_COPIED = (
     ".mypy_cache",
     ".pytest_cache",
     "node_modules",
-    f"{_PREFIX}*",
+    f"{PREFIX}*",
 )
 _NOTHING_DIFFERS = "nothing but tests differs between base and head: the same code was compared with itself"
 
@@ -100,10 +99,10 @@ def revision_name(repository: Path, revision: str) -> str:
     """
     done = _look_up(repository, revision)
     if done.returncode:
-        shallow = run_git(repository, "rev-parse", "--is-shallow-repository").stdout.strip() == "true"
-        why = "; this clone is shallow: fetch more (actions/checkout: fetch-depth: 0)" if shallow else ""
         allowed = f"a revision of {repository}, ./FOLDER, a wheel, 'callable'"
-        raise ValueError(f"against: got {revision!r}; allowed: {allowed}{why}{_said(done)}")
+        raise ValueError(
+            f"against: got {revision!r}; allowed: {allowed}{_if_shallow(repository)}{_said(done)}"
+        )
     return done.stdout.strip()
 
 
@@ -116,6 +115,7 @@ def both_trees(
     head: str | None = None,
     build: str | None = None,
     start: Path | None = None,
+    settings: Path | None = None,
 ) -> Iterator[tuple[Tree, Tree, list[Renamed]]]:
     """The trees of base and head, for as long as this lasts; and the tests that the head no longer has.
 
@@ -123,45 +123,86 @@ def both_trees(
     the head's in both trees.
 
     Args:
-        against: of the base: a revision, a folder or a wheel.
+        against: of the base: a revision, a folder, a wheel, or REVISION... for the merge base with the head.
         root: the folder whose files the head is: the top of a git repository, or any.
         tests: files with tests, below `root`.
         head: of the head, a revision; None: the files as they are now, also those that git was not told of.
         build: a command for the shell that is run in each tree, to compile extensions, say.
         start: the folder that the name of a folder or wheel starts from; None: that of the process.
+        settings: configuration file of pytest, which is the head's in both trees; None: one of those that
+            pytest finds by itself.
 
     Raises:
         ValueError: there is no such revision, folder or wheel; a command failed in one of the trees.
     """
-    folder = Path(tempfile.mkdtemp(prefix=_PREFIX)).resolve()
+    named, against = against, _merge_base(root, against, head)
     relative = [test.relative_to(root) for test in tests]
     place = (start or Path.cwd()) / against
     is_wheel = against.endswith(".whl")
-    try:
+    with temporary_folder() as folder:
         head_tree = _head(folder / "head", root, head)
         like = folder / "head" if head is None else None
         base_tree = _base(folder / "base", against, root=root, head=head_tree, place=place, like=like)
+        notes = base_tree.notes
+        if against != named:
+            base_tree = replace(base_tree, name=f"{named} ({against[:9]})")
+        elif base_tree.commit is not None:
+            notes += tuple(_not_an_ancestor(root, named, base_tree.commit, head))
         old = files_of(base_tree.folder)
         old_tests = _texts(base_tree.folder, relative)
         if build is not None and not is_wheel:
             _build(build, base_tree)
         packages = installed_packages(root) | (_in_wheel(place) if is_wheel else frozenset())
         parts = overlay_parts(head_tree.folder, relative, packages)
+        if settings is not None and settings.is_relative_to(root):
+            parts.append(settings.relative_to(root))
         hidden = lay_over(head_tree.folder, base_tree.folder, parts, relative, old)
         files = old | files_of(head_tree.folder)
         names = (base_tree.name, head_tree.name)
-        pointers = check_pointers(base_tree.folder, head_tree.folder, names, files)
+        notes += tuple(check_pointers(base_tree.folder, head_tree.folder, names, files))
         differing = _differing(base_tree.folder, head_tree.folder, files)
         renamed = _renamed(old_tests, _texts(head_tree.folder, relative))
         if build is not None:
             _build(build, head_tree)
-        notes = (*base_tree.notes, *pointers)
-        if build is None and not differing:
+        elif not differing:
             notes += (_NOTHING_DIFFERS,)
         base_tree = replace(base_tree, hidden=tuple(hidden), differing=tuple(differing), notes=notes)
         yield replace(base_tree, tests=tuple(parts)), replace(head_tree, tests=tuple(parts)), renamed
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _merge_base(root: Path, against: str, head: str | None) -> str:
+    """Return the commit that `A...B` names, where B is the head if it is empty; otherwise `against`.
+
+    Raises:
+        ValueError: the revisions have no common ancestor that this clone knows.
+    """
+    one, dots, other = against.partition("...")
+    if not dots or against.startswith((".", "/")) or repository_of(root) is None:
+        return against
+    commits = [revision_name(root, name) for name in (one, other or head or "HEAD")]
+    done = run_git(root, "merge-base", *commits)
+    if done.returncode:
+        names = f"{one} and {other or head or 'HEAD'}"
+        allowed = f"revisions with a common ancestor, and {names} have none{_if_shallow(root)}"
+        raise ValueError(f"against: got {against!r}; allowed: {allowed}{_said(done)}")
+    return done.stdout.strip()
+
+
+def _not_an_ancestor(root: Path, name: str, base: str, head: str | None) -> list[str]:
+    """Return a note if the base has commits that the head does not have."""
+    tip = revision_name(root, head or "HEAD")
+    # A shallow clone does not know which commits are ancestors.
+    if _if_shallow(root) or run_git(root, "merge-base", "--is-ancestor", base, tip).returncode != 1:
+        return []
+    count = run_git(root, "rev-list", "--count", f"{tip}..{base}").stdout.strip()
+    note = f"{name} is no ancestor of the head: commits that the head lacks ({count}) are compared too"
+    return [f"{note}; to compare with the commit where both part: {name}..."]
+
+
+def _if_shallow(repository: Path) -> str:
+    """Return what helps if a clone does not have all commits, to end a sentence with."""
+    shallow = run_git(repository, "rev-parse", "--is-shallow-repository").stdout.strip() == "true"
+    return "; this clone is shallow: fetch more (actions/checkout: fetch-depth: 0)" if shallow else ""
 
 
 def _head(folder: Path, root: Path, revision: str | None) -> Tree:

@@ -9,12 +9,12 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from stackwise.gate.side import twin as program
 from stackwise.gate.side.channel import DESCRIPTOR, Channel, ChannelClosedError
+from stackwise.gate.side.clock import real_time
 
 __all__ = ["Twin", "Twins", "by_chance", "inherited_environment", "interpreter"]
 
@@ -178,10 +178,10 @@ class Twins:
 
     def code(self, number: int, seconds: float = 0.0) -> int | None:
         """With what a process has ended, below 0 the signal; None: it has not, within so many seconds."""
-        deadline = time.monotonic() + seconds
+        deadline = real_time.monotonic() + seconds
         try:
             while not self._ended and number not in self._codes:
-                if not self._hear(max(0.0, deadline - time.monotonic())):
+                if not self._hear(max(0.0, deadline - real_time.monotonic())):
                     break
         except ChannelClosedError:  # what has forked them is gone
             return self._codes.get(number, self._process.wait())

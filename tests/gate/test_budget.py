@@ -1,5 +1,7 @@
 """Which tests get another round when the time of a run is short."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from stackwise.gate import budget as budget_module
@@ -14,7 +16,7 @@ ROUND = ((True,), (0.0,))  # of a test's order
 @pytest.fixture
 def budget(monkeypatch):
     """100 seconds, of which none has passed."""
-    monkeypatch.setattr(budget_module.time, "monotonic", lambda: 0.0)
+    monkeypatch.setattr(budget_module, "real_time", SimpleNamespace(monotonic=lambda: 0.0))
     return Budget(100.0, Rule())
 
 
@@ -39,6 +41,19 @@ def test_without_a_limit_everything_fits():
 def test_limit_that_is_none_is_refused(seconds):
     with pytest.raises(ValueError, match="most_seconds"):
         Budget(seconds, Rule())
+
+
+def test_time_that_is_spent_before_is_missing_in_the_rounds(budget):
+    assert budget.suffices(100.0)
+    begun_late = Budget(100.0, Rule(), spent=40.0)
+    assert begun_late.elapsed == 40.0
+    assert begun_late.suffices(60.0) and not begun_late.suffices(60.1)
+
+
+@pytest.mark.parametrize("next_seconds, expected", [(105.0, True), (105.1, False)])
+def test_a_round_goes_on_if_its_next_test_exceeds_the_limit_by_5_percent(budget, next_seconds, expected):
+    assert budget.goes_on(next_seconds) is expected
+    assert Budget(None, Rule()).goes_on(1e9)
 
 
 @pytest.mark.parametrize("lasted, expected", [(19.0, True), (19.1, False)])

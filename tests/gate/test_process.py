@@ -170,7 +170,7 @@ def test_what_a_process_answers(start):
         == seen["test_single"]
         == [(True, "")]
     )
-    assert [what for what, _ in seen["test_twice"]] == ["failed", True]
+    assert [what for what, _ in seen["test_twice"]] == ["refused", True]
     assert "measures one call" in seen["test_twice"][0][1]
     assert seen["test_woven"][0][0] == "skipped"
     assert seen["test_skipped"][0] == ("skipped", "not today")
@@ -243,8 +243,8 @@ def test_a_call_that_has_not_run_is_refused(start):
     for name in names:
         assert process.receive()["ready"], name
         answer = process.ask(**({"calls": 1} if "single" in name else {"warm_up": 0.001}))
-        assert answer.get("ended") == "failed", (name, answer)
-        assert "TypeError: call: got a function that returns a " in answer["detail"]
+        assert answer.get("ended") == "refused", (name, answer)
+        assert "call: got a function that returns a " in answer["detail"]
         assert ", which has not run; wanted one that " in answer["detail"]
         assert process.receive()["over"]
 
@@ -261,7 +261,7 @@ def test_benchmark_is_refused_where_two_callables_are_compared(start, monkeypatc
     assert len(process.receive()["collected"]) == len(calls)
     for name in calls:
         answer = process.receive()
-        assert answer.get("ended") == "failed", (name, answer)
+        assert answer.get("ended") == "refused", (name, answer)
         assert "benchmark has no `against`: use throughput(new, against=old)" in answer["detail"]
         assert process.receive()["over"]
 
@@ -303,7 +303,7 @@ def test_a_call_under_a_tracer_is_refused(start):
     assert process.receive()["over"]
     for name in named.values():
         answer = process.receive()
-        assert answer.get("ended") == "failed", answer
+        assert answer.get("ended") == "refused", answer
         assert f"{name} is active when the measured call begins" in answer["detail"]
         assert process.receive()["over"]
 

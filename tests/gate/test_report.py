@@ -11,6 +11,7 @@ from stackwise.gate.report import (
     junit_properties,
     markdown,
     publish,
+    short_text,
     terminal_lines,
     test_text,
     write_report,
@@ -66,7 +67,7 @@ def test_what_no_time_was_left_for_is_open():
         "bench/test_z.py::test_z", "not begun", detail="no time", file="bench/test_z.py", line=3
     )
     found = gate(FINE, left)
-    assert terminal_lines(found)[-2].split() == ["not", "begun", left.nodeid, "no", "time"]
+    assert not any(left.nodeid in line for line in terminal_lines(found)), "counted, not listed"
     assert terminal_lines(found)[-1].startswith("INCONCLUSIVE: feature against main: 1 PASS, 1 not begun; ")
     assert f"### Inconclusive\n\n- `{left.nodeid}`: not begun: no time" in markdown(found)
     [annotation] = github_annotations(found)
@@ -79,12 +80,12 @@ def test_what_is_not_known_is_no_number():
     decision = Decision(Verdict.INCONCLUSIVE, math.nan, -math.inf, math.inf, 0.0, 0, False, "stopped")
     found = TestResult("a", trials={"time": TrialResult(decision, "s", 0.02, 0.01, (), (), ())})
     assert test_text(found).startswith("time INCONCLUSIVE: not known -> not known, not known [not known]")
-    assert "nan" not in "\n".join([*terminal_lines(gate(found)), markdown(gate(found))])
+    assert "nan" not in "\n".join([*terminal_lines(gate(found), verbose=True), markdown(gate(found))])
     assert terminal_lines(gate(found))[0].split()[-1] == "stopped"
 
 
 def test_a_line_for_each_metric():
-    lines = terminal_lines(RESULT)
+    lines = terminal_lines(RESULT, verbose=True)
     assert re.fullmatch(
         r"REGRESSED +bench/test_step\.py::test_step\[a\|b\] +time +1\.2 ms -> 1\.26 ms +"
         r"\+5\.00% \[\+4\.00%, \+6\.00%\]  8 rounds, confirmed",
@@ -229,7 +230,7 @@ def test_tokens_per_second_stand_beside_the_time():
     time_line, memory_line = test_text(found).splitlines()
     assert time_line.startswith("time REGRESSED: 1.2 ms -> 1.26 ms (50,000 -> 47,619 tokens/s), +5.00%")
     assert "tokens" not in memory_line
-    memory_row, time_row, *_ = terminal_lines(gate(found))
+    memory_row, time_row, *_ = terminal_lines(gate(found), verbose=True)
     assert time_row.endswith("8 rounds, confirmed  50,000 -> 47,619 tokens/s")
     assert "tokens" not in memory_row
     assert "| 1.2 ms (50,000 tokens/s) | 1.26 ms (47,619 tokens/s) |" in markdown(gate(found))
@@ -247,3 +248,40 @@ def test_that_nothing_was_compared_is_told():
     )
     assert "nothing was compared" in markdown(skipped)
     assert "nothing was compared" not in markdown(RESULT)
+
+
+def test_line_of_a_test_has_test_change_and_limit_in_80_columns():
+    names = ["bench/test_a.py::test_it", f"bench/{'very_' * 20}long.py::test_it[{'x' * 30}]"]
+    lines = terminal_lines(gate(*(replace(SLOWER, nodeid=name) for name in names)))[:2]
+    assert lines[0].split() == ["REGRESSED", names[0], "time", "+5.00%", ">", "2%"]
+    assert re.fullmatch(r"REGRESSED  \.\.\.\S*long.py::test_it\[x{30}\]  time \+5.00% > 2%", lines[1])
+    assert max(map(len, lines)) <= 80
+
+
+@pytest.mark.parametrize(
+    ("test", "text"),
+    [
+        (SLOWER, "time +5.00% > 2%"),
+        (TestResult("a", trials={"time": SLOWER.trials["memory"]}), "time +0.00%, limit 2%"),
+        (TestResult("a", "set-up error", detail="no\nfile"), "set-up error: no file"),
+    ],
+    ids=["worse", "pass", "error"],
+)
+def test_short_text_is_change_and_limit_or_the_reason(test, text):
+    assert short_text(test) == text
+
+
+def test_suite_that_is_slower_is_shown_like_a_failed_test():
+    decision = Decision(Verdict.REGRESSED, 0.05, 0.04, 0.06, 0.998, 5, True, "the mean surely costs more")
+    trial = TrialResult(decision, "s", 0.02, 0.01, (math.log(1.05),) * 5, (), ())
+    found = replace(gate(FINE), suite=TestResult("(all tests together)", trials={"time": trial}))
+    row, last = terminal_lines(found)[-2:]
+    assert row.split() == ["REGRESSED", "(all", "tests", "together)", "time", "+5.00%", ">", "2%"]
+    assert last.startswith("REGRESSED: feature against main: 1 PASS, all tests together REGRESSED; ")
+    text = "time REGRESSED: +5.00% [+4.00%, +6.00%] at 99.8%, tolerance 2%: the mean surely costs more"
+    assert f"### Failed\n\n- `(all tests together)`: {text}" in markdown(found)
+    assert github_annotations(found) == [
+        f"::error title=REGRESSED%3A (all tests together)::{text.replace('%', '%25')}"
+    ]
+    [finding] = code_quality(found)
+    assert (finding["description"], finding["severity"]) == (f"(all tests together): {text}", "major")

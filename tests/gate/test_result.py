@@ -139,8 +139,10 @@ def test_a_test_is_as_good_as_the_worst_of_its_metrics(verdicts, worst):
     [
         ("crashed on head", ["failed"] * 3),
         ("hung on head", ["failed"] * 3),
+        ("set-up error", ["error"] * 3),
         ("crashed on base", ["inconclusive"] * 3),
         ("hung on base", ["inconclusive"] * 3),
+        ("skipped on head", ["inconclusive"] * 3),
         ("not begun", ["inconclusive"] * 3),
         ("not measured", ["inconclusive"] * 3),
         ("missing on head", ["warned"] * 3),
@@ -158,6 +160,7 @@ def test_what_was_not_measured(status, outcomes):
 def test_every_status_has_been_thought_of():
     assert {TestResult("a", status).outcome("fail") for status in BROKEN} == {
         "failed",
+        "error",
         "inconclusive",
         "warned",
         "passed",
@@ -182,7 +185,23 @@ def test_a_run_is_as_good_as_the_worst_of_its_tests(found, outcome, verdict, cod
 
 def test_a_crash_fails_the_run():
     result = gate(measured("a", Verdict.PASS), TestResult("b", "crashed on head"))
-    assert (result.outcome, result.verdict, result.exit_code) == ("failed", Verdict.REGRESSED, 1)
+    assert (result.outcome, result.verdict, result.exit_code) == ("failed", "FAILED", 1)
+
+
+@pytest.mark.parametrize(
+    ("other", "verdict", "code"),
+    [
+        (measured("b", Verdict.PASS), "ERROR", 4),
+        (measured("b", Verdict.INCONCLUSIVE), "ERROR", 4),
+        (measured("b", Verdict.REGRESSED), "REGRESSED", 1),
+        (TestResult("b", "crashed on head"), "FAILED", 1),
+        (TestResult("b", "skipped"), "ERROR", 4),
+    ],
+    ids=["pass", "inconclusive", "regressed", "crashed", "nothing compared"],
+)
+def test_set_up_error_is_no_regression(other, verdict, code):
+    result = gate(TestResult("a", "set-up error"), other)
+    assert (result.verdict, result.exit_code) == (verdict, code)
 
 
 def test_a_warning_does_not():
@@ -259,3 +278,10 @@ def test_names_that_are_not_known_are_refused():
         gate(missing="ignore")
     with pytest.raises(ValueError, match="tests: got"):
         gate(measured("a", Verdict.PASS), measured("a", Verdict.PASS))
+
+
+def test_suite_that_is_slower_fails_a_run_whose_tests_are_open():
+    suite = measured("(all tests together)", Verdict.REGRESSED)
+    result = replace(gate(measured("a", Verdict.INCONCLUSIVE)), suite=suite)
+    assert (result.outcome, result.verdict, result.exit_code) == ("failed", "REGRESSED", 1)
+    assert GateResult.from_dict(json.loads(json.dumps(result.to_dict()))) == result

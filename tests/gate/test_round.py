@@ -110,7 +110,7 @@ class Script:
 
     def _over(self, measured):
         cost = self.tests[self.now] if isinstance(self.tests[self.now], dict) else {}
-        said = {"measured": measured, "own": self.own, "imported": self.imported}
+        said = {"measured": measured, "own": cost.get("own", self.own), "imported": self.imported}
         said |= {"watched": self.watched, "disturbed": self.watched and bool(cost.get("disturbed"))}
         said |= {"stray": cost.get("stray", ""), "files": NO_FILES | cost.get("files", {})}
         said |= {"warnings": cost.get("warnings", [])}
@@ -358,6 +358,8 @@ def test_a_call_that_holds_nothing():
         ("skip", "skipped", "no GPU"),
         ("fail", "failed", "E  Oops"),
         ("pass", "not measured", "it never called what is to be measured"),
+        (cost(stray="/x.py", own=False), "refused", "it imported /x.py, which is not of its tree"),
+        ("not imported", "not collected", "ImportError: cannot import name 'new' from 'work'"),
     ],
 )
 @pytest.mark.parametrize("role", ["base", "head"])
@@ -432,7 +434,7 @@ def test_new_processes_that_end_at_their_start_end_what_is_left(at):
         return process
 
     found = dict(run_round((A, B, C), start, SHORT, random.Random(0)))
-    assert found[B] == found[C] == Ended({"base": "crashed"}, {"base": "at its start: no more memory"})
+    assert found[B] == found[C] == Ended({"base": "not started"}, {"base": "at its start: no more memory"})
     assert not any(process.alive for process in made)
 
 
@@ -459,7 +461,7 @@ def test_a_test_that_one_side_lacks():
 @pytest.mark.parametrize("test", [A, "bench/test_it.py::TestOf::test_it"], ids=["file", "class"])
 def test_a_test_of_what_one_side_cannot_collect(test):
     found, _ = play({test: "broken"}, {test: cost()}, tests=(test,))
-    assert found[test] == Ended({"base": "failed"}, {"base": NOT_COLLECTED["broken"]})
+    assert found[test] == Ended({"base": "not collected"}, {"base": NOT_COLLECTED["broken"]})
 
 
 # A whole session.
@@ -562,7 +564,10 @@ def test_the_time_is_up(sides, tmp_path):
     sides({A: cost(), B: cost(), C: cost()}, {A: "skip", B: cost(), C: cost()})
     found = gate(tmp_path, (A, B, C), most_seconds=1e-9)
     assert found.rounds == 1
-    assert (found.tests[0].status, found.tests[0].detail) == ("skipped", "no GPU")
+    assert (found.tests[0].status, found.tests[0].detail) == (
+        "skipped on head",
+        "no GPU; the base runs it",
+    )
     assert found.tests[1].verdict == Verdict.INCONCLUSIVE
     assert found.tests[1].trials["time"].decision.reason.endswith("the time is up")
     assert found.tests[2].status == "not begun"
@@ -610,9 +615,8 @@ def clock(monkeypatch):
     """What time it is for a session: tests let pass what they say that they take."""
     made = Clock()
     monkeypatch.setattr(Script, "clock", made)
-    for module in (session, budget):
-        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=made))
-    monkeypatch.setattr(round_module, "time", SimpleNamespace(perf_counter=made, time=made))
+    monkeypatch.setattr(budget, "real_time", SimpleNamespace(monotonic=made))
+    monkeypatch.setattr(round_module, "real_time", SimpleNamespace(perf_counter=made, time=made))
     return made
 
 
@@ -678,7 +682,9 @@ def test_short_time_goes_to_the_first_tests(sides, tmp_path, clock):
     ] * 6
     assert found.tests[4].detail == "the time was not enough for all tests"
     assert (found.verdict, found.exit_code) == (Verdict.INCONCLUSIVE, 7)
-    assert [(each.open, each.waiting) for each in seen] == [(4, 6)] * 3 + [(0, 6)]
+    after_rounds = [each for each in seen if each.passed is None]
+    assert [(each.open, each.waiting) for each in after_rounds] == [(4, 6)] * 3 + [(0, 6)]
+    assert found.seconds <= 21.0
 
 
 def test_with_time_for_all_tests_all_are_begun_at_once(sides, tmp_path, clock):
@@ -697,7 +703,7 @@ def test_tests_that_wait_are_begun_where_later_rounds_are_faster(sides, tmp_path
     slow_start(monkeypatch, clock, lambda number: 1.0 if number else 10.0)
     seen = []
     found = gate(tmp_path, tests, most_seconds=75.0, on_progress=seen.append)
-    assert [each.waiting for each in seen][:2] == [5, 0]
+    assert [each.waiting for each in seen if each.passed is None][:2] == [5, 0]
     assert {test.verdict for test in found.tests} == {Verdict.PASS}
     assert {test.trials["time"].decision.rounds for test in found.tests} == {4}
     assert found.seconds < 75
@@ -734,6 +740,31 @@ def test_a_slower_suite_that_is_longer_than_the_limit_fails(sides, tmp_path, clo
     assert found.seconds <= 100
 
 
+@pytest.mark.parametrize(
+    ("change", "one", "verdict", "suite"),
+    [
+        (0.06, 0.06, Verdict.REGRESSED, Verdict.REGRESSED),
+        (0.0, 0.0, Verdict.INCONCLUSIVE, None),
+        (0.06, 0.7, Verdict.REGRESSED, None),
+    ],
+    ids=["slower", "the same", "one test is proved slower"],
+)
+def test_suite_is_compared_if_no_test_is_proved_slower(change, one, verdict, suite, sides, tmp_path, clock):
+    """The time is enough for five rounds, in which no test is known well enough."""
+    tests = many(40)
+    changes = {name: one if name == tests[0] else change for name in tests}
+    sides(
+        {name: slower(0.0, noise=0.04, seed=number) for number, name in enumerate(tests)},
+        {name: slower(changes[name], noise=0.04, seed=1000 + n) for n, name in enumerate(tests)},
+    )
+    found = gate(tmp_path, tests, most_seconds=200.0)
+    regressed = [test.nodeid for test in found.tests if test.verdict is Verdict.REGRESSED]
+    assert regressed == ([tests[0]] if one > change else [])
+    assert (found.suite and found.suite.verdict) == suite
+    assert found.verdict == verdict
+    assert found.seconds <= 200
+
+
 def test_the_last_round_goes_to_flagged_tests(sides, tmp_path, clock):
     """The first four tests are too noisy to be decided, and the time is short in the last round."""
     tests = many(8)
@@ -757,6 +788,7 @@ def test_tests_are_given_up_where_later_rounds_are_slower(sides, tmp_path, clock
     found = gate(tmp_path, tests, most_seconds=34.0)
     assert [test.verdict for test in found.tests] == [Verdict.PASS] * 2 + [Verdict.INCONCLUSIVE] * 2
     assert [test.trials["time"].decision.rounds for test in found.tests] == [4, 4, 2, 2]
+    assert found.seconds <= 34.0
     assert found.tests[3].trials["time"].decision.reason.endswith("too few to say anything; the time is up")
 
 
@@ -785,6 +817,9 @@ def test_a_run_without_a_limit_makes_all_rounds(sides, tmp_path, clock):
         ("not imported", cost(), "missing on base"),
         ("broken", cost(), "crashed on base"),
         ("hang", cost(), "hung on base"),
+        (cost(stray="/x.py", own=False), cost(), "set-up error"),
+        (cost(), cost(stray="/x.py", own=False), "set-up error"),
+        (cost(), cost(stray="/x.py", own=False, fails=True), "set-up error"),
         (cost(), "fail", "crashed on head"),
         (cost(), "hang", "hung on head"),
         (cost(), "pass", "not measured"),
@@ -793,6 +828,8 @@ def test_a_run_without_a_limit_makes_all_rounds(sides, tmp_path, clock):
         (cost(), "not imported", "crashed on head"),
         ("fail", "fail", "crashed on head"),
         ("skip", "skip", "skipped"),
+        (cost(), "skip", "skipped on head"),
+        ("fail", "skip", "skipped"),
     ],
 )
 def test_what_is_said_of_a_test_that_is_not_measured(base, head, status, sides, tmp_path):
@@ -808,6 +845,17 @@ def test_metrics_that_are_not_judged(sides, tmp_path):
     found = gate(tmp_path, limits={A: only_time, B: neither})
     assert set(found.tests[0].trials) == {"time"}
     assert found.tests[1].status == "skipped"
+
+
+def test_round_that_exceeds_the_time_ends_before_its_last_test(sides, tmp_path, clock):
+    """A suite whose second round becomes ten times as slow: a limit of 60 s ends within 66 s."""
+    tests = many(12)
+    costs = dict.fromkeys(tests, lambda number: cost(takes=10.0 if number else 1.0))
+    sides(costs, costs)
+    seen = []
+    found = gate(tmp_path, tests, most_seconds=60.0, on_progress=seen.append)
+    assert found.seconds <= 66.0
+    assert [each.passed for each in seen if each.round == 2] == [2, 4, None]
 
 
 def test_a_floor_is_of_what_the_base_costs(sides, tmp_path):

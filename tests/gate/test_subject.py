@@ -32,7 +32,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     made = Clock()
-    monkeypatch.setattr(subject, "time", made)
+    monkeypatch.setattr(subject, "real_time", made)
     return made
 
 

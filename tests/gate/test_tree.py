@@ -90,6 +90,40 @@ def test_of_a_revision(repository):
     assert not head.folder.exists()
 
 
+def test_three_dots_name_the_merge_base(repository):
+    git(repository, "checkout", "-qb", "other", "base")
+    write(repository, {"engine/__init__.py": "OTHER = 1\n"})
+    git(repository, "commit", "-qam", "other")
+    git(repository, "checkout", "-q", "main")
+    for against, head in (("other...", None), ("other...main", None), ("main...", "other")):
+        with trees(repository, against, head=head) as (base, _, _):
+            assert base.commit == revision_name(repository, "base")
+            assert base.name == f"{against} ({base.commit[:9]})"
+            assert not any("ancestor" in note for note in base.notes)
+
+
+def test_base_that_is_no_ancestor_is_noted(repository):
+    git(repository, "checkout", "-qb", "other", "base")
+    write(repository, {"engine/__init__.py": "OTHER = 1\n"})
+    git(repository, "commit", "-qam", "other")
+    git(repository, "checkout", "-q", "main")
+    with trees(repository, "other") as (base, _, _):
+        [note] = base.notes
+    assert note.startswith(
+        "other is no ancestor of the head: commits that the head lacks (1) are compared too"
+    )
+    assert note.endswith(": other...")
+    with trees(repository, "base") as (base, _, _):
+        assert not base.notes
+
+
+def test_merge_base_of_unrelated_commits_is_refused(repository):
+    git(repository, "checkout", "-q", "--orphan", "unrelated")
+    git(repository, "commit", "-qm", "unrelated")
+    with pytest.raises(ValueError, match="common ancestor, and main and HEAD have none"):
+        trees(repository, "main...").__enter__()
+
+
 def test_the_head_is_the_files_as_they_are(repository):
     write(repository, {"engine/__init__.py": "CHANGED = 1\n", "engine/more.py": "", "run.log": ""})
     (repository / "bench" / "sizes.py").unlink()

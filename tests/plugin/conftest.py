@@ -4,6 +4,8 @@ import gc
 import importlib
 import importlib.util
 import json
+import os
+import subprocess
 import warnings
 
 import pytest
@@ -219,3 +221,37 @@ def driven(monkeypatch):
 
     monkeypatch.setattr(ModelSpec, "create", recording)
     return made
+
+
+@pytest.fixture
+def repository(pytester, monkeypatch):
+    """A git repository: repository(base, head) commits the files of both; the first commit is tagged `base`.
+
+    Files are texts by path. A head keeps the files of the base that it does not name.
+    """
+    for name in ("GITHUB_ACTIONS", "GITHUB_STEP_SUMMARY", "PYTEST_ADDOPTS"):
+        monkeypatch.delenv(name, raising=False)
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
+
+    def git(*arguments):
+        command = ["git", "-c", "user.name=n", "-c", "user.email=e@x", *arguments]
+        return subprocess.run(
+            command, cwd=pytester.path, check=True, capture_output=True, text=True, env=environment
+        ).stdout
+
+    def write(files):
+        for path, text in files.items():
+            place = pytester.path / path
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_text(text)
+        git("add", "-A")
+        git("commit", "-qm", "change", "--allow-empty")
+
+    def of(base, head):
+        git("init", "-q", "-b", "main")
+        write({"pytest.ini": "[pytest]\npythonpath = .\ntestpaths = bench\n", **base})
+        git("tag", "base")
+        write(head)
+        return git
+
+    return of

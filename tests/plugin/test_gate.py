@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -118,8 +119,7 @@ def test_too_late(benchmark): benchmark(work.one)
             "crashed on head: it ended with code 9; *",
             "*= stackwise gate =*",
             "missing on base * failed: AttributeError: module 'work' has no attribute 'new'*",
-            "not begun * bench/test_work.py::test_too_late * the time was not enough for all tests",
-            "REGRESSED: working tree at * against base (*): *",
+            "FAILED: working tree at * against base (*): *",
             "gate: wrote *out.md",
             "gate: wrote *out.json",
             "::error *test_fails*",
@@ -141,7 +141,7 @@ def test_too_late(benchmark): benchmark(work.one)
     assert found["environment"]["python"]
     assert found["tests"][4]["file"] == "bench/test_work.py"
     assert found["tests"][4]["line"] == 9
-    assert "REGRESSED" in summary.read_text()
+    assert "FAILED" in summary.read_text()
     cases = {case.get("name"): case for case in ET.parse("junit.xml").iter("testcase")}
     assert cases["test_fails"].find("failure") is not None
     properties = {p.get("name"): p.get("value") for p in cases["test_short_of_time"].iter("property")}
@@ -469,12 +469,12 @@ def test_without(throughput):
         "",
         "",
     )
-    result = pytester.runpytest_inprocess("--stackwise-against=callable", "--stackwise-missing=fail")
+    result = pytester.runpytest_inprocess("--stackwise-against=callable", "--stackwise-missing=fail", "-v")
     result.assert_outcomes(failed=2)
     result.stdout.fnmatch_lines(
         [
             "time REGRESSED: * -> * (* -> * tokens/s), *",
-            "crashed on head: *throughput got no `against`*",
+            "set-up error: *throughput got no `against`*",
             "REGRESSED * time * confirmed  * -> * tokens/s",
             "not judged beside a base: min_tokens_per_second of 1 test",
         ]
@@ -505,7 +505,7 @@ def test_a_file_that_the_base_cannot_import_is_no_matter_of_the_others(project, 
     result.stdout.fnmatch_lines_random(
         [
             "crashed on base * bench/test_broken.py::test_it * RuntimeError: no answer (test_broken.py:2)",
-            "missing on base * bench/test_new.py::test_new * failed: ImportError: cannot import name 'new'*",
+            "missing on base * bench/test_new.py::test_new * not collected: ImportError: cannot import *",
             "INCONCLUSIVE * bench/test_work.py::test_it *",
         ]
     )
@@ -618,12 +618,32 @@ def test_other(benchmark): pass
     assert [wanted[f"bench/test_work.py::test_{name}"] for name in ("one", "other")] == [(), ("memory",)]
 
 
+def test_short_summary_has_test_change_and_limit_in_80_columns(project, pytester, monkeypatch):
+    def ran(base, head, tests, launch, **_):
+        slower = replace(of(Verdict.REGRESSED).trials["time"].decision, estimate=0.053, low=0.04, high=0.07)
+        trial = replace(of(Verdict.REGRESSED).trials["time"], decision=slower)
+        measured, late = tests
+        found = (TestResult(measured, trials={"time": trial}), TestResult(late, "not begun"))
+        return GateResult(base.name, head.name, found)
+
+    monkeypatch.setattr(stackwise.gate.session, "run_gate", ran)
+    monkeypatch.setenv("COLUMNS", "80")
+    work = WORK.format(one=100, other=100)
+    project("def test_step(benchmark): pass\ndef test_late(benchmark): pass\n", work, work + "new = one\n")
+    result = pytester.runpytest_inprocess("--stackwise-against=base")
+    lines = result.outlines
+    assert "FAILED bench/test_work.py::test_step - time +5.30% > 2%" in lines
+    assert "REGRESSED  bench/test_work.py::test_step  time +5.30% > 2%" in lines
+    assert "gate: 2 tests are compared with base" in lines
+    assert not any("test_late" in line for line in lines)
+
+
 def finished(result, status, *, interrupted=False, report=(), history=None):
     """The exit status that the gate makes of another one, and what it says that it wrote."""
     asked = options.GateOptions("base", None, Limits(), "warn", None, None, 600.0, report, history)
     gate = Gate(None, asked)
     gate.result, gate._interrupted = result, interrupted
-    session = SimpleNamespace(exitstatus=status)
+    session = SimpleNamespace(exitstatus=status, testsfailed=int(status == 1))
     gate.pytest_sessionfinish(session)
     return session.exitstatus, gate._written
 
@@ -644,14 +664,26 @@ def of(verdict):
         (of(Verdict.PASS), {0: 0, 7: 7, 1: 1}),
         # Here it was expected to fail.
         (of(Verdict.REGRESSED), {0: 0}),
+        (TestResult("a", "set-up error"), {1: 4}),
     ],
-    ids=["skipped", "missing", "inconclusive", "pass", "regressed"],
+    ids=["skipped", "missing", "inconclusive", "pass", "regressed", "set-up error"],
 )
 def test_exit_codes(test, codes, monkeypatch):
     for name in ("GITHUB_ACTIONS", "GITHUB_STEP_SUMMARY"):
         monkeypatch.delenv(name, raising=False)
     result = GateResult("base", "head", (test,), missing="warn")
     assert {code: finished(result, code)[0] for code in codes} == codes
+
+
+@pytest.mark.parametrize(("status", "code"), [(0, 1), (7, 1), (1, 1), (2, 2)])
+def test_slower_suite_fails_a_run_in_which_no_test_fails(status, code, monkeypatch):
+    for name in ("GITHUB_ACTIONS", "GITHUB_STEP_SUMMARY"):
+        monkeypatch.delenv(name, raising=False)
+    suite = replace(of(Verdict.REGRESSED), nodeid="(all tests together)")
+    result = GateResult(
+        "base", "head", (of(Verdict.INCONCLUSIVE), TestResult("b", "set-up error")), suite=suite
+    )
+    assert finished(result, status)[0] == code
 
 
 def test_what_was_interrupted_is_published_and_not_kept(tmp_path, monkeypatch):

@@ -2,6 +2,8 @@
 
 import pytest
 
+from pytest_stackwise import options
+
 CHECKED = """
 import models
 from pytest_stackwise import parametrize_with_checks
@@ -180,3 +182,16 @@ def test_choice_on_the_command_line_wins(pytester, run, every_check):
     pytester.makepyfile(CHECKED)
     ini(pytester, stackwise_checks="causality", stackwise_suite="full")
     run("--stackwise-checks=determinism", "--stackwise-suite=fast").assert_outcomes(passed=1)
+
+
+@pytest.mark.skipif(pytest.version_tuple < (9,), reason="[tool.pytest] is new in pytest 9")
+@pytest.mark.parametrize("quote", ["", '"'], ids=["numbers", "texts"])
+def test_tables_of_pyproject_may_have_numbers(pytester, every_check, quote):
+    numbers = {"gate_seconds": 60, "gate_timeout": 9.5, "seed": 3}
+    lines = [f"stackwise_{name} = {quote}{value}{quote}" for name, value in numbers.items()]
+    text = "\n".join(["[tool.pytest]", *lines, 'stackwise_checks = ["causality", "loss"]'])
+    pytester.makepyprojecttoml(text)
+    config = pytester.parseconfig("--stackwise-against=base")
+    found = options.gate(config)
+    assert (found.seconds, found.timeout, options.seed(config)) == (60.0, 9.5, 3)
+    assert options.check_names(config) == ("causality", "loss")

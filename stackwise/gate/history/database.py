@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from sqlalchemy import Connection, Engine, Table, create_engine, event, inspect, select, text
+from sqlalchemy import Connection, Engine, Table, create_engine, event, func, inspect, select, text
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.pool import NullPool
@@ -45,6 +45,8 @@ class Database:
         self._engine = _engine(where, timeout_seconds)
         with self.reading() as connection:
             found = self._has_tables(connection)
+            if found and where.path is not None:
+                self._check_file(connection)
         if not found and not create:
             raise HistoryError(f"{where.shown}: there is no history")
         if not found:
@@ -57,13 +59,19 @@ class Database:
 
     @contextmanager
     def reading(self) -> Iterator[Connection]:
-        """A connection to read with, of one moment of the database.
+        """Yield a connection to read with, of one moment of the database. Rows are converted within.
 
         Raises:
-            HistoryError: what the database says, without a password.
+            HistoryError: the database reports an error, told without a password, or a value that was read is
+                not one that `Store.add` writes.
         """
         with self._told(), self._engine.connect() as connection:
-            yield connection
+            try:
+                yield connection
+            except HistoryError:
+                raise
+            except (ValueError, TypeError, KeyError, OverflowError) as error:
+                raise self._damaged(str(error)) from None
 
     @contextmanager
     def writing(self) -> Iterator[Connection]:
@@ -88,6 +96,26 @@ class Database:
     def close(self) -> None:
         """Let go of it."""
         self._engine.dispose()
+
+    def _damaged(self, why: str) -> HistoryError:
+        return HistoryError(f"{self.shown}: is damaged: {why}; restore a copy of it, or use another store")
+
+    def _check_file(self, connection: Connection) -> None:
+        """Raise HistoryError if pages, indexes or references of an SQLite file are damaged.
+
+        SQLite reads such a file without an error, and may return fewer rows.
+        """
+        found = connection.exec_driver_sql("PRAGMA integrity_check(3)").scalars().all()
+        if found != ["ok"]:
+            raise self._damaged("; ".join(" ".join(str(each).split()) for each in found))
+        lost = connection.exec_driver_sql("PRAGMA foreign_key_check").all()
+        if lost:
+            raise self._damaged(f"{len(lost)} rows of {lost[0][0]} belong to rows that are not there")
+        r, runs = schema.results, schema.runs
+        repeated = (r.c.branch == runs.c.branch) & (r.c.created == runs.c.created)
+        query = select(func.count()).select_from(r.join(runs, runs.c.id == r.c.run_id)).where(~repeated)
+        if differing := connection.execute(query).scalar_one():
+            raise self._damaged(f"{differing} results have another branch or time than their run")
 
     def _create(self) -> None:
         with self.writing() as connection:

@@ -64,7 +64,7 @@ class Result:
         reference_samples: of the reference, in the same turns.
 
     Raises:
-        ValueError: a level that is no positive number, or a ratio that is no number.
+        ValueError: a level that is no positive number, a ratio or sample that is no number, or an empty name.
     """
 
     test: str
@@ -79,10 +79,11 @@ class Result:
     reference_samples: tuple[ReferenceTime, ...] = ()
 
     def __post_init__(self) -> None:
-        require(
-            math.isfinite(self.level) and self.level > 0, f"level of {self.test}", self.level, "a number > 0"
-        )
-        require(math.isfinite(self.log_ratio), f"log-ratio of {self.test}", self.log_ratio, "a finite number")
+        for name in ("test", "metric"):
+            require(bool(getattr(self, name)), name, getattr(self, name), "a name")
+        _check_numbers(self.test, self.level, self.log_ratio)
+        wrong = [sample for sample in self.samples if not math.isfinite(sample)]
+        require(not wrong, f"samples of {self.test}", wrong[:1], "finite numbers")
 
     @classmethod
     def timed(cls, test: str, found: Referenced, *, metric: str = "time", **others: Any) -> Self:
@@ -146,6 +147,10 @@ class Point:
         reference: the level of the reference's parts, or None.
         verdict: what was decided of it, or None.
         standing: whether later results are judged by it.
+
+    Raises:
+        ValueError: a level that is no positive number, or a ratio that is no number.
+        TypeError: one of them is not even a number.
     """
 
     id: int
@@ -157,3 +162,11 @@ class Point:
     reference: ReferenceTime | None
     verdict: Verdict | None
     standing: Standing
+
+    def __post_init__(self) -> None:
+        _check_numbers(f"result {self.id}", self.level, self.log_ratio)
+
+
+def _check_numbers(of: str, level: float, log_ratio: float) -> None:
+    require(math.isfinite(level) and level > 0, f"level of {of}", level, "a number > 0")
+    require(math.isfinite(log_ratio), f"log-ratio of {of}", log_ratio, "a finite number")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Self
@@ -106,7 +106,7 @@ class Store:
                     "reference_gemm": each.reference and each.reference.gemm,
                     "reference_copy": each.reference and each.reference.copy,
                     "verdict": each.verdict and str(each.verdict),
-                    "decision": None if each.decision is None else json.dumps(dict(each.decision)),
+                    "decision": _json(each.decision),
                     "standing": str(each.standing or Standing.of(each.verdict)),
                 }
                 for each in results
@@ -119,8 +119,9 @@ class Store:
     def machines(self) -> list[Machine]:
         """All kinds of machines that results are of."""
         with self._database.reading() as connection:
-            rows = connection.execute(select(schema.machines.c.facts).order_by(schema.machines.c.id)).all()
-        return [Machine(json.loads(facts)) for (facts,) in rows]
+            m = schema.machines
+            rows = connection.execute(select(m.c.key, m.c.facts).order_by(m.c.id)).all()
+            return [_machine(key, facts) for key, facts in rows]
 
     def series(
         self, *, machine: str | None = None, test: str | None = None, metric: str | None = None
@@ -144,7 +145,7 @@ class Store:
         count = select(func.count()).where(r.c.series_id == s.c.id).correlate(s).scalar_subquery()
         query = (
             select(s.c.id, m.c.facts, s.c.test, s.c.metric, count, r.c.created, runs.c.commit_id, r.c.level)
-            .add_columns(r.c.verdict)
+            .add_columns(r.c.verdict, s.c.digest, m.c.key)
             .join_from(s, m, m.c.id == s.c.machine_id)
             .join(r, r.c.id == newest)
             .join(runs, runs.c.id == r.c.run_id)
@@ -158,20 +159,24 @@ class Store:
             query = query.where(s.c.metric == metric)
         with self._database.reading() as connection:
             rows = connection.execute(query).all()
-        return [
-            Series(
-                number,
-                Machine(json.loads(facts)),
-                name,
-                kind,
-                n,
-                _time(last),
-                commit,
-                level,
-                _verdict(verdict),
-            )
-            for number, facts, name, kind, n, last, commit, level, verdict in rows
-        ]
+            for row in rows:
+                require(
+                    row.digest == _digest(row.test, row.metric), "series", row.test, "the name of its digest"
+                )
+            return [
+                Series(
+                    number,
+                    _machine(key, facts),
+                    name,
+                    kind,
+                    n,
+                    _time(last),
+                    commit,
+                    level,
+                    _verdict(verdict),
+                )
+                for number, facts, name, kind, n, last, commit, level, verdict, _, key in rows
+            ]
 
     def points(
         self,
@@ -213,20 +218,20 @@ class Store:
         query = query.order_by(r.c.created.desc(), r.c.id.desc()).limit(last)
         with self._database.reading() as connection:
             rows = connection.execute(query).all()
-        return [
-            Point(
-                id=row.id,
-                created=_time(row.created),
-                commit=row.commit_id,
-                branch=row.branch,
-                level=row.level,
-                log_ratio=row.log_ratio,
-                reference=_reference(row.reference_gemm, row.reference_copy),
-                verdict=_verdict(row.verdict),
-                standing=Standing(row.standing),
-            )
-            for row in reversed(rows)
-        ]
+            return [
+                Point(
+                    id=row.id,
+                    created=_time(row.created),
+                    commit=row.commit_id,
+                    branch=row.branch,
+                    level=row.level,
+                    log_ratio=row.log_ratio,
+                    reference=_reference(row.reference_gemm, row.reference_copy),
+                    verdict=_verdict(row.verdict),
+                    standing=Standing(row.standing),
+                )
+                for row in reversed(rows)
+            ]
 
     def samples(self, point: Point) -> tuple[tuple[float, ...], tuple[ReferenceTime, ...]]:
         """The raw samples of a point, and those of the reference in the same turns.
@@ -242,9 +247,9 @@ class Store:
             raise HistoryError(f"{self._database.shown}: there is no result {point.id}")
         try:
             test, gemm, copy = (unpacked(data) for data in row)
-        except ValueError as error:
+            return test, tuple(ReferenceTime(*pair) for pair in zip(gemm, copy, strict=True))
+        except (ValueError, TypeError) as error:
             raise HistoryError(f"{self._database.shown}: result {point.id}: {error}") from None
-        return test, tuple(ReferenceTime(*pair) for pair in zip(gemm, copy, strict=True))
 
     def references(self, machine: Machine, *, last: int = 64) -> list[ReferenceTime]:
         """How long the reference took in the newest runs of a machine: the mean of each, the oldest first.
@@ -283,7 +288,7 @@ class Store:
         )
         with self._database.reading() as connection:
             row = connection.execute(query).one_or_none()
-        return None if row is None else Baseline(_time(row[0]), row[1], row[2])
+            return None if row is None else Baseline(_time(row[0]), row[1], row[2])
 
     def accept(self, machine: Machine, test: str, metric: str, point: Point, reason: str) -> None:
         """Accept a point, whatever its verdict was: later results of its branch are judged from it on.
@@ -414,4 +419,15 @@ def _verdict(text: str | None) -> Verdict | None:
 
 
 def _reference(gemm: float | None, copy: float | None) -> ReferenceTime | None:
+    require((gemm is None) == (copy is None), "reference", (gemm, copy), "both times or none")
     return None if gemm is None or copy is None else ReferenceTime(gemm, copy)
+
+
+def _json(decision: Mapping[str, Any] | None) -> str | None:
+    return None if decision is None else json.dumps(dict(decision), allow_nan=False)
+
+
+def _machine(key: str, facts: str) -> Machine:
+    machine = Machine(json.loads(facts))
+    require(machine.key == key, "machine", key, f"the key of its facts, {machine.key}")
+    return machine

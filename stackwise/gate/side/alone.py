@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-import time
+
+from .clock import real_time
 
 try:
     import resource
@@ -21,13 +22,13 @@ class Alone:
     """What other threads and processes compute, from now on. To be made and asked in the main thread."""
 
     def __init__(self) -> None:
-        self._own, self._others = time.thread_time(), _of_others()
+        self._own, self._others = real_time.thread_time(), _of_others()
 
     def holds(self) -> bool:
         """Whether the main thread alone has computed, and no process waits that this one has started."""
         if threading.current_thread() is not threading.main_thread():
             return False
-        own = time.thread_time() - self._own
+        own = real_time.thread_time() - self._own
         return _of_others() - self._others <= _CLOCKS + _SHARE * own and not _children()
 
 
@@ -37,7 +38,7 @@ def _of_others() -> float:
     if resource is not None:
         usage = resource.getrusage(resource.RUSAGE_CHILDREN)
         ended = usage.ru_utime + usage.ru_stime
-    return time.process_time() - time.thread_time() + ended
+    return real_time.process_time() - real_time.thread_time() + ended
 
 
 def _children() -> bool:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import select
 import socket
-import time
 from typing import Any
+
+from .clock import real_time
 
 __all__ = [
     "CALLABLE",
@@ -14,6 +15,7 @@ __all__ = [
     "FOREIGN",
     "OWN",
     "ROLE",
+    "SEED",
     "TESTS",
     "TREE",
     "WATCH",
@@ -22,8 +24,9 @@ __all__ = [
 ]
 
 # Variables of the environment that say what a process of a side is.
-DESCRIPTOR, TREE, TESTS, OWN, FOREIGN, WATCH, CALLABLE = (
-    f"STACKWISE_GATE_{name}" for name in ("CHANNEL", "TREE", "TESTS", "OWN", "FOREIGN", "WATCH", "CALLABLE")
+DESCRIPTOR, TREE, TESTS, OWN, FOREIGN, WATCH, CALLABLE, SEED = (
+    f"STACKWISE_GATE_{name}"
+    for name in ("CHANNEL", "TREE", "TESTS", "OWN", "FOREIGN", "WATCH", "CALLABLE", "SEED")
 )
 ROLE = "STACKWISE_SIDE"  # "base" or "head"; fixtures may read it
 _CHUNK = 65536
@@ -76,9 +79,9 @@ class Channel:
         Raises:
             ChannelClosedError: the other end is gone.
         """
-        deadline = None if seconds is None else time.monotonic() + seconds
+        deadline = None if seconds is None else real_time.monotonic() + seconds
         while b"\n" not in self._rest:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            left = None if deadline is None else max(0.0, deadline - real_time.monotonic())
             if not select.select([self._end], [], [], left)[0]:
                 return None
             try:

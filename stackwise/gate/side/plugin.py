@@ -21,6 +21,7 @@ from .channel import (  # beside this file, wherever it was copied to
     FOREIGN,
     OWN,
     ROLE,
+    SEED,
     TESTS,
     TREE,
     WATCH,
@@ -29,6 +30,8 @@ from .channel import (  # beside this file, wherever it was copied to
 )
 from .early_imports import EarlyImports
 from .imports import Imports
+from .refusal import RefusedError
+from .seeds import Seeds
 from .subject import Repeated, Streamed, Subject, peak_memory, settle, warm_up
 from .tracer import active_tracer
 from .used_files import UsedFiles
@@ -54,13 +57,14 @@ _SHARED = {
     "could not set lock on file": _FILE,  # DuckDB
 }
 _EARLY = EarlyImports()
+_SEEDS = Seeds(int(os.environ.pop(SEED, "0")))  # before a conftest draws anything
 
 
-class OneCallError(RuntimeError):
+class OneCallError(RefusedError):
     """A test calls what it measures twice."""
 
 
-class TracedError(RuntimeError):
+class TracedError(RefusedError):
     """A tracer or a profiler is active when a test comes to its measured call."""
 
 
@@ -79,6 +83,7 @@ class SidePlugin:
         self._served: set[str] = set()
         self._gave_up: set[tuple[str, str | None]] = set()
         self._warnings: dict[str, list[str]] = {}
+        self._refused: dict[tuple[str, str | None], str] = {}
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_finish(self, session: pytest.Session) -> None:
@@ -129,6 +134,20 @@ class SidePlugin:
         runner: Any = item.config.pluginmanager.get_plugin("runner")
         return runner.pytest_runtest_protocol(item, nextitem)
 
+    def pytest_collectstart(self, collector: pytest.Collector) -> None:
+        """Give the import of a file the same seeds on both sides, whatever was drawn before."""
+        _SEEDS.start(collector.nodeid)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        """Give the fixtures of a test the same seeds on both sides."""
+        _SEEDS.start(f"{item.nodeid} setup")
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> None:
+        """Give the test the same seeds, whatever its fixtures have drawn."""
+        _SEEDS.start(item.nodeid)
+
     def pytest_exception_interact(
         self, call: pytest.CallInfo[Any], report: pytest.CollectReport | pytest.TestReport
     ) -> None:
@@ -146,7 +165,7 @@ class SidePlugin:
     def pytest_runtest_makereport(
         self, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Tell a test that gives up by itself from one that is expected to fail.
+        """Tell tests that give up, and those that the gate refuses, from others that fail.
 
         Plugins that judge the duration see none: the test has waited while the other side was measured.
         """
@@ -154,6 +173,8 @@ class SidePlugin:
         report = yield
         if call.excinfo is not None and isinstance(call.excinfo.value, pytest.xfail.Exception):
             self._gave_up.add((report.nodeid, report.when))
+        if call.excinfo is not None and isinstance(call.excinfo.value, RefusedError):
+            self._refused[report.nodeid, report.when] = str(call.excinfo.value)
         return report
 
     @pytest.hookimpl(trylast=True)
@@ -161,7 +182,10 @@ class SidePlugin:
         """Send how a phase of a test ended if it did not pass."""
         gave_up = (report.nodeid, report.when) in self._gave_up
         ended = "skipped" if gave_up else _ended(report)
-        if ended != "passed":
+        refusal = self._refused.get((report.nodeid, report.when))
+        if refusal is not None:
+            self._send(test=report.nodeid, ended="refused", when=report.when, detail=refusal)
+        elif ended != "passed":
             reason = str(report.wasxfail) if gave_up else _reason(report)
             detail = _with_advice(reason, report)
             told = {"ended": ended, "when": report.when, "detail": detail, "by_plugin": _by_plugin(report)}
@@ -179,15 +203,13 @@ class SidePlugin:
         def run(subject: Any, *, against: Any = None, **arguments: Any) -> Any:
             if os.environ.get(CALLABLE):
                 if against is None:
-                    pytest.fail(
-                        "throughput got no `against`: there is nothing to compare with", pytrace=False
-                    )
+                    raise RefusedError("throughput got no `against`: there is nothing to compare with")
                 subject = against if self.role == "base" else subject
             # That of this side, which may be another stackwise than what has started this process.
             fixtures = request.config.pluginmanager.get_plugin("stackwise-throughput")
             workload_of = getattr(fixtures, "workload_of", None)
             if workload_of is None:
-                pytest.fail("this side's stackwise is older than its gate", pytrace=False)
+                raise RefusedError("this side's stackwise is older than its gate")
             workload = workload_of(request, subject, arguments)
             tokens = int(workload.tokens)
             if workload.each_token is not None:
@@ -286,7 +308,7 @@ class Benchmark:
 
     def _serve(self, subject: Subject) -> None:
         if os.environ.get(CALLABLE):
-            pytest.fail("benchmark has no `against`: use throughput(new, against=old)", pytrace=False)
+            raise RefusedError("benchmark has no `against`: use throughput(new, against=old)")
         seconds = self._serve_turns(self._item.nodeid, subject)
         try:
             from pytest_benchmark.stats import Metadata

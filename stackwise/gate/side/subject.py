@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import sys
-import time
 import tracemalloc
 import warnings
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator
@@ -12,6 +11,8 @@ from functools import partial
 from typing import Any, Protocol
 
 from .alone import Alone
+from .clock import real_time
+from .refusal import UnstartedError
 
 __all__ = ["Repeated", "Streamed", "Subject", "peak_memory", "refuse_unstarted", "settle", "warm_up"]
 
@@ -60,32 +61,32 @@ class Repeated:
         """Return the seconds of one call, without what surrounds it.
 
         Raises:
-            TypeError: the first call returned a generator or an awaitable, which has not run.
+            UnstartedError: the first call returned a generator or an awaitable, which has not run.
         """
         total = self._nanoseconds(self._first.timed, calls)
         self._first.check()
         return {"time": total * _NANOSECOND / calls}
 
     def _nanoseconds(self, call: Callable[[], object], calls: int) -> int:
-        prepare, after = self.prepare, self.after
+        prepare, after, now = self.prepare, self.after, real_time.perf_counter_ns
         synchronize = _synchronize()
         if prepare is None and after is None:
             several = range(calls)
             synchronize()
-            start = time.perf_counter_ns()
+            start = now()
             for _ in several:
                 call()
             synchronize()
-            return time.perf_counter_ns() - start
+            return now() - start
         total = 0
         for _ in range(calls):
             if prepare is not None:
                 prepare()
             synchronize()
-            start = time.perf_counter_ns()
+            start = now()
             call()
             synchronize()
-            total += time.perf_counter_ns() - start
+            total += now() - start
             if after is not None:
                 after()
         return total
@@ -119,25 +120,25 @@ class Streamed:
         0 for what one of the texts has not: a first token, a later one.
 
         Raises:
-            TypeError: the first call returned a generator or an awaitable, which has not run.
+            UnstartedError: the first call returned a generator or an awaitable, which has not run.
         """
-        each_token = self._first.timed
+        each_token, now = self._first.timed, real_time.perf_counter_ns
         synchronize = _synchronize()
         at: list[int] = []
 
         def on_token(_: Any) -> None:
             synchronize()
-            at.append(time.perf_counter_ns())
+            at.append(now())
 
         whole = to_first = later = 0
         fewest = sys.maxsize
         for _ in range(calls):
             at.clear()
             synchronize()
-            start = time.perf_counter_ns()
+            start = now()
             each_token(on_token)
             synchronize()
-            whole += time.perf_counter_ns() - start
+            whole += now() - start
             fewest = min(fewest, len(at))
             to_first += at[0] - start if at else 0
             later += (at[-1] - at[0]) // max(1, len(at) - 1) if at else 0
@@ -177,7 +178,7 @@ class _FirstResult:
 
 
 def refuse_unstarted(result: object) -> None:
-    """Raise TypeError if a call returned a generator or an awaitable: nothing of its body has run yet.
+    """Raise UnstartedError if a call returned a generator or an awaitable: nothing of its body has run yet.
 
     The sentence is that of `stackwise.benchmark.plain_call`, which a side does not import.
     """
@@ -193,7 +194,7 @@ def refuse_unstarted(result: object) -> None:
         case _:
             return
     got = f"a function that returns a {type(result).__name__}, which has not run"
-    raise TypeError(f"call: got {got}; wanted {wanted}")
+    raise UnstartedError(f"call: got {got}; wanted {wanted}")
 
 
 def warm_up(subject: Subject, seconds: float) -> dict[str, float]:
@@ -203,15 +204,15 @@ def warm_up(subject: Subject, seconds: float) -> dict[str, float]:
         seconds of the fastest call ("call"), and from one call to the next, with what surrounds them
         ("period"); 1 where nothing but this thread has computed ("alone"), else 0.
     """
-    end = time.perf_counter() + seconds
+    end = real_time.perf_counter() + seconds
     fastest = shortest = float("inf")
     made, calls = 0, 1
     alone = Alone()
-    while made < _LEAST_CALLS or time.perf_counter() < end:
+    while made < _LEAST_CALLS or real_time.perf_counter() < end:
         # The first call alone may take most of the time there is, or compile.
-        began = time.perf_counter()
+        began = real_time.perf_counter()
         fastest = min(fastest, subject.seconds(calls)["time"])
-        period = (time.perf_counter() - began) / calls
+        period = (real_time.perf_counter() - began) / calls
         if not made:  # what is set up once is not what is measured
             alone = Alone()
         shortest, made = min(shortest, period), made + 1

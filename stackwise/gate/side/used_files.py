@@ -6,13 +6,13 @@ import os
 import re
 import shutil
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.util import source_from_cache
 from pathlib import Path
 from typing import Any
 
+from .clock import real_time
 from .imports import is_installed
 
 __all__ = ["UsedFiles"]
@@ -70,13 +70,13 @@ class UsedFiles:
     @contextmanager
     def timed(self, *, noting: bool) -> Iterator[None]:
         """Count the events of calls that are timed within, and note files only if asked to."""
-        began = time.perf_counter()
+        began = real_time.perf_counter()
         self._is_timed, self._is_paused = True, not noting
         try:
             yield
         finally:
             self._is_timed = self._is_paused = False
-            self._timed_seconds += time.perf_counter() - began
+            self._timed_seconds += real_time.perf_counter() - began
 
     def disturbed(self) -> bool:
         """Return True if the hook may have changed the times since the last call by more than a noise."""

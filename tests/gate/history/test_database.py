@@ -43,6 +43,67 @@ def test_a_file_that_was_cut_off_is_told(tmp_path, make_run, make_result, keep):
     assert path.read_bytes() == cut
 
 
+@pytest.fixture
+def filled(tmp_path, make_run, make_result):
+    """The file of a history of 20 runs."""
+    path = tmp_path / "history.db"
+    with Store(path) as store:
+        for number in range(20):
+            store.add(make_run(number), [make_result(), make_result(metric="memory")])
+    return path
+
+
+def everything(path):
+    """All that a history has, read through its public questions."""
+    with Store(path, create=False) as store:
+        found = [store.points(each.machine, each.test, each.metric) for each in store.series()]
+        return [[(point, store.samples(point)) for point in points] for points in found]
+
+
+def test_damaged_page_never_returns_fewer_rows(filled):
+    """Bytes of each part of the file are overwritten, one part at a time."""
+    whole, errors = filled.read_bytes(), []
+    assert [len(points) for points in everything(filled)] == [20, 20]
+    for start in range(100, len(whole) - 64, len(whole) // 60):
+        filled.write_bytes(whole[:start] + b"\xff" * 64 + whole[start + 64 :])
+        try:
+            assert [len(points) for points in everything(filled)] == [20, 20]
+        except HistoryError as error:
+            errors.append(str(error))
+    assert len(errors) > 3
+    assert all(error.startswith(f"{filled}: ") for error in errors)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("UPDATE stackwise_result SET level = 'fast' WHERE id = 7", "must be real number, not str"),
+        ("UPDATE stackwise_result SET level = -1.0 WHERE id = 7", "level of result 7: got -1.0; allowed"),
+        ("UPDATE stackwise_result SET log_ratio = 9e999 WHERE id = 7", "log-ratio of result 7: got inf"),
+        ("UPDATE stackwise_result SET reference_copy = NULL WHERE id = 7", "reference: got .*both times"),
+        (
+            "UPDATE stackwise_result SET standing = 'sitting' WHERE id = 7",
+            "'sitting' is not a valid",
+        ),
+        ("UPDATE stackwise_result SET verdict = 'FINE' WHERE id = 7", "'FINE' is not a valid Verdict"),
+        ("UPDATE stackwise_result SET branch = 'mein' WHERE id = 7", "1 results have another branch or time"),
+        ("UPDATE stackwise_run SET branch = x'ff' WHERE id = 7", "2 results have another branch or time"),
+        ("UPDATE stackwise_series SET test = 'another' WHERE id = 1", "series: got 'another'"),
+        ("UPDATE stackwise_machine SET facts = '{}'", "machine: got .*; allowed: the key of its facts"),
+        ("UPDATE stackwise_machine SET facts = '{'", "Expecting property name"),
+        ("DELETE FROM stackwise_run WHERE id = 7", "rows of .* belong to rows that are not there"),
+        ("DELETE FROM stackwise_series WHERE id = 1", "rows of .* belong to rows that are not there"),
+    ],
+)
+def test_damaged_value_is_an_error_that_names_the_file(filled, change, message):
+    with closing(sqlite3.connect(filled)) as connection:
+        connection.execute(change)
+        connection.commit()
+    with pytest.raises(HistoryError, match=message) as told:
+        everything(filled)
+    assert str(told.value).startswith(f"{filled}: is damaged: ")
+
+
 @pytest.mark.parametrize("versions", [(2,), (), (1, 2)], ids=["newer", "none", "two"])
 def test_another_version_is_refused(tmp_path, versions):
     path = tmp_path / "history.db"

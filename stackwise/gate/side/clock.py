@@ -1,0 +1,24 @@
+"""Clock: the system's clocks, out of reach of tests that freeze or replace them."""
+
+from __future__ import annotations
+
+import time
+
+__all__ = ["real_time"]
+
+
+class _RealTime:
+    """Functions of `time` as they were when this file was imported, before any conftest or test.
+
+    Tests replace attributes of `time`, and freezegun those of all loaded modules. Neither reaches a class.
+    """
+
+    monotonic = staticmethod(time.monotonic)
+    perf_counter = staticmethod(time.perf_counter)
+    perf_counter_ns = staticmethod(time.perf_counter_ns)
+    process_time = staticmethod(time.process_time)
+    thread_time = staticmethod(time.thread_time)
+    time = staticmethod(time.time)  # last: it hides the module from the lines below
+
+
+real_time = _RealTime()

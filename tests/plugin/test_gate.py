@@ -618,6 +618,20 @@ def test_other(benchmark): pass
     assert [wanted[f"bench/test_work.py::test_{name}"] for name in ("one", "other")] == [(), ("memory",)]
 
 
+def test_collection_and_trees_are_part_of_the_time_limit(project, pytester, monkeypatch):
+    limit = {}
+
+    def ran(base, head, tests, launch, *, most_seconds, spent, **_):
+        limit.update(most_seconds=most_seconds, spent=spent)
+        return GateResult(base.name, head.name, tuple(TestResult(test, "not begun") for test in tests))
+
+    monkeypatch.setattr(stackwise.gate.session, "run_gate", ran)
+    project("import time\ntime.sleep(0.2)\ndef test_it(benchmark): pass\n", "", "NEW = 1\n")
+    pytester.runpytest_inprocess("--stackwise-against=base", "--stackwise-gate-seconds=60")
+    assert limit["most_seconds"] == 60.0
+    assert limit["spent"] >= 0.2
+
+
 def test_short_summary_has_test_change_and_limit_in_80_columns(project, pytester, monkeypatch):
     def ran(base, head, tests, launch, **_):
         slower = replace(of(Verdict.REGRESSED).trials["time"].decision, estimate=0.053, low=0.04, high=0.07)

@@ -581,7 +581,7 @@ LAYOUTS: tuple[Layout, ...] = (
     _flat("data file", DATA, files={"data.bin": "x"}),
     _flat("git-lfs", DATA, files={".gitattributes": "*.bin filter=lfs\n"}, prepare=_large_file),
     _flat("line endings", files={".gitattributes": "*.txt text\n", "some.txt": "a\n"}, prepare=_line_endings),
-    _flat("submodule", HELPER, prepare=_submodule, refusal="git submodule update"),
+    _flat("submodule", HELPER, prepare=_submodule, refusal="--stackwise-build"),
     _flat(
         "submodule, built",
         HELPER,

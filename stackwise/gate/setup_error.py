@@ -113,7 +113,8 @@ class SetupErrors:
         source = shlex.quote(str(self.root / top))
         folder = shlex.quote(str(top.parent))
         why = "a submodule" if (self.root / top / ".git").exists() else "a file or folder that git ignores"
-        build = f"mkdir -p {folder} && cp -R {source} {folder}/"
+        make = "" if top.parent == Path() else f"mkdir -p {folder} && "
+        build = f"{make}cp -R {source} {folder}/"
         return f"{top} is {why}, which is in no tree; copy it into both: --stackwise-build={build!r}"
 
 

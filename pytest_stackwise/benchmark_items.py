@@ -1,4 +1,4 @@
-"""Benchmark items: the tests that the gate measures, and other benchmarks, which it only mentions."""
+"""Benchmark items: tests that the gate measures, and other benchmarks, for which it adds a note."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ _SHOWN = 3
 def gated(items: Iterable[pytest.Item]) -> list[pytest.Item]:
     """Return the tests that use `benchmark` or `throughput`, also by `request.getfixturevalue`.
 
-    A call of `getfixturevalue` is found in the test function and in its fixtures, with the name as a literal.
+    A call of `getfixturevalue` is found if it is in the test function or in a fixture of the test, and if the
+    name is a literal.
     """
     return [item for item in items if set(FIXTURES) & set(_fixtures(item)) or requests_benchmark(item)]
 
@@ -33,7 +34,7 @@ def requests_benchmark(item: pytest.Item) -> bool:
 
 
 def not_gated(items: Sequence[pytest.Item], measured: Sequence[pytest.Item]) -> list[str]:
-    """Return a sentence about the benchmarks among `items` that are not measured, or nothing."""
+    """Return a list with a note on the benchmarks among `items` that are not measured, or an empty list."""
     known = set(measured)
     others = [item for item in items if item not in known and _is_other_benchmark(item)]
     if not others:

@@ -1,4 +1,4 @@
-"""Exit guard: a run of the gate that ends before its verdict never has exit code 0."""
+"""Exit guard: a run of the gate that ends before its verdict does not exit with code 0."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _ADVICE = "the gate has no verdict: let this code run when the program is starte
 
 
 def guard_exit(config: pytest.Config) -> None:
-    """Replace `os._exit` until the end of the session, so that code 0 becomes 4 and its caller is named.
+    """Replace `os._exit` until the end of the session. Exit code 0 becomes 4, and a message names the caller.
 
-    Children of this process that multiprocessing has forked end as before.
+    Processes that multiprocessing has forked from this process are not affected.
     """
     exit_now = os._exit
     owner = os.getpid()
@@ -28,7 +28,7 @@ def guard_exit(config: pytest.Config) -> None:
         if status == 0 and os.getpid() == owner:
             capture = config.pluginmanager.getplugin("capturemanager")
             if capture is not None:
-                capture.suspend_global_capture(in_=False)  # otherwise nobody would see the message
+                capture.suspend_global_capture(in_=False)  # otherwise the message is lost
             caller = traceback.extract_stack(limit=2)[0]
             where = f"{caller.filename}:{caller.lineno}"
             print(f"ERROR: --stackwise-against: {where} called os._exit(0): {_ADVICE}", file=sys.stderr)
@@ -47,10 +47,10 @@ def guard_exit(config: pytest.Config) -> None:
 
 @contextmanager
 def no_success() -> Iterator[None]:
-    """Turn `sys.exit(0)` of the code within into a usage error.
+    """Turn `sys.exit(0)` in the body of the `with` statement into a usage error.
 
     Raises:
-        pytest.UsageError: the code has ended with success.
+        pytest.UsageError: the body called `sys.exit` with success.
     """
     try:
         yield

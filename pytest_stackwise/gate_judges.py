@@ -1,4 +1,4 @@
-"""Judges: plugins that judge or record the benchmarks of a run, switched off because none runs in it."""
+"""Judges: plugins that judge or record benchmarks, switched off since a run of the gate has none."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 __all__ = ["switch_off"]
 
-# Options of pytest-benchmark that write or compare what it has measured.
+# Options of pytest-benchmark that write or compare its measurements.
 _OF_BENCHMARK = (
     "benchmark_json",
     "benchmark_save",
@@ -23,15 +23,15 @@ _OF_BENCHMARK = (
 def switch_off(config: pytest.Config) -> Iterator[str]:
     """Switch off plugins that would judge a run of the gate, and yield a note for each that was in use.
 
-    The benchmarks run in the processes of the sides. This run shows their verdicts only: it covers no code,
-    pytest-benchmark measures nothing, and the comparison takes longer than the tests.
+    The benchmarks run in the processes of the sides, and this run only shows their verdicts. So pytest-cov
+    sees no code, pytest-benchmark has no measurements, and the run takes longer than its tests.
     """
     yield from _benchmark(config)
     coverage: Any = config.pluginmanager.get_plugin("_cov")
     if coverage is not None and coverage.options.cov_fail_under:
         coverage.options.cov_fail_under = None
         yield "--cov-fail-under is not judged: the benchmarks run in other processes, without coverage"
-    # By its entry point's name, or as `-p pytest_timeout` has it.
+    # Name of the entry point, or of the module after `-p pytest_timeout`.
     for name in ("timeout", "pytest_timeout"):
         expires: Any = getattr(config.pluginmanager.get_plugin(name), "SESSION_EXPIRE_KEY", None)
         if expires is not None and config.stash.get(expires, 0):
@@ -44,7 +44,7 @@ def _benchmark(config: pytest.Config) -> Iterator[str]:
     session: Any = getattr(config, "_benchmarksession", None)
     if session is None or not given:
         return
-    # Or it warns that no benchmarks have been run, which may be an error.
+    # Otherwise it warns that no benchmarks were run, and a warning may be an error.
     session.json = session.save = session.autosave = session.compare = None
     names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
     yield (

@@ -300,7 +300,7 @@ class GateOptions:
         limits: of tests that say nothing.
         missing: how to treat a test that the base does not have.
         build: a command for both trees; None: there is none.
-        seconds: after which no round is begun; None: no limit.
+        seconds: time limit of the run; None: no limit.
         timeout: seconds after which a silent process hangs.
         report: the files to write.
         history: path or URL of the store for the results; None: they are not kept.

@@ -1,4 +1,4 @@
-"""Budget: which tests of a run get another round before its time is up."""
+"""Budget: choice of the tests that get another round before the time limit of a run."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _OVERRUN = 1.05  # share of the limit after which a round ends before its last t
 
 
 class Budget:
-    """Time of a run, from its creation on.
+    """Time limit of a run. The clock starts when this object is created.
 
-    Nothing can be said of a test before the first look of the rule, and no slowdown is confirmed before at
-    least one round more. If the time is too short for that many rounds of all tests, the first tests get it.
-    The last rounds go to flagged tests.
+    A test has no verdict before the first look of the rule, and a slowdown is confirmed one round later at
+    the earliest. If the limit is too short for that many rounds of all tests, the first tests get them. The
+    last rounds go to flagged tests.
 
     Args:
-        seconds: time after which no round should run; None: no limit.
-        rule: of the decisions.
-        spent: seconds of it that are over at the creation, such as those of the trees.
+        seconds: time limit, after which no round should run; None: no limit.
+        rule: rule of the decisions.
+        spent: seconds of the limit that were used before the creation, for example to write the trees.
 
     Raises:
         ValueError: `seconds` is not above 0.
@@ -40,15 +40,15 @@ class Budget:
 
     @property
     def elapsed(self) -> float:
-        """Seconds since the start, and those that were spent before."""
+        """Seconds since the creation, plus `spent`."""
         return real_time.monotonic() - self._began
 
     def suffices(self, seconds: float = 0.0) -> bool:
-        """Return whether so many seconds more are left."""
+        """Return True if at least `seconds` are left before the limit."""
         return self._seconds is None or self.elapsed + seconds <= self._seconds
 
     def goes_on(self, next_seconds: float) -> bool:
-        """Return whether a round that has begun may measure another test, which may exceed the limit by 5 %.
+        """Return True if the current round may measure another test, with an overrun of the limit by 5 %.
 
         Args:
             next_seconds: seconds that the test is expected to take.
@@ -56,20 +56,20 @@ class Budget:
         return self._seconds is None or self.elapsed + next_seconds <= _OVERRUN * self._seconds
 
     def admits(self, lasted: float = 0.0, *, next_seconds: float) -> bool:
-        """Return whether one more test can be begun and get all rounds that it needs.
+        """Return True if one more test can be begun and get all rounds that it needs.
 
         Args:
-            lasted: seconds that the present round has lasted.
+            lasted: duration of the current round so far, in seconds.
             next_seconds: seconds that the test is expected to add to a round.
         """
         return self.suffices(next_seconds + (self._rounds - 1) * (lasted + next_seconds))
 
     def keep(self, begun: Sequence[OpenTest], around: float) -> list[OpenTest]:
-        """Return the tests that can still get the rounds that they need; the last ones are given up first.
+        """Return the tests that can still get the rounds that they need. Drop the last tests first.
 
         Args:
             begun: open tests, in the order in which they were begun.
-            around: seconds of a round that belong to no test.
+            around: seconds of a round in which no test runs, such as the start of the processes.
         """
         kept = list(begun)
         while len(kept) > 1 and len(kept[-1].order) < self._first_look:
@@ -80,11 +80,11 @@ class Budget:
         return kept
 
     def choose(self, begun: Sequence[OpenTest], around: float) -> list[OpenTest]:
-        """Return the tests of the next round, in their order: all that fit into the time, flagged ones first.
+        """Return the tests of the next round, in their order. If time is short, prefer flagged tests.
 
         Args:
             begun: open tests.
-            around: seconds of a round that belong to no test.
+            around: seconds of a round in which no test runs, such as the start of the processes.
         """
         total, chosen = around, set[str]()
         for test in sorted(begun, key=lambda test: not test.confirming):

@@ -1,4 +1,4 @@
-"""Git: calls of git with the user's configuration, in a repository that is named."""
+"""Git: calls of git in a given repository, with the user's configuration."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 __all__ = ["run_git"]
 
-# Variables that name a repository, its index or its objects. Git sets them for the repository of a hook.
+# Variables that name a repository, its index or its objects. Git sets them while a hook runs.
 _OF_A_REPOSITORY = frozenset(
     f"GIT_{name}"
     for name in (
@@ -33,21 +33,21 @@ _OF_A_REPOSITORY = frozenset(
 def run_git(
     folder: Path, *arguments: str, index: Path | None = None, given: str | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run git in a folder and return its result, also if it fails.
+    """Run git in a folder and return the completed process, even if git fails.
 
-    File names are decoded as `os.fsdecode` does, so that each name of the system can be opened.
+    File names are decoded as `os.fsdecode` does, so every file can be opened by its name.
 
     Args:
-        folder: the repository, or a folder in it.
-        arguments: of git.
-        index: file of the index; None: that of the repository.
-        given: the standard input.
+        folder: a repository, or a folder in a repository.
+        arguments: arguments of git.
+        index: index file to use; None: the index of the repository.
+        given: text for the standard input.
 
     Raises:
-        OSError: there is no git.
+        OSError: git is not installed.
     """
     environment = {key: value for key, value in os.environ.items() if key not in _OF_A_REPOSITORY}
-    environment["GIT_OPTIONAL_LOCKS"] = "0"  # or reading a repository would refresh its index
+    environment["GIT_OPTIONAL_LOCKS"] = "0"  # otherwise a read would refresh the index
     if index is not None:
         environment["GIT_INDEX_FILE"] = str(index)
     return subprocess.run(  # noqa: S603

@@ -1,4 +1,4 @@
-"""Lock wait: the file whose lock a silent process waits for."""
+"""Lock wait: file whose lock a silent process waits for."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ __all__ = ["awaited_lock"]
 
 
 def awaited_lock(session: int) -> str:
-    """Return the file whose lock (flock, lockf) a process of a session waits for.
+    """Return the path of the file whose lock (flock, lockf) a process of a session waits for.
 
     Args:
-        session: number of the process that leads the session.
+        session: process ID of the session leader.
 
     Returns:
-        the path, "a file" if it is not known, or "" if none waits or the system does not tell (not Linux).
+        the path; "a file" if the path is unknown; "" if no process waits, or the system is not Linux.
     """
     for pid, inode in _waiting():
         with suppress(OSError):
@@ -27,7 +27,7 @@ def awaited_lock(session: int) -> str:
 
 
 def _waiting() -> Iterator[tuple[int, int]]:
-    """Yield the process and the inode of each lock that is waited for."""
+    """Yield the process ID and the inode of each blocked request for a lock."""
     with suppress(OSError):
         for line in Path("/proc/locks").read_text().splitlines():
             # As in "1: -> FLOCK  ADVISORY  WRITE 4711 08:01:123 0 EOF".

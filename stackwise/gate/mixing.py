@@ -1,4 +1,4 @@
-"""Mixing: reasons why a side has not measured its own code on its own data."""
+"""Mixing: reasons why a side did not measure its own code with its own data."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _SHARED = (
     "which changed during the run: one side may have the data of the other. Derive its name from "
     "STACKWISE_SIDE, or use tmp_path"
 )
-_SLACK = 0.1  # seconds that the time of a file may be before the time of the process that wrote it
+_SLACK = 0.1  # seconds by which the timestamp of a file may precede the write
 
 
 @dataclass
 class Used:
-    """Files outside of its tree that the process of a side has used until now, by absolute path.
+    """Absolute paths of the files outside of its tree that the process of a side has used so far.
 
     Attributes:
-        stray: module that was imported from elsewhere than its tree, with its place; "": there is none.
-        foreign: files of the other side or of the working tree that it read or ran.
-        read: other files that it read. Installed ones are not among them.
-        written: other files that it wrote, and those of the working tree.
+        stray: module that was imported from outside the tree, with its path; "": there is none.
+        foreign: files of the other side or of the working tree that the process read or ran.
+        read: other files that the process read, without installed files.
+        written: other files that the process wrote, including those of the working tree.
     """
 
     stray: str = ""
@@ -41,7 +41,7 @@ class Used:
     written: set[str] = field(default_factory=set)
 
     def add(self, stray: str, files: Mapping[str, Sequence[str]]) -> None:
-        """Add what the process reported at the end of a test."""
+        """Add the module and the files that the process reported at the end of a test."""
         self.stray = self.stray or stray
         self.foreign.update(files["foreign"])
         self.read.update(files["read"])
@@ -49,13 +49,13 @@ class Used:
 
 
 def why_mixed(sides: Mapping[str, Used], run_began: float, round_began: float) -> str:
-    """Return why the sides do not compare what they should, as a sentence; "" if nothing is known against it.
+    """Return a sentence that says why the comparison of the sides is not valid, or "" if no reason is known.
 
     Args:
-        sides: of base and head.
-        run_began: time of the run of the user, whose import of the tests may have written files too.
-        round_began: time of the round. What the run writes into hidden folders before, such as
-            ~/.cache/matplotlib, are settings and caches of libraries.
+        sides: files used by base and by head, in this order.
+        run_began: start time of the user's run, which imports the tests and may write files as well.
+        round_began: start time of the round. Files that the run writes into hidden folders before this time,
+            such as ~/.cache/matplotlib, are settings and caches of libraries.
     """
     for role, used in sides.items():
         if used.stray:
@@ -79,7 +79,7 @@ def written_by_both(sides: Mapping[str, Used]) -> list[str]:
 
 
 def _changed(path: Path, began: float, written: bool) -> bool:
-    """Return True if a file was written since then. An empty one, such as a lock, has nothing to read."""
+    """Return True if a file was written after `began` and has content, unlike an empty lock file."""
     try:
         status = path.stat()
     except OSError:

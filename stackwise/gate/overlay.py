@@ -1,4 +1,4 @@
-"""Overlay: the test files of head, which the base gets too, and the changes that are hidden by this."""
+"""Overlay: test files of head that replace those of the base, and the changes that this hides."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ _PERHAPS_TESTS = re.compile(r"testing|bench(es|marks?)?|perf|performance", re.IG
 
 
 def overlay_parts(head: Path, tests: Sequence[Path], packages: Collection[str]) -> list[Path]:
-    """Return the files and folders of head that both trees get: tests, what they need, and configuration.
+    """Return the files and folders that both trees take from head: tests, their helpers and configuration.
 
-    That is the whole folder of a test if all of it is for tests. In another folder, such as a package that
-    has its tests beside its modules, it is the test files alone: otherwise head is compared with itself.
+    For a folder of tests, this is the whole folder. For another folder, such as a package with tests next to
+    its modules, these are the test files only. Otherwise head would be compared with itself.
 
     Args:
         head: tree of head.
         tests: test files, relative to the tree.
-        packages: top-level packages that the project installs: their modules are never part of it.
+        packages: top-level packages that the project installs. Their folders are not folders of tests.
     """
     parts: dict[Path, None] = {}
     for test in tests:
@@ -54,18 +54,18 @@ def overlay_parts(head: Path, tests: Sequence[Path], packages: Collection[str]) 
 def lay_over(
     head: Path, base: Path, parts: Iterable[Path], tests: Collection[Path], old: Collection[Path]
 ) -> list[Path]:
-    """Replace parts of the base by those of head, but keep what a build has made in it.
+    """Replace parts of the base by those of head, but keep the files that a build has made in the base.
 
     Args:
         head: tree of head.
         base: tree of base.
-        parts: files and folders, relative to both.
-        tests: test files, relative to both.
-        old: files that the base had before it was built, relative to it.
+        parts: files and folders to replace, relative to the trees.
+        tests: test files, relative to the trees.
+        old: files that the base had before its build, relative to the tree.
 
     Returns:
-        modules that differed before, relative to the trees: their change is not compared. Test files and
-        conftests are not among them.
+        changed modules that were replaced, relative to the trees: their change is not compared. Test files
+        and conftests are not included.
     """
     hidden = []
     for part in parts:
@@ -80,7 +80,7 @@ def lay_over(
 
 
 def replace_place(source: Path, target: Path) -> None:
-    """Put a file, a link or a folder in the place of another; remove the other if there is no source."""
+    """Replace `target` by a copy of `source`, a file, link or folder. Remove it if there is no source."""
     if target.is_dir() and not target.is_symlink():
         shutil.rmtree(target)
     elif os.path.lexists(target):
@@ -93,7 +93,7 @@ def replace_place(source: Path, target: Path) -> None:
 
 
 def files_of(tree: Path, part: Path = Path()) -> set[Path]:
-    """Return the files of a tree below a part of it, or the part if it is a file, relative to the tree."""
+    """Return the files below a folder of a tree, or `part` itself if it is a file, relative to the tree."""
     place = tree / part
     if place.is_symlink() or place.is_file():
         return {part}
@@ -105,7 +105,7 @@ def files_of(tree: Path, part: Path = Path()) -> set[Path]:
 
 
 def test_files(tree: Path, tests: Iterable[Path]) -> list[Path]:
-    """Return the files that are named like tests in the folders of these tests, relative to the tree."""
+    """Return the files in the folders of these tests whose names match tests, relative to the tree."""
     found: dict[Path, None] = {}
     for test in tests:
         for pattern in ("test_*.py", "*_test.py"):
@@ -115,7 +115,7 @@ def test_files(tree: Path, tests: Iterable[Path]) -> list[Path]:
 
 
 def test_functions(files: dict[str, str]) -> dict[str, str]:
-    """Return FILE::NAME of each test function, with its body without its name."""
+    """Return the body of each test function, without its name, by FILE::NAME."""
     found = {}
     for file, text in files.items():
         try:
@@ -133,7 +133,7 @@ test_files.__test__ = test_functions.__test__ = False  # type: ignore[attr-defin
 
 
 def _is_for_tests(folder: Path, head: Path, packages: Collection[str]) -> bool:
-    """Return True if all of a folder is for tests, by its name and by what the project installs."""
+    """Return True if a folder is a folder of tests: by its name, and not a package or another project."""
     if _ALWAYS_TESTS.fullmatch(folder.name):
         return True
     if not _PERHAPS_TESTS.fullmatch(folder.name) or is_project(head / folder):
@@ -145,7 +145,7 @@ def _is_for_tests(folder: Path, head: Path, packages: Collection[str]) -> bool:
 
 
 def _beside(head: Path, test: Path) -> list[Path]:
-    """Return the test files in the folder of a test. A module such as t_test.py has no tests in it."""
+    """Return the test files in the folder of a test, without modules such as t_test.py that have no tests."""
     found = []
     for file in test_files(head, [test]):
         text = (head / file).read_text(errors="replace")

@@ -1,4 +1,4 @@
-"""Names of the packages that a project installs, as its metadata declares them."""
+"""Packages: names of the packages that a project installs, from its metadata."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _OTHER_KEYS = ("sdist", "exclude", "where", "from")  # an sdist has tests too
 def declared_packages(project: Path) -> frozenset[str]:
     """Return the top-level packages that the pyproject.toml of a folder declares.
 
-    The name of the project is among them: build backends take the package of this name by default.
+    The result includes the name of the project: build backends use a package of this name by default.
     """
     settings = _pyproject(project)
     tools = settings.get("tool", {})
@@ -53,19 +53,19 @@ def _is_of(distribution: Distribution, root: Path) -> bool:
     origin = distribution.read_text("direct_url.json") or ""
     if re.search(rf"file://{re.escape(str(root))}[/\"]", origin):
         return True
-    place = Path(str(distribution.locate_file(""))).resolve()  # that of an egg-info beside its source
+    place = Path(str(distribution.locate_file(""))).resolve()  # an egg-info lies next to its source
     return place.is_relative_to(root) and "site-packages" not in place.parts
 
 
 def _pyproject(folder: Path) -> dict[str, Any]:
     try:
         return tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # there is none, or pytest has refused it
+    except (OSError, ValueError):  # the file is missing, or pytest has refused it
         return {}
 
 
 def _texts(value: object, named: bool) -> Iterator[str]:
-    """Yield the texts of the tables of build backends that name packages."""
+    """Yield the strings that name packages in the settings of build backends."""
     if isinstance(value, str) and named:
         yield value
     elif isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Pointers: small files that stand for data which git-lfs or git-annex has not put there."""
+"""Pointers: small files in the place of data that git-lfs or git-annex has not fetched."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ def is_pointer(path: Path) -> bool:
 
 
 def check_pointers(base: Path, head: Path, names: tuple[str, str], files: Iterable[Path]) -> tuple[str, ...]:
-    """Return a note on the files that are pointers in both trees, if there are any.
+    """Return a note on the files that are pointers in both trees, or an empty tuple if there are none.
 
     Args:
         base: tree of base.
         head: tree of head.
-        names: of base and head, for people.
-        files: relative to the trees.
+        names: names of base and head in messages.
+        files: files to check, relative to the trees.
 
     Raises:
-        ValueError: a file is a pointer in one tree only: the other side would read other data.
+        ValueError: a file is a pointer in one tree and data in the other, so the sides would read other data.
     """
     pointers: list[str] = []
     for file in sorted(files):

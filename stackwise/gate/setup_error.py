@@ -1,4 +1,4 @@
-"""Setup errors: tests that fail because the trees lack something that the user's run has."""
+"""Set-up errors: failures of tests because a tree lacks a file that the user's run has."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ _NAME_BY_CHANCE = (
 
 @dataclass(frozen=True)
 class SetupErrors:
-    """Tells setup errors from failures of the code.
+    """Detector of set-up errors among the failures of tests.
 
     Attributes:
-        root: project of the user's run.
-        trees: folder of each side, by role.
-        place: folder that the sides are started in, relative to the trees.
-        imports: folders that packages are imported from, relative to the trees.
-        own_head: True if the head is a copy of the files at `root` as they are.
+        root: folder of the project in the user's run.
+        trees: tree of each side, by role.
+        place: folder in which the sides are started, relative to the trees.
+        imports: folders from which packages are imported, relative to the trees.
+        own_head: True if the head is a copy of the current files in `root`.
     """
 
     root: Path
@@ -48,11 +48,11 @@ class SetupErrors:
     own_head: bool = False
 
     def explained(self, ended: Ended) -> Ended:
-        """Return `ended` with "refused", and what to do, for each side that failed for want of a set-up.
+        """Return `ended` with "refused" and advice for each side that failed because of its set-up.
 
-        A file that the error names, that `root` has and the tree of the side lacks, was left out of the tree.
-        The user's run has collected the tests from the files at `root`. If a copy of these files cannot, the
-        copy is at fault and not the code.
+        There are two cases. Either the error names a file that `root` has and the tree of the side lacks. Or
+        the user's run has collected the test from the files in `root`, and a copy of these files cannot
+        collect it: then the copy is at fault, not the code.
         """
         how, detail = dict(ended.how), dict(ended.detail)
         for role, word in ended.how.items():
@@ -62,7 +62,7 @@ class SetupErrors:
         return replace(ended, how=how, detail=detail)
 
     def _advice(self, role: str, word: str, detail: str) -> str:
-        """Return what to do, or an empty string if this is no setup error."""
+        """Return advice, or an empty string if the failure is not a set-up error."""
         missing = next((path for path in self._named(role, detail) if self._is_left_out(role, path)), None)
         if missing is not None:
             return self._command(role, missing)
@@ -78,7 +78,7 @@ class SetupErrors:
         return here.exists() and (not there.exists() or (_is_empty(there) and not _is_empty(here)))
 
     def _named(self, role: str, detail: str) -> Iterator[Path]:
-        """Yield the paths, relative to the trees, that an error is about."""
+        """Yield the paths that an error message names, relative to the trees."""
         modules = [match[1] for match in _NO_MODULE.finditer(detail)]
         modules += [f"{match[2]}.{match[1]}" for match in _NO_NAME.finditer(detail)]
         for module in modules:
@@ -91,7 +91,7 @@ class SetupErrors:
                 yield path.relative_to(self.trees[role])
 
     def _files_of(self, module: str) -> Iterator[Path]:
-        """Yield the files that a module may have below `root`, and the folders above that hold them."""
+        """Yield the paths below `root` that a module may have: a source file, a folder or a compiled file."""
         below = PurePosixPath(*module.split("."))
         for folder in dict.fromkeys((*self.imports, Path(), Path("src"))):
             place = folder / below
@@ -100,14 +100,14 @@ class SetupErrors:
             yield from (found.relative_to(self.root) for found in with_suffix if found.suffix in _COMPILED)
 
     def _command(self, role: str, path: Path) -> str:
-        """Return the sentence that says which command makes a file in both trees."""
+        """Return advice with the command that makes a file in both trees."""
         if path.suffix in _COMPILED:
             build = "python setup.py build_ext --inplace"
             return (
                 f"{path} is in no tree, since git ignores it; compile it in both: "
                 f"--stackwise-build={build!r}, or your project's own command"
             )
-        # The topmost folder that is missing: a submodule, or a folder that git ignores.
+        # Topmost missing path: a submodule, or a file or folder that git ignores.
         parts = itertools.accumulate(path.parts, lambda above, part: f"{above}/{part}")
         top = next(Path(part) for part in parts if self._is_left_out(role, Path(part)))
         source = shlex.quote(str(self.root / top))

@@ -1,7 +1,7 @@
-"""Suite: the slowdown that all tests of a run have in common.
+"""Suite: common slowdown of all tests of a run.
 
 A change that slows down everything can be too small to be proved for a single test in the time of a run. The
-mean over all tests has less noise, so it can be proved earlier.
+mean change over all tests has less noise, so it can be proved earlier.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from stackwise.gate.verdict import Decision, Verdict
 __all__ = ["SUITE", "suite_result"]
 
 SUITE = "(all tests together)"
-# Error rate: chance that a suite in which nothing has changed is found slower.
+# Error rate: probability that a suite without a change is found slower.
 ALPHA = 0.001
 _LEAST_TESTS = 5
 
 
 def suite_result(times: Sequence[Trial], rule: Rule) -> TestResult | None:
-    """Return the regression of the whole suite, or None if none is proved.
+    """Return the regression of the whole suite, or None if no regression is proved.
 
-    The difference of a round is the mean over all tests. Each test has the rounds up to the first look,
-    whatever was found. Later rounds are fresh: which tests have them depends on earlier rounds only, so they
-    do not bias the mean. At least one fresh round of half of the tests is required. A Student's t interval
+    The difference of a round is the mean difference over all tests. Each test has the rounds up to the first
+    look, whatever its result. Only earlier rounds decide which tests have later rounds, so later rounds do
+    not bias the mean. At least one later round with half of the tests is required. A Student's t interval
     over the rounds has to exclude 0 at `ALPHA`, and the mean has to exceed the mean tolerance.
 
     Args:
         times: trials of the metric "time", one per test.
-        rule: of the decisions, for its first look.
+        rule: rule of the decisions. Only its first look is used.
     """
     first_look = rule.looks[0]
     whole = [trial for trial in times if len(trial.differences) >= first_look]
@@ -55,7 +55,7 @@ def suite_result(times: Sequence[Trial], rule: Rule) -> TestResult | None:
 
 
 def _means(by_test: Sequence[Sequence[float]]) -> tuple[float, ...]:
-    """Return the mean of each round that at least half of the tests have."""
+    """Return the mean difference of each round that has at least half of the tests."""
     rounds = zip_longest(*by_test)
     present = ([value for value in values if value is not None] for values in rounds)
     return tuple(statistics.fmean(values) for values in present if 2 * len(values) >= len(by_test))

@@ -1,4 +1,4 @@
-"""Temporary folder: it is removed at the end, or by the next run if its own was killed."""
+"""Temporary folder: removed at its end, or by the next run if its own run was killed."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from pathlib import Path
 __all__ = ["PREFIX", "temporary_folder"]
 
 PREFIX = "stackwise-gate-"
-_LOCK = ".lock"  # held while the process that made the folder lives
+_LOCK = ".lock"  # locked as long as the process that made the folder lives
 
 
 @contextmanager
 def temporary_folder(place: Path | None = None) -> Iterator[Path]:
-    """Make a folder in `place` or TMPDIR, after those of killed runs were removed. Remove it at the end."""
+    """Make a folder in `place` (default: TMPDIR) and remove it at the end. Remove those of killed runs."""
     place = place or Path(tempfile.gettempdir())
     _remove_abandoned(place)
     folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=place)).resolve()
     try:
-        unlocked = folder / "unlocked"  # under the other name it could be removed before it is locked
+        unlocked = folder / "unlocked"  # as `_LOCK`, another run could remove it before it is locked
         with unlocked.open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             unlocked.rename(folder / _LOCK)
@@ -33,8 +33,8 @@ def temporary_folder(place: Path | None = None) -> Iterator[Path]:
 
 
 def _remove_abandoned(place: Path) -> None:
-    """Remove the folders whose process is gone: nobody holds their lock."""
+    """Remove the folders of ended processes, whose lock no process holds."""
     for lock in place.glob(f"{PREFIX}*/{_LOCK}"):
-        with contextlib.suppress(OSError), lock.open("r+") as file:  # of another user, or gone
+        with contextlib.suppress(OSError), lock.open("r+") as file:  # of another user, or removed
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(lock.parent, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Clock: the system's clocks, out of reach of tests that freeze or replace them."""
+"""Clock: functions of the system's clocks that tests cannot freeze or replace."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ __all__ = ["real_time"]
 
 
 class _RealTime:
-    """Functions of `time` as they were when this file was imported, before any conftest or test.
+    """Original functions of `time`: this file is imported before any conftest or test.
 
-    Tests replace attributes of `time`, and freezegun those of all loaded modules. Neither reaches a class.
+    Tests replace attributes of `time`, and freezegun those of all loaded modules. Neither changes a class.
     """
 
     monotonic = staticmethod(time.monotonic)

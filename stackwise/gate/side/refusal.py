@@ -1,4 +1,4 @@
-"""Refusal: errors of tests that the gate cannot measure as they are written."""
+"""Refusal: errors of tests that the gate cannot measure until they are changed."""
 
 from __future__ import annotations
 

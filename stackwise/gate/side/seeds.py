@@ -1,4 +1,4 @@
-"""Seeds: tests that draw unseeded random data draw the same on both sides of a round."""
+"""Seeds: the same random data on both sides of a round, if a test sets no seed of its own."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ __all__ = ["Seeds"]
 class Seeds:
     """Seeds of the global generators of `random`, NumPy and torch, and of `numpy.random.default_rng()`.
 
-    A test or its conftest that sets a seed does so later, and wins. Generators that take their entropy from
-    the system in another way stay different: `random.Random()`, `os.urandom`, `uuid.uuid4`.
+    A seed that a test or its conftest sets is set later, and wins. Generators that read entropy from the
+    system in another way still differ: `random.Random()`, `os.urandom`, `uuid.uuid4`.
 
     Args:
-        seed: the same in both processes of a round, another one in the next round.
+        seed: seed of the round, the same in both of its processes.
     """
 
     def __init__(self, seed: int) -> None:
@@ -31,7 +31,7 @@ class Seeds:
         self.start("")
 
     def start(self, name: str) -> None:
-        """Seed all generators that are loaded, for what `name` stands for: a file or a test."""
+        """Seed all loaded generators for the file or the test called `name`."""
         seed = zlib.crc32(f"{self._seed} {name}".encode())
         random.seed(seed)
         self._entropy.seed(seed)

@@ -1,4 +1,4 @@
-"""Tracer: tool that runs code of its own while this process runs, so that its time would be measured too."""
+"""Tracer: tool that runs its own code in this process, whose time would be measured as well."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import tracemalloc
 
 __all__ = ["active_tracer"]
 
-_TOOLS = 6  # identifiers of sys.monitoring that a tool may have
+_TOOLS = 6  # number of tool identifiers in sys.monitoring
 
 
 def active_tracer() -> str:

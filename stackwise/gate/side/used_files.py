@@ -1,4 +1,4 @@
-"""UsedFiles: the files outside of its tree that a side opens, maps or hands to a child process."""
+"""UsedFiles: files outside of its tree that a side opens, maps or passes to a child process."""
 
 from __future__ import annotations
 
@@ -18,28 +18,29 @@ from .imports import is_installed
 __all__ = ["UsedFiles"]
 
 _PROCESSES = Path("/proc")
-_EVENT_SECONDS = 5e-6  # that the hook may take for an event
-_BEARABLE = 5e-4  # share of a time that it may take
+_EVENT_SECONDS = 5e-6  # upper bound of the time that the hook takes per audit event
+_BEARABLE = 5e-4  # largest allowed share of the hook in a measured time
 _SYSTEM = {("/", "dev"), ("/", "proc"), ("/", "sys")}
-_METADATA = (".egg-info", ".dist-info")  # pytest reads that of every installed distribution
-_REST = r"(?:/[^\s'\";:,|&<>()]*)?(?![\w.-])"  # of a path in a text, behind a folder
+_METADATA = (".egg-info", ".dist-info")  # pytest reads the metadata of every distribution
+_REST = r"(?:/[^\s'\";:,|&<>()]*)?(?![\w.-])"  # rest of a path after a folder, in a text
 
 
 class UsedFiles:
-    """Files outside of the tree of this side that this process and its children use.
+    """Record of the files outside of the tree of this side that this process and its children use.
 
-    An audit hook hears what Python opens, databases of SQLite, libraries and child processes. It costs each
-    audit event, of which `id` is one, about a microsecond for as long as the process lives. So the gate asks
-    for it in the first round of a test only, and does not use times that have many events. In every round,
-    files that are mapped or open and children that are alive are looked up in /proc, if the system has it.
+    An audit hook records files, SQLite databases and libraries that Python opens, and the commands of child
+    processes. The hook slows down every audit event, such as a call of `id`, by about a microsecond until the
+    process ends. So the gate installs the hook in the first round of a test only, and discards times with
+    many events. In every round, mapped files, open files and living children are read from /proc, if the
+    system has it.
 
     Args:
         own: folders of this side: its tree and its temporary files.
-        foreign: folders of which it may use nothing: the tree of the other side, the working tree.
-        hook: install the audit hook.
+        foreign: folders whose files this side must not use: the tree of the other side, the working tree.
+        hook: True to install the audit hook.
 
     Attributes:
-        has_hook: the audit hook is installed.
+        has_hook: True if the audit hook is installed.
     """
 
     def __init__(self, own: Sequence[str], foreign: Sequence[str], *, hook: bool = False) -> None:
@@ -60,7 +61,7 @@ class UsedFiles:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Note nothing within."""
+        """Record nothing in the body of the `with` statement."""
         self._is_paused = True
         try:
             yield
@@ -69,7 +70,7 @@ class UsedFiles:
 
     @contextmanager
     def timed(self, *, noting: bool) -> Iterator[None]:
-        """Count the events of calls that are timed within, and note files only if asked to."""
+        """Count audit events while calls are timed in the body, and record files only if `noting` is True."""
         began = real_time.perf_counter()
         self._is_timed, self._is_paused = True, not noting
         try:
@@ -79,13 +80,13 @@ class UsedFiles:
             self._timed_seconds += real_time.perf_counter() - began
 
     def disturbed(self) -> bool:
-        """Return True if the hook may have changed the times since the last call by more than a noise."""
+        """Return True if the hook may have changed the times since the last call by more than the noise."""
         events, seconds = self._timed_events, self._timed_seconds
         self._timed_events, self._timed_seconds = 0, 0.0
         return events * _EVENT_SECONDS > _BEARABLE * seconds
 
     def look(self) -> None:
-        """Note the files that are mapped or open and the children that are alive."""
+        """Record the mapped and open files and the commands of living children."""
         with self.paused():
             for process in _with_children(_PROCESSES / "self"):
                 found = {*_mapped(process), *_open(process)} - self._seen
@@ -97,10 +98,11 @@ class UsedFiles:
                     self._note_command(words, _link(process / "cwd"))
 
     def new(self) -> dict[str, list[str]]:
-        """Return the absolute paths that were noted since the last call.
+        """Return the absolute paths that were recorded since the last call, under three keys.
 
-        Those of "foreign" are in one of the foreign folders and were read, or run, or named by a command.
-        Those of "read" and "written" are elsewhere, but neither this side's own nor installed.
+        "foreign": files in one of the foreign folders that were read, run or named by a command. "read" and
+        "written": other files that neither belong to this side nor are installed, and "written" files in
+        the foreign folders.
         """
         noted = (
             *((path, "read") for path in self._read if not Path(path).is_dir()),
@@ -138,7 +140,7 @@ class UsedFiles:
             self._timed_events += 1
         if self._is_paused or event not in _EVENTS:
             return
-        with suppress(Exception):  # it would be an error of the code that is heard
+        with suppress(Exception):  # otherwise the audited code would get the error
             _EVENTS[event](self, *arguments)
 
     def _note_open(self, path: Any, _: object, flags: int) -> None:
@@ -200,7 +202,7 @@ _EVENTS: dict[str, Callable[..., None]] = {
 
 
 def _source(path: str) -> str:
-    """Return the module that a file of bytecode is of; another path as it is."""
+    """Return the source path of a bytecode file, or another path unchanged."""
     try:
         return source_from_cache(path)
     except ValueError:
@@ -208,7 +210,7 @@ def _source(path: str) -> str:
 
 
 def _with_children(process: Path) -> Iterator[Path]:
-    """Yield a process and all that it has started, by their folder in /proc."""
+    """Yield the folders in /proc of a process and of all its descendants."""
     yield process
     with suppress(OSError):
         for thread in (process / "task").iterdir():

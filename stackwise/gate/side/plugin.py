@@ -159,7 +159,7 @@ class SidePlugin:
         # pytest tells of an import that fails, and of its syntax, in words of its own.
         cause = error.__cause__ if isinstance(error, pytest.Collector.CollectError) else None
         reason = _reason(report) if cause is None else f"{type(cause).__name__}: {cause}"
-        self._send(not_collected=report.nodeid, detail=_with_advice(reason, report))
+        self._send(not_collected=report.nodeid, detail=f"{reason[:_LONGEST]}{_advice_on_sharing(report)}")
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(
@@ -187,7 +187,9 @@ class SidePlugin:
             self._send(test=report.nodeid, ended="refused", when=report.when, detail=refusal)
         elif ended != "passed":
             reason = str(report.wasxfail) if gave_up else _reason(report)
-            detail = _with_advice(reason, report)
+            advice = _advice_on_sharing(report)
+            ended = "refused" if advice else ended
+            detail = f"{reason[:_LONGEST]}{advice}"
             told = {"ended": ended, "when": report.when, "detail": detail, "by_plugin": _by_plugin(report)}
             self._send(test=report.nodeid, **told)
 
@@ -420,13 +422,12 @@ def _by_plugin(report: pytest.TestReport) -> bool:
     return not {"site-packages", "dist-packages"}.isdisjoint(Path(place).parts)
 
 
-def _with_advice(reason: str, report: pytest.TestReport | pytest.CollectReport) -> str:
-    """Return the reason, not too long, and what to do if a port or a file is one of both sides."""
-    reason = reason[:_LONGEST]
+def _advice_on_sharing(report: pytest.TestReport | pytest.CollectReport) -> str:
+    """Return what to do if a test failed on a port or a file that both sides use; "": it did not."""
     # An error may have it as its cause, or a server in a child process may have printed it.
     text = f"{report.longreprtext}{report.capstderr}".lower() if report.failed else ""
     causes = (f"; {cause}: {advice}" for cause, advice in _SHARED.items() if cause in text)
-    return f"{reason}{next(causes, '')}"
+    return next(causes, "")
 
 
 def _benchmark_type() -> type[Benchmark]:

@@ -113,7 +113,7 @@ def bars(attempts: Sequence[Attempt]) -> list[Bar]:
     return [
         Bar("adoption: wrong verdicts", kinds["wrong"], 0, at_most=True),
         Bar("adoption: broken runs", kinds["broken"], 0, at_most=True),
-        Bar("adoption: undecided runs", kinds["undecided"], 0.05 * len(attempts), at_most=True),
+        Bar("adoption: undecided runs", kinds["undecided"], len(attempts) // 20, at_most=True),
         Bar("adoption: projects", len(of_layout), 40, full_size=True),
         Bar("adoption: share decided on both heads", decided / max(1, len(of_layout)), 0.8),
     ]

@@ -245,6 +245,34 @@ def test_subtest_or_late_skip_does_not_end_a_test(start):
     assert process.receive()["ended"] == "refused"
 
 
+SEEDED = """
+import random
+import pytest
+
+@pytest.fixture
+def seeded(): random.seed(42)
+
+def test_fixture(seeded, benchmark):
+    assert random.random() == random.Random(42).random()
+    benchmark(int)
+
+class TestSeeded:
+    def setup_method(self): random.seed(43)
+    def test_method(self, benchmark):
+        assert random.random() == random.Random(43).random()
+        benchmark(int)
+"""
+
+
+def test_seed_of_a_fixture_is_not_replaced(start):
+    process = start(["test_fixture", "TestSeeded::test_method"], SEEDED)
+    process.receive()
+    for _ in range(2):
+        assert process.receive().get("ready")
+        process.send(go_on=True)
+        assert process.receive()["over"]
+
+
 UNSTARTED = """
 import asyncio
 import pytest

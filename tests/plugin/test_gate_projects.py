@@ -196,15 +196,15 @@ def test_unseeded_data_is_the_same_on_both_sides(repository, run_apart, pytester
 import os, random, numpy, pytest, work
 AT_IMPORT = [random.random(), numpy.random.rand(), numpy.random.default_rng().random()]
 @pytest.fixture
-def data(): return [random.random() for _ in range(work.SIZE)][0]
+def data(): return random.random()
 def test_it(benchmark, data):
     drawn = [*AT_IMPORT, data, random.random(), numpy.random.rand(), numpy.random.default_rng().random()]
     with open(os.environ["DRAWN"], "a") as file:
         print(os.environ["STACKWISE_SIDE"], *drawn, file=file)
     benchmark(work.one)
 """
-    draws = "import random, numpy\nrandom.random(); numpy.random.rand()\nSIZE = 9\n" + WORK
-    repository({"work.py": "SIZE = 1\n" + WORK, "bench/test_work.py": bench}, {"work.py": draws})
+    draws = "import random, numpy\nrandom.random(); numpy.random.rand()\n" + WORK
+    repository({"work.py": WORK, "bench/test_work.py": bench}, {"work.py": draws})
     run_apart("--stackwise-against=base", ONE_ROUND)
     lines = sorted((pytester.path / "drawn").read_text().splitlines())
     base, head = (line.split() for line in lines)

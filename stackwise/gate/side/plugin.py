@@ -141,12 +141,10 @@ class SidePlugin:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
-        """Give the fixtures of a test the same seeds on both sides."""
-        _SEEDS.start(f"{item.nodeid} setup")
+        """Give the fixtures and the call of a test the same seeds on both sides.
 
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_call(self, item: pytest.Item) -> None:
-        """Give the test the same seeds, whatever its fixtures have drawn."""
+        There are no new seeds before the call: they would replace the seeds that fixtures have set.
+        """
         _SEEDS.start(item.nodeid)
 
     def pytest_exception_interact(

@@ -211,3 +211,18 @@ def test_it(benchmark, data):
     assert (base[0], head[0]) == ("base", "head")
     assert base[1:4] != head[1:4], "the module of the head has drawn before"
     assert base[4:] == head[4:]
+
+
+def test_lazy_module_that_raises_does_not_end_the_run(repository, run_apart):
+    """As a package does it whose optional dependency is missing."""
+    lazy = """
+import sys, types
+class Lazy(types.ModuleType):
+    def __getattr__(self, name):
+        raise ImportError("optional dependency is not installed")
+sys.modules["optional"] = Lazy("optional")
+"""
+    repository({"work.py": lazy + WORK, "bench/test_work.py": BENCH}, {"work.py": f"{lazy}\n{WORK}"})
+    result = run_apart("--stackwise-against=base", ONE_ROUND)
+    assert result.ret == 7
+    result.stdout.fnmatch_lines(["INCONCLUSIVE * bench/test_work.py::test_it * limit 2%"])

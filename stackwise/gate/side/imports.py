@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["Imports", "is_installed"]
+__all__ = ["Imports", "file_of", "is_installed"]
 
 _HERE = Path(__file__).resolve().parent
 _PREFIXES = {
@@ -26,6 +27,16 @@ def is_installed(path: Path, project: Path | None = None) -> bool:
         return True
     around = set() if project is None else {project, *project.parents}
     return any(path.is_relative_to(prefix) for prefix in _PREFIXES - around)
+
+
+def file_of(module: object) -> str | None:
+    """Return the `__file__` of a value of `sys.modules`, or None if it has none.
+
+    No code of the module runs: a lazy module may raise any error, or import its files, if it is asked for an
+    attribute.
+    """
+    file = inspect.getattr_static(module, "__file__", None)
+    return file if isinstance(file, str) else None
 
 
 class Imports:
@@ -54,9 +65,9 @@ class Imports:
         if self._tree is None:
             return True, ""
         for name, module in list(sys.modules.items()):
-            file = getattr(module, "__file__", None)
-            # torch.ops and the like say "_ops.py", which is no place.
-            if isinstance(file, str) and Path(file).is_absolute() and file not in self._looked_at:
+            file = file_of(module)
+            # torch.ops and similar modules have the relative path "_ops.py".
+            if file is not None and Path(file).is_absolute() and file not in self._looked_at:
                 self._looked_at.add(file)
                 self._look_at(name, Path(os.path.realpath(file)))
         return self._own, self._stray

@@ -192,7 +192,9 @@ class SidePlugin:
         refusal = self._refused.get((report.nodeid, report.when))
         if refusal is not None:
             self._send(test=report.nodeid, ended="refused", when=report.when, detail=refusal)
-        elif ended == "skipped" and (type(report) is not pytest.TestReport or report.nodeid in self._measured):
+        elif ended == "skipped" and (
+            type(report) is not pytest.TestReport or report.nodeid in self._measured
+        ):
             return
         elif ended != "passed":
             reason = str(report.wasxfail) if gave_up else _reason(report)

@@ -112,6 +112,23 @@ def test_installed_package_is_a_set_up_error(repository, run_apart, pytester, mo
     assert run_apart("--stackwise-against=base", ONE_ROUND, "-o", "pythonpath=src").ret == 7
 
 
+def test_installed_package_of_a_monorepo_is_no_pass(repository, run_apart, pytester, monkeypatch, tmp_path):
+    """A copy of one of its packages in site-packages, besides code that the sides import from their trees."""
+    project = {
+        "libs/core/pyproject.toml": "[project]\nname = 'core'\n",
+        "libs/core/src/core/__init__.py": WORK,
+    }
+    app = {"app/__init__.py": "from core import one\n", "bench/test_work.py": BENCH.replace("work", "app")}
+    slower = {"libs/core/src/core/__init__.py": WORK.replace("1000", "9000")}
+    repository({**project, **app}, slower)
+    installed = tmp_path / "site-packages"
+    shutil.copytree(pytester.path / "libs/core/src", installed)
+    monkeypatch.setenv("PYTHONPATH", str(installed), prepend=os.pathsep)
+    result = run_apart("--stackwise-against=base", ONE_ROUND)
+    assert result.ret == 7
+    result.stdout.fnmatch_lines(["INCONCLUSIVE *", "*core from *site-packages*, though its tree has one, *"])
+
+
 def test_configuration_that_only_head_has_is_used_on_both_sides(repository, run_apart):
     base = {"work.py": WORK, "bench/test_work.py": BENCH}
     repository(base, {"ci/bench.ini": "[pytest]\npythonpath = ..\n", "other.py": ""})

@@ -9,6 +9,8 @@ import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
+from .own_packages import own_packages
+
 __all__ = ["Imports", "file_of", "is_installed"]
 
 _HERE = Path(__file__).resolve().parent
@@ -56,6 +58,7 @@ class Imports:
         self._tests = [self._tree / test for test in tests] if self._tree is not None else []
         self._foreign = [Path(folder).resolve() for folder in foreign]
         self._ours = [_HERE, *(Path(folder).resolve() for folder in own)]
+        self._packages = frozenset[str]() if self._tree is None else own_packages(self._tree, self._tests)
         self._looked_at: set[str] = set()
         self._own, self._stray = False, ""
         self._new: list[str] = []
@@ -82,18 +85,12 @@ class Imports:
         if path.is_relative_to(self._tree):
             self._new.append(str(path.relative_to(self._tree)))
             self._own = self._own or not any(path.is_relative_to(test) for test in self._tests)
-        elif "." not in name and self._has(name) and not self._of_python(path):
+        elif name in self._packages and not self._of_python(path):
             self._stray = f"{name} from {path}, though its tree has one"
         elif any(path.is_relative_to(folder) for folder in self._ours):
             return  # this package; trees may lie below the project, where TMPDIR does
         elif any(path.is_relative_to(f) and not is_installed(path, f) for f in self._foreign):
             self._stray = str(path)
-
-    def _has(self, name: str) -> bool:
-        """Whether the tree has a package or module of this name where such are looked for."""
-        assert self._tree is not None
-        places = (self._tree, self._tree / "src")
-        return any((p / name / "__init__.py").exists() or (p / f"{name}.py").exists() for p in places)
 
     def _of_python(self, path: Path) -> bool:
         """Whether it is of the standard library, which a file of the project may share a name with."""

@@ -412,6 +412,11 @@ def _remove_reruns(item: pytest.Item) -> None:
     item.get_closest_marker = closest  # type: ignore[method-assign]
 
 
+def _is_of_subtest(report: pytest.TestReport) -> bool:
+    """Return True if a report is that of a subtest, of pytest or of the plugin pytest-subtests."""
+    return type(report) is not pytest.TestReport
+
+
 def _ended(report: pytest.TestReport) -> str:
     """The outcome of a phase as if nothing were expected: what is, is for the gate to know."""
     if hasattr(report, "wasxfail") and report.when == "call":

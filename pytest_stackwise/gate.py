@@ -532,27 +532,23 @@ def _seed_of_randomly(config: pytest.Config) -> list[str]:
 
 
 def _imports(root: Path) -> tuple[Path, ...]:
-    """The folders below `root` that this process imports from, relative to it."""
+    """Return the folders below `root` that this process imports from, relative to it."""
+    from stackwise.gate.side.imports import file_of, is_installed
+
     found: dict[Path, None] = {}
     for entry in sys.path:
         place = Path(entry or ".").resolve()
-        if place.is_relative_to(root) and place.is_dir() and not _installed(place):
+        if place.is_relative_to(root) and place.is_dir() and not is_installed(place, root):
             found[place.relative_to(root)] = None
     # An editable installation may find packages without the path.
     for name, module in list(sys.modules.items()):
-        file = getattr(module, "__file__", None)
-        if "." in name or not isinstance(file, str):
+        file = file_of(module)
+        if "." in name or file is None:
             continue
         path = Path(file).resolve()
-        if path.name == "__init__.py" and path.is_relative_to(root) and not _installed(path):
+        if path.name == "__init__.py" and path.is_relative_to(root) and not is_installed(path, root):
             found[path.parent.parent.relative_to(root)] = None
     return tuple(found)
-
-
-def _installed(path: Path) -> bool:
-    """Whether a path is of the environment, which may lie inside of the project."""
-    prefixes = (Path(sys.prefix).resolve(), Path(sys.base_prefix).resolve())
-    return "site-packages" in path.parts or any(path.is_relative_to(prefix) for prefix in prefixes)
 
 
 def _place(item: pytest.Item, root: Path) -> tuple[str, int]:

@@ -1,11 +1,14 @@
 """Whose code a side has imported."""
 
+import importlib.util
 import subprocess
 import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from stackwise.gate.side.imports import Imports
+from stackwise.gate.side.imports import Imports, file_of, is_installed
 
 LOOK = """
 import sys
@@ -87,3 +90,46 @@ def test_modules_of_the_gate_itself_are_no_strays(tmp_path, monkeypatch):
 
 def test_without_trees_all_is_its_own():
     assert Imports(None, [], []).look() == (True, "")
+
+
+class Lazy(ModuleType):
+    """A module whose optional dependency is missing."""
+
+    def __getattr__(self, name):
+        raise ImportError("the optional dependency is not installed")
+
+
+class Slotted:
+    __slots__ = ()
+
+    def __getattr__(self, name):
+        raise RuntimeError("not initialized")
+
+
+@pytest.mark.parametrize("kind", [lambda: Lazy("lazy"), Slotted, lambda: SimpleNamespace(__file__=1), object])
+def test_module_without_a_file_has_none(kind):
+    assert file_of(kind()) is None
+
+
+def test_file_of_a_lazy_module_does_not_load_it(tmp_path):
+    (tmp_path / "later.py").write_text("raise ValueError('loaded')")
+    spec = importlib.util.spec_from_file_location("later", tmp_path / "later.py")
+    spec.loader = importlib.util.LazyLoader(spec.loader)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert file_of(module) == str(tmp_path / "later.py")
+    with pytest.raises(ValueError, match="loaded"):
+        _ = module.anything
+
+
+def test_lazy_module_does_not_stop_the_search(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "lazy_module", Lazy("lazy_module"))
+    assert Imports(str(tmp_path), [], []).look() == (False, "")
+
+
+def test_project_inside_a_prefix_of_python_is_not_installed():
+    """As a project in /usr/src is, with the Python of the system."""
+    project = Path(sys.prefix).resolve() / "src" / "project"
+    assert is_installed(project / "pkg")
+    assert not is_installed(project / "pkg", project)
+    assert is_installed(project / "lib/dist-packages/pkg", project)

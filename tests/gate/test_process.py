@@ -172,7 +172,8 @@ def test_what_a_process_answers(start):
     )
     assert [what for what, _ in seen["test_twice"]] == ["refused", True]
     assert "measures one call" in seen["test_twice"][0][1]
-    assert seen["test_woven"][0][0] == "skipped"
+    assert [what for what, _ in seen["test_woven"]] == ["refused", False]
+    assert "call benchmark(function)" in seen["test_woven"][0][1]
     assert seen["test_skipped"][0] == ("skipped", "not today")
     assert [what for what, _ in seen["test_gives_up"]] == ["skipped", False]
     assert "not on this machine" in seen["test_gives_up"][0][1]
@@ -184,6 +185,92 @@ def test_what_a_process_answers(start):
     with pytest.raises(SideFailedError, match="ended by SIGSEGV") as lost:
         process.receive()
     assert lost.value.how == "crashed"
+
+
+SUBTESTS = """
+import unittest
+import pytest
+
+def test_skips(benchmark, subtests):
+    with subtests.test("gpu"):
+        pytest.skip("no gpu")
+    benchmark(int)
+
+def test_gives_up(benchmark, subtests):
+    with subtests.test("gpu"):
+        pytest.xfail("no gpu")
+    benchmark(int)
+
+def test_skips_after_the_call(benchmark):
+    benchmark(int)
+    pytest.skip("no reference result")
+
+class TestCase(unittest.TestCase):
+    @pytest.fixture(autouse=True)
+    def with_benchmark(self, benchmark):
+        self.benchmark = benchmark
+    def test_skips(self):
+        with self.subTest("gpu"):
+            self.skipTest("no gpu")
+        self.benchmark(int)
+
+def test_fails(benchmark, subtests):
+    with subtests.test("gpu"):
+        assert 0, "wrong result"
+    benchmark(int)
+
+def test_is_refused(benchmark, subtests):
+    with subtests.test("gpu"):
+        benchmark.weave(int)
+"""
+
+
+@pytest.mark.skipif(not hasattr(pytest, "Subtests"), reason="pytest has no subtests")
+def test_subtest_or_late_skip_does_not_end_a_test(start):
+    measured = ["test_skips", "test_gives_up", "test_skips_after_the_call", "TestCase::test_skips"]
+    process = start([*measured, "test_fails", "test_is_refused"], SUBTESTS)
+    assert len(process.receive()["collected"]) == 6
+    for name in measured:
+        assert process.receive().get("ready"), name
+        process.send(go_on=True)
+        message = process.receive()
+        assert (message.get("over"), message.get("measured")) == (True, True), message
+    message = process.receive()
+    assert message["ended"] == "failed"
+    assert "wrong result" in message["detail"]
+    assert process.receive()["ready"]
+    process.send(go_on=True)
+    assert process.receive()["ended"] == "failed", "of the test, which has failed subtests"
+    assert process.receive()["over"]
+    assert process.receive()["ended"] == "refused"
+
+
+SEEDED = """
+import random
+import pytest
+
+@pytest.fixture
+def seeded(): random.seed(42)
+
+def test_fixture(seeded, benchmark):
+    assert random.random() == random.Random(42).random()
+    benchmark(int)
+
+class TestSeeded:
+    def setup_method(self): random.seed(43)
+    def test_method(self, benchmark):
+        assert random.random() == random.Random(43).random()
+        benchmark(int)
+"""
+
+
+def test_seed_of_a_fixture_is_not_replaced(start):
+    process = start(["test_fixture", "TestSeeded::test_method"], SEEDED)
+    process.receive()
+    for _ in range(2):
+        assert process.receive().get("ready")
+        process.send(go_on=True)
+        assert process.receive()["over"]
 
 
 UNSTARTED = """

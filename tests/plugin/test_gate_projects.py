@@ -112,6 +112,23 @@ def test_installed_package_is_a_set_up_error(repository, run_apart, pytester, mo
     assert run_apart("--stackwise-against=base", ONE_ROUND, "-o", "pythonpath=src").ret == 7
 
 
+def test_installed_package_of_a_monorepo_is_no_pass(repository, run_apart, pytester, monkeypatch, tmp_path):
+    """A copy of one of its packages in site-packages, besides code that the sides import from their trees."""
+    project = {
+        "libs/core/pyproject.toml": "[project]\nname = 'core'\n",
+        "libs/core/src/core/__init__.py": WORK,
+    }
+    app = {"app/__init__.py": "from core import one\n", "bench/test_work.py": BENCH.replace("work", "app")}
+    slower = {"libs/core/src/core/__init__.py": WORK.replace("1000", "9000")}
+    repository({**project, **app}, slower)
+    installed = tmp_path / "site-packages"
+    shutil.copytree(pytester.path / "libs/core/src", installed)
+    monkeypatch.setenv("PYTHONPATH", str(installed), prepend=os.pathsep)
+    result = run_apart("--stackwise-against=base", ONE_ROUND)
+    assert result.ret == 7
+    result.stdout.fnmatch_lines(["INCONCLUSIVE *", "*core from *site-packages*, though its tree has one, *"])
+
+
 def test_configuration_that_only_head_has_is_used_on_both_sides(repository, run_apart):
     base = {"work.py": WORK, "bench/test_work.py": BENCH}
     repository(base, {"ci/bench.ini": "[pytest]\npythonpath = ..\n", "other.py": ""})
@@ -196,18 +213,33 @@ def test_unseeded_data_is_the_same_on_both_sides(repository, run_apart, pytester
 import os, random, numpy, pytest, work
 AT_IMPORT = [random.random(), numpy.random.rand(), numpy.random.default_rng().random()]
 @pytest.fixture
-def data(): return [random.random() for _ in range(work.SIZE)][0]
+def data(): return random.random()
 def test_it(benchmark, data):
     drawn = [*AT_IMPORT, data, random.random(), numpy.random.rand(), numpy.random.default_rng().random()]
     with open(os.environ["DRAWN"], "a") as file:
         print(os.environ["STACKWISE_SIDE"], *drawn, file=file)
     benchmark(work.one)
 """
-    draws = "import random, numpy\nrandom.random(); numpy.random.rand()\nSIZE = 9\n" + WORK
-    repository({"work.py": "SIZE = 1\n" + WORK, "bench/test_work.py": bench}, {"work.py": draws})
+    draws = "import random, numpy\nrandom.random(); numpy.random.rand()\n" + WORK
+    repository({"work.py": WORK, "bench/test_work.py": bench}, {"work.py": draws})
     run_apart("--stackwise-against=base", ONE_ROUND)
     lines = sorted((pytester.path / "drawn").read_text().splitlines())
     base, head = (line.split() for line in lines)
     assert (base[0], head[0]) == ("base", "head")
     assert base[1:4] != head[1:4], "the module of the head has drawn before"
     assert base[4:] == head[4:]
+
+
+def test_lazy_module_that_raises_does_not_end_the_run(repository, run_apart):
+    """As a package does it whose optional dependency is missing."""
+    lazy = """
+import sys, types
+class Lazy(types.ModuleType):
+    def __getattr__(self, name):
+        raise ImportError("optional dependency is not installed")
+sys.modules["optional"] = Lazy("optional")
+"""
+    repository({"work.py": lazy + WORK, "bench/test_work.py": BENCH}, {"work.py": f"{lazy}\n{WORK}"})
+    result = run_apart("--stackwise-against=base", ONE_ROUND)
+    assert result.ret == 7
+    result.stdout.fnmatch_lines(["INCONCLUSIVE * bench/test_work.py::test_it * limit 2%"])

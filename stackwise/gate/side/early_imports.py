@@ -7,6 +7,8 @@ import sys
 from importlib.machinery import PathFinder
 from pathlib import Path
 
+from .imports import file_of
+
 __all__ = ["EarlyImports"]
 
 # They take seconds to import, and start no thread by that which a fork would miss.
@@ -54,8 +56,8 @@ class EarlyImports:
         return any(PathFinder.find_spec(name, self._places) for name in others)
 
     def _is_installed(self, module: object) -> bool:
-        file = getattr(module, "__dict__", {}).get("__file__")
-        return isinstance(file, str) and any(file.startswith(place + os.sep) for place in self._places)
+        file = file_of(module)
+        return file is not None and any(file.startswith(place + os.sep) for place in self._places)
 
 
 def _environment() -> dict[str, str]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["Imports", "is_installed"]
+from .own_packages import own_packages
+
+__all__ = ["Imports", "file_of", "is_installed"]
 
 _HERE = Path(__file__).resolve().parent
 _PREFIXES = {
@@ -28,6 +31,16 @@ def is_installed(path: Path, project: Path | None = None) -> bool:
     return any(path.is_relative_to(prefix) for prefix in _PREFIXES - around)
 
 
+def file_of(module: object) -> str | None:
+    """Return the `__file__` of a value of `sys.modules`, or None if it has none.
+
+    No code of the module runs: a lazy module may raise any error, or import its files, if it is asked for an
+    attribute.
+    """
+    file = inspect.getattr_static(module, "__file__", None)
+    return file if isinstance(file, str) else None
+
+
 class Imports:
     """Where the modules of this process come from.
 
@@ -45,6 +58,7 @@ class Imports:
         self._tests = [self._tree / test for test in tests] if self._tree is not None else []
         self._foreign = [Path(folder).resolve() for folder in foreign]
         self._ours = [_HERE, *(Path(folder).resolve() for folder in own)]
+        self._packages = frozenset[str]() if self._tree is None else own_packages(self._tree, self._tests)
         self._looked_at: set[str] = set()
         self._own, self._stray = False, ""
         self._new: list[str] = []
@@ -54,9 +68,9 @@ class Imports:
         if self._tree is None:
             return True, ""
         for name, module in list(sys.modules.items()):
-            file = getattr(module, "__file__", None)
-            # torch.ops and the like say "_ops.py", which is no place.
-            if isinstance(file, str) and Path(file).is_absolute() and file not in self._looked_at:
+            file = file_of(module)
+            # torch.ops and similar modules have the relative path "_ops.py".
+            if file is not None and Path(file).is_absolute() and file not in self._looked_at:
                 self._looked_at.add(file)
                 self._look_at(name, Path(os.path.realpath(file)))
         return self._own, self._stray
@@ -71,18 +85,12 @@ class Imports:
         if path.is_relative_to(self._tree):
             self._new.append(str(path.relative_to(self._tree)))
             self._own = self._own or not any(path.is_relative_to(test) for test in self._tests)
-        elif "." not in name and self._has(name) and not self._of_python(path):
+        elif name in self._packages and not self._of_python(path):
             self._stray = f"{name} from {path}, though its tree has one"
         elif any(path.is_relative_to(folder) for folder in self._ours):
             return  # this package; trees may lie below the project, where TMPDIR does
         elif any(path.is_relative_to(f) and not is_installed(path, f) for f in self._foreign):
             self._stray = str(path)
-
-    def _has(self, name: str) -> bool:
-        """Whether the tree has a package or module of this name where such are looked for."""
-        assert self._tree is not None
-        places = (self._tree, self._tree / "src")
-        return any((p / name / "__init__.py").exists() or (p / f"{name}.py").exists() for p in places)
 
     def _of_python(self, path: Path) -> bool:
         """Whether it is of the standard library, which a file of the project may share a name with."""

@@ -81,6 +81,7 @@ class SidePlugin:
         self.channel, self.role, self.imports = channel, role, imports
         self.tests: list[str] = self._receive()["tests"]
         self._served: set[str] = set()
+        self._measured: set[str] = set()
         self._gave_up: set[tuple[str, str | None]] = set()
         self._warnings: dict[str, list[str]] = {}
         self._refused: dict[tuple[str, str | None], str] = {}
@@ -140,12 +141,10 @@ class SidePlugin:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
-        """Give the fixtures of a test the same seeds on both sides."""
-        _SEEDS.start(f"{item.nodeid} setup")
+        """Give the fixtures and the call of a test the same seeds on both sides.
 
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_call(self, item: pytest.Item) -> None:
-        """Give the test the same seeds, whatever its fixtures have drawn."""
+        There are no new seeds before the call: they would replace the seeds that fixtures have set.
+        """
         _SEEDS.start(item.nodeid)
 
     def pytest_exception_interact(
@@ -171,20 +170,32 @@ class SidePlugin:
         """
         call.duration = 0.0
         report = yield
+        # A subtest has the name and the phase of its test, and its report comes first.
+        phase = (report.nodeid, report.when)
+        self._gave_up.discard(phase)
+        self._refused.pop(phase, None)
         if call.excinfo is not None and isinstance(call.excinfo.value, pytest.xfail.Exception):
-            self._gave_up.add((report.nodeid, report.when))
+            self._gave_up.add(phase)
         if call.excinfo is not None and isinstance(call.excinfo.value, RefusedError):
-            self._refused[report.nodeid, report.when] = str(call.excinfo.value)
+            self._refused[phase] = str(call.excinfo.value)
         return report
 
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Send how a phase of a test ended if it did not pass."""
+        """Send how a phase of a test ended if it did not pass.
+
+        The report of a subtest (a subclass of TestReport) is sent only if the subtest failed or was refused:
+        its test goes on. A skip after the measurement does not remove the measurement.
+        """
         gave_up = (report.nodeid, report.when) in self._gave_up
         ended = "skipped" if gave_up else _ended(report)
         refusal = self._refused.get((report.nodeid, report.when))
         if refusal is not None:
             self._send(test=report.nodeid, ended="refused", when=report.when, detail=refusal)
+        elif ended == "skipped" and (
+            type(report) is not pytest.TestReport or report.nodeid in self._measured
+        ):
+            return
         elif ended != "passed":
             reason = str(report.wasxfail) if gave_up else _reason(report)
             advice = _advice_on_sharing(report)
@@ -264,6 +275,7 @@ class SidePlugin:
                     self._send(sample=memory)
                 case _:
                     _FILES.look()  # while fixtures have their children
+                    self._measured.add(nodeid)
                     return taken
 
     def _send(self, **message: Any) -> None:
@@ -379,8 +391,15 @@ class Benchmark:
         return results[0] if results else call()
 
     def weave(self, *_: Any, **__: Any) -> None:
-        """Refused: what is measured would not be what is called."""
-        pytest.skip("benchmark.weave cannot be measured by the gate")
+        """Refuse the test: the gate measures calls that the test makes itself.
+
+        Raises:
+            RefusedError: always.
+        """
+        raise RefusedError(
+            "benchmark.weave (benchmark_weave, benchmark.patch) cannot be measured: "
+            "call benchmark(function) in the test"
+        )
 
     patch = weave
 
@@ -393,6 +412,11 @@ def _remove_reruns(item: pytest.Item) -> None:
         return default if name == "flaky" else marker_of(name, default)
 
     item.get_closest_marker = closest  # type: ignore[method-assign]
+
+
+def _is_of_subtest(report: pytest.TestReport) -> bool:
+    """Return True if a report is that of a subtest, of pytest or of the plugin pytest-subtests."""
+    return type(report) is not pytest.TestReport
 
 
 def _ended(report: pytest.TestReport) -> str:

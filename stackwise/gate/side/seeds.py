@@ -14,8 +14,8 @@ __all__ = ["Seeds"]
 class Seeds:
     """Seeds of the global generators of `random`, NumPy and torch, and of `numpy.random.default_rng()`.
 
-    A seed that a test or its conftest sets is set later, and wins. Generators that read entropy from the
-    system in another way still differ: `random.Random()`, `os.urandom`, `uuid.uuid4`.
+    A seed that a fixture, a hook of a conftest or the test sets is set later, and wins. Generators that read
+    entropy from the system in another way still differ: `random.Random()`, `os.urandom`, `uuid.uuid4`.
 
     Args:
         seed: seed of the round, the same in both of its processes.

@@ -331,6 +331,7 @@ class Gate:
             build=self.asked.build,
             start=self.config.invocation_params.dir,
             settings=self.config.inipath and self.config.inipath.resolve(),
+            conftests=_conftests_with_options(self.config, root),
         )
 
     def _file(self, item: pytest.Item) -> Path:
@@ -346,6 +347,7 @@ class Gate:
 
     def _launch(self, items: Sequence[pytest.Item], selected: Sequence[pytest.Item]) -> Launch:
         from stackwise.gate.session import Launch
+        from stackwise.gate.side.channel import CONFTEST
 
         functions = [item for item in selected if isinstance(item, pytest.Function)]
         of_file: dict[Path, list[str]] = {item.path: [] for item in items}
@@ -358,6 +360,7 @@ class Gate:
             (
                 "-oaddopts=",
                 *_own_arguments(self.config),
+                *(f"{CONFTEST}={place}" for place in _conftests_with_options(self.config, root)),
                 f"--rootdir={self.config.rootpath.resolve()}",
                 *(["-c", str(config.resolve())] if config is not None else []),
                 "--maxfail=0",
@@ -514,6 +517,17 @@ def _own_arguments(config: pytest.Config) -> list[str]:
             separator = "=" if name.startswith("--") else ""
             kept += [f"{name}{separator}{values[0]}"] if joined else [name, *values]
     return kept
+
+
+def _conftests_with_options(config: pytest.Config, root: Path) -> list[Path]:
+    """Return the conftests below `root` that declare options, in the order in which they were loaded.
+
+    A side runs some of the test files, and would find only the conftests of their folders.
+    """
+    modules = [plugin for _, plugin in config.pluginmanager.list_name_plugin()]
+    declaring = [module for module in modules if hasattr(module, "pytest_addoption")]
+    files = [Path(getattr(module, "__file__", None) or "").resolve() for module in declaring]
+    return [file for file in files if file.name == "conftest.py" and file.is_relative_to(root)]
 
 
 def _actions(parser: Any) -> list[argparse.Action]:

@@ -116,6 +116,7 @@ def both_trees(
     build: str | None = None,
     start: Path | None = None,
     settings: Path | None = None,
+    conftests: Sequence[Path] = (),
 ) -> Iterator[tuple[Tree, Tree, list[Renamed]]]:
     """The trees of base and head, for as long as this lasts; and the tests that the head no longer has.
 
@@ -131,6 +132,7 @@ def both_trees(
         start: the folder that the name of a folder or wheel starts from; None: that of the process.
         settings: configuration file of pytest, which is the head's in both trees; None: one of those that
             pytest finds by itself.
+        conftests: conftests of other folders, below `root`, which are the head's in both trees.
 
     Raises:
         ValueError: there is no such revision, folder or wheel; a command failed in one of the trees.
@@ -153,7 +155,8 @@ def both_trees(
         if build is not None and not is_wheel:
             _build(build, base_tree)
         packages = installed_packages(root) | (_in_wheel(place) if is_wheel else frozenset())
-        parts = overlay_parts(head_tree.folder, relative, packages)
+        with_conftests = [*relative, *(conftest.relative_to(root) for conftest in conftests)]
+        parts = overlay_parts(head_tree.folder, with_conftests, packages)
         if settings is not None and settings.is_relative_to(root):
             parts.append(settings.relative_to(root))
         hidden = lay_over(head_tree.folder, base_tree.folder, parts, relative, old)

@@ -112,6 +112,26 @@ def test_installed_package_is_a_set_up_error(repository, run_apart, pytester, mo
     assert run_apart("--stackwise-against=base", ONE_ROUND, "-o", "pythonpath=src").ret == 7
 
 
+@pytest.mark.parametrize("options", [["--runslow"], []], ids=["given", "read"])
+def test_option_of_a_conftest_beside_the_benchmarks_is_known(repository, run_apart, options):
+    """`--strict-config` refuses a setting that nobody has declared."""
+    ini = "[pytest]\npythonpath = .\ntestpaths = tests bench\naddopts = --strict-config\nmarked = yes\n"
+    old = "import work\ndef pytest_addoption(parser):\n    parser.addini('marked', '')\n"
+    new = old + "    parser.addoption('--runslow', action='store_true')\n"
+    bench = "import work\ndef test_it(benchmark, pytestconfig):\n    pytestconfig.getoption('--runslow')\n"
+    base = {
+        "pytest.ini": ini,
+        "work.py": WORK,
+        "tests/conftest.py": old,
+        "tests/test_other.py": "def test_other(): pass\n",
+        "bench/test_work.py": bench + "    benchmark(work.one)\n",
+    }
+    repository(base, {"work.py": "\n" + WORK, "tests/conftest.py": new})
+    result = run_apart("--stackwise-against=base", ONE_ROUND, *options)
+    assert result.ret == 7
+    result.stdout.fnmatch_lines(["INCONCLUSIVE * bench/test_work.py::test_it * time *, limit 2%"])
+
+
 def test_configuration_that_only_head_has_is_used_on_both_sides(repository, run_apart):
     base = {"work.py": WORK, "bench/test_work.py": BENCH}
     repository(base, {"ci/bench.ini": "[pytest]\npythonpath = ..\n", "other.py": ""})

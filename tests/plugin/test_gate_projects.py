@@ -157,6 +157,32 @@ def test_refused_test_is_no_regression(repository, run_apart, lines, message):
     result.stdout.no_fnmatch_line("*REGRESSED*")
 
 
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [
+        (["-x", "-k", "(refused and not too) or crashes"], 1),
+        (["-x", "-k", "refused"], 4),
+        (["-k", "expected"], 4),
+        (["-k", "refused or ordinary"], 1),
+    ],
+    ids=["crash after -x", "two with -x", "xfail", "another failure"],
+)
+def test_exit_code_of_set_up_errors(repository, run_apart, options, code):
+    bench = """
+import pytest, work
+def test_refused(benchmark): benchmark(lambda: (i for i in range(9)))
+def test_refused_too(benchmark): benchmark(lambda: (i for i in range(9)))
+@pytest.mark.xfail
+def test_expected(benchmark): benchmark(lambda: (i for i in range(9)))
+def test_crashes(benchmark): benchmark(work.one)
+def test_ordinary(): assert False
+"""
+    repository(
+        {"work.py": WORK, "bench/test_work.py": bench}, {"work.py": WORK.replace("range(1000)", "None")}
+    )
+    assert run_apart("--stackwise-against=base", ONE_ROUND, *options).ret == code
+
+
 def test_name_that_differs_by_process_is_a_set_up_error(repository, run_apart):
     bench = """
 import os, pytest, work

@@ -216,7 +216,8 @@ def _head(folder: Path, root: Path, revision: str | None) -> Tree:
         return Tree(folder, str(root))
     _copy_files(root, folder, _known_files(root))
     commit = run_git(root, "rev-parse", "HEAD").stdout.strip()
-    changed = bool(run_git(root, "status", "--porcelain").stdout.strip())
+    status = run_git(root, "status", "--porcelain", "--untracked-files=normal")  # whatever its settings
+    changed = bool(status.stdout.strip() or _not_looked_at(root))
     name = f"working tree at {commit[:9]}{' with changes' if changed else ''}"
     return Tree(folder, name, None if changed else commit, _submodules(root))
 
@@ -286,12 +287,24 @@ def _entries(listed: str) -> dict[str, str]:
 
 
 def _unmodified(root: Path, files: Mapping[str, str]) -> frozenset[str]:
-    """Return the files that are the same in the working tree, according to git, by their mode and blob."""
+    """Return the files that are the same in the working tree, according to git, by their mode and blob.
+
+    git does not look at files that have the flag assume-unchanged or skip-worktree. They are not included,
+    except those that are absent, as in a sparse checkout.
+    """
     current = _entries(_require_git(root, "ls-files", "--stage", "-z"))
     status = _require_git(root, "status", "--porcelain", "-z", "--no-renames", "--untracked-files=no")
     modified = {line[3:] for line in status.split("\0") if line[1:2].strip()}
+    modified.update(_not_looked_at(root))
     same = (name for name, entry in files.items() if current.get(name) == entry)
     return frozenset(name for name in same if name not in modified)
+
+
+def _not_looked_at(root: Path) -> list[str]:
+    """Return the present files that git takes for unmodified, by the letter of `git ls-files -v`."""
+    lines = _require_git(root, "ls-files", "-v", "-z").split("\0")
+    names = (line[2:] for line in lines if line[:1].islower() or line[:1] == "S")
+    return [name for name in names if os.path.lexists(root / name)]
 
 
 def _submodules(root: Path) -> tuple[str, ...]:

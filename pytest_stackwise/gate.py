@@ -139,6 +139,7 @@ class Gate:
         self._start_time = real_time.time()
         self._written: list[str] = []
         self._verdicts: list[_Verdict] = []
+        self._failed_setups = 0
         self._began = real_time.monotonic()  # the collection of tests is part of the time limit
 
     @pytest.hookimpl(tryfirst=True)
@@ -173,9 +174,13 @@ class Gate:
     def pytest_runtest_makereport(
         self, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Give pytest's short summary the change and the limit, which fit in a line of 80 characters."""
+        """Give pytest's short summary the change and the limit, which fit in a line of 80 characters.
+
+        Set-up errors are counted, to tell them from the other failures that pytest counts.
+        """
         report = yield
         error = None if call.excinfo is None else call.excinfo.value
+        self._failed_setups += report.failed and isinstance(error, GateSetupError)
         if isinstance(error, RegressionError | GateSetupError):
             crash = getattr(report.longrepr, "reprcrash", None)
             if crash is not None:
@@ -192,10 +197,7 @@ class Gate:
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Write what was asked for; an exit code of its own where something could not be told, or nothing.
-
-        Only where nothing has failed.
-        """
+        """Write the reports, and replace the exit code if only set-up errors failed, or nothing."""
         from stackwise.gate.result import EXIT_INCONCLUSIVE, EXIT_NOTHING, EXIT_SETUP
 
         if self.result is None:
@@ -204,22 +206,22 @@ class Gate:
                 self._written.append("gate: nothing was compared: the run ended before the comparison")
                 session.exitstatus = pytest.ExitCode.USAGE_ERROR
             return
-        # What has failed may have been expected to: the run knows, and here it has passed.
         outcomes = {test.outcome(self.asked.missing) for test in self.result.tests}
-        errors = [test.outcome(self.asked.missing) for test in self.result.tests].count("error")
-        if session.exitstatus == pytest.ExitCode.TESTS_FAILED and session.testsfailed == errors > 0:
-            session.exitstatus = EXIT_SETUP
-        suite_failed = self.result.suite is not None and self.result.suite.outcome("fail") == "failed"
-        if suite_failed and session.exitstatus in (pytest.ExitCode.OK, EXIT_INCONCLUSIVE, EXIT_SETUP):
-            session.exitstatus = pytest.ExitCode.TESTS_FAILED  # no test reports it
-        unreported = {each.result.outcome(self.asked.missing) for each in self._verdicts if not each.reported}
-        if session.exitstatus == pytest.ExitCode.OK and "failed" in unreported:
-            session.exitstatus = pytest.ExitCode.TESTS_FAILED  # --setup-only, or the loop of another plugin
-        elif session.exitstatus == pytest.ExitCode.OK and "error" in unreported:
-            session.exitstatus = EXIT_SETUP
+        # A failure that xfail expects is none. pytest has not seen those of tests after -x or of the suite.
+        unseen = {each.result.outcome(self.asked.missing) for each in self._verdicts if not each.reported}
+        if self.result.suite is not None:
+            unseen.add(self.result.suite.outcome("fail"))
+        status = session.exitstatus
+        only_setup = (
+            status == pytest.ExitCode.TESTS_FAILED and session.testsfailed == self._failed_setups > 0
+        )
         # Tests of other kinds may have been inconclusive before.
-        if session.exitstatus in (pytest.ExitCode.OK, EXIT_INCONCLUSIVE):
-            if not self.result.compared:
+        if only_setup or status in (pytest.ExitCode.OK, EXIT_INCONCLUSIVE):
+            if "failed" in unseen:
+                session.exitstatus = pytest.ExitCode.TESTS_FAILED
+            elif "error" in outcomes:  # also of an xfail test: it was not measured
+                session.exitstatus = EXIT_SETUP
+            elif not self.result.compared:
                 session.exitstatus = EXIT_NOTHING
             elif "inconclusive" in outcomes:
                 session.exitstatus = EXIT_INCONCLUSIVE
@@ -331,6 +333,7 @@ class Gate:
             build=self.asked.build,
             start=self.config.invocation_params.dir,
             settings=self.config.inipath and self.config.inipath.resolve(),
+            conftests=_conftests_with_options(self.config, root),
         )
 
     def _file(self, item: pytest.Item) -> Path:
@@ -346,6 +349,7 @@ class Gate:
 
     def _launch(self, items: Sequence[pytest.Item], selected: Sequence[pytest.Item]) -> Launch:
         from stackwise.gate.session import Launch
+        from stackwise.gate.side.channel import CONFTEST
 
         functions = [item for item in selected if isinstance(item, pytest.Function)]
         of_file: dict[Path, list[str]] = {item.path: [] for item in items}
@@ -358,6 +362,7 @@ class Gate:
             (
                 "-oaddopts=",
                 *_own_arguments(self.config),
+                *(f"{CONFTEST}={place}" for place in _conftests_with_options(self.config, root)),
                 f"--rootdir={self.config.rootpath.resolve()}",
                 *(["-c", str(config.resolve())] if config is not None else []),
                 "--maxfail=0",
@@ -514,6 +519,17 @@ def _own_arguments(config: pytest.Config) -> list[str]:
             separator = "=" if name.startswith("--") else ""
             kept += [f"{name}{separator}{values[0]}"] if joined else [name, *values]
     return kept
+
+
+def _conftests_with_options(config: pytest.Config, root: Path) -> list[Path]:
+    """Return the conftests below `root` that declare options, in the order in which they were loaded.
+
+    A side runs some of the test files, and would find only the conftests of their folders.
+    """
+    modules = [plugin for _, plugin in config.pluginmanager.list_name_plugin()]
+    declaring = [module for module in modules if hasattr(module, "pytest_addoption")]
+    files = [Path(getattr(module, "__file__", None) or "").resolve() for module in declaring]
+    return [file for file in files if file.name == "conftest.py" and file.is_relative_to(root)]
 
 
 def _actions(parser: Any) -> list[argparse.Action]:

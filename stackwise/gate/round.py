@@ -145,7 +145,7 @@ class _Side:
 
     def __init__(self, process: SideProcess) -> None:
         self.process = process
-        self.collected: list[str] = []
+        self.collected: frozenset[str] = frozenset()
         self.not_collected: dict[str, str] = {}  # by file, or by class
         self.ended: dict[str, tuple[str, str]] = {}
         self.only_once: dict[str, bool] = {}
@@ -164,7 +164,7 @@ class _Side:
             if "not_collected" in message:
                 self.not_collected[message["not_collected"]] = message["detail"]
             elif "collected" in message:
-                self.collected = message["collected"]
+                self.collected = frozenset(message["collected"])
                 return
 
     def lacks(self, test: str) -> bool:
@@ -267,8 +267,8 @@ def run_round(
 
     def measure(
         chosen: Sequence[str], whole: Container[str]
-    ) -> Iterator[tuple[str, Paired | Ended, list[str]]]:
-        """Yield of each test its name, its result and the earlier tests of its file that had not run."""
+    ) -> Iterator[tuple[str, Paired | Ended, bool]]:
+        """Yield of each test its name, its result and whether it may need the earlier tests of its file."""
         left, measured = _with_earlier(chosen, file_tests, whole), frozenset(chosen)
         restarted = set[str]()
         while left:
@@ -277,12 +277,14 @@ def run_round(
                 with _both(start(tuple(left)), rng) as sides:
                     while left:
                         test, began = left.pop(0), real_time.perf_counter()
-                        absent = [each for each in _earlier(test, file_tests) if each not in ran]
                         try:
                             if test in measured:
                                 looks = sampling.memory and (memory is None or test in memory)
                                 found = _test(test, sides, replace(sampling, memory=looks), rng, times)
-                                yield test, replace(found, seconds=real_time.perf_counter() - began), absent
+                                depends = isinstance(found, Ended) and _may_depend(
+                                    found, test, ran, file_tests
+                                )
+                                yield test, replace(found, seconds=real_time.perf_counter() - began), depends
                             elif in_time():
                                 _run_unmeasured(test, sides)
                             else:
@@ -292,7 +294,8 @@ def run_round(
                                 restarted.add(test)
                                 left.insert(0, test)
                             elif test in measured:
-                                yield test, lost.ended("", began), absent
+                                ended = lost.ended("", began)
+                                yield test, ended, _may_depend(ended, test, ran, file_tests)
                             break
                         ran.add(test)
             except _SideLostError as lost:
@@ -300,12 +303,12 @@ def run_round(
                 ended = lost.ended("at its start: ", began)
                 how = {role: "not started" if how == "crashed" else how for role, how in ended.how.items()}
                 each = replace(ended, how=how, seconds=ended.seconds / len(left))
-                yield from ((test, each, []) for test in left)
+                yield from ((test, each, False) for test in left)
                 return
 
     again: list[str] = []
-    for test, found, absent in measure(tests, whole_file):
-        if isinstance(found, Ended) and _may_depend(found, absent, file_tests):
+    for test, found, depends in measure(tests, whole_file):
+        if depends:
             again.append(test)
         else:
             yield test, found
@@ -332,15 +335,20 @@ def _with_earlier(
     return list(order)
 
 
-def _may_depend(ended: Ended, absent: Sequence[str], measured: Container[str]) -> bool:
+def _may_depend(
+    ended: Ended, test: str, ran: set[str], file_tests: Mapping[str, Sequence[str]]
+) -> bool:
     """Return True if a test may have ended because earlier tests of its file had not run.
 
     Args:
         ended: result of the test.
-        absent: earlier tests of its file that had not run in its process.
-        measured: tests that the session measures. The first round runs these, and no other test.
+        test: its name.
+        ran: tests that had run in its process.
+        file_tests: as of `run_round`: its keys are the tests that the session measures. The first round runs
+            these, and no other test.
     """
-    if any(test in measured for test in absent):
+    absent = [each for each in _earlier(test, file_tests) if each not in ran]
+    if any(each in file_tests for each in absent):
         return not _INDEPENDENT.issuperset(ended.how.values())
     return bool(absent) and (ended.how.get("head") == "failed" or ended.by_plugin)
 

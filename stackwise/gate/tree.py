@@ -116,6 +116,7 @@ def both_trees(
     build: str | None = None,
     start: Path | None = None,
     settings: Path | None = None,
+    conftests: Sequence[Path] = (),
 ) -> Iterator[tuple[Tree, Tree, list[Renamed]]]:
     """The trees of base and head, for as long as this lasts; and the tests that the head no longer has.
 
@@ -131,6 +132,7 @@ def both_trees(
         start: the folder that the name of a folder or wheel starts from; None: that of the process.
         settings: configuration file of pytest, which is the head's in both trees; None: one of those that
             pytest finds by itself.
+        conftests: conftests of other folders, below `root`, which are the head's in both trees.
 
     Raises:
         ValueError: there is no such revision, folder or wheel; a command failed in one of the trees.
@@ -153,7 +155,8 @@ def both_trees(
         if build is not None and not is_wheel:
             _build(build, base_tree)
         packages = installed_packages(root) | (_in_wheel(place) if is_wheel else frozenset())
-        parts = overlay_parts(head_tree.folder, relative, packages)
+        with_conftests = [*relative, *(conftest.relative_to(root) for conftest in conftests)]
+        parts = overlay_parts(head_tree.folder, with_conftests, packages)
         if settings is not None and settings.is_relative_to(root):
             parts.append(settings.relative_to(root))
         hidden = lay_over(head_tree.folder, base_tree.folder, parts, relative, old)
@@ -213,7 +216,8 @@ def _head(folder: Path, root: Path, revision: str | None) -> Tree:
         return Tree(folder, str(root))
     _copy_files(root, folder, _known_files(root))
     commit = run_git(root, "rev-parse", "HEAD").stdout.strip()
-    changed = bool(run_git(root, "status", "--porcelain").stdout.strip())
+    status = run_git(root, "status", "--porcelain", "--untracked-files=normal")  # whatever its settings
+    changed = bool(status.stdout.strip() or _not_looked_at(root))
     name = f"working tree at {commit[:9]}{' with changes' if changed else ''}"
     return Tree(folder, name, None if changed else commit, _submodules(root))
 
@@ -283,12 +287,24 @@ def _entries(listed: str) -> dict[str, str]:
 
 
 def _unmodified(root: Path, files: Mapping[str, str]) -> frozenset[str]:
-    """Return the files that are the same in the working tree, according to git, by their mode and blob."""
+    """Return the files that are the same in the working tree, according to git, by their mode and blob.
+
+    git does not look at files that have the flag assume-unchanged or skip-worktree. They are not included,
+    except those that are absent, as in a sparse checkout.
+    """
     current = _entries(_require_git(root, "ls-files", "--stage", "-z"))
     status = _require_git(root, "status", "--porcelain", "-z", "--no-renames", "--untracked-files=no")
     modified = {line[3:] for line in status.split("\0") if line[1:2].strip()}
+    modified.update(_not_looked_at(root))
     same = (name for name, entry in files.items() if current.get(name) == entry)
     return frozenset(name for name in same if name not in modified)
+
+
+def _not_looked_at(root: Path) -> list[str]:
+    """Return the present files that git takes for unmodified, by the letter of `git ls-files -v`."""
+    lines = _require_git(root, "ls-files", "-v", "-z").split("\0")
+    names = (line[2:] for line in lines if line[:1].islower() or line[:1] == "S")
+    return [name for name in names if os.path.lexists(root / name)]
 
 
 def _submodules(root: Path) -> tuple[str, ...]:

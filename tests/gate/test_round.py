@@ -452,6 +452,25 @@ def test_processes_end_where_a_round_is_left():
     assert len(made) == 2 and not any(each.alive for each in made)
 
 
+class Unread(list):
+    """A list that nothing may look through."""
+
+    def __iter__(self):
+        raise AssertionError("thousands of tests of a file would take quadratic time")
+
+
+def test_measured_test_does_not_look_for_the_earlier_tests_of_its_file():
+    file_tests = Unread([A, B])
+
+    def process(role, _):
+        return Script(role, {A: cost(), B: cost()}, [])
+
+    found = run_round(
+        (A, B), lambda _: process, SHORT, random.Random(0), file_tests={A: file_tests, B: file_tests}
+    )
+    assert all(isinstance(each, Paired) for _, each in found)
+
+
 def test_a_test_that_one_side_lacks():
     found, _ = play({B: cost()}, {A: cost(), B: cost()})
     assert found[A] == Ended({"base": "missing"}, {"base": "there is no test of this name"})

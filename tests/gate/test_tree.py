@@ -458,6 +458,24 @@ def test_modified_files_are_as_git_writes_them(repository):
         assert (head.folder / "same.bin").read_bytes() == b"more" + DATA
 
 
+@pytest.mark.parametrize("flag", ["--assume-unchanged", "--skip-worktree"])
+def test_modified_files_that_git_ignores_are_as_git_writes_them(repository, flag):
+    git(repository, "update-index", flag, "engine/__init__.py")
+    write(repository, {"engine/__init__.py": "NEWER = 1\n"})
+    with trees(repository, "HEAD") as (base, head, _):
+        assert read(base)["engine/__init__.py"] == "NEW = 1\n"
+        assert read(head)["engine/__init__.py"] == "NEWER = 1\n"
+        assert head.commit is None
+        assert [str(file) for file in base.differing] == ["engine/__init__.py"]
+
+
+def test_untracked_files_are_changes_whatever_git_shows(repository):
+    git(repository, "config", "status.showUntrackedFiles", "no")
+    write(repository, {"engine/new.py": ""})
+    with trees(repository) as (_, head, _):
+        assert head.commit is None
+
+
 def test_files_that_are_not_checked_out_are_on_neither_side(repository):
     commit(repository, {"data/large.bin": "data"})
     git(repository, "tag", "--force", "base")

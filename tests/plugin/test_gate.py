@@ -658,6 +658,7 @@ def finished(result, status, *, interrupted=False, report=(), history=None):
     gate = Gate(None, asked)
     gate.result, gate._interrupted = result, interrupted
     session = SimpleNamespace(exitstatus=status, testsfailed=int(status == 1))
+    gate._failed_setups = sum(status == 1 and test.status == "set-up error" for test in result.tests[:1])
     gate.pytest_sessionfinish(session)
     return session.exitstatus, gate._written
 
@@ -678,7 +679,8 @@ def of(verdict):
         (of(Verdict.PASS), {0: 0, 7: 7, 1: 1}),
         # Here it was expected to fail.
         (of(Verdict.REGRESSED), {0: 0}),
-        (TestResult("a", "set-up error"), {1: 4}),
+        # 0: it was expected to fail.
+        (TestResult("a", "set-up error"), {1: 4, 0: 4, 7: 4, 2: 2}),
     ],
     ids=["skipped", "missing", "inconclusive", "pass", "regressed", "set-up error"],
 )

@@ -129,6 +129,26 @@ def test_installed_package_of_a_monorepo_is_no_pass(repository, run_apart, pytes
     result.stdout.fnmatch_lines(["INCONCLUSIVE *", "*core from *site-packages*, though its tree has one, *"])
 
 
+@pytest.mark.parametrize("options", [["--runslow"], []], ids=["given", "read"])
+def test_option_of_a_conftest_beside_the_benchmarks_is_known(repository, run_apart, options):
+    """`--strict-config` refuses a setting that nobody has declared."""
+    ini = "[pytest]\npythonpath = .\ntestpaths = tests bench\naddopts = --strict-config\nmarked = yes\n"
+    old = "import work\ndef pytest_addoption(parser):\n    parser.addini('marked', '')\n"
+    new = old + "    parser.addoption('--runslow', action='store_true')\n"
+    bench = "import work\ndef test_it(benchmark, pytestconfig):\n    pytestconfig.getoption('--runslow')\n"
+    base = {
+        "pytest.ini": ini,
+        "work.py": WORK,
+        "tests/conftest.py": old,
+        "tests/test_other.py": "def test_other(): pass\n",
+        "bench/test_work.py": bench + "    benchmark(work.one)\n",
+    }
+    repository(base, {"work.py": "\n" + WORK, "tests/conftest.py": new})
+    result = run_apart("--stackwise-against=base", ONE_ROUND, *options)
+    assert result.ret == 7
+    result.stdout.fnmatch_lines(["INCONCLUSIVE * bench/test_work.py::test_it * time *, limit 2%"])
+
+
 def test_configuration_that_only_head_has_is_used_on_both_sides(repository, run_apart):
     base = {"work.py": WORK, "bench/test_work.py": BENCH}
     repository(base, {"ci/bench.ini": "[pytest]\npythonpath = ..\n", "other.py": ""})
@@ -152,6 +172,32 @@ def test_refused_test_is_no_regression(repository, run_apart, lines, message):
     assert result.ret == 4
     result.stdout.fnmatch_lines([f"set-up error * {message}", "ERROR: * nothing was compared: *"])
     result.stdout.no_fnmatch_line("*REGRESSED*")
+
+
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [
+        (["-x", "-k", "(refused and not too) or crashes"], 1),
+        (["-x", "-k", "refused"], 4),
+        (["-k", "expected"], 4),
+        (["-k", "refused or ordinary"], 1),
+    ],
+    ids=["crash after -x", "two with -x", "xfail", "another failure"],
+)
+def test_exit_code_of_set_up_errors(repository, run_apart, options, code):
+    bench = """
+import pytest, work
+def test_refused(benchmark): benchmark(lambda: (i for i in range(9)))
+def test_refused_too(benchmark): benchmark(lambda: (i for i in range(9)))
+@pytest.mark.xfail
+def test_expected(benchmark): benchmark(lambda: (i for i in range(9)))
+def test_crashes(benchmark): benchmark(work.one)
+def test_ordinary(): assert False
+"""
+    repository(
+        {"work.py": WORK, "bench/test_work.py": bench}, {"work.py": WORK.replace("range(1000)", "None")}
+    )
+    assert run_apart("--stackwise-against=base", ONE_ROUND, *options).ret == code
 
 
 def test_name_that_differs_by_process_is_a_set_up_error(repository, run_apart):

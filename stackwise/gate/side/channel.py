@@ -11,6 +11,7 @@ from .clock import real_time
 
 __all__ = [
     "CALLABLE",
+    "CONFTEST",
     "DESCRIPTOR",
     "FOREIGN",
     "OWN",
@@ -28,6 +29,7 @@ DESCRIPTOR, TREE, TESTS, OWN, FOREIGN, WATCH, CALLABLE, SEED = (
     f"STACKWISE_GATE_{name}"
     for name in ("CHANNEL", "TREE", "TESTS", "OWN", "FOREIGN", "WATCH", "CALLABLE", "SEED")
 )
+CONFTEST = "--stackwise-side-conftest"  # option of a side: a conftest to load at the start
 ROLE = "STACKWISE_SIDE"  # "base" or "head"; fixtures may read it
 _CHUNK = 65536
 

@@ -6,6 +6,7 @@ it is told to. Loaded after all other plugins, so that its `benchmark` and `thro
 
 from __future__ import annotations
 
+import argparse
 import os
 import warnings
 from collections.abc import Callable, Generator
@@ -17,6 +18,7 @@ import pytest
 
 from .channel import (  # beside this file, wherever it was copied to
     CALLABLE,
+    CONFTEST,
     DESCRIPTOR,
     FOREIGN,
     OWN,
@@ -461,6 +463,22 @@ def _benchmark_type() -> type[Benchmark]:
     except ImportError:
         return Benchmark
     return type("Benchmark", (Benchmark, BenchmarkFixture), {})
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Declare the option by which the gate names more conftests to load at the start."""
+    parser.addoption(CONFTEST, action="append", default=[], help=argparse.SUPPRESS)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
+    """Load the conftests of the user's run that declare options, before the options are parsed.
+
+    They may lie in folders of which this process runs no test.
+    """
+    known = early_config.known_args_namespace
+    conftests = [place for place in known.stackwise_side_conftest if Path(place).is_file()]
+    known.file_or_dir = [*conftests, *known.file_or_dir]  # only pytest's search for conftests reads this
 
 
 @pytest.hookimpl(trylast=True)

@@ -103,13 +103,13 @@ def test_submodule_is_named_with_the_command(repository, run_apart, pytester):
 @pytest.mark.parametrize(
     ("new", "bench", "lack"),
     [
-        ({"fast.py": WORK}, "import work\nimport fast\n", "ModuleNotFoundError: No module named 'fast'"),
+        ({"pkg/new.py": ""}, "import work\nimport pkg.new\n", "ModuleNotFoundError: No module named 'pkg.new'"),
         ({"data/table.txt": ""}, "import work\nopen('data/table.txt').close()\n", "FileNotFoundError: *"),
     ],
     ids=["module", "data"],
 )
 def test_new_module_with_its_benchmark_is_missing_on_base(repository, run_apart, new, bench, lack):
-    old = {"work.py": WORK, "bench/test_work.py": BENCH}
+    old = {"work.py": WORK, "pkg/__init__.py": "", "bench/test_work.py": BENCH}
     repository(old, {**new, "bench/test_new.py": bench + "def test_it(benchmark): benchmark(work.one)\n"})
     result = run_apart("--stackwise-against=base", ONE_ROUND, "-W", "ignore", "bench/test_new.py")
     assert result.ret == 5

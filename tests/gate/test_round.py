@@ -845,7 +845,7 @@ def test_a_run_without_a_limit_makes_all_rounds(sides, tmp_path, clock):
         ("pass", cost(), "not measured"),
         ("pass", "pass", "unused"),
         (cost(), "not imported", "crashed on head"),
-        ("fail", "fail", "crashed on head"),
+        ("fail", "fail", "set-up error"),
         ("skip", "skip", "skipped"),
         (cost(), "skip", "skipped on head"),
         ("fail", "skip", "skipped"),

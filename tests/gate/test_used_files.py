@@ -100,6 +100,8 @@ def test_foreign_files_in_use_are_seen_without_the_hook(work, file, used):
         "sqlite3.connect(':memory:')",
         "with used.paused(): open(project + '/x.py')",
         "open(sys.executable, 'rb'); import json.tool",
+        "subprocess.run(['true', 'x' * 300])",
+        "try: open('x' * 300)\nexcept OSError: pass",
     ],
 )
 def test_own_and_installed_files_are_not_told(work, used):

@@ -100,6 +100,34 @@ def test_submodule_is_named_with_the_command(repository, run_apart, pytester):
     assert run_apart("--stackwise-against=base", ONE_ROUND, command_of(result)).ret == 7
 
 
+@pytest.mark.parametrize(
+    ("new", "bench", "lack"),
+    [
+        ({"pkg/new.py": ""}, "import work\nimport pkg.new\n", "ModuleNotFoundError: No module named 'pkg.new'"),
+        ({"data/table.txt": ""}, "import work\nopen('data/table.txt').close()\n", "FileNotFoundError: *"),
+    ],
+    ids=["module", "data"],
+)
+def test_new_module_with_its_benchmark_is_missing_on_base(repository, run_apart, new, bench, lack):
+    old = {"work.py": WORK, "pkg/__init__.py": "", "bench/test_work.py": BENCH}
+    repository(old, {**new, "bench/test_new.py": bench + "def test_it(benchmark): benchmark(work.one)\n"})
+    result = run_apart("--stackwise-against=base", ONE_ROUND, "-W", "ignore", "bench/test_new.py")
+    assert result.ret == 5
+    result.stdout.fnmatch_lines([f"missing on base * missing: {lack}"])
+
+
+def test_benchmark_that_asks_git_is_a_set_up_error(repository, run_apart):
+    bench = BENCH.replace("def", "import subprocess\ndef").replace(
+        "benchmark(work", "subprocess.run(['git', 'rev-parse'], check=True); benchmark(work"
+    )
+    repository({"work.py": WORK, "bench/test_work.py": bench}, {"work.py": "\n" + WORK})
+    result = run_apart("--stackwise-against=base", ONE_ROUND)
+    assert result.ret == 4
+    result.stdout.fnmatch_lines(
+        ["set-up error * it fails on both sides* the trees are no git repositories; run it with pytest*"]
+    )
+
+
 def test_installed_package_is_a_set_up_error(repository, run_apart, pytester, monkeypatch, tmp_path):
     """A copy of the package of a src layout in site-packages, as `pip install .` makes it."""
     repository({**PACKAGE, "pytest.ini": "[pytest]\n"}, {"src/pkg/other.py": ""})

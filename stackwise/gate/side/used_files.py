@@ -104,10 +104,11 @@ class UsedFiles:
         "written": other files that neither belong to this side nor are installed, and "written" files in
         the foreign folders.
         """
+        # A word of a command may be too long for a path: `Path.exists` would raise OSError.
         noted = (
-            *((path, "read") for path in self._read if not Path(path).is_dir()),
+            *((path, "read") for path in self._read if not os.path.isdir(path)),  # noqa: PTH112
             *((path, "written") for path in self._written),
-            *((path, "named") for path in self._named if Path(path).exists()),
+            *((path, "named") for path in self._named if os.path.exists(path)),  # noqa: PTH110
         )
         for paths in (self._read, self._written, self._named):
             paths.clear()

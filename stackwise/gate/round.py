@@ -83,6 +83,7 @@ class Paired:
         sampled: seconds of them in which its pairs were made.
         own: whether each side has imported code of its own tree, beside the tests.
         imported: modules that a side has imported until the end of the test, relative to its tree.
+        opened: files that a side has opened or run until the end of the test, relative to its tree.
         watched: the sides reported each file that they opened.
         disturbed: they were slowed by this.
         mixed: why the sides did not compare what they should; "": nothing is known against it.
@@ -103,6 +104,7 @@ class Paired:
     sampled: float = 0.0
     own: bool = True
     imported: frozenset[str] = frozenset()
+    opened: frozenset[str] = frozenset()
     watched: bool = False
     disturbed: bool = False
     mixed: str = ""
@@ -154,6 +156,7 @@ class _Side:
         self.skipped_by_plugin: set[str] = set()
         self.own = False
         self.imported: set[str] = set()
+        self.opened: set[str] = set()
         self.watched = self.disturbed = False
         self.used = Used()
 
@@ -201,6 +204,7 @@ class _Side:
                 self.warnings[test] = message.get("warnings", [])
                 self.watched, self.disturbed = message["watched"], message["disturbed"]
                 self.imported.update(message["imported"])
+                self.opened.update(message["files"]["tree"])
                 self.used.add(message["stray"], message["files"])
                 if self.used.stray and not self.own:
                     # With code of its own too, the measurement is of a mixture, see `why_mixed`.
@@ -445,6 +449,7 @@ def _test(
         found,
         own=all(side.own for side in sides.values()),
         imported=frozenset[str]().union(*(side.imported for side in sides.values())),
+        opened=frozenset[str]().union(*(side.opened for side in sides.values())),
         watched=all(side.watched for side in sides.values()),
         disturbed=any(side.disturbed for side in sides.values()),
         mixed=mixed,

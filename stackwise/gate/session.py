@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import filecmp
 import math
 import os
 import random
@@ -9,7 +10,7 @@ import re
 import shutil
 import statistics
 import sys
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -48,7 +49,6 @@ _NOTHING_OWN = (
     "neither side has imported any code of its tree but the tests: what is installed was compared with "
     "itself. Install the project editable (pip install -e .), or name its folder in pytest's pythonpath"
 )
-_PROSE = frozenset({".md", ".rst"})  # suffixes of files that run nowhere
 
 
 class GateError(RuntimeError):
@@ -183,6 +183,7 @@ def run_gate(
     chosen = list[OpenTest]()  # of the begun tests those of the next round
     around = mean = 0.0  # seconds of a round that belong to no test, and of a test
     imported: set[str] = set()
+    opened: set[str] = set()
     written: set[str] = set()
     reported = budget.elapsed
 
@@ -228,6 +229,7 @@ def run_gate(
                             ended_seconds += found.seconds  # which later rounds do not take
                         else:
                             imported |= found.imported
+                            opened |= found.opened
                             written.update(found.written)
                         if budget.elapsed - reported > _SILENT:
                             report(count)
@@ -241,7 +243,7 @@ def run_gate(
                         hangs = isinstance(found, Ended) and "hung" in found.how.values()
                         if count >= len(chosen) and (is_over or (hangs and not budget.suffices())):
                             break
-                if _compares_nothing(base, imported):
+                if _compares_nothing(base, head, imported, opened):
                     for test in all_tests.values():
                         if test.ended is None:
                             test.skip(f"nothing to compare: {_hidden(base, imported)}")
@@ -331,10 +333,20 @@ def _hidden(base: Tree, imported: Container[str]) -> str:
     return f"{', '.join(files)}: head's on both sides, in a folder of tests: the change was not compared"
 
 
-def _compares_nothing(base: Tree, imported: Container[str]) -> bool:
-    """Return True if all that has changed of the imported modules is head's on both sides."""
-    differing = [f for f in base.differing if f.suffix != ".py" or str(f) in imported]
-    return bool(_hidden(base, imported)) and all(file.suffix in _PROSE for file in differing)
+def _compares_nothing(base: Tree, head: Tree, imported: Set[str], opened: Set[str]) -> bool:
+    """Return True if all that has changed of the files that a side used is head's on both sides.
+
+    Files that a build has made count as well.
+    """
+    if not _hidden(base, imported):
+        return False
+    return not any(_differs(base.folder / file, head.folder / file) for file in imported | opened)
+
+
+def _differs(one: Path, other: Path) -> bool:
+    """Return True if two files differ, or only one of them exists."""
+    exist = [os.path.isfile(path) for path in (one, other)]  # noqa: PTH113 - a name may be too long
+    return any(exist) and not (all(exist) and filecmp.cmp(one, other, shallow=False))
 
 
 def _other_work(tests: Iterable[OpenTest]) -> Iterator[str]:

@@ -58,7 +58,6 @@ class Tree:
         notes: what was not done as one might expect.
         tests: what in it is the head's on both sides: files and folders, relative to it.
         hidden: of the base: modules that differed before the head's tests were laid over it, relative to it.
-        differing: of the base: files that differ from the head's as they are now, relative to it.
     """
 
     folder: Path
@@ -67,7 +66,6 @@ class Tree:
     notes: tuple[str, ...] = ()
     tests: tuple[Path, ...] = ()
     hidden: tuple[Path, ...] = ()
-    differing: tuple[Path, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -169,7 +167,7 @@ def both_trees(
             _build(build, head_tree)
         elif not differing:
             notes += (_NOTHING_DIFFERS,)
-        base_tree = replace(base_tree, hidden=tuple(hidden), differing=tuple(differing), notes=notes)
+        base_tree = replace(base_tree, hidden=tuple(hidden), notes=notes)
         yield replace(base_tree, tests=tuple(parts)), replace(head_tree, tests=tuple(parts)), renamed
 
 

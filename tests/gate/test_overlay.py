@@ -74,7 +74,8 @@ def project(tmp_path):
 @pytest.mark.slow
 @needs_git
 def test_a_hidden_change_alone_is_nothing_to_compare(project):
-    root = project({}, {"README.md": "news", "unused.py": "NEW = 1\n"})
+    root = project({}, {"README.md": "news", "unused.py": "NEW = 1\n", "ci.yml": "a: 1\n"})
+    write(root, {".benchmarks/0001.json": "{}"})
     code, result, output = run_gate(root, tests="perf")
     assert code == 5, output
     assert result["tests"][0]["status"] == "skipped"
@@ -83,11 +84,31 @@ def test_a_hidden_change_alone_is_nothing_to_compare(project):
 
 @pytest.mark.slow
 @needs_git
-def test_a_hidden_change_beside_another_is_told(project):
-    root = project({}, {"engine.py": "NEW = 1\n"})
+@pytest.mark.parametrize(
+    ("engine", "change"),
+    [
+        ("", {"engine.py": "NEW = 1\n"}),
+        ("open('data.txt').close()\n", {"data.txt": "new"}),
+        ("import subprocess; subprocess.run(['sh', 'run.sh'])\n", {"run.sh": "# new\n"}),
+    ],
+    ids=["module", "data", "script"],
+)
+def test_a_hidden_change_beside_another_is_told(project, engine, change):
+    root = project({"engine.py": engine, "data.txt": "", "run.sh": ""}, change)
     code, result, output = run_gate(root, ONE_ROUND, tests="perf")
     assert code == 7, output
     assert any(note.startswith("perf/core.py: head's on both sides") for note in result["notes"]), output
+
+
+@pytest.mark.slow
+@needs_git
+def test_a_hidden_change_beside_a_changed_build_is_told(project):
+    """As of an extension, whose changed source no side opens."""
+    files = {"engine.py": "open('built.txt').close()\n", "source.txt": "", ".gitignore": "built.txt\n"}
+    root = project(files, {"source.txt": "new"})
+    write(root, {"built.txt": ""})
+    code, _, output = run_gate(root, ONE_ROUND, "--stackwise-build=cp source.txt built.txt", tests="perf")
+    assert code == 7, output
 
 
 @pytest.mark.slow

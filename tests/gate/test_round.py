@@ -43,7 +43,7 @@ NOT_COLLECTED = {
 }
 
 
-NO_FILES = {"foreign": [], "read": [], "written": []}
+NO_FILES = {"tree": [], "foreign": [], "read": [], "written": []}
 
 
 class Script:

@@ -12,7 +12,7 @@ PROGRAM = """
 import ctypes, importlib.util, os, sqlite3, subprocess, sys
 from stackwise.gate.side.used_files import UsedFiles
 os.chdir({root!r} + "/tree")
-used = UsedFiles([{root!r} + "/tree"], [{root!r} + "/project"], hook={hook})
+used = UsedFiles([{root!r} + "/tree"], [{root!r} + "/project"], hook={hook}, has_tree={has_tree})
 project, data = {root!r} + "/project", {root!r} + "/data"
 {work}
 print(used.new())
@@ -26,7 +26,14 @@ WAIT = "child = subprocess.Popen({}, stdin=subprocess.PIPE)\nused.look()\nchild.
 @pytest.fixture
 def used(tmp_path):
     """Runs lines of a program; returns what was used, without the folder that everything is in."""
-    names = ["tree/x.py", "tree/run.sh", "project/x.py", "project/run.sh", "project/.venv/x.py"]
+    names = [
+        "tree/x.py",
+        "tree/__pycache__/x.cpython-311.pyc",
+        "tree/run.sh",
+        "project/x.py",
+        "project/run.sh",
+        "project/.venv/x.py",
+    ]
     names += ["project/site-packages/x.py", "project/a.egg-info/x", "project2/x"]
     names += ["data/x", "data/__pycache__/x.pyc", "project/__pycache__/x.cpython-311.pyc"]
     write(tmp_path, dict.fromkeys(names, "") | {"project/mapped.bin": "x" * 9000})
@@ -34,10 +41,12 @@ def used(tmp_path):
     (tmp_path / "project" / "run.sh").chmod(0o755)
     (tmp_path / "tree" / "link.py").symlink_to(tmp_path / "project" / "x.py")
 
-    def of(work, hook=True):
-        program = PROGRAM.format(root=str(tmp_path), work=work, hook=hook)
+    def of(work, hook=True, has_tree=False):
+        program = PROGRAM.format(root=str(tmp_path), work=work, hook=hook, has_tree=has_tree)
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
         found = eval(done.stdout)
+        if has_tree:
+            return found["tree"]
         root = f"{tmp_path}/"
         inside = {what: [p for p in paths if p.startswith(root)] for what, paths in found.items()}
         return {what: [p.removeprefix(root) for p in paths] for what, paths in inside.items() if paths}
@@ -146,7 +155,7 @@ def test_times_are_disturbed_by_events_that_the_hook_hears(work, hook, expected,
     timed = (
         f"with used.timed(noting=False):\n    {work}\nprint([used.disturbed(), used.disturbed()])\nused.new()"
     )
-    program = PROGRAM.format(root=str(tmp_path), work=timed, hook=hook)
+    program = PROGRAM.format(root=str(tmp_path), work=timed, hook=hook, has_tree=False)
     (tmp_path / "tree").mkdir()
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[0] == str([expected, False])
@@ -155,3 +164,17 @@ def test_times_are_disturbed_by_events_that_the_hook_hears(work, hook, expected,
 def test_files_of_timed_calls_are_noted_if_asked_for(used):
     assert used("with used.timed(noting=False): open(project + '/x.py')") == {}
     assert used("with used.timed(noting=True): open(project + '/x.py')") == {"foreign": ["project/x.py"]}
+
+
+@pytest.mark.parametrize(
+    ("work", "expected"),
+    [
+        ("open('x.py')", ["x.py"]),
+        ("open('__pycache__/x.cpython-311.pyc')", ["x.py"]),
+        ("subprocess.run(['sh', 'run.sh'])", ["run.sh"]),
+        ("open('new', 'w')", []),
+        ("open(project + '/x.py'); open(data + '/x')", []),
+    ],
+)
+def test_files_of_the_tree_are_told_relative_to_it(work, expected, used):
+    assert [file for file in used(work, has_tree=True) if file != "."] == expected

@@ -103,7 +103,11 @@ def test_submodule_is_named_with_the_command(repository, run_apart, pytester):
 @pytest.mark.parametrize(
     ("new", "bench", "lack"),
     [
-        ({"pkg/new.py": ""}, "import work\nimport pkg.new\n", "ModuleNotFoundError: No module named 'pkg.new'"),
+        (
+            {"pkg/new.py": ""},
+            "import work\nimport pkg.new\n",
+            "ModuleNotFoundError: No module named 'pkg.new'",
+        ),
         ({"data/table.txt": ""}, "import work\nopen('data/table.txt').close()\n", "FileNotFoundError: *"),
     ],
     ids=["module", "data"],

@@ -505,7 +505,7 @@ def _used_files() -> UsedFiles:
         [place for place in os.environ.get(name, "").split(os.pathsep) if place]
         for name in (TREE, OWN, FOREIGN)
     )
-    return UsedFiles([*tree, *own], foreign, hook=bool(os.environ.get(WATCH)))
+    return UsedFiles([*tree, *own], foreign, hook=bool(os.environ.get(WATCH)), has_tree=bool(tree))
 
 
 _FILES = _used_files()

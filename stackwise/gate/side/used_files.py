@@ -1,4 +1,4 @@
-"""UsedFiles: files outside of its tree that a side opens, maps or passes to a child process."""
+"""UsedFiles: files that a side opens, maps or passes to a child process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _REST = r"(?:/[^\s'\";:,|&<>()]*)?(?![\w.-])"  # rest of a path after a folder, 
 
 
 class UsedFiles:
-    """Record of the files outside of the tree of this side that this process and its children use.
+    """Record of the files that this process and its children use.
 
     An audit hook records files, SQLite databases and libraries that Python opens, and the commands of child
     processes. The hook slows down every audit event, such as a call of `id`, by about a microsecond until the
@@ -35,18 +35,22 @@ class UsedFiles:
     system has it.
 
     Args:
-        own: folders of this side: its tree and its temporary files.
+        own: folders of this side: its tree and its temporary files, in this order if `has_tree` is True.
         foreign: folders whose files this side must not use: the tree of the other side, the working tree.
         hook: True to install the audit hook.
+        has_tree: True if the first folder of `own` is the tree of this side, whose files are recorded too.
 
     Attributes:
         has_hook: True if the audit hook is installed.
     """
 
-    def __init__(self, own: Sequence[str], foreign: Sequence[str], *, hook: bool = False) -> None:
+    def __init__(
+        self, own: Sequence[str], foreign: Sequence[str], *, hook: bool = False, has_tree: bool = False
+    ) -> None:
         self._own = [Path(folder).resolve() for folder in own]
         self._foreign = [Path(folder).resolve() for folder in foreign]
         self._patterns = [re.compile(re.escape(str(folder)) + _REST) for folder in self._foreign]
+        self._tree = self._own[0] if has_tree else None
         self._read: set[str] = set()
         self._written: set[str] = set()
         self._named: set[str] = set()  # by a command: files and folders
@@ -98,11 +102,12 @@ class UsedFiles:
                     self._note_command(words, _link(process / "cwd"))
 
     def new(self) -> dict[str, list[str]]:
-        """Return the absolute paths that were recorded since the last call, under three keys.
+        """Return the paths that were recorded since the last call, under four keys.
 
-        "foreign": files in one of the foreign folders that were read, run or named by a command. "read" and
-        "written": other files that neither belong to this side nor are installed, and "written" files in
-        the foreign folders.
+        "tree": files of the tree that were read, run or named by a command, relative to it. The other paths
+        are absolute. "foreign": files in one of the foreign folders that were read, run or named by a
+        command. "read" and "written": other files that neither belong to this side nor are installed, and
+        "written" files in the foreign folders.
         """
         # A word of a command may be too long for a path: `Path.exists` would raise OSError.
         noted = (
@@ -112,13 +117,15 @@ class UsedFiles:
         )
         for paths in (self._read, self._written, self._named):
             paths.clear()
-        found: dict[str, list[str]] = {"foreign": [], "read": [], "written": []}
+        found: dict[str, list[str]] = {"tree": [], "foreign": [], "read": [], "written": []}
         for name, how in noted:
             path = os.path.realpath(name)
             where = self._where(Path(path))
             what = how
             if where == "foreign" and how != "written":
                 what, path = "foreign", _source(path)
+            if self._tree is not None and how != "written" and Path(path).is_relative_to(self._tree):
+                where, what, path = "tree", "tree", str(Path(_source(path)).relative_to(self._tree))
             if where and what in found and (what, path) not in self._told:
                 self._told.add((what, path))
                 found[what].append(path)

@@ -554,12 +554,13 @@ def _own_arguments(config: pytest.Config) -> list[str]:
 
 
 def _conftests_with_options(config: pytest.Config, root: Path) -> list[Path]:
-    """Return the conftests below `root` that declare options, in the order in which they were loaded.
+    """Return the conftests below `root` that may declare options, in the order in which they were loaded.
 
     A side runs some of the test files, and would find only the conftests of their folders.
     """
     modules = [plugin for _, plugin in config.pluginmanager.list_name_plugin()]
-    declaring = [module for module in modules if hasattr(module, "pytest_addoption")]
+    names = ("pytest_addoption", "pytest_plugins")
+    declaring = [module for module in modules if any(hasattr(module, name) for name in names)]
     files = [Path(getattr(module, "__file__", None) or "").resolve() for module in declaring]
     return [file for file in files if file.name == "conftest.py" and file.is_relative_to(root)]
 

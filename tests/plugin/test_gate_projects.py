@@ -141,8 +141,15 @@ def test_file_outside_of_the_repository_is_refused(repository, run_apart, tmp_pa
     result.stderr.fnmatch_lines([f"ERROR: --stackwise-against: tests: got {outside}; allowed: a file in *"])
 
 
-@pytest.mark.parametrize("options", [["--runslow"], []], ids=["given", "read"])
-def test_option_of_a_conftest_beside_the_benchmarks_is_known(repository, run_apart, options):
+BY_PLUGIN = {"tests/conftest.py": "pytest_plugins = ['more_options']\n"}
+
+
+@pytest.mark.parametrize(
+    ("place", "options"),
+    [("conftest", ["--runslow"]), ("conftest", []), ("plugin", ["--runslow"])],
+    ids=["given", "read", "plugin"],
+)
+def test_option_of_a_conftest_beside_the_benchmarks_is_known(repository, run_apart, place, options):
     """`--strict-config` refuses a setting that nobody has declared."""
     ini = "[pytest]\npythonpath = .\ntestpaths = tests bench\naddopts = --strict-config\nmarked = yes\n"
     old = "import work\ndef pytest_addoption(parser):\n    parser.addini('marked', '')\n"
@@ -155,7 +162,8 @@ def test_option_of_a_conftest_beside_the_benchmarks_is_known(repository, run_apa
         "tests/test_other.py": "def test_other(): pass\n",
         "bench/test_work.py": bench + "    benchmark(work.one)\n",
     }
-    repository(base, {"work.py": "\n" + WORK, "tests/conftest.py": new})
+    head = {"tests/conftest.py": new} if place == "conftest" else BY_PLUGIN | {"tests/more_options.py": new}
+    repository(base, {"work.py": "\n" + WORK, **head})
     result = run_apart("--stackwise-against=base", ONE_ROUND, *options)
     assert result.ret == 7
     result.stdout.fnmatch_lines(["INCONCLUSIVE * bench/test_work.py::test_it * time *, limit 2%"])

@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -140,6 +141,7 @@ class Gate:
         self._written: list[str] = []
         self._verdicts: list[_Verdict] = []
         self._failed_setups = 0
+        self._paths: list[Path] = []  # of the files of the tests
         self._began = real_time.monotonic()  # the collection of tests is part of the time limit
 
     @pytest.hookimpl(tryfirst=True)
@@ -153,13 +155,14 @@ class Gate:
         if not items:
             said = "no test uses benchmark or throughput: nothing to compare"
             raise pytest.UsageError("; ".join([f"--stackwise-against: {said}", *others]))
+        self._paths = list({item.path: None for item in items})
         self.result = self._compare(items, session.items, others)
         by_name = {test.nodeid: test for test in self.result.tests}
         for item in items:
             # Its fixtures are for the processes of the sides: here nothing is set up or torn down.
             item.setup = item.teardown = lambda: None  # type: ignore[method-assign]
             item.get_closest_marker = _without_max_memory(item)  # type: ignore[method-assign]
-            verdict = _Verdict(item, by_name[item.nodeid], self)
+            verdict = _Verdict(item, by_name[self._name(item)], self)
             item.runtest = verdict  # type: ignore[method-assign]
             self._verdicts.append(verdict)
 
@@ -212,9 +215,7 @@ class Gate:
         if self.result.suite is not None:
             unseen.add(self.result.suite.outcome("fail"))
         status = session.exitstatus
-        only_setup = (
-            status == pytest.ExitCode.TESTS_FAILED and session.testsfailed == self._failed_setups > 0
-        )
+        only_setup = status == pytest.ExitCode.TESTS_FAILED and session.testsfailed == self._failed_setups > 0
         # Tests of other kinds may have been inconclusive before.
         if only_setup or status in (pytest.ExitCode.OK, EXIT_INCONCLUSIVE):
             if "failed" in unseen:
@@ -261,7 +262,7 @@ class Gate:
         from stackwise.gate.tree import revision_name
 
         assert self.result is not None, "compared before"
-        root = self._root()
+        root = self._root
         here, results = Checkout.of(root), results_of(self.result)
         commit = here.commit if self.asked.head is None else revision_name(root, self.asked.head)
         run = Run(Machine.of(self.result.environment), commit, here.branch, notes=self.result.notes)
@@ -290,11 +291,11 @@ class Gate:
                     return run_gate(
                         base,
                         head,
-                        [item.nodeid for item in items],
+                        [self._name(item) for item in items],
                         self._launch(items, selected),
-                        limits={item.nodeid: markers.gate_of(item, self.asked.limits) for item in items},
-                        asked={item.nodeid: markers.gated_metrics(item) for item in items},
-                        places={item.nodeid: _place(item, self._root()) for item in items},
+                        limits={self._name(item): markers.gate_of(item, self.asked.limits) for item in items},
+                        asked={self._name(item): markers.gated_metrics(item) for item in items},
+                        places={self._name(item): _place(item, self._root) for item in items},
                         sampling=self._sampling(),
                         missing=self.asked.missing,
                         most_seconds=self.asked.seconds,
@@ -322,7 +323,7 @@ class Gate:
     ) -> AbstractContextManager[tuple[Tree, Tree, list[Renamed]]]:
         from stackwise.gate.tree import Tree, both_trees
 
-        root = self._root()
+        root = self._root
         if self.asked.against == _CALLABLE:
             return nullcontext((Tree(root, "against"), Tree(root, "subject"), []))
         return both_trees(
@@ -337,15 +338,46 @@ class Gate:
         )
 
     def _file(self, item: pytest.Item) -> Path:
-        """The file of a test, relative to the root and by the name that its node id has: it may be a link."""
-        place = self.config.rootpath.resolve() / item.path.relative_to(self.config.rootpath)
-        return place.relative_to(self._root())
+        """Return the file of a test, relative to the root. A link keeps its name, as in the node id.
 
+        Raises:
+            ValueError: the file is not below the root.
+        """
+        root, rootdir = self._root, self.config.rootpath
+        if item.path.is_relative_to(rootdir):
+            place = rootdir.resolve() / item.path.relative_to(rootdir)
+        else:
+            place = item.path.parent.resolve() / item.path.name
+        if not place.is_relative_to(root):
+            where = f"a file in {root}, whose files are compared (--rootdir=FOLDER or -c FILE sets another)"
+            raise ValueError(f"tests: got {place}; allowed: {where}")
+        return place.relative_to(root)
+
+    def _name(self, item: pytest.Item) -> str:
+        """Return the node id that a test has on the sides."""
+        if self._rootdir == self.config.rootpath.resolve():
+            return item.nodeid
+        return f"{self._file(item).as_posix()}::{item.nodeid.partition('::')[2]}"
+
+    @cached_property
+    def _rootdir(self) -> Path:
+        """The rootdir of the sides: that of this run if it is in the root and all tests are in it."""
+        root, rootdir = self._root, self.config.rootpath
+        holds_all = all(path.is_relative_to(rootdir) for path in self._paths)
+        return rootdir.resolve() if holds_all and rootdir.resolve().is_relative_to(root) else root
+
+    @cached_property
     def _root(self) -> Path:
+        """The folder that is compared: the repository of rootdir or of the tests, or rootdir."""
         from stackwise.gate.tree import repository_of
 
         root = self.config.rootpath.resolve()
-        return repository_of(root) or root
+        found = repository_of(root)
+        is_revision = not (self.config.invocation_params.dir / self.asked.against).exists()
+        # A configuration file above the repository makes its folder the rootdir.
+        if found is None and self._paths and is_revision and self.asked.against != _CALLABLE:
+            found = repository_of(self._paths[0].parent)
+        return found or root
 
     def _launch(self, items: Sequence[pytest.Item], selected: Sequence[pytest.Item]) -> Launch:
         from stackwise.gate.session import Launch
@@ -354,16 +386,16 @@ class Gate:
         functions = [item for item in selected if isinstance(item, pytest.Function)]
         of_file: dict[Path, list[str]] = {item.path: [] for item in items}
         for item in functions:
-            of_file.get(item.path, []).append(item.nodeid)
-        files = {item.nodeid: self._file(item) for item in (*items, *functions) if item.path in of_file}
-        root, start = self._root(), self.config.invocation_params.dir.resolve()
+            of_file.get(item.path, []).append(self._name(item))
+        files = {self._name(item): self._file(item) for item in (*items, *functions) if item.path in of_file}
+        root, start = self._root, self.config.invocation_params.dir.resolve()
         config = self.config.inipath
         return Launch(
             (
                 "-oaddopts=",
                 *_own_arguments(self.config),
                 *(f"{CONFTEST}={place}" for place in _conftests_with_options(self.config, root)),
-                f"--rootdir={self.config.rootpath.resolve()}",
+                f"--rootdir={self._rootdir}",
                 *(["-c", str(config.resolve())] if config is not None else []),
                 "--maxfail=0",
                 # One file that the base cannot import is no reason to run none of the others.
@@ -389,7 +421,7 @@ class Gate:
             self.asked.timeout,
             self.asked.against == _CALLABLE,
             self.config.pluginmanager.hasplugin("cacheprovider"),
-            {item.nodeid: of_file[item.path] for item in items},
+            {self._name(item): of_file[item.path] for item in items},
             self._start_time,
             self.asked.head is None,
         )
@@ -522,12 +554,13 @@ def _own_arguments(config: pytest.Config) -> list[str]:
 
 
 def _conftests_with_options(config: pytest.Config, root: Path) -> list[Path]:
-    """Return the conftests below `root` that declare options, in the order in which they were loaded.
+    """Return the conftests below `root` that may declare options, in the order in which they were loaded.
 
     A side runs some of the test files, and would find only the conftests of their folders.
     """
     modules = [plugin for _, plugin in config.pluginmanager.list_name_plugin()]
-    declaring = [module for module in modules if hasattr(module, "pytest_addoption")]
+    names = ("pytest_addoption", "pytest_plugins")
+    declaring = [module for module in modules if any(hasattr(module, name) for name in names)]
     files = [Path(getattr(module, "__file__", None) or "").resolve() for module in declaring]
     return [file for file in files if file.name == "conftest.py" and file.is_relative_to(root)]
 

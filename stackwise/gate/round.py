@@ -269,9 +269,7 @@ def run_round(
     now = real_time.time()
     times = (now if run_began is None else run_began, now)
 
-    def measure(
-        chosen: Sequence[str], whole: Container[str]
-    ) -> Iterator[tuple[str, Paired | Ended, bool]]:
+    def measure(chosen: Sequence[str], whole: Container[str]) -> Iterator[tuple[str, Paired | Ended, bool]]:
         """Yield of each test its name, its result and whether it may need the earlier tests of its file."""
         left, measured = _with_earlier(chosen, file_tests, whole), frozenset(chosen)
         restarted = set[str]()
@@ -339,9 +337,7 @@ def _with_earlier(
     return list(order)
 
 
-def _may_depend(
-    ended: Ended, test: str, ran: set[str], file_tests: Mapping[str, Sequence[str]]
-) -> bool:
+def _may_depend(ended: Ended, test: str, ran: set[str], file_tests: Mapping[str, Sequence[str]]) -> bool:
     """Return True if a test may have ended because earlier tests of its file had not run.
 
     Args:

@@ -115,7 +115,7 @@ def test_too_late(benchmark): benchmark(work.one)
     result.stdout.fnmatch_lines(
         [
             "gate: round 1: 1 of 8 tests are open, 1 are not begun*",
-            "crashed on head: ZeroDivisionError: division by zero (test_work.py:9)",
+            "set-up error: ZeroDivisionError: division by zero (test_work.py:9); it fails on both sides*",
             "crashed on head: it ended with code 9; *",
             "*= stackwise gate =*",
             "missing on base * failed: AttributeError: module 'work' has no attribute 'new'*",
@@ -132,8 +132,8 @@ def test_too_late(benchmark): benchmark(work.one)
         "test_new": "missing on base",
         "test_skipped": "skipped",
         "test_skips_itself": "skipped",
-        "test_known": "crashed on head",
-        "test_fails": "crashed on head",
+        "test_known": "set-up error",
+        "test_fails": "set-up error",
         "test_killed": "crashed on head",
         "test_short_of_time": "measured",
         "test_too_late": "not begun",

@@ -161,8 +161,44 @@ def test_installed_package_of_a_monorepo_is_no_pass(repository, run_apart, pytes
     result.stdout.fnmatch_lines(["INCONCLUSIVE *", "*core from *site-packages*, though its tree has one, *"])
 
 
-@pytest.mark.parametrize("options", [["--runslow"], []], ids=["given", "read"])
-def test_option_of_a_conftest_beside_the_benchmarks_is_known(repository, run_apart, options):
+def test_configuration_above_the_repository_compares_the_repository(repository, run_apart, pytester):
+    (pytester.path.parent / "pytest.ini").write_text("[pytest]\n")
+    git = repository({"work.py": WORK, "bench/test_work.py": BENCH, "conftest.py": ""}, {})
+    git("rm", "-q", "pytest.ini")
+    (pytester.path / "work.py").write_text("\n" + WORK)
+    result = run_apart("bench", "--stackwise-against=base", ONE_ROUND)
+    assert result.ret == 7
+    result.stdout.fnmatch_lines(
+        [f"rootdir: {pytester.path.parent}", "INCONCLUSIVE * bench/test_work.py::test_it * time *, limit 2%"]
+    )
+
+
+def test_file_outside_of_rootdir_is_compared_if_it_is_in_the_repository(repository, run_apart):
+    base = {"work.py": WORK, "bench/test_work.py": BENCH, "svc/pytest.ini": "[pytest]\npythonpath = ..\n"}
+    repository(base, {"work.py": "\n" + WORK})
+    result = run_apart("-c", "svc/pytest.ini", "bench", "--stackwise-against=base", ONE_ROUND)
+    assert result.ret == 7
+    result.stdout.fnmatch_lines(["INCONCLUSIVE * bench/test_work.py::test_it * time *, limit 2%"])
+
+
+def test_file_outside_of_the_repository_is_refused(repository, run_apart, tmp_path):
+    repository({"work.py": WORK, "bench/test_work.py": BENCH}, {"work.py": "\n" + WORK})
+    outside = tmp_path / "test_outside.py"
+    outside.write_text(BENCH)
+    result = run_apart("--rootdir=.", "bench", outside, "--stackwise-against=base", ONE_ROUND)
+    assert result.ret == 4
+    result.stderr.fnmatch_lines([f"ERROR: --stackwise-against: tests: got {outside}; allowed: a file in *"])
+
+
+BY_PLUGIN = {"tests/conftest.py": "pytest_plugins = ['more_options']\n"}
+
+
+@pytest.mark.parametrize(
+    ("place", "options"),
+    [("conftest", ["--runslow"]), ("conftest", []), ("plugin", ["--runslow"])],
+    ids=["given", "read", "plugin"],
+)
+def test_option_of_a_conftest_beside_the_benchmarks_is_known(repository, run_apart, place, options):
     """`--strict-config` refuses a setting that nobody has declared."""
     ini = "[pytest]\npythonpath = .\ntestpaths = tests bench\naddopts = --strict-config\nmarked = yes\n"
     old = "import work\ndef pytest_addoption(parser):\n    parser.addini('marked', '')\n"
@@ -175,7 +211,8 @@ def test_option_of_a_conftest_beside_the_benchmarks_is_known(repository, run_apa
         "tests/test_other.py": "def test_other(): pass\n",
         "bench/test_work.py": bench + "    benchmark(work.one)\n",
     }
-    repository(base, {"work.py": "\n" + WORK, "tests/conftest.py": new})
+    head = {"tests/conftest.py": new} if place == "conftest" else BY_PLUGIN | {"tests/more_options.py": new}
+    repository(base, {"work.py": "\n" + WORK, **head})
     result = run_apart("--stackwise-against=base", ONE_ROUND, *options)
     assert result.ret == 7
     result.stdout.fnmatch_lines(["INCONCLUSIVE * bench/test_work.py::test_it * time *, limit 2%"])

@@ -283,7 +283,7 @@ class Gate:
         from stackwise.gate.session import GateError, GateInterruptedError, run_gate
         from stackwise.gate.side.clock import real_time
 
-        self._say(f"gate: {len(items)} tests are compared with {self.asked.against}")
+        self._say(f"gate: compares {len(items)} test{'s' * (len(items) > 1)} with {self.asked.against}")
         with _terminable():
             try:
                 with self._trees(items) as (base, head, renamed):

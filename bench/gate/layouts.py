@@ -501,7 +501,7 @@ LAYOUTS: tuple[Layout, ...] = (
         "package called perf, with tests",
         {"pytest.ini": "[pytest]\n", "perf/__init__.py": "", "perf/test_work.py": _tests("perf.work")},
         "perf/work.py",
-        refusal="nothing to compare",
+        refusal="name it in pyproject.toml",
     ),
     Layout(
         "installed package called benchmark",

@@ -9,16 +9,16 @@ from pathlib import Path
 __all__ = ["STRAY", "Used", "why_mixed", "written_by_both"]
 
 STRAY = (
-    "which is not of its tree: what was measured is not what is compared. Install the project editable "
-    "(pip install -e .), or name its folder (-o pythonpath=src). If meson-python or scikit-build-core has "
-    "installed it editable, whose import hooks win over PYTHONPATH, uninstall it first (pip uninstall NAME)"
+    "so the gate would measure code that is not in the tree of this side. Install the project editable "
+    "(pip install -e .), or add its source folder (-o pythonpath=src). If meson-python or scikit-build-core "
+    "installed it editable, their import hooks win over PYTHONPATH: uninstall it first (pip uninstall NAME)"
 )
 _FOREIGN = (
-    "which is a file of the working tree or of the other side, not of its own tree: what was measured is not "
-    "what is compared. Name it relative to the test file, or build it with --stackwise-build"
+    "which belongs to the working tree or to the other side, so the gate would measure another revision. "
+    "Name the file relative to the test file, or build it with --stackwise-build"
 )
 _SHARED = (
-    "which changed during the run: one side may have the data of the other. Derive its name from "
+    "which changed during the run, so one side may have read the data of the other. Derive its name from "
     "STACKWISE_SIDE, or use tmp_path"
 )
 _SLACK = 0.1  # seconds by which the timestamp of a file may precede the write

@@ -103,7 +103,7 @@ def markdown(result: GateResult) -> str:
         blocks.append(markdown_table(header, table))
     if result.notes:
         blocks.append("\n".join(f"- {note}" for note in result.notes))
-    details = [f"{result.rounds} rounds in {result.seconds:.0f} s, seed {result.seed}"]
+    details = [f"{_counted(result.rounds, 'round')} in {result.seconds:.0f} s, seed {result.seed}"]
     if result.order_bias is not None and math.isfinite(result.order_bias):
         details.append(f"Being first in a pair was worth {result.order_bias:+.2%}, which the turns take out")
     blocks.append(". ".join(details) + ".")
@@ -241,10 +241,14 @@ def _summary(result: GateResult) -> str:
     told = told if result.compared else f"nothing was compared: {told}"
     if result.suite is not None:
         told = f"{told}, all tests together {result.suite.verdict}"
+    rounds = _counted(result.rounds, "round")
     return (
-        f"{result.verdict}: {result.head} against {result.base}: {told}; {result.rounds} rounds in "
-        f"{result.seconds:.0f} s"
+        f"{result.verdict}: {result.head} against {result.base}: {told}; {rounds} in {result.seconds:.0f} s"
     )
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _finding(test: TestResult) -> str:

@@ -1,4 +1,4 @@
-"""Session: rounds, until every test is decided."""
+"""Session: a run of the gate, which makes rounds until each test is decided or the time is up."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import re
 import shutil
 import statistics
 import sys
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -46,13 +46,14 @@ _COMPILED = ("TORCHINDUCTOR_CACHE_DIR", "TORCH_EXTENSIONS_DIR", "TRITON_CACHE_DI
 # whose whole path has 104 at most.
 _LONGEST_TEMPORARY = 50
 _NOTHING_OWN = (
-    "neither side has imported any code of its tree but the tests: what is installed was compared with "
-    "itself. Install the project editable (pip install -e .), or name its folder in pytest's pythonpath"
+    "neither side imported code of its tree, apart from tests, so installed code was compared with itself. "
+    "Install the project editable (pip install -e .), or add its source folder to pytest's pythonpath"
 )
+_INTERRUPTED = "the run was interrupted: tests that were not decided are INCONCLUSIVE"
 
 
 class GateError(RuntimeError):
-    """What was measured is not what was to be compared."""
+    """The run did not measure the code that it was to compare."""
 
 
 class GateInterruptedError(KeyboardInterrupt):
@@ -69,7 +70,7 @@ class GateInterruptedError(KeyboardInterrupt):
 
 @dataclass(frozen=True)
 class Launch:
-    """How the process of a side is started.
+    """Settings with which the processes of the sides are started.
 
     Attributes:
         arguments: of pytest, but for the tests; a path of `root` in them means the same place in the side's
@@ -105,7 +106,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a session is.
+    """Progress of a session.
 
     Attributes:
         round: that is over, or is going on if `passed` is a number; from 1.
@@ -191,8 +192,8 @@ def run_gate(
         nonlocal reported
         reported = budget.elapsed
         if on_progress is not None:
-            flagged, opened = sum(test.confirming for test in begun), sum(test.open for test in begun)
-            on_progress(Progress(number, opened, len(tests), flagged, reported, len(waiting), passed))
+            flagged, n_open = sum(test.confirming for test in begun), sum(test.open for test in begun)
+            on_progress(Progress(number, n_open, len(tests), flagged, reported, len(waiting), passed))
 
     try:
         with temporary_folder() as folder, _starter(folder, base, head, launch, all_tests) as start:
@@ -286,15 +287,10 @@ def run_gate(
             *notes,
             *dict.fromkeys((*base.notes, *head.notes)),
             *filter(None, [_hidden(base, imported)]),
-            *dict.fromkeys(test.mixed for test in all_tests.values() if test.mixed),
             *(f"both sides write {path}: derive its name from STACKWISE_SIDE" for path in sorted(written)),
             *(() if order.balanced else ("one side was first more often than the other: do not trust this",)),
-            *_other_work(all_tests.values()),
-            *_slower_now_and_then(all_tests.values()),
-            *_dependent(all_tests.values()),
-            *_unused(results),
-            *_warned(all_tests.values()),
-            *(("the run was interrupted: what was open then is INCONCLUSIVE",) if interrupted else ()),
+            *_notes_on(all_tests.values(), results),
+            *((_INTERRUPTED,) if interrupted else ()),
         ),
     )
     if interrupted:
@@ -303,7 +299,7 @@ def run_gate(
 
 
 def _seconds(sampling: Sampling, begun: Sequence[OpenTest], around: float) -> float:
-    """For which a round measures each side of a test: all together for half as long as it takes to start.
+    """Return for how many seconds a round measures each side of a test: in all, half of its starting time.
 
     What noise of the machine leaves in a round falls with this time, and where one test is left of many, a
     round that takes 3 s to start would measure it for 0.6 s. But more rounds say more than longer ones.
@@ -326,15 +322,18 @@ def _suite(tests: Iterable[OpenTest], results: Sequence[TestResult], rule: Rule)
 
 
 def _hidden(base: Tree, imported: Container[str]) -> str:
-    """Return a sentence on the changed modules that a side imported and that are head's on both sides."""
+    """Return a sentence on the changed modules that a side imported and that both sides take from head."""
     files = [str(file) for file in base.hidden if str(file) in imported]
     if not files:
         return ""
-    return f"{', '.join(files)}: head's on both sides, in a folder of tests: the change was not compared"
+    return (
+        f"{', '.join(files)}: taken from head on both sides, as part of a folder of tests, so the change was "
+        "not compared; if the folder is a package of the project, name it in pyproject.toml"
+    )
 
 
 def _compares_nothing(base: Tree, head: Tree, imported: Set[str], opened: Set[str]) -> bool:
-    """Return True if all that has changed of the files that a side used is head's on both sides.
+    """Return True if both sides take every changed file that they used from head.
 
     Files that a build has made count as well.
     """
@@ -349,17 +348,27 @@ def _differs(one: Path, other: Path) -> bool:
     return any(exist) and not (all(exist) and filecmp.cmp(one, other, shallow=False))
 
 
+def _notes_on(tests: Collection[OpenTest], results: Iterable[TestResult]) -> Iterator[str]:
+    """Yield a note on everything unusual about the tests."""
+    yield from dict.fromkeys(test.mixed for test in tests if test.mixed)
+    yield from _other_work(tests)
+    yield from _slower_now_and_then(tests)
+    yield from _dependent(tests)
+    yield from _unused(results)
+    yield from _warned(tests)
+
+
 def _other_work(tests: Iterable[OpenTest]) -> Iterator[str]:
-    """Of each test whose calls do not handle as many tokens on both sides a sentence that says so."""
+    """Yield a sentence on each test whose calls handle more tokens on one side than on the other."""
     for test in tests:
         base, head = test.tokens
         if base and head and base != head:
             counts = f"{base} tokens on the base, {head} on the head"
-            yield f"{test.nodeid}: a call handles {counts}: it is not the same work"
+            yield f"{test.nodeid}: a call handles {counts}: the sides do different work"
 
 
 def _slower_now_and_then(tests: Iterable[OpenTest]) -> Iterator[str]:
-    """Of each test whose median call is not too slow, while the mean is, a sentence that says so."""
+    """Yield a sentence on each test whose median call is within the tolerance, while its mean is not."""
     for test in tests:
         trial = test.trials.get("time")
         if trial is None or trial.decision is None or not trial.decision.verdict.ok:
@@ -404,7 +413,7 @@ def _first(tests: Sequence[str]) -> str:
 def _starter(
     folder: Path, base: Tree, head: Tree, launch: Launch, all_tests: Mapping[str, OpenTest]
 ) -> Iterator[Starter]:
-    """What starts processes, for as long as this lasts: their plugin and what they print lie in `folder`."""
+    """Yield the function that starts the processes of a round. Plugin and logs of these lie in `folder`."""
     trees = {"base": base, "head": head}
     is_long = len(str(folder)) > _LONGEST_TEMPORARY
     shorter = ExitStack()
@@ -487,6 +496,6 @@ def _watches(tests: Sequence[OpenTest]) -> bool:
 
 
 def _moved(argument: str, root: Path, tree: Path) -> str:
-    """The argument with places below `root` as the same below `tree`."""
+    """Return the argument with each path below `root` replaced by the same path below `tree`."""
     place = rf"(?:^|(?<=[=,:])){re.escape(str(root))}(?=$|{re.escape(os.sep)})"
     return re.sub(place, lambda _: str(tree), argument)

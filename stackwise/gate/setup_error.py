@@ -29,13 +29,13 @@ _OF_THE_CODE = re.compile(r"(E\s+)?(AssertionError|assert|KeyError)\b")
 _VARYING = re.compile(r"0x[0-9a-f]+|(?<=\.py:)\d+")
 _COMPILED = (".so", ".pyd", ".dylib")
 _ONLY_IN_THE_TREE = (
-    "your run could collect it, and its copy of the head could not: a file may be missing in the copy since "
-    "git ignores it (see git status --ignored); make it by --stackwise-build=COMMAND"
+    "your run collected it, but the copy of the head could not: a file may be missing in the copy because "
+    "git ignores it (see git status --ignored). Make the file with --stackwise-build=COMMAND"
 )
 _RUN_IT_PLAIN = "run it with pytest, without the gate, to see whether it fails in your folder"
-_NAME_BY_CHANCE = (
-    "your run has collected one: its name may be made by chance, as of the order of a set or of the time; "
-    "give it a fixed name (pytest.param(..., id=NAME))"
+_VARYING_NAME = (
+    "your run collected it: its name may differ between processes, for example if it contains the time or "
+    "the order of a set. Give it a fixed name (pytest.param(..., id=NAME))"
 )
 
 
@@ -102,7 +102,7 @@ class SetupErrors:
         if missing is not None:
             return self._command(role, missing)
         if role == "head" and self.own_head and word in _BEFORE_THE_TEST:
-            return _NAME_BY_CHANCE if word == "missing" else _ONLY_IN_THE_TREE
+            return _VARYING_NAME if word == "missing" else _ONLY_IN_THE_TREE
         return ""
 
     def _is_left_out(self, role: str, path: Path) -> bool:

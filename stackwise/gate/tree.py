@@ -196,8 +196,10 @@ def _not_an_ancestor(root: Path, name: str, base: str, head: str | None) -> list
     if _if_shallow(root) or run_git(root, "merge-base", "--is-ancestor", base, tip).returncode != 1:
         return []
     count = run_git(root, "rev-list", "--count", f"{tip}..{base}").stdout.strip()
-    note = f"{name} is no ancestor of the head: commits that the head lacks ({count}) are compared too"
-    return [f"{note}; to compare with the commit where both part: {name}..."]
+    note = (
+        f"{name} is not an ancestor of the head: its commits that the head lacks ({count}) are compared too"
+    )
+    return [f"{note}; to compare with their merge base: {name}..."]
 
 
 def _if_shallow(repository: Path) -> str:

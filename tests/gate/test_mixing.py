@@ -33,10 +33,10 @@ def test_nothing_used_is_nothing_mixed():
 def test_foreign_files_and_modules_are_named_with_their_side(role):
     sides = {"base": used(), "head": used()}
     sides[role].add("", {"foreign": ["/b", "/a"], "read": [], "written": []})
-    assert why_mixed(sides, NOW, NOW).startswith(f"{role} used /a, which is a file of the working tree or")
+    assert why_mixed(sides, NOW, NOW).startswith(f"{role} used /a, which belongs to the working tree or")
     sides[role].add("/c.py", {"foreign": [], "read": [], "written": []})
     sides[role].add("", {"foreign": [], "read": [], "written": []})
-    assert why_mixed(sides, NOW, NOW).startswith(f"{role} imported /c.py, which is not of its tree")
+    assert why_mixed(sides, NOW, NOW).startswith(f"{role} imported /c.py, so the gate would measure")
 
 
 @pytest.mark.parametrize(
@@ -107,8 +107,8 @@ def work(): return sum(range(int(data.read_text())))
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        (LIBRARY, "base used {root}/library.py, which is a file of the working tree"),
-        (SCRIPT, "base used {root}/script.sh, which is a file of the working tree"),
+        (LIBRARY, "base used {root}/library.py, which belongs to the working tree"),
+        (SCRIPT, "base used {root}/script.sh, which belongs to the working tree"),
         (SHARED, "base and head used {data}, which changed during the run"),
     ],
 )

@@ -79,7 +79,9 @@ def test_a_hidden_change_alone_is_nothing_to_compare(project):
     code, result, output = run_gate(root, tests="perf")
     assert code == 5, output
     assert result["tests"][0]["status"] == "skipped"
-    assert result["tests"][0]["detail"].startswith("nothing to compare: perf/core.py: head's on both sides")
+    assert result["tests"][0]["detail"].startswith(
+        "nothing to compare: perf/core.py: taken from head on both sides"
+    )
 
 
 @pytest.mark.slow
@@ -97,7 +99,9 @@ def test_a_hidden_change_beside_another_is_told(project, engine, change):
     root = project({"engine.py": engine, "data.txt": "", "run.sh": ""}, change)
     code, result, output = run_gate(root, ONE_ROUND, tests="perf")
     assert code == 7, output
-    assert any(note.startswith("perf/core.py: head's on both sides") for note in result["notes"]), output
+    assert any(note.startswith("perf/core.py: taken from head on both sides") for note in result["notes"]), (
+        output
+    )
 
 
 @pytest.mark.slow

@@ -358,7 +358,7 @@ def test_a_call_that_holds_nothing():
         ("skip", "skipped", "no GPU"),
         ("fail", "failed", "E  Oops"),
         ("pass", "not measured", "it never called what is to be measured"),
-        (cost(stray="/x.py", own=False), "refused", "it imported /x.py, which is not of its tree"),
+        (cost(stray="/x.py", own=False), "refused", "it imported /x.py, so the gate would measure"),
         ("not imported", "not collected", "ImportError: cannot import name 'new' from 'work'"),
     ],
 )
@@ -930,8 +930,8 @@ def test_a_head_that_breaks_later_is_broken(sides, tmp_path):
 @pytest.mark.parametrize(
     ("used", "reason"),
     [
-        ({"stray": "/x.py"}, "head imported /x.py, which is not of its tree"),
-        ({"files": {"foreign": ["/root/x.so"]}}, "head used /root/x.so, which is a file of the working tree"),
+        ({"stray": "/x.py"}, "head imported /x.py, so the gate would measure"),
+        ({"files": {"foreign": ["/root/x.so"]}}, "head used /root/x.so, which belongs to the working tree"),
     ],
     ids=["module", "file"],
 )
@@ -991,7 +991,7 @@ def test_what_is_installed_is_not_compared_with_itself(sides, tmp_path, monkeypa
         return made
 
     monkeypatch.setattr(session, "SideProcess", start)
-    with pytest.raises(GateError, match="what is installed was compared with itself"):
+    with pytest.raises(GateError, match="installed code was compared with itself"):
         gate(tmp_path, (A,))
 
 
@@ -1178,7 +1178,7 @@ def test_an_interruption_leaves_what_was_decided(sides, tmp_path, monkeypatch):
     assert still_open.trials["time"].decision.reason.endswith("; interrupted")
     assert len(still_open.trials["time"].differences) == 6
     assert skipped.status == "skipped"
-    assert found.notes == ("the run was interrupted: what was open then is INCONCLUSIVE",)
+    assert found.notes == ("the run was interrupted: tests that were not decided are INCONCLUSIVE",)
     assert not any(process.alive for pair in rounds for process in pair.values())
     assert not list(tmp_path.iterdir())
 
@@ -1223,7 +1223,7 @@ def test_tokens_of_a_call_are_those_of_its_side(sides, tmp_path):
     assert [test.tokens for test in found.tests] == [(512, 512), (512, 256)]
     assert found.tests[0].tokens_per_second == pytest.approx((5120.0, 5120.0))
     assert found.notes == (
-        f"{B}: a call handles 512 tokens on the base, 256 on the head: it is not the same work",
+        f"{B}: a call handles 512 tokens on the base, 256 on the head: the sides do different work",
     )
 
 

@@ -110,7 +110,7 @@ def test_base_that_is_no_ancestor_is_noted(repository):
     with trees(repository, "other") as (base, _, _):
         [note] = base.notes
     assert note.startswith(
-        "other is no ancestor of the head: commits that the head lacks (1) are compared too"
+        "other is not an ancestor of the head: its commits that the head lacks (1) are compared too"
     )
     assert note.endswith(": other...")
     with trees(repository, "base") as (base, _, _):

@@ -485,7 +485,7 @@ def test_what_is_installed_is_not_compared_with_itself(project, pytester):
     project("def test_it(benchmark): benchmark(sum, range(100))\n", "OLD = 1\n", "NEW = 1\n")
     result = pytester.runpytest_inprocess("--stackwise-against=base", ONE_ROUND)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines(["ERROR: *what is installed was compared with itself*"])
+    result.stderr.fnmatch_lines(["ERROR: *installed code was compared with itself*"])
 
 
 def test_a_file_that_the_base_cannot_import_is_no_matter_of_the_others(project, pytester):
@@ -560,7 +560,7 @@ def test_long(benchmark):
     process.send_signal(number)
     output, _ = process.communicate(timeout=HANG_SECONDS)
     assert process.returncode == pytest.ExitCode.INTERRUPTED, output
-    assert "the run was interrupted: what was open then is INCONCLUSIVE" in output
+    assert "the run was interrupted: tests that were not decided are INCONCLUSIVE" in output
     pids = [int(path.name) for path in seen.iterdir()]
     assert len(pids) == 2, output
     assert all(map(ends, pids))
@@ -648,7 +648,7 @@ def test_short_summary_has_test_change_and_limit_in_80_columns(project, pytester
     lines = result.outlines
     assert "FAILED bench/test_work.py::test_step - time +5.30% > 2%" in lines
     assert "REGRESSED  bench/test_work.py::test_step  time +5.30% > 2%" in lines
-    assert "gate: 2 tests are compared with base" in lines
+    assert "gate: compares 2 tests with base" in lines
     assert not any("test_late" in line for line in lines)
 
 

@@ -86,7 +86,7 @@ class Imports:
             self._new.append(str(path.relative_to(self._tree)))
             self._own = self._own or not any(path.is_relative_to(test) for test in self._tests)
         elif name in self._packages and not self._of_python(path):
-            self._stray = f"{name} from {path}, though its tree has one"
+            self._stray = f"{name} from {path}, although its tree has {name}"
         elif any(path.is_relative_to(folder) for folder in self._ours):
             return  # this package; trees may lie below the project, where TMPDIR does
         elif any(path.is_relative_to(f) and not is_installed(path, f) for f in self._foreign):

@@ -213,7 +213,7 @@ def _status(ended: Ended) -> tuple[Status, str]:
         match role, how:
             case _, "refused":
                 return "set-up error", detail
-            case _, "not measured" | "out of order":
+            case _, "not measured" | "out of order" | "killed":
                 return "not measured", f"{role}: {detail}"
             case "head", "skipped" if "base" not in ended.how:
                 return "skipped on head", f"{detail}; the base runs it"

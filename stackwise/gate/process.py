@@ -32,6 +32,10 @@ __all__ = ["SideFailedError", "SideProcess"]
 _PATIENCE = 5.0  # seconds that a process has to end by itself
 _LOOK = 1.0  # seconds after which it is looked whether a silent process is still there
 _TAIL = 3000  # characters of what it printed
+_KILLED = (
+    "the system killed it (SIGKILL), probably because the machine is short of memory: "
+    "both sides run at the same time"
+)
 _SHARED_FILE = "derive its name from STACKWISE_SIDE"
 
 
@@ -39,7 +43,7 @@ class SideFailedError(RuntimeError):
     """A process crashed, hung, or said what it should not have.
 
     Attributes:
-        how: "crashed", "hung" or "out of order".
+        how: "crashed", "killed" (by the system, not by its own code), "hung" or "out of order".
     """
 
     def __init__(self, how: str, detail: str) -> None:
@@ -240,6 +244,8 @@ class SideProcess:
             self._process.wait(_PATIENCE)
         code = self._process.poll()
         if code is not None and code < 0:
+            if code == -signal.SIGKILL:
+                return SideFailedError("killed", f"{_KILLED}; {self.printed()}")
             with contextlib.suppress(ValueError):
                 return SideFailedError(
                     "crashed", f"it was ended by {signal.Signals(-code).name}; {self.printed()}"

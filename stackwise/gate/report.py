@@ -7,6 +7,7 @@ import json
 import math
 import os
 import statistics
+import textwrap
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -57,7 +58,7 @@ def short_text(test: TestResult) -> str:
     if not trial.differences:
         return f"{metric}: {_one_line(trial.decision.reason)}"
     is_worse = trial.decision.verdict is Verdict.REGRESSED
-    return f"{metric} {_change(trial)}{' >' if is_worse else ', limit'} {_share(trial.tolerance)}"
+    return f"{metric} {_change(trial)}{' >' if is_worse else ', limit'} {_tolerance(trial)}"
 
 
 def terminal_lines(result: GateResult, *, verbose: bool = False, width: int = 80) -> list[str]:
@@ -69,7 +70,7 @@ def terminal_lines(result: GateResult, *, verbose: bool = False, width: int = 80
         width: most characters of the line of a measured test; names are shortened at their beginning.
     """
     tests = [test for test in result.findings if test.status != "not begun"]
-    rows = [row for test in tests for row in (_rows(test) if verbose else [_short_row(test)])]
+    rows = [row for test in tests for row in (_rows(test) if verbose else [_short_row(test, width)])]
     last = 4 if verbose else 2
     widths = [max((len(row[column]) for row in rows), default=0) for column in range(last)]
     if not verbose and rows:
@@ -257,10 +258,14 @@ def _finding(test: TestResult) -> str:
     return _one_line("; ".join(_trial_text(test, *each) for each in wrong) or test_text(test))
 
 
-def _short_row(test: TestResult) -> tuple[str, ...]:
-    """Return verdict, test, and change or reason."""
+def _short_row(test: TestResult, width: int) -> tuple[str, ...]:
+    """Return verdict, test, and change or reason.
+
+    A reason is shortened to fit into a line of `width` characters, but to no fewer than 40.
+    """
     if not test.trials:
-        return test.status, test.nodeid, _one_line(test.detail)
+        room = max(40, width - len(test.status) - len(test.nodeid) - 4)
+        return test.status, test.nodeid, textwrap.shorten(test.detail, room, placeholder=" ...")
     return str(test.verdict), test.nodeid, short_text(test)
 
 
@@ -298,7 +303,7 @@ def _table_rows(test: TestResult) -> list[list[str]]:
             *_each_cost(test, metric, trial),
             _change(trial),
             _interval(trial),
-            _share(trial.tolerance),
+            _tolerance(trial),
             _rounds(trial),
         ]
         for metric, trial in test.trials.items()
@@ -311,7 +316,7 @@ def _trial_text(test: TestResult, metric: str, trial: TrialResult) -> str:
     costs = f"{_levels(trial)}{beside}, " if _levels(trial) else ""
     return (
         f"{metric} {decision.verdict}: {costs}{_change(trial)} {_interval(trial)} at "
-        f"{_level(decision.level)}, tolerance {_share(trial.tolerance)}: {decision.reason}{_unlike(trial)}"
+        f"{_level(decision.level)}, tolerance {_tolerance(trial)}: {decision.reason}{_unlike(trial)}"
     )
 
 
@@ -382,9 +387,13 @@ def _interval(trial: TrialResult) -> str:
     return f"[{low:+.2%}, {high:+.2%}]" if math.isfinite(low) and math.isfinite(high) else "[not known]"
 
 
-def _share(share: float) -> str:
-    """In percent; of what a floor has made larger than ten times the cost, as so many times."""
-    return f"{100 * share:.3g}%" if share < 10 else f"{share:.3g} times"
+def _tolerance(trial: TrialResult) -> str:
+    """Return the tolerance in percent, or in the metric's unit if a floor exceeds ten times the cost."""
+    if trial.tolerance < 10:
+        return f"{100 * trial.tolerance:.3g}%"
+    if trial.levels is None:
+        return f"{trial.tolerance:,.0%}"
+    return (byte_text if trial.unit == "B" else time_text)(trial.tolerance * trial.levels[0])
 
 
 def _rounds(trial: TrialResult) -> str:

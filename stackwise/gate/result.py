@@ -126,9 +126,10 @@ class TestResult:
     Attributes:
         nodeid: pytest's name of the test, or another that is unique.
         status: "measured", or what came instead of a measurement, and on which side. "not begun": there was
-            no time for it. "not measured": a side did not run the tests in their order, or only one side
-            called `benchmark` or `throughput`. "unused": neither side did. "set-up error": it cannot be
-            measured until the test, the trees or the environment are changed; `detail` says how.
+            no time for it. "not measured": a side did not run the tests in their order, the system killed a
+            side, or only one side called `benchmark` or `throughput`. "unused": neither side did. "set-up
+            error": it cannot be measured until the test, the trees or the environment are changed; `detail`
+            says how.
         trials: by metric ("time", "memory", "ttft", "tpot"); none where it was not measured.
         detail: the end of what a side wrote before it crashed, the new name of a test, and the like.
         file: where the test is, relative to the project; "": not known.

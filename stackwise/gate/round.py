@@ -122,9 +122,9 @@ class Ended:
 
     Attributes:
         how: of a side "skipped", "failed", "not collected" (its file or class failed), "missing", "crashed",
-            "not started" (the process crashed before its first test), "hung", "out of order" (it ran another
-            test twice), "refused" (the gate cannot measure it until its set-up is changed) or "not measured"
-            (it passed and never called what is measured).
+            "not started" (the process crashed before its first test), "killed" (by the system), "hung", "out
+            of order" (it ran another test twice), "refused" (the gate cannot measure it until its set-up is
+            changed) or "not measured" (it passed and never called what is measured).
         detail: of the same sides, why.
         seconds: that this took.
         warnings: RuntimeWarnings of each side, by side.

@@ -496,6 +496,16 @@ def _watches(tests: Sequence[OpenTest]) -> bool:
 
 
 def _moved(argument: str, root: Path, tree: Path) -> str:
-    """Return the argument with each path below `root` replaced by the same path below `tree`."""
-    place = rf"(?:^|(?<=[=,:])){re.escape(str(root))}(?=$|{re.escape(os.sep)})"
-    return re.sub(place, lambda _: str(tree), argument)
+    """Return the argument with each path below `root` replaced by the same path below `tree`.
+
+    A path may lead to `root` through a symbolic link.
+    """
+
+    def replaced(match: re.Match[str]) -> str:
+        given = Path(match[0])
+        for path in (given, given.resolve()):
+            if path.is_relative_to(root):
+                return str(tree / path.relative_to(root))
+        return match[0]
+
+    return re.sub(r"(?:^|(?<=[=,:]))/[^=,:]*", replaced, argument)

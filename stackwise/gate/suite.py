@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Sequence
 from itertools import zip_longest
 
+from stackwise.gate.outlier import without_outliers
 from stackwise.gate.result import TestResult, TrialResult
 from stackwise.gate.sequential import Rule, surely_differs
 from stackwise.gate.trial import LEAST_FRESH, Trial
@@ -30,7 +31,8 @@ def suite_result(times: Sequence[Trial], rule: Rule) -> TestResult | None:
     The difference of a round is the mean difference over all tests. Each test has the rounds up to the first
     look, whatever its result. Only earlier rounds decide which tests have later rounds, so later rounds do
     not bias the mean. At least one later round with half of the tests is required. A Student's t interval
-    over the rounds has to exclude 0 at `ALPHA`, and the mean has to exceed the mean tolerance.
+    over the rounds has to exclude 0 at `ALPHA`, and the mean difference has to exceed the tolerance of the
+    tests that it is from.
 
     Args:
         times: trials of the metric "time", one per test.
@@ -44,7 +46,13 @@ def suite_result(times: Sequence[Trial], rule: Rule) -> TestResult | None:
     limits = [trial.limit.at(trial.base_level) for trial in whole]
     tolerance, least = (statistics.fmean(column) for column in zip(*limits, strict=True))
     found = surely_differs(differences, tolerance, ALPHA)
-    if len(differences) < first_look + LEAST_FRESH or found is None or found[0] <= tolerance:
+    # Per test: tests with a wide tolerance may have more of the later rounds.
+    tolerances = [limit for limit, _ in limits]
+    excess = _means(
+        [[value - own for value in trial.differences] for trial, own in zip(whole, tolerances, strict=True)]
+    )
+    exceeds = found is not None and found[0] > 0 and without_outliers(excess, tolerance).mean() > 0
+    if len(differences) < first_look + LEAST_FRESH or found is None or not exceeds:
         return None
     estimate, low, high = map(math.expm1, found)
     rounds = len(differences)

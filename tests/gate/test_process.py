@@ -187,6 +187,14 @@ def test_what_a_process_answers(start):
     assert lost.value.how == "crashed"
 
 
+def test_killed_by_the_system_names_the_shortage_of_memory(start):
+    process = start(["test_b"], "import os\n\ndef test_b(benchmark):\n    os.kill(os.getpid(), 9)\n")
+    process.receive()
+    with pytest.raises(SideFailedError, match=r"SIGKILL.*short of memory") as lost:
+        process.receive()
+    assert lost.value.how == "killed"
+
+
 SUBTESTS = """
 import unittest
 import pytest

@@ -221,8 +221,20 @@ def test_rounds_that_are_unlike_the_others_are_told():
 
 
 def test_a_tolerance_that_a_floor_has_raised_stays_legible():
-    small = replace(SLOWER.trials["memory"], tolerance=138.8)
-    assert "tolerance 139 times:" in test_text(TestResult("a", trials={"memory": small}))
+    small = replace(SLOWER.trials["memory"], tolerance=1024.0, base=(64.0,), head=(128.0,))
+    assert "tolerance 64 KiB:" in test_text(TestResult("a", trials={"memory": small}))
+    unknown = replace(small, base=(), head=())
+    assert "tolerance 102,400%:" in test_text(TestResult("a", trials={"memory": unknown}))
+
+
+def test_a_long_reason_is_shortened_in_the_terminal_line():
+    crashed = TestResult(
+        "bench/test_a.py::test_b", "crashed on head", {}, f"it ended with code 1; {'x' * 3000}"
+    )
+    short, *_ = terminal_lines(gate(crashed), width=100)
+    assert len(short) <= 100 and short.startswith("crashed on head") and "ended with code 1" in short
+    long, *_ = terminal_lines(gate(crashed), verbose=True)
+    assert "x" * 3000 in long
 
 
 def test_tokens_per_second_stand_beside_the_time():

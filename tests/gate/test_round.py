@@ -98,6 +98,8 @@ class Script:
                 self._over(False)
             case "crash":
                 self.answers += [SideFailedError("crashed", "it was ended by SIGSEGV")]
+            case "kill":
+                self.answers += [SideFailedError("killed", "the system killed it (SIGKILL)")]
             case "hang":
                 self.answers += [SideFailedError("hung", "nothing was heard of it for 9 s")]
             case _:
@@ -1129,6 +1131,9 @@ def test_the_metrics_that_there_are_decide_how_strictly_flags_are_confirmed(side
 def test_places_are_those_of_the_tree(tmp_path):
     moved = session._moved
     root, tree = Path("/app"), Path("/t/head")
+    (tmp_path / "root").mkdir()
+    (tmp_path / "link").symlink_to("root")
+    assert moved(f"--data={tmp_path}/link/x", (tmp_path / "root").resolve(), tree) == "--data=/t/head/x"
     for given, expected in {
         "/app": "/t/head",
         "--rootdir=/app/x": "--rootdir=/t/head/x",
@@ -1137,6 +1142,16 @@ def test_places_are_those_of_the_tree(tmp_path):
         "a:/app/x,/app/y": "a:/t/head/x,/t/head/y",
     }.items():
         assert moved(given, root, tree) == expected
+
+
+@pytest.mark.parametrize("role", ["base", "head"])
+def test_side_that_the_system_kills_is_no_regression(role, sides, tmp_path):
+    """Memory is short: that says nothing about one of the revisions."""
+    tests = {"base": cost(), "head": cost()} | {role: "kill"}
+    sides({A: tests["base"]}, {A: tests["head"]})
+    (found,) = gate(tmp_path, (A,)).tests
+    assert (found.status, found.outcome("warn")) == ("not measured", "inconclusive")
+    assert found.detail == f"{role}: the system killed it (SIGKILL)"
 
 
 @pytest.mark.parametrize("given", [{"tests": ()}, {"most_seconds": 0.0}])

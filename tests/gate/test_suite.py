@@ -1,6 +1,7 @@
 """The slowdown that all tests of a run have in common."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -72,6 +73,19 @@ def test_a_slower_suite_is_found(change, least):
 
 def test_a_suite_that_is_slower_by_less_than_the_tolerance_is_none():
     assert found(200, change=0.01, common=0.0) == 0
+
+
+def test_tests_within_their_own_tolerance_are_no_regression():
+    """Only tests with a wide tolerance have later rounds, so the mean of these rounds is larger."""
+    rng = np.random.default_rng(0)
+
+    def measured(tolerance, change, rounds):
+        values = tuple(math.log1p(change) + 0.01 * rng.standard_normal(rounds))
+        return SimpleNamespace(differences=values, limit=Limit(tolerance), base_level=1e-3)
+
+    within = [measured(0.5, 0.4, ROUNDS + 20) for _ in range(10)]
+    assert suite_result([*within, *(measured(0.01, 0.0, ROUNDS) for _ in range(10))], RULE) is None
+    assert suite_result([*within, *(measured(0.01, 0.4, ROUNDS + 20) for _ in range(10))], RULE) is not None
 
 
 def test_result_names_change_and_interval():

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -123,14 +124,14 @@ def _environment() -> Path:
     """Return the Python of an environment that has the plugins beside what is installed here."""
     place = FOLDER / "venv"
     python = place / "bin" / "python"
-    if not (place / "installed").exists():
+    requirements, installed = Path(__file__).with_name("adoption.txt"), place / "installed.txt"
+    if not installed.exists() or installed.read_text() != requirements.read_text():
         venv.create(place, clear=True, with_pip=True)
         here = [path for path in sys.path if path.endswith("site-packages")]
         (site_packages(place) / "outer.pth").write_text("".join(f"{path}\n" for path in [*here, str(ROOT)]))
-        requirements = Path(__file__).with_name("adoption.txt")
         install = [str(python), "-m", "pip", "install", "--quiet", "--no-deps", "-r", str(requirements)]
         subprocess.run(install, check=True)
-        (place / "installed").touch()
+        shutil.copyfile(requirements, installed)
     return python
 
 

@@ -7,6 +7,7 @@ it, inside of its call, where JUnit, xfail and -x look for it.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import shlex
 import shutil
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 
 from pytest_stackwise import benchmark_items, gate_judges, markers, options, records
+from stackwise.support.progress import duration_text
 
 if TYPE_CHECKING:
     from stackwise.gate.result import GateResult, TestResult
@@ -459,15 +461,17 @@ class Gate:
             reporter.flush()
 
     def _show(self, progress: Progress) -> None:
+        time = f"{progress.seconds:.0f} s"
+        if math.isfinite(progress.most_left) and progress.open:
+            time = f"{time}, at most {duration_text(progress.most_left)} left"
         if progress.passed is not None:
-            of = f"{progress.passed} tests measured"
-            self._say(f"gate: round {progress.round}: {of} ({progress.seconds:.0f} s)")
+            self._say(f"gate: round {progress.round}: {progress.passed} tests measured ({time})")
             return
         confirming = f", {progress.confirming} to be confirmed" if progress.confirming else ""
         waiting = f", {progress.waiting} are not begun" if progress.waiting else ""
         self._say(
             f"gate: round {progress.round}: {progress.open} of {progress.tests} tests are open{confirming}"
-            f"{waiting} ({progress.seconds:.0f} s)"
+            f"{waiting} ({time})"
         )
 
 

@@ -289,7 +289,9 @@ class TestCheck:
 
     def test_seed(self, call):
         for seed, other in ((3, 4), (4, 3)):
-            _, out, _ = call("check", "cli_models.py:telling", "--seed", str(seed), "--checks", "causality")
+            _, out, _ = call(
+                "check", "cli_models.py:telling", "-v", "--seed", str(seed), "--checks", "causality"
+            )
             assert f"seed {'x' * seed}\n" in out and f"seed {'x' * other}\n" not in out
 
     def test_random_state_is_left_alone(self, call):
@@ -342,9 +344,20 @@ class TestVerdict:
         page = (workplace / "out.md").read_text()
         assert "**verdict: WARN" in page and "| PASS | determinism |" in page
 
-    def test_output_of_the_model_is_shown_once(self, call):
-        _, out, err = call("check", "cli_models.py:telling", "--checks", "causality", "--seed", "0")
+    def test_output_of_the_model_is_hidden(self, call):
+        _, out, err = call("check", "cli_models.py:telling", "--checks", "causality")
+        assert "built under seed" not in out + err
+        assert re.search(
+            r"^\(\d+ lines of output of the model .* hidden: -v shows them\)$", out, re.MULTILINE
+        )
+
+    def test_output_of_the_model_is_shown_once_with_v(self, call):
+        _, out, err = call("check", "cli_models.py:telling", "-v", "--checks", "causality", "--seed", "0")
         assert out.count("built under seed") == 1 and "repeated lines are not shown" in err
+
+    def test_last_line_is_the_verdict_with_the_path_of_the_report(self, call):
+        _, out, _ = call("check", "cli_models.py:good", "--checks", "causality", "--report", "found.md")
+        assert out.splitlines()[-1] == "verdict: PASS (checks: 1 passed), report: found.md"
 
 
 class TestClaims:

@@ -8,6 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 ROOMS = [
+    "support",
     "argument",
     "amount",
     "text_file",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sysconfig
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,13 @@ from stackwise.trainer_spec import TrainerSpec
 
 _INSTALLED = {Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 
+OnProgress = Callable[[int, int, str], object]
+
 __all__ = ["Declared", "broken_off", "check_model", "check_trainer"]
+
+
+def _ignored(done: int, total: int, name: str) -> None:
+    """Show no progress."""
 
 
 def check_model(
@@ -32,6 +38,7 @@ def check_model(
     strict: bool = False,
     device: torch.device | str = "cpu",
     seed: int = 0,
+    on_progress: OnProgress = _ignored,
 ) -> list[CheckResult]:
     """Run every check of a suite on a model, and continue after one that raises.
 
@@ -46,6 +53,8 @@ def check_model(
         strict: a warning that is not accepted fails.
         device: where the model runs.
         seed: seed of weights, inputs and dropout.
+        on_progress: called before each check with the number of finished checks, the number of all checks
+            and the name of the check.
 
     Raises:
         ValueError: an unknown check, or a declaration for a check that is not selected.
@@ -53,7 +62,7 @@ def check_model(
     selected = select_checks(checks, suite=suite, asks="model")
     declared = Declared(expected_failures or {}, accepted_warnings or {}, strict)
     with shown_once():
-        return _run(ModelSpec.of(model), selected, declared, device, seed)
+        return _run(ModelSpec.of(model), selected, declared, device, seed, on_progress)
 
 
 def check_trainer(
@@ -66,6 +75,7 @@ def check_trainer(
     strict: bool = False,
     device: torch.device | str = "cpu",
     seed: int = 0,
+    on_progress: OnProgress = _ignored,
 ) -> list[CheckResult]:
     """Run every check of a suite on a training step: anything that `TrainerSpec.of` understands.
 
@@ -74,7 +84,7 @@ def check_trainer(
     selected = select_checks(checks, suite=suite, asks="trainer")
     declared = Declared(expected_failures or {}, accepted_warnings or {}, strict)
     with shown_once():
-        return _run(TrainerSpec.of(trainer), selected, declared, device, seed)
+        return _run(TrainerSpec.of(trainer), selected, declared, device, seed, on_progress)
 
 
 def _run(
@@ -83,10 +93,12 @@ def _run(
     declared: Declared,
     device: torch.device | str,
     seed: int,
+    on_progress: OnProgress,
 ) -> list[CheckResult]:
     declared.refuse_unmatched([c.name for c in selected])
     results = []
-    for one in selected:
+    for number, one in enumerate(selected):
+        on_progress(number, len(selected), one.name)
         with shown_once() as shown:
             shown.next_round()
             try:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
+
+from stackwise.cli.hidden_output import HiddenOutput, hidden_output
+from stackwise.support.progress import ProgressLine
 
 if TYPE_CHECKING:
     from stackwise.spec import ModelSpec
@@ -48,7 +52,8 @@ class Check:
     quiet: Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(aliases=["-q"])] = False
     """Print only failures, warnings and the line with the verdict and all counts."""
     verbose: Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(aliases=["-v"])] = False
-    """Print the checks that passed as well, and why the others do not apply."""
+    """Print the checks that passed as well, why the others do not apply, and what the model and the libraries
+    print."""
     report: Path | None = None
     """Write the results here, as .md, as .json, or both where the name has no ending."""
 
@@ -75,22 +80,35 @@ class Check:
         device = resolve_device(self.device)
         asked: dict[str, Any] = {"checks": names, "suite": self.suite, "device": device, "seed": self.seed}
         asked["strict"] = self.strict
-        with shown_once():
+        hidden: HiddenOutput | None = None
+        with contextlib.ExitStack() as block:
+            if self.verbose:
+                block.enter_context(shown_once())
+            else:
+                hidden = block.enter_context(hidden_output())
+            progress = block.enter_context(
+                ProgressLine("checking", stream=None if hidden is None else hidden.terminal)
+            )
+            asked["on_progress"] = progress.update
             spec = _describe(load_factory(self.subject, search=Path.cwd()), self.subject, declared)
-            if not self.quiet:
-                print(f"{spec.name}: {spec.notes}".removesuffix(": "))
             is_trainer = isinstance(spec, TrainerSpec)
             results = check_trainer(spec, **asked) if is_trainer else check_model(spec, **asked)
+        if not self.quiet:
+            print(f"{spec.name}: {spec.notes}".removesuffix(": "))
+            if hidden is not None and hidden.n_lines:
+                n_lines = f"{hidden.n_lines:,} line{'' if hidden.n_lines == 1 else 's'}"
+                print(f"({n_lines} of output of the model and its libraries hidden: -v shows them)")
         failed = [f"{result.model}::{result.check}" for result in results if not result.ok]
         report = Report(failed_tests=failed, noun="check")
         for result in results:
             report.add("checks", **result.to_dict())
-        for line in report.lines(self.verbose - self.quiet):
-            print(line)
         report.environment = fingerprint(device)
         for file in files:
             report.write(file)
-            print(f"written: {file}")
+        *lines, verdict = report.lines(self.verbose - self.quiet)
+        for line in lines:
+            print(line)
+        print(verdict, *(f"report: {file}" for file in files), sep=", ")
         return {"FAIL": 1, "EMPTY": _NOTHING_CHECKED}.get(report.verdict, 0)
 
 

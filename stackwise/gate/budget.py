@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from stackwise.argument import check_number
@@ -42,6 +43,11 @@ class Budget:
     def elapsed(self) -> float:
         """Seconds since the creation, plus `spent`."""
         return real_time.monotonic() - self._began
+
+    @property
+    def left(self) -> float:
+        """Seconds until the limit; infinite if there is none."""
+        return math.inf if self._seconds is None else max(0.0, self._seconds - self.elapsed)
 
     def suffices(self, seconds: float = 0.0) -> bool:
         """Return True if at least `seconds` are left before the limit."""

@@ -116,6 +116,8 @@ class Progress:
         seconds: since the start.
         waiting: tests that are not begun, since the time may not be enough for them.
         passed: number of tests that the current round has been through; None: the round is over.
+        most_left: seconds until the time limit, or until the last round that the rule allows if all rounds
+            take equally long. Most runs end earlier.
     """
 
     round: int
@@ -125,6 +127,7 @@ class Progress:
     seconds: float
     waiting: int = 0
     passed: int | None = None
+    most_left: float = math.inf
 
 
 def run_gate(
@@ -193,7 +196,11 @@ def run_gate(
         reported = budget.elapsed
         if on_progress is not None:
             flagged, n_open = sum(test.confirming for test in begun), sum(test.open for test in begun)
-            on_progress(Progress(number, n_open, len(tests), flagged, reported, len(waiting), passed))
+            rounds_left = (rule.looks[-1] - number) * reported / number if passed is None else math.inf
+            most_left = min(budget.left, rounds_left)
+            on_progress(
+                Progress(number, n_open, len(tests), flagged, reported, len(waiting), passed, most_left)
+            )
 
     try:
         with temporary_folder() as folder, _starter(folder, base, head, launch, all_tests) as start:

@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from stackwise.stability.guard import Alarm
 from stackwise.stability.telemetry import StepRecord
+from stackwise.support.progress import duration_text
 
 __all__ = ["TrainingProgress"]
 
@@ -33,6 +34,7 @@ class TrainingProgress:
         self._bar: Progress | None = None
         self._validation = ""
         self._alarms = 0
+        self._first: tuple[int, float] | None = None  # step and time
         if self._console.is_terminal:
             columns = (
                 TextColumn("training"),
@@ -87,9 +89,21 @@ class TrainingProgress:
     def _show(self, record: StepRecord, rate: str) -> None:
         now = time.perf_counter()
         done = record.step + 1
+        self._first = self._first or (done, now)
         text = f"loss {record.loss:.3f}  {self._validation}grad norm {record.grad_norm:.2f}  {rate}".rstrip()
         if self._bar:
             self._bar.update(self._task, completed=done, description=text)
         elif done == self._total or now - self._last_line >= self._quiet_seconds:
             self._last_line = now
-            self._console.print(f"training {done}/{self._total}  {text}", highlight=False)
+            self._console.print(
+                f"training {done}/{self._total}  {text}{self._left(done, now)}", highlight=False
+            )
+
+    def _left(self, done: int, now: float) -> str:
+        """Return the remaining time, at the speed since the first shown step: a resumed run begins later."""
+        assert self._first is not None
+        first, start = self._first
+        if done == first or now - start < 1:
+            return ""
+        seconds = (now - start) / (done - first) * (self._total - done)
+        return f"  about {duration_text(seconds)} left" if done < self._total else ""

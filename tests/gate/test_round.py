@@ -547,8 +547,22 @@ def test_all_is_decided(sides, tmp_path):
     assert (found.base, found.head) == ("old", "new")
     assert found.rounds == len(rounds) == len(seen)
     assert found.balance == pytest.approx(0.5, abs=0.1)
-    assert seen[-1] == Progress(found.rounds, 0, 2, 0, seen[-1].seconds)
+    assert seen[-1] == Progress(found.rounds, 0, 2, 0, seen[-1].seconds, most_left=seen[-1].most_left)
+    assert all(later.most_left >= 0 for later in seen)
     assert any(progress.confirming for progress in seen)
+
+
+def test_progress_has_the_seconds_until_the_last_round_or_the_limit(sides, tmp_path):
+    for limit in (None, 1000.0, 1e-3):
+        sides({A: cost()}, {A: cost()})
+        seen = []
+        gate(tmp_path, (A,), on_progress=seen.append, most_seconds=limit)
+        first = seen[0]
+        at_this_pace = (Rule().looks[-1] - 1) * first.seconds
+        if limit == 1e-3:
+            assert first.most_left == 0
+        else:
+            assert first.most_left == pytest.approx(at_this_pace)
 
 
 def test_memory_is_not_looked_at_once_it_is_decided(sides, tmp_path):

@@ -29,5 +29,15 @@ def test_figures_that_are_not_known():
     ]
 
 
+def test_log_line_has_the_remaining_time(monkeypatch):
+    """A resumed run begins at step 100; its speed is that of its own steps."""
+    seconds = iter([0.0, 3.0, 5.0, 15.0])
+    monkeypatch.setattr("time.perf_counter", lambda: next(seconds))
+    first, second, third = lines(([100], None), ([110], None), ([149], None), total=150)
+    assert first.endswith("grad norm 0.25")
+    assert second.endswith("grad norm 0.25  about 8 s left")  # 39 steps at 5 per second
+    assert third.endswith("grad norm 0.25")
+
+
 def test_no_records():
     assert lines(([], {"tokens_per_second": 1.0})) == []

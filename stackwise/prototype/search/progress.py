@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, TextIO
 
 from stackwise.prototype.search.objective import read_objectives
 from stackwise.prototype.search.trial import SearchTrial
+from stackwise.support.progress import duration_text
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 __all__ = ["SearchProgress"]
+
+_SHORT = 5.0  # seconds of a search whose remaining time is not worth a word
 
 
 class SearchProgress:
@@ -24,11 +28,19 @@ class SearchProgress:
         objectives: names; the first one is told.
         shown: whether anything is told.
         out: where; None: standard error.
+        clock: seconds from any start.
     """
 
     def __init__(
-        self, budget: int, objectives: Sequence[str], *, shown: bool = True, out: TextIO | None = None
+        self,
+        budget: int,
+        objectives: Sequence[str],
+        *,
+        shown: bool = True,
+        out: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._clock, self._began = clock, clock()
         self._budget, self._objective = budget, read_objectives(objectives)[0]
         self._shown, self._out = shown, sys.stderr if out is None else out
         self._done = 0
@@ -66,11 +78,11 @@ class SearchProgress:
             self._best_trial = trial
         best = "" if self._best_trial is None else f", best {self._told(self._best_trial)}"
         if self._bar is not None and self._line is not None:
-            self._bar.update(self._line, description=f"{self._of()}{best}")
+            self._bar.update(self._line, description=f"{self._of()}{best}{self._left()}")
         elif self._shown:
             told = self._told(trial) if trial.status == "success" else f"{trial.status}: {trial.reason}"
             values = ", ".join(f"{key}={value}" for key, value in trial.values.items())
-            print(f"trial {trial.number}: {told} ({values}){best}", file=self._out, flush=True)
+            print(f"trial {trial.number}: {told} ({values}){best}{self._left()}", file=self._out, flush=True)
 
     def end(self) -> None:
         """Leave the line as it is."""
@@ -80,6 +92,13 @@ class SearchProgress:
 
     def _of(self) -> str:
         return f"{self._done} trials done here, of {self._budget} in all"
+
+    def _left(self) -> str:
+        """Return the remaining time of a search that takes longer than 5 s, if this process does the rest."""
+        spent, left = self._clock() - self._began, self._budget - self._done
+        if spent < _SHORT or left <= 0:
+            return ""
+        return f", about {duration_text(spent / self._done * left)} left"
 
     def _told(self, trial: SearchTrial) -> str:
         value = self._objective.of(trial)

@@ -35,6 +35,14 @@ def test_lines():
     assert told(io.StringIO(), shown=False) == ""
 
 
+def test_long_search_shows_the_remaining_time():
+    seconds = iter([0.0, 4.0, 12.0, 300.0])
+    lines = told(io.StringIO(), clock=lambda: next(seconds)).splitlines()
+    assert lines[0].endswith("best loss 2.5")
+    assert lines[1].endswith("best loss 2.5, about 42 s left")
+    assert lines[2].endswith("best loss 2.5, about 10 min left")
+
+
 def test_a_terminal_has_one_line():
     text = told(Terminal())
     assert "3 trials done here, of 9 in all, best loss 2.5" in text

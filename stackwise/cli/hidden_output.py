@@ -1,0 +1,88 @@
+"""HiddenOutput: keeps the output of models and libraries off the terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import IO, TextIO
+
+__all__ = ["HiddenOutput", "hidden_output"]
+
+
+@dataclass
+class HiddenOutput:
+    """Output that was not shown.
+
+    Attributes:
+        terminal: standard error as it is outside of the block, for the command's own lines.
+        text: everything that was written to standard output and standard error in the block.
+    """
+
+    terminal: TextIO
+    text: str = ""
+
+    @property
+    def n_lines(self) -> int:
+        """Number of lines that are not empty."""
+        return sum(1 for line in self.text.splitlines() if line.strip())
+
+
+@contextlib.contextmanager
+def hidden_output() -> Iterator[HiddenOutput]:
+    """Collect what Python code, C++ libraries and child processes write in the block.
+
+    If the block raises, the output is shown on standard error, because it may explain the error.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with (
+        _terminal() as terminal,
+        tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace", buffering=1) as file,
+    ):
+        hidden = HiddenOutput(terminal)
+        try:
+            with (
+                _redirected(1, file),
+                _redirected(2, file),
+                contextlib.redirect_stdout(file),
+                contextlib.redirect_stderr(file),
+            ):
+                yield hidden
+        except Exception:
+            terminal.write(_content(file))
+            raise
+        hidden.text = _content(file)
+
+
+@contextlib.contextmanager
+def _terminal() -> Iterator[TextIO]:
+    """Yield a stream to where standard error leads now, also after file descriptor 2 is redirected."""
+    original = sys.__stderr__
+    if original is None or sys.stderr is not original:
+        yield sys.stderr  # replaced by the caller, for example by a test
+        return
+    with os.fdopen(os.dup(2), "w", encoding=original.encoding, errors="replace") as stream:
+        yield stream
+
+
+@contextlib.contextmanager
+def _redirected(descriptor: int, file: IO[str]) -> Iterator[None]:
+    """Let a file descriptor write to the file in the block."""
+    saved = os.dup(descriptor)
+    try:
+        os.dup2(file.fileno(), descriptor)
+        yield
+    finally:
+        os.dup2(saved, descriptor)
+        os.close(saved)
+
+
+def _content(file: IO[str]) -> str:
+    """Return everything that was written to the file."""
+    file.flush()
+    file.seek(0)
+    return file.read()

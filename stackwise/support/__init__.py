@@ -1,0 +1,1 @@
+"""Support: code without a subject of its own that all packages use."""

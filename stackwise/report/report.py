@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import textwrap
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from stackwise.report.row_text import (
     by_model,
     check_text,
     fault_text,
+    finding_texts,
     growth_lines,
     is_finding,
     measured_text,
@@ -34,6 +36,7 @@ from stackwise.text_file import parse_json, write_whole
 
 __all__ = ["Report", "report_files"]
 
+_WIDTH = 100  # columns of the text of a finding
 _SECTIONS = ("checks", "stability", "throughput", "memory", "quality")
 
 
@@ -288,9 +291,16 @@ def _check_lines(model: str, rows: list[dict[str, Any]], verbosity: int) -> Iter
     if not asked and not not_asked:
         return
     yield f"checks of {model}"
-    width = max((len(row["check"]) for row in asked), default=0)
-    wide = max((len(measured_text(row)) for row in asked), default=0)
-    for row in asked:
+    findings = [row for row in asked if is_finding("checks", row)]
+    others = [row for row in asked if row not in findings]
+    for row in sorted(findings, key=lambda row: row["status"] == "warned"):
+        measured = f"  measured {measured_text(row)}" if measured_text(row) else ""
+        yield f"  {MARKS[row['status']]:5} {row['check']}{measured}"
+        for text in finding_texts(row):
+            yield from textwrap.wrap(text, _WIDTH, initial_indent=" " * 8, subsequent_indent=" " * 8)
+    width = max((len(row["check"]) for row in others), default=0)
+    wide = max((len(measured_text(row)) for row in others), default=0)
+    for row in others:
         text = f"{measured_text(row):{wide}}  {check_text(row)}" if wide else check_text(row)
         yield f"  {MARKS[row['status']]:5} {row['check']:{width}}  {text}".rstrip()
     for words, names in not_asked.items():

@@ -13,6 +13,7 @@ __all__ = [
     "by_model",
     "check_text",
     "fault_text",
+    "finding_texts",
     "growth_lines",
     "is_finding",
     "measured_text",
@@ -126,6 +127,12 @@ def check_text(row: dict[str, Any]) -> str:
     found = f"{meaning} [{where}]" if meaning and where else meaning or where
     shown = (found, row["advice"].rstrip(".") if row["status"] != "passed" else "")
     return ". ".join(text for text in shown if text)
+
+
+def finding_texts(row: dict[str, Any]) -> list[str]:
+    """Return what is wrong with a check's subject, the place and the advice, one paragraph each."""
+    found = [row["meaning"], f"where: {row['where']}" if row["where"] else "", row["advice"]]
+    return [text if text.endswith((".", "!", "?", ")", "]")) else f"{text}." for text in found if text]
 
 
 def fault_text(run: dict[str, Any]) -> str:

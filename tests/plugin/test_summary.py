@@ -33,7 +33,8 @@ def test_section_has_every_kind_of_record(pytester, run):
         [
             "*= stackwise =*",
             "checks of leaky",
-            "  FAIL  causality *position * reads token *",
+            "  FAIL  causality  measured *",
+            "        where: position * reads token *",
             "stability",
             "  caught *plain  T=16, 4 steps, nan_injection(step=2*",
             " *step 2: non-finite loss nan in *; update skipped",

@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 
 from pytest_stackwise import benchmark_items, gate_judges, markers, options, records
-from stackwise.support.progress import duration_text
 
 if TYPE_CHECKING:
     from stackwise.gate.result import GateResult, TestResult
@@ -461,6 +460,8 @@ class Gate:
             reporter.flush()
 
     def _show(self, progress: Progress) -> None:
+        from stackwise.support.progress import duration_text
+
         time = f"{progress.seconds:.0f} s"
         if math.isfinite(progress.most_left) and progress.open:
             time = f"{time}, at most {duration_text(progress.most_left)} left"

@@ -6,7 +6,7 @@ BIN := .venv/bin
 # Threads that spin while they wait starve each other on a few cores.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo test test-all compat compat-lowest compat-newest lint format bench peers rivals gate-rivals clean
+.PHONY: demo test test-long test-all compat compat-lowest compat-newest lint format bench peers rivals gate-rivals clean
 
 .venv/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "stackwise needs Python >= 3.11; say which: make PYTHON=python3.12")'
@@ -22,11 +22,16 @@ export OMP_WAIT_POLICY ?= PASSIVE
 demo: .venv/installed
 	$(BIN)/python docs/demo/demo.py
 
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+
 test: .venv/installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m 'not slow' --hypothesis-profile=stackwise-quick
+	$(PYTEST) -m 'not slow and not long' --hypothesis-profile=stackwise-quick
+
+test-long: .venv/installed
+	$(PYTEST) -m 'long and not slow' --hypothesis-profile=stackwise-quick
 
 test-all: .venv/installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+	$(PYTEST)
 
 # The lowest and the newest allowed versions of all libraries, each in its own environment, and the tests that use
 # them: docs/compatibility.md. Another interpreter: make compat-newest PYTHON=python3.13

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.forked import HANG_SECONDS
+from tests.long_tests import listed
 
 SMALL = {
     "model": {
@@ -33,6 +34,15 @@ SMALL = {
     },
     "data": {},
 }
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Mark the tests that tests/long_tests.txt lists."""
+    long = listed()
+    for item in items:
+        if item.nodeid in long:
+            item.add_marker("long")
 
 
 @pytest.fixture(scope="module", autouse=True)

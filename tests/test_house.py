@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.long_tests import listed
+
 ROOT = Path(__file__).parent.parent
 ROOMS = [
     "support",
@@ -96,3 +98,9 @@ def test_design_shows_every_file_and_no_other():
     picture = re.search(r"```text\n(stackwise/.*?)```", page, re.DOTALL)[1]
     shown = set(re.findall(r"\b(\w+\.py)\b", picture))
     assert shown == {path.name for path in FILES if path.name != "__init__.py"}
+
+
+def test_listed_long_tests_exist():
+    for nodeid in listed():
+        file, *_, function = nodeid.partition("[")[0].split("::")
+        assert re.search(rf"\bdef {function}\b", (ROOT / file).read_text()), nodeid

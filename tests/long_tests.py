@@ -1,9 +1,10 @@
-"""Tests that take more than a second, as listed in long_tests.txt. `make test` leaves them to `make test-long`.
+"""Tests of more than a second, as listed in long_tests.txt: `make test` leaves them to `make test-long`.
 
 To write the list again, on an idle machine:
 
-    make test-long PYTEST_ADDOPTS="--durations=0 -vv" > long.log; make test PYTEST_ADDOPTS="--durations=0 -vv" > short.log
-    python -m tests.long_tests long.log short.log
+    make test PYTEST_ADDOPTS="--durations=0 -vv" > short.log
+    make test-long PYTEST_ADDOPTS="--durations=0 -vv" > long.log
+    python -m tests.long_tests short.log long.log
 """
 
 import re

@@ -20,7 +20,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 .venv: .venv/installed
 
 demo: .venv/installed
-	$(BIN)/python docs/demo/demo.py
+	$(BIN)/python examples/demo/demo.py
 
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 

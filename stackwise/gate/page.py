@@ -10,7 +10,7 @@ from stackwise.gate.report import change_text, each_cost, interval_text, summary
 from stackwise.gate.result import GateResult, Outcome, TestResult, TrialResult
 from stackwise.gate.verdict import Verdict
 from stackwise.report.page import Finding, Page, Row, Section, Status, Table
-from stackwise.report.plot import ACCENT, BAD, GOOD, INK, MUTED, WARN, Plot, style_axes
+from stackwise.report.plot import ACCENT, BAD, GOOD, INK, MUTED, WARN, Plot, draw_legend, style_axes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -58,6 +58,7 @@ def _finding(result: GateResult, test: TestResult, status: Status) -> Finding:
     return Finding(
         status,
         test.nodeid,
+        label=str(test.verdict) if test.trials else test.status,
         message=test_text(test),
         where=f"{test.file}:{test.line}" if test.file and test.line else "",
         evidence="; ".join(
@@ -137,14 +138,7 @@ def _overview(trials: list[tuple[TestResult, str, TrialResult]]) -> Plot:
         axes.set_xlabel("change of cost from base to head [%]")
         style_axes(figure)
         named = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
-        figure.legend(
-            list(named.values()),
-            list(named),
-            loc="outside upper left",
-            ncols=5,
-            frameon=False,
-            labelcolor=INK,
-        )
+        draw_legend(figure, list(named.values()), list(named))
 
     caption = "Dots are estimates, lines their intervals. A result above the tolerance is worse than allowed."
     return Plot("Change of all tests", draw, 1.2 + 0.28 * len(trials), caption)
@@ -163,7 +157,7 @@ def _rounds(test: TestResult, metric: str, trial: TrialResult, status: Status) -
                 color=ACCENT,
                 alpha=0.18,
                 linewidth=0,
-                label=f"interval ({decision.level:.4g})",
+                label=f"interval at {100 * decision.level:.4g} %",
             )
         axes.axhline(100 * decision.estimate, color=ACCENT, linewidth=1.4, label="estimate")
         axes.axhline(100 * trial.tolerance, color=BAD, linestyle="--", linewidth=1.4, label="tolerance")
@@ -173,7 +167,7 @@ def _rounds(test: TestResult, metric: str, trial: TrialResult, status: Status) -
         axes.set_ylabel("head against base [%]")
         axes.xaxis.get_major_locator().set_params(integer=True)
         style_axes(figure)
-        figure.legend(loc="outside upper left", ncols=4, frameon=False, labelcolor=INK)
+        draw_legend(figure, *axes.get_legend_handles_labels())
 
     title = f"{decision.verdict}: {metric} of {test.nodeid}"
     caption = "One dot is the paired difference of one round."

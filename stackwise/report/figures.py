@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from stackwise.amount import time_text
-from stackwise.report.plot import ACCENT, BAD, GOOD, INK, MUTED, WARN, Plot, style_axes
+from stackwise.report.plot import ACCENT, BAD, GOOD, INK, MUTED, WARN, Plot, draw_legend, style_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -59,17 +59,11 @@ def training_plot(
         style_axes(figure)
         named = {
             text: line
-            for each in figure.axes
-            for line, text in zip(*each.get_legend_handles_labels(), strict=True)
+            for axes in figure.axes
+            for line, text in zip(*axes.get_legend_handles_labels(), strict=True)
         }
-        figure.legend(
-            list(named.values()),
-            list(named),
-            loc="outside upper left",
-            ncols=6,
-            frameon=False,
-            labelcolor=INK,
-        )
+        if len(named) > 1:
+            draw_legend(figure, list(named.values()), list(named))
 
     return Plot(title, draw, 3.6, caption, status)
 
@@ -91,7 +85,10 @@ def latency_plot(
         name: each["value"] for name, each in (percentiles or {}).items() if each.get("value") is not None
     }
     if histogram["above"]:
-        caption = f"{caption} {histogram['above']} slower samples are not drawn.".strip()
+        slower = (
+            "1 slower sample is" if histogram["above"] == 1 else f"{histogram['above']} slower samples are"
+        )
+        caption = f"{caption} {slower} not drawn.".strip()
 
     def draw(figure: Figure) -> None:
         axes = figure.subplots()
@@ -104,7 +101,7 @@ def latency_plot(
         axes.set_ylabel("samples")
         style_axes(figure)
         if known:
-            figure.legend(loc="outside upper left", ncols=3, frameon=False, labelcolor=INK)
+            draw_legend(figure, *axes.get_legend_handles_labels())
 
     return Plot(title, draw, 2.6, caption)
 
@@ -124,11 +121,9 @@ def _draw_steps(axes: Axes, records: Sequence[dict[str, Any]], key: str, run: di
         seen.add(record["step"])
     for step in run.get("fired", ()):
         axes.axvline(step, color=BAD, linestyle=":", linewidth=1.2, label="fault")
-    axes.plot(
-        steps, [last[step] for step in steps], color=ACCENT, linewidth=1.4, label="last attempt of the step"
-    )
+    axes.plot(steps, [last[step] for step in steps], color=ACCENT, linewidth=1.4, label="last attempt")
     for points, marker, colour, label in (
-        (skipped, "o", WARN, "update skipped"),
+        (skipped, "o", WARN, "skipped"),
         (replayed, "D", GOOD, "replayed"),
     ):
         finite = [point for point in points if math.isfinite(point[1])]

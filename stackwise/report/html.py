@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["report_page"]
 
 _MOST_PLOTS = 12  # of a section: each takes about 20 kB and 0.3 s
+_MOST_ALARMS = 3
 _VERDICTS: dict[str, Status] = {"PASS": "passed", "WARN": "warning", "FAIL": "failed"}
 _MEASUREMENTS = ("stability", "throughput", "memory", "quality")
 _LATENCIES = {
@@ -104,7 +105,8 @@ def _finding(report: Report, section: str, row: dict[str, Any], status: Status) 
                 status,
                 row["check"],
                 " in ".join(filter(None, (row["model"], test))),
-                row["meaning"] or f"The check ended with the status {row['status']}.",
+                row["status"],
+                row["meaning"],
                 row["where"],
                 _evidence(row),
                 row["advice"],
@@ -113,29 +115,37 @@ def _finding(report: Report, section: str, row: dict[str, Any], status: Status) 
         case "stability":
             stopped = f"The run stopped: {row['stopped']}" if row.get("stopped") else ""
             problems = (row.get("recovery") or {}).get("problems", ())
-            alarms = [alarm["text"] for alarm in row["alarms"][:5]]
+            details = tuple(filter(None, [stopped, *problems, *_alarm_texts(row)]))
             return Finding(
                 status,
                 test or row["model"],
                 row["model"],
-                f"The run is {row['verdict']}.",
+                row["verdict"],
                 evidence=fault_text(row),
                 command=command,
-                details=tuple(filter(None, [stopped, *problems, *alarms])),
+                details=details,
             )
         case "memory":
+            grows = row["kind"] == "growth"
             return Finding(
                 status,
                 test,
-                message="Memory grows."
-                if row["kind"] == "growth"
-                else "More memory was in use than allowed.",
+                "",
+                row["verdict"],
+                "Memory grows." if grows else "The peak of memory is above the limit.",
                 evidence=memory_text(row),
                 command=command,
                 details=tuple(growth_lines(row)),
             )
         case _:
-            return Finding(status, test, row["task"], row["reason"], command=command)
+            return Finding(status, test, row["task"], row["verdict"], row["reason"], command=command)
+
+
+def _alarm_texts(run: dict[str, Any]) -> list[str]:
+    """Return the first alarms of a run, and the number of the others."""
+    first = [alarm["text"] for alarm in run["alarms"][:_MOST_ALARMS]]
+    rest = len(run["alarms"]) - len(first)
+    return [*first, f"and {rest} more alarm{'' if rest == 1 else 's'}"] if rest else first
 
 
 def _evidence(row: dict[str, Any]) -> str:
@@ -152,7 +162,13 @@ def _training(report: Report) -> list[Section]:
         if run.get("records")
         else None
     )
-    return [Section("Training", plots=[plot] if plot else [], notes=[report.training_line()])]
+    return [
+        Section(
+            "Training",
+            plots=[plot] if plot else [],
+            notes=[report.training_line().removeprefix("training: ")],
+        )
+    ]
 
 
 def _stability(report: Report) -> list[Section]:
@@ -161,7 +177,12 @@ def _stability(report: Report) -> list[Section]:
     runs = [(row, _status("stability", row, report)) for row in report.stability]
     first = sorted(runs, key=lambda run: run[1] == "passed")
     plots = [
-        training_plot(f"{row['model']}: {row['verdict']}", row, status=status, caption=fault_text(row))
+        training_plot(
+            f"{row['verdict']}: {row.get('test') or row['model']}",
+            row,
+            status=status,
+            caption=f"{row['model']}, {fault_text(row)}",
+        )
         for row, status in first
     ]
     rows = [
@@ -169,7 +190,7 @@ def _stability(report: Report) -> list[Section]:
             [
                 row["model"],
                 fault_text(row),
-                "; ".join(alarm["text"] for alarm in row["alarms"]) or "none",
+                "\n".join(_alarm_texts(row)) or "none",
                 row.get("test", ""),
             ],
             status,

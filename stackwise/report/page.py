@@ -50,6 +50,7 @@ class Finding:
         status: "failed" or "warning".
         title: name of the check or test.
         subject: name of the model or training step; "": not known.
+        label: the record's own word for its status, such as "unstable"; "": the status.
         message: what is wrong.
         where: location: a position, a module, a line of a file.
         evidence: measured value and limit.
@@ -61,6 +62,7 @@ class Finding:
     status: Status
     title: str
     subject: str = ""
+    label: str = ""
     message: str = ""
     where: str = ""
     evidence: str = ""
@@ -139,7 +141,7 @@ class Section:
     @property
     def anchor(self) -> str:
         """Id of the section in the page."""
-        return re.sub(r"[^a-z0-9]+", "-", self.title.lower()).strip("-")
+        return f"section-{re.sub(r'[^a-z0-9]+', '-', self.title.lower()).strip('-')}"
 
 
 @dataclass(frozen=True)

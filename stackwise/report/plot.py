@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from xml.etree import ElementTree as ET
@@ -11,9 +11,10 @@ from xml.etree import ElementTree as ET
 from stackwise.svg import drawn
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.figure import Figure
 
-__all__ = ["ACCENT", "BAD", "GOOD", "GRID", "INK", "MUTED", "WARN", "Plot", "style_axes"]
+__all__ = ["ACCENT", "BAD", "GOOD", "GRID", "INK", "MUTED", "WARN", "Plot", "draw_legend", "style_axes"]
 
 # Colours of drawings. On a page each becomes a variable of the style sheet with a light and a dark value.
 INK, MUTED, GRID, ACCENT, BAD, WARN, GOOD = (
@@ -69,7 +70,7 @@ class Plot:
         Raises:
             ImportError: matplotlib is not installed.
         """
-        root = ET.fromstring(drawn((6.6, self.height), self.draw))  # noqa: S314 - matplotlib's output
+        root = ET.fromstring(drawn((6.6, self.height), self.draw, font_size=10))  # noqa: S314 - matplotlib's output
         for parent in list(root.iter()):
             for child in list(parent):
                 # The style of a drawing would be one of the whole page, whose style sheet has the same.
@@ -87,6 +88,20 @@ class Plot:
         for name in ("width", "height", "version"):
             root.attrib.pop(name, None)
         return ET.tostring(root, encoding="unicode")
+
+
+def draw_legend(figure: Figure, handles: Sequence[Artist], labels: Sequence[str]) -> None:
+    """Draw a legend in one line above all axes."""
+    figure.legend(
+        handles,
+        labels,
+        loc="outside upper left",
+        ncols=len(labels),
+        frameon=False,
+        labelcolor=INK,
+        handlelength=1.5,
+        columnspacing=1.2,
+    )
 
 
 def style_axes(figure: Figure) -> None:

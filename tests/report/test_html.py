@@ -121,14 +121,14 @@ def test_finding_of_a_test_that_passed_is_a_warning():
 
 def test_run_has_a_plot_of_its_steps():
     [plot] = sections(full())["Stability runs"].plots
-    assert plot.title == "gpt: caught"
+    assert plot.title == "caught: t.py::run"
     assert "gradient_explosion(step=3)" in plot.caption
 
 
 def test_latency_has_a_histogram():
     [plot] = sections(full())["Throughput"].plots
     assert plot.title == "Latency of a call: gpt, train"
-    assert "1 slower samples are not drawn" in plot.caption
+    assert "1 slower sample is not drawn" in plot.caption
 
 
 def test_call_that_was_not_measured_has_no_histogram():

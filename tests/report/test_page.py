@@ -44,6 +44,7 @@ FAILURE = Finding(
     "failed",
     "causality",
     "gpt",
+    "",
     "It moved.",
     "position 5",
     "measured 1, limit 0",

@@ -153,7 +153,7 @@ class ComparisonTable:
         telling = [n for n in _SHOWN if any(row.get(n) is not None for row in rows)] or self.columns
         names = list(columns or [name for name in telling if name not in hidden])
         header = [_SHOWN[name][0] if name in _SHOWN else name for name in names]
-        cells = [[_cell(name, row[name]) for name in names] for row in rows]
+        cells = [[_cell(name, row[name]).replace("|", "\\|") for name in names] for row in rows]
         right = ["---" if name in _LABELS else "---:" for name in names]
         lines = ["| " + " | ".join(line) + " |" for line in (header, right, *cells)]
         return "\n".join(lines) + "\n"
@@ -307,10 +307,11 @@ def _interval(row: dict[str, Any]) -> str | None:
 
 
 def _cell(column: str, value: Any) -> str:
+    """Return a value as text, in one line."""
     if value is None:
         return "-"
     write = _SHOWN[column][1] if column in _SHOWN else str
-    return " ".join(str(write(value)).split()).replace("|", "\\|")
+    return " ".join(str(write(value)).split())
 
 
 def _setting(value: Any) -> str:

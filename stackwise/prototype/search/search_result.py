@@ -188,10 +188,10 @@ class SearchResult:
         """
         folder = Path(folder)
         texts = {
-            "report.html": self.page().html(),
             "trials.md": self.to_markdown() + "\n",
             "trials.csv": self.to_csv(),
             "search.json": json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n",
+            "report.html": self.page().html(),
         }
         if self.best is not None:
             texts["best.yaml"] = dump_yaml(self.best.config.to_dict())

@@ -207,10 +207,11 @@ class BoundCheck:
             with shown_once():
                 result = self.check.run(spec, device=device, seed=seed)
         except Exception as error:
-            records.add(item, "checks", broken_off(self.check.name, spec.name, error).to_dict())
+            broken = broken_off(self.check.name, spec.name, error)
+            records.add(item, "checks", {"test": item.nodeid, **broken.to_dict()})
             raise
         result = declared.apply(result)
-        records.add(item, "checks", result.to_dict())
+        records.add(item, "checks", {"test": item.nodeid, **result.to_dict()})
         for ending, number in (("", result.value), (".limit", result.limit)):
             if number is not None:
                 item.user_properties.append((f"stackwise.{result.check}{ending}", number))

@@ -98,8 +98,7 @@ def add_options(parser: pytest.Parser) -> None:
     group.addoption(
         "--stackwise-report",
         metavar="PATH",
-        help="write checks, stability runs, throughput and memory to PATH: .md, .json, or both where it has "
-        "no ending",
+        help="write all results to PATH: .md, .json, .html, or all of them if PATH has no ending",
     )
     group.addoption(
         "--stackwise-against",
@@ -146,7 +145,7 @@ def add_options(parser: pytest.Parser) -> None:
     group.addoption(
         "--stackwise-gate-report",
         metavar="PATH",
-        help="gate: write the result to PATH: .md, .json, or both where it has none",
+        help="gate: write the result to PATH: .md, .json, .html, or all of them if PATH has no ending",
     )
     parser.addini("stackwise_gpu", "as --gpu", type="bool", default=False)
     parser.addini("stackwise_device", "as --stackwise-device")

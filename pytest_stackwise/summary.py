@@ -1,8 +1,10 @@
-"""The summary: what all tests found out, on the terminal and in the report."""
+"""Summary: the records of all tests, on the terminal and in the report."""
 
 from __future__ import annotations
 
 import os
+import re
+import shlex
 from typing import TYPE_CHECKING
 
 import pytest
@@ -22,20 +24,21 @@ class Summary:
         self.config = config
         self._reports: dict[str, pytest.TestReport] = {}
         self._failed: list[str] = []
+        self._errors: dict[str, str] = {}
         self._complete = True
         self._notes: list[str] = []
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Keep the reports that carry records, of a rerun test the last, and the names of failed tests."""
+        """Keep reports with records, of a test that is rerun the last one, and the errors of failures."""
         if records.of_report(report):
             self._reports[report.nodeid] = report
         if report.failed:
-            self._failed.append(report.nodeid)
+            self._add_failure(report)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """A file that cannot be collected has failed too."""
+        """Treat a file that cannot be collected as failed."""
         if report.failed:
-            self._failed.append(report.nodeid)
+            self._add_failure(report)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
@@ -70,11 +73,42 @@ class Summary:
         for line in (*self._report().lines(verbosity), *self._notes):
             terminalreporter.write_line(line)
 
+    def _add_failure(self, report: pytest.TestReport | pytest.CollectReport) -> None:
+        self._failed.append(report.nodeid)
+        self._errors.setdefault(report.nodeid, _error_text(report))
+
     def _report(self) -> Report:
         from stackwise.report import Report
 
-        report = Report(failed_tests=list(dict.fromkeys(self._failed)), complete=self._complete)
+        failed = list(dict.fromkeys(self._failed))
+        report = Report(failed_tests=failed, errors=self._errors, complete=self._complete)
         for test in self._reports.values():
             for record in records.of_report(test):
                 report.add(**record)
+        names = [*failed, *(report.name_of(record) for _, record in report.findings())]
+        report.commands = {name: _repeat_command(self.config, name) for name in names}
         return report
+
+
+def _error_text(report: pytest.TestReport | pytest.CollectReport) -> str:
+    """Return location and message of the error of a failed test."""
+    crash = getattr(report.longrepr, "reprcrash", None)
+    if crash is None:
+        return report.longreprtext
+    return f"{os.path.relpath(crash.path)}:{crash.lineno}: {crash.message}"
+
+
+def _repeat_command(config: pytest.Config, nodeid: str) -> str:
+    """Return the shell command that runs a test again, with the seed and the device of this run."""
+    zero_code = re.fullmatch(r"stackwise\[(.+)\]::(\w+)", nodeid)
+    if zero_code:
+        target, name = zero_code.groups()
+        words = ["stackwise", "check", target, *([] if name in ("model", "trainer") else ["--checks", name])]
+        words += ["--seed", str(options.seed(config)), "--device", options.device_name(config)]
+        return shlex.join(words)
+    chosen = {name: config.getoption(f"stackwise_{name}") for name in ("seed", "device", "suite")}
+    words = ["pytest", nodeid]
+    words += [f"--stackwise-{name}={value}" for name, value in chosen.items() if value is not None]
+    words += ["--gpu"] if options.gpu_requested(config) else []
+    words += ["--stackwise-strict"] if config.getoption("stackwise_strict") else []
+    return shlex.join(words)

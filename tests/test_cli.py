@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 import textwrap
@@ -497,6 +498,21 @@ class TestCheckReport:
         assert text.startswith("# ") and "position 3 reads token 5" in text
         assert "## Failed checks" in text and "leaky::causality" in text
 
+    def test_html(self, call, workplace):
+        options = ["--report", "report.html", "--seed", "3", "--causal"]
+        call("check", "cli_models.py:leaky", *options, "--checks", *CORE)
+        text = (workplace / "report.html").read_text()
+        assert text.index("FAIL") < text.index("position 3 reads token 5") < text.rindex("Passed checks")
+        command = "stackwise check cli_models.py:leaky --checks causality --seed 3 --device cpu --causal"
+        assert f"<code>{command}</code>" in text
+
+    def test_command_of_a_finding_finds_it_again(self, call, workplace):
+        call("check", "cli_models.py:leaky", "--report", "report.json", "--checks", *CORE)
+        commands = json.loads((workplace / "report.json").read_text())["commands"]
+        _, *arguments = shlex.split(commands["leaky::causality"])
+        code, out, _ = call(*arguments)
+        assert code == 1 and "causality" in out
+
     def test_nothing_is_written_unasked(self, call, workplace):
         before = {path.name for path in workplace.iterdir()}
         call("check", "cli_models.py:good", "--checks", "causality")
@@ -657,6 +673,14 @@ class TestTrain:
         assert "saved in runs" in out
         manager = RackCheckpoints(workplace / "runs", StackWiseConfig.from_yaml("run.yaml"))
         assert manager.steps() == [3]
+
+    def test_report(self, call, workplace):
+        code, out, _ = call("train", "run.yaml", "--report", "out/train")
+        assert code == 0 and "written: out/train.html" in out
+        stored = json.loads((workplace / "out" / "train.json").read_text())
+        assert [record["step"] for record in stored["training"]["records"]] == [0, 1, 2]
+        assert stored["verdict"] == "PASS"
+        assert "Loss and gradient norm" in (workplace / "out" / "train.html").read_text()
 
     def test_without_checkpoints_and_validation(self, call, workplace):
         config = StackWiseConfig.from_yaml("run.yaml")

@@ -118,9 +118,10 @@ def saved(folder, name, seconds, peak=None):
 def test_saved_files_are_compared_and_nothing_is_run(handed_over, tmp_path, capsys):
     old, twice = saved(tmp_path, "old", 1.0), saved(tmp_path, "new", 2.0)
     report = tmp_path / "out.json"
-    assert main(["gate", old, twice, "--report", str(report)]) == 1
+    assert main(["gate", old, twice, "--report", str(tmp_path / "out")]) == 1
     assert "REGRESSED" in capsys.readouterr().out
     assert json.loads(report.read_text())["verdict"] == "REGRESSED"
+    assert "REGRESSED" in report.with_suffix(".html").read_text()
     # What one saved run knows of its spread is nothing: a small change stays open.
     assert main(["gate", old, saved(tmp_path, "little", 1.02)]) == 7
     assert not handed_over

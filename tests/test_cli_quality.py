@@ -44,6 +44,7 @@ def test_files_of_ones_own(place, capsys):
     assert found["results"]["quiz"]["acc"]["examples"] == 4
     assert found["results"]["text"]["tokens"] == 330
     assert "| quiz | acc | 0.5000 | 0.2887 | 4 |" in (place / "out/quality.md").read_text()
+    assert ">0.2887</td>" in (place / "out/quality.html").read_text()
 
 
 def test_mmlu_of_a_folder(place, capsys):

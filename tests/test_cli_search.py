@@ -57,7 +57,7 @@ def test_a_search_and_its_files(workplace, capsys):
     assert search(*asked, "--budget", 3, "--output", "out", "--progress", "off") == 0
     printed = capsys.readouterr()
     assert ": 3 trials, 3 succeeded" in printed.out and printed.err == ""
-    names = ["trials.md", "trials.csv", "search.json", "best.yaml", "front.svg"]
+    names = ["trials.md", "trials.csv", "search.json", "report.html", "best.yaml", "front.svg"]
     assert re.findall(r"written: out/(.*)", printed.out) == names
     plain = json.loads((workplace / "out/search.json").read_text())
     best = next(trial for trial in plain["trials"] if trial["number"] == plain["best"])

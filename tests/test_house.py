@@ -16,6 +16,7 @@ ROOMS = [
     "text_file",
     "markdown",
     "svg",
+    "report",
     "yaml12",
     "wait_policy",
     "config",
@@ -45,7 +46,7 @@ ROOMS = [
     "gate",
     "quality",
 ]
-ROOMS += ["data", "model", "training", "prototype", "report", "cli"]
+ROOMS += ["data", "model", "training", "prototype", "cli"]
 FILES = sorted([*(ROOT / "stackwise").rglob("*.py"), *(ROOT / "pytest_stackwise").rglob("*.py")])
 
 

@@ -125,7 +125,7 @@ def main() -> int:
     console.print(report.training_line(), highlight=False, markup=False, soft_wrap=True)
     expected = found == 1 and gate.verdict == "REGRESSED"
     if not expected:
-        print(f"the checks of the copy ended with {found}, expected 1; the gate said {gate.verdict}, expected REGRESSED")
+        print(f"step 3 ended with {found}, expected 1; step 4 with {gate.verdict}, expected REGRESSED")
     print(f"{report.summary()}, report: {BUILD}/report.html")
     return 0 if tests == 0 and expected else 1
 

@@ -21,6 +21,7 @@ from stackwise.benchmark.memory.peak import peak_memory_bytes
 from stackwise.benchmark.timing.clock import CLOCKS, HostClock, timing_event
 from stackwise.benchmark.timing.conditions import Conditions, notes_of
 from stackwise.benchmark.timing.gpu_state import READING_INTERVAL, GpuSensor
+from stackwise.benchmark.timing.histogram import histogram
 from stackwise.benchmark.timing.host_state import host_state
 from stackwise.benchmark.timing.measurement import LEAST_CALLS, collect_new, uncollected
 from stackwise.benchmark.timing.percentile import Percentile, percentile
@@ -127,7 +128,7 @@ class GenerationMeasurement(Conditions):
         return percentile(samples, q, confidence=confidence) if samples else None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON: as of a Measurement whose call is a whole generation, and more."""
+        """Return plain values, for JSON: those of a Measurement of whole generations, and more."""
         return {
             "workload": self.workload,
             "median_seconds": self.median,
@@ -137,6 +138,7 @@ class GenerationMeasurement(Conditions):
             "samples": len(self.e2e),
             "calls_per_sample": 1,
             "percentiles": self._percentiles("e2e"),
+            "histograms": {of: histogram(getattr(self, of)) for of in ("e2e", "ttft", "itl")},
             "tokens_per_second": self.tokens_per_second,
             "prefill_tokens_per_second": self.prefill_tokens_per_second,
             "decode_tokens_per_second": self.decode_tokens_per_second,

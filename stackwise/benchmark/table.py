@@ -1,4 +1,4 @@
-"""ComparisonTable: what architectures were measured to do, as rows, Markdown, CSV, JSON and a plot."""
+"""ComparisonTable: measurements of architectures as rows, Markdown, CSV, JSON, HTML and a plot."""
 
 from __future__ import annotations
 
@@ -10,11 +10,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from stackwise.amount import byte_text
 from stackwise.argument import check_choice, require
+from stackwise.report.page import Page, Row, Section, Table
+from stackwise.report.plot import ACCENT, INK, Plot
 from stackwise.text_file import parse_json, write_whole
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 __all__ = ["ComparisonTable"]
 
@@ -148,7 +153,7 @@ class ComparisonTable:
         telling = [n for n in _SHOWN if any(row.get(n) is not None for row in rows)] or self.columns
         names = list(columns or [name for name in telling if name not in hidden])
         header = [_SHOWN[name][0] if name in _SHOWN else name for name in names]
-        cells = [[_cell(name, row[name]) for name in names] for row in rows]
+        cells = [[_cell(name, row[name]).replace("|", "\\|") for name in names] for row in rows]
         right = ["---" if name in _LABELS else "---:" for name in names]
         lines = ["| " + " | ".join(line) + " |" for line in (header, right, *cells)]
         return "\n".join(lines) + "\n"
@@ -199,10 +204,81 @@ class ComparisonTable:
             drawing = import_module("matplotlib.figure")
         except ImportError as error:
             raise ImportError("plot needs matplotlib: pip install 'stackwise[report]'") from error
+        # Not pyplot's figure: it would stay in memory, and pyplot would look for a window.
+        figure = drawing.Figure(figsize=(8, self._plot_height()), layout="constrained")
+        self._draw(figure, column)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path)
+        return path
+
+    def to_html(self, path: str | Path) -> Path:
+        """Write a self-contained page: speed-ups with their intervals, the table and the settings.
+
+        Returns:
+            `path`.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        self.page().write(Path(path))
+        return Path(path)
+
+    def page(self) -> Page:
+        """Return the page that `to_html` writes."""
+        shown = [name for name in _SHOWN if name not in _KEYS and self._is_known(name)]
+        keys = [name for name in _KEYS if name in self.columns]
+        rows = [dict(row) | {"speed_up_interval": _interval(row)} for row in self.rows]
+        header = [_SHOWN[name][0] for name in (*keys, *shown)]
+        table = Table(
+            "Measurements",
+            header,
+            [Row([_cell(name, row[name]) for name in (*keys, *shown)]) for row in rows],
+            right=[_SHOWN[name][0] for name in shown if name not in _LABELS],
+        )
+        settings = [Row([key.replace("_", " "), _setting(value)]) for key, value in self.settings.items()]
+        plots = []
+        if self.rows and self._is_known("speed_up"):
+            caption = "Lines are 95 % confidence intervals of the speed-up."
+            title = f"Speed compared with {self.baseline}"
+            plots.append(
+                Plot(title, lambda figure: self._draw(figure, "speed_up"), self._plot_height(), caption)
+            )
+        sections = [Section("Speed-up and measurements", plots=plots, tables=[table])]
+        if settings:
+            tables = [Table("Settings", ["setting", "value"], settings)]
+            sections.append(Section("Settings", tables=tables, folded=True))
+        return Page(
+            f"Comparison with {self.baseline}",
+            "MEASURED",
+            "neutral",
+            self._summary(),
+            sections,
+            self.environment,
+        )
+
+    def _summary(self) -> str:
+        """Return the number of rows and, for each workload, the fastest architecture, in one line."""
+        parts = [f"{len(dict.fromkeys(self['architecture']))} architectures, baseline {self.baseline}"]
+        for workload in dict.fromkeys(self["workload"]):
+            rows = [row for row in self.where(workload=workload) if _is_number(row.get("speed_up"))]
+            if rows:
+                best = max(rows, key=lambda row: row["speed_up"])
+                parts.append(f"fastest at {workload}: {best['architecture']} ({best['speed_up']:.3f} times)")
+        return "; ".join(parts)
+
+    def _is_known(self, name: str) -> bool:
+        if name == "speed_up_interval":
+            return any(_interval(row) for row in self.rows)
+        return any(row.get(name) is not None for row in self.rows)
+
+    def _plot_height(self) -> float:
+        """Return the height of a plot in inches."""
         workloads = list(dict.fromkeys(self["workload"]))
-        n_bars = max(len(self.where(workload=name)) for name in workloads)
-        # An object of its own, not pyplot's: nothing is left behind, and no window is looked for.
-        figure = drawing.Figure(figsize=(8, len(workloads) * (0.6 + 0.35 * n_bars)), layout="constrained")
+        return len(workloads) * (0.6 + 0.35 * max(len(self.where(workload=name)) for name in workloads))
+
+    def _draw(self, figure: Figure, column: str) -> None:
+        """Draw a panel for each workload and a bar for each architecture."""
+        workloads = list(dict.fromkeys(self["workload"]))
         panels = figure.subplots(len(workloads), 1, squeeze=False)[:, 0]
         for panel, workload in zip(panels, workloads, strict=True):
             rows = [row for row in self.where(workload=workload) if _is_number(row[column])]
@@ -213,17 +289,16 @@ class ComparisonTable:
                     [max(0.0, row["speed_up"] - row["speed_up_low"]) for row in rows],
                     [max(0.0, row["speed_up_high"] - row["speed_up"]) for row in rows],
                 ]
-            panel.barh([row["architecture"] for row in rows], values, xerr=bars, capsize=3)
+            panel.barh(
+                [row["architecture"] for row in rows], values, xerr=bars, capsize=3, color=ACCENT, ecolor=INK
+            )
             panel.invert_yaxis()
             panel.set_title(workload, loc="left", fontsize="medium")
             panel.set_xlim(left=0)
             if column == "speed_up":
-                panel.axvline(1.0, color="black", linewidth=0.8)
+                panel.axvline(1.0, color=INK, linewidth=0.8)
         label = f"times as fast as {self.baseline}" if column == "speed_up" else column
         panels[-1].set_xlabel(label)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path)
-        return path
 
 
 def _interval(row: dict[str, Any]) -> str | None:
@@ -232,10 +307,18 @@ def _interval(row: dict[str, Any]) -> str | None:
 
 
 def _cell(column: str, value: Any) -> str:
+    """Return a value as text, in one line."""
     if value is None:
         return "-"
     write = _SHOWN[column][1] if column in _SHOWN else str
-    return " ".join(str(write(value)).split()).replace("|", "\\|")
+    return " ".join(str(write(value)).split())
+
+
+def _setting(value: Any) -> str:
+    """Return a setting as text, without the brackets of Python."""
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_setting(each)}" for key, each in value.items())
+    return ", ".join(map(_setting, value)) if isinstance(value, list | tuple) else str(value)
 
 
 def _is_number(value: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -55,7 +56,7 @@ class Check:
     """Print the checks that passed as well, why the others do not apply, and what the model and the libraries
     print."""
     report: Path | None = None
-    """Write the results here, as .md, as .json, or both where the name has no ending."""
+    """Write the results to this file: .md, .json, .html, or all of them if the name has no ending."""
 
     def run(self) -> int:
         """Run the checks, print the findings and the verdict, and return the exit code."""
@@ -102,6 +103,8 @@ class Check:
         report = Report(failed_tests=failed, noun="check")
         for result in results:
             report.add("checks", **result.to_dict())
+        found = [row for _, row in report.findings()]
+        report.commands = {report.name_of(row): self._command(row["check"], str(device)) for row in found}
         report.environment = fingerprint(device)
         for file in files:
             report.write(file)
@@ -110,6 +113,16 @@ class Check:
             print(line)
         print(verdict, *(f"report: {file}" for file in files), sep=", ")
         return {"FAIL": 1, "EMPTY": _NOTHING_CHECKED}.get(report.verdict, 0)
+
+    def _command(self, check: str, device: str) -> str:
+        """Return the shell command that runs one check again."""
+        words = ["stackwise", "check", self.subject, "--checks", check]
+        words += ["--suite", self.suite] if self.suite != "fast" else []
+        words += ["--seed", str(self.seed), "--device", device]
+        words += ["--causal"] * self.causal + ["--no-causal"] * self.no_causal
+        words += ["--reference", self.reference] if self.reference is not None else []
+        words += ["--strict"] * self.strict
+        return shlex.join(words)
 
 
 def _describe(found: Any, target: str, declared: dict[str, Any]) -> ModelSpec | TrainerSpec:

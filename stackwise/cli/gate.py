@@ -45,7 +45,7 @@ class Gate:
     build: str | None = None
     """Run this command in both trees before, to compile extensions, say."""
     report: str | None = None
-    """Write the result here: .md, .json, or both where the name has no ending."""
+    """Write the results to this file: .md, .json, .html, or all of them if the name has no ending."""
     history: str | None = None
     """Keep what was found of head here: an SQLite file, or postgresql://USER:PASSWORD@HOST/DATABASE."""
 

@@ -14,7 +14,7 @@ from stackwise.yaml12 import load_yaml, read_yaml
 
 __all__ = ["OPTIONS", "Override", "load_configuration", "split_overrides"]
 
-OPTIONS = ("--help", "--plan", "--print-config", "--progress")
+OPTIONS = ("--help", "--plan", "--print-config", "--progress", "--report")
 _COMMAND_LINE = "command line"
 _MOST_PARTS = 20  # of a key
 

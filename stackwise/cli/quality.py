@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -61,7 +60,7 @@ class Quality:
     no_reuse: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Read each sequence as a whole, even where several begin alike."""
     report: Path | None = None
-    """Write the results here, as .md, as .json, or both where the name has no ending."""
+    """Write the results to this file: .md, .json, .html, or all of them if the name has no ending."""
 
     def run(self) -> int:
         """Print every figure."""
@@ -70,7 +69,6 @@ class Quality:
         from stackwise.quality.quality_report import QualityReport
         from stackwise.quality.scoring import Scorer
         from stackwise.report import report_files
-        from stackwise.text_file import write_whole
 
         names = [name for some in self.tasks for name in some.split(",") if name]
         asked = bool(names) or (self.human_eval is not None and not self.tasks)
@@ -109,10 +107,7 @@ class Quality:
         for line in report.lines():
             print(line)
         for file in files:
-            text = (
-                report.markdown() if file.suffix == ".md" else json.dumps(report.to_dict(), indent=1) + "\n"
-            )
-            write_whole(file, text)
+            report.write(file)
             print(f"written: {file}")
         return 0
 

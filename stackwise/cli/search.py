@@ -49,7 +49,7 @@ class Search:
     small_factor: int = 1
     """Train small variants, so many times fewer heads and Blocks."""
     output: Path | None = None
-    """Folder for trials.md, trials.csv, search.json, best.yaml and, with matplotlib, front.svg."""
+    """Folder for report.html, trials.md, trials.csv, search.json, best.yaml and front.svg."""
     show: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print what a stored study has so far, and search nothing; `name` or the only study."""
     progress: Literal["on", "off"] = "on"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -34,6 +35,8 @@ class Train:
     """Print the whole configuration as YAML, and do not train."""
     plan: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print what training will hold and compute, on CUDA unless training.device is cpu, and do not train."""
+    report: Path | None = None
+    """Write losses and alarms to this file: .md, .json, .html, or all of them if the name has no ending."""
 
     def run(self, overrides: Sequence[Override] = ()) -> int:
         """Train, and print the results in the first process.
@@ -55,11 +58,13 @@ class Train:
         from stackwise.data import Prefetched, create_data
         from stackwise.device import keep_freed_memory, threads_for
         from stackwise.model import create_rack_from_config
+        from stackwise.report import report_files
         from stackwise.training import ArchitectureTrainer, TrainingTerminated
         from stackwise.training.block_store import block_writer
         from stackwise.training.processes import Processes
 
         progress = self.progress != "off"
+        files = report_files(self.report) if self.report else []
         with Processes.from_environment(config.training) as processes:
             training, validation = create_data(config, processes.rank, processes.world_size)
             trainer = ArchitectureTrainer(config, progress=progress, processes=processes)
@@ -77,6 +82,7 @@ class Train:
             validation_loss = None if validation is None else trainer.evaluate(rack, validation)
             if processes.is_main:
                 _print_result(config, result, validation_loss)
+                _write_report(files, config, result, validation_loss)
         return 0
 
 
@@ -103,6 +109,34 @@ def _print_result(config: StackWiseConfig, result: TrainingResult, validation_lo
     ):
         if place:
             print(f"{noun} {place}")
+
+
+def _write_report(
+    files: Sequence[Path], config: StackWiseConfig, result: TrainingResult, validation_loss: float | None
+) -> None:
+    from stackwise.device import fingerprint
+    from stackwise.report import Report
+
+    if not files:
+        return
+    records = result["records"]
+    training = {
+        "parameters": result["parameters"],
+        "num_batches": result["num_batches"],
+        "seconds": result["seconds"],
+        "tokens_per_second": result["tokens_per_second"],
+        "first_loss": records[0].loss if records else math.nan,
+        "final_loss": result["final_loss"],
+        "validation_loss": validation_loss,
+        "predicted": _predicted(config),
+        "records": [record.to_dict() for record in records],
+        "alarms": [alarm.to_dict() | {"text": str(alarm)} for alarm in result.get("alarms", ())],
+    }
+    device = config.training.device
+    report = Report(training=training, environment=fingerprint(None if device == "auto" else device))
+    for file in files:
+        report.write(file)
+        print(f"written: {file}")
 
 
 def _print_plan(config: StackWiseConfig) -> None:

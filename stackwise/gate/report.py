@@ -22,14 +22,19 @@ from stackwise.text_file import write_whole
 
 __all__ = [
     "CODE_QUALITY",
+    "change_text",
     "code_quality",
+    "each_cost",
     "github_annotations",
+    "interval_text",
     "junit_properties",
     "markdown",
     "publish",
     "short_text",
+    "summary",
     "terminal_lines",
     "test_text",
+    "tolerance_text",
     "write_report",
 ]
 
@@ -58,7 +63,7 @@ def short_text(test: TestResult) -> str:
     if not trial.differences:
         return f"{metric}: {_one_line(trial.decision.reason)}"
     is_worse = trial.decision.verdict is Verdict.REGRESSED
-    return f"{metric} {_change(trial)}{' >' if is_worse else ', limit'} {_tolerance(trial)}"
+    return f"{metric} {change_text(trial)}{' >' if is_worse else ', limit'} {tolerance_text(trial)}"
 
 
 def terminal_lines(result: GateResult, *, verbose: bool = False, width: int = 80) -> list[str]:
@@ -81,12 +86,12 @@ def terminal_lines(result: GateResult, *, verbose: bool = False, width: int = 80
         "  ".join([*(cell.ljust(each) for cell, each in zip(row, widths, strict=False)), row[last]]).rstrip()
         for row in rows
     ]
-    return [*lines, *result.notes, _summary(result)]
+    return [*lines, *result.notes, summary(result)]
 
 
 def markdown(result: GateResult) -> str:
     """A page: what failed and what could not be decided first, then all tests in a table."""
-    blocks = [f"## Performance of {result.head} against {result.base}: {result.verdict}", _summary(result)]
+    blocks = [f"## Performance of {result.head} against {result.base}: {result.verdict}", summary(result)]
     titles = {
         "failed": "Failed",
         "error": "Set-up errors",
@@ -192,20 +197,25 @@ def code_quality(result: GateResult) -> list[dict[str, Any]]:
 
 
 def write_report(result: GateResult, path: Path) -> None:
-    """Write the result by the ending of `path`; a reader never sees half a file.
+    """Write the result by the ending of `path`. The write is atomic.
 
     Args:
-        result: what was found.
-        path: `.md` (a page), `.codequality.json` (for GitLab), or any other `.json` (everything, as
+        result: the result of the gate.
+        path: `.md`, `.html`, `.codequality.json` (for GitLab), or any other `.json` (everything, as
             `GateResult.from_dict` reads it).
 
     Raises:
         ValueError: another ending.
         OSError: the file cannot be written.
     """
-    require(path.suffix in (".md", ".json"), "report", path.name, f".md, .json, {CODE_QUALITY}")
+    allowed = f".md, .json, .html, {CODE_QUALITY}"
+    require(path.suffix in (".md", ".json", ".html"), "report", path.name, allowed)
     if path.suffix == ".md":
         text = markdown(result)
+    elif path.suffix == ".html":
+        from stackwise.gate.page import gate_page
+
+        text = gate_page(result).html()
     elif path.name.endswith(CODE_QUALITY):
         text = json.dumps(code_quality(result), indent=1) + "\n"
     else:
@@ -227,16 +237,17 @@ def publish(result: GateResult, paths: Iterable[Path] = ()) -> list[str]:
     for path in paths:
         write_report(result, path)
         lines.append(f"gate: wrote {path}")
-    summary = os.environ.get("GITHUB_STEP_SUMMARY")
-    if summary:
-        with Path(summary).open("a", encoding="utf-8") as file:
+    page = os.environ.get("GITHUB_STEP_SUMMARY")
+    if page:
+        with Path(page).open("a", encoding="utf-8") as file:
             file.write(markdown(result))
     if os.environ.get("GITHUB_ACTIONS") == "true":
         lines += github_annotations(result)
     return lines
 
 
-def _summary(result: GateResult) -> str:
+def summary(result: GateResult) -> str:
+    """Return the verdict, both sides and the number of tests of each verdict, in one line."""
     counts = Counter(str(test.verdict) if test.trials else test.status for test in result.tests)
     told = ", ".join(f"{number} {name}" for name, number in sorted(counts.items())) or "no tests"
     told = told if result.compared else f"nothing was compared: {told}"
@@ -283,7 +294,7 @@ def _rows(test: TestResult) -> list[tuple[str, str, str, str, str]]:
             test.nodeid,
             metric,
             _levels(trial),
-            f"{_change(trial)} {_interval(trial)}  {_rounds(trial)}  {_rates(test, metric)}".rstrip()
+            f"{change_text(trial)} {interval_text(trial)}  {_rounds(trial)}  {_rates(test, metric)}".rstrip()
             if trial.differences
             else _one_line(trial.decision.reason),
         )
@@ -300,10 +311,10 @@ def _table_rows(test: TestResult) -> list[list[str]]:
             str(trial.decision.verdict),
             name,
             metric,
-            *_each_cost(test, metric, trial),
-            _change(trial),
-            _interval(trial),
-            _tolerance(trial),
+            *each_cost(test, metric, trial),
+            change_text(trial),
+            interval_text(trial),
+            tolerance_text(trial),
             _rounds(trial),
         ]
         for metric, trial in test.trials.items()
@@ -315,8 +326,8 @@ def _trial_text(test: TestResult, metric: str, trial: TrialResult) -> str:
     beside = f" ({rates})" if rates else ""
     costs = f"{_levels(trial)}{beside}, " if _levels(trial) else ""
     return (
-        f"{metric} {decision.verdict}: {costs}{_change(trial)} {_interval(trial)} at "
-        f"{_level(decision.level)}, tolerance {_tolerance(trial)}: {decision.reason}{_unlike(trial)}"
+        f"{metric} {decision.verdict}: {costs}{change_text(trial)} {interval_text(trial)} at "
+        f"{_level(decision.level)}, tolerance {tolerance_text(trial)}: {decision.reason}{_unlike(trial)}"
     )
 
 
@@ -357,8 +368,8 @@ def _each_level(trial: TrialResult) -> tuple[str, str]:
     return text(base), text(head)
 
 
-def _each_cost(test: TestResult, metric: str, trial: TrialResult) -> list[str]:
-    """The levels, each with its tokens per second where they are known."""
+def each_cost(test: TestResult, metric: str, trial: TrialResult) -> list[str]:
+    """Return the cost of base and of head, with tokens per second if they are known."""
     rates = _each_rate(test, metric)
     if not rates:
         return list(_each_level(trial))
@@ -377,17 +388,19 @@ def _each_rate(test: TestResult, metric: str) -> list[str]:
     return [f"{rate:,.0f}" if rate >= 1000 else f"{rate:.4g}" for rate in rates or ()]
 
 
-def _change(trial: TrialResult) -> str:
+def change_text(trial: TrialResult) -> str:
+    """Return the estimated change of the cost, in percent."""
     estimate = trial.decision.estimate
     return f"{estimate:+.2%}" if math.isfinite(estimate) else "not known"
 
 
-def _interval(trial: TrialResult) -> str:
+def interval_text(trial: TrialResult) -> str:
+    """Return the interval of the change, in percent."""
     low, high = trial.decision.low, trial.decision.high
     return f"[{low:+.2%}, {high:+.2%}]" if math.isfinite(low) and math.isfinite(high) else "[not known]"
 
 
-def _tolerance(trial: TrialResult) -> str:
+def tolerance_text(trial: TrialResult) -> str:
     """Return the tolerance in percent, or in the metric's unit if a floor exceeds ten times the cost."""
     if trial.tolerance < 10:
         return f"{100 * trial.tolerance:.3g}%"

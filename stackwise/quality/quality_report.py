@@ -1,10 +1,12 @@
-"""Quality report: what came of the tasks, as text, Markdown and plain values."""
+"""Quality report: results of the tasks as text, Markdown, JSON and HTML."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from stackwise.markdown import markdown_table
@@ -13,6 +15,8 @@ from stackwise.quality.human_eval import HumanEvalResult
 from stackwise.quality.multiple_choice import MultipleChoiceResult
 from stackwise.quality.perplexity import PerplexityResult
 from stackwise.quality.task import TaskResult, cut_note
+from stackwise.report.page import Page, Row, Section, Table
+from stackwise.text_file import write_whole
 
 __all__ = ["Figure", "QualityReport"]
 
@@ -111,6 +115,34 @@ class QualityReport:
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         return {"model": self.model, "notes": self.notes, "results": _plain(self.results)}
+
+    def page(self) -> Page:
+        """Return the same as a page."""
+        header, *rows = self._rows()
+        table = Table("Results", header, [Row(row) for row in rows], header[2:], code=())
+        tasks = len(self.results)
+        return Page(
+            f"Quality of {self.model}",
+            "MEASURED",
+            "neutral",
+            f"{tasks} task{'' if tasks == 1 else 's'}, {len(rows)} figures",
+            [Section("Results", tables=[table], notes=self.notes)],
+        )
+
+    def write(self, path: Path) -> None:
+        """Write Markdown, JSON or HTML, by the ending of `path`. The write is atomic.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        match path.suffix:
+            case ".md":
+                text = self.markdown()
+            case ".html":
+                text = self.page().html()
+            case _:
+                text = json.dumps(self.to_dict(), indent=1) + "\n"
+        write_whole(path, text)
 
     def _rows(self) -> list[tuple[str, ...]]:
         rows: list[tuple[str, ...]] = [("task", "metric", "value", "standard error", "examples")]

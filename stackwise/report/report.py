@@ -1,4 +1,4 @@
-"""Report: the records of a run, as text, Markdown and JSON, and one verdict over them."""
+"""Report: the records of a run, as text, Markdown, JSON and HTML, and one verdict over them."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ __all__ = ["Report", "report_files"]
 
 _WIDTH = 100  # columns of the text of a finding
 _SECTIONS = ("checks", "stability", "throughput", "memory", "quality")
+_ENDINGS = (".md", ".json", ".html")
 
 
 @dataclass
@@ -50,9 +51,12 @@ class Report:
         throughput: Measurements and GenerationMeasurements as dicts, with their shape.
         memory: peaks of memory ("peak") and what steps leave behind ("growth"), each with its test.
         quality: what models were at tasks, each with its test.
-        training: what a training run did, or None.
+        training: parameters, steps, seconds, speed and losses of a training run, optionally with the
+            "records" of its steps and its "alarms"; None: there was no training.
         environment: the machine's fingerprint, or None.
         failed_tests: names of the tests that failed, whatever they were about.
+        errors: location and message of the error, by the name of the failed test.
+        commands: shell command that repeats a test or check, by its name. Of failures and findings only.
         noun: what these are: "test", or "check" where checks are asked without tests.
         complete: whether the run came to its end.
         created: ISO 8601, UTC.
@@ -66,6 +70,8 @@ class Report:
     training: dict[str, Any] | None = None
     environment: dict[str, Any] | None = None
     failed_tests: list[str] = field(default_factory=list)
+    errors: dict[str, str] = field(default_factory=dict)
+    commands: dict[str, str] = field(default_factory=dict)
     noun: str = "test"
     complete: bool = True
     created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
@@ -96,8 +102,24 @@ class Report:
         diverged = self.training is not None and not math.isfinite(float(self.training["final_loss"]))
         return "WARN" if diverged or any(is_finding(*record) for record in records) else "PASS"
 
+    def findings(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield the section and the record of each finding, in the order of the sections."""
+        for section in _SECTIONS:
+            for row in getattr(self, section):
+                if is_finding(section, row):
+                    yield section, row
+
+    @staticmethod
+    def name_of(row: dict[str, Any]) -> str:
+        """Return the name of a record in `failed_tests`, `errors` and `commands`."""
+        return str(row.get("test") or f"{row['model']}::{row.get('check', '')}".removesuffix("::"))
+
     def summary(self) -> str:
-        """Return the verdict and the counts behind it, in one line."""
+        """Return the verdict and the number of results of each kind, in one line."""
+        return f"verdict: {self.verdict} ({self.counts_text()})"
+
+    def counts_text(self) -> str:
+        """Return the number of results of each kind, in one line."""
         parts = []
         if self.checks:
             counts = Counter(c["status"] for c in self.checks)
@@ -117,18 +139,20 @@ class Report:
         if self.failed_tests:
             plural = "" if len(self.failed_tests) == 1 else "s"
             parts.append(f"{len(self.failed_tests)} {self.noun}{plural} failed")
-        return f"verdict: {self.verdict} ({'; '.join(parts) or 'nothing was found out'})"
+        return "; ".join(parts) or "nothing was found out"
 
     def training_line(self) -> str:
-        """What the training run did, in one line; "" where there was none."""
+        """Return size, speed and losses of the training run in one line, or "" without a training run."""
         run = self.training
         if run is None:
             return ""
+        validation = run.get("validation_loss")
+        held_out = f", validation {validation:.3f}" if validation is not None else ""
         return (
             f"training: {run['parameters']:,} parameters, {run['num_batches']} steps in "
             f"{run['seconds']:.0f} s ({run['tokens_per_second']:,.0f} tokens/s), "
-            f"loss {run['first_loss']:.3f} -> {run['final_loss']:.3f}, "
-            f"validation {run['validation_loss']:.3f} nats per byte"
+            f"loss {run['first_loss']:.3f} -> {run['final_loss']:.3f}{held_out} "
+            f"nats per {run.get('predicted', 'byte')}"
         )
 
     def lines(self, verbosity: int = 0) -> Iterator[str]:
@@ -239,12 +263,14 @@ class Report:
             "memory": self.memory,
             "quality": self.quality,
             "failed_tests": self.failed_tests,
+            "errors": self.errors,
+            "commands": self.commands,
             "noun": self.noun,
             "complete": self.complete,
         }
 
     def write(self, path: str | Path) -> None:
-        """Write Markdown or JSON, by the ending of `path`; a reader never sees half a file.
+        """Write Markdown, JSON or HTML, by the ending of `path`. The write is atomic.
 
         Raises:
             ValueError: another ending.
@@ -256,8 +282,12 @@ class Report:
                 text = self.markdown()
             case ".json":
                 text = json.dumps(_plain(self.to_dict()), indent=1, allow_nan=False) + "\n"
+            case ".html":
+                from stackwise.report.html import report_page
+
+                text = report_page(self).html()
             case _:
-                raise ValueError(f"report: got {path.name!r}; allowed endings: .md, .json")
+                raise ValueError(f"report: got {path.name!r}; allowed endings: .md, .json, .html")
         write_whole(path, text)
 
     @classmethod
@@ -308,18 +338,19 @@ def _check_lines(model: str, rows: list[dict[str, Any]], verbosity: int) -> Iter
 
 
 def report_files(path: str | Path) -> list[Path]:
-    """The files that `path` asks for: itself, or both kinds where it has no ending. Makes its folder.
+    """Return the files to write for `path`: itself, or one of each kind if it has no ending.
+
+    The folder is created.
 
     Raises:
-        ValueError: another ending than .md or .json.
-        OSError: the folder cannot be made.
+        ValueError: an ending other than .md, .json or .html.
+        OSError: the folder cannot be created.
     """
     path = Path(path)
-    require(
-        path.suffix in (".md", ".json", ""), "report", str(path), "a name ending in .md, .json, or neither"
-    )
+    allowed = f"a name ending in {', '.join(_ENDINGS)}, or without an ending"
+    require(path.suffix in (*_ENDINGS, ""), "report", str(path), allowed)
     path.parent.mkdir(parents=True, exist_ok=True)
-    return [path] if path.suffix else [path.with_suffix(".md"), path.with_suffix(".json")]
+    return [path] if path.suffix else [path.with_suffix(ending) for ending in _ENDINGS]
 
 
 def _plain(value: Any) -> Any:

@@ -220,3 +220,22 @@ def test_a_drawing(table, tmp_path, column):
     text = path.read_text()
     assert "<svg" in text
     assert table.plot(tmp_path / "t.png", column).read_bytes().startswith(b"\x89PNG")
+
+
+def test_page_has_speed_ups_with_intervals(table, tmp_path):
+    page = table.page()
+    assert (page.title, page.verdict) == ("Comparison with llama", "MEASURED")
+    assert page.summary == (
+        "2 architectures, baseline llama; fastest at train 4 x 128: rack (1.250 times); "
+        "fastest at decode 1 x 128: rack (1.250 times)"
+    )
+    measurements, settings = page.sections
+    assert [plot.title for plot in measurements.plots] == ["Speed compared with llama"]
+    [found] = measurements.tables
+    assert found.rows[0].cells[found.header.index("95 %")] == "1.200 to 1.300"
+    assert settings.folded
+    assert table.to_html(tmp_path / "t.html").read_text().count("<tr data-entry") == 4
+
+
+def test_page_without_rows_is_a_page(table):
+    assert "Comparison with llama" in table.where(architecture="gpt").page().html()

@@ -177,10 +177,16 @@ def test_a_report_is_written_by_its_ending(tmp_path, name):
 
 
 def test_another_ending_is_refused(tmp_path):
-    with pytest.raises(
-        ValueError, match=r"report: got 'gate\.txt'; allowed: \.md, \.json, \.codequality\.json"
-    ):
+    allowed = r"\.md, \.json, \.html, \.codequality\.json"
+    with pytest.raises(ValueError, match=f"report: got 'gate.txt'; allowed: {allowed}"):
         write_report(RESULT, tmp_path / "gate.txt")
+
+
+def test_page_is_written_as_html(tmp_path):
+    write_report(RESULT, tmp_path / "gate.html")
+    html = (tmp_path / "gate.html").read_text()
+    assert html.index("REGRESSED") < html.index("bench/test_crash.py::test_crash")
+    assert "bench/test_step.py::test_step[a|b]" in html
 
 
 def test_nothing_is_published_that_nobody_asked_for(monkeypatch):

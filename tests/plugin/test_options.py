@@ -82,7 +82,7 @@ def test_seed_that_is_none(pytester, run, value, place):
     refused(result, "seed", value)
 
 
-@pytest.mark.parametrize("value", ["x.txt", "folder/x.html"])
+@pytest.mark.parametrize("value", ["x.txt", "folder/x.htm"])
 def test_report_of_another_ending(pytester, run, value):
     pytester.makepyfile(ORDINARY)
     refused(run(f"--stackwise-report={value}"), value, ".md, .json")

@@ -57,8 +57,9 @@ def test_section_comes_once(pytester, run):
     [
         ("out.md", ["out.md"]),
         ("out.json", ["out.json"]),
-        ("out", ["out.json", "out.md"]),
-        ("deep/er/out", ["deep/er/out.json", "deep/er/out.md"]),
+        ("out.html", ["out.html"]),
+        ("out", ["out.html", "out.json", "out.md"]),
+        ("deep/er/out", ["deep/er/out.html", "deep/er/out.json", "deep/er/out.md"]),
     ],
 )
 def test_files(pytester, folder, run, given, written):
@@ -105,6 +106,35 @@ def test_markdown_report(pytester, folder, run):
     ]
     assert any(line.startswith("| FAIL | causality |") for line in lines)
     assert "- `test_markdown_report.py::test_model[leaky-causality]`" in lines
+
+
+def test_html_report(pytester, folder, run):
+    pytester.makepyfile(MIXED)
+    run("--stackwise-report=out.html", "--stackwise-seed=3")
+    html = (folder / "out.html").read_text()
+    parts = [
+        "FAIL",
+        "causality",
+        "position",
+        "pytest &#39;test_html_report.py::test_model[leaky-causality]&#39;",
+    ]
+    assert [part for part in parts if part not in html] == []
+    assert html.index("Failed checks") < html.index("Stability runs") < html.index("Throughput")
+
+
+def test_report_has_the_error_and_the_command_of_a_failed_test(pytester, run, report):
+    pytester.makepyfile(test_it="def test_one(): assert 1 == 2")
+    run("--stackwise-report=out.json", "--stackwise-seed=3", "--stackwise-strict")
+    assert report()["errors"] == {"test_it.py::test_one": "test_it.py:1: assert 1 == 2"}
+    command = "pytest test_it.py::test_one --stackwise-seed=3 --stackwise-strict"
+    assert report()["commands"] == {"test_it.py::test_one": command}
+
+
+def test_report_repeats_a_check_without_code_by_the_command(pytester, run, report):
+    run("--stackwise-model=models.py:leaky", "--stackwise-checks=causality", "--stackwise-report=out.json")
+    [(test, command)] = report()["commands"].items()
+    assert test == "stackwise[models.py:leaky]::causality"
+    assert command == "stackwise check models.py:leaky --checks causality --seed 0 --device cpu"
 
 
 @pytest.mark.parametrize(

@@ -86,3 +86,17 @@ def test_json_has_numbers_that_json_has():
     assert found["results"]["task"]["acc,none"] == 0.5
     rows = [line.split() for line in report.lines()]
     assert ["task", "acc", "0.5000", "0.1000", "4"] in rows and ["group", "acc", "0.2500"] in rows
+
+
+def test_page_has_the_figures_and_the_notes():
+    page = filled().page()
+    assert (page.title, page.verdict) == ("Quality of tiny", "MEASURED")
+    [section] = page.sections
+    assert section.notes == ["a note"]
+    assert list(section.tables[0].rows[0].cells) == ["quiz", "acc", "0.3333", "0.3333", "3"]
+
+
+@pytest.mark.parametrize("ending, begin", [(".md", "# tiny"), (".json", "{"), (".html", "<!doctype html>")])
+def test_file_has_the_form_of_its_ending(tmp_path, ending, begin):
+    filled().write(tmp_path / f"r{ending}")
+    assert (tmp_path / f"r{ending}").read_text().startswith(begin)

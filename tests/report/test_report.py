@@ -483,6 +483,8 @@ def test_json_is_for_programs(tmp_path):
         "memory",
         "quality",
         "failed_tests",
+        "errors",
+        "commands",
         "noun",
         "complete",
     }
@@ -495,15 +497,21 @@ def test_write_of_markdown(tmp_path):
     assert names_in(tmp_path / "a" / "b") == ["r.md"]
 
 
-@pytest.mark.parametrize("name", ["r.txt", "r", "r.html", "r.JSON", ".md"])
+@pytest.mark.parametrize("name", ["r.txt", "r", "r.htm", "r.JSON", ".md"])
 def test_other_endings(tmp_path, name):
-    with pytest.raises(ValueError, match=f"report: got '{name}'; allowed endings: .md, .json"):
+    with pytest.raises(ValueError, match=f"report: got '{name}'; allowed endings: .md, .json, .html"):
         Report().write(tmp_path / "new" / name)
     assert names_in(tmp_path) == []
 
 
 @pytest.mark.parametrize(
-    "name, files", [("r.md", ["r.md"]), ("r.json", ["r.json"]), ("r", ["r.md", "r.json"])]
+    "name, files",
+    [
+        ("r.md", ["r.md"]),
+        ("r.json", ["r.json"]),
+        ("r.html", ["r.html"]),
+        ("r", ["r.md", "r.json", "r.html"]),
+    ],
 )
 def test_files_that_a_name_asks_for(tmp_path, name, files):
     found = report_files(tmp_path / "new" / name)
@@ -513,13 +521,19 @@ def test_files_that_a_name_asks_for(tmp_path, name, files):
     assert names_in(tmp_path / "new") == []
 
 
-@pytest.mark.parametrize("name", ["r.txt", "r.html", "r.tar.md.gz"])
+@pytest.mark.parametrize("name", ["r.txt", "r.htm", "r.tar.md.gz"])
 def test_files_of_another_kind(tmp_path, name):
-    with pytest.raises(
-        ValueError, match=r"report: got .*; allowed: a name ending in \.md, \.json, or neither"
-    ):
+    allowed = r"a name ending in \.md, \.json, \.html, or without an ending"
+    with pytest.raises(ValueError, match=f"report: got .*; allowed: {allowed}"):
         report_files(tmp_path / "new" / name)
     assert names_in(tmp_path) == []
+
+
+def test_write_of_html(tmp_path):
+    full_report().write(tmp_path / "r.html")
+    html = (tmp_path / "r.html").read_text(encoding="utf-8")
+    assert html.startswith("<!doctype html>")
+    assert html.index("FAIL") < html.index("It moved.") < html.rindex("Passed checks")
 
 
 def test_write_replaces(tmp_path):

@@ -18,6 +18,7 @@ from stackwise.benchmark.timing.cache_state import CACHE_STATES, CacheFlush, Rot
 from stackwise.benchmark.timing.clock import SHORTEST_SAMPLE, Call, Clock, create_clock, time_call
 from stackwise.benchmark.timing.conditions import Conditions, notes_of
 from stackwise.benchmark.timing.gpu_state import READING_INTERVAL, GpuSensor, GpuState
+from stackwise.benchmark.timing.histogram import histogram
 from stackwise.benchmark.timing.host_state import HostState, host_state
 from stackwise.benchmark.timing.percentile import Percentile, percentile
 from stackwise.benchmark.timing.warmup import WarmUp, warm_up
@@ -100,7 +101,7 @@ class Measurement(Conditions):
         return self.percentile(99)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON. Samples are not among them, but their histogram is."""
         return {
             "workload": self.workload,
             "median_seconds": self.median,
@@ -110,6 +111,7 @@ class Measurement(Conditions):
             "samples": len(self.seconds),
             "calls_per_sample": self.calls_per_sample,
             "percentiles": {f"p{each.q}": each.to_dict() for each in (self.p50, self.p95, self.p99)},
+            "histograms": {"call": histogram(self.seconds)},
             "tokens_per_second": self.tokens_per_second,
             "cache": self.cache,
             **self.conditions(),

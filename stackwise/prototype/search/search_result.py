@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,14 +18,16 @@ from stackwise.argument import require
 from stackwise.markdown import markdown_table
 from stackwise.prototype.search.objective import OBJECTIVES, Objective
 from stackwise.prototype.search.pareto import hypervolume, non_dominated
-from stackwise.prototype.search.plot import front_svg
+from stackwise.prototype.search.plot import draw_front, front_svg
 from stackwise.prototype.search.trial import SearchTrial
+from stackwise.report.page import Page, Row, Section, Status, Table
+from stackwise.report.plot import Plot
 from stackwise.svg import write_svg
 from stackwise.text_file import write_whole
 from stackwise.yaml12 import dump_yaml
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.table import Table as RichTable
 
 __all__ = ["SearchResult"]
 
@@ -123,13 +126,13 @@ class SearchResult:
         head, rows = self._cells(last)
         return markdown_table(head, rows, right=_NUMBERS)
 
-    def table(self, *, last: int | None = None) -> Table:
+    def table(self, *, last: int | None = None) -> RichTable:
         """The same for a terminal."""
-        from rich.table import Table
+        from rich.table import Table as RichTable
         from rich.text import Text
 
         head, rows = self._cells(last)
-        table = Table()
+        table = RichTable()
         for name in head:
             table.add_column(name, justify="right" if name in _NUMBERS else "left")
         for row in rows:
@@ -176,16 +179,19 @@ class SearchResult:
         return write_svg(path, front_svg(self))
 
     def save(self, folder: str | Path) -> list[Path]:
-        """Write `trials.md`, `trials.csv`, `search.json`, and of what succeeded `best.yaml` and `front.svg`.
+        """Write the trials as files, and if one succeeded the best configuration and the Pareto front.
+
+        The files are `report.html`, `trials.md`, `trials.csv`, `search.json`, `best.yaml` and `front.svg`.
 
         Returns:
-            What was written: without matplotlib, no `front.svg`.
+            Paths of the written files. Without matplotlib, `front.svg` is not among them.
         """
         folder = Path(folder)
         texts = {
             "trials.md": self.to_markdown() + "\n",
             "trials.csv": self.to_csv(),
             "search.json": json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n",
+            "report.html": self.page().html(),
         }
         if self.best is not None:
             texts["best.yaml"] = dump_yaml(self.best.config.to_dict())
@@ -196,6 +202,44 @@ class SearchResult:
             with suppress(ImportError):  # the rest, of a search that took long, is whole without it
                 written.append(self.plot(folder / "front.svg"))
         return written
+
+    def page(self) -> Page:
+        """Return the search as a page: the Pareto front and all trials, the best first."""
+        head, rows = self._cells(None)
+        place = head.index("status")
+        columns = [*head[:place], "reason", *head[place + 1 :]]
+        statuses: dict[str, Status] = {"success": "passed", "pruned": "neutral"}
+        lines = [
+            Row(
+                [*row[:place], trial.reason, *row[place + 1 :]],
+                statuses.get(trial.status, "warning"),
+                trial.status,
+            )
+            for trial, row in zip(self.ranked, rows, strict=True)
+        ]
+        plots = [Plot("Trials and Pareto front", partial(draw_front, result=self), 4.0)] if self.front else []
+        best = self.best
+        values = (
+            "" if best is None else ", ".join(f"{key}={_plain(value)}" for key, value in best.values.items())
+        )
+        counts = f"{len(self.trials)} trials, {len(self.succeeded)} succeeded"
+        found = "" if best is None else f"; best in trial {best.number}: {values}"
+        return Page(
+            f"Search {self.name}",
+            "NONE SUCCEEDED"
+            if best is None
+            else f"{self.objectives[0].name} {self.objectives[0].of(best):.4g}",
+            "failed" if best is None else "passed",
+            counts + found,
+            [
+                Section(
+                    "Trials",
+                    plots=plots,
+                    tables=[Table("Trials", columns, lines, right=_NUMBERS)],
+                    notes=self.notes,
+                )
+            ],
+        )
 
     def __str__(self) -> str:
         best, first = self.best, self.objectives[0]

@@ -434,6 +434,7 @@ def test_arithmetic(seconds, median):
             "p95": withheld | {"q": 95},
             "p99": withheld | {"q": 99},
         },
+        "histograms": {"call": None},
         "tokens_per_second": 600 / median,
         "peak_memory_bytes": None,
         "warmup_calls": 6,

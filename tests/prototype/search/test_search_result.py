@@ -82,7 +82,7 @@ def test_csv_is_read_back(found):
 
 def test_files(found, tmp_path):
     names = [path.name for path in found.save(tmp_path / "out")]
-    assert names == ["trials.md", "trials.csv", "search.json", "best.yaml", "front.svg"]
+    assert names == ["trials.md", "trials.csv", "search.json", "report.html", "best.yaml", "front.svg"]
     plain = json.loads((tmp_path / "out/search.json").read_text())
     assert (plain["best"], plain["front"]) == (1, [0, 5])
     assert tuple(SearchTrial.from_dict(each) for each in plain["trials"]) == found.trials
@@ -97,9 +97,22 @@ def test_files(found, tmp_path):
 def test_files_without_matplotlib_are_all_but_the_plot(found, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     names = [path.name for path in found.save(tmp_path / "out")]
-    assert names == ["trials.md", "trials.csv", "search.json", "best.yaml"]
+    assert names == ["trials.md", "trials.csv", "search.json", "report.html", "best.yaml"]
     with pytest.raises(ImportError, match=r"pip install 'stackwise\[report\]'"):
         found.plot(tmp_path / "front.svg")
+
+
+def test_page_shows_the_best_first_and_the_front(found):
+    page = found.page()
+    assert (page.verdict, page.status) == ("loss 2", "passed")
+    assert page.summary == "6 trials, 4 succeeded; best in trial 1: n_layers=1"
+    [section] = page.sections
+    assert [plot.title for plot in section.plots] == ["Trials and Pareto front"]
+    [table] = section.tables
+    assert [(row.cells[0], row.label, row.status) for row in table.rows][-2:] == [
+        ("3", "spiky", "warning"),
+        ("6", "error", "warning"),
+    ]
 
 
 def test_a_csv_has_all_digits_of_what_was_drawn(found):
@@ -114,7 +127,9 @@ def test_a_csv_has_all_digits_of_what_was_drawn(found):
 
 def test_nothing_succeeded(tmp_path):
     nothing = result(trial(0, None, None, "nan"))
-    assert [path.name for path in nothing.save(tmp_path)] == ["trials.md", "trials.csv", "search.json"]
+    names = ["trials.md", "trials.csv", "search.json", "report.html"]
+    assert [path.name for path in nothing.save(tmp_path)] == names
+    assert nothing.page().verdict == "NONE SUCCEEDED"
     with pytest.raises(ValueError, match="trials: got 0; allowed: one or more with loss"):
         nothing.plot(tmp_path / "none.svg")
     assert result().to_markdown().startswith("| trial | front |")

@@ -1,0 +1,208 @@
+"""Page of a gate: regressions first, with the paired differences of their rounds."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from typing import TYPE_CHECKING
+
+from stackwise.gate.report import change_text, each_cost, interval_text, summary, test_text, tolerance_text
+from stackwise.gate.result import GateResult, Outcome, TestResult, TrialResult
+from stackwise.gate.verdict import Verdict
+from stackwise.report.page import Finding, Page, Row, Section, Status, Table
+from stackwise.report.plot import ACCENT, BAD, GOOD, INK, MUTED, WARN, Plot, draw_legend, style_axes
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["gate_page"]
+
+_MOST_ROWS, _MOST_PLOTS = 40, 12
+_STATUSES: dict[Outcome, Status] = {
+    "failed": "failed",
+    "error": "failed",
+    "inconclusive": "warning",
+    "warned": "warning",
+    "passed": "passed",
+}
+_COLOURS = {Verdict.REGRESSED: BAD, Verdict.INCONCLUSIVE: WARN, Verdict.IMPROVED: GOOD, Verdict.PASS: ACCENT}
+_ADVICE = {
+    Verdict.REGRESSED: "If the higher cost is intended, raise the limit of this test with the marker `gate`.",
+    Verdict.INCONCLUSIVE: "Give the gate more time, or measure on a machine with less other work.",
+}
+
+
+def gate_page(result: GateResult) -> Page:
+    """Return the page of a gate: failures, open questions, plots of the rounds, and all tests in a table."""
+    status: Status = _STATUSES[result.outcome]
+    findings: dict[Status, list[Finding]] = {"failed": [], "warning": []}
+    for test in result.findings:
+        kind = _STATUSES[test.outcome(result.missing)]
+        if kind in findings:
+            findings[kind].append(_finding(result, test, kind))
+    titles: dict[Status, str] = {"failed": "Failed tests", "warning": "Inconclusive tests and warnings"}
+    sections = [Section(titles[kind], found, count=len(found)) for kind, found in findings.items() if found]
+    sections += [_differences(result), _tests(result)]
+    return Page(
+        f"Performance of {result.head} against {result.base}",
+        result.verdict,
+        status,
+        summary(result).removeprefix(f"{result.verdict}: "),
+        [section for section in sections if section.plots or section.tables or section.findings],
+        result.environment,
+    )
+
+
+def _finding(result: GateResult, test: TestResult, status: Status) -> Finding:
+    wrong = [trial for trial in test.trials.values() if not trial.decision.verdict.ok]
+    return Finding(
+        status,
+        test.nodeid,
+        label=str(test.verdict) if test.trials else test.status,
+        message=test_text(test),
+        where=f"{test.file}:{test.line}" if test.file and test.line else "",
+        evidence="; ".join(
+            f"{metric} {change_text(trial)} {interval_text(trial)}, tolerance {tolerance_text(trial)}"
+            for metric, trial in test.trials.items()
+            if not trial.decision.verdict.ok and math.isfinite(trial.decision.estimate)
+        ),
+        advice=_ADVICE.get(wrong[0].decision.verdict, "") if wrong else "",
+        command="" if test is result.suite else _command(result, test),
+    )
+
+
+def _command(result: GateResult, test: TestResult) -> str:
+    """Return the shell command that measures a test again, or "" if both sides are files of saved results."""
+    if any(note.startswith("stored:") for note in result.notes):
+        return ""
+    # "main (0123abcde)" is a branch and its commit. The working tree is the head without a name.
+    base, head = (name.partition(" (")[0] for name in (result.base, result.head))
+    heads = [] if head.startswith("working tree") else [head]
+    return shlex.join(["stackwise", "gate", base, *heads, "--tests", test.nodeid])
+
+
+def _differences(result: GateResult) -> Section:
+    """Return the plots: all tests on one axis, and the rounds of each test, findings first."""
+    trials = [
+        (test, metric, trial)
+        for test in result.findings
+        for metric, trial in test.trials.items()
+        if math.isfinite(trial.decision.estimate)
+    ]
+    order = (Verdict.REGRESSED, Verdict.INCONCLUSIVE, Verdict.IMPROVED, Verdict.PASS)
+    trials.sort(key=lambda each: order.index(each[2].decision.verdict))
+    plots = [_overview(trials[:_MOST_ROWS])] if len(trials) > 1 else []
+    with_rounds = [each for each in trials if len(each[2].differences) > 1]
+    plots += [
+        _rounds(*each, _STATUSES[each[0].outcome(result.missing)]) for each in with_rounds[:_MOST_PLOTS]
+    ]
+    left_out = len(with_rounds) - _MOST_PLOTS
+    notes = [f"The rounds of {left_out} more are only in the JSON report."] if left_out > 0 else []
+    return Section("Paired differences", plots=plots, notes=notes)
+
+
+def _overview(trials: list[tuple[TestResult, str, TrialResult]]) -> Plot:
+    def draw(figure: Figure) -> None:
+        axes = figure.subplots()
+        for place, (_, _, trial) in enumerate(trials):
+            decision = trial.decision
+            low, high = (
+                (decision.low, decision.high)
+                if math.isfinite(decision.low) and math.isfinite(decision.high)
+                else (decision.estimate, decision.estimate)
+            )
+            spread = [[100 * (decision.estimate - low)], [100 * (high - decision.estimate)]]
+            axes.errorbar(
+                [100 * decision.estimate],
+                [place],
+                xerr=spread,
+                fmt="o",
+                color=_COLOURS[decision.verdict],
+                capsize=3,
+                label=str(decision.verdict),
+            )
+            axes.plot(
+                [100 * trial.tolerance],
+                [place],
+                "|",
+                color=BAD,
+                markersize=12,
+                markeredgewidth=2,
+                label="tolerance",
+            )
+        axes.axvline(0, color=INK, linewidth=0.8)
+        axes.set_yticks(
+            range(len(trials)), [_short(f"{test.nodeid}: {metric}") for test, metric, _ in trials]
+        )
+        axes.set_ylim(len(trials) - 0.5, -0.5)
+        axes.set_xlabel("change of cost from base to head [%]")
+        style_axes(figure)
+        named = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+        draw_legend(figure, list(named.values()), list(named))
+
+    caption = "Dots are estimates, lines their intervals. A result above the tolerance is worse than allowed."
+    return Plot("Change of all tests", draw, 1.2 + 0.28 * len(trials), caption)
+
+
+def _rounds(test: TestResult, metric: str, trial: TrialResult, status: Status) -> Plot:
+    decision = trial.decision
+
+    def draw(figure: Figure) -> None:
+        axes = figure.subplots()
+        values = [100 * math.expm1(difference) for difference in trial.differences]
+        if math.isfinite(decision.low) and math.isfinite(decision.high):
+            axes.axhspan(
+                100 * decision.low,
+                100 * decision.high,
+                color=ACCENT,
+                alpha=0.18,
+                linewidth=0,
+                label=f"interval at {100 * decision.level:.4g} %",
+            )
+        axes.axhline(100 * decision.estimate, color=ACCENT, linewidth=1.4, label="estimate")
+        axes.axhline(100 * trial.tolerance, color=BAD, linestyle="--", linewidth=1.4, label="tolerance")
+        axes.axhline(0, color=MUTED, linewidth=0.8)
+        axes.plot(range(1, len(values) + 1), values, "o", color=INK, markersize=4, label="round")
+        axes.set_xlabel("round")
+        axes.set_ylabel("head against base [%]")
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        style_axes(figure)
+        draw_legend(figure, *axes.get_legend_handles_labels())
+
+    title = f"{decision.verdict}: {metric} of {test.nodeid}"
+    caption = "One dot is the paired difference of one round."
+    if decision.confirmed:
+        caption += " Estimate and interval are from the rounds that confirmed the result."
+    return Plot(title, draw, 2.6, caption, status)
+
+
+def _tests(result: GateResult) -> Section:
+    header = ["test", "metric", "base", "head", "change", "interval", "tolerance", "rounds"]
+    rows = []
+    for test in result.findings:
+        status = _STATUSES[test.outcome(result.missing)]
+        if not test.trials:
+            rows.append(Row([test.nodeid, *[""] * 7], status, test.status))
+        for metric, trial in test.trials.items():
+            decision = trial.decision
+            texts = [
+                *each_cost(test, metric, trial),
+                change_text(trial),
+                interval_text(trial),
+                tolerance_text(trial),
+            ]
+            status = "passed" if decision.verdict.ok else status
+            rows.append(
+                Row([test.nodeid, metric, *texts, str(decision.rounds)], status, str(decision.verdict))
+            )
+    details = [f"Seed {result.seed}.", *result.notes]
+    if result.order_bias is not None and math.isfinite(result.order_bias):
+        details.insert(
+            0, f"Effect of being first in a pair: {result.order_bias:+.2%}. The random order removes it."
+        )
+    tables = [Table("All tests", header, rows, right=header[2:])] if rows else []
+    return Section("All tests", tables=tables, notes=details)
+
+
+def _short(name: str, most: int = 44) -> str:
+    return name if len(name) <= most else f"…{name[1 - most :]}"

@@ -1,0 +1,170 @@
+"""Figures: plots of training runs and latencies, made from their records."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from stackwise.amount import time_text
+from stackwise.report.plot import ACCENT, BAD, GOOD, INK, MUTED, WARN, Plot, draw_legend, style_axes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["latency_plot", "training_plot"]
+
+_MOST_STEPS = 1000  # points of a line; more would only make the file larger
+
+
+def training_plot(
+    title: str, run: dict[str, Any], *, status: str = "neutral", caption: str = ""
+) -> Plot | None:
+    """Return a plot of loss and gradient norm over the steps of a run, or None for fewer than two steps.
+
+    Steps at which a fault acted, alarms, skipped updates and replays are marked.
+
+    Args:
+        title: heading of the plot.
+        run: plain values of a StabilityRun, or of a training: "records", "alarms" and "fired".
+        status: status of the record in the page.
+        caption: sentence below the heading.
+    """
+    records = run["records"]
+    if len({record["step"] for record in records}) < 2 or "loss" not in records[0]:
+        return None
+    marked = {alarm["step"] for alarm in run["alarms"] if "step" in alarm} | set(run.get("fired", ()))
+    drawn = _thinned(records, marked)
+    if len(drawn) < len(records):
+        caption = f"{caption} {len(drawn):,} of {len(records):,} steps are drawn.".strip()
+    twin = (run.get("recovery") or {}).get("twin", ())
+
+    def draw(figure: Figure) -> None:
+        for axes, key, label in zip(
+            figure.subplots(2, 1, sharex=True), ("loss", "grad_norm"), ("loss", "gradient norm"), strict=True
+        ):
+            _draw_steps(axes, drawn, key, run)
+            if key == "loss" and twin:
+                steps = range(len(twin))
+                axes.plot(
+                    steps,
+                    [float(loss) for loss in twin],
+                    color=MUTED,
+                    linestyle="--",
+                    label="without the fault",
+                )
+            axes.set_ylabel(label)
+        axes.set_xlabel("step")
+        style_axes(figure)
+        named = {
+            text: line
+            for axes in figure.axes
+            for line, text in zip(*axes.get_legend_handles_labels(), strict=True)
+        }
+        if len(named) > 1:
+            draw_legend(figure, list(named.values()), list(named))
+
+    return Plot(title, draw, 3.6, caption, status)
+
+
+def latency_plot(
+    title: str, histogram: dict[str, Any], percentiles: dict[str, Any] | None, *, caption: str = ""
+) -> Plot:
+    """Return a histogram of latencies with its percentiles.
+
+    Args:
+        title: heading of the plot.
+        histogram: as `stackwise.benchmark.timing.histogram` returns it, in seconds.
+        percentiles: by name ("p50"), with "value" in seconds, or None if it is withheld.
+        caption: sentence below the heading.
+    """
+    edges, counts = histogram["edges"], histogram["counts"]
+    scale, unit = _unit(edges[-1])
+    known = {
+        name: each["value"] for name, each in (percentiles or {}).items() if each.get("value") is not None
+    }
+    if histogram["above"]:
+        slower = (
+            "1 slower sample is" if histogram["above"] == 1 else f"{histogram['above']} slower samples are"
+        )
+        caption = f"{caption} {slower} not drawn.".strip()
+
+    def draw(figure: Figure) -> None:
+        axes = figure.subplots()
+        axes.stairs(counts, [edge * scale for edge in edges], fill=True, color=ACCENT)
+        styles = (("-", INK), ("--", WARN), (":", BAD))
+        for (name, value), (line, colour) in zip(known.items(), styles, strict=False):
+            text = f"{name} {time_text(value, 3)}"
+            axes.axvline(value * scale, color=colour, linestyle=line, linewidth=1.4, label=text)
+        axes.set_xlabel(f"latency [{unit}]")
+        axes.set_ylabel("samples")
+        style_axes(figure)
+        if known:
+            draw_legend(figure, *axes.get_legend_handles_labels())
+
+    return Plot(title, draw, 2.6, caption)
+
+
+def _draw_steps(axes: Axes, records: Sequence[dict[str, Any]], key: str, run: dict[str, Any]) -> None:
+    """Draw one number of each step: a line through the last attempt of each step, and the marks."""
+    last = {record["step"]: float(record[key]) for record in records}
+    steps = sorted(last)
+    seen: set[int] = set()
+    skipped, replayed = [], []
+    for record in records:
+        point = (record["step"], float(record[key]))
+        if record.get("skipped"):
+            skipped.append(point)
+        elif record["step"] in seen:
+            replayed.append(point)
+        seen.add(record["step"])
+    for step in run.get("fired", ()):
+        axes.axvline(step, color=BAD, linestyle=":", linewidth=1.2, label="fault")
+    axes.plot(steps, [last[step] for step in steps], color=ACCENT, linewidth=1.4, label="last attempt")
+    for points, marker, colour, label in (
+        (skipped, "o", WARN, "skipped"),
+        (replayed, "D", GOOD, "replayed"),
+    ):
+        finite = [point for point in points if math.isfinite(point[1])]
+        if finite:
+            axes.plot(
+                *zip(*finite, strict=True),
+                marker,
+                color=colour,
+                markersize=5,
+                markerfacecolor="none",
+                label=label,
+            )
+    finite_values = [float(record[key]) for record in records if math.isfinite(float(record[key]))]
+    positive = [value for value in finite_values if value > 0]
+    if positive and len(positive) == len(finite_values) and max(positive) > 30 * min(positive):
+        axes.set_yscale("log")
+    alarms = sorted({alarm["step"] for alarm in run["alarms"] if "step" in alarm})
+    if alarms:
+        # At the upper edge: the value of an alarm may not be finite.
+        axes.plot(
+            alarms,
+            [1.0] * len(alarms),
+            "v",
+            color=BAD,
+            markersize=7,
+            clip_on=False,
+            transform=axes.get_xaxis_transform(),
+            label="alarm",
+        )
+
+
+def _thinned(records: Sequence[dict[str, Any]], marked: set[int]) -> Sequence[dict[str, Any]]:
+    """Return at most about `_MOST_STEPS` records: every nth, and all of marked or skipped steps."""
+    every = math.ceil(len(records) / _MOST_STEPS)
+    return [
+        record
+        for number, record in enumerate(records)
+        if number % every == 0 or record["step"] in marked or record.get("skipped")
+    ]
+
+
+def _unit(seconds: float) -> tuple[float, str]:
+    """Return the factor and the name of the largest unit of which `seconds` is at least one."""
+    return (1.0, "s") if seconds >= 1 else (1e3, "ms") if seconds >= 1e-3 else (1e6, "us")

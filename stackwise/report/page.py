@@ -1,0 +1,257 @@
+"""Page: a verdict, findings, plots and tables as one self-contained HTML file."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import version
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal
+
+from stackwise.amount import byte_text
+from stackwise.report.plot import Plot
+from stackwise.text_file import write_whole
+
+__all__ = ["Finding", "Page", "Row", "Section", "Status", "Table"]
+
+Status = Literal["failed", "warning", "passed", "neutral", "not applicable"]
+
+_STATUSES: dict[Status, str] = {
+    "failed": "Failed",
+    "warning": "Warnings",
+    "passed": "Passed",
+    "neutral": "Measured",
+    "not applicable": "Not applicable",
+}
+# Facts of the machine as `stackwise.device.fingerprint` names them.
+_FACTS = {
+    "cpu": "Processor",
+    "cpu_count": "Cores",
+    "gpu": "GPU",
+    "system": "System",
+    "python": "Python",
+    "torch": "PyTorch",
+    "torch_threads": "PyTorch threads",
+}
+_NO_PLOTS = "This report has no plots. To get them, run: pip install 'stackwise[report]'"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that a reader has to look at. It is shown in full.
+
+    Attributes:
+        status: "failed" or "warning".
+        title: name of the check or test.
+        subject: name of the model or training step; "": not known.
+        label: the record's own word for its status, such as "unstable"; "": the status.
+        message: what is wrong.
+        where: location: a position, a module, a line of a file.
+        evidence: measured value and limit.
+        advice: likely cause, and what to do.
+        command: shell command that repeats the finding; "": not known.
+        details: further lines, such as the alarms of a run.
+    """
+
+    status: Status
+    title: str
+    subject: str = ""
+    label: str = ""
+    message: str = ""
+    where: str = ""
+    evidence: str = ""
+    advice: str = ""
+    command: str = ""
+    details: tuple[str, ...] = ()
+
+    @property
+    def facts(self) -> list[tuple[str, str]]:
+        """Labels and texts of the lines below the message; lines without text are left out."""
+        texts = (("Where", self.where), ("Evidence", self.evidence), ("What to do", self.advice))
+        return [(label, text) for label, text in texts if text]
+
+
+@dataclass(frozen=True)
+class Row:
+    """Line of a table.
+
+    Attributes:
+        cells: one text for each column.
+        status: status of the record.
+        label: the record's own word for its status, such as "caught"; "": the row has no such word.
+    """
+
+    cells: Sequence[str]
+    status: Status = "neutral"
+    label: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Table of records.
+
+    Attributes:
+        title: name of the table for screen readers.
+        header: names of the columns.
+        rows: the records.
+        right: names of the columns that are aligned to the right: numbers.
+        code: names of the columns with names of tests and files, which may break at any character.
+    """
+
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Row]
+    right: Collection[str] = ()
+    code: Collection[str] = ("test",)
+
+    @property
+    def labelled(self) -> bool:
+        """True if any row has a word for its status."""
+        return any(row.label for row in self.rows)
+
+
+@dataclass(frozen=True)
+class Section:
+    """Part of a page under a heading.
+
+    Attributes:
+        title: the heading, in plain English.
+        findings: shown in full.
+        plots: shown before the tables.
+        tables: shown after the findings and plots.
+        notes: sentences between the heading and everything else.
+        folded: True: only the heading is shown until the reader opens the section.
+        count: number after the heading; None: no number.
+    """
+
+    title: str
+    findings: Sequence[Finding] = ()
+    plots: Sequence[Plot] = ()
+    tables: Sequence[Table] = ()
+    notes: Sequence[str] = ()
+    folded: bool = False
+    count: int | None = None
+
+    @property
+    def anchor(self) -> str:
+        """Id of the section in the page."""
+        return f"section-{re.sub(r'[^a-z0-9]+', '-', self.title.lower()).strip('-')}"
+
+
+@dataclass(frozen=True)
+class Page:
+    """Everything that a report shows.
+
+    Attributes:
+        title: what the report is about: "Checks of gpt", "Performance of b against a".
+        verdict: the result in one word.
+        status: status that the verdict has.
+        summary: the result in one line.
+        sections: in the order in which they are shown. Their titles differ.
+        environment: facts about the machine, as `stackwise.device.fingerprint` returns them.
+        created: ISO 8601, UTC.
+    """
+
+    title: str
+    verdict: str
+    status: Status
+    summary: str
+    sections: Sequence[Section] = ()
+    environment: Mapping[str, Any] | None = None
+    created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
+
+    def write(self, path: Path) -> None:
+        """Write the page as one HTML file that needs no other file and no network.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        write_whole(path, self.html())
+
+    def html(self) -> str:
+        """Return the page as HTML. Without matplotlib it has no plots, and a line says how to get them."""
+        from jinja2 import Environment, PackageLoader, StrictUndefined
+        from markupsafe import Markup
+
+        drawings, notes = self._drawings()
+        script = _template("page.js")
+        digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+        environment = Environment(
+            loader=PackageLoader("stackwise.report"),
+            autoescape=True,
+            undefined=StrictUndefined,
+            trim_blocks=True,
+            lstrip_blocks=True,
+        )
+        return environment.get_template("page.html.j2").render(
+            page=self,
+            # The style sheet, the script and the drawings are the only parts that are not escaped.
+            style=Markup(_template("page.css")),  # noqa: S704
+            script=Markup(script),  # noqa: S704
+            script_hash=f"sha256-{digest}",
+            drawings={name: Markup(svg) for name, svg in drawings.items()},  # noqa: S704
+            notes=notes,
+            counts=self._counts(),
+            filters=[(status, _STATUSES[status]) for status in _STATUSES if status in self._filtered()],
+            facts=list(_facts(self.environment or {})),
+            version=version("stackwise"),
+        )
+
+    def _drawings(self) -> tuple[dict[str, str], list[str]]:
+        """Return the drawings by "SECTION-NUMBER", and a note if there is no matplotlib to make them."""
+        found = {}
+        for place, section in enumerate(self.sections):
+            for number, plot in enumerate(section.plots):
+                name = f"plot-{place}-{number}"
+                try:
+                    found[name] = plot.svg(name)
+                except ImportError:
+                    return {}, [_NO_PLOTS]
+        return found, []
+
+    def _counts(self) -> list[tuple[Status, str, int]]:
+        """Return the status, the label and the number of findings, and of rows without a finding."""
+        counts: Counter[Status] = Counter(
+            finding.status for section in self.sections for finding in section.findings
+        )
+        rows = Counter(
+            row.status for section in self.sections for table in section.tables for row in table.rows
+        )
+        for status in ("passed", "neutral", "not applicable"):
+            counts[status] = rows[status]
+        return [(status, label, counts[status]) for status, label in _STATUSES.items() if counts[status]]
+
+    def _filtered(self) -> set[Status]:
+        """Return each status that a finding or a row has."""
+        found = {finding.status for section in self.sections for finding in section.findings}
+        return found | {
+            row.status for section in self.sections for table in section.tables for row in table.rows
+        }
+
+
+def _template(name: str) -> str:
+    return (files("stackwise.report") / "templates" / name).read_text(encoding="utf-8")
+
+
+def _facts(environment: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the label and the value of each known fact, without facts that are None."""
+    for key, value in environment.items():
+        if value is not None and value != {}:
+            yield _FACTS.get(key, key), _fact(key, value)
+
+
+def _fact(key: str, value: Any) -> str:
+    if isinstance(value, Mapping):
+        parts = (
+            _fact(name, each) if name == "name" else f"{name.removesuffix('_bytes')} {_fact(name, each)}"
+            for name, each in value.items()
+            if each is not None
+        )
+        return ", ".join(parts)
+    return byte_text(value) if key.endswith("_bytes") and isinstance(value, int) else str(value)

@@ -7,6 +7,7 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ from stackwise.gate.page import gate_page
 from stackwise.gate.result import GateResult
 from stackwise.report.html import report_page
 
-HERE = Path(__file__).parent
+HERE = Path("examples/demo")
 BUILD = Path("build/demo")
 FUSED = """\
 from torch.nn.functional import scaled_dot_product_attention
@@ -119,8 +120,7 @@ def main() -> int:
     report = Report.from_json(BUILD / "report.json")
     report.training, report.environment = trained, fingerprint()
     page = report_page(report)
-    page.sections += gate_page(gate).sections
-    page.write(BUILD / "report.html")
+    replace(page, sections=[*page.sections, *gate_page(gate).sections]).write(BUILD / "report.html")
     console.rule("result")
     console.print(report.training_line(), highlight=False, markup=False, soft_wrap=True)
     expected = found == 1 and gate.verdict == "REGRESSED"

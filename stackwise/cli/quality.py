@@ -69,6 +69,7 @@ class Quality:
         from stackwise.quality.quality_report import QualityReport
         from stackwise.quality.scoring import Scorer
         from stackwise.report import report_files
+        from stackwise.support.progress import ProgressLine
 
         names = [name for some in self.tasks for name in some.split(",") if name]
         asked = bool(names) or (self.human_eval is not None and not self.tasks)
@@ -89,6 +90,7 @@ class Quality:
         if self.human_eval is not None:
             runs.append(self._programs(self.human_eval))
         model, tokenizer = self._load()
+        progress = ProgressLine("scoring tokens")
         scorer = Scorer(
             model,
             tokenizer,
@@ -98,9 +100,10 @@ class Quality:
             reuse=not self.no_reuse,
             prefix_token_id=self.prefix_token_id,
             eos_token_id=self.eos_token_id or None,
+            on_progress=progress.update,
         )
         report = QualityReport(self.model)
-        with threads_for(sum(p.numel() for p in scorer.model.model.parameters())):
+        with progress, threads_for(sum(p.numel() for p in scorer.model.model.parameters())):
             for run in runs:
                 run(scorer, names, report)
         report.notes.append(f"prefixes: {scorer.model.reuse_note}")

@@ -5,7 +5,7 @@ Shapes: B rows, T positions, V vocabulary, N positions that are asked about.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,6 +50,8 @@ class Scorer:
         prefix_token_id: as of `TextTokenizer`.
         eos_token_id: what ends a text that the model writes, one id or several; None: what the tokenizer
             says, and what the model does (`LanguageModel.eos_token_ids`).
+        on_progress: called after each batch with the number of scored tokens and the number of all tokens of
+            the current call of `score`.
 
     Attributes:
         model: a LanguageModel.
@@ -72,8 +74,10 @@ class Scorer:
         reuse: bool = True,
         prefix_token_id: int | None = None,
         eos_token_id: int | Iterable[int] | None = None,
+        on_progress: Callable[[int, int], object] | None = None,
     ) -> None:
         check_sizes(batch_size=batch_size)
+        self._on_progress = on_progress
         if isinstance(model, LanguageModel):
             options = {"device": device, "max_length": max_length, "reuse": None if reuse else reuse}
             for key, given in options.items():
@@ -122,7 +126,7 @@ class Scorer:
         sequences: dict[tuple[int, ...], list[int]] = {}
         for i, request in enumerate(requests):
             sequences.setdefault((*request.context, *request.continuation[:-1]), []).append(i)
-        answers = _Answers([len(request.continuation) for request in requests])
+        answers = _Answers([len(request.continuation) for request in requests], self._on_progress)
         readings = [
             _Reading(np.asarray(ids), _wanted(requests, asked, len(ids))) for ids, asked in sequences.items()
         ]
@@ -369,9 +373,11 @@ class _Answers:
 
     Attributes:
         counts: how many tokens each request has.
+        on_progress: see `Scorer`.
     """
 
     counts: Sequence[int]
+    on_progress: Callable[[int, int], object] | None = None
     _requests: list[int] = field(default_factory=list)
     _found: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
@@ -400,6 +406,8 @@ class _Answers:
         self._found.append((torch.cat(scores), torch.cat(best)))
         order = sorted(range(len(places)), key=lambda i: places[i] // size)
         self._requests += [asked[i][1].request for i in order]
+        if self.on_progress is not None:
+            self.on_progress(len(self._requests), sum(self.counts))
 
     def sums(self) -> tuple[np.ndarray, np.ndarray]:
         """Of each request the log-probability, in float64, and whether all its tokens are the likeliest."""

@@ -56,6 +56,14 @@ def test_neither_batches_nor_prefixes_change_a_score(kind, request):
         torch.testing.assert_close(torch.tensor(other), torch.tensor(found[0]), rtol=0, atol=1e-5)
 
 
+def test_progress_counts_the_scored_tokens_of_all_requests(llama):
+    seen, asked = [], requests_of()
+    Scorer(llama, batch_size=4, on_progress=lambda *counts: seen.append(counts)).score_tokens(asked)
+    total = sum(len(request.continuation) for request in asked)
+    assert len(seen) > 3 and seen == sorted(seen)
+    assert {counts[1] for counts in seen} == {total} and seen[-1][0] == total
+
+
 def longrope(first=64, **more):
     """A tiny Phi-3 whose positions have other angles in rows of more than `first` tokens."""
     from transformers import Phi3Config, Phi3ForCausalLM

@@ -60,7 +60,7 @@ def test_progress_counts_the_scored_tokens_of_all_requests(llama):
     seen, asked = [], requests_of()
     Scorer(llama, batch_size=4, on_progress=lambda *counts: seen.append(counts)).score_tokens(asked)
     total = sum(len(request.continuation) for request in asked)
-    assert len(seen) > 3 and seen == sorted(seen)
+    assert len(seen) > 1 and seen == sorted(seen)
     assert {counts[1] for counts in seen} == {total} and seen[-1][0] == total
 
 

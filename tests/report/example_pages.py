@@ -64,10 +64,11 @@ def example_report():
     judgement = Judgement("inconclusive", "acc 0.41, at least 0.4 with 120 examples", "acc", 0.41, 120)
     report.add("quality", test="tests/test_quality.py::test_knows", task="quiz", **judgement.to_dict())
     report.failed_tests += ["tests/test_memory.py::test_generation", "tests/test_speed.py::test_decode"]
-    report.errors["tests/test_speed.py::test_decode"] = (
-        "tests/test_speed.py:12: ThroughputError: min_tokens_per_second: 812 tokens/s were measured; wanted: "
-        "at least 1,000"
-    )
+    message = "ThroughputError: min_tokens_per_second: 812 tokens/s were measured; wanted: at least 1,000"
+    report.errors["tests/test_speed.py::test_decode"] = {
+        "where": "tests/test_speed.py:12",
+        "message": message,
+    }
     names = [*report.failed_tests, *(report.name_of(row) for _, row in report.findings())]
     report.commands = {name: f"pytest '{name}' --stackwise-seed=0" for name in names}
     return report

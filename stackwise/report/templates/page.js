@@ -10,6 +10,17 @@
     for (const fold of folded) fold.open = false;
   });
 
+  // Only a region that scrolls needs the focus of the keyboard.
+  const focusable = () => {
+    for (const region of document.querySelectorAll(".scroll")) {
+      if (region.scrollWidth > region.clientWidth) region.tabIndex = 0;
+      else region.removeAttribute("tabindex");
+    }
+  };
+  addEventListener("resize", focusable);
+  for (const fold of folds) fold.addEventListener("toggle", focusable);
+  focusable();
+
   for (const button of navigator.clipboard ? document.querySelectorAll(".repeat button") : []) {
     button.hidden = false;
     button.addEventListener("click", async () => {

@@ -100,7 +100,8 @@ def _finding(report: Report, section: str, row: dict[str, Any], status: Status) 
     """Return a record with a finding, in words."""
     test, name = row.get("test", ""), report.name_of(row)
     command = report.commands.get(name, "")
-    where = report.errors.get(name, {}).get("where", "")
+    error = report.errors.get(name, {})
+    where = error.get("where", "")
     match section:
         case "checks":
             return Finding(
@@ -123,8 +124,9 @@ def _finding(report: Report, section: str, row: dict[str, Any], status: Status) 
                 test or row["model"],
                 row["model"],
                 row["verdict"],
-                where=where,
-                evidence=fault_text(row),
+                error.get("message", ""),
+                where,
+                fault_text(row),
                 command=command,
                 details=details,
             )

@@ -108,8 +108,10 @@ def test_failed_test_without_a_record_shows_its_error():
 
 def test_failed_run_is_a_failed_test():
     row = STABILITY | {"verdict": "not recovered", "recovery": {"problems": ["step 5: 0.3 nats apart"]}}
-    report = Report(failed_tests=["t.py::run"], stability=[row])
+    error = {"where": "t.py:3", "message": "RecoveryFailedError: not recovered"}
+    report = Report(failed_tests=["t.py::run"], errors={"t.py::run": error}, stability=[row])
     [finding] = sections(report)["Failed tests"].findings
+    assert (finding.where, finding.message) == ("t.py:3", "RecoveryFailedError: not recovered")
     assert finding.details == ("step 5: 0.3 nats apart", "step 3: gradient spike")
     assert "Warnings" not in sections(report)
 

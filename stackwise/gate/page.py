@@ -156,6 +156,8 @@ def _rounds(test: TestResult, metric: str, trial: TrialResult, status: Status) -
     decision = trial.decision
 
     def draw(figure: Figure) -> None:
+        from matplotlib.ticker import MaxNLocator
+
         axes = figure.subplots()
         values = [100 * math.expm1(difference) for difference in trial.differences]
         if math.isfinite(decision.low) and math.isfinite(decision.high):
@@ -173,7 +175,7 @@ def _rounds(test: TestResult, metric: str, trial: TrialResult, status: Status) -
         axes.plot(range(1, len(values) + 1), values, "o", color=INK, markersize=4, label="round")
         axes.set_xlabel("round")
         axes.set_ylabel("head against base [%]")
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         style_axes(figure)
         draw_legend(figure, *axes.get_legend_handles_labels())
 

@@ -65,7 +65,7 @@ def report_page(report: Report) -> Page:
 def _failures(report: Report) -> list[Section]:
     """Return the sections of failed checks, and of tests that failed for another reason."""
     failed = set(report.failed_tests)
-    checks, others, explained = [], [], set[str]()
+    checks, others, explained = list[Finding](), list[Finding](), set[str]()
     for section, row in report.findings():
         name = report.name_of(row)
         if name in failed:

@@ -27,7 +27,7 @@ from stackwise.quality.proportion import Proportion
 from stackwise.quality.scoring import Scorer
 from stackwise.quality.task import Task, TaskResult, cut_note
 from stackwise.report.page import Page, Row, Section, Table
-from stackwise.report.plot import ACCENT, BAD, GOOD, INK, WARN, Plot
+from stackwise.report.plot import ACCENT, BAD, GOOD, INK, WARN, Plot, style_axes
 from stackwise.text_file import write_whole
 
 if TYPE_CHECKING:
@@ -232,15 +232,17 @@ class ModelComparison:
                 panel.errorbar(
                     [x], [y], yerr=spread, xerr=x_error, fmt="o", capsize=3, label=name, color=colour
                 )
-            panel.axhline(0.0, color="black", linewidth=0.8)
+            panel.axhline(0.0, color=INK, linewidth=0.8)
             less = ", less is better" if self.row(self.baseline, task).less_is_better else ""
-            panel.set_title(f"{task} ({self.row(self.baseline, task).metric}{less})", fontsize="medium")
+            title = f"{task} ({self.row(self.baseline, task).metric}{less})"
+            panel.set_title(title, loc="left", fontsize="medium")
             panel.set_ylabel(f"difference to {self.baseline}")
             if work is None:
                 panel.set_xticks(range(len(self.architectures)), self.architectures)
             else:
                 panel.set_xlabel(f"speed-up, {work}")
-        panels[0].legend(fontsize="small")
+        style_axes(figure)
+        panels[0].legend(fontsize="small", frameon=False)
 
     def _place(self, name: str, work: str | None, place: int) -> tuple[float, list[list[float]] | None]:
         """Where a model stands from left to right, and how far that is known."""

@@ -27,7 +27,6 @@ __all__ = ["report_page"]
 _MOST_PLOTS = 12  # of a section: each takes about 20 kB and 0.3 s
 _MOST_ALARMS = 3
 _VERDICTS: dict[str, Status] = {"PASS": "passed", "WARN": "warning", "FAIL": "failed"}
-_MEASUREMENTS = ("stability", "throughput", "memory", "quality")
 _LATENCIES = {
     "call": "Latency of a call",
     "e2e": "Latency of a generation",

@@ -15,7 +15,9 @@ from stackwise.gate.result import GateResult, TestResult, TrialResult
 from stackwise.gate.sequential import Rule
 from stackwise.prototype.search import SearchResult, SearchTrial
 from stackwise.prototype.search.objective import read_objectives
+from stackwise.quality.comparison import ModelComparison, QualityRow
 from stackwise.quality.multiple_choice import MultipleChoiceResult, Question
+from stackwise.quality.paired import PairedDifference
 from stackwise.quality.quality_report import QualityReport
 from stackwise.quality.requirement import Judgement
 from stackwise.report import Report
@@ -224,6 +226,20 @@ def example_quality():
     return report
 
 
+def example_models():
+    """Return a comparison of the quality and the speed of three models."""
+    rows = []
+    for task, metric in (("quiz", "acc"), ("text", "bits_per_byte")):
+        for number, name in enumerate(("llama", "mla", "sliding_window")):
+            change = 0.02 * number
+            difference = PairedDifference(change, change - 0.03, change + 0.03, 0.95, 400, 12, 9)
+            rows.append(
+                QualityRow(name, task, metric, 0.5 + change, 0.02, 400, difference if number else None)
+            )
+    speed = example_comparison().where(workload="train 4 x 128")
+    return ModelComparison(tuple(rows), "llama", speed, notes=("llama: prefixes: 3 of 4 computed once",))
+
+
 def example_pages():
     """Return each page by the name of its file, without the ending."""
     return {
@@ -232,4 +248,5 @@ def example_pages():
         "comparison": example_comparison().page(),
         "search": example_search().page(),
         "quality": example_quality().page(),
+        "models": example_models().page(),
     }

@@ -7,7 +7,7 @@ import pytest
 from tests.report.browser import find_chromium, launch
 
 REQUIRED = os.environ.get("STACKWISE_REQUIRE_BROWSER") == "1"
-NAMES = ("report", "gate", "comparison", "search", "quality")
+NAMES = ("report", "gate", "comparison", "search", "quality", "models")
 
 
 def _missing():
@@ -85,6 +85,9 @@ def test_every_section_renders(show, name):
         assert section.bounding_box()["height"] > 40
     for svg in page.locator("figure svg").all():
         assert svg.bounding_box()["height"] > 100
+    assert page.locator("main :is(article, tbody tr, figure)").count() > 0
+    assert page.locator("[data-entry][hidden], main .scroll[hidden]").count() == 0
+    assert page.get_by_text("No result matches the filter.").is_hidden()
     assert page.title().startswith(page.locator(".verdict").inner_text())
 
 

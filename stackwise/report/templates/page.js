@@ -51,8 +51,8 @@
     let count = 0, all = 0;
     for (const entry of entries) {
       const matches = words.every((word) => entry.text.includes(word));
-      // A plot belongs to no status of its own if its section has no such filter.
-      const kept = chosen.has(entry.status) || (entry.isPlot && !boxes.some((box) => box.value === entry.status));
+      // A status without a box cannot be hidden.
+      const kept = chosen.has(entry.status) || !boxes.some((box) => box.value === entry.status);
       entry.element.hidden = !(matches && kept);
       if (!entry.isPlot) {
         all += 1;

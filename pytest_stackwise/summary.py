@@ -24,7 +24,7 @@ class Summary:
         self.config = config
         self._reports: dict[str, pytest.TestReport] = {}
         self._failed: list[str] = []
-        self._errors: dict[str, str] = {}
+        self._errors: dict[str, dict[str, str]] = {}
         self._complete = True
         self._notes: list[str] = []
 
@@ -75,7 +75,7 @@ class Summary:
 
     def _add_failure(self, report: pytest.TestReport | pytest.CollectReport) -> None:
         self._failed.append(report.nodeid)
-        self._errors.setdefault(report.nodeid, _error_text(report))
+        self._errors.setdefault(report.nodeid, _error(report))
 
     def _report(self) -> Report:
         from stackwise.report import Report
@@ -90,12 +90,12 @@ class Summary:
         return report
 
 
-def _error_text(report: pytest.TestReport | pytest.CollectReport) -> str:
+def _error(report: pytest.TestReport | pytest.CollectReport) -> dict[str, str]:
     """Return location and message of the error of a failed test."""
     crash = getattr(report.longrepr, "reprcrash", None)
     if crash is None:
-        return report.longreprtext
-    return f"{os.path.relpath(crash.path)}:{crash.lineno}: {crash.message}"
+        return {"where": "", "message": report.longreprtext}
+    return {"where": f"{os.path.relpath(crash.path)}:{crash.lineno}", "message": crash.message}
 
 
 def _repeat_command(config: pytest.Config, nodeid: str) -> str:

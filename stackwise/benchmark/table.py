@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 from stackwise.amount import byte_text
 from stackwise.argument import check_choice, require
 from stackwise.report.page import Page, Row, Section, Table
-from stackwise.report.plot import ACCENT, INK, Plot
+from stackwise.report.plot import ACCENT, INK, Plot, style_axes
 from stackwise.text_file import parse_json, write_whole
 
 if TYPE_CHECKING:
@@ -234,6 +234,7 @@ class ComparisonTable:
             header,
             [Row([_cell(name, row[name]) for name in (*keys, *shown)]) for row in rows],
             right=[_SHOWN[name][0] for name in shown if name not in _LABELS],
+            wide=("note", "execution"),
         )
         settings = [Row([key.replace("_", " "), _setting(value)]) for key, value in self.settings.items()]
         plots = []
@@ -245,7 +246,7 @@ class ComparisonTable:
             )
         sections = [Section("Speed-up and measurements", plots=plots, tables=[table])]
         if settings:
-            tables = [Table("Settings", ["setting", "value"], settings)]
+            tables = [Table("Settings", ["setting", "value"], settings, results=False)]
             sections.append(Section("Settings", tables=tables, folded=True))
         return Page(
             f"Comparison with {self.baseline}",
@@ -299,6 +300,7 @@ class ComparisonTable:
                 panel.axvline(1.0, color=INK, linewidth=0.8)
         label = f"times as fast as {self.baseline}" if column == "speed_up" else column
         panels[-1].set_xlabel(label)
+        style_axes(figure)
 
 
 def _interval(row: dict[str, Any]) -> str | None:

@@ -6,7 +6,7 @@ import math
 import shlex
 from typing import TYPE_CHECKING
 
-from stackwise.gate.report import change_text, each_cost, interval_text, summary, test_text, tolerance_text
+from stackwise.gate.report import change_text, each_cost, interval_text, summary, tolerance_text
 from stackwise.gate.result import GateResult, Outcome, TestResult, TrialResult
 from stackwise.gate.verdict import Verdict
 from stackwise.report.page import Finding, Page, Row, Section, Status, Table
@@ -27,8 +27,8 @@ _STATUSES: dict[Outcome, Status] = {
 }
 _COLOURS = {Verdict.REGRESSED: BAD, Verdict.INCONCLUSIVE: WARN, Verdict.IMPROVED: GOOD, Verdict.PASS: ACCENT}
 _ADVICE = {
-    Verdict.REGRESSED: "If the higher cost is intended, raise the limit of this test with the marker `gate`.",
     Verdict.INCONCLUSIVE: "Give the gate more time, or measure on a machine with less other work.",
+    Verdict.REGRESSED: "If the higher cost is intended, raise the limit of this test with the marker gate.",
 }
 
 
@@ -54,21 +54,29 @@ def gate_page(result: GateResult) -> Page:
 
 
 def _finding(result: GateResult, test: TestResult, status: Status) -> Finding:
-    wrong = [trial for trial in test.trials.values() if not trial.decision.verdict.ok]
+    wrong = {metric: trial for metric, trial in test.trials.items() if not trial.decision.verdict.ok}
+    reasons = [f"{metric}: {trial.decision.reason}" for metric, trial in wrong.items()]
+    verdicts = [trial.decision.verdict for trial in wrong.values()]
     return Finding(
         status,
         test.nodeid,
         label=str(test.verdict) if test.trials else test.status,
-        message=test_text(test),
+        message="\n".join(reasons) or test.detail,
         where=f"{test.file}:{test.line}" if test.file and test.line else "",
         evidence="; ".join(
-            f"{metric} {change_text(trial)} {interval_text(trial)}, tolerance {tolerance_text(trial)}"
-            for metric, trial in test.trials.items()
-            if not trial.decision.verdict.ok and math.isfinite(trial.decision.estimate)
+            _evidence(test, metric, trial)
+            for metric, trial in wrong.items()
+            if math.isfinite(trial.decision.estimate)
         ),
-        advice=_ADVICE.get(wrong[0].decision.verdict, "") if wrong else "",
+        advice=_ADVICE[max(verdicts, key=list(_ADVICE).index)] if verdicts else "",
         command="" if test is result.suite else _command(result, test),
     )
+
+
+def _evidence(test: TestResult, metric: str, trial: TrialResult) -> str:
+    costs = " -> ".join(filter(None, each_cost(test, metric, trial)))
+    parts = (costs, f"{change_text(trial)} {interval_text(trial)}", f"tolerance {tolerance_text(trial)}")
+    return f"{metric} {', '.join(filter(None, parts))}"
 
 
 def _command(result: GateResult, test: TestResult) -> str:
@@ -148,6 +156,8 @@ def _rounds(test: TestResult, metric: str, trial: TrialResult, status: Status) -
     decision = trial.decision
 
     def draw(figure: Figure) -> None:
+        from matplotlib.ticker import MaxNLocator
+
         axes = figure.subplots()
         values = [100 * math.expm1(difference) for difference in trial.differences]
         if math.isfinite(decision.low) and math.isfinite(decision.high):
@@ -165,7 +175,7 @@ def _rounds(test: TestResult, metric: str, trial: TrialResult, status: Status) -
         axes.plot(range(1, len(values) + 1), values, "o", color=INK, markersize=4, label="round")
         axes.set_xlabel("round")
         axes.set_ylabel("head against base [%]")
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         style_axes(figure)
         draw_legend(figure, *axes.get_legend_handles_labels())
 
@@ -195,13 +205,13 @@ def _tests(result: GateResult) -> Section:
             rows.append(
                 Row([test.nodeid, metric, *texts, str(decision.rounds)], status, str(decision.verdict))
             )
-    details = [f"Seed {result.seed}.", *result.notes]
+    notes = [f"Seed {result.seed}.", *result.notes]
     if result.order_bias is not None and math.isfinite(result.order_bias):
-        details.insert(
+        notes.insert(
             0, f"Effect of being first in a pair: {result.order_bias:+.2%}. The random order removes it."
         )
     tables = [Table("All tests", header, rows, right=header[2:])] if rows else []
-    return Section("All tests", tables=tables, notes=details)
+    return Section("All tests", tables=tables, notes=notes)
 
 
 def _short(name: str, most: int = 44) -> str:

@@ -8,9 +8,11 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
+from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -24,9 +26,16 @@ from stackwise.quality.perplexity import PerplexityResult
 from stackwise.quality.proportion import Proportion
 from stackwise.quality.scoring import Scorer
 from stackwise.quality.task import Task, TaskResult, cut_note
+from stackwise.report.page import Page, Row, Section, Table
+from stackwise.report.plot import ACCENT, BAD, GOOD, INK, WARN, Plot, style_axes
 from stackwise.text_file import write_whole
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 __all__ = ["ModelComparison", "QualityRow", "compare_quality", "paired_difference"]
+
+_COLOURS = (INK, ACCENT, WARN, GOOD, BAD)
 
 
 @dataclass(frozen=True)
@@ -135,7 +144,40 @@ class ModelComparison:
         return _written(text.getvalue(), path)
 
     def to_markdown(self) -> str:
-        """One row for each model: its speed, and what it is at each task, beside the baseline; notes."""
+        """Return a table with one row per model (speed, quality at each task, differences), and the notes."""
+        header, rows = self._table()
+        table = markdown_table(header, rows, right=header[1:])
+        notes = "".join(f"- {_plain(note)}\n" for note in self.notes)
+        return f"{table}\n\n{self._how()}\n" + (f"\n{notes}" if notes else "")
+
+    def to_html(self, path: str | Path) -> Path:
+        """Write a self-contained page: differences with their intervals, the table and the notes.
+
+        Returns:
+            `path`.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        self.page().write(Path(path))
+        return Path(path)
+
+    def page(self) -> Page:
+        """Return the page that `to_html` writes."""
+        header, rows = self._table()
+        table = Table("Speed and quality", header, [Row(row) for row in rows], right=header[1:])
+        title = f"Difference to {self.baseline}"
+        plot = Plot(title, partial(self._draw, columns=1), 2.8 * len(self.tasks), "Lines are intervals.")
+        counts = f"{len(self.architectures)} models, {len(self.tasks)} tasks, baseline {self.baseline}"
+        section = Section("Speed and quality", plots=[plot], tables=[table], notes=[self._how(), *self.notes])
+        environment = None if self.speed is None else self.speed.environment
+        return Page(f"Comparison with {self.baseline}", "MEASURED", "neutral", counts, [section], environment)
+
+    def _how(self) -> str:
+        return f"Intervals cover {self.level:.0%}; differences are of the same examples, to {self.baseline}."
+
+    def _table(self) -> tuple[list[str], list[list[str]]]:
+        """Return the header and one row per model."""
         header, rows = ["architecture"], [[name] for name in self.architectures]
         if self.speed is not None:
             for work in dict.fromkeys(self.speed["workload"]):
@@ -149,10 +191,7 @@ class ModelComparison:
             for line, name in zip(rows, self.architectures, strict=True):
                 row = self.row(name, task)
                 line += [_with_error(row), "baseline" if row.difference is None else str(row.difference)]
-        table = markdown_table(header, rows, right=header[1:])
-        said = f"Intervals cover {self.level:.0%}; differences are of the same examples, to {self.baseline}."
-        notes = "".join(f"- {_plain(note)}\n" for note in self.notes)
-        return f"{table}\n\n{said}\n" + (f"\n{notes}" if notes else "")
+        return header, rows
 
     def plot(self, path: str | Path) -> Path:
         """Draw a panel for each task: what each model is there, over how fast it is, with both intervals.
@@ -173,29 +212,37 @@ class ModelComparison:
         except ImportError as error:
             raise ImportError("plot needs matplotlib: pip install 'stackwise[report]'") from error
         figure = drawing.Figure(figsize=(4.5 * len(self.tasks), 3.6), layout="constrained")
-        panels = figure.subplots(1, len(self.tasks), squeeze=False)[0]
+        self._draw(figure, columns=len(self.tasks))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path)
+        return path
+
+    def _draw(self, figure: Figure, columns: int) -> None:
+        """Draw a panel for each task, in one row or one column."""
+        panels = figure.subplots(len(self.tasks) // columns, columns, squeeze=False).ravel()
         work = None if self.speed is None else self.speed["workload"][0]
         for panel, task in zip(panels, self.tasks, strict=True):
-            for place, name in enumerate(self.architectures):
+            for place, (name, colour) in enumerate(zip(self.architectures, cycle(_COLOURS), strict=False)):
                 row = self.row(name, task)
                 x, x_error = self._place(name, work, place)
                 part = row.difference
                 y = 0.0 if part is None else part.difference
                 known = part is not None and math.isfinite(part.low) and math.isfinite(part.high)
                 spread = [[y - part.low], [part.high - y]] if part is not None and known else None
-                panel.errorbar([x], [y], yerr=spread, xerr=x_error, fmt="o", capsize=3, label=name)
-            panel.axhline(0.0, color="black", linewidth=0.8)
+                panel.errorbar(
+                    [x], [y], yerr=spread, xerr=x_error, fmt="o", capsize=3, label=name, color=colour
+                )
+            panel.axhline(0.0, color=INK, linewidth=0.8)
             less = ", less is better" if self.row(self.baseline, task).less_is_better else ""
-            panel.set_title(f"{task} ({self.row(self.baseline, task).metric}{less})", fontsize="medium")
+            title = f"{task} ({self.row(self.baseline, task).metric}{less})"
+            panel.set_title(title, loc="left", fontsize="medium")
             panel.set_ylabel(f"difference to {self.baseline}")
             if work is None:
                 panel.set_xticks(range(len(self.architectures)), self.architectures)
             else:
                 panel.set_xlabel(f"speed-up, {work}")
-        panels[0].legend(fontsize="small")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path)
-        return path
+        style_axes(figure)
+        panels[0].legend(fontsize="small", frameon=False)
 
     def _place(self, name: str, work: str | None, place: int) -> tuple[float, list[list[float]] | None]:
         """Where a model stands from left to right, and how far that is known."""

@@ -52,7 +52,7 @@ def training_plot(
                     [float(loss) for loss in twin],
                     color=MUTED,
                     linestyle="--",
-                    label="without the fault",
+                    label="without fault",
                 )
             axes.set_ylabel(label)
         axes.set_xlabel("step")

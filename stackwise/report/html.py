@@ -27,7 +27,6 @@ __all__ = ["report_page"]
 _MOST_PLOTS = 12  # of a section: each takes about 20 kB and 0.3 s
 _MOST_ALARMS = 3
 _VERDICTS: dict[str, Status] = {"PASS": "passed", "WARN": "warning", "FAIL": "failed"}
-_MEASUREMENTS = ("stability", "throughput", "memory", "quality")
 _LATENCIES = {
     "call": "Latency of a call",
     "e2e": "Latency of a generation",
@@ -65,7 +64,7 @@ def report_page(report: Report) -> Page:
 def _failures(report: Report) -> list[Section]:
     """Return the sections of failed checks, and of tests that failed for another reason."""
     failed = set(report.failed_tests)
-    checks, others, explained = [], [], set[str]()
+    checks, others, explained = list[Finding](), list[Finding](), set[str]()
     for section, row in report.findings():
         name = report.name_of(row)
         if name in failed:
@@ -75,7 +74,8 @@ def _failures(report: Report) -> list[Section]:
         Finding(
             "failed",
             name,
-            message=report.errors.get(name, f"The {report.noun} failed."),
+            message=report.errors.get(name, {}).get("message", f"The {report.noun} failed."),
+            where=report.errors.get(name, {}).get("where", ""),
             command=report.commands.get(name, ""),
         )
         for name in report.failed_tests
@@ -97,8 +97,10 @@ def _warnings(report: Report) -> list[Section]:
 
 def _finding(report: Report, section: str, row: dict[str, Any], status: Status) -> Finding:
     """Return a record with a finding, in words."""
-    test = row.get("test", "")
-    command = report.commands.get(report.name_of(row), "")
+    test, name = row.get("test", ""), report.name_of(row)
+    command = report.commands.get(name, "")
+    error = report.errors.get(name, {})
+    where = error.get("where", "")
     match section:
         case "checks":
             return Finding(
@@ -121,7 +123,9 @@ def _finding(report: Report, section: str, row: dict[str, Any], status: Status) 
                 test or row["model"],
                 row["model"],
                 row["verdict"],
-                evidence=fault_text(row),
+                error.get("message", ""),
+                where,
+                fault_text(row),
                 command=command,
                 details=details,
             )
@@ -133,12 +137,13 @@ def _finding(report: Report, section: str, row: dict[str, Any], status: Status) 
                 "",
                 row["verdict"],
                 "Memory grows." if grows else "The peak of memory is above the limit.",
+                where=where,
                 evidence=memory_text(row),
                 command=command,
                 details=tuple(growth_lines(row)),
             )
         case _:
-            return Finding(status, test, row["task"], row["verdict"], row["reason"], command=command)
+            return Finding(status, test, row["task"], row["verdict"], row["reason"], where, command=command)
 
 
 def _alarm_texts(run: dict[str, Any]) -> list[str]:
@@ -198,7 +203,7 @@ def _stability(report: Report) -> list[Section]:
         )
         for row, status in runs
     ]
-    table = Table("Stability runs", ["model", "run", "alarms", "test"], rows)
+    table = Table("Stability runs", ["model", "run", "alarms", "test"], rows, wide=("run", "alarms"))
     return [_section("Stability runs", [plot for plot in plots if plot], table)]
 
 
@@ -218,7 +223,8 @@ def _throughput(report: Report) -> list[Section]:
     header, lines = throughput_table(report.throughput)
     rows = [Row(cells) for cells in lines]
     text = {"test", "model", "workload", "bound", "clock, cache", "execution", "steady", "throttled", "notes"}
-    table = Table("Throughput", header, rows, right=set(header) - text)
+    wide = ("workload", "execution", "notes")
+    table = Table("Throughput", header, rows, right=set(header) - text, wide=wide)
     return [_section("Throughput", plots, table)]
 
 
@@ -233,7 +239,11 @@ def _memory(report: Report) -> list[Section]:
         )
         for row in report.memory
     ]
-    return [Section("Memory", tables=[Table("Memory", ["test", "bytes", "reason"], rows)])]
+    return [
+        Section(
+            "Memory", tables=[Table("Memory", ["test", "bytes", "reason"], rows, wide=("bytes", "reason"))]
+        )
+    ]
 
 
 def _quality(report: Report) -> list[Section]:
@@ -243,7 +253,7 @@ def _quality(report: Report) -> list[Section]:
         Row([row["test"], row["task"], row["reason"]], _status("quality", row, report), row["verdict"])
         for row in report.quality
     ]
-    return [Section("Quality", tables=[Table("Quality", ["test", "task", "result"], rows)])]
+    return [Section("Quality", tables=[Table("Quality", ["test", "task", "reason"], rows, wide=("reason",))])]
 
 
 def _section(title: str, plots: Sequence[Plot], table: Table) -> Section:
@@ -278,12 +288,14 @@ def _other_checks(report: Report) -> list[Section]:
         rows = [
             Row([row["check"], row["model"], check_text(row)], "passed", row["status"]) for row in declared
         ]
-        table = Table("Expected failures and accepted warnings", ["check", "model", "finding"], rows)
+        table = Table(
+            "Expected failures and accepted warnings", ["check", "model", "finding"], rows, wide=("finding",)
+        )
         sections.append(_folded(table.title, table))
     if skipped := by_status.get("not applicable"):
         skipped = sorted(skipped, key=check_text)
         rows = [Row([row["check"], row["model"], check_text(row)], "not applicable") for row in skipped]
-        table = Table("Checks that do not apply", ["check", "model", "reason"], rows)
+        table = Table("Checks that do not apply", ["check", "model", "reason"], rows, wide=("reason",))
         sections.append(_folded(table.title, table))
     return sections
 

@@ -38,6 +38,7 @@ _FACTS = {
     "python": "Python",
     "torch": "PyTorch",
     "torch_threads": "PyTorch threads",
+    "omp_wait_policy": "OMP_WAIT_POLICY",
 }
 _NO_PLOTS = "This report has no plots. To get them, run: pip install 'stackwise[report]'"
 
@@ -102,6 +103,8 @@ class Table:
         rows: the records.
         right: names of the columns that are aligned to the right: numbers.
         code: names of the columns with names of tests and files, which may break at any character.
+        wide: names of the columns with sentences.
+        results: False: the rows are no results. They are not counted, and the filter does not hide them.
     """
 
     title: str
@@ -109,6 +112,8 @@ class Table:
     rows: Sequence[Row]
     right: Collection[str] = ()
     code: Collection[str] = ("test",)
+    wide: Collection[str] = ()
+    results: bool = True
 
     @property
     def labelled(self) -> bool:
@@ -180,6 +185,7 @@ class Page:
         from markupsafe import Markup
 
         drawings, notes = self._drawings()
+        numbers = self._statuses()
         script = _template("page.js")
         digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
         environment = Environment(
@@ -198,7 +204,9 @@ class Page:
             drawings={name: Markup(svg) for name, svg in drawings.items()},  # noqa: S704
             notes=notes,
             counts=self._counts(),
-            filters=[(status, _STATUSES[status]) for status in _STATUSES if status in self._filtered()],
+            filters=[
+                (status, label) for status, label in _STATUSES.items() if any(n[status] for n in numbers)
+            ],
             facts=list(_facts(self.environment or {})),
             version=version("stackwise"),
         )
@@ -216,23 +224,21 @@ class Page:
         return found, []
 
     def _counts(self) -> list[tuple[Status, str, int]]:
-        """Return the status, the label and the number of findings, and of rows without a finding."""
-        counts: Counter[Status] = Counter(
-            finding.status for section in self.sections for finding in section.findings
-        )
-        rows = Counter(
-            row.status for section in self.sections for table in section.tables for row in table.rows
-        )
-        for status in ("passed", "neutral", "not applicable"):
-            counts[status] = rows[status]
+        """Return the status, the label and the number of results.
+
+        If the page has findings, rows that failed or warn are not counted: they are findings as well.
+        """
+        findings, counts = self._statuses()
+        if findings:
+            counts["failed"], counts["warning"] = findings["failed"], findings["warning"]
         return [(status, label, counts[status]) for status, label in _STATUSES.items() if counts[status]]
 
-    def _filtered(self) -> set[Status]:
-        """Return each status that a finding or a row has."""
-        found = {finding.status for section in self.sections for finding in section.findings}
-        return found | {
-            row.status for section in self.sections for table in section.tables for row in table.rows
-        }
+    def _statuses(self) -> tuple[Counter[Status], Counter[Status]]:
+        """Return the number of findings and the number of rows of each status."""
+        findings = [finding for section in self.sections for finding in section.findings]
+        tables = [table for section in self.sections for table in section.tables if table.results]
+        rows = [row for table in tables for row in table.rows]
+        return Counter(finding.status for finding in findings), Counter(row.status for row in rows)
 
 
 def _template(name: str) -> str:

@@ -99,8 +99,8 @@ def draw_legend(figure: Figure, handles: Sequence[Artist], labels: Sequence[str]
         ncols=len(labels),
         frameon=False,
         labelcolor=INK,
-        handlelength=1.5,
-        columnspacing=1.2,
+        handlelength=1.4,
+        columnspacing=1.1,
     )
 
 

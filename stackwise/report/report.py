@@ -55,7 +55,7 @@ class Report:
             "records" of its steps and its "alarms"; None: there was no training.
         environment: the machine's fingerprint, or None.
         failed_tests: names of the tests that failed, whatever they were about.
-        errors: location and message of the error, by the name of the failed test.
+        errors: "where" (location) and "message" of the error, by the name of the failed test.
         commands: shell command that repeats a test or check, by its name. Of failures and findings only.
         noun: what these are: "test", or "check" where checks are asked without tests.
         complete: whether the run came to its end.
@@ -70,7 +70,7 @@ class Report:
     training: dict[str, Any] | None = None
     environment: dict[str, Any] | None = None
     failed_tests: list[str] = field(default_factory=list)
-    errors: dict[str, str] = field(default_factory=dict)
+    errors: dict[str, dict[str, str]] = field(default_factory=dict)
     commands: dict[str, str] = field(default_factory=dict)
     noun: str = "test"
     complete: bool = True

@@ -45,7 +45,8 @@ def test_findings_come_before_plots_and_tests():
 def test_regression_shows_place_evidence_advice_and_command():
     finding, _ = sections(RESULT)["Failed tests"].findings
     assert finding.where == "b.py:12"
-    assert finding.evidence == "time +5.00% [+4.00%, +6.00%], tolerance 2%"
+    assert (finding.label, finding.message) == ("REGRESSED", "time: because")
+    assert finding.evidence == "time 1.2 ms -> 1.26 ms, +5.00% [+4.00%, +6.00%], tolerance 2%"
     assert "raise the limit" in finding.advice
     assert finding.command == "stackwise gate main --tests b.py::step"
 
@@ -62,7 +63,7 @@ def test_saved_results_have_no_command():
 
 def test_test_that_crashed_shows_its_output():
     _, finding = sections(RESULT)["Failed tests"].findings
-    assert finding.message == "crashed on head: boom"
+    assert (finding.label, finding.message) == ("crashed on head", "boom")
 
 
 def test_plots_are_one_of_all_tests_and_one_of_each_with_rounds():

@@ -125,7 +125,8 @@ def test_html_report(pytester, folder, run):
 def test_report_has_the_error_and_the_command_of_a_failed_test(pytester, run, report):
     pytester.makepyfile(test_it="def test_one(): assert 1 == 2")
     run("--stackwise-report=out.json", "--stackwise-seed=3", "--stackwise-strict")
-    assert report()["errors"] == {"test_it.py::test_one": "test_it.py:1: assert 1 == 2"}
+    error = {"where": "test_it.py:1", "message": "assert 1 == 2"}
+    assert report()["errors"] == {"test_it.py::test_one": error}
     command = "pytest test_it.py::test_one --stackwise-seed=3 --stackwise-strict"
     assert report()["commands"] == {"test_it.py::test_one": command}
 

@@ -15,7 +15,9 @@ from stackwise.gate.result import GateResult, TestResult, TrialResult
 from stackwise.gate.sequential import Rule
 from stackwise.prototype.search import SearchResult, SearchTrial
 from stackwise.prototype.search.objective import read_objectives
+from stackwise.quality.comparison import ModelComparison, QualityRow
 from stackwise.quality.multiple_choice import MultipleChoiceResult, Question
+from stackwise.quality.paired import PairedDifference
 from stackwise.quality.quality_report import QualityReport
 from stackwise.quality.requirement import Judgement
 from stackwise.report import Report
@@ -64,10 +66,11 @@ def example_report():
     judgement = Judgement("inconclusive", "acc 0.41, at least 0.4 with 120 examples", "acc", 0.41, 120)
     report.add("quality", test="tests/test_quality.py::test_knows", task="quiz", **judgement.to_dict())
     report.failed_tests += ["tests/test_memory.py::test_generation", "tests/test_speed.py::test_decode"]
-    report.errors["tests/test_speed.py::test_decode"] = (
-        "tests/test_speed.py:12: ThroughputError: min_tokens_per_second: 812 tokens/s were measured; wanted: "
-        "at least 1,000"
-    )
+    message = "ThroughputError: min_tokens_per_second: 812 tokens/s were measured; wanted: at least 1,000"
+    report.errors["tests/test_speed.py::test_decode"] = {
+        "where": "tests/test_speed.py:12",
+        "message": message,
+    }
     names = [*report.failed_tests, *(report.name_of(row) for _, row in report.findings())]
     report.commands = {name: f"pytest '{name}' --stackwise-seed=0" for name in names}
     return report
@@ -223,6 +226,20 @@ def example_quality():
     return report
 
 
+def example_models():
+    """Return a comparison of the quality and the speed of three models."""
+    rows = []
+    for task, metric in (("quiz", "acc"), ("text", "bits_per_byte")):
+        for number, name in enumerate(("llama", "mla", "sliding_window")):
+            change = 0.02 * number
+            difference = PairedDifference(change, change - 0.03, change + 0.03, 0.95, 400, 12, 9)
+            rows.append(
+                QualityRow(name, task, metric, 0.5 + change, 0.02, 400, difference if number else None)
+            )
+    speed = example_comparison().where(workload="train 4 x 128")
+    return ModelComparison(tuple(rows), "llama", speed, notes=("llama: prefixes: 3 of 4 computed once",))
+
+
 def example_pages():
     """Return each page by the name of its file, without the ending."""
     return {
@@ -231,4 +248,5 @@ def example_pages():
         "comparison": example_comparison().page(),
         "search": example_search().page(),
         "quality": example_quality().page(),
+        "models": example_models().page(),
     }

@@ -17,7 +17,7 @@ SHOTS = {
 
 
 def main(folder: Path) -> None:
-    """Write each screenshot as a PNG into `folder`."""
+    """Write each screenshot into `folder`, as PNG files of less than 250 kB."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch, sync_playwright() as playwright:
         for name, page in example_pages().items():
@@ -28,7 +28,9 @@ def main(folder: Path) -> None:
             page = context.new_page()
             page.goto((Path(scratch) / f"{name}.html").as_uri())
             page.screenshot(path=folder / f"{shot}.png")
-            print(f"written: {folder / shot}.png")
+        page = browser.new_page(viewport={"width": 1280, "height": 900})
+        page.goto((Path(scratch) / "report.html").as_uri())
+        page.locator("#section-stability-runs .plots").screenshot(path=folder / "report-plots.png")
         browser.close()
 
 

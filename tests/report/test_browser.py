@@ -7,7 +7,7 @@ import pytest
 from tests.report.browser import find_chromium, launch
 
 REQUIRED = os.environ.get("STACKWISE_REQUIRE_BROWSER") == "1"
-NAMES = ("report", "gate", "comparison", "search", "quality")
+NAMES = ("report", "gate", "comparison", "search", "quality", "models")
 
 
 def _missing():
@@ -85,6 +85,9 @@ def test_every_section_renders(show, name):
         assert section.bounding_box()["height"] > 40
     for svg in page.locator("figure svg").all():
         assert svg.bounding_box()["height"] > 100
+    assert page.locator("main :is(article, tbody tr, figure)").count() > 0
+    assert page.locator("[data-entry][hidden], main .scroll[hidden]").count() == 0
+    assert page.get_by_text("No result matches the filter.").is_hidden()
     assert page.title().startswith(page.locator(".verdict").inner_text())
 
 
@@ -196,3 +199,23 @@ def test_print_opens_folded_sections(show):
     assert page.locator("details:not([open])").count() == 0
     page.evaluate("dispatchEvent(new Event('afterprint'))")
     assert page.locator("details[open]").count() == 0
+
+
+def test_print_without_scripts_shows_folded_sections(show):
+    page = show(scripts=False)
+    page.emulate_media(media="print")
+    assert page.locator("#section-passed-checks table").bounding_box()["height"] > 400
+    assert page.get_by_role("navigation").is_hidden()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_print_fits_the_paper(show, name):
+    page = show(name, width=720, scripts=False)
+    page.emulate_media(media="print")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 720
+
+
+def test_print_is_light_in_dark_mode(show):
+    page = show(colours="dark")
+    page.emulate_media(media="print", color_scheme="dark")
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"

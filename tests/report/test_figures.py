@@ -30,7 +30,7 @@ def test_faults_alarms_skipped_updates_and_replays_are_marked():
         "alarm",
         "skipped",
         "replayed",
-        "without the fault",
+        "without fault",
     }
 
 

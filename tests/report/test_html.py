@@ -49,7 +49,10 @@ def sections(report):
 
 
 def full():
-    report = Report(failed_tests=["t.py::a", "t.py::b"], errors={"t.py::b": "t.py:3: AssertionError"})
+    report = Report(
+        failed_tests=["t.py::a", "t.py::b"],
+        errors={"t.py::b": {"where": "t.py:3", "message": "AssertionError"}},
+    )
     report.commands = {"t.py::a": "pytest t.py::a", "t.py::b": "pytest t.py::b"}
     report.add(
         "checks", test="t.py::a", **check("failed", where="position 5", meaning="It moved.", advice="Look.")
@@ -99,17 +102,16 @@ def test_failed_check_shows_place_evidence_advice_and_command():
 
 def test_failed_test_without_a_record_shows_its_error():
     [finding] = sections(full())["Failed tests"].findings
-    assert (finding.title, finding.message, finding.command) == (
-        "t.py::b",
-        "t.py:3: AssertionError",
-        "pytest t.py::b",
-    )
+    assert (finding.title, finding.where, finding.message) == ("t.py::b", "t.py:3", "AssertionError")
+    assert finding.command == "pytest t.py::b"
 
 
 def test_failed_run_is_a_failed_test():
     row = STABILITY | {"verdict": "not recovered", "recovery": {"problems": ["step 5: 0.3 nats apart"]}}
-    report = Report(failed_tests=["t.py::run"], stability=[row])
+    error = {"where": "t.py:3", "message": "RecoveryFailedError: not recovered"}
+    report = Report(failed_tests=["t.py::run"], errors={"t.py::run": error}, stability=[row])
     [finding] = sections(report)["Failed tests"].findings
+    assert (finding.where, finding.message) == ("t.py:3", "RecoveryFailedError: not recovered")
     assert finding.details == ("step 5: 0.3 nats apart", "step 3: gradient spike")
     assert "Warnings" not in sections(report)
 

@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from stackwise.argument import require
-from stackwise.report.plot import ACCENT, BAD, INK, MUTED
+from stackwise.report.plot import ACCENT, BAD, INK, MUTED, style_axes
 from stackwise.svg import drawn
 
 if TYPE_CHECKING:
@@ -66,3 +66,4 @@ def draw_front(figure: Figure, result: SearchResult) -> None:
     axes.set_ylabel(f"{up.name} [{up.unit}]")
     axes.set_title(result.name, loc="left", color=INK, parse_math=False)
     axes.legend(frameon=False)
+    style_axes(figure)

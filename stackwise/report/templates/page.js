@@ -10,6 +10,17 @@
     for (const fold of folded) fold.open = false;
   });
 
+  // Only a region that scrolls needs the focus of the keyboard.
+  const focusable = () => {
+    for (const region of document.querySelectorAll(".scroll")) {
+      if (region.scrollWidth > region.clientWidth) region.tabIndex = 0;
+      else region.removeAttribute("tabindex");
+    }
+  };
+  addEventListener("resize", focusable);
+  for (const fold of folds) fold.addEventListener("toggle", focusable);
+  focusable();
+
   for (const button of navigator.clipboard ? document.querySelectorAll(".repeat button") : []) {
     button.hidden = false;
     button.addEventListener("click", async () => {
@@ -40,8 +51,8 @@
     let count = 0, all = 0;
     for (const entry of entries) {
       const matches = words.every((word) => entry.text.includes(word));
-      // A plot belongs to no status of its own if its section has no such filter.
-      const kept = chosen.has(entry.status) || (entry.isPlot && !boxes.some((box) => box.value === entry.status));
+      // A status without a box cannot be hidden.
+      const kept = chosen.has(entry.status) || !boxes.some((box) => box.value === entry.status);
       entry.element.hidden = !(matches && kept);
       if (!entry.isPlot) {
         all += 1;

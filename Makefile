@@ -6,7 +6,7 @@ BIN := .venv/bin
 # Threads that spin while they wait starve each other on a few cores.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo test test-long test-all compat compat-lowest compat-newest lint format bench peers rivals gate-rivals clean
+.PHONY: demo docs test test-long test-all compat compat-lowest compat-newest lint format bench peers rivals gate-rivals clean
 
 .venv/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "stackwise needs Python >= 3.11; say which: make PYTHON=python3.12")'
@@ -34,7 +34,7 @@ test-all: .venv/installed
 	$(PYTEST)
 
 # The lowest and the newest allowed versions of all libraries, each in its own environment, and the tests that use
-# them: docs/compatibility.md. Another interpreter: make compat-newest PYTHON=python3.13
+# them: docs/reference/compatibility.md. Another interpreter: make compat-newest PYTHON=python3.13
 COMPAT := build/compat
 COMPAT_TESTS := tests/test_cached_call.py tests/test_capability.py tests/test_lightning_run.py \
 	tests/test_transformers_run.py tests/benchmark/test_llama.py tests/model/test_interop.py tests/model/test_parity.py \
@@ -64,6 +64,10 @@ $(COMPAT)/%/installed: $(COMPAT)/%.txt
 	$(COMPAT_INSTALL) --requirement $(COMPAT)/$*.txt hatchling editables setuptools
 	$(COMPAT_INSTALL) --no-build-isolation --editable '.[dev]'
 	$(COMPAT)/$*/bin/python -m pip list > $@
+
+# The documentation site, in build/docs. Warnings are errors, and so are links to missing pages or headings.
+docs: .venv/installed
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs build/docs
 
 bench: .venv/installed
 	$(BIN)/python -m pytest bench

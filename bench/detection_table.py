@@ -1,6 +1,6 @@
 """`python -m bench.detection_table`: what `bench.detection` wrote, put into README.md and docs/.
 
-Each table stands between two marks, which `MARKS` names; docs/zoo.md is the catalogue, of tests/zoo itself.
+Each table stands between two marks, which `MARKS` names; docs/background/zoo.md is the catalogue, of tests/zoo itself.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def _number(name: str) -> tuple[str, int]:
 # page -> mark -> what stands there
 MARKS: dict[str, dict[str, Callable[[Mapping[str, Any]], str]]] = {
     "README.md": {"detection": bar_rows, "rivals": rivals},
-    "docs/checks.md": {
+    "docs/reference/checks.md": {
         "detection": bar_rows,
         "families": families,
         "rivals": rivals,
@@ -125,7 +125,7 @@ MARKS: dict[str, dict[str, Callable[[Mapping[str, Any]], str]]] = {
         "cost": cost,
         "mutations": mutations,
     },
-    "docs/zoo.md": {"catalogue": catalogue},
+    "docs/background/zoo.md": {"catalogue": catalogue},
 }
 
 

@@ -2,7 +2,7 @@
 
 Two Blocks of sliding-window attention, 32 wide, trained at each length on as many tokens per step. Then the
 same model with an instability that is planted at a length which the search is not told:
-`first_unstable_length` has to find it. Writes the figures, and the plots and tables of docs/length-sweep.md.
+`first_unstable_length` has to find it. Writes the figures, and the plots and tables of docs/reference/length-sweep.md.
 `--quick` has the same at short lengths, into another file, and touches no page.
 """
 
@@ -30,10 +30,10 @@ from stackwise.text_file import write_whole
 
 __all__ = ["FULL", "PAGE", "PLOTS", "QUICK", "Plan", "measure", "planted_table", "stable_table", "written"]
 
-PAGE = "docs/length-sweep.md"
+PAGE = "docs/reference/length-sweep.md"
 PLOTS = {
-    "stable": ROOT / "docs" / "length-sweep-stable.svg",
-    "planted": ROOT / "docs" / "length-sweep-planted.svg",
+    "stable": ROOT / "docs" / "reference" / "length-sweep-stable.svg",
+    "planted": ROOT / "docs" / "reference" / "length-sweep-planted.svg",
 }
 
 

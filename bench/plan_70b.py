@@ -132,7 +132,7 @@ def trained(shape: dict[str, Any], offload: str, n_blocks: int, steps: int) -> d
 
 
 def table(record: dict[str, Any]) -> str:
-    """The budget in Markdown, as docs/memory.md has it."""
+    """The budget in Markdown, as docs/reference/memory.md has it."""
     ways: dict[str, dict[str, Any]] = record["figures"]["planned"]
     rows = ["| | " + " | ".join(ways) + " |", "| --- |" + " ---: |" * len(ways)]
 

@@ -20,7 +20,7 @@ def speeds(record: Record) -> str:
     return "\n".join(rows)
 
 
-MARKS = {"docs/quality.md": {"bars of quality": bar_rows, "speed of scoring": speeds}}
+MARKS = {"docs/reference/quality.md": {"bars of quality": bar_rows, "speed of scoring": speeds}}
 
 
 def written(page: str) -> str:

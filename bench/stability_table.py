@@ -124,8 +124,8 @@ def _distance(found: Found, runs: list[dict[str, object]]) -> str:
 # Of each page the tables by their marks, and what each is made of.
 MARKS: dict[str, dict[str, tuple[Callable[[Record], str], str]]] = {
     "README.md": {"recovery in short": (recovery_in_short, "recovery")},
-    "docs/checkpoints.md": {"kill": (bar_rows, "kill"), "asynchronous saves": (bar_rows, "async_save")},
-    "docs/guard.md": {
+    "docs/reference/checkpoints.md": {"kill": (bar_rows, "kill"), "asynchronous saves": (bar_rows, "async_save")},
+    "docs/reference/guard.md": {
         "bars of recovery": (bar_rows, "recovery"),
         "recovery in short": (recovery_in_short, "recovery"),
         "recovery": (recovery, "recovery"),
@@ -134,8 +134,8 @@ MARKS: dict[str, dict[str, tuple[Callable[[Record], str], str]]] = {
         "faults without recomputation": (faults_by_mode, "false_alarms"),
         "guard overhead": (bar_rows, "guard_overhead"),
     },
-    "docs/locating.md": {"locate": (bar_rows, "locate")},
-    "docs/memory-tests.md": {"growth": (growth, "growth")},
+    "docs/reference/locating.md": {"locate": (bar_rows, "locate")},
+    "docs/reference/memory-tests.md": {"growth": (growth, "growth")},
 }
 
 

@@ -167,7 +167,7 @@ def test_a_new_test_warns_in_the_command_and_in_the_library(tmp_path):
 
 
 def test_the_page_names_every_option():
-    page = (Path(__file__).parents[1] / "docs" / "gate.md").read_text()
+    page = (Path(__file__).parents[1] / "docs" / "reference" / "gate.md").read_text()
     table = page[page.index("| pytest | configuration file |") : page.index("| exit code |")]
     named = {each.name for each in fields(Gate)} - {"base", "head"}
     assert set(re.findall(r"\| `--(\w+)` \|", table)) == named

@@ -32,15 +32,7 @@ from stackwise.trainer_spec import TrainerSpec, TrainingRun
 
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", "CONTRIBUTING.md"]
-PAGES += [f"docs/{name}.md" for name in ("checks", "plugin", "rack", "attention", "initialization")]
-PAGES += [f"docs/{name}.md" for name in ("generation", "surgery", "interop", "training", "configuration")]
-PAGES += [
-    f"docs/{name}.md" for name in ("objectives", "optimizer", "data", "recompute", "telemetry", "memory")
-]
-PAGES += [f"docs/{name}.md" for name in ("checkpoints", "faults", "guard", "guard-adapters", "locating")]
-PAGES += [f"docs/{name}.md" for name in ("measuring", "memory-tests", "utilization", "gate", "history")]
-PAGES += ["docs/quality.md", "docs/spec.md", "docs/compatibility.md"]
-PAGES += ["docs/prototype.md", "docs/length-sweep.md", "docs/search.md"]
+PAGES += sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))
 FENCE = re.compile(r"```(\w+)\n(.*?)```", re.DOTALL)
 EXAMPLES = [
     pytest.param(
@@ -122,7 +114,7 @@ def test_what_the_readme_puts_in_the_place_of_a_function(package, name):
     package.runpytest(*arguments, "-p", "no:xdist").assert_outcomes(passed=2)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/checks.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/reference/checks.md"])
 def test_failure_of_a_page_is_what_is_printed(package, page):
     blocks = [text for language, text in FENCE.findall((ROOT / page).read_text()) if language == "text"]
     [shown] = [text for text in blocks if "causality failed" in text]
@@ -138,7 +130,7 @@ def _without_layout(text):
 
 
 def test_configuration_of_the_page_is_the_default(tmp_path):
-    for language, text in FENCE.findall((ROOT / "docs/rack.md").read_text()):
+    for language, text in FENCE.findall((ROOT / "docs/reference/rack.md").read_text()):
         if language == "yaml":
             (tmp_path / "run.yaml").write_text(text)
             assert StackWiseConfig.from_yaml(tmp_path / "run.yaml") == StackWiseConfig()
@@ -147,7 +139,7 @@ def test_configuration_of_the_page_is_the_default(tmp_path):
 
 
 def test_sections_that_are_null_are_shown_with_their_defaults():
-    page = re.sub(r"\n +# ", " ", (ROOT / "docs/rack.md").read_text())
+    page = re.sub(r"\n +# ", " ", (ROOT / "docs/reference/rack.md").read_text())
     for name, given in [
         ("latent", {}),
         ("kernel", {}),
@@ -159,12 +151,12 @@ def test_sections_that_are_null_are_shown_with_their_defaults():
 
 
 def test_page_of_checks_lists_every_check():
-    rows = re.findall(r"^\| `(\w+)` \| (.*?) \|", (ROOT / "docs/checks.md").read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| `(\w+)` \| (.*?) \|", (ROOT / "docs/reference/checks.md").read_text(), re.MULTILINE)
     assert dict(rows) == {name: check.summary for name, check in known_checks().items()}
 
 
 def test_page_of_the_plugin_lists_every_option_and_marker(pytestconfig):
-    page = (ROOT / "docs/plugin.md").read_text()
+    page = (ROOT / "docs/reference/plugin.md").read_text()
     group = pytestconfig._parser.getgroup("stackwise")
     options = {name for option in group.options for name in option.names()}
     assert options >= {"--gpu", "--stackwise-seed", "--stackwise-against"}
@@ -199,7 +191,7 @@ def test_tables_are_what_was_measured(tables, page):
 
 
 def test_page_of_the_plugin_lists_every_fixture(package):
-    page = (ROOT / "docs/plugin.md").read_text()
+    page = (ROOT / "docs/reference/plugin.md").read_text()
     printed = package.runpytest("--fixtures", "-p", "no:xdist").stdout.str()
     ours = set(re.findall(r"^(\w+) -- .*\bpytest_stackwise/\w+\.py:\d+$", printed, re.MULTILINE))
     assert ours >= {"stability_run", "throughput", "peak_memory", "no_memory_growth", "quality", "seq_len"}
@@ -209,12 +201,12 @@ def test_page_of_the_plugin_lists_every_fixture(package):
 
 @pytest.mark.parametrize("kind", [ModelSpec, TrainerSpec])
 def test_page_of_specs_lists_every_field(kind):
-    rows = re.findall(r"^\| `(\w+)` \|", _section("docs/spec.md", kind.__name__), re.MULTILINE)
+    rows = re.findall(r"^\| `(\w+)` \|", _section("docs/reference/spec.md", kind.__name__), re.MULTILINE)
     assert sorted(rows) == sorted(field.name for field in fields(kind))
 
 
 def test_page_of_specs_lists_every_member_of_a_run():
-    section = _section("docs/spec.md", "TrainingRun")
+    section = _section("docs/reference/spec.md", "TrainingRun")
     rows = re.findall(r"^\| (.*?) \|", section, re.MULTILINE)
     listed = {name for row in rows for name in re.findall(r"`(\w+)", row)}
     told = re.findall(r"^ *- (`.*?):", TrainingRun.__doc__, re.MULTILINE)
@@ -227,11 +219,11 @@ def test_page_of_the_command_lists_every_command_and_option():
     kinds = [get_args(command)[0] for command in get_args(Command)]
     assert len(kinds) == 7
     for kind in kinds:
-        section = _section("docs/cli.md", kind.__name__.lower())
-        assert f"[`{kind.__name__.lower()}`](#{kind.__name__.lower()})" in (ROOT / "docs/cli.md").read_text()
+        section = _section("docs/reference/cli.md", kind.__name__.lower())
+        assert f"[`{kind.__name__.lower()}`](#{kind.__name__.lower()})" in (ROOT / "docs/reference/cli.md").read_text()
         if kind is not history.History:
             _require_options(kind, section)
-    section = _section("docs/cli.md", "history")
+    section = _section("docs/reference/cli.md", "history")
     for action in get_args(history.Action):
         kind = get_args(action)[0]
         [row] = re.findall(rf"^\| `{kind.__name__.lower()}\b.*$", section, re.MULTILINE)
@@ -248,7 +240,7 @@ def _require_options(kind, text):
 
 
 def test_page_of_the_command_lists_the_exit_codes():
-    rows = re.findall(r"^\| (\d+) \|", _section("docs/cli.md", "Exit codes"), re.MULTILINE)
+    rows = re.findall(r"^\| (\d+) \|", _section("docs/reference/cli.md", "Exit codes"), re.MULTILINE)
     assert [int(row) for row in rows] == [0, 1, 2, EXIT_NOTHING, EXIT_INCONCLUSIVE, EXIT_CODE, 130]
 
 
@@ -272,7 +264,7 @@ def test_page_of_compatibility_states_the_bounds_of_the_project():
     allowed = {canonicalize_name(each.name): each.specifier for each in required}
     rows = re.findall(
         r"^\| ([\w-]+) \| ([\d.]+) \| ([\d.]+) \| `(\S+)` \|$",
-        (ROOT / "docs/compatibility.md").read_text(),
+        (ROOT / "docs/reference/compatibility.md").read_text(),
         re.MULTILINE,
     )
     assert {"torch", "transformers", "pytest", "pytest-benchmark", "lightning"} <= {row[0] for row in rows}
@@ -303,12 +295,12 @@ def test_map_of_the_readme_shows_every_room_and_every_folder_of_examples():
 
 
 def test_names_of_the_library_are_in_a_page():
-    text = README + "".join(page.read_text() for page in (ROOT / "docs").glob("*.md"))
+    text = README + "".join(page.read_text() for page in (ROOT / "docs").rglob("*.md"))
     assert [name for name in stackwise.__all__ if not re.search(rf"\b{name}\b", text)] == []
 
 
 def test_links_lead_somewhere():
-    for path in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]:
+    for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
         page = str(path.relative_to(ROOT))
         for target, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)#?([^)\s]*)\)", _prose(page)):
             found = (path.parent / target).resolve() if target else path

@@ -196,11 +196,11 @@ class TestAsItStands:
 
 class TestEveryKey:
     def test_page_is_what_the_configuration_is(self):
-        assert (ROOT / "docs/configuration.md").read_text() == configuration_page()
+        assert (ROOT / "docs/reference/configuration.md").read_text() == configuration_page()
 
     def test_page_has_every_field(self):
         # From the defaults, not from what the page is made of.
-        page = (ROOT / "docs/configuration.md").read_text()
+        page = (ROOT / "docs/reference/configuration.md").read_text()
         for path in leaves(StackWiseConfig().to_dict()):
             section, _, name = path.rpartition(".")
             part = re.search(rf"^## {re.escape(section)}\n(.*?)(?=^## |\Z)", page, re.DOTALL | re.MULTILINE)

@@ -1,4 +1,4 @@
-"""The house keeps its order: who may import whom, and docs/design.md shows every file."""
+"""The house keeps its order: who may import whom, and docs/background/design.md shows every file."""
 
 import ast
 import re
@@ -95,7 +95,7 @@ def test_a_file_says_in_its_first_line_what_it_is_about(path):
 
 
 def test_design_shows_every_file_and_no_other():
-    page = (ROOT / "docs" / "design.md").read_text()
+    page = (ROOT / "docs" / "background" / "design.md").read_text()
     picture = re.search(r"```text\n(stackwise/.*?)```", page, re.DOTALL)[1]
     shown = set(re.findall(r"\b(\w+\.py)\b", picture))
     assert shown == {path.name for path in FILES if path.name != "__init__.py"}

@@ -134,7 +134,7 @@ def _curve(axes: Axes, label: str, points: Sequence[Point], *, ours: bool) -> No
 # page -> mark -> what stands there
 MARKS: dict[str, dict[str, Callable[[Record], str]]] = {
     "README.md": {"gate": rates_in_short},
-    "docs/gate.md": {"gate bars": bar_rows, "gate rates": rates, "gate ablations": ablations},
+    "docs/reference/gate.md": {"gate bars": bar_rows, "gate rates": rates, "gate ablations": ablations},
 }
 
 

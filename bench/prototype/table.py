@@ -48,7 +48,7 @@ def part_bars(part: str, record: Record) -> str:
 
 # page -> mark -> what stands there
 MARKS: dict[str, dict[str, Callable[[Record], str]]] = {
-    "docs/prototype.md": {
+    "docs/reference/prototype.md": {
         f"prototype {part}": partial(part_tables, part)
         for part in ("ranks", "transfer", "sensitivity", "lengths", "search")
     },
@@ -72,6 +72,6 @@ def draw_all(record: Record, folder: Path) -> list[Path]:
 
 
 if __name__ == "__main__":
-    draw_all(recorded("prototype"), ROOT / "docs")
+    draw_all(recorded("prototype"), ROOT / "docs" / "reference")
     for page_name in MARKS:
         (ROOT / page_name).write_text(written(page_name))

@@ -71,7 +71,7 @@ def described_keys() -> str:
 
 
 def configuration_page() -> str:
-    """`docs/configuration.md`: each section with its docstring and its keys."""
+    """`docs/reference/configuration.md`: each section with its docstring and its keys."""
     parts = [_INTRODUCTION]
     keys = configuration_keys()
     for path, section in _sections():

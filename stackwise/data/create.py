@@ -24,7 +24,7 @@ __all__ = ["TokenWindows", "create_data", "documentation_text", "standard_librar
 def create_data(
     config: StackWiseConfig, rank: int = 0, world_size: int = 1
 ) -> tuple[Batches, Batches | None]:
-    """Training and validation batches as `config.data` says; `docs/data.md` tells it at length.
+    """Training and validation batches as `config.data` says; `docs/reference/data.md` tells it at length.
 
     Of a text or of shards the validation part is the end. Of a task, an epoch is as many batches as a process
     takes in `max_steps`, and validation is that fraction of it, at least one batch, of rows of its own.

@@ -152,7 +152,7 @@ def _choose(
 
 
 def _rule(q_BHTD: Tensor, mask: AttentionMask) -> str:
-    """Measured on two cores of an EPYC (Zen 5); see docs/log.md."""
+    """Measured on two cores of an EPYC (Zen 5); see docs/background/log.md."""
     if q_BHTD.device.type != "cpu":
         return "sdpa"
     compiling = torch.compiler.is_compiling()

@@ -18,17 +18,17 @@ END = VOCAB * WIDTH
 
 
 def test_table_of_the_page_is_what_was_planned():
-    assert table(recorded()) in (ROOT / "docs/memory.md").read_text()
+    assert table(recorded()) in (ROOT / "docs/reference/memory.md").read_text()
 
 
 def test_page_does_what_it_says():
-    page = (ROOT / "docs/memory.md").read_text()
+    page = (ROOT / "docs/reference/memory.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    exec(compile(code, "docs/memory.md", "exec"), {})
+    exec(compile(code, "docs/reference/memory.md", "exec"), {})
     (text,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
     StackWiseConfig.from_dict(load_yaml(text.encode()))
     for target in re.findall(r"\]\((?!https?:)([^)#]+)", page):
-        assert (ROOT / "docs" / target).exists(), target
+        assert (ROOT / "docs/reference" / target).exists(), target
 
 
 def test_bar_is_met_as_planned():

@@ -210,6 +210,6 @@ def test_an_unknown_choice_is_an_error(job):
 
 
 def test_the_page_describes_every_input():
-    page = (Path(__file__).parents[2] / "docs" / "gate.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "gate.md").read_text()
     rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", page[page.index("| input | default |") :], re.MULTILINE)
     assert set(re.findall(r"\w+", " ".join(rows))) == set(ACTION["inputs"])

@@ -1,4 +1,4 @@
-"""How often the gate errs, in simulation: what docs/gate.md promises.
+"""How often the gate errs, in simulation: what docs/reference/gate.md promises.
 
 The rule is written a second time here, for many trials at once, and held to the one that is shipped.
 """

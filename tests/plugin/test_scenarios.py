@@ -24,11 +24,11 @@ BROKEN = {
 
 
 def test_page_has_the_files():
-    page = (ROOT / "docs/scenarios.md").read_text()
+    page = (ROOT / "docs/reference/scenarios.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     assert sorted(blocks) == sorted(path.read_text() for path in FILES)
     assert len(FILES) == 3
-    assert "(scenarios.md)" in (ROOT / "docs/plugin.md").read_text()
+    assert "(scenarios.md)" in (ROOT / "docs/reference/plugin.md").read_text()
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

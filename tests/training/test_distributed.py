@@ -272,17 +272,17 @@ def command(processes, folder):
 
 
 def documented_script(folder):
-    """The one of docs/cluster.md, beside a configuration; what it prints."""
+    """The one of docs/reference/cluster.md, beside a configuration; what it prints."""
     configure("ddp", 2, data={"task": "copy"}, max_steps=2).to_yaml(folder / "config.yaml")
     (script,) = fences("python")
     printed = io.StringIO()
     with contextlib.chdir(folder), contextlib.redirect_stdout(printed):
-        exec(compile(script, "docs/cluster.md", "exec"), {})
+        exec(compile(script, "docs/reference/cluster.md", "exec"), {})
     return printed.getvalue()
 
 
 def fences(language):
-    page = (Path(__file__).parents[2] / "docs/cluster.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/reference/cluster.md").read_text()
     return re.findall(rf"^```{language}\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
 
 

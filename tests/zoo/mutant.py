@@ -23,7 +23,7 @@ class Mutant:
     """A bug.
 
     Attributes:
-        id: of the entry in docs/zoo.md.
+        id: of the entry in docs/background/zoo.md.
         name: of the function that makes it.
         summary: what is wrong, in one line.
         source: where it was seen: an issue, a paper, or "classic".

@@ -16,7 +16,7 @@ class GuardPolicy:
     """In the order of escalation: clip, leave out, rewind, raise.
 
     A step whose loss or gradient is not finite is always broken. A finite step is broken if its gradient
-    norm, its loss or its largest attention logit is a spike. docs/guard.md has the whole rule.
+    norm, its loss or its largest attention logit is a spike. docs/reference/guard.md has the whole rule.
 
     Attributes:
         clip: global gradient norm of every update, at most; None: it is not clipped.

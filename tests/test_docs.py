@@ -248,7 +248,7 @@ def test_readme_says_what_is_needed_and_what_extras_give():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     table = README.split("| extra | what it gives |")[1].split("\n\n")[0]
     extras = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
-    assert sorted(extras) == sorted(project["optional-dependencies"].keys() - {"dev"})
+    assert sorted(extras) == sorted(project["optional-dependencies"].keys() - {"dev", "docs"})
     assert f"Python {project['requires-python'].removeprefix('>=')} or newer" in README
     [(low, below)] = re.findall(r"torch>=(2\.\d+),<2\.(\d+)", " ".join(project["dependencies"]))
     assert f"torch {low} to 2.{int(below) - 1}" in README

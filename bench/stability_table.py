@@ -124,7 +124,10 @@ def _distance(found: Found, runs: list[dict[str, object]]) -> str:
 # Of each page the tables by their marks, and what each is made of.
 MARKS: dict[str, dict[str, tuple[Callable[[Record], str], str]]] = {
     "README.md": {"recovery in short": (recovery_in_short, "recovery")},
-    "docs/reference/checkpoints.md": {"kill": (bar_rows, "kill"), "asynchronous saves": (bar_rows, "async_save")},
+    "docs/reference/checkpoints.md": {
+        "kill": (bar_rows, "kill"),
+        "asynchronous saves": (bar_rows, "async_save"),
+    },
     "docs/reference/guard.md": {
         "bars of recovery": (bar_rows, "recovery"),
         "recovery in short": (recovery_in_short, "recovery"),

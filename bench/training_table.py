@@ -77,7 +77,10 @@ def overhead(record: Record) -> str:
 
 # Of each page the tables by their marks, and what each is made of.
 MARKS: dict[str, dict[str, tuple[Callable[[Record], str], str]]] = {
-    "docs/reference/training.md": {"locality": (locality, "locality"), "bars of locality": (bar_rows, "locality")},
+    "docs/reference/training.md": {
+        "locality": (locality, "locality"),
+        "bars of locality": (bar_rows, "locality"),
+    },
     "docs/reference/memory.md": {"memory": (memory, "memory"), "bars of memory": (bar_rows, "memory")},
     "docs/reference/recompute.md": {"recompute": (recompute, "recompute")},
     "docs/reference/telemetry.md": {"overhead": (overhead, "overhead")},

@@ -151,7 +151,9 @@ def test_sections_that_are_null_are_shown_with_their_defaults():
 
 
 def test_page_of_checks_lists_every_check():
-    rows = re.findall(r"^\| `(\w+)` \| (.*?) \|", (ROOT / "docs/reference/checks.md").read_text(), re.MULTILINE)
+    rows = re.findall(
+        r"^\| `(\w+)` \| (.*?) \|", (ROOT / "docs/reference/checks.md").read_text(), re.MULTILINE
+    )
     assert dict(rows) == {name: check.summary for name, check in known_checks().items()}
 
 
@@ -220,7 +222,10 @@ def test_page_of_the_command_lists_every_command_and_option():
     assert len(kinds) == 7
     for kind in kinds:
         section = _section("docs/reference/cli.md", kind.__name__.lower())
-        assert f"[`{kind.__name__.lower()}`](#{kind.__name__.lower()})" in (ROOT / "docs/reference/cli.md").read_text()
+        assert (
+            f"[`{kind.__name__.lower()}`](#{kind.__name__.lower()})"
+            in (ROOT / "docs/reference/cli.md").read_text()
+        )
         if kind is not history.History:
             _require_options(kind, section)
     section = _section("docs/reference/cli.md", "history")

@@ -327,7 +327,10 @@ def _check_lines(model: str, rows: list[dict[str, Any]], verbosity: int) -> Iter
         measured = f"  measured {measured_text(row)}" if measured_text(row) else ""
         yield f"  {MARKS[row['status']]:5} {row['check']}{measured}"
         for text in finding_texts(row):
-            yield from textwrap.wrap(text, _WIDTH, initial_indent=" " * 8, subsequent_indent=" " * 8)
+            indent = " " * 8
+            yield from textwrap.wrap(
+                text, _WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
+            )
     width = max((len(row["check"]) for row in others), default=0)
     wide = max((len(measured_text(row)) for row in others), default=0)
     for row in others:

@@ -1,6 +1,6 @@
 """`python -m bench.detection_table`: what `bench.detection` wrote, put into README.md and docs/.
 
-Each table stands between two marks, which `MARKS` names; docs/background/zoo.md is the catalogue, of tests/zoo itself.
+Each table stands between two marks, which `MARKS` names. docs/background/zoo.md lists tests/zoo.
 """
 
 from __future__ import annotations

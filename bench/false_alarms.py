@@ -6,7 +6,7 @@ Healthy training: every kind of `bench.healthy_training`, five seeds, 2,000 step
 Faults: every fault of `bench.recovery`, one seed, both optimizers, both places, with and without `loss_of`.
 The full table of five seeds is in `bench.recovery`. A run is lost if its validation loss ends more than 1 nat
 from that of its healthy twin, or if the guard stops it although the fault is over. The bars are of the runs
-with `loss_of`; without it, a lasting fault that is finite passes after one step (docs/reference/guard.md, "Limits").
+with `loss_of`. Without it, a lasting finite fault passes after one step (docs/reference/guard.md, "Limits").
 
 Each finished run is stored in the result file. With `--resume`, it is not repeated.
 """

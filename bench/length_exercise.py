@@ -2,7 +2,8 @@
 
 Two Blocks of sliding-window attention, 32 wide, trained at each length on as many tokens per step. Then the
 same model with an instability that is planted at a length which the search is not told:
-`first_unstable_length` has to find it. Writes the figures, and the plots and tables of docs/reference/length-sweep.md.
+`first_unstable_length` has to find it. Writes the figures, and plots and tables of
+docs/reference/length-sweep.md.
 `--quick` has the same at short lengths, into another file, and touches no page.
 """
 

@@ -33,6 +33,8 @@ from stackwise.trainer_spec import TrainerSpec, TrainingRun
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", "CONTRIBUTING.md"]
 PAGES += sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))
+# Their blocks are complete test files, parts of launch scripts, or generated; other tests are about them.
+NOT_RUN = {"docs/reference/scenarios.md", "docs/reference/cluster.md", "docs/background/zoo.md"}
 FENCE = re.compile(r"```(\w+)\n(.*?)```", re.DOTALL)
 EXAMPLES = [
     pytest.param(
@@ -41,6 +43,7 @@ EXAMPLES = [
         marks=pytest.mark.filterwarnings("ignore:.*(LeafSpec|many workers)"),  # Lightning's own
     )
     for page in PAGES
+    if page not in NOT_RUN
     for number, (language, code) in enumerate(FENCE.findall((ROOT / page).read_text()))
     if language == "python"
 ]
@@ -289,14 +292,6 @@ def test_extras_end_at_a_major_version():
         for each in map(Requirement, needed):
             ends = [spec.version for spec in each.specifier if spec.operator == "<"]
             assert canonicalize_name(each.name) in tools or (ends and "." not in ends[0]), (extra, str(each))
-
-
-def test_map_of_the_readme_shows_every_room_and_every_folder_of_examples():
-    picture = _section("README.md", "The house")
-    rooms = [path.name + "/" * path.is_dir() for path in (ROOT / "stackwise").glob("[a-z]*")]
-    folders = [f"{path.name}/" for path in (ROOT / "examples").glob("[a-z]*") if path.is_dir()]
-    for name in [room for room in rooms if room != "py.typed"] + folders:
-        assert re.search(rf"(?<!\S){re.escape(name)}(?!\S)", picture), name
 
 
 def test_names_of_the_library_are_in_a_page():

@@ -67,7 +67,7 @@ class GPT(nn.Module):
 
     def forward(self, idx, targets=None):
         T = idx.shape[1]
-        assert T <= self.config.block_size, f"length {T} is over block_size {self.config.block_size}"
+        assert self.config.block_size >= T, f"length {T} is over block_size {self.config.block_size}"
         x = self.wte(idx) + self.wpe(torch.arange(T, device=idx.device))
         for block in self.blocks:
             x = block(x)

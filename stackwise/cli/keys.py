@@ -99,7 +99,7 @@ the command line puts the file's keys for other kinds away, as `--training.recom
 
 What is misspelt, of another type or out of its range is refused by name, all of it at once; so is a value for
 a key that does nothing beside the others. What the keys of `training` and `data` do together is told in
-[training.md](training.md); [`examples/`](../examples) has a file for each kind of training.
+[training.md](training.md); `examples/` has a file for each kind of training.
 
 This page is what `stackwise.cli.keys.configuration_page()` returns."""
 

@@ -30,7 +30,7 @@ __all__ = ["compare_stored"]
 # From so many runs on their own spread counts.
 _MIN_RUNS = 4
 # Standard deviation of log(fastest round) from run to run, where it is not known: 4.1 % on a machine of two
-# cores with other work on it (102 runs); docs/reference/history.md. Of bytes: what an allocator leaves to chance.
+# cores with other work (102 runs, docs/reference/history.md). Of bytes: what an allocator leaves to chance.
 _ASSUMED = {"time": 0.04, "memory": 0.001}
 # As if estimated from so few that its interval is wide: another machine may be noisier.
 _ASSUMED_FREEDOM = 4

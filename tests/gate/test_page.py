@@ -85,6 +85,16 @@ def test_plots_show_interval_and_tolerance():
     assert overview.svg("q").startswith("<svg")
 
 
+def test_tolerance_far_above_all_rounds_is_not_drawn():
+    pytest.importorskip("matplotlib")
+    floor = replace(FINE.trials["time"], tolerance=400.0)
+    result = replace(RESULT, tests=(SLOWER, replace(FINE, trials={"memory": floor})))
+    overview, _, rounds = sections(result)["Paired differences"].plots
+    assert rounds.caption.endswith("The tolerance, 480 ms, is far above all rounds.")
+    assert ">tolerance" not in rounds.svg("p")
+    assert ">20000" not in overview.svg("q")
+
+
 def test_all_tests_are_in_the_table():
     [table] = sections(RESULT)["All tests"].tables
     assert [(row.cells[0], row.label, row.status) for row in table.rows] == [

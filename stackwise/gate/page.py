@@ -101,11 +101,17 @@ def _differences(result: GateResult) -> Section:
     order = (Verdict.REGRESSED, Verdict.INCONCLUSIVE, Verdict.IMPROVED, Verdict.PASS)
     trials.sort(key=lambda each: order.index(each[2].decision.verdict))
     plots = [_overview(trials[:_MOST_ROWS])] if len(trials) > 1 else []
-    with_rounds = [each for each in trials if len(each[2].differences) > 1]
+    with_rounds = [each for each in trials if _varies(each[2])]
     plots += [_rounds(*each, _trial_status(result, each[0], each[2])) for each in with_rounds[:_MOST_PLOTS]]
     left_out = len(with_rounds) - _MOST_PLOTS
     notes = [f"The rounds of {left_out} more are only in the JSON report."] if left_out > 0 else []
     return Section("Paired differences", plots=plots, notes=notes)
+
+
+def _varies(trial: TrialResult) -> bool:
+    """Return False if a plot of the rounds would show nothing: one round, or memory without any change."""
+    differences = trial.differences
+    return len(differences) > 1 and max(map(abs, differences)) > 1e-9
 
 
 def _trial_status(result: GateResult, test: TestResult, trial: TrialResult) -> Status:

@@ -85,6 +85,14 @@ def test_plots_show_interval_and_tolerance():
     assert overview.svg("q").startswith("<svg")
 
 
+@pytest.mark.parametrize("differences", [(0.01,), (0.0,) * 8], ids=["one round", "no change"])
+def test_rounds_without_information_are_not_drawn(differences):
+    equal = replace(FINE.trials["time"], differences=differences)
+    result = replace(RESULT, tests=(SLOWER, replace(FINE, trials={"memory": equal})))
+    titles = [plot.title for plot in sections(result)["Paired differences"].plots]
+    assert titles == ["Change of all tests", "REGRESSED: time of b.py::step"]
+
+
 def test_tolerance_far_above_all_rounds_is_not_drawn():
     pytest.importorskip("matplotlib")
     floor = replace(FINE.trials["time"], tolerance=400.0)

@@ -10,7 +10,18 @@ from stackwise.gate.report import change_text, each_cost, interval_text, summary
 from stackwise.gate.result import GateResult, Outcome, TestResult, TrialResult
 from stackwise.gate.verdict import Verdict
 from stackwise.report.page import Finding, Page, Row, Section, Status, Table
-from stackwise.report.plot import ACCENT, BAD, GOOD, INK, MUTED, WARN, Plot, draw_legend, style_axes
+from stackwise.report.plot import (
+    ACCENT,
+    BAD,
+    GOOD,
+    INK,
+    MUTED,
+    WARN,
+    Plot,
+    draw_legend,
+    label_text,
+    style_axes,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -145,7 +156,7 @@ def _overview(trials: list[tuple[TestResult, str, TrialResult]]) -> Plot:
                     label="tolerance",
                 )
         axes.axvline(0, color=INK, linewidth=0.8)
-        names = [_short(f"{test.nodeid}: {metric}") for test, metric, _ in trials]
+        names = [label_text(f"{test.nodeid}: {metric}") for test, metric, _ in trials]
         axes.set_yticks(range(len(trials)), names)
         axes.set_ylim(len(trials) - 0.5, -0.5)
         axes.set_xlabel("change of cost from base to head [%]")
@@ -218,7 +229,3 @@ def _tests(result: GateResult) -> Section:
         notes.insert(0, bias)
     tables = [Table("All tests", header, rows, right=header[2:])] if rows else []
     return Section("All tests", tables=tables, notes=notes)
-
-
-def _short(name: str, most: int = 44) -> str:
-    return name if len(name) <= most else f"…{name[1 - most :]}"

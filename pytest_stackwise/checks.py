@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -351,6 +352,10 @@ def zero_code_items(session: pytest.Session, config: pytest.Config) -> list[pyte
     items: list[pytest.Item] = []
     for asks in get_args(Asks):
         targets = options.targets(config, asks)
+        if config.getoption("stackwise_trust_remote_code"):
+            from stackwise.factory import TRUST
+
+            os.environ[TRUST] = "1"
         factories = [target.rpartition(":")[2] for target in targets]
         if targets:
             require_names(config)
@@ -372,11 +377,14 @@ def _load(target: str, folder: Path, asks: Asks) -> Any:
 
     try:
         return load_factory(target, search=folder)
-    except ValueError as error:
+    except (ValueError, ImportError) as error:
         raise pytest.UsageError(f"--stackwise-{asks}: {error}") from None
 
 
 def _from_anywhere(target: str, folder: Path) -> str:
     """The target with the whole path of its file, for another process, which may start elsewhere."""
     module, _, factory = target.rpartition(":")
+    is_model_folder = module in ("hf", "hf-tiny") and (folder / factory).is_dir()
+    if is_model_folder:
+        return f"{module}:{folder / factory}"
     return f"{folder / module}:{factory}" if module.endswith(".py") else target

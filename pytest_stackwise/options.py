@@ -91,6 +91,11 @@ def add_options(parser: pytest.Parser) -> None:
         help="fast: checks that take seconds; full: all of them (default: fast)",
     )
     group.addoption(
+        "--stackwise-trust-remote-code",
+        action="store_true",
+        help="allow hf: names of --stackwise-model to run code of the hub",
+    )
+    group.addoption(
         "--stackwise-strict",
         action="store_true",
         help="fail a test for each finding that is otherwise a warning: a check that warns, an unstable run",
@@ -211,7 +216,7 @@ def gpu_requested(config: pytest.Config) -> bool:
     """Whether `--gpu`, ours or a conftest's, or its ini twin is on."""
     # A conftest's own --gpu may take a number or a name: only a flag that is on means what ours does.
     flags = (config.getoption("stackwise_gpu", False), config.getoption("--gpu", False))
-    return any(flag is True for flag in flags) or bool(config.getini("stackwise_gpu"))
+    return any(flag is True for flag in flags) or _ini_flag(config, "stackwise_gpu")
 
 
 def device_name(config: pytest.Config) -> str:
@@ -248,7 +253,21 @@ def suite(config: pytest.Config) -> Suite:
 
 def strict(config: pytest.Config) -> bool:
     """Return True if warnings fail tests."""
-    return bool(config.getoption("stackwise_strict") or config.getini("stackwise_strict"))
+    return bool(config.getoption("stackwise_strict")) or _ini_flag(config, "stackwise_strict")
+
+
+def _ini_flag(config: pytest.Config, name: str) -> bool:
+    """Return a value of the configuration file that is true or false.
+
+    Raises:
+        pytest.UsageError: it is neither.
+    """
+    try:
+        return bool(config.getini(name))
+    except ValueError:
+        given = cast("Any", config).inicfg.get(name)
+        given = getattr(given, "value", given)
+        raise pytest.UsageError(f"{name}: got {given!r}; allowed: true, false") from None
 
 
 def check_names(config: pytest.Config) -> tuple[str, ...] | None:

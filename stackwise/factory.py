@@ -9,23 +9,32 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-__all__ = ["load_factory"]
+__all__ = ["TRUST", "load_factory"]
+
+# Environment variable that allows code of the Hugging Face hub. Child processes inherit it.
+TRUST = "STACKWISE_TRUST_REMOTE_CODE"
 
 
 def load_factory(target: str, *, search: Path | None = None) -> Any:
-    """The object that "package.module:name" or "path/to/file.py:name" names.
+    """Return the object that a text names.
 
     Args:
-        target: what to load.
-        search: a folder to import from beside the installed packages.
+        target: "package.module:name", "path/to/file.py:name", or a model of transformers as
+            "hf:NAME_OR_FOLDER" or "hf-tiny:NAME_OR_FOLDER" (`stackwise.hf_model`).
+        search: folder to import from, besides the installed packages, and of relative folders.
 
     Raises:
-        ValueError: the text has another form, or there is no such module or name; what the module
-            itself raises while it is imported is given as the cause.
+        ValueError: the text has another form, or there is no such module, name or configuration. An exception
+            of the module during its import is the cause.
     """
+    if target.startswith(("hf:", "hf-tiny:")):
+        from stackwise.hf_model import load_hf_model
+
+        return load_hf_model(target, search=search)
     module_name, separator, attribute = target.rpartition(":")
     if not (separator and module_name and attribute):
-        raise ValueError(f"got {target!r}; wanted MODULE:FACTORY, such as mypackage.models:tiny")
+        wanted = "MODULE:FACTORY, such as mypackage.models:tiny, or hf:NAME_OR_FOLDER"
+        raise ValueError(f"got {target!r}; wanted {wanted}")
     if search is not None and str(search) not in sys.path:
         sys.path.insert(0, str(search))
     try:

@@ -1,7 +1,7 @@
 """Models of transformers by the name of a configuration: hf:NAME_OR_FOLDER and hf-tiny:NAME_OR_FOLDER.
 
-Only config.json is read. The weights are random. A tiny model has the architecture of the configuration, with two
-layers and small widths.
+Only config.json is read. The weights are random. A tiny model has the architecture of the configuration, with
+two layers and small widths.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ import torch
 from torch import nn
 
 from stackwise.amount import byte_text
+from stackwise.factory import TRUST
 
-__all__ = ["PREFIXES", "SIZE_NAMES", "TRUST", "HFModel", "load_hf_model", "tiny_config"]
+__all__ = ["PREFIXES", "SIZE_NAMES", "HFModel", "load_hf_model", "tiny_config"]
 
 PREFIXES = ("hf:", "hf-tiny:")
-TRUST = "STACKWISE_TRUST_REMOTE_CODE"  # environment variable, which child processes inherit
 
 # Names that configurations have for each size.
 SIZE_NAMES = {
     "vocab": "vocab_size n_token vocab_size_per_layer_input",
-    "width": "hidden_size n_embd d_model dim embedding_size embedding_dim embed_dim emb_dim word_embed_proj_dim "
-    "attention_hidden_size input_embedding_size dim_model hidden_dim lru_width",
+    "width": "hidden_size n_embd d_model dim embedding_size embedding_dim embed_dim emb_dim "
+    "word_embed_proj_dim attention_hidden_size input_embedding_size dim_model hidden_dim lru_width",
     "inner": "intermediate_size ffn_dim d_ff n_inner ffn_hidden_size dim_ff d_inner decoder_ffn_dim "
     "encoder_ffn_dim dim_feedforward expert_ffn_hidden_size feed_forward_size mlp_hidden_size "
     "shared_intermediate_size dense_intermediate_size moe_intermediate_size moe_ffn_hidden_size "
@@ -51,11 +51,14 @@ _VOCAB, _HEAD, _WINDOW, _LAYERS, _EXPERTS, _LENGTH = 256, 16, 8, 2, 4, 512
 _MAX_HEADS_PER_KV, _MAX_KINDS = 8, 4
 # Sizes of single architectures. Each is reduced to the value if it is larger.
 _RARE: dict[str, int] = {
-    **dict.fromkeys(("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "index_head_dim"), 8),
+    **dict.fromkeys(
+        ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "index_head_dim"), 8
+    ),
     **dict.fromkeys(("state_size", "ssm_state_size", "mamba_d_state", "index_topk", "mamba_n_groups"), 8),
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "hidden_size_per_layer_input"), 8),
     **dict.fromkeys(("q_lora_rank", "mamba_d_head", "mamba_head_dim", "linear_head_dim"), 16),
-    **dict.fromkeys(("mamba_n_heads", "mamba_num_heads", "linear_num_value_heads", "linear_num_heads", "time_step_rank"), 4),
+    **dict.fromkeys(("mamba_n_heads", "mamba_num_heads", "linear_num_heads", "time_step_rank"), 4),
+    "linear_num_value_heads": 4,
     **dict.fromkeys(("linear_num_key_heads", "index_n_heads"), 2),
     **dict.fromkeys(("first_k_dense_replace", "moe_layer_start_index", "attn_layer_offset"), 1),
     **dict.fromkeys(("attn_layer_period", "decoder_sparse_step", "full_attention_interval"), 2),
@@ -73,9 +76,10 @@ _VARIANTS: tuple[dict[str, Any], ...] = (
     dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 4),
     {"axial_pos_shape": [8, 8], "axial_pos_embds_dim": [16, 48], "max_position_embeddings": 64},
     {"attention_types": [[["global", "local"], 1]]},
+    {"default_language": "en_XX"},
 )
 _MAX_TINY = 16_000_000  # parameters
-# Bytes that a check holds per parameter: float32 weights, a float64 copy, gradients, two moments, another copy.
+# Bytes per parameter in a check: float32 weights, a float64 copy, gradients, two moments, another copy.
 _BYTES_PER_PARAMETER = 4 + 8 + 4 + 8 + 8
 
 
@@ -118,8 +122,8 @@ def load_hf_model(target: str, *, search: Path | None = None) -> HFModel:
         search: folder that a relative folder is in. None: the current one.
 
     Raises:
-        ValueError: no such configuration, an unknown model type, code of the hub without permission, too little
-            memory, or an architecture that cannot be reduced.
+        ValueError: no such configuration, an unknown model type, code of the hub without permission, too
+            little memory, or an architecture that cannot be reduced.
         ImportError: transformers is not installed.
     """
     prefix = next(each for each in PREFIXES if target.startswith(each))
@@ -128,7 +132,7 @@ def load_hf_model(target: str, *, search: Path | None = None) -> HFModel:
         import transformers
     except ImportError as error:
         raise ImportError(f"{target} needs transformers: pip install 'stackwise[hf]' ({error})") from None
-    transformers.logging.set_verbosity_error()
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     folder = (search or Path()) / name
     config, notes = _text_part(_read_config(target, str(folder) if folder.is_dir() else name))
     model_class = _model_class(config)
@@ -177,9 +181,7 @@ def tiny_config(config: Any, more: Mapping[str, Any] | None = None) -> tuple[Any
                 changed[key] = len(rows) if old == found["layers"] else min(old, _LAYERS)
             elif size == "heads" and old != found["heads"]:  # of an encoder, say
                 changed[key] = heads
-            elif size == "inner":
-                changed[key] = max(16, 8 * round(width * old / (found["width"] or old) / 8))
-            elif size == "width" and old != found["width"]:
+            elif size == "inner" or (size == "width" and old != found["width"]):
                 changed[key] = max(16, 8 * round(width * old / (found["width"] or old) / 8))
             elif small[size] is not None:
                 changed[key] = small[size]
@@ -241,7 +243,7 @@ def _text_part(config: Any) -> tuple[Any, tuple[str, ...]]:
     """Return the configuration of the language model if there are others, such as one for images."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    text = config.get_text_config(decoder=True)
+    text = config.get_text_config(decoder=True) if type(config).sub_configs else config
     if text is config or type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return config, ()
     return text, (f"only the text model of {config.model_type}",)
@@ -256,12 +258,15 @@ def _model_class(config: Any) -> Any:
         named = getattr(transformers, name, None)
         if named is not None and isinstance(config, named.config_class):
             return named
-    is_encoder = getattr(config, "is_decoder", None) is False and type(config) in auto.MODEL_FOR_MASKED_LM_MAPPING
-    if not is_encoder and (type(config) in auto.MODEL_FOR_CAUSAL_LM_MAPPING or getattr(config, "auto_map", None)):
-        return transformers.AutoModelForCausalLM
-    if type(config) in auto.MODEL_FOR_MASKED_LM_MAPPING:
+    kind = type(config)
+    is_masked = kind in auto.MODEL_FOR_MASKED_LM_MAPPING
+    if is_masked and getattr(config, "is_decoder", None) is False:
         return transformers.AutoModelForMaskedLM
-    if type(config) in auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
+    if kind in auto.MODEL_FOR_CAUSAL_LM_MAPPING or getattr(config, "auto_map", None):
+        return transformers.AutoModelForCausalLM
+    if is_masked:
+        return transformers.AutoModelForMaskedLM
+    if kind in auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
         return transformers.AutoModelForSeq2SeqLM
     return transformers.AutoModel
 
@@ -285,7 +290,8 @@ def _reduced(full: HFModel, target: str) -> HFModel:
             problem = problem or f"{type(error).__name__}: {said:.200}"
             continue
         return model
-    raise ValueError(f"{target}: {full.config.model_type} cannot be reduced ({problem}); write a small configuration")
+    kind = full.config.model_type
+    raise ValueError(f"{target}: {kind} cannot be reduced ({problem}); write a small configuration")
 
 
 def _try(model: HFModel) -> None:

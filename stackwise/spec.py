@@ -163,6 +163,9 @@ class ModelSpec:
                 _refuse_unready(made, name)
                 build, model = _apart(subject, made)
                 spec = cls._infer(build, model, name, declared)
+                notes = "; ".join(getattr(subject, "notes", ()))  # of a model by name
+                if notes and "notes" not in declared:
+                    spec = replace(spec, notes=f"{spec.notes}; {notes}")
                 if build is subject or "notes" in declared:
                     return spec
                 return replace(spec, notes=f"{spec.notes}; its models share tensors, so each is a copy")

@@ -27,6 +27,7 @@ ROOMS = [
     "tensor_tree",
     "logit_bound",
     "factory",
+    "hf_model",
     "call_form",
     "cached_call",
     "capability",

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 from stackwise.amount import byte_text
 from stackwise.argument import check_choice, require
 from stackwise.report.page import Page, Row, Section, Table
-from stackwise.report.plot import ACCENT, INK, Plot, style_axes
+from stackwise.report.plot import ACCENT, INK, Plot, label_text, style_axes
 from stackwise.text_file import parse_json, write_whole
 
 if TYPE_CHECKING:
@@ -290,15 +290,14 @@ class ComparisonTable:
                     [max(0.0, row["speed_up"] - row["speed_up_low"]) for row in rows],
                     [max(0.0, row["speed_up_high"] - row["speed_up"]) for row in rows],
                 ]
-            panel.barh(
-                [row["architecture"] for row in rows], values, xerr=bars, capsize=3, color=ACCENT, ecolor=INK
-            )
+            panel.barh(range(len(rows)), values, xerr=bars, capsize=3, color=ACCENT, ecolor=INK)
+            panel.set_yticks(range(len(rows)), [label_text(row["architecture"]) for row in rows])
             panel.invert_yaxis()
-            panel.set_title(workload, loc="left", fontsize="medium")
+            panel.set_title(label_text(workload), loc="left", fontsize="medium")
             panel.set_xlim(left=0)
             if column == "speed_up":
                 panel.axvline(1.0, color=INK, linewidth=0.8)
-        label = f"times as fast as {self.baseline}" if column == "speed_up" else column
+        label = f"times as fast as {label_text(self.baseline)}" if column == "speed_up" else column
         panels[-1].set_xlabel(label)
         style_axes(figure)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from stackwise.cli.hidden_output import HiddenOutput, hidden_output
+from stackwise.factory import TRUST
 from stackwise.support.progress import ProgressLine
 
 if TYPE_CHECKING:
@@ -32,7 +34,8 @@ class Check:
 
     subject: tyro.conf.Positional[str]
     """MODULE:FACTORY, or path/to/file.py:FACTORY; FACTORY() returns an nn.Module, a ModelSpec, a TrainerSpec,
-    or an object with model, optimizer and step(batch)."""
+    or an object with model, optimizer and step(batch). Or hf:NAME_OR_FOLDER: a configuration of transformers
+    with random weights; hf-tiny:NAME_OR_FOLDER: the same architecture with two layers and small widths."""
     checks: tuple[str, ...] = ()
     """Names of checks or families, by spaces or commas; none: all of the suite."""
     suite: Literal["fast", "full"] = "fast"
@@ -55,6 +58,8 @@ class Check:
     verbose: Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(aliases=["-v"])] = False
     """Print the checks that passed as well, why the others do not apply, and what the model and the libraries
     print."""
+    trust_remote_code: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Allow hf: names to run code of the hub."""
     report: Path | None = None
     """Write the results to this file: .md, .json, .html, or all of them if the name has no ending."""
 
@@ -67,6 +72,8 @@ class Check:
         from stackwise.report import Report, report_files
         from stackwise.trainer_spec import TrainerSpec
 
+        if self.trust_remote_code:
+            os.environ[TRUST] = "1"
         files = report_files(self.report) if self.report else []
         names = [name for some in self.checks for name in some.split(",") if name] or None
         if names is not None:

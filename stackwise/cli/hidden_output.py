@@ -35,7 +35,8 @@ class HiddenOutput:
 def hidden_output() -> Iterator[HiddenOutput]:
     """Collect what Python code, C++ libraries and child processes write in the block.
 
-    If the block raises, the output is shown on standard error, because it may explain the error.
+    If the block raises, the output is shown on standard error, because it may explain the error. An error of the
+    user (ValueError, OSError, ImportError) explains itself.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -52,6 +53,8 @@ def hidden_output() -> Iterator[HiddenOutput]:
                 contextlib.redirect_stderr(file),
             ):
                 yield hidden
+        except (ValueError, OSError, ImportError):
+            raise
         except Exception:
             terminal.write(_content(file))
             raise

@@ -10,7 +10,18 @@ from stackwise.gate.report import change_text, each_cost, interval_text, summary
 from stackwise.gate.result import GateResult, Outcome, TestResult, TrialResult
 from stackwise.gate.verdict import Verdict
 from stackwise.report.page import Finding, Page, Row, Section, Status, Table
-from stackwise.report.plot import ACCENT, BAD, GOOD, INK, MUTED, WARN, Plot, draw_legend, style_axes
+from stackwise.report.plot import (
+    ACCENT,
+    BAD,
+    GOOD,
+    INK,
+    MUTED,
+    WARN,
+    Plot,
+    draw_legend,
+    label_text,
+    style_axes,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -18,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["gate_page"]
 
 _MOST_ROWS, _MOST_PLOTS = 40, 12
+_TOO_FAR = 5  # times the largest change: a tolerance beyond it would hide the changes
 _STATUSES: dict[Outcome, Status] = {
     "failed": "failed",
     "error": "failed",
@@ -100,48 +112,52 @@ def _differences(result: GateResult) -> Section:
     order = (Verdict.REGRESSED, Verdict.INCONCLUSIVE, Verdict.IMPROVED, Verdict.PASS)
     trials.sort(key=lambda each: order.index(each[2].decision.verdict))
     plots = [_overview(trials[:_MOST_ROWS])] if len(trials) > 1 else []
-    with_rounds = [each for each in trials if len(each[2].differences) > 1]
-    plots += [
-        _rounds(*each, _STATUSES[each[0].outcome(result.missing)]) for each in with_rounds[:_MOST_PLOTS]
-    ]
+    with_rounds = [each for each in trials if _varies(each[2])]
+    plots += [_rounds(*each, _trial_status(result, each[0], each[2])) for each in with_rounds[:_MOST_PLOTS]]
     left_out = len(with_rounds) - _MOST_PLOTS
     notes = [f"The rounds of {left_out} more are only in the JSON report."] if left_out > 0 else []
     return Section("Paired differences", plots=plots, notes=notes)
 
 
+def _varies(trial: TrialResult) -> bool:
+    """Return False if a plot of the rounds would show nothing: one round, or memory without any change."""
+    differences = trial.differences
+    return len(differences) > 1 and max(map(abs, differences)) > 1e-9
+
+
+def _trial_status(result: GateResult, test: TestResult, trial: TrialResult) -> Status:
+    return "passed" if trial.decision.verdict.ok else _STATUSES[test.outcome(result.missing)]
+
+
 def _overview(trials: list[tuple[TestResult, str, TrialResult]]) -> Plot:
+    farthest = max(map(_farthest, (trial for _, _, trial in trials)))
+
     def draw(figure: Figure) -> None:
         axes = figure.subplots()
         for place, (_, _, trial) in enumerate(trials):
-            decision = trial.decision
-            low, high = (
-                (decision.low, decision.high)
-                if math.isfinite(decision.low) and math.isfinite(decision.high)
-                else (decision.estimate, decision.estimate)
-            )
-            spread = [[100 * (decision.estimate - low)], [100 * (high - decision.estimate)]]
+            estimate, (low, high) = 100 * trial.decision.estimate, _interval(trial)
             axes.errorbar(
-                [100 * decision.estimate],
+                [estimate],
                 [place],
-                xerr=spread,
+                xerr=[[estimate - low], [high - estimate]],
                 fmt="o",
-                color=_COLOURS[decision.verdict],
+                color=_COLOURS[trial.decision.verdict],
                 capsize=3,
-                label=str(decision.verdict),
+                label=str(trial.decision.verdict),
             )
-            axes.plot(
-                [100 * trial.tolerance],
-                [place],
-                "|",
-                color=BAD,
-                markersize=12,
-                markeredgewidth=2,
-                label="tolerance",
-            )
+            if 100 * trial.tolerance < _TOO_FAR * farthest:
+                axes.plot(
+                    [100 * trial.tolerance],
+                    [place],
+                    "|",
+                    color=BAD,
+                    markersize=12,
+                    markeredgewidth=2,
+                    label="tolerance",
+                )
         axes.axvline(0, color=INK, linewidth=0.8)
-        axes.set_yticks(
-            range(len(trials)), [_short(f"{test.nodeid}: {metric}") for test, metric, _ in trials]
-        )
+        names = [label_text(f"{test.nodeid}: {metric}") for test, metric, _ in trials]
+        axes.set_yticks(range(len(trials)), names)
         axes.set_ylim(len(trials) - 0.5, -0.5)
         axes.set_xlabel("change of cost from base to head [%]")
         style_axes(figure)
@@ -154,23 +170,18 @@ def _overview(trials: list[tuple[TestResult, str, TrialResult]]) -> Plot:
 
 def _rounds(test: TestResult, metric: str, trial: TrialResult, status: Status) -> Plot:
     decision = trial.decision
+    is_near = 100 * trial.tolerance < _TOO_FAR * _farthest(trial)
 
     def draw(figure: Figure) -> None:
         from matplotlib.ticker import MaxNLocator
 
         axes = figure.subplots()
         values = [100 * math.expm1(difference) for difference in trial.differences]
-        if math.isfinite(decision.low) and math.isfinite(decision.high):
-            axes.axhspan(
-                100 * decision.low,
-                100 * decision.high,
-                color=ACCENT,
-                alpha=0.18,
-                linewidth=0,
-                label=f"interval at {100 * decision.level:.4g} %",
-            )
+        level = f"interval at {100 * decision.level:.4g} %"
+        axes.axhspan(*_interval(trial), color=ACCENT, alpha=0.18, linewidth=0, label=level)
         axes.axhline(100 * decision.estimate, color=ACCENT, linewidth=1.4, label="estimate")
-        axes.axhline(100 * trial.tolerance, color=BAD, linestyle="--", linewidth=1.4, label="tolerance")
+        if is_near:
+            axes.axhline(100 * trial.tolerance, color=BAD, linestyle="--", linewidth=1.4, label="tolerance")
         axes.axhline(0, color=MUTED, linewidth=0.8)
         axes.plot(range(1, len(values) + 1), values, "o", color=INK, markersize=4, label="round")
         axes.set_xlabel("round")
@@ -183,36 +194,38 @@ def _rounds(test: TestResult, metric: str, trial: TrialResult, status: Status) -
     caption = "One dot is the paired difference of one round."
     if decision.confirmed:
         caption += " Estimate and interval are from the rounds that confirmed the result."
+    if not is_near:
+        caption += f" The tolerance, {tolerance_text(trial)}, is far above all rounds."
     return Plot(title, draw, 2.6, caption, status)
+
+
+def _interval(trial: TrialResult) -> tuple[float, float]:
+    """Return the ends of the interval in percent, or the estimate twice if it has no ends."""
+    low, high = trial.decision.low, trial.decision.high
+    if not (math.isfinite(low) and math.isfinite(high)):
+        low = high = trial.decision.estimate
+    return 100 * low, 100 * high
+
+
+def _farthest(trial: TrialResult) -> float:
+    """Return the largest change of a trial in percent, at least 1."""
+    changes = (100 * math.expm1(difference) for difference in trial.differences)
+    return max(1.0, *map(abs, (*_interval(trial), *changes)))
 
 
 def _tests(result: GateResult) -> Section:
     header = ["test", "metric", "base", "head", "change", "interval", "tolerance", "rounds"]
     rows = []
     for test in result.findings:
-        status = _STATUSES[test.outcome(result.missing)]
         if not test.trials:
-            rows.append(Row([test.nodeid, *[""] * 7], status, test.status))
+            rows.append(Row([test.nodeid, *[""] * 7], _STATUSES[test.outcome(result.missing)], test.status))
         for metric, trial in test.trials.items():
-            decision = trial.decision
-            texts = [
-                *each_cost(test, metric, trial),
-                change_text(trial),
-                interval_text(trial),
-                tolerance_text(trial),
-            ]
-            status = "passed" if decision.verdict.ok else status
-            rows.append(
-                Row([test.nodeid, metric, *texts, str(decision.rounds)], status, str(decision.verdict))
-            )
+            texts = (change_text(trial), interval_text(trial), tolerance_text(trial))
+            cells = [test.nodeid, metric, *each_cost(test, metric, trial), *texts, str(trial.decision.rounds)]
+            rows.append(Row(cells, _trial_status(result, test, trial), str(trial.decision.verdict)))
     notes = [f"Seed {result.seed}.", *result.notes]
     if result.order_bias is not None and math.isfinite(result.order_bias):
-        notes.insert(
-            0, f"Effect of being first in a pair: {result.order_bias:+.2%}. The random order removes it."
-        )
+        bias = f"Effect of being first in a pair: {result.order_bias:+.2%}. The random order removes it."
+        notes.insert(0, bias)
     tables = [Table("All tests", header, rows, right=header[2:])] if rows else []
     return Section("All tests", tables=tables, notes=notes)
-
-
-def _short(name: str, most: int = 44) -> str:
-    return name if len(name) <= most else f"…{name[1 - most :]}"

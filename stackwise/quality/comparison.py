@@ -27,7 +27,7 @@ from stackwise.quality.proportion import Proportion
 from stackwise.quality.scoring import Scorer
 from stackwise.quality.task import Task, TaskResult, cut_note
 from stackwise.report.page import Page, Row, Section, Table
-from stackwise.report.plot import ACCENT, BAD, GOOD, INK, WARN, Plot, style_axes
+from stackwise.report.plot import ACCENT, BAD, GOOD, INK, WARN, Plot, label_text, style_axes
 from stackwise.text_file import write_whole
 
 if TYPE_CHECKING:
@@ -230,17 +230,24 @@ class ModelComparison:
                 known = part is not None and math.isfinite(part.low) and math.isfinite(part.high)
                 spread = [[y - part.low], [part.high - y]] if part is not None and known else None
                 panel.errorbar(
-                    [x], [y], yerr=spread, xerr=x_error, fmt="o", capsize=3, label=name, color=colour
+                    [x],
+                    [y],
+                    yerr=spread,
+                    xerr=x_error,
+                    fmt="o",
+                    capsize=3,
+                    label=label_text(name),
+                    color=colour,
                 )
             panel.axhline(0.0, color=INK, linewidth=0.8)
             less = ", less is better" if self.row(self.baseline, task).less_is_better else ""
             title = f"{task} ({self.row(self.baseline, task).metric}{less})"
-            panel.set_title(title, loc="left", fontsize="medium")
-            panel.set_ylabel(f"difference to {self.baseline}")
+            panel.set_title(label_text(title), loc="left", fontsize="medium")
+            panel.set_ylabel(f"difference to {label_text(self.baseline)}")
             if work is None:
-                panel.set_xticks(range(len(self.architectures)), self.architectures)
+                panel.set_xticks(range(len(self.architectures)), map(label_text, self.architectures))
             else:
-                panel.set_xlabel(f"speed-up, {work}")
+                panel.set_xlabel(f"speed-up, {label_text(work)}")
         style_axes(figure)
         panels[0].legend(fontsize="small", frameon=False)
 

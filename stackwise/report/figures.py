@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from stackwise.amount import time_text
 from stackwise.report.plot import ACCENT, BAD, GOOD, INK, MUTED, WARN, Plot, draw_legend, style_axes
@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 
 __all__ = ["latency_plot", "training_plot"]
 
-_MOST_STEPS = 1000  # points of a line; more would only make the file larger
+Item = TypeVar("Item")
+
+# Points of a line, and marks of a kind. More would only make the file larger.
+_MOST_STEPS, _MOST_MARKS = 1000, 200
 
 
 def training_plot(
@@ -119,14 +122,18 @@ def _draw_steps(axes: Axes, records: Sequence[dict[str, Any]], key: str, run: di
         elif record["step"] in seen:
             replayed.append(point)
         seen.add(record["step"])
-    for step in run.get("fired", ()):
-        axes.axvline(step, color=BAD, linestyle=":", linewidth=1.2, label="fault")
+    if fired := _some(run.get("fired", ()), _MOST_MARKS):
+        # One line with gaps is smaller in the file than many lines.
+        xs = [x for step in fired for x in (step, step, math.nan)]
+        ys = [0.0, 1.0, math.nan] * len(fired)
+        upright = axes.get_xaxis_transform()
+        axes.plot(xs, ys, transform=upright, color=BAD, linestyle=":", linewidth=1.2, label="fault")
     axes.plot(steps, [last[step] for step in steps], color=ACCENT, linewidth=1.4, label="last attempt")
     for points, marker, colour, label in (
         (skipped, "o", WARN, "skipped"),
         (replayed, "D", GOOD, "replayed"),
     ):
-        finite = [point for point in points if math.isfinite(point[1])]
+        finite = _some([point for point in points if math.isfinite(point[1])], _MOST_MARKS)
         if finite:
             axes.plot(
                 *zip(*finite, strict=True),
@@ -140,7 +147,7 @@ def _draw_steps(axes: Axes, records: Sequence[dict[str, Any]], key: str, run: di
     positive = [value for value in finite_values if value > 0]
     if positive and len(positive) == len(finite_values) and max(positive) > 30 * min(positive):
         axes.set_yscale("log")
-    alarms = sorted({alarm["step"] for alarm in run["alarms"] if "step" in alarm})
+    alarms = _some(sorted({alarm["step"] for alarm in run["alarms"] if "step" in alarm}), _MOST_MARKS)
     if alarms:
         # At the upper edge: the value of an alarm may not be finite.
         axes.plot(
@@ -156,13 +163,15 @@ def _draw_steps(axes: Axes, records: Sequence[dict[str, Any]], key: str, run: di
 
 
 def _thinned(records: Sequence[dict[str, Any]], marked: set[int]) -> Sequence[dict[str, Any]]:
-    """Return at most about `_MOST_STEPS` records: every nth, and all of marked or skipped steps."""
-    every = math.ceil(len(records) / _MOST_STEPS)
-    return [
-        record
-        for number, record in enumerate(records)
-        if number % every == 0 or record["step"] in marked or record.get("skipped")
-    ]
+    """Return some of all records and some of those that are marked or skipped, in their order."""
+    places = range(len(records))
+    special = [place for place in places if records[place]["step"] in marked or records[place].get("skipped")]
+    return [records[place] for place in sorted({*_some(places, _MOST_STEPS), *_some(special, _MOST_STEPS)})]
+
+
+def _some(items: Sequence[Item], most: int) -> Sequence[Item]:
+    """Return every nth item, so that they are at most `most`."""
+    return items[:: max(1, math.ceil(len(items) / most))]
 
 
 def _unit(seconds: float) -> tuple[float, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -14,7 +15,19 @@ if TYPE_CHECKING:
     from matplotlib.artist import Artist
     from matplotlib.figure import Figure
 
-__all__ = ["ACCENT", "BAD", "GOOD", "GRID", "INK", "MUTED", "WARN", "Plot", "draw_legend", "style_axes"]
+__all__ = [
+    "ACCENT",
+    "BAD",
+    "GOOD",
+    "GRID",
+    "INK",
+    "MUTED",
+    "WARN",
+    "Plot",
+    "draw_legend",
+    "label_text",
+    "style_axes",
+]
 
 # Colours of drawings. On a page each becomes a variable of the style sheet with a light and a dark value.
 INK, MUTED, GRID, ACCENT, BAD, WARN, GOOD = (
@@ -70,7 +83,11 @@ class Plot:
         Raises:
             ImportError: matplotlib is not installed.
         """
-        root = ET.fromstring(drawn((6.6, self.height), self.draw, font_size=10))  # noqa: S314 - matplotlib's output
+        with warnings.catch_warnings():
+            # The page draws text with fonts of the reader's system, which may have the glyph.
+            warnings.filterwarnings("ignore", r"Glyph .* missing from font")
+            text = drawn((6.6, self.height), self.draw, font_size=10)
+        root = ET.fromstring(text)  # noqa: S314 - matplotlib's output
         for parent in list(root.iter()):
             for child in list(parent):
                 # The style of a drawing would be one of the whole page, whose style sheet has the same.
@@ -88,6 +105,13 @@ class Plot:
         for name in ("width", "height", "version"):
             root.attrib.pop(name, None)
         return ET.tostring(root, encoding="unicode")
+
+
+def label_text(name: str, most: int = 44) -> str:
+    """Return a name as a label of a drawing: shortened at its beginning, and never read as a formula."""
+    name = "".join(character if character.isprintable() else " " for character in name)
+    short = name if len(name) <= most else f"…{name[1 - most :]}"
+    return short.replace("$", r"\$")
 
 
 def draw_legend(figure: Figure, handles: Sequence[Artist], labels: Sequence[str]) -> None:

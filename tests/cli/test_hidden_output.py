@@ -71,6 +71,17 @@ def test_output_before_an_error_is_shown(capfd):
     assert capfd.readouterr().err == "the file has no weights\n"
 
 
+def test_error_of_the_user_hides_the_output(capfd):
+    def fail():
+        with hidden_output():
+            print("loading a library")
+            raise ValueError
+
+    with pytest.raises(ValueError):
+        fail()
+    assert capfd.readouterr() == ("", "")
+
+
 def test_undecodable_bytes_are_kept_readable():
     with hidden_output() as hidden:
         os.write(1, b"caf\xe9\n")

@@ -85,6 +85,24 @@ def test_plots_show_interval_and_tolerance():
     assert overview.svg("q").startswith("<svg")
 
 
+@pytest.mark.parametrize("differences", [(0.01,), (0.0,) * 8], ids=["one round", "no change"])
+def test_rounds_without_information_are_not_drawn(differences):
+    equal = replace(FINE.trials["time"], differences=differences)
+    result = replace(RESULT, tests=(SLOWER, replace(FINE, trials={"memory": equal})))
+    titles = [plot.title for plot in sections(result)["Paired differences"].plots]
+    assert titles == ["Change of all tests", "REGRESSED: time of b.py::step"]
+
+
+def test_tolerance_far_above_all_rounds_is_not_drawn():
+    pytest.importorskip("matplotlib")
+    floor = replace(FINE.trials["time"], tolerance=400.0)
+    result = replace(RESULT, tests=(SLOWER, replace(FINE, trials={"memory": floor})))
+    overview, _, rounds = sections(result)["Paired differences"].plots
+    assert rounds.caption.endswith("The tolerance, 480 ms, is far above all rounds.")
+    assert ">tolerance" not in rounds.svg("p")
+    assert ">20000" not in overview.svg("q")
+
+
 def test_all_tests_are_in_the_table():
     [table] = sections(RESULT)["All tests"].tables
     assert [(row.cells[0], row.label, row.status) for row in table.rows] == [

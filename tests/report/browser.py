@@ -12,6 +12,5 @@ def find_chromium():
 
 
 def launch(playwright):
-    """Return a running browser. Root cannot use Chromium's sandbox, and containers have a small /dev/shm."""
-    arguments = ["--disable-dev-shm-usage", *(["--no-sandbox"] if os.geteuid() == 0 else [])]
-    return playwright.chromium.launch(executable_path=find_chromium(), args=arguments)
+    """Return a running browser. Playwright starts it without a sandbox; containers have a small /dev/shm."""
+    return playwright.chromium.launch(executable_path=find_chromium(), args=["--disable-dev-shm-usage"])

@@ -64,6 +64,12 @@ def test_long_run_is_thinned_and_says_so():
     assert len(plot.svg("p")) < 200_000
 
 
+def test_plot_of_a_run_with_many_events_is_small():
+    records = [record(step, skipped=step % 2 == 0) for step in range(20_000)]
+    run = {"records": records, "alarms": [{"step": step} for step in range(20_000)], "fired": range(20_000)}
+    assert len(training_plot("a", run).svg("p")) < 200_000
+
+
 def test_latency_has_its_percentiles():
     histogram = {"edges": [0.001, 0.002, 0.003], "counts": [5, 2], "above": 0}
     percentiles = {"p50": {"value": 0.0015}, "p95": {"value": 0.0028}, "p99": {"value": None}}

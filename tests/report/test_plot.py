@@ -4,7 +4,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from stackwise.report.plot import ACCENT, INK, Plot, style_axes
+from stackwise.report.plot import ACCENT, INK, Plot, label_text, style_axes
 
 pytest.importorskip("matplotlib")
 
@@ -42,3 +42,10 @@ def test_ids_begin_with_the_prefix():
     links = {element.get("href") for element in root.iter()} - {None}
     assert links
     assert {link.removeprefix("#") for link in links} <= ids
+
+
+@pytest.mark.parametrize("name", ["a$b_{$", r"\frac{$1", "x\x00\n<&>", "漢字 🙂", "long_name_" * 20])
+def test_label_of_any_name_can_be_drawn(name):
+    root = ET.fromstring(Plot("a", lambda figure: figure.subplots().set_title(label_text(name))).svg("p"))
+    shown = "".join(root.itertext())
+    assert name.replace("\x00\n", "  ")[-43:] in shown

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
 import zlib
 from pathlib import Path
@@ -30,7 +31,7 @@ def load_factory(target: str, *, search: Path | None = None) -> Any:
     if target.startswith(("hf:", "hf-tiny:")):
         from stackwise.hf_model import load_hf_model
 
-        return load_hf_model(target, search=search)
+        return load_hf_model(target, search=search, trust_remote_code=os.environ.get(TRUST) == "1")
     module_name, separator, attribute = target.rpartition(":")
     if not (separator and module_name and attribute):
         wanted = "MODULE:FACTORY, such as mypackage.models:tiny, or hf:NAME_OR_FOLDER"

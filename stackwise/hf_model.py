@@ -11,7 +11,7 @@ import math
 import os
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ import torch
 from torch import nn
 
 from stackwise.amount import byte_text
-from stackwise.factory import TRUST
 
 __all__ = ["PREFIXES", "SIZE_NAMES", "HFModel", "load_hf_model", "tiny_config"]
 
@@ -92,12 +91,14 @@ class HFModel:
         model_class: class of transformers that takes it.
         name: the name of the configuration.
         notes: differences from the named configuration.
+        trust_remote_code: allow code of the hub.
     """
 
     config: Any
     model_class: Any
     name: str
     notes: tuple[str, ...] = ()
+    trust_remote_code: bool = False
 
     @property
     def __name__(self) -> str:
@@ -107,19 +108,20 @@ class HFModel:
         """Build a model."""
         config = copy.deepcopy(self.config)
         if hasattr(self.model_class, "from_config"):
-            options = {"trust_remote_code": True} if _trusts() else {}
+            options = {"trust_remote_code": True} if self.trust_remote_code else {}
             model: nn.Module = self.model_class.from_config(config, **options)
         else:
             model = self.model_class(config)
         return model
 
 
-def load_hf_model(target: str, *, search: Path | None = None) -> HFModel:
+def load_hf_model(target: str, *, search: Path | None = None, trust_remote_code: bool = False) -> HFModel:
     """Return the factory that hf:NAME_OR_FOLDER or hf-tiny:NAME_OR_FOLDER names.
 
     Args:
         target: the name. A folder has a config.json.
         search: folder that a relative folder is in. None: the current one.
+        trust_remote_code: allow code of the hub.
 
     Raises:
         ValueError: no such configuration, an unknown model type, code of the hub without permission, too
@@ -134,14 +136,15 @@ def load_hf_model(target: str, *, search: Path | None = None) -> HFModel:
         raise ImportError(f"{target} needs transformers: pip install 'stackwise[hf]' ({error})") from None
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     folder = (search or Path()) / name
-    config, notes = _text_part(_read_config(target, str(folder) if folder.is_dir() else name))
+    found = _read_config(target, str(folder) if folder.is_dir() else name, trust_remote_code)
+    config, notes = _text_part(found)
     model_class = _model_class(config)
     short = Path(name).name
     if prefix == "hf:":
-        model = HFModel(config, model_class, short, notes)
+        model = HFModel(config, model_class, short, notes, trust_remote_code)
         _require_memory(model, target)
         return model
-    return _reduced(HFModel(config, model_class, short, notes), target)
+    return _reduced(HFModel(config, model_class, short, notes, trust_remote_code), target)
 
 
 def tiny_config(config: Any, more: Mapping[str, Any] | None = None) -> tuple[Any, tuple[str, ...]]:
@@ -222,11 +225,11 @@ def tiny_config(config: Any, more: Mapping[str, Any] | None = None) -> tuple[Any
     return type(config).from_dict(changed), tuple(notes)
 
 
-def _read_config(target: str, name: str) -> Any:
+def _read_config(target: str, name: str, trust_remote_code: bool) -> Any:
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(name, trust_remote_code=_trusts())
+        return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     except ValueError as error:
         said = " ".join(str(error).split())
         if "trust_remote_code" in said:
@@ -278,7 +281,7 @@ def _reduced(full: HFModel, target: str) -> HFModel:
         try:
             config, notes = tiny_config(full.config, variant)
             notes += tuple(f"{key} = {value}" for key, value in variant.items() if key in config.to_dict())
-            model = HFModel(config, full.model_class, full.name, (*full.notes, *notes))
+            model = replace(full, config=config, notes=(*full.notes, *notes))
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 n_parameters = _n_parameters(model)
@@ -327,10 +330,6 @@ def _available_bytes() -> int:
     if (group / "memory.max").exists() and (limit := (group / "memory.max").read_text().strip()) != "max":
         amounts.append(int(limit) - int((group / "memory.current").read_text()))
     return max(0, min(amounts))
-
-
-def _trusts() -> bool:
-    return os.environ.get(TRUST) == "1"
 
 
 def _first(given: Mapping[str, Any], names: str) -> int | None:

@@ -35,8 +35,8 @@ class HiddenOutput:
 def hidden_output() -> Iterator[HiddenOutput]:
     """Collect what Python code, C++ libraries and child processes write in the block.
 
-    If the block raises, the output is shown on standard error, because it may explain the error. An error of the
-    user (ValueError, OSError, ImportError) explains itself.
+    If the block raises, the output is shown on standard error, because it may explain the error. An error of
+    the user (ValueError, OSError, ImportError) explains itself.
     """
     sys.stdout.flush()
     sys.stderr.flush()
